@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 LEAST_ENDED = 0.25
 """share of a batch's rows that have ended before they are replaced: each time copies the cache"""
-CACHES_OWN_TOKENS = frozenset({"cpmant"})
-"""model types that put tokens of their own before a prompt: the cache is longer than its mask"""
+NOT_BY_ROWS = frozenset({"cpmant", "mpt"})
+"""model types whose cache cannot outgrow a row: CPM-Ant puts tokens of its own before a prompt, and
+MPT's ALiBi table ends at its longest row"""
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ class GreedyDecoder:
         config = model.config.get_text_config(decoder=True)
         return (
             "past_key_values" in _parameters(model)  # else a forward pass ignores the cache
-            and config.model_type not in CACHES_OWN_TOKENS
+            and config.model_type not in NOT_BY_ROWS
             and has_growing_cache(model)
         )
 

@@ -12,6 +12,8 @@ from transformers import (
     AutoTokenizer,
     CpmAntConfig,
     CpmAntForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     XLNetConfig,
@@ -331,13 +333,23 @@ def tiny_cpmant() -> Any:
     return CpmAntForCausalLM(CpmAntConfig(vocab_size=64, num_hidden_layers=1, **shape))
 
 
+def tiny_mpt() -> Any:
+    return MptForCausalLM(MptConfig(vocab_size=64, d_model=16, n_heads=2, n_layers=1))
+
+
 def tiny_xlnet() -> Any:
     return XLNetLMHeadModel(XLNetConfig(vocab_size=64, d_model=16, n_layer=1, n_head=2, d_inner=16))
 
 
 @pytest.mark.parametrize(
     ("build", "fits"),
-    [(tiny_llama, True), (tiny_gpt2, True), (tiny_xlnet, False), (tiny_cpmant, False)],
+    [
+        (tiny_llama, True),
+        (tiny_gpt2, True),
+        (tiny_xlnet, False),
+        (tiny_cpmant, False),
+        (tiny_mpt, False),
+    ],
 )
 def test_rows_leave_and_join_only_a_cache_of_their_own_tokens(build: Any, fits: bool) -> None:
     assert GreedyDecoder.fits(build()) is fits
