@@ -63,7 +63,7 @@ def test_nothing_heavy_is_imported_before_it_is_asked_for() -> None:
 def test_a_callers_settings_stay_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from app import load_config, train
+    from app.train import train
 
     def pin(run: Run) -> None:  # as a run that goes on with a base from the hub does
         run.config.model.revision = "0a" * 20

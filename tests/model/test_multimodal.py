@@ -108,7 +108,9 @@ def test_a_whole_model_is_saved_with_its_towers(family: str, base: Path, tmp_pat
     before, ours = dict(whole_model(family).named_parameters()), dict(model.named_parameters())
     for name, weight in stock.named_parameters():
         assert torch.equal(weight, ours[name] if is_of_language_model(name) else before[name]), name
-    assert torch.allclose(probe_logits(stock, probe()), probe_logits(model, probe()), atol=1e-5)
+    # Equal weights: what is left is fp32's rounding, of which processors differ in how much.
+    expected, found = probe_logits(stock, probe()), probe_logits(model, probe())
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert (tmp_path / "preprocessor_config.json").read_text() == '{"do_resize": true}'
     # What was saved is a base again, and so is its copy.
     write_model(opened(tmp_path), tmp_path / "copy", torch.float32)
