@@ -29,9 +29,11 @@ WORDS = (
     *("model=tiny", "trainer.max_steps=2", "trainer.checkpoint.every_steps=1"),
     *("trainer.accelerator=cpu", "trainer.devices=1", "logger=csv"),
 )
+LONG_FUNCTIONS = f"functions over {LONG_FUNCTION} lines"
 AIMS = {
     "modules": 125,
     "lines that are not blank": 28_000,
+    LONG_FUNCTIONS: 0,
     "functions of load_config of the quickstart": 25,
     "files of load_config of the quickstart": 6,
     "functions of its checks before the start": 90,
@@ -62,7 +64,7 @@ def measure_sizes() -> dict[str, int]:
     return {
         "modules": len(modules.keys() - packages),
         "lines that are not blank": lines,
-        f"functions over {LONG_FUNCTION} lines": long_functions,
+        LONG_FUNCTIONS: long_functions,
         "modules with one importer": sum(
             importers[name] == 1 for name in modules.keys() - packages
         ),

@@ -27,7 +27,7 @@ from app.process.errors import ENVIRONMENT_ERROR
 from app.process.files import open_no_follow
 from app.process.heartbeat import STACKS_FILE, progress
 from app.process.launch import is_first_here, read_launch
-from app.process.signals import kill_workers
+from app.process.signals import kill_workers, signal_received
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -49,8 +49,8 @@ LONGEST_POLL = 1.0
 MAX_NAMED = 4
 """ranks of one host that are listed; more are counted"""
 STARTS, TRAINS, DONE = "starts", "trains", "done"
-"""before the first batch is done, which may compile; in the training loop; after it, where silence
-means nothing"""
+"""before the first batch is done, which may compile; in the training loop; after it or after a
+signal, where silence means nothing"""
 VERDICT = "loft/verdict"
 """key of the store: why the run ends"""
 
@@ -163,8 +163,8 @@ class Peers:
     """whether the others have been told the verdict"""
     _has_failed: bool = False
     """whether the training thread has an error to report"""
-    _host_of_first: str = ""
-    """of rank 0, which has the store"""
+    _first: Report | None = None
+    """the newest of rank 0, which has the store"""
     _num_reports: int = 0
     _looks: list[list[Report]] = field(default_factory=list)
     _looks_wanted: threading.Event = field(default_factory=threading.Event)
@@ -193,17 +193,23 @@ class Peers:
     # then waits for ever, and the others go on.
 
     def _report_for_ever(self) -> None:
-        state = STARTS
-        while state != DONE:
+        while True:
             with contextlib.suppress(RuntimeError):  # of torch: one broken connection is no verdict
                 store = self._connect()
-                while state != DONE:
-                    state = DONE if self._is_done else TRAINS if self._has_trained else STARTS
-                    self._report(store, state)
+                while True:
+                    is_last = self._is_done
+                    self._report(store)
+                    if is_last:
+                        return
                     time.sleep(REPORT_SECONDS)
             time.sleep(REPORT_SECONDS)
 
-    def _report(self, store: TCPStore, state: str) -> None:
+    def _state(self) -> str:
+        if self._is_done or signal_received() is not None:
+            return DONE
+        return TRAINS if self._has_trained else STARTS
+
+    def _report(self, store: TCPStore) -> None:
         """Tell the others how far this rank is, and read what they tell."""
         self._num_reports += 1
         num_beats, _, step = progress()
@@ -213,7 +219,7 @@ class Peers:
             num_beats=num_beats,
             step=step or 0,
             pause=self._pauses.seconds,
-            state=state,
+            state=self._state(),
             host=socket.gethostname(),
         )
         store.set(_key(self.rank), str(mine))
@@ -223,10 +229,10 @@ class Peers:
         elif store.check([VERDICT]):
             self._verdict = store.get(VERDICT).decode()
             self._is_known = True
-        if state == DONE:
+        if self._is_done:
             return
-        if not self._host_of_first and store.check([_key(0)]):
-            self._host_of_first = parse_report(0, store.get(_key(0)).decode()).host
+        if self._first is not None or store.check([_key(0)]):
+            self._first = parse_report(0, store.get(_key(0)).decode())
         if self._looks_wanted.is_set():
             self._looks.append(self._look(store))
 
@@ -308,21 +314,25 @@ class Peers:
         self._looks_wanted.clear()
         if len(self._looks) >= 2:
             return find_lost(self._looks[0], self._looks[-1]), self._looks[-1]
-        if self._verdict or self.rank == 0 or not self._host_of_first:
+        if self._verdict or self.rank == 0 or self._first is None or self._first.state == DONE:
             return [], []
         # The host of rank 0 has the store, which answered before and does not take calls any more.
-        there = self._host_of_first
-        zero = Report(rank=0, number=0, num_beats=0, step=0, pause=0, state=TRAINS, host=there)
-        return [zero], []
+        return [self._first], []
 
-    def explain(self, error: str) -> str:
-        """Return which rank this one has lost, where the training has failed by `error`."""
+    def explain(self, error: str) -> str | None:
+        """Return which rank this one has lost, where the training has failed by `error`.
+
+        None after a signal, where no rank is lost: the others have ended by theirs. Of torchrun
+        itself one comes where the host of the rendezvous is lost.
+        """
         self._has_failed = True
         with self._lock:
             tells_nothing = bool(self._verdict) or self._is_done
             lost = [] if tells_nothing else self._find_lost(LOOK_SECONDS)[0]
             if self._verdict:
                 return self._told(self._verdict)
+            if not lost and signal_received() is not None:
+                return None
             who = describe_lost(lost) if lost else "another rank"
             return self._told(f"lost {who} {_after(progress()[2])}: {error}")
 

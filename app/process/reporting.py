@@ -43,7 +43,8 @@ REASON_BEGINS = b"error"
 def report(error: BaseException) -> int:
     """Print `error` as one message on stderr, once for all ranks, and return its exit code."""
     code = exit_code(error)
-    if signal_received() == signal.SIGTERM and LOST_CONNECTION.search(str(error)):
+    lost = _name_lost(error)
+    if not lost and signal_received() == signal.SIGTERM and LOST_CONNECTION.search(str(error)):
         code = TERMINATED  # Lightning's handler talks to the other ranks; they may have ended
     if os.environ.get(TRACEBACK_VARIABLE) == "1":
         traceback.print_exception(error)
@@ -54,31 +55,29 @@ def report(error: BaseException) -> int:
         if is_first_rank():
             print("\ninterrupted", file=sys.stderr)
     elif code != TERMINATED and not isinstance(error, SystemExit):
-        message = _message(error, code)
-        explained = _explain(error, message)
-        write_error_file(explained or message)
-        if explained is not None:
-            keep_reason(explained)
-            if is_first_here():
-                print(explained, file=sys.stderr)
-        elif _claim_message(error, message):
+        message = lost or _message(error, code)
+        if not lost and (peers := watched_peers()) is not None:
+            peers.tell(message.splitlines()[0])
+        write_error_file(message)
+        if lost:
+            keep_reason(message)
+        if is_first_here() if lost else _claim_message(error, message):
             print(message, file=sys.stderr)
     return code
 
 
-def _explain(error: BaseException, message: str) -> str | None:
-    """Tell the other ranks why this one fails; return which of them it has lost, if it has."""
-    if (peers := watched_peers()) is None:
-        return None
+def _name_lost(error: BaseException) -> str | None:
+    """Return which rank this one has lost, in words; None where the error is another one."""
+    peers = watched_peers()
     is_of_torch = isinstance(error, RuntimeError) and not isinstance(
         error, (TrainingFault, DeviceError)
     )
-    if not is_of_torch or not LOST_CONNECTION.search(str(error)):
-        peers.tell(message.splitlines()[0])
+    if peers is None or not is_of_torch or not LOST_CONNECTION.search(str(error)):
         return None
     # Of torch's message only what happened: the rest is advice of its own.
     happened = str(error).partition("] ")[2].partition(". This is typically")[0] or str(error)
-    return f"error (the environment): {peers.explain(printable(redact(happened)))}"
+    explained = peers.explain(printable(redact(happened)))
+    return None if explained is None else f"error (the environment): {explained}"
 
 
 def write_error_file(message: str) -> None:

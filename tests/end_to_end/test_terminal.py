@@ -78,6 +78,7 @@ def test_the_bar_says_stopped_after_ctrl_c(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bars_count_answers_and_validation_and_go(tmp_path: Path, default_run: Path) -> None:
     words = [f"run={default_run}", f"output.dir={tmp_path / 'evaluation'}"]
+    words.append(f"data.cache_dir={tmp_path}")  # another worker's cache may stand in the run
     screen = type_in_terminal(80, "app.evaluate", *words, "evaluation.max_rows=8")
     assert screen.code == 0 and not any("-answers-" in line for line in screen.lines)
     assert screen.lines[0] == "loading libraries ..."

@@ -48,6 +48,7 @@ from app.process.heartbeat import beat, beat_again
 from app.process.peers import Peers, start_peers
 from app.process.reporting import keep_reason, report, write_error_file
 from app.process.launch import set_run_dir
+from app.process.signals import install_signal_handlers, wait_for_step
 from torch.distributed import TCPStore
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 set_run_dir(folder)
@@ -135,9 +136,10 @@ def test_rank_0_is_not_blamed_for_a_silence_that_says_nothing(
     monkeypatch.setattr("app.process.peers.LOOK_SECONDS", 0.1)
     monkeypatch.setattr("app.process.peers.VERDICT_SECONDS", 0.1)
     peers = peers_of(tmp_path)
-    peers._host_of_first = "node1" if ends is Peers.finish else ""
+    peers._first = ONE if ends is Peers.finish else None
     ends(peers)
-    assert peers.explain("closed").startswith("lost another rank before its first step: closed\n")
+    said = peers.explain("closed")
+    assert said and said.startswith("lost another rank before its first step: closed\n")
 
 
 def test_a_rank_with_an_error_of_its_own_is_left_to_report_it(tmp_path: Path) -> None:
@@ -261,6 +263,26 @@ def test_one_that_dies_is_named_where_the_connection_breaks(tmp_path: Path) -> N
         f"error (the environment): lost rank 1 on host {os.uname().nodename} after step 3: "
         "Connection closed by peer [1.2.3.4]:5\n  to resume: type this"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_told", [False, True], ids=["lost", "told"])
+def test_a_rank_that_is_told_to_end_names_a_lost_one_only(tmp_path: Path, is_told: bool) -> None:
+    """As torchrun tells the ranks of a host that has lost the one of the rendezvous.
+
+    A scheduler tells all ranks, and one that has ended by its signal is not lost.
+    """
+    told = ["install_signal_handlers()", "wait_for_step(True)", "os.kill(os.getpid(), 15)"]
+    closed = "RuntimeError('[/x/pair.cc:5] Connection closed by peer [1.2.3.4]:5. This is ')"
+    first = ["wait(1)", *(told if is_told else []), "wait(3)", "os.kill(os.getpid(), 9)"]
+    second = ["wait(4.5)", *told, f"os._exit(report({closed}))"]
+    _, (code, _) = tell_story(tmp_path, first, second, limit=60.0)
+    left = tmp_path / "1.json"
+    if is_told:
+        assert code == 143 and not left.exists()
+    else:
+        lost = f"lost rank 0 on host {os.uname().nodename} after step 3: Connection closed by peer"
+        assert code == 3 and lost in json.loads(left.read_text())["message"]["message"]
 
 
 @pytest.mark.slow

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.measure_house import AIMS, measure_sizes, measure_steps
+from tools.measure_house import AIMS, LONG_FUNCTIONS, measure_sizes, measure_steps
 
 REACHED = (
+    LONG_FUNCTIONS,
     "functions of load_config of the quickstart",
     "files of load_config of the quickstart",
 )
@@ -17,5 +18,6 @@ REACHED = (
 def test_the_house_is_measured_and_keeps_the_aims_that_it_reaches(tmp_path: Path) -> None:
     figures = measure_sizes() | measure_steps(tmp_path)
     assert AIMS.keys() <= figures.keys()
-    assert {name: number for name, number in figures.items() if number <= 0} == {}
+    not_counted = {name for name, number in figures.items() if number <= 0}
+    assert not_counted <= {LONG_FUNCTIONS}
     assert {name: figures[name] for name in REACHED if figures[name] > AIMS[name]} == {}
