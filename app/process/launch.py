@@ -5,8 +5,10 @@ The only place that reads them: a run whose ranks read them differently hangs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import ipaddress
 import os
 import signal
 import socket
@@ -284,6 +286,15 @@ def _fitting(launch: Launch) -> str:
     if launch.detected_by == "SLURM_NTASKS" and total == 1:
         typed += ", or unset SLURM_NTASKS in a shell of a job, to have the ranks started from there"
     return typed
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether an address is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
 
 
 def free_port() -> int:

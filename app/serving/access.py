@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
-from app.serving.address import is_loopback
+from app.process.launch import is_loopback
 from app.serving.requests import RequestError, print_failure
 from data_modules import printable
 

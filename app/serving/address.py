@@ -5,14 +5,13 @@ Needs no server: the settings and the first checks must not wait for one.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import ipaddress
 import os
 import socket
 from dataclasses import dataclass
 
 from app.process.errors import UserError
+from app.process.launch import is_loopback
 from data_modules import setting
 
 KEY_VARIABLE = "LOFT_SERVE_KEY"
@@ -51,15 +50,6 @@ def read_key(config: ServeConfig) -> str | None:
             "out (127.0.0.1)"
         )
     return None
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether an address is reached from this machine alone."""
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 def bind(config: ServeConfig) -> socket.socket:

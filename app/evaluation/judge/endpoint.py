@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig, is_loopback
+from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig
 from app.process.errors import UserError
 from app.process.files import write_whole
+from app.process.launch import is_loopback
 from data_modules import printable, redact
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from app.process.errors import UserError
+from app.process.launch import is_loopback
 from data_modules import setting
 
 KEY_VARIABLE = "LOFT_JUDGE_KEY"
@@ -92,10 +92,3 @@ def read_key(config: JudgeConfig) -> str | None:
     if problems:
         raise UserError(problems)
     return key or None
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
