@@ -7,6 +7,7 @@ reads the next one. Never knows how long the stream is.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import logging
@@ -236,7 +237,9 @@ class StreamedSteps:
             window = []
             for batch in itertools.islice(batches, self._accumulation_steps):
                 if isinstance(batch, DataError):
-                    raise batch
+                    # A copy, which no variable of the traceback's frames holds: else workers live
+                    # until this cycle is collected, and the collection waits 5 s for each of them.
+                    raise copy.copy(batch)
                 window.append(batch)
             if step < self._first_step:
                 continue

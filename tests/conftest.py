@@ -27,27 +27,36 @@ SCREEN = "screen.txt"
 """beside a run's folder: what the command printed"""
 
 LONGEST_FILES = (
+    "end_to_end/test_two_hosts.py",
+    "planning/test_simulation.py",
+    "end_to_end/test_terminal.py",
     "reliability/test_chaos.py",
-    "end_to_end/test_qlora_quickstart.py",
-    "end_to_end/test_learning.py",
+    "parity/strategies/test_slow_links.py",
+    "end_to_end/test_readme.py",
     "training/checkpoint/test_resume.py",
+    "parity/test_every_family.py",
+    "end_to_end/test_qlora_quickstart.py",
+    "benchmarks/test_gpu_sheet.py",
+    "end_to_end/test_learning.py",
+    "end_to_end/test_merge_and_chat.py",
+    "evaluation/test_evaluate_tasks.py",
+    "parity/strategies/test_links.py",
+    "end_to_end/test_resume.py",
+    "model/test_compile.py",
     "parity/strategies/test_mixtures.py",
     "strategy/test_sharded.py",
     "parity/strategies/test_steps.py",
-    "end_to_end/test_resume.py",
     "end_to_end/test_signals.py",
-    "end_to_end/test_merge_and_chat.py",
     "end_to_end/test_multimodal.py",
-    "model/test_compile.py",
     "strategy/test_deepspeed.py",
-    "parity/test_every_family.py",
-    "benchmarks/test_gpu_sheet.py",
     "bad_input/test_secrets.py",
     "strategy/test_fake_ranks.py",
     "end_to_end/test_sweep.py",
     "end_to_end/test_quickstart.py",
     "end_to_end/test_encoder_decoder.py",
     "benchmarks/test_gpu_ops.py",
+    "bad_input/test_run_folders.py",
+    "model/test_saved.py",
 )
 """with tests of a minute or more in all, those with the most first"""
 
@@ -143,7 +152,10 @@ def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (parent / SCREEN).exists():
-            said = run_verb("train", "+experiment=quickstart", f"output.dir={parent / 'run'}")
+            with pytest.MonkeyPatch.context() as patch:
+                # A worker's own is gone when that worker ends, and the run keeps its path.
+                patch.setenv("LOFT_DATA_CACHE", str(parent / "cache"))
+                said = run_verb("train", "+experiment=quickstart", f"output.dir={parent / 'run'}")
             (parent / SCREEN).write_text(said)
     return parent / "run"
 

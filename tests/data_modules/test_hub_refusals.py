@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.local_server import Handler, local_server
 
 ANSWERS = {
     "org/none": (401, "RepoNotFound"),
@@ -35,7 +35,7 @@ print(json.dumps(said))
 """
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(Handler):
     """A gated data set lists what it holds, as the hub's do; its files it keeps."""
 
     def do_GET(self) -> None:
@@ -60,17 +60,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(text)
 
-    def log_message(self, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with local_server(Hub) as address:
+        yield address
 
 
 @pytest.mark.slow

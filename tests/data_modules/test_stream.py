@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -259,10 +260,13 @@ def test_an_error_of_a_worker_is_reported_as_it_is(
     dataset = write(tmp_path / "a.jsonl", 30)
     with Path(dataset.path).open("a") as file:
         file.write('{"prompt": 3, "completion": "x"}\n' * 2)
+    before = set(multiprocessing.active_children())
     with pytest.raises(DataError) as caught:
         list(build([dataset], tokenizer, max_steps=99, num_workers=1).train_dataloader())
     told = [problem.split("/")[-1][:17] for problem in caught.value.problems]
     assert told == ["a.jsonl:31 prompt", "a.jsonl:32 prompt"]
+    del caught
+    assert set(multiprocessing.active_children()) <= before  # its worker has ended with it
 
 
 def test_a_stream_without_an_end_needs_max_steps(tmp_path: Path, tokenizer: Any) -> None:

@@ -18,17 +18,9 @@ from app.doctor.rows import (
     compare_machines,
     list_rows,
 )
-from app.process.gpus import Gpu, Machine
+from app.process.gpus import Machine
+from tests.machines import H100, TWO
 
-H100 = Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2, capability=(9, 0))
-TWO = Machine(
-    num_files=2,
-    driver="580.65.06",
-    cuda=(13, 0),
-    gpus=(H100, H100),
-    torch="2.13.0",
-    torch_cuda=(13, 0),
-)
 TORCH = Package(name="torch", version="2.13.0", required=">=2.10")
 FLASH = Package(name="flash-attn", version="2.8.3", required=">=2.8", extra="flash2")
 GOOD = Facts(

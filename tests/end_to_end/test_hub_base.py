@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -18,13 +16,14 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from tests.conftest import ROOT
+from tests.local_server import Handler, local_server
 from tests.processes import environment_of_a_person
 from tests.tiny import TINY_BASE
 
 FIRST, SECOND = "a1" * 20, "b2" * 20
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(Handler):
     """Serve the tiny base as org/base; `main` is the newest commit."""
 
     main = FIRST
@@ -55,17 +54,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(content)
 
-    def log_message(self, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with local_server(Hub) as address:
+        yield address
 
 
 @pytest.mark.slow

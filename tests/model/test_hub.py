@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 from app.model.base import ModelConfig
 from app.model.hub import check_hub, is_offline, missing_weights
 from app.process.errors import UserError
+from tests.local_server import Handler, local_server
 
 ANSWERS = {
     "org/open": (307, ""),
@@ -30,7 +29,7 @@ COMMIT = "a1" * 20
 asked: list[tuple[str, str | None]] = []
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(Handler):
     def do_HEAD(self) -> None:
         asked.append((self.path, self.headers["Authorization"]))
         status, code = ANSWERS["/".join(self.path.split("/")[1:3])]
@@ -41,24 +40,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.send_header("Location", "http://127.0.0.1:9/elsewhere")
         self.end_headers()
 
-    def log_message(self, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("HF_ENDPOINT", address)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     asked.clear()
-    yield address
-    server.shutdown()
-    server.server_close()
+    with local_server(Hub) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        yield address
 
 
 @pytest.mark.parametrize("name", ["org/open", "org/no_config", "org/broken"])

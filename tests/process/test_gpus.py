@@ -17,20 +17,12 @@ from app.process.errors import DeviceError
 from app.process.gpus import Gpu, Machine, ask_driver, build_for, judge, read_machine
 from app.training.trainer import resolve_accelerator
 from tests.door import ask, make_data, make_model
+from tests.machines import H100, TWO
 
-H100 = Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2, capability=(9, 0))
 L4 = Gpu(name="NVIDIA L4", memory_gib=22.0, capability=(8, 9))
 T4 = Gpu(name="Tesla T4", memory_gib=14.6, capability=(7, 5))
 V100 = Gpu(name="Tesla V100-SXM2-16GB", memory_gib=15.8, capability=(7, 0))
 SLICE = Gpu(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb", memory_gib=39.5, capability=(8, 0))
-TWO = Machine(
-    num_files=2,
-    driver="580.65.06",
-    cuda=(13, 0),
-    gpus=(H100, H100),
-    torch="2.13.0",
-    torch_cuda=(13, 0),
-)
 
 
 def machine(**changed: Any) -> Machine:

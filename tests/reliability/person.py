@@ -151,6 +151,8 @@ class Person:
         """End what was started."""
         assert self._server.stdin is not None
         self._server.stdin.close()
+        if not self._is_ready:  # it imports, for nobody
+            self._server.terminate()
         try:
             self._server.wait(5)
         except subprocess.TimeoutExpired:

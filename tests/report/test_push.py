@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import http.server
 import json
 import re
 import shutil
 import stat
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from app.config.plain import run_plain_verb
 from app.push import PushConfig, push
 from app.report.adapter_card import licence_of, render_adapter_card, write_card
 from app.report.run_files import read_run_files
+from tests.local_server import Handler, local_server
 from tests.report.test_run_page import HOSTILE, write_run
 from tests.tiny import TINY_BASE, small_run
 
@@ -89,7 +88,7 @@ def test_a_base_of_the_hub_is_named_with_its_licence(
         assert licence_of("org/base", is_local=False) is None
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(Handler):
     """What a push needs of the hub: a repository is made, files are stored, a commit lists them."""
 
     files: dict[str, bytes]
@@ -158,23 +157,16 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def log_message(self, *args: Any) -> None:
-        pass
-
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     Hub.files, Hub.created, Hub.refuses, Hub.tokens = {}, [], None, set()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    address = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint=address, token="a-key"))
-    yield Hub
-    server.shutdown()
-    server.server_close()
+    with local_server(Hub) as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint=address, token="a-key"))
+        yield Hub
 
 
 def test_what_a_run_saved_is_pushed_with_a_card_of_its_own(

@@ -116,24 +116,31 @@ CASES = {
     ),
 }
 QUICK = ("lora packed", "several at once")
+BETWEEN_VALIDATIONS, BEHIND_ONE = 4, 6
+TWICE = (*QUICK, "averaged weights", "stream", "workers")
+"""in which a validation could leave other weights, rows or random numbers to the next step"""
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "steps"),
     [
-        pytest.param(words, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        pytest.param(
+            (*words, "trainer.checkpoint.every_steps=2"),
+            (BETWEEN_VALIDATIONS, BEHIND_ONE) if name in TWICE else (BETWEEN_VALIDATIONS,),
+            id=name,
+            marks=() if name in QUICK else pytest.mark.slow,
+        )
         for name, words in CASES.items()
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
-    tmp_path: Path, seen: Ids, words: tuple[str, ...]
+    tmp_path: Path, seen: Ids, words: tuple[str, ...], steps: tuple[int, ...]
 ) -> None:
     whole = run_into(tmp_path / "whole", *words)
     everything = list(seen)
     assert len({step for step, _ in everything}) == 8
     seen.clear()
-    # 4: between validations; 6: right behind one.
-    for step in (4, 6):
+    for step in steps:
         resumed = resume_from(whole, step, *words)
         assert seen == [each for each in everything if each[0] >= step]
         check_same_run(resumed, whole)
@@ -312,7 +319,9 @@ ON_A_GPU = {
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("trainer.accelerator=cpu", "adapter.dropout=0.1"), id="cpu"),
+        pytest.param(
+            ("trainer.accelerator=cpu", "adapter.dropout=0.1"), id="cpu", marks=pytest.mark.slow
+        ),
         *(
             pytest.param(("trainer.accelerator=gpu", *words), id=name, marks=pytest.mark.gpu)
             for name, words in ON_A_GPU.items()
@@ -369,7 +378,7 @@ def test_all_state_is_restored_at_the_first_batch(
 def test_a_signal_interrupts_a_validation_which_is_repeated_before_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], every: int
 ) -> None:
-    words = (*words, f"trainer.checkpoint.every_steps={every}")
+    words = (*words, f"trainer.checkpoint.every_steps={every}", "trainer.max_steps=4")
     whole = run_into(tmp_path / "whole", *words)
     asked = iter(range(1, 100))
     # Of steps 1 and 2, then of the first and the second batch of step 3's validation.
