@@ -39,6 +39,7 @@ from app.model.adapter import (
 from app.model.attention import attention_implementation, choose_backend, why_not_packed
 from app.model.base import (
     ModelConfig,
+    check_described,
     commit_of,
     context_len,
     decoder_start_token_id,
@@ -187,6 +188,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     """
     model = config.model
     architecture = load_architecture(model)
+    check_described(model, architecture)
     model.revision = commit_of(model) or model.revision  # branches and tags of the hub move
     attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)
     log.info("device: %s, attention %s", env, attention)

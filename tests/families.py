@@ -66,6 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "moe_shared_expert_intermediate_size": 48,
     },
+    "olmo_hybrid": LINEAR,
     "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "qwen3_5_text": LINEAR,
     "qwen3_next": LINEAR | EXPERTS,

@@ -197,10 +197,10 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
     import torch
 
     why = None
-    if find_spec("llama_cpp") is None:
-        why = "no llama-cpp-python is installed"
+    if find_spec("xllamacpp") is None:
+        why = "type pip install xllamacpp, which runs it"
     if tuned.base.architecture.is_encoder_decoder:
-        why = "llama-cpp-python does not generate with encoder-decoder models"
+        why = "xllamacpp does not generate with encoder-decoder models"
     if why is not None:
         print(f"{file.name}: written; not compared: {why}")
         return
@@ -221,7 +221,7 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
     pairs = [
         pair
         for one, other in zip(ours, theirs, strict=True)
-        for pair in zip(one, other, strict=True)
+        for pair in zip(one, other, strict=False)  # llama.cpp stops at an end of text
     ]
     same = sum(one == other for one, other in pairs) / len(pairs)
     if same < LEAST_SAME:

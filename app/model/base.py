@@ -14,6 +14,7 @@ from app.model.base_files import (
     check_all_used,
     check_dtypes,
     check_finite,
+    check_head,
     check_shapes,
     read_headers,
     read_shapes,
@@ -234,6 +235,23 @@ def _read_weights(
     if is_staged and not on_host and device is not None:
         model.to(device)
     return model
+
+
+def check_described(config: ModelConfig, architecture: PretrainedConfig) -> None:
+    """Raise UserError where config.json describes another model than the weights beside it.
+
+    Reads headers alone, of files that are on this machine; not of quantized ones.
+    """
+    if config.from_scratch or stored_settings(architecture):
+        return
+    with reading_base(config):
+        folder = folder_of(config)
+        files = weight_files(folder)
+        if all(file.is_file() for file in files) and (shapes := read_shapes(files)):
+            where = f"{config.path}/config.json"
+            if problems := check_head(where, architecture.architectures, shapes):
+                raise UserError(problems)
+            check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
 
 
 def _check_loaded(

@@ -30,6 +30,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT = re.compile(r"(^|\.)weight$")
 """names of tensors that are numbers to compute with; others may be masks or positions"""
 DIGITS = re.compile(r"\d+")
+LABELS = re.compile(r"Classification|Reward|QuestionAnswering|MultipleChoice|NextSentence")
+"""names of classes whose models write no text"""
+HEADS = {"lm_head", "embed_out", "output_layer"}
+"""names of modules that do"""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -68,12 +72,29 @@ def check_dtypes(headers: Mapping[Path, Header]) -> list[str]:
     return []
 
 
+def check_head(where: str, classes: object, names: Iterable[str]) -> list[str]:
+    """Refuse a base whose `architectures` label or rate texts, and whose files have no head to
+    write them with.
+
+    Where embedding and head are tied it would train all the same, as something that it is not.
+    """
+    labels = [name for name in classes if LABELS.search(name)] if isinstance(classes, list) else []
+    if not labels or any(HEADS & set(name.split(".")) for name in names):
+        return []
+    return [
+        f"{where}: architectures={labels[0]}: this model labels or rates texts, and its files have "
+        "no head that writes them; type model.path=FOLDER_OR_HUB_ID of the language model that it "
+        "was made of"
+    ]
+
+
 def check_shapes(
     architecture: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], folder: Path, **how: bool
 ) -> None:
     """Compare config.json with the headers of the weight files, before memory is allocated.
 
-    `how` are further arguments of `from_config`; the model is built on `meta`.
+    `how` are further arguments of `from_config`; the model is built on `meta`. Tensors that are
+    named otherwise in files are left to the loader.
     """
     import torch
 
@@ -89,6 +110,39 @@ def check_shapes(
                 f"{name} would be {_by(described)}, and is {_by(there)} in the files; copy or "
                 "download config.json and the weights again"
             )
+    if missing := _missing(model, shapes):
+        raise UserError(
+            f"{folder / 'config.json'} describes another model than the weights beside it: "
+            f"{len(missing)} tensors are not in the files, {missing[0]} is the first; copy or "
+            "download config.json and the weights again"
+        )
+
+
+def _missing(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return which weights the files lack: those of a layer that others there have, and the head.
+
+    A weight that several modules share may be under any of their names.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    known = {DIGITS.sub("#", name) for name in shapes}
+    ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_missing or ()]
+    missing = [
+        shared[0]
+        for shared in names.values()
+        if not any(name in shapes for name in shared)
+        and any(DIGITS.sub("#", name) in known for name in shared)
+        and not any(each.search(name) for each in ignored for name in shared)
+    ]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or head is None or embedding.weight is head.weight:
+        return missing
+    embeddings, heads = (names[id(one.weight)] for one in (embedding, head))
+    # Under whatever name, a head has as many numbers as it is described with.
+    alike = {name for name, shape in shapes.items() if shape == tuple(head.weight.shape)}
+    is_known = any(name in shapes for name in embeddings)
+    return missing + (heads[:1] if is_known and not alike - set(embeddings) else [])
 
 
 def _by(shape: tuple[int, ...]) -> str:

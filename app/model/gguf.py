@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.process.errors import UserError
+from app.process.errors import TrainingFault, UserError
 
 SCRIPT = "convert_hf_to_gguf.py"
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -52,14 +52,22 @@ def convert(converter: Path, model: Path, dtype: str) -> Path:
 
 
 def greedy_tokens(file: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Return the `count` tokens with which llama.cpp goes on after each prompt."""
-    import llama_cpp
+    """Return up to `count` tokens with which llama.cpp goes on after each prompt, on the CPU.
 
-    longest = max(len(prompt) for prompt in prompts) + count + 1
-    runner = llama_cpp.Llama(str(file), n_ctx=longest, verbose=False)
+    An end of text is the last of them.
+    """
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(file)
+    params.n_ctx = max(len(prompt) for prompt in prompts) + count
+    params.n_parallel, params.warmup, params.verbosity = 1, False, 0
+    runner = xllamacpp.Server(params)
+    asked = {"n_predict": count, "temperature": 0, "top_k": 1, "logprobs": 1, "cache_prompt": False}
     answers = []
     for prompt in prompts:
-        runner.reset()
-        tokens = runner.generate(list(prompt), top_k=1, temp=0.0, repeat_penalty=1.0)
-        answers.append([token for token, _ in zip(tokens, range(count), strict=False)])
+        answer = runner.handle_completions({"prompt": list(prompt), **asked})
+        if "choices" not in answer:
+            raise TrainingFault(f"{file}: llama.cpp does not go on with it: {answer['error']}")
+        answers.append([token["id"] for token in answer["choices"][0]["logprobs"]["content"]])
     return answers

@@ -14,7 +14,7 @@ from typing import Any
 
 from app.model.adapter import BaseModules
 from app.model.base import ModelConfig
-from app.model.base_files import INDEX, WEIGHTS, check_dtypes
+from app.model.base_files import INDEX, WEIGHTS, check_dtypes, check_head
 from app.model.hub import problem_offline
 from app.model.quantization import stored_method
 from app.model.token_ids import brief, check_token_ids, text_numbers
@@ -104,6 +104,8 @@ def inspect_base(model: ModelConfig) -> BaseModel:
     headers, problems = read_headers(folder)
     tensors = {name: shape for each in headers.values() for name, shape in each.shapes.items()}
     base.problems += problems or check_layers_of_files(config, numbers, tensors)
+    if not problems:
+        base.problems += check_head(str(config), numbers.get("architectures"), tensors)
     parts = (numbers, text_numbers(numbers))
     if not problems and not any(part.get("quantization_config") for part in parts):
         base.problems += check_dtypes(headers)
@@ -235,13 +237,18 @@ def check_layers_of_files(
     key = next((key for key in NUM_LAYERS if type(numbers.get(key)) is int), None)
     if key is None or len({found["stack"] for found in layers}) != 1:
         return []
+    there = max(int(found["number"]) for found in layers) + 1
+    if there < numbers[key]:
+        return [
+            f"{file}: {key}={numbers[key]}, but the weights beside it are of {there} layers: those "
+            f"from layer {there} on are missing; write {key}={there}, or download the model again"
+        ]
     # Layers that predict further tokens stand behind the others, and are not made.
     extra = numbers.get("num_nextn_predict_layers")
     described = numbers[key] + (extra if isinstance(extra, int) else 0)
     left = sorted(found.string for found in layers if int(found["number"]) >= described)
     if not left:
         return []
-    there = max(int(found["number"]) for found in layers) + 1
     return [
         f"{file}: {key}={numbers[key]}, but the weights beside it are of {there} layers: "
         f"{len(left)} tensors would not be used, {left[0]} is the first; write {key}={there}, or "

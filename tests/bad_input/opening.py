@@ -73,6 +73,7 @@ def _open(config: Any) -> Any:
 
     from app.model.attention import check_isolation, check_pair_isolation, choose_backend
     from app.model.base import (
+        check_described,
         decoder_start_token_id,
         load_architecture,
         reading_first_forward,
@@ -81,6 +82,7 @@ def _open(config: Any) -> Any:
     from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows, stop_token_ids
 
     architecture = load_architecture(config.model)
+    check_described(config.model, architecture)
     backend = choose_backend(config.attention, architecture, "cpu", "fp32").backend
     tokenizer = build_tokenizer(config.model)
     new_ids = new_token_ids(config.model, tokenizer, num_rows(architecture))

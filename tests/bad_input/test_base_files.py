@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.model.base import ModelConfig, load_architecture, load_base
+from app.model.base import ModelConfig, check_described, load_architecture, load_base
 from app.model.hub import check_hub, is_offline
 from app.model.tokenizer import build_tokenizer
 from app.process.errors import TrainingFault, UserError, exit_code
@@ -92,7 +92,9 @@ CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, ["rope_theta=0", "above 0"]),
     ({"attention_dropout": 2.0}, ["attention_dropout=2.0: expected a share from 0 to 1"]),
     ({"num_hidden_layers": 2.0}, ["num_hidden_layers=2.0", "expected a whole number"]),
-    ({"num_hidden_layers": 3}, ["missing tensors"]),
+    ({"num_hidden_layers": 3},
+     ["num_hidden_layers=3, but the weights beside it are of 2 layers: those from layer 2 on are "
+      "missing; write num_hidden_layers=2"]),
     ({"model_type": []}, ["model_type=[]: expected a name"]),
     ({"dtype": "float2"}, ["float2"]),
     ({"quantization_config": 3}, ["quantization_config is not an object"]),
@@ -347,6 +349,57 @@ def test_an_unknown_class_of_tokenizer_is_said(
     other = build_tokenizer(ModelConfig(path=str(base)))
     assert f"{file}: tokenizer_class='Nope' is not known here" in caplog.text
     assert other("Say 1 word.")["input_ids"] == known("Say 1 word.")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForSequenceClassification", "LlamaForQuestionAnswering", "LlamaRewardModel"]
+)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_model_that_labels_texts(name: str, is_tied: bool, tmp_path: Path, made: Path) -> None:
+    """Where the embedding serves as head, it would train all the same."""
+    base = save_with_tokenizer(
+        tiny_llama(vocab_size=768, tie_word_embeddings=is_tied), tmp_path / "base"
+    )
+    change(base / "config.json", architectures=[name])
+    tensors = load_file(base / WEIGHTS)
+    has_head = tensors.pop("lm_head.weight", None) is not None
+    assert has_head != is_tied
+    if has_head:  # one that labels beside it does no harm
+        assert open_base(base, made).code == 0
+    save_file(tensors | {"score.weight": torch.ones(2, 32)}, base / WEIGHTS, {"format": "pt"})
+    refused(
+        open_base(base, made),
+        f"{base / 'config.json'}: architectures={name}: this model labels or rates texts, and its "
+        "files have no head that writes them; type model.path=FOLDER_OR_HUB_ID",
+    )
+    with pytest.raises(UserError, match="labels or rates texts"):  # as of a base of the hub
+        check_described(model := ModelConfig(path=str(base)), load_architecture(model))
+
+
+def test_what_the_files_lack_is_said_from_their_headers(
+    base: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from app.model import base as loading
+
+    tensors = load_file(base / WEIGHTS)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, base / WEIGHTS, {"format": "pt"})
+    monkeypatch.setattr(loading, "_read_weights", None)
+    refused(
+        open_base(base, made),
+        f"{base / 'config.json'} describes another model than the weights beside it: "
+        "1 tensors are not in the files, model.layers.0.mlp.up_proj.weight is the first",
+    )
+
+
+def test_a_head_that_is_tied_is_in_no_file(tmp_path: Path, made: Path) -> None:
+    base = save_with_tokenizer(
+        tiny_llama(vocab_size=768, tie_word_embeddings=True), tmp_path / "base"
+    )
+    assert "lm_head.weight" not in load_file(base / WEIGHTS)
+    assert open_base(base, made).code == 0
+    change(base / "config.json", tie_word_embeddings=False)
+    refused(open_base(base, made), "1 tensors are not in the files, lm_head.weight is the first")
 
 
 def test_layers_that_would_be_left_out(base: Path, made: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForImageTextToText,
     Gemma3Config,
     T5Config,
@@ -86,7 +87,7 @@ PUBLISHED: dict[str, tuple[int, int, int, int | None, int | None]] = {
     "phi3_mini": (3072, 32, 32, 4096, 3_821_079_552),
     "phi4": (5120, 40, 40, 16384, 14_659_507_200),
     "falcon7b": (4544, 32, 71, 2048, 7_217_189_760 - 65024 * 4544),  # its tied head counted twice
-    "falcon40b": (8192, 60, 128, 2048, 41_835_970_560 - 65024 * 8192),  # its tied head, too
+    "falcon40b": (8192, 60, 128, 2048, 41_303_293_952),  # the hub: 41_835_970_560
     "falcon180b": (14848, 80, 232, 2048, 179_522_565_120),
     "bloom560m": (1024, 24, 16, None, 559_214_592),
     "bloom7b": (4096, 30, 32, None, 7_069_016_064),
@@ -218,6 +219,23 @@ def test_numbers_are_the_published_ones(name: str) -> None:
     else:
         assert is_tied(model) == (name in TIED)
     assert weights is None or counted == weights
+
+
+@pytest.mark.parametrize(
+    ("name", "besides"),
+    [
+        ("gpt2", set()),
+        ("bart_large", {"attention_dropout"}),
+        ("t5_small", {"decoder_start_token_id"}),
+        ("falcon7b", {"rope_theta"}),
+    ],
+)
+def test_numbers_are_the_defaults_of_their_config(name: str, besides: set[str]) -> None:
+    """transformers' defaults are those of the checkpoint that its config class names."""
+    numbers = dict(settings(name).architecture)
+    kind = CONFIG_MAPPING[numbers.pop("model_type")]
+    assert str(settings(name).path) in str(kind.__doc__)
+    assert {key for key, value in numbers.items() if getattr(kind(), key, None) != value} == besides
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from app.config import load_config
 from app.evaluation import conversation
+from app.model.gguf import SCRIPT
 from app.model.merging import BOUNDS
 from app.process.errors import TrainingFault, UserError
-from tests.conftest import ROOT, TrainRun
+from tests.conftest import ROOT, STORIES, TrainRun
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import tiny_multimodal
 from tests.processes import AT_ONCE, environment_of_a_person, run_verb, started
@@ -172,7 +173,9 @@ def test_a_gguf_file_is_compared_on_its_greedy_tokens(
     words += ["merge.verify=false", "merge.dtype=bf16"]
     monkeypatch.setattr(merged, "find_spec", lambda _: None)
     merge_into(tmp_path / "a", *words)
-    assert "model.gguf: written; not compared: no llama-cpp-python" in capsys.readouterr().out
+    assert (
+        "model.gguf: written; not compared: type pip install xllamacpp" in capsys.readouterr().out
+    )
     with pytest.raises(UserError, match=r"(?s)does not convert.*not known.*leave merge.gguf=true"):
         merge_into(tmp_path / "b", *words, "merge.dtype=fp32")
     monkeypatch.setattr(merged, "find_spec", lambda _: True)
@@ -190,6 +193,26 @@ def test_a_gguf_file_is_compared_on_its_greedy_tokens(
     monkeypatch.setattr(merged, "greedy_tokens", lambda _, prompts, n: [[0] * n for _ in prompts])
     with pytest.raises(TrainingFault, match="goes on with other greedy tokens"):
         merge_into(tmp_path / "d", *words)
+
+
+@pytest.mark.slow
+def test_llama_cpp_itself_goes_on_as_the_merged_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its converter on PATH. It knows the tokenizer of this base, not that of the default."""
+    from app.model.adapter import LoraConfig, apply_adapter, save_adapter
+    from app.model.base import ModelConfig, load_base
+
+    pytest.importorskip("xllamacpp")
+    if shutil.which(SCRIPT) is None or not STORIES.is_dir():
+        pytest.skip(f"no {SCRIPT} on PATH, or no shared test data")
+    model = load_base(ModelConfig(path=str(STORIES)), "sdpa", torch.float32)
+    adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False)
+    move(adapted, scale=0.02)
+    save_adapter(adapted, tmp_path / "adapter")
+    words = [f"model.path={STORIES}", f"adapter_path={tmp_path / 'adapter'}", "merge.dtype=fp32"]
+    merge_into(tmp_path / "merged", *words, "trainer.precision=fp32", "merge.gguf=true")
+    assert "model.gguf: greedy tokens of llama.cpp agree on 100.0% of " in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ from app.model.attention import attention_inputs, check_isolation, free_mixers
 from app.model.attention.mixers import ByDocument
 from app.model.base import ModelConfig
 from app.model.build import build_model
+from app.model.cpu.packed_mixers import CHUNK
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.model.weight_reads import call_changed_modules
@@ -222,6 +224,7 @@ def install(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         plain = inspect.unwrap(wrapped)
         kernel = build(plain, given)
         owner = ModuleType(package)
+        owner.__spec__ = ModuleSpec(package, None)
         setattr(owner, kernel.__name__, kernel)
         monkeypatch.setitem(sys.modules, package, owner)
         find = hub_kernels.use_kernel_func_from_hub_with_fallback(kernel.__name__, package)
@@ -371,6 +374,34 @@ def test_a_kernel_that_is_wrong_in_training_is_left(
     model = ready("bamba")
     assert takes_boundaries(model) == {False}
     assert torch.allclose(packed(model.train()), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "olmo_hybrid", "qwen3_5_text", "qwen3_next"])
+def test_a_whole_pack_on_the_cpu(family: str) -> None:
+    """Where no package is installed; documents of one chunk, of several, and of whole ones."""
+    model = ready(family)
+    assert takes_boundaries(model) == {True}
+    lengths = [[1, CHUNK, 3 * CHUNK + 5, 9, 2 * CHUNK, 2 * CHUNK + 1]]
+    tokens = sum(lengths[0])
+    ids = torch.randint(3, 64, (1, tokens), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in lengths[0]])[None]
+    trained = dict(model.named_parameters())
+
+    def gradients(logits: Tensor) -> dict[str, Tensor]:
+        logits.logsumexp(-1).sum().backward()
+        found = {name: one.grad for name, one in trained.items() if one.grad is not None}
+        model.zero_grad()
+        return found
+
+    documents = ids.split(lengths[0], 1)
+    expected = torch.cat([model(input_ids=one, use_cache=False).logits for one in documents], 1)
+    inputs = attention_inputs(model, "sdpa", lengths, ids)
+    found = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    of_pack, of_documents = gradients(found), gradients(expected)
+    assert of_pack.keys() == of_documents.keys()
+    limit = 1e-5 * max(one.norm() for one in of_documents.values())
+    assert all((of_pack[name] - one).norm() <= limit for name, one in of_documents.items())
 
 
 def test_boundaries_of_padded_rows_stay_with_the_attention() -> None:

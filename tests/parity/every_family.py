@@ -483,12 +483,13 @@ transformers run one document at a time; then two steps, saved, opened again, ev
 
 Equal: to 1e-5, packed and in padded rows. Recurrent layers and convolutions (Mamba, Gated DeltaNet,
 lightning attention, RWKV, short convolutions) are found by a probe at the start of a run, so that
-no state crosses a boundary: they get the boundaries of documents where the kernels installed on a
-GPU take them (flash-linear-attention, causal-conv1d, mamba-ssm), and else run document by document.
-These kernels are tried in training as well, gradients included. Where a fused one would read the
-weight of a module that has an adapter, or is quantized, the layer runs its parts instead. Linear
-modules whose weights layers multiply by themselves (`dt_proj` of Mamba, LongCat's router) get no
-LoRA or IA3, and are not quantized.
+no state crosses a boundary: they get the boundaries of documents where kernels take them (those
+installed on a GPU: flash-linear-attention, causal-conv1d, mamba-ssm; our own on a CPU: Gated
+DeltaNet, short convolutions), and else run document by document. These kernels are tried in
+training as well, gradients included. Where a fused one would read the weight of a module that has
+an adapter, or is quantized, the layer runs its parts instead. Linear modules whose weights layers
+multiply by themselves (`dt_proj` of Mamba, LongCat's router) get no LoRA or IA3, and are not
+quantized.
 
 | family | what a run does |
 |---|---|

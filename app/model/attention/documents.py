@@ -89,7 +89,7 @@ class DocumentGroups:
         lengths = torch.tensor([0, *(one.length for one in self.documents)])
         ends = to_device(lengths.cumsum(0, dtype=torch.int32), self.device)
         numbers = torch.arange(len(self.documents), dtype=torch.int32)
-        longest = int(lengths.max())
+        longest = max(one.length for one in self.documents)
         return {
             "cu_seq_lens_q": ends,
             "cu_seq_lens_k": ends,

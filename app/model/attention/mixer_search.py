@@ -130,6 +130,13 @@ class _Search:
     def _isolate(
         self, trial: _Trial, args: tuple[Any, ...], kwargs: dict[str, Any], edited: list[Any]
     ) -> Any:
+        from torch.utils._pytree import tree_leaves
+
+        hidden = next(filter(_is_activation, tree_leaves((args, kwargs))))
+        if hidden.device.type == "cpu":
+            from app.model.cpu.packed_mixers import stand_in
+
+            stand_in(type(trial.module).forward)
         by_document = ByDocument(trial.module, trial.forward)
         output = by_document(*args, **kwargs)
         self._is_trying = True
