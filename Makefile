@@ -68,7 +68,8 @@ eval-harness: $(STAMP)  ## tasks of lm-evaluation-harness: TASKS=arc_easy,boolq;
 		--disable-pip-version-check --constraint constraints.txt --editable ".[harness]"
 	$(A_RUN)
 	$(EVALUATE) $(if $(TASKS)$(DATA),'evaluation.harness=[$(TASKS)]' $(if $(DATA),evaluation.harness_dir=$(DATA)), \
-		evaluation.harness=[loft_sample] evaluation.harness_dir=app/evaluation/tasks/samples/harness) $(ARGS)
+		evaluation.harness=[loft_sample] evaluation.harness_dir=app/evaluation/tasks/samples/harness \
+		evaluation.allow_code=true) $(ARGS)
 
 eval-mt-bench: $(STAMP)  ## answers graded by an LLM: JUDGE_URL=https://HOST/v1 JUDGE=NAME DATA=FOLDER; without, by a rule
 	$(A_RUN)

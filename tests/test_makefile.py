@@ -121,8 +121,8 @@ def test_tasks_are_evaluated_on_data_of_ones_own_or_on_the_samples(clone: Path) 
     *_, call = make(clone, "eval-harness", "RUN=run", "TASKS=arc_easy,boolq")
     assert call.rstrip() == "-m app.evaluate run=run evaluation.harness=[arc_easy,boolq]"
     *_, call = make(clone, "eval-harness", "RUN=run")
-    name, folder = (word.partition("=")[2] for word in call.split()[3:])
-    assert (ROOT / folder / f"{name[1:-1]}.yaml").is_file()
+    name, folder, allowed = (word.partition("=")[2] for word in call.split()[3:])
+    assert (ROOT / folder / f"{name[1:-1]}.yaml").is_file() and allowed == "true"
 
 
 def test_bandwidth_starts_ranks_by_torchrun(clone: Path) -> None:

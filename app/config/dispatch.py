@@ -193,6 +193,11 @@ def _print_settings(verb: str, words: list[str]) -> None:
     print(printable(redact(text), keep="\n"), end="")
 
 
+def _models() -> str:
+    """Return how to type a model by name: too many for a message, as groups go."""
+    return f"model=NAME (--help model lists {len(groups(CONF)['model'])})"
+
+
 def _check_required(config: Config) -> list[str]:
     """List what has no default and was not given: a model, data."""
     problems = []
@@ -202,14 +207,13 @@ def _check_required(config: Config) -> list[str]:
             problems.append(f"resume={config.resume}: a preview trains nothing; leave it out")
         if config.model.path is None and config.model.tokenizer_path is None:
             problems.append(
-                f"no tokenizer: type model=NAME ({', '.join(groups(CONF)['model'])}), or "
-                "model.path=FOLDER_OR_HUB_ID (its weights are not needed); "
-                "+experiment=quickstart is a whole run"
+                "no tokenizer: type model.path=FOLDER_OR_HUB_ID (its weights are not needed), or "
+                f"{_models()}; +experiment=quickstart is a whole run"
             )
     elif config.model.path is None and not config.model.from_scratch and run is None:
         problems.append(
-            f"no model: type model=NAME ({', '.join(groups(CONF)['model'])}), or "
-            "model.path=FOLDER_OR_HUB_ID; +experiment=quickstart is a whole run"
+            f"no model: type model.path=FOLDER_OR_HUB_ID, or {_models()}; "
+            "+experiment=quickstart is a whole run"
         )
     if isinstance(config, PlanConfig) or not isinstance(config, (TrainConfig, EvaluateConfig)):
         return problems

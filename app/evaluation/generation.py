@@ -46,7 +46,7 @@ class EvaluationConfig:
     whose scores mean nothing"""
     harness: list[str] = setting(default_factory=list)
     """tasks of lm-evaluation-harness, by its names, through the library itself (`pip install
-    loft[harness]`)"""
+    -e '.[harness]'`)"""
     harness_dir: str | None = setting(None)
     """folder of its task files (YAML), which may name local data; null = those that come with it"""
     batch_tokens: int | None = setting(None, ge=1)

@@ -1,7 +1,7 @@
 """Metrics of an answer beside its reference; each is a number from 0 to 1, except one's own.
 
 Decides what a right answer is. `METRICS` has the names; ROUGE, BLEU and chrF are those of
-rouge-score and sacrebleu (`pip install loft[eval]`).
+rouge-score and sacrebleu (`pip install -e '.[eval]'`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_metrics(config: EvaluationConfig) -> list[str]:
     missing = {PACKAGES[name] for name in config.metrics if name in PACKAGES}
     problems = [
         f"evaluation.metrics=[{', '.join(config.metrics)}]: {package} is not installed; type "
-        "pip install loft[eval]"
+        "pip install -e '.[eval]'"
         for package in sorted(missing)
         if importlib.util.find_spec(package) is None
     ]

@@ -14,9 +14,11 @@ from urllib.parse import quote
 from app.model.base_files import INDEX, WEIGHTS
 from app.process.errors import UserError
 from app.process.untrusted import read_json_object
-from data_modules import DataConfig, explain_refusal, is_hub_id
+from data_modules import DataConfig, DatasetConfig, explain_refusal, is_hub_id
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from app.model.base import ModelConfig
 
 ENDPOINT = "https://huggingface.co"
@@ -32,10 +34,15 @@ def is_offline_by_setting() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
+def _home() -> Path:
+    """Return the folder of the hub's libraries."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("HF_HOME") or Path(caches) / "huggingface")
+
+
 def cache_folder() -> Path:
     """Return the hub's cache folder."""
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return Path(os.environ.get("HF_HUB_CACHE") or _home() / "hub")
 
 
 def newest_of_hub(hub_id: str, name: str) -> Path | None:
@@ -136,8 +143,7 @@ def _describe(status: int, code: str, key: str, hub_id: str, revision: str | Non
 
 def hub_token() -> str | None:
     """Return the token that the hub's library would send."""
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    file = Path(os.environ.get("HF_TOKEN_PATH", home / "token"))
+    file = Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token")
     named = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
     if not named and file.is_file():
         named = file.read_text(encoding="utf-8", errors="replace")
@@ -223,7 +229,7 @@ def is_offline(
 ) -> bool:
     """Return whether all files of a run are on this machine, in folders or in the hub's cache.
 
-    OSError where those of a base or tokenizer are not, and there is no network.
+    OSError where those of a base, tokenizer or data set are not, and there is no network.
     """
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
     ids = {key: path for key, path in paths.items() if path and not Path(path).is_dir()}
@@ -231,4 +237,37 @@ def is_offline(
     is_reached = check_hub(ids, model.revision)
     if needs_weights and not is_reached and model.path and "model.path" in ids:
         _check_copy(model.path, model.revision)
-    return not is_reached and not any(is_hub_id(dataset.path) for dataset in datasets)
+    of_hub = [dataset for dataset in datasets if is_hub_id(dataset.path)]
+    if not is_reached:
+        _check_data_sets([dataset.path for dataset in of_hub if not _is_pinned(dataset)])
+    return not is_reached and not of_hub
+
+
+def _is_pinned(dataset: DatasetConfig) -> bool:
+    """Return whether a data set's commit is known: its tokens may be here without its rows."""
+    return COMMIT.fullmatch(dataset.revision or "") is not None
+
+
+def _check_data_sets(paths: Sequence[str]) -> None:
+    """Raise OSError for a data set of which no cache has a file, where there is no network."""
+    home = Path(os.environ.get("HF_DATASETS_CACHE") or _home() / "datasets")
+    absent = [
+        path
+        for path in paths
+        if not (cache_folder() / f"datasets--{path.replace('/', '--')}").is_dir()
+        and not any(home.glob(f"{path.partition('/')[0]}___*"))
+    ]
+    if not absent:
+        return
+    if is_offline_by_setting():
+        why = "HF_HUB_OFFLINE is set"
+    else:
+        address, reason = reach_hub()
+        if reason is None:
+            return
+        why = f"{address} cannot be reached ({reason}; no network?)"
+    raise OSError(
+        f"{', '.join(absent)}: no such file here, {why}, and no copy of it was downloaded before; "
+        "type the path of a file or folder, or download it where there is a network and bring "
+        f"the cache ({home}) here"
+    )

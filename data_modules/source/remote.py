@@ -205,7 +205,7 @@ def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
     except ImportError as error:
         raise DataError(
             f"{url}: needs a package that is not installed ({reason_of(error)}); "
-            "pip install 'loft[remote]'"
+            "pip install -e '.[remote]'"
         ) from error
     except FileNotFoundError as error:
         raise _why_not_found(url, error.__cause__) from error

@@ -26,7 +26,7 @@ from app.process.errors import TrainingFault, UserError, exit_code
 from app.process.launch import read_launch
 from app.process.untrusted import Limits, limits, read_header, read_json_object, reading
 from app.report.model_card import read_json
-from data_modules import DataConfig
+from data_modules import DataConfig, DatasetConfig
 from tests.bad_input.opening import End, open_run, settings_for
 from tests.door import make_data
 from tests.tiny import save_with_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
@@ -664,6 +664,17 @@ def test_a_hub_id_without_network(
     assert str(tmp_path) in str(caught.value) and "--local-dir FOLDER" in str(caught.value)
     (tmp_path / "models--org--name").mkdir()
     assert is_offline(model, DataConfig())  # what is in the cache is not asked for
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    data = DataConfig(datasets=[DatasetConfig(path="Owner/rows")])
+    started = time.monotonic()
+    with pytest.raises(OSError, match=r"Owner/rows: no such file here, .* cannot be reached"):
+        is_offline(model, data)
+    assert time.monotonic() - started < 5
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(OSError, match=r"Owner/rows: .* HF_HUB_OFFLINE is set"):
+        is_offline(model, data)
+    (tmp_path / "datasets" / "Owner___rows").mkdir(parents=True)
+    assert not is_offline(model, data)
 
 
 def test_a_reachable_hub_is_asked_once_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,7 +232,7 @@ def test_names_that_only_contain_a_secret_word_pass(base: list[str]) -> None:
 def test_model_and_data_are_asked_for_by_name() -> None:
     answer = ask("trainer.max_steps=2")
     assert answer.code == 2
-    assert "type model=NAME" in answer.said
+    assert "or model=NAME (--help model lists " in answer.said
     assert "type data=NAME" in answer.said
 
 

@@ -88,3 +88,27 @@ def test_tasks_can_run_code_and_are_refused_unless_it_is_allowed(folder: Path) -
     assert check_harness(config) == []
     config.harness_dir = "not_there"
     assert "there is no such folder" in check_harness(config)[0]
+
+
+def test_rows_that_cannot_be_read_are_said_before_a_model_is_read(folder: Path) -> None:
+    (folder / "own_lost.yaml").write_text(HEAD.format(name="own_lost", file="/nope.jsonl") + WORDS)
+    config = EvaluationConfig(harness=["own_arc", "own_lost"], harness_dir=str(folder))
+    harness = Harness(config=config, tokenizer=None, stop_ids=set(), max_len=1)  # type: ignore
+    with pytest.raises(OSError, match=r"harness=\[own_lost\]: its rows cannot be read .*_dir=FOLD"):
+        harness.manager()
+
+
+@pytest.mark.slow
+def test_without_network_a_task_of_the_hub_is_refused_without_retries(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    config = EvaluationConfig(harness=["arc_easy"])
+    harness = Harness(config=config, tokenizer=None, stop_ids=set(), max_len=1)  # type: ignore
+    with pytest.raises(OSError, match=r"harness=\[arc_easy\]: its rows cannot be read"):
+        harness.manager()
+    assert constants.HF_HUB_OFFLINE  # its client asks no more

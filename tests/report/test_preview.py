@@ -32,6 +32,8 @@ from app.report.render import render_passage
 from data_modules import DataError
 from tests.conftest import SHARED
 from tests.data_modules.conftest import build_tokenizer
+from tests.report.test_run_page import OUTSIDE
+from tests.serving.browser import browsing, needs_browser
 from tests.tiny import TINY_BASE
 
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' \x1b[31mred\x1b]0;title\x07 \u202eback"
@@ -81,6 +83,17 @@ def run_preview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[
         return folder, Page(text), capsys.readouterr().out
 
     return run
+
+
+IDS = """
+const told = [...document.querySelectorAll("pre:not(.legend) i")].map(one => one.title);
+const listed = [...document.querySelectorAll(".ids b")].map(one => one.innerText);
+return [told.map(one => one.match(/id ([0-9 ]+),/)[1]), listed];
+"""
+LEGEND = """
+const words = [...document.querySelectorAll(".legend i")].map(one => one.getBoundingClientRect());
+return words.slice(1).map((one, n) => one.top > words[n].top ? 99 : one.left - words[n].right);
+"""
 
 
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> str:
@@ -161,6 +174,31 @@ def test_the_page_is_self_contained(run_preview: Callable[..., Any]) -> None:
     hints = [a["title"] or "" for tag, a in page.tags if tag == "i" and "title" in a]
     assert all(re.fullmatch(r"id [\d ]+, weight [\d.]+", hint) for hint in hints)
     assert len(hints) > 100
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 420])
+def test_nothing_is_cut_in_a_browser_and_ids_need_no_pointer(
+    width: int, run_preview: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / ("long" * 30 + ".jsonl")
+    rows = [{"instruction": f"Say {n} " + "x" * 200, "output": str(n)} for n in range(30)]
+    folder, _, _ = run_preview(
+        f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(file, rows)}]"
+    )
+    with browsing(tmp_path / "profile", width) as browser:
+        browser.open((folder / "preview.html").as_uri())
+        for are_lists_open in (False, True):
+            if are_lists_open:
+                browser.run("document.querySelectorAll('summary').forEach(one => one.click())")
+            found: dict[str, Any] = browser.run(OUTSIDE)
+            assert found["outside"] == [] and not found["wide"]
+        pointed, listed = browser.run(IDS)
+        legend: list[float] = browser.run(LEGEND)
+        assert browser.complaints() == []
+    assert pointed == listed and len(pointed) > 100
+    assert min(legend) > 5  # between its words
 
 
 def test_a_tokenizer_without_a_model_is_enough(

@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 from app.evaluation.generation import EvaluationConfig, answer_batches
 from app.evaluation.likelihood import Request, encode_pair, first_token, rolling_requests, score
 from app.evaluation.shares import Shares
+from app.model.hub import is_offline_by_setting, reach_hub
 from app.process.errors import UserError, nearest
-from data_modules import Origin, Prompt
+from data_modules import Origin, Prompt, redact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_NAMED = 30
+"""tasks that a message names"""
 NAMES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
 """metrics of the harness that have a name of ours"""
 
@@ -34,7 +37,7 @@ def check_harness(config: EvaluationConfig) -> list[str]:
     if importlib.util.find_spec("lm_eval") is None:
         return [
             f"evaluation.harness=[{', '.join(config.harness)}]: lm-eval is not installed; type "
-            "pip install loft[harness]"
+            "pip install -e '.[harness]'"
         ]
     if config.harness_dir is None:
         return []
@@ -59,7 +62,10 @@ class Harness:
     max_len: int
 
     def manager(self) -> Any:
-        """Return the library's tasks; UserError where a name is none of them."""
+        """Return the library's tasks, after their rows were read once.
+
+        UserError where a name is none of them, OSError where the rows of one cannot be read.
+        """
         from lm_eval.tasks import TaskManager
 
         folder = self.config.harness_dir
@@ -69,13 +75,16 @@ class Harness:
         )
         known = [str(name) for name in manager.all_tasks]
         problems = [
-            f"evaluation.harness: unknown task {name}{nearest(name, known)}; there are "
-            f"{', '.join(known[:12])}{f' and {len(known) - 12} more' if len(known) > 12 else ''}"
+            f"evaluation.harness: unknown task {name}{nearest(name, known)}; {_list(known)}"
             for name in self.config.harness
             if name not in known
         ]
         if problems:
             raise UserError(problems)
+        if folder is None:
+            _read_cache_alone_without_network()
+        for name in self.config.harness:
+            _check_rows(manager, name)
         return manager
 
     def measure(
@@ -106,6 +115,36 @@ class Harness:
             for one in some
         ]
         return metrics, lines
+
+
+def _list(known: Sequence[str]) -> str:
+    """Return the names of tasks for a message: of a folder all, of the library's some."""
+    if len(known) <= MAX_NAMED:
+        return f"there are {', '.join(known)}"
+    return f"lm-evaluation-harness has {len(known):,} (lm-eval ls tasks lists them)"
+
+
+def _read_cache_alone_without_network() -> None:
+    """Let the hub's libraries not retry where there is no network: tasks of its cache still run."""
+    if is_offline_by_setting() or reach_hub()[1] is None:
+        return
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True
+
+
+def _check_rows(manager: Any, name: str) -> None:
+    """Read the rows of a task; OSError says what to type where that fails."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            manager.load([name])
+    except OSError as error:
+        raise OSError(
+            f"evaluation.harness=[{name}]: its rows cannot be read ({redact(str(error))}); type "
+            "evaluation.harness_dir=FOLDER with task files that name rows of this machine, or "
+            "evaluation=arc (gsm8k, mmlu, ...), which reads its published file: "
+            "evaluation.task_dir=FOLDER"
+        ) from error
 
 
 def _name_of(key: str) -> str:
