@@ -19,11 +19,27 @@ GPU_ROWS = 1024
 """least positions of a chunk on a GPU: with fewer, reading the weight dominates"""
 GPU_TILE = 128
 """rows of a tile of a GPU's products"""
-LOSS_BYTES = 12
-"""of each logit of a chunk: half precision, fp32, and their temporary copies"""
+LOSS_BYTES = 6
+"""of each logit of a chunk by PyTorch's operators: half precision, and fp32"""
+FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
+"""how much longer chunks are by one kernel, which needs no logits in fp32; and of a head that
+trains, to whose gradient each chunk adds over all of it"""
 
-NORMS_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3")
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+NORMS_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", *GEMMA4)
 """model types that normalize queries and keys"""
+FOUR_NORMS = ("gemma2", "gemma3_text", "glm4", *GEMMA4)
+"""model types that normalize what attention and feed-forward return, too"""
+GELU_GATES = ("gemma", "gemma2", "gemma3_text", *GEMMA4)
+"""model types whose gate is no SiLU, which alone has a kernel"""
+CLAMPED_GATES = ("gpt_oss",)
+"""model types whose gate is eight operators"""
+OWN_KERNELS = ("t5", "bart")
+"""model types of which no kernel replaces norms or gates"""
+WIDEST_FLASH_HEAD = 256
+"""limit of FlashAttention"""
+HALF_SCORES = ("gpt_oss",)
+"""model types whose eager attention keeps its probabilities in half precision alone"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +58,8 @@ class Widths:
     """times a token's input is copied for experts"""
     norms_heads: bool = False
     """whether queries and keys are normalized"""
+    widest_head: int = 0
+    model_type: str = ""
 
     @property
     def inputs(self) -> int:
@@ -88,6 +106,8 @@ def widths_of(architecture: Any) -> Widths | None:
         vocabulary=find("vocab_size"),
         routed_copies=2 * experts,
         norms_heads=text.model_type in NORMS_HEADS,
+        widest_head=max(head_dim, find("global_head_dim")),
+        model_type=text.model_type,
     )
 
 
@@ -118,11 +138,35 @@ class Kept:
     trains_base: bool = False
     drops: bool = False
     """whether each adapter reads its own dropped input"""
-    fuses_adapters: bool = True
+    copies: int = 0
+    """of what each matrix reads, that its adapter keeps in place of what they share: autocast's of
+    an input in fp32"""
+    results: int = 0
+    """of what each matrix writes, that its adapter keeps: DoRA scales the base's and LoRA's"""
     keeps_scores: bool = False
-    """whether attention is not one kernel: scores [heads, tokens, tokens]"""
+    """whether attention is not one kernel: scores [heads, tokens, tokens] of each sequence"""
+    sequence_len: int = 0
+    groups_documents: bool = False
+    """whether each document's queries, keys and values are copied for attention, and its output"""
+    repeats_heads: bool = False
+    """and keys and values are, for each query's head"""
     ranks: float = 0.0
     """of a layer's adapters together: each keeps what its first matrix returns"""
+    scaled_inputs: float = 0.0
+    """features of a layer that IA3 scales before a matrix reads them"""
+    scaled_outputs: float = 0.0
+    """and those that it scales after one"""
+    adapter_width: int = FP32
+    """bytes of a number of what trains"""
+
+    def fuses_gate(self, widths: Widths) -> bool:
+        """Return whether the gate's product is one kernel, which that of experts is not."""
+        is_silu = widths.model_type not in GELU_GATES
+        return self.fuses_norm_and_gate and is_silu and not widths.routed_copies
+
+    def norm_bytes(self) -> int:
+        """Return the bytes of a feature that a norm keeps: its input, or a copy in fp32."""
+        return self.residual if self.fuses_norm_and_gate else FP32
 
 
 def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> float:
@@ -136,20 +180,68 @@ def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> float:
         narrow = 2 * widths.query + 2 * widths.key_value + 2 * hidden
         return kept.residual * hidden + width * narrow
     # Two norms and what they return, attention's four tensors, the gate's three.
-    norm = kept.residual if kept.fuses_norm_and_gate else FP32
+    norm = kept.norm_bytes()
     if kept.trains_base and not kept.fuses_norm_and_gate:
         norm += kept.residual
-    of_layer = 2 * (norm + width) * hidden + width * widths.routed_copies * hidden
+    of_layer = 2.0 * (norm + width) * hidden + width * widths.routed_copies * hidden
     of_layer += width * 2 * (widths.query + widths.key_value)
+    if widths.model_type in FOUR_NORMS:
+        of_layer += 2 * norm * hidden
     of_layer += norm * (widths.query + widths.key_value) * widths.norms_heads
-    of_layer += width * inner * (3 if kept.fuses_norm_and_gate else 4)
-    if kept.drops:  # a dropped copy and its mask, instead of the inputs that were shared
-        of_layer += (width + 1) * widths.inputs - width * (2 * hidden + inner)
-    if not kept.fuses_adapters:
-        of_layer += 3 * width * widths.outputs + FP32 * widths.inputs
+    if widths.model_type in GEMMA4:  # and values, by a norm without weights
+        of_layer += FP32 * widths.key_value
+    if kept.groups_documents:
+        of_layer += width * widths.query
+        of_layer += 2 * width * (widths.query - widths.key_value) * kept.repeats_heads
+    of_gate = 8 if widths.model_type in CLAMPED_GATES else 3 if kept.fuses_gate(widths) else 4
+    of_layer += width * inner * of_gate
+    if widths.routed_copies:  # each expert has its own copy of the second norm's
+        of_layer -= width * hidden
+    of_layer += _kept_by_adapters(widths, kept)
     if kept.keeps_scores:
-        of_layer += (FP32 + width) * widths.heads * kept.tokens
-    return of_layer + width * kept.ranks
+        of_layer += score_bytes(widths, kept) * widths.heads * kept.sequence_len
+    return of_layer
+
+
+def score_bytes(widths: Widths, kept: Kept) -> int:
+    """Return the bytes that attention in more than one kernel keeps of a score: its probability,
+    in fp32 and in the values' dtype.
+    """
+    return kept.width if widths.model_type in HALF_SCORES else FP32 + kept.width
+
+
+def bytes_of_pair_layer(widths: Widths, kept: Kept) -> float:
+    """Return the bytes a token of its side that a layer of a T5 keeps, the mean of both sides.
+
+    Its norms keep their input and a copy in fp32; its GELU is five operators, four of which keep
+    fp32; each dropout keeps a mask; a decoder's layer has a causal copy of the bias.
+    """
+    hidden, width = widths.hidden, kept.width
+    of_norm = (FP32 + kept.residual + width) * hidden
+    attention = of_norm + width * 2 * (widths.query + widths.key_value) + hidden
+    feed_forward = of_norm + hidden + (4 * FP32 + 3 * width + 1) * widths.feed_forward
+    causal_bias = bias_bytes(widths, kept) / (kept.tokens / 2)
+    both = (attention + feed_forward) + (2 * attention + feed_forward + causal_bias)
+    return both / 2 + width * kept.ranks
+
+
+def _kept_by_adapters(widths: Widths, kept: Kept) -> float:
+    """Return the bytes a token that adapters keep beside what their layer does, which may be
+    less: matrices that do not train need no inputs.
+    """
+    width = kept.width
+    shared = width * (2 * widths.hidden + widths.feed_forward)
+    if kept.scaled_inputs or kept.scaled_outputs:
+        scaled = kept.adapter_width * kept.scaled_inputs + width * kept.scaled_outputs
+        return scaled - shared
+    own = max(kept.copies, int(kept.drops))
+    copied = (width * own + kept.drops) * widths.inputs - shared if own else 0
+    return copied + width * (kept.results * widths.outputs + kept.ranks)
+
+
+def bias_bytes(widths: Widths, kept: Kept) -> float:
+    """Return the bytes of a T5's bias of attention, the same for all sequences."""
+    return float(kept.width * widths.heads * kept.sequence_len**2)
 
 
 def rows_per_chunk(vocabulary: int, device: str) -> int:

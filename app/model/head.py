@@ -10,13 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from app.model.activation_memory import rows_per_chunk
+from app.model.activation_memory import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
 from app.model.attention import attention_inputs, pair_inputs
 from app.model.cpu import fp32 as onednn
 
-FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
-"""how much longer chunks are by one kernel, which needs no logits in fp32; and of a head that
-trains, to whose gradient each chunk adds over all of it"""
 LossKernel = Callable[..., None]
 """`loss_kernel.cross_entropy_`"""
 

@@ -266,15 +266,22 @@ def _prove_ropes(
             run()
         finally:
             setattr(home, ROPE, rope.own)
+        if not calls or not all(map(_is_rotation, calls)):
+            continue
         # Layers share their tables of angles, but local and global ones have their own.
         alike = {(id(given[2]), given[0].shape, given[1].shape): given for given in calls}
-        if not calls or any(len(given) != 4 for given in calls):
-            continue
         if all(_turns_the_same(rope, *given) for given in alike.values()):
             proven.append(rope)
         else:
             refused.add("rope")
     return proven, refused
+
+
+def _is_rotation(given: tuple[Any, ...]) -> bool:
+    """Return whether a rope was given queries, keys and angles: Gemma 4's turns one at a time."""
+    import torch
+
+    return len(given) == 4 and all(isinstance(one, torch.Tensor) for one in given)
 
 
 def _note_call(function: Rotation, calls: list[tuple[Any, ...]], *given: Any, **named: Any) -> Any:

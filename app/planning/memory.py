@@ -10,10 +10,17 @@ from dataclasses import dataclass, replace
 
 from app.model.activation_memory import (
     FP32,
+    FUSED_CHUNKS,
     HALF,
     LOSS_BYTES,
+    OWN_KERNELS,
+    TRAINED_CHUNKS,
+    WIDEST_FLASH_HEAD,
     Kept,
+    Widths,
+    bias_bytes,
     bytes_of_layer,
+    bytes_of_pair_layer,
     rows_per_chunk,
 )
 from app.model.quantization import QuantizationConfig
@@ -42,9 +49,10 @@ from app.training.memory import (
 GIB = 2**30
 USABLE_SHARE, CONTEXT_GIB = 0.92, 1.5
 """of a device's memory, the rest being lost between blocks; and what CUDA and NCCL take of it"""
-WORKING_INNER, WORKING_STREAMS = 2, 2
-"""gradients of feed-forward and hidden states that a layer's backward pass has at once beside what
-the layer keeps: in the gate's product, where they are the most"""
+NORM_TEMPORARIES, VECTOR_TEMPORARIES, EXPERT_TEMPORARIES, SCORE_TEMPORARIES = 5, 3, 3, 2
+"""tensors that a backward pass has at once: in fp32 of hidden states, of a norm by PyTorch's
+operators; of the features that IA3 scales; of each expert's output when they are weighted; and of
+scores, beside their probabilities, where attention is not one kernel"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +76,12 @@ class PlannedRun:
     """whether each adapter reads its own dropped input"""
     fuses_adapters: bool = True
     fuses_norm_and_gate: bool = True
+    fuses_loss: bool = True
+    """whether one kernel computes the losses of a chunk"""
     keeps_scores: bool = False
     """whether attention is not one kernel"""
+    groups_documents: bool = False
+    """whether attention copies each document for itself, as by sdpa"""
     num_checkpoints: int = 2
     """that stay on disk"""
     is_on_gpu: bool = True
@@ -122,22 +134,45 @@ class PlannedRun:
         )
 
     @property
+    def fuses_layers(self) -> bool:
+        """Return whether a layer's modules may be replaced by kernels: tensor parallelism and
+        ZeRO-3 call each module by itself.
+        """
+        is_zero3 = isinstance(self.strategy, ZeroConfig) and self.strategy.stage == 3
+        return self.tensor_size == 1 and not is_zero3
+
+    @property
     def kept(self) -> Kept:
         """Return what changes the bytes that a layer keeps for its backward pass."""
         gathers_half = isinstance(self.strategy, FsdpConfig) and self.strategy.shards_data_parallel
         is_half = self.precision != "fp32"
+        gathers_half = gathers_half and is_half
         residual = dtype_bytes(self.precision, trains=self.trains_base)
+        adapter_width = HALF if gathers_half else dtype_bytes(self.precision, trains=True)
+        width = HALF if is_half else FP32
+        is_autocast = adapter_width > width and not self.trains_base
+        copies = int(is_autocast and not self.fuses_adapters)
         return Kept(
             tokens=self.tokens,
-            width=HALF if is_half else FP32,
-            residual=HALF if gathers_half and is_half else residual,
-            # Tensor parallelism calls each module by itself.
-            fuses_norm_and_gate=self.fuses_norm_and_gate and self.tensor_size == 1,
+            width=width,
+            residual=HALF if gathers_half else residual,
+            fuses_norm_and_gate=self.fuses_norm_and_gate
+            and self.fuses_layers
+            and self.model.widths.model_type not in OWN_KERNELS,
             trains_base=self.trains_base,
             drops=self.drops,
-            fuses_adapters=self.fuses_adapters,
+            # bitsandbytes' product of int8 keeps its own input as well.
+            copies=copies + (self.quantization.method == "int8"),
+            results=2 * self.model.is_dora,
             keeps_scores=self.keeps_scores,
+            sequence_len=self.sequence_len,
+            groups_documents=self.groups_documents,
+            # FlashAttention, which shares heads, is not there for these.
+            repeats_heads=not is_half or self.model.widths.widest_head > WIDEST_FLASH_HEAD,
             ranks=self.model.adapter_ranks,
+            scaled_inputs=self.model.scaled_features(of_inputs=True),
+            scaled_outputs=self.model.scaled_features(of_inputs=False),
+            adapter_width=adapter_width,
         )
 
 
@@ -228,6 +263,7 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
             "copies": copies,
         },
         "backward pass of the first layer": {
+            "gathered": gathered.at_first,
             "gradients": gradients.at_first,
             "activations": layers.at_first,
         },
@@ -320,16 +356,24 @@ class _Gathered:
     """while embedding or head arrive"""
     at_loss: float
     in_layers: float
+    at_first: float
+    """in the backward pass of the first layer"""
     at_step: float
 
 
 def _gathered(size: ModelSize, strategy: StrategyConfig, gathered: float) -> _Gathered:
     """Return what is gathered when; DeepSpeed keeps it all for the step."""
-    at_ends = at_loss = in_layers = at_step = gathered
+    at_ends = at_loss = in_layers = at_first = at_step = gathered
     if isinstance(strategy, FsdpConfig) and gathered:
-        at_ends, at_loss, in_layers = gathered_by_fsdp(size, strategy)
+        at_ends, at_loss, in_layers, at_first = gathered_by_fsdp(size, strategy)
         at_step = 0.0
-    return _Gathered(at_ends=at_ends, at_loss=at_loss, in_layers=in_layers, at_step=at_step)
+    return _Gathered(
+        at_ends=at_ends,
+        at_loss=at_loss,
+        in_layers=in_layers,
+        at_first=at_first,
+        at_step=at_step,
+    )
 
 
 def _half_copies(run: PlannedRun, weights: float) -> float:
@@ -365,20 +409,54 @@ def _activations(run: PlannedRun, kept: Kept) -> _Activations:
             feed_forward=widths.feed_forward // split,
             heads=max(1, widths.heads // split),
         )
-    tokens, hidden = run.tokens, widths.hidden
+    tokens, hidden, stream = run.tokens, widths.hidden, kept.residual * widths.hidden
     whole, own = (bytes_of_layer(widths, kept, mode) for mode in ("none", run.recompute))
+    if run.model.is_pair:  # a token goes through one of the two stacks
+        tokens //= 2
+        whole = bytes_of_pair_layer(widths, kept)
+        own = whole if run.recompute == "none" else own
     recomputed = 0 if run.recompute == "none" else -(-widths.layers // run.recompute_every)
     of_layers = recomputed * own + (widths.layers - recomputed) * whole
-    norm = (kept.residual if kept.fuses_norm_and_gate else FP32) + kept.width
-    stream = kept.residual * hidden
+    again = whole - own
+    if recomputed and kept.norm_bytes() != kept.residual:  # its norm keeps another copy
+        again += stream
+    if not recomputed and not run.model.trains_embedding:  # whose output needs no gradient
+        of_layers -= kept.norm_bytes() * hidden
     waiting = 2 * stream if run.recompute == "offload" else 0  # a layer's own input, and the next's
-    working = kept.width * WORKING_INNER * widths.feed_forward + WORKING_STREAMS * stream
+    working = _working(run, widths, kept) + waiting
+    scores = SCORE_TEMPORARIES * kept.width * widths.heads * kept.sequence_len * kept.keeps_scores
+    working = max(working, scores - kept.width * 4 * widths.feed_forward)  # which is done by then
+    unpacked = 0 if run.quantization.method == "none" else HALF * run.model.largest_matrix
+    # One of the encoder, one of the decoder, and the zeros that cross-attention is given.
+    biases = 3 * bias_bytes(widths, kept) if run.model.is_pair else 0.0
     return _Activations(
-        all=tokens * (of_layers + norm * hidden + waiting),
-        at_last=tokens * (of_layers + (whole - own) + working + waiting),
-        at_first=tokens * (whole + working + waiting),
+        all=tokens * (of_layers + (kept.norm_bytes() + kept.width) * hidden + waiting) + biases,
+        at_last=tokens * (of_layers + again + working) + unpacked + biases,
+        at_first=tokens * (whole + working) + unpacked + biases,
         of_stream=float(tokens * stream),
     )
+
+
+def _working(run: PlannedRun, widths: Widths, kept: Kept) -> float:
+    """Return the bytes a token that the backward pass of a layer has at once beside what the layer
+    keeps, where they are the most.
+    """
+    hidden, inner, width = widths.hidden, widths.feed_forward, kept.width
+    stream = kept.residual * hidden
+    if kept.scaled_inputs:
+        return VECTOR_TEMPORARIES * kept.adapter_width * kept.scaled_inputs + stream
+    if kept.results:  # three products and a cast in the adapter's dtype, of the gate's matrices
+        temporaries = (VECTOR_TEMPORARIES + 1) * kept.adapter_width
+        return (temporaries - width) * inner - kept.results * width * hidden + 2 * stream
+    if widths.routed_copies:
+        return EXPERT_TEMPORARIES * width * widths.routed_copies / 2 * hidden + stream
+    if kept.fuses_gate(widths):  # whose gradients take the place of its inputs
+        return width * inner + stream
+    if kept.fuses_norm_and_gate:
+        return 2 * width * inner + 2 * stream
+    # Below the feed-forward, which is done by then, a norm; or the gate's product.
+    of_norm = NORM_TEMPORARIES * FP32 * hidden - 4 * width * inner - width * hidden
+    return max(2 * width * inner + stream, of_norm) + stream
 
 
 def _loss(run: PlannedRun, kept: Kept) -> tuple[float, float]:
@@ -387,19 +465,24 @@ def _loss(run: PlannedRun, kept: Kept) -> tuple[float, float]:
     The buffers of a chunk are there until those of the next one are filled; the head's gradients
     are computed with the loss, and kept with its graph.
     """
-    vocabulary, hidden = run.model.widths.vocabulary, run.model.widths.hidden
-    rows = min(run.tokens, rows_per_chunk(vocabulary, "cuda" if run.is_on_gpu else "cpu"))
-    num_chunks = -(-run.tokens // rows)
-    chunk = float(rows * vocabulary * (FP32 if kept.width == FP32 else LOSS_BYTES / 2))
-    head = run.model.head_weights if run.model.trains_head else 0
+    model, hidden = run.model, run.model.widths.hidden
+    splits = run.tensor_size > 1 and model.widths.vocabulary % run.tensor_size == 0
+    vocabulary = model.widths.vocabulary // (run.tensor_size if splits else 1)
+    rows = rows_per_chunk(vocabulary, "cuda" if run.is_on_gpu else "cpu")
+    has_kernel = run.fuses_loss and run.fuses_layers and run.is_on_gpu
+    if has_kernel:
+        rows *= TRAINED_CHUNKS if model.trains_head else FUSED_CHUNKS
+    rows = min(run.tokens, rows)
+    num_chunks, second = -(-run.tokens // rows), min(1.0, run.tokens / rows - 1)
+    of_logit = kept.width if has_kernel else FP32 if kept.width == FP32 else LOSS_BYTES
+    chunk, product = float(rows * vocabulary * of_logit), rows * hidden * kept.width
+    head = model.head_weights if model.trains_head else 0
     states = run.tokens * hidden * kept.width
-    second = min(1.0, run.tokens / rows - 1)
     total = 0 if num_chunks == 1 else kept.width if num_chunks == 2 else FP32
-    peak = max(
-        chunk * (1 + second) + head * total,
-        chunk + head * (kept.width if num_chunks == 1 else FP32 + kept.width),
-    )
-    return states + peak, float(states + head * kept.width)
+    summed = kept.width if num_chunks == 1 else FP32 + kept.width * (2 if kept.width < FP32 else 1)
+    peak = max(chunk * (1 + second) + head * total, chunk + product + head * summed)
+    # The positions that are trained on are copied out of all; their gradients stay.
+    return 2 * states + peak, float(states + head * kept.width)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,16 +125,49 @@ class PlannedModel:
             return 1.0
         return min(1.0, self.widths.routed_copies / 2 / weight.shape[0])
 
+    def _layer_weights(self, part: str) -> Iterator[tuple[Weight, int]]:
+        """Yield the layers' weights with `part` in their name, and how many layers have them."""
+        for weights, times in self.layers:
+            for name, weight in weights.items():
+                if part in name:
+                    yield weight, times
+
     @property
     def adapter_ranks(self) -> float:
         """Return the ranks of a layer's LoRA matrices together, the mean of the layers."""
-        ranks = sum(
-            weight.shape[0] * times
-            for weights, times in self.layers
-            for name, weight in weights.items()
-            if ".lora_A." in name
-        )
+        ranks = sum(weight.shape[0] * times for weight, times in self._layer_weights(".lora_A."))
         return ranks / self.num_layers
+
+    @property
+    def is_dora(self) -> bool:
+        """Return whether LoRA's matrices have magnitudes beside them."""
+        return any(self._layer_weights(".lora_magnitude"))
+
+    def scaled_features(self, *, of_inputs: bool) -> float:
+        """Return how many features of a layer IA3 scales, of inputs or of outputs of matrices; the
+        mean of the layers.
+        """
+        side = 0 if of_inputs else 1  # the one that peft gives a length of 1
+        vectors = self._layer_weights(".ia3_l")
+        features = sum(
+            weight.numel() * times for weight, times in vectors if weight.shape[side] == 1
+        )
+        return features / self.num_layers
+
+    @property
+    def largest_matrix(self) -> int:
+        """Weights of the largest matrix of a layer that does not train; experts not counted."""
+        frozen = (
+            weight.numel()
+            for weight, _ in self._layer_weights("")
+            if weight.ndim == 2 and not weight.requires_grad
+        )
+        return max(frozen, default=0)
+
+    @property
+    def trains_embedding(self) -> bool:
+        """Return whether the embedding gets gradients."""
+        return any(weight.requires_grad for weight in self.embedding.values())
 
     @property
     def head_weights(self) -> int:
@@ -304,8 +337,8 @@ def _weights_by(
             if isinstance(adapter, LoraConfig) and adapter.use_dora:
                 weights[f"{local}.lora_magnitude.weight"] = Weight((rows,), trained, True)
         elif isinstance(adapter, Ia3Config) and module in matrices:
-            side = shape[1] if module in vector_inputs else shape[0]
-            weights[f"{local}.ia3_l"] = Weight((side,), trained, True)
+            vector = (1, shape[1]) if module in vector_inputs else (shape[0], 1)
+            weights[f"{local}.ia3_l"] = Weight(vector, trained, True)
         return weights
 
     return weights_of

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.model.activation_memory import WIDEST_FLASH_HEAD
 from app.model.adapter import LoraConfig, saves_whole_model
 from app.model.base import ModelConfig
 from app.model.hub import newest_of_hub
@@ -160,7 +161,8 @@ def plan_run(
         model,
         precision=precision,
         sequence_len=_sequence_len(config, numbers),
-        keeps_scores=model.is_pair or _keeps_scores(config.attention.backend, numbers),
+        keeps_scores=_keeps_scores(config.attention.backend, numbers),
+        groups_documents=_groups_documents(config.attention.backend, model, precision, hardware),
         is_stored=is_stored_quantized(numbers),
     )
     run = replace(run, accumulation=_accumulation(config, run))
@@ -193,6 +195,7 @@ def describe_training(
     precision: str,
     sequence_len: int,
     keeps_scores: bool,
+    groups_documents: bool = False,
     fuses_norm_and_gate: bool | None = None,
     is_stored: bool = False,
     is_on_gpu: bool = True,
@@ -222,7 +225,9 @@ def describe_training(
         fuses_adapters=quantization.method != "int8"
         and not (isinstance(adapter, LoraConfig) and adapter.use_dora),
         fuses_norm_and_gate=fuses_norm_and_gate,
+        fuses_loss=trainer.kernels == "auto" and not trainer.compile,
         keeps_scores=keeps_scores,
+        groups_documents=groups_documents,
         num_checkpoints=trainer.checkpoint.keep_last + trainer.checkpoint.keep_best,
         is_on_gpu=is_on_gpu,
     )
@@ -237,6 +242,15 @@ def _keeps_scores(backend: str, numbers: Mapping[str, Any]) -> bool:
     """Return whether attention is not one kernel, where no flash-attn is installed for `auto`."""
     lacks_kernel = numbers.get("model_type") in NO_KERNEL or numbers.get("attn_logit_softcapping")
     return backend == "eager" or (backend == "auto" and bool(lacks_kernel))
+
+
+def _groups_documents(
+    backend: str, model: PlannedModel, precision: str, hardware: HardwareConfig
+) -> bool:
+    """Return whether attention is sdpa's, which `auto` takes where FlashAttention cannot run."""
+    no_flash = precision == "fp32" or not hardware.has_bf16
+    no_flash = no_flash or model.widths.widest_head > WIDEST_FLASH_HEAD
+    return not model.is_pair and (backend == "sdpa" or (backend == "auto" and no_flash))
 
 
 def _precision(typed: str, hardware: HardwareConfig) -> str:

@@ -319,9 +319,9 @@ def num_shares(strategy: StrategyConfig, num_ranks: int, num_nodes: int) -> tupl
     return 1, 1, 1
 
 
-def gathered_by_fsdp(size: ModelSize, strategy: FsdpConfig) -> tuple[float, float, float]:
+def gathered_by_fsdp(size: ModelSize, strategy: FsdpConfig) -> tuple[float, float, float, float]:
     """Return the bytes of weights that are whole at once: while embedding or head arrive, at the
-    loss, and in a layer's backward.
+    loss, in a layer's backward, and in that of the first layer.
 
     A unit arrives in one buffer and is copied out of it, while the buffer of the unit before is
     kept. What has no unit of its own stays whole from forward to backward.
@@ -332,12 +332,14 @@ def gathered_by_fsdp(size: ModelSize, strategy: FsdpConfig) -> tuple[float, floa
         root, ends = root + size.embedding.gathered, [0.0, 0.0]
     if not strategy.reshard_after_forward:
         whole = root + sum(ends) + layer * (size.num_layers + 2)
-        return whole, whole, whole
+        return whole, whole, whole, whole
     # No layer is there yet when the embedding is.
     at_ends = max(root + 2 * ends[0], root + layer + 2 * ends[1], 2 * root)
     # A layer, the next one's buffer, and as much of gradients on their way as it trains.
     trained = size.layer.trained / max(1.0, size.layer.frozen + size.layer.trained)
-    return at_ends, root + 2 * ends[1], max(root + (2 + trained) * layer, 2 * root)
+    # Before the first layer comes the embedding, which FSDP asks for even where it is frozen.
+    at_first = root + (1 + trained) * layer + ends[0]
+    return at_ends, root + 2 * ends[1], max(root + (2 + trained) * layer, 2 * root), at_first
 
 
 def _activations(size: ModelSize, strategy: StrategyConfig, tokens: int, recompute: str) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from app.model.activation_memory import WIDEST_FLASH_HEAD
 from app.model.attention.documents import (
     DocumentGroups,
     PairGroups,
@@ -242,6 +243,10 @@ def _attend(
         rows = stack_documents(place_documents([[num_queries]] * len(query), num_queries))
         parts = in_one_dtype(query, key, value)
         return matmul.attend_causally(*parts, rows, scaling).transpose(1, 2)
+    if query.is_cuda and query.shape[1] != key.shape[1] and not _takes_flash(query, value, mask):
+        # CUDA's other kernels take no shared heads: all scores would be kept, in fp32.
+        shared = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
     return torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -252,3 +257,14 @@ def _attend(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _takes_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Return whether PyTorch gives a GPU's attention to its FlashAttention."""
+    import torch
+
+    if torch.cuda.get_device_capability() < (8, 0):
+        return False
+    query, _, value = in_one_dtype(query, value, value)
+    widest = max(query.shape[-1], value.shape[-1])
+    return mask is None and query.dtype.itemsize == 2 and widest <= WIDEST_FLASH_HEAD

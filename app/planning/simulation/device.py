@@ -60,6 +60,7 @@ def install(name: str = "", memory_gib: float = MEMORY_GIB, num_devices: int = 1
         raise NoFakeDevice("this PyTorch is built for CUDA, whose own device would be taken")
     _pretend(torch)
     _teach_fakes(torch)
+    _choose_attention(torch)
     # Else it would leave out what it does with real tensors, as reading whether a mask is needed.
     transformers.utils.import_utils.is_fake_tensor = lambda _: False
 
@@ -225,3 +226,37 @@ def _teach_fakes(torch: Any) -> None:
 
     FakeTensor.pin_memory, FakeTensor.is_pinned = pin_memory, lambda tensor: tensor in pinned
     FakeTensor.data_ptr = lambda self: self.untyped_storage()._cdata
+
+
+WIDEST_FLASH_HEAD = 256
+
+
+def _choose_attention(torch: Any) -> None:
+    """Let `scaled_dot_product_attention` take the kernel that CUDA would: a build without CUDA
+    knows none for it, and would multiply all scores.
+    """
+    own, kernels = torch.nn.functional.scaled_dot_product_attention, torch.ops.aten
+
+    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, **given: Any) -> Any:
+        if query.device.type != "cuda":
+            return own(query, key, value, attn_mask=attn_mask, **given)
+        dtype = query.dtype
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+        parts = [part.to(dtype) for part in (query, key, value)]
+        dropout, is_causal = given.get("dropout_p", 0.0), given.get("is_causal", False)
+        takes_flash = attn_mask is None and dtype.itemsize == 2
+        if takes_flash and max(part.shape[-1] for part in parts) <= WIDEST_FLASH_HEAD:
+            flash = kernels._scaled_dot_product_flash_attention
+            return flash(*parts, dropout, is_causal, False, scale=given.get("scale"))[0]
+        if query.shape[1] != key.shape[1]:  # heads are shared by FlashAttention alone
+            return own(*parts, attn_mask=attn_mask, **given)
+        if attn_mask is not None:
+            shape = (*parts[0].shape[:3], key.shape[2])
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.where(attn_mask, 0.0, -torch.inf)
+            attn_mask = attn_mask.to(dtype).expand(shape)
+        efficient = kernels._scaled_dot_product_efficient_attention
+        return efficient(*parts, attn_mask, True, dropout, is_causal, scale=given.get("scale"))[0]
+
+    torch.nn.functional.scaled_dot_product_attention = attend

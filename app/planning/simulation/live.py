@@ -83,6 +83,20 @@ class LiveParts(Count):
         ):
             yield
 
+    @contextmanager
+    def watching_gradients(self, weights: Iterable[Tensor]) -> Iterator[None]:
+        """Know a gradient as soon as it is with its weight, within the backward pass."""
+
+        def keep(weight: Tensor) -> None:
+            self.assign([weight.grad], "gradients")
+
+        handles = [weight.register_post_accumulate_grad_hook(keep) for weight in weights]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def _wrapped(self, name: str, part: str) -> Any:
         function = getattr(_fsdp_param_group, name)
 

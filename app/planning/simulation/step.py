@@ -26,6 +26,7 @@ from app.model.attention import choose_backend
 from app.model.base import ModelConfig, load_architecture
 from app.model.build import build_model
 from app.model.hub import newest_of_hub
+from app.model.kernels import FusedGate
 from app.planning.memory import PlannedRun
 from app.planning.simulation.device import NoFakeDevice
 from app.planning.simulation.live import LiveParts
@@ -72,6 +73,7 @@ def take_steps(config: TrainConfig, run: PlannedRun) -> Steps:
         stack.enter_context(live.watching_fsdp())
         module, optimizer = _begin_fit(config, run, folder, live)
         stack.enter_context(live.watching_modules())
+        stack.enter_context(live.watching_gradients(_trained(module)))
         if isinstance(run.strategy, DdpConfig):  # gradients are views of its buckets from then on
             _take_step(module, optimizer, _batch(run), 1, live)
         else:
@@ -370,9 +372,17 @@ def start_fit(module: FinetuneModule) -> None:
     with (
         patch.object(module, "_probe_attention", lambda _: free_hybrid(module)),
         patch("app.training.module.check_head_loss"),
+        patch("app.model.kernels._is_equal", _is_same_function),
         patch("app.training.module.check_same_step"),
     ):
         module.on_fit_start()
+
+
+def _is_same_function(forward: Any, *_: Any) -> bool:
+    """Return whether a kernel computes what its module does: Liger's gate is of SiLU."""
+    return (
+        not isinstance(forward, FusedGate) or "silu" in type(forward.module.act_fn).__name__.lower()
+    )
 
 
 def free_hybrid(module: FinetuneModule) -> None:
