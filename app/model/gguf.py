@@ -13,6 +13,8 @@ from app.process.errors import TrainingFault, UserError
 SCRIPT = "convert_hf_to_gguf.py"
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 """dtype of the merged weights -> the converter's name of it"""
+UNKNOWN_TOKENIZER = "pre-tokenizer was not recognized"
+"""what the converter says of a tokenizer that it has no name for"""
 INSTALL = (
     "pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz"
 )
@@ -43,10 +45,13 @@ def convert(converter: Path, model: Path, dtype: str) -> Path:
         check=False,
     )
     if done.returncode or not file.is_file():
-        tail = [line for line in done.stderr.splitlines() if line.strip()][-3:]
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        why = lines[-1].strip() if lines else "no word of why"
+        if UNKNOWN_TOKENIZER in why:
+            why = "llama.cpp has a list of the tokenizers that it knows, without that of this base"
         raise UserError(
-            f"{converter} does not convert {model}: {' / '.join(tail) or 'no word of why'}; the "
-            "merged model itself is complete: leave merge.gguf=true out"
+            f"{converter} does not convert {model}: {why}; the merged model itself is complete: "
+            "leave merge.gguf=true out"
         )
     return file
 
