@@ -485,12 +485,20 @@ def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> Non
 
 
 def print_samples(evaluator: Evaluator, count: int = 3) -> None:
-    """Print the first `count` lines of predictions.jsonl in words, each text cut to a line."""
+    """Print `count` lines of predictions.jsonl, the first of each data set and task, then the next.
+
+    Each text is cut to a line.
+    """
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
-    for line in itertools.islice(evaluator.lines(), count):
+    first: dict[str, list[dict[str, Any]]] = {}
+    for line in evaluator.lines():
+        if len(of_one := first.setdefault(line["data_set"], [])) < count:
+            of_one.append(line)
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*first.values()))
+    for line in itertools.islice(filter(None, in_turn), count):
         console.print(Text(f"\n{line['data_set']} ({line['source']})"), soft_wrap=True)
         for name in ("prompt", "reference", *WHO):
             if line.get(name) is not None:
