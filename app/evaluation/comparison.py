@@ -213,7 +213,7 @@ class Evaluator:
             batches, device = self.data.val_dataloader(), self.shards.root_device
         losses = validate(
             model,
-            self._shown(f"{who}-losses", batches),
+            self._shown(f"{who}-losses", batches, num_rows),
             self.backend,
             names,
             device,
@@ -225,12 +225,12 @@ class Evaluator:
         self.row_losses[who] = (rows if total is None else total(rows)).cpu()
         return losses
 
-    def _shown(self, key: str, batches: Any) -> Iterator[Any]:
-        """Go over batches, and show how many of them are done."""
+    def _shown(self, key: str, batches: Any, num_rows: int) -> Iterator[Any]:
+        """Go over batches, and show about how many of the rows in them are done."""
         for done, batch in enumerate(batches):
-            self.shares.show(key, done, len(batches))
+            self.shares.show(key, num_rows * done // len(batches), num_rows)
             yield batch
-        self.shares.show(key, len(batches), len(batches))
+        self.shares.show(key, num_rows, num_rows)
 
     def answers(self, who: str, model: Any) -> dict[str, float]:
         """Return the metrics of every data set and task, named by `who`."""

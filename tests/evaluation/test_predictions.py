@@ -83,6 +83,15 @@ def test_nothing_is_kept_without_answers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(asked(monkeypatch).lines()) == []
 
 
+def test_losses_count_rows_and_not_the_packs_they_are_in() -> None:
+    shown: list[tuple[str, int, int]] = []
+    shares = SimpleNamespace(show=lambda *what: shown.append(what))
+    evaluator = cast(Evaluator, SimpleNamespace(shares=shares))
+    assert list(Evaluator._shown(evaluator, "base-losses", ["a", "b", "c"], 150)) == ["a", "b", "c"]
+    assert [done for _, done, _ in shown] == [0, 50, 100, 150]
+    assert {(key, total) for key, _, total in shown} == {("base-losses", 150)}
+
+
 def test_samples_are_of_every_data_set_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[dict[str, object]] = [
         {"data_set": name, "source": f"{name}.json:{row}", "prompt": "?", "base": "x"}
