@@ -1,6 +1,6 @@
 """Push: what a run has saved, with its card, to a repository of the Hugging Face hub.
 
-`python -m app.push run=FOLDER repo=OWNER/NAME`. The key comes from HF_TOKEN or `hf auth login`.
+`python -m app.push run=FOLDER repo=NAME`. The key comes from HF_TOKEN or `hf auth login`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PushConfig:
     """Push the adapter or model of a finished run to the Hugging Face hub, with its card."""
 
     repo: str = setting()
-    """OWNER/NAME of the repository; it is made where it is not there"""
+    """NAME of a repository of yours, or OWNER/NAME; it is made where it is not there"""
     run: str | None = None
     """folder of a finished run; the newest under outputs/ where none is typed"""
     private: bool = True
@@ -51,16 +51,22 @@ def push(config: PushConfig) -> str:
     # Imported here and not above: --help must not wait for it.
     from httpx2 import HTTPError
     from huggingface_hub import HfApi, ModelCard
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
     from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(config.repo)
     except HFValidationError as error:
         raise UserError(f"repo={config.repo}: {error}") from error
-    if "/" not in config.repo:
-        raise UserError(f"repo={config.repo}: type the owner too, as repo=OWNER/{config.repo}")
     api: Any = HfApi()
+    try:
+        repo = config.repo if "/" in config.repo else f"{api.whoami()['name']}/{config.repo}"
+    except LocalTokenNotFoundError as error:
+        raise UserError(f"repo={config.repo}: yours? type hf auth login first") from error
+    except HfHubHTTPError as error:
+        raise OSError(describe_refusal(config.repo, error)) from error
+    except HTTPError as error:
+        raise _unreachable(config.repo, error) from error
     # A copy beside the run: what is pushed has a card that names no folder of this machine.
     with tempfile.TemporaryDirectory(prefix=".push-", dir=run) as folder:
         copy = Path(folder) / "files"
@@ -69,19 +75,19 @@ def push(config: PushConfig) -> str:
             (copy / name).unlink(missing_ok=True)  # a link: written to, the run's own would change
         for name, key in NAMES_BASE.items():
             name_base(copy / name, key)
-        write_card(copy, run, changed_settings(load_run_config(run)), repo=config.repo)
+        write_card(copy, run, changed_settings(load_run_config(run)), repo=repo)
         if config.page and (run / PAGE_FILE).is_file():
             shutil.copyfile(run / PAGE_FILE, copy / PAGE_FILE)
         ModelCard((copy / "README.md").read_text(encoding="utf-8"))  # its front is valid
         try:
-            api.create_repo(config.repo, private=config.private, exist_ok=True)
+            api.create_repo(repo, private=config.private, exist_ok=True)
             commit = api.upload_folder(
-                repo_id=config.repo, folder_path=copy, commit_message=f"Trained by loft: {run.name}"
+                repo_id=repo, folder_path=copy, commit_message=f"Trained by loft: {run.name}"
             )
         except HfHubHTTPError as error:
-            raise OSError(describe_refusal(config.repo, error)) from error
-        except HTTPError as error:  # no network, or a hub that does not answer
-            raise OSError(f"repo={config.repo}: the hub cannot be reached: {error}") from error
+            raise OSError(describe_refusal(repo, error)) from error
+        except HTTPError as error:
+            raise _unreachable(repo, error) from error
     print(f"pushed: {printable(str(commit.commit_url))}")
     print(f"run: {printable(str(run))}")
     return str(commit.commit_url)
@@ -110,6 +116,11 @@ def describe_refusal(repo: str, error: Any) -> str:
     }
     why = known.get(status) or next(iter(redact(str(error)).splitlines()), "")
     return f"repo={repo}: {why}" + ("" if status is None else f" (status {status})")
+
+
+def _unreachable(repo: str, error: Exception) -> OSError:
+    """Say that there is no network, or that the hub does not answer."""
+    return OSError(f"repo={repo}: the hub cannot be reached: {redact(str(error))}")
 
 
 def _link(source: str, target: str) -> None:

@@ -23,8 +23,8 @@ from data_modules import expected, facts_of, hints_of, printable, redact, takes
 
 COMMAND_LINE = "command line:"
 ELSEWHERE = {
-    "push_to_hub": "afterwards type python -m app.push run=FOLDER repo=OWNER/NAME",
-    "hub_model_id": "afterwards type python -m app.push run=FOLDER repo=OWNER/NAME",
+    "push_to_hub": "afterwards type python -m app.push run=FOLDER repo=NAME",
+    "hub_model_id": "afterwards type python -m app.push run=FOLDER repo=NAME",
     "tf32": "leave it out: half precision is trainer.precision=bf16",
     "wandb_project": "type logger=wandb, and export WANDB_PROJECT=NAME",
     "method": "training is supervised fine-tuning; leave it out",

@@ -213,7 +213,7 @@ class Evaluator:
             batches, device = self.data.val_dataloader(), self.shards.root_device
         losses = validate(
             model,
-            self._shown(f"{who}-losses", batches),
+            self._shown(f"{who}-losses", batches, num_rows),
             self.backend,
             names,
             device,
@@ -225,12 +225,12 @@ class Evaluator:
         self.row_losses[who] = (rows if total is None else total(rows)).cpu()
         return losses
 
-    def _shown(self, key: str, batches: Any) -> Iterator[Any]:
-        """Go over batches, and show how many of them are done."""
+    def _shown(self, key: str, batches: Any, num_rows: int) -> Iterator[Any]:
+        """Go over batches, and show about how many of the rows in them are done."""
         for done, batch in enumerate(batches):
-            self.shares.show(key, done, len(batches))
+            self.shares.show(key, num_rows * done // len(batches), num_rows)
             yield batch
-        self.shares.show(key, len(batches), len(batches))
+        self.shares.show(key, num_rows, num_rows)
 
     def answers(self, who: str, model: Any) -> dict[str, float]:
         """Return the metrics of every data set and task, named by `who`."""
@@ -485,12 +485,20 @@ def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> Non
 
 
 def print_samples(evaluator: Evaluator, count: int = 3) -> None:
-    """Print the first `count` lines of predictions.jsonl in words, each text cut to a line."""
+    """Print `count` lines of predictions.jsonl, the first of each data set and task, then the next.
+
+    Each text is cut to a line.
+    """
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
-    for line in itertools.islice(evaluator.lines(), count):
+    first: dict[str, list[dict[str, Any]]] = {}
+    for line in evaluator.lines():
+        if len(of_one := first.setdefault(line["data_set"], [])) < count:
+            of_one.append(line)
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*first.values()))
+    for line in itertools.islice(filter(None, in_turn), count):
         console.print(Text(f"\n{line['data_set']} ({line['source']})"), soft_wrap=True)
         for name in ("prompt", "reference", *WHO):
             if line.get(name) is not None:

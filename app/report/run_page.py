@@ -343,13 +343,13 @@ def _mean(run: RunFiles, name: str) -> float | None:
 
 def mixture_cells(run: RunFiles) -> Cells:
     """Return what each data set gave to an epoch."""
-    cells = [["data set", "rows", "tokens", "epochs", "rows seen", "of rows", "of tokens"]]
+    cells = [["data set", "rows", "tokens", "rows an epoch", "times each", "of rows", "of tokens"]]
     for row in run.mixture:
         counts = [f"{int(row.get(name) or 0):,}" for name in ("rows", "tokens")]
         shares = [f"{row.get(name) or 0:.2%}" for name in ("share_of_rows", "share_of_tokens")]
         seen = f"{int(row.get('rows_seen') or 0):,}"
-        epochs = f"{row.get('epochs') or 0:.3g}"
-        cells.append([printable(str(row.get("name"))), *counts, epochs, seen, *shares])
+        times = f"{row.get('epochs') or 0:.3g}"
+        cells.append([printable(str(row.get("name"))), *counts, seen, times, *shares])
     return cells
 
 

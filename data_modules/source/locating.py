@@ -247,7 +247,7 @@ def _nearest(file: Path) -> str:
         folder = folder.parent
     missing = file.relative_to(folder).parts[0]
     close = difflib.get_close_matches(missing, [f.name for f in folder.iterdir()], 3, 0.5)
-    if not close:
+    if not close or folder == folder.parent:  # what the root has is never meant
         return "; check data.datasets[].path"
     return f"; did you mean {' or '.join(str(folder / name) for name in close)}?"
 

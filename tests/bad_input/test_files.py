@@ -131,6 +131,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
         ("*.csv", r"\*.csv: no file matches \(looked from main/\); .* has .*lists.jsonl"),
         ("list.jsonl", r"list.jsonl: no such file \(looked from main/\); did you mean lists.jsonl"),
         ("no/lists.jsonl", "no/lists.jsonl: no such file .*; check data.datasets"),
+        ("/nope", r"/nope: no such file .*; check data\.datasets"),  # and not "did you mean /opt"
         ("empty", "empty: no data file for split 'train' in this folder; found nothing"),
     ):
         (problem,) = check_datasets(DataConfig(datasets=[named(tmp_path / path)]))

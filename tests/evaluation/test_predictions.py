@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from app.evaluation import comparison as room
-from app.evaluation.comparison import Predictions
+from app.evaluation.comparison import Evaluator, Predictions, print_samples
 from app.evaluation.generation import Answer, EvaluationConfig
 from data_modules import Prompt
 from data_modules.messages import Origin
@@ -80,3 +81,28 @@ def test_empty_answers_are_counted_in_words(
 
 def test_nothing_is_kept_without_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(asked(monkeypatch).lines()) == []
+
+
+def test_losses_count_rows_and_not_the_packs_they_are_in() -> None:
+    shown: list[tuple[str, int, int]] = []
+    shares = SimpleNamespace(show=lambda *what: shown.append(what))
+    evaluator = cast(Evaluator, SimpleNamespace(shares=shares))
+    assert list(Evaluator._shown(evaluator, "base-losses", ["a", "b", "c"], 150)) == ["a", "b", "c"]
+    assert [done for _, done, _ in shown] == [0, 50, 100, 150]
+    assert {(key, total) for key, _, total in shown} == {("base-losses", 150)}
+
+
+def test_samples_are_of_every_data_set_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[dict[str, object]] = [
+        {"data_set": name, "source": f"{name}.json:{row}", "prompt": "?", "base": "x"}
+        for name, rows in (("lists", 5), ("orders", 2), ("people", 1))
+        for row in range(rows)
+    ]
+
+    def shown(of: list[dict[str, object]], count: int) -> list[str]:
+        print_samples(cast(Evaluator, SimpleNamespace(lines=lambda: iter(of))), count)
+        return re.findall(r"\((.*)\.json", capsys.readouterr().out)
+
+    assert shown(lines, 3) == ["lists", "orders", "people"]
+    assert shown(lines, 7) == ["lists", "orders", "people", "lists", "orders", "lists", "lists"]
+    assert shown(lines[:5], 3) == ["lists"] * 3 and shown([], 3) == []

@@ -139,7 +139,10 @@ class Hub(Handler):
         self._answer({})
 
     def do_GET(self) -> None:
-        self._answer({"error": "not found"}, 404)
+        if self.path == "/api/whoami-v2" and self.refuses is None:
+            self._answer({"name": REPO.partition("/")[0]})
+        else:
+            self._answer({"error": "not found"}, self.refuses or 404)
 
     def _chunks(self) -> bytes:
         parts = []
@@ -167,6 +170,22 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint=address, token="a-key"))
         yield Hub
+
+
+def test_a_bare_name_is_a_repository_of_the_keys_owner(
+    run: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"run={run}", "repo=lists-adapter"]
+    assert run_plain_verb("push", PushConfig, push, words) == 0
+    assert f"/{REPO}/commit/abc" in capsys.readouterr().out
+    assert f"from_pretrained(base, '{REPO}')" in hub.files["README.md"].decode()
+    hub.refuses = 401
+    assert run_plain_verb("push", PushConfig, push, words) == 3
+    assert "hf auth login" in capsys.readouterr().err
+    monkeypatch.setattr("huggingface_hub.HfApi", HfApi)
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
+    assert run_plain_verb("push", PushConfig, push, words) == 2
+    assert "repo=lists-adapter: yours? type hf auth login first" in capsys.readouterr().err
 
 
 def test_what_a_run_saved_is_pushed_with_a_card_of_its_own(
@@ -209,9 +228,8 @@ def test_what_the_hub_refuses_is_told_apart(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["repo=lists"], "type the owner too, as repo=OWNER/lists"),
         (["repo=a/b/c"], "repo=a/b/c: "),
-        ([], "repo=... is missing: OWNER/NAME of the repository"),
+        ([], "repo=... is missing: NAME of a repository of yours, or OWNER/NAME"),
         (["repo=a/b", "private=maybe"], "private=maybe: expected true or false"),
     ],
 )
