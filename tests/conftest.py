@@ -153,7 +153,7 @@ def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (parent / SCREEN).exists():
             with pytest.MonkeyPatch.context() as patch:
-                # A worker's own is gone when that worker ends, and the run keeps its path.
+                # Else what a verb says of the run's cache depends on which worker made the run.
                 patch.setenv("LOFT_DATA_CACHE", str(parent / "cache"))
                 said = run_verb("train", "+experiment=quickstart", f"output.dir={parent / 'run'}")
             (parent / SCREEN).write_text(said)
