@@ -171,19 +171,21 @@ class Kept:
 
 def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> float:
     """Return the bytes a token that one layer keeps from its forward to its backward pass."""
-    hidden, inner, width = widths.hidden, widths.feed_forward, kept.width
+    hidden, width = widths.hidden, kept.width
     if mode == "offload":
         return 0
     if mode == "full":
         return kept.residual * hidden
     if mode == "selective":
-        narrow = 2 * widths.query + 2 * widths.key_value + 2 * hidden
+        # Products that do not widen, and attention where it is one operator.
+        keeps_queries = (widths.query <= hidden) + (not kept.keeps_scores)
+        narrow = keeps_queries * widths.query + 2 * widths.key_value + 2 * hidden
         return kept.residual * hidden + width * narrow
     # Two norms and what they return, attention's four tensors, the gate's three.
     norm = kept.norm_bytes()
     if kept.trains_base and not kept.fuses_norm_and_gate:
         norm += kept.residual
-    of_layer = 2.0 * (norm + width) * hidden + width * widths.routed_copies * hidden
+    of_layer = 2.0 * (norm + width) * hidden + bytes_of_feed_forward(widths, kept)
     of_layer += width * 2 * (widths.query + widths.key_value)
     if widths.model_type in FOUR_NORMS:
         of_layer += 2 * norm * hidden
@@ -193,14 +195,19 @@ def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> float:
     if kept.groups_documents:
         of_layer += width * widths.query
         of_layer += 2 * width * (widths.query - widths.key_value) * kept.repeats_heads
-    of_gate = 8 if widths.model_type in CLAMPED_GATES else 3 if kept.fuses_gate(widths) else 4
-    of_layer += width * inner * of_gate
     if widths.routed_copies:  # each expert has its own copy of the second norm's
         of_layer -= width * hidden
     of_layer += _kept_by_adapters(widths, kept)
     if kept.keeps_scores:
         of_layer += score_bytes(widths, kept) * widths.heads * kept.sequence_len
     return of_layer
+
+
+def bytes_of_feed_forward(widths: Widths, kept: Kept) -> float:
+    """Return the bytes a token that a layer's gate keeps, and its experts of their inputs."""
+    of_gate = 8 if widths.model_type in CLAMPED_GATES else 3 if kept.fuses_gate(widths) else 4
+    features = of_gate * widths.feed_forward + widths.routed_copies * widths.hidden
+    return float(kept.width * features)
 
 
 def score_bytes(widths: Widths, kept: Kept) -> int:

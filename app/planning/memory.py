@@ -19,6 +19,7 @@ from app.model.activation_memory import (
     Kept,
     Widths,
     bias_bytes,
+    bytes_of_feed_forward,
     bytes_of_layer,
     bytes_of_pair_layer,
     rows_per_chunk,
@@ -425,7 +426,7 @@ def _activations(run: PlannedRun, kept: Kept) -> _Activations:
     waiting = 2 * stream if run.recompute == "offload" else 0  # a layer's own input, and the next's
     working = _working(run, widths, kept) + waiting
     scores = SCORE_TEMPORARIES * kept.width * widths.heads * kept.sequence_len * kept.keeps_scores
-    working = max(working, scores - kept.width * 4 * widths.feed_forward)  # which is done by then
+    working = max(working, scores - bytes_of_feed_forward(widths, kept))  # which is done by then
     unpacked = 0 if run.quantization.method == "none" else HALF * run.model.largest_matrix
     # One of the encoder, one of the decoder, and the zeros that cross-attention is given.
     biases = 3 * bias_bytes(widths, kept) if run.model.is_pair else 0.0

@@ -189,6 +189,30 @@ def test_queries_and_keys_are_turned_by_one_kernel(
     assert vars(home)[ROPE] is own
 
 
+def test_a_rope_of_one_tensor_leaves_the_other_kernels(
+    install: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Gemma 4 turns queries and keys one at a time: the proof raised, and nothing was fused."""
+    from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
+
+    install()
+    model = tiny_llama()
+    home = sys.modules[type(model).__module__]
+    monkeypatch.setattr(home, ROPE, apply_rotary_pos_emb)
+    one, _, cosine, sine = angles()
+
+    def turn() -> None:
+        vars(home)[ROPE](one, cosine, sine, unsqueeze_dim=1)
+
+    with caplog.at_level(logging.INFO):
+        fuse_layers(model, run=turn)
+    assert fused_of(model) and "broken" not in caplog.text
+    assert vars(home)[ROPE] is apply_rotary_pos_emb
+    unfuse_layers(model)
+
+
 def angles() -> tuple[Tensor, ...]:
     query = torch.arange(48.0).view(1, 2, 3, 8)
     return query, query, torch.full((1, 3, 8), 0.6), torch.full((1, 3, 8), 0.8)

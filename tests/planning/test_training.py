@@ -40,7 +40,7 @@ def test_what_a_fixed_share_once_said_yes_to_is_refused_with_what_to_type() -> N
     with pytest.raises(UserError) as caught:
         check_room(run, estimate_training(run), "error", found)
     said = str(caught.value)
-    assert said.startswith("this run will not fit: a step takes 29.8 GiB of a GPU of 23.6")
+    assert said.startswith("this run will not fit: a step takes 28.9 GiB of a GPU of 23.6")
     assert "; type " in said and said.endswith("or type plan.enforce=warn to try it")
 
 
