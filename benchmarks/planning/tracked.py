@@ -147,7 +147,7 @@ def predict(case: Case) -> float:
         config.model.architecture,
         strategies={},
     )
-    run = replace(run, is_on_gpu=False, accumulation=1)
+    run = replace(run, is_on_gpu=False, groups_documents=False, accumulation=1)
     return on_a_cpu(run, case.documents * case.micro_batch_size)
 
 
