@@ -27,9 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def measure() -> list[Figure]:
     """Return seconds of the command with its advice, and errors of the arithmetic of memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        seconds = min(_seconds(WORDS, folder) for _ in range(RUNS))
-        simulated = _simulate(folder)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent)
+        seconds = min(_seconds(WORDS, folder / f"plan-{number}") for number in range(RUNS))
+        simulated = _simulate(folder / "simulation")
     errors = [each.error for each in compare()]
     sizes = [abs(error) for error in errors]
     return [
@@ -41,14 +42,14 @@ def measure() -> list[Figure]:
     ]
 
 
-def _simulate(folder: str) -> list[Figure]:
+def _simulate(folder: Path) -> list[Figure]:
     """Return what the simulation of 64 ranks takes, and the arithmetic's difference from it."""
     if obstacle := find_obstacle():
         print(f"plan: simulation skipped: {obstacle}")
         return []
     seconds = _seconds((*SIMULATED, "plan.simulate=true"), folder)
     largest_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    found = json.loads((Path(folder) / "plan" / "plan.json").read_text())["simulated"]
+    found = json.loads((folder / "plan.json").read_text())["simulated"]
     return [
         Figure(figure="plan/simulation_minutes", value=seconds / 60, bar=3.0),
         Figure(figure="plan/simulation_gib", value=largest_gib, bar=8.0),
@@ -56,8 +57,8 @@ def _simulate(folder: str) -> list[Figure]:
     ]
 
 
-def _seconds(words: Sequence[str], folder: str) -> float:
+def _seconds(words: Sequence[str], folder: Path) -> float:
     start = time.perf_counter()
-    command = [sys.executable, "-m", "app.plan", *words, f"output.dir={folder}/plan"]
+    command = [sys.executable, "-m", "app.plan", *words, f"output.dir={folder}"]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     return time.perf_counter() - start
