@@ -68,7 +68,7 @@ BUGS = [
         right="            restore_random_state(read_random_state(source, rank), "
         "module.strategy.root_device)\n",
         wrong="            pass\n",
-        test=f"{RESUMED}::test_all_state_is_restored_at_the_first_batch[cpu]",
+        test=RESUMED_RUN,
     ),
     Bug(
         name="the second rank takes the first one's random state",
