@@ -118,8 +118,11 @@ class Change:
     @property
     def is_real(self) -> bool:
         """Whether the interval excludes zero, by rows and digits enough to say so."""
-        nearest_zero = max(self.low, -self.high)
-        return nearest_zero > SMALLEST / 2 and self.num_changed >= MIN_CHANGED
+        return self.excludes_zero and self.num_changed >= MIN_CHANGED
+
+    @property
+    def excludes_zero(self) -> bool:
+        return max(self.low, -self.high) > SMALLEST / 2
 
     @property
     def is_broken(self) -> bool:
@@ -147,7 +150,7 @@ class Change:
     def word(self) -> str:
         """The verdict of this line."""
         if not (self.is_real or self.is_broken):
-            return "no difference"
+            return "too few differ" if self.excludes_zero else "no difference"
         if self.is_better:
             return "better"
         return "worse" if self.is_trained is not False else "forgotten"
@@ -334,7 +337,7 @@ def print_changes(changes: Sequence[Change], groups: Sequence[Change] = ()) -> N
 
     Console(highlight=False).print(changes_table(changes))
     if groups:
-        real = [change for change in groups if change.word != "no difference"]
+        real = [change for change in groups if change.is_real or change.is_broken]
         if real:
             Console(highlight=False).print(changes_table(real, "groups of tasks that differ"))
         print(f"groups of tasks: {len(real)} of {len(groups)} differ; metrics.json has all")
