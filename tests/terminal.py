@@ -35,7 +35,7 @@ class Screen:
 def type_in_terminal(
     columns: int, module: str, *words: str, press: bytes = b"", after: str = ""
 ) -> Screen:
-    """Run `python -m MODULE`; `press` is typed once the screen has shown `after`."""
+    """Run `python -m MODULE`; `press` is typed once the screen has shown what `after` matches."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
@@ -56,7 +56,7 @@ def type_in_terminal(
             break
         first = first or time.monotonic() - began
         shown += part
-        if press and after.encode() in shown:
+        if press and re.search(after.encode(), shown):
             os.write(terminal, press)
             press = b""
     os.close(terminal)

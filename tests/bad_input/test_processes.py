@@ -29,7 +29,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     encode = ChunkEncoder.__call__
 
     def slowly(encoder: ChunkEncoder, chunk: Chunk) -> EncodedChunk:
-        time.sleep(0.02)
+        time.sleep(0.04)
         return encode(encoder, chunk)
 
     monkeypatch.setattr(ChunkEncoder, "__call__", slowly)

@@ -21,7 +21,7 @@ from app.run.ranks import OWN_STORE_VARIABLE
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.hosts import Host, hosts
-from tests.processes import LONGEST, RUN, TWO_RANKS, environment_of_a_person
+from tests.processes import GONE_WITHIN, LONGEST, RUN, TWO_RANKS, environment_of_a_person
 from tests.reliability.person import Person
 from tests.runs import check_same_run
 from tests.tiny import small_run
@@ -36,7 +36,7 @@ NOTICED_WITHIN = 4 * LIMIT
 NUM_KILLS = int(os.environ.get("LOFT_KILLS", "2"))
 """of hosts, at random moments; each takes the time of a start"""
 STEPS_OF_KILLS = 20 * NUM_KILLS
-"""more than a fast machine takes between a start and its kill"""
+"""more than a fast machine takes between a start and what is done to it"""
 TWO_HOSTS = (
     "trainer.num_nodes=2",
     "trainer.devices=1",
@@ -152,10 +152,11 @@ def test_a_lost_host_is_named_by_the_other(
     training = start(hosts, tmp_path, "trainer.max_steps=400")
     hosts[dies].send(signum)
     training.wait_until(lambda: not training.ranks_of(hosts[lives]), NOTICED_WITHIN)
-    training.wait_until(lambda: "error (" in training.said(hosts[lives]), 1)
+    training.wait_until(lambda: "error (" in training.said(hosts[lives]), GONE_WITHIN)
     check_lost(training.said(hosts[lives]), dies, hosts[dies].name)
     if lives == 0:  # else torchrun waits for its store, which is on the first host
-        training.wait_until(lambda: training.torchruns["node1"].poll() is not None, LIMIT)
+        torchrun = training.torchruns["node1"]
+        training.wait_until(lambda: torchrun.poll() is not None, NOTICED_WITHIN)
         said = training.said(hosts[lives])
         assert "exitcode  : 3" in said and "traceback : error (the environment)" in said
 
@@ -183,15 +184,18 @@ def whole(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_link_that_is_cut_for_20_seconds_costs_them_only(
-    hosts: tuple[Host, Host], whole: Path, tmp_path: Path
+    hosts: tuple[Host, Host], person: Person, tmp_path: Path
 ) -> None:
-    training = start(hosts, tmp_path, "supervise.hang_minutes=2")
+    steps = f"trainer.max_steps={STEPS_OF_KILLS}"
+    training = start(hosts, tmp_path, "supervise.hang_minutes=2", steps)
     hosts[1].cut()
     time.sleep(20)
+    assert training.steps()[-1] < STEPS_OF_KILLS, "the run was done before the link was cut"
     assert not training.has_ended()
     hosts[1].restore()
     training.wait_until_done()
-    check_same_run(training.run, whole)
+    person.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, steps))
+    check_same_run(training.run, tmp_path / "whole")
 
 
 def test_a_rank_that_is_killed_is_started_again_on_both(
@@ -230,7 +234,9 @@ def test_hosts_that_are_killed_come_back_and_lose_nothing(
             hosts[1].send(signal.SIGKILL)
         for host in hosts:
             training.wait_until(lambda host=host: not training.ranks_of(host), NOTICED_WITHIN)
-        assert training.steps()[-1] < STEPS_OF_KILLS, "the run was done before its hosts were killed"
+        assert training.steps()[-1] < STEPS_OF_KILLS, (
+            "the run was done before its hosts were killed"
+        )
         training.start(*(hosts if dies == 0 else hosts[1:]))
     training.wait_until_done()
     print(json.dumps({"kills": killed, "steps": training.steps()}))

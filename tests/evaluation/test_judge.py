@@ -330,9 +330,10 @@ def test_requests_keep_within_their_rate_and_number(tmp_path: Path) -> None:
         return "Verdict: 6"
 
     with judging(says) as (judge, url):
-        judged_by(url, tmp_path, num_parallel=3, requests_per_minute=60 / 0.03)
+        judged_by(url, tmp_path, num_parallel=3, requests_per_minute=60 / 0.1)
     starts = sorted(judge.starts)
-    assert starts[-1] - starts[0] > 0.03 * (len(starts) - 1) * 0.8
+    # A busy machine may hear the first one late.
+    assert starts[-1] - starts[0] > 0.1 * (len(starts) - 1) * 0.6
     assert judge.most_at_once <= 3
 
 

@@ -41,6 +41,8 @@ first = int(os.environ["LOFT_RESUME_STEP"])
 os.environ["LOFT_RUN_DIR"] = str(folder)
 with (folder / f"started-{rank}").open("a") as file:
     file.write(f"{os.getpid()} {first} {os.environ['MASTER_PORT']}\\n")
+while not (folder / f"started-{1 - rank}").exists():  # whose start would count as a pause
+    time.sleep(0.01)
 start_heartbeat(folder, rank)
 beat(first)
 def is_first_time(what):
@@ -271,6 +273,8 @@ def test_waiting_for_a_long_save_is_not_a_hang(tell_story: Tell) -> None:
         "while not is_there('started'): beat(1); time.sleep(0.02)",
         "while not is_there('saved'): time.sleep(0.02)",
         "beat(2)",
+        "(folder / f'ends-{rank}').touch()",
+        "while not is_there(f'ends-{1 - rank}'): time.sleep(0.02)",
     )
     story = tell_story(*save, hang_minutes=0.02)
     assert (story.code, story.said) == (0, "")

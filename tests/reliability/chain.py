@@ -27,7 +27,7 @@ from tests.runs import check_same_run
 from tests.training.checkpoint.test_store_damaged import DAMAGES
 
 RUN = "run"
-COMES_WITHIN = 60.0
+COMES_WITHIN = 240.0
 """seconds in which a run reaches a step"""
 BATCHES = "batches-rank-0"
 """what a warm process records of its batches"""
