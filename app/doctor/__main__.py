@@ -143,8 +143,7 @@ def print_findings(findings: Findings) -> None:
         table.add_row(status, Text(printable(row.what)), found)
     console.print(table)
     if findings.measured:
-        console.print()
-        console.print(_bandwidth_table(findings.measured))
+        _print_bandwidth(console, findings.measured)
     if findings.needs is not None:
         _print_needs(console, findings.needs)
     bad = sum(row.status != OK for row in findings.rows)
@@ -156,57 +155,52 @@ def print_findings(findings: Findings) -> None:
         console.print(f"nothing would stop a run; {bad} warning{'s' * (bad != 1)}")
 
 
-def _bandwidth_table(measured: Sequence[bandwidth.Measured]) -> Any:
-    from rich.table import Table
-
-    ranks = measured[0].num_ranks
-    table = Table(
-        "message",
-        *bandwidth.KINDS,
-        title=f"bus bandwidth of {ranks} ranks, GB/s (as nccl-tests count it)",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
+def _print_bandwidth(console: Any, measured: Sequence[bandwidth.Measured]) -> None:
     by_size: dict[int, dict[str, str]] = {}
     for one in measured:
         by_size.setdefault(one.num_bytes, {})[one.kind] = bandwidth.format_speed(one.gb_per_second)
+    rows = []
     for size, cells in by_size.items():
         mebibytes = size // bandwidth.MIB
         name = f"{mebibytes} MiB" if mebibytes < 1024 else f"{mebibytes // 1024} GiB"
-        table.add_row(name, *(cells.get(kind, "-") for kind in bandwidth.KINDS))
-    return table
+        rows.append((name, *(cells.get(kind, "-") for kind in bandwidth.KINDS)))
+    title = f"bus bandwidth of {measured[0].num_ranks} ranks, GB/s (as nccl-tests count it)"
+    _print_table(console, title, ("message", *bandwidth.KINDS), rows, names=1)
 
 
 def _print_needs(console: Any, needs: Needs) -> None:
-    from rich.table import Table
-
-    table = Table(
-        "what",
-        "by",
-        "times",
-        "GB a rank",
-        "x weights",
-        "seconds",
-        title=f"what a step under {needs.strategy} sends",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for need in needs.needs:
-        seconds = "-" if need.seconds is None else f"{need.seconds:.3g}"
-        row = (need.what, need.kind, f"{need.times:g}", f"{need.gb:.3g}", f"{need.models:.3g}")
-        table.add_row(*row, seconds)
-    console.print()
-    console.print(table)
+    rows = [
+        (
+            need.what,
+            need.kind,
+            f"{need.times:g}",
+            f"{need.gb:.3g}",
+            f"{need.models:.3g}",
+            "-" if need.seconds is None else f"{need.seconds:.3g}",
+        )
+        for need in needs.needs
+    ]
+    columns = ("what", "by", "times", "GB a rank", "x weights", "seconds")
+    _print_table(console, f"what a step under {needs.strategy} sends", columns, rows, names=2)
     rule = "" if needs.rule_seconds is None else f", {needs.rule_seconds:.3g} s"
     console.print(
         f"48 x M / N, of full sharding: {needs.rule_gbit:,.3g} Gbit a node and micro-step{rule}"
     )
+
+
+def _print_table(
+    console: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: int
+) -> None:
+    """Print rows below a title, numbers to the right; the first `names` columns hold none."""
+    from rich.table import Table
+
+    table = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
+    for column in table.columns[names:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    console.print()
+    console.print(table)
 
 
 def doctor(config: DoctorConfig, words: Sequence[str], *, json_asked: bool) -> None:

@@ -7,12 +7,11 @@ from typing import Any
 from app.planning.advice import Candidate
 from app.planning.communication import list_collectives
 from app.planning.deepspeed_states import estimate_zero2_states, estimate_zero3_states
+from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import (
     GIB,
     PlannedRun,
-    estimate_disk,
     estimate_gpu_memory,
-    estimate_host_memory,
     fits,
     fits_host,
     usable_bytes,

@@ -1,7 +1,7 @@
-"""Memory of a run by part: of a GPU, of a host, and of its disk; by arithmetic.
+"""Memory of a run's GPUs by part, at the moments of a step; by arithmetic.
 
 Model states and what a strategy gathers come from `app.training.memory`, activations from
-`app.model.activation_memory`.
+`app.planning.activations`, and what the machines have beside their GPUs from `app.planning.host`.
 """
 
 from __future__ import annotations
@@ -10,50 +10,34 @@ from dataclasses import dataclass, replace
 
 from app.model.activation_memory import (
     FP32,
-    FUSED_CHUNKS,
     HALF,
-    LOSS_BYTES,
     OWN_KERNELS,
-    TRAINED_CHUNKS,
     WIDEST_FLASH_HEAD,
     Kept,
-    Widths,
-    bias_bytes,
-    bytes_of_feed_forward,
-    bytes_of_layer,
-    bytes_of_pair_layer,
-    rows_per_chunk,
 )
 from app.model.quantization import QuantizationConfig
+from app.planning.activations import estimate_activations, estimate_loss, half_copies
 from app.planning.hardware import HardwareConfig
+from app.planning.host import estimate_host_memory
 from app.planning.model_size import PlannedModel, dtype_bytes, size_for
 from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
-    LocalSgdConfig,
     StrategyConfig,
     ZeroConfig,
     tensor_parallel_size,
 )
 from app.training.memory import (
-    EIGHT_BIT_STATES,
-    STATES,
     ModelSize,
     RankMemory,
     estimate_memory,
-    feedback_bytes,
     gathered_by_fsdp,
     num_shares,
-    outer_state_bytes,
 )
 
 GIB = 2**30
 USABLE_SHARE, CONTEXT_GIB = 0.92, 1.5
 """of a device's memory, the rest being lost between blocks; and what CUDA and NCCL take of it"""
-NORM_TEMPORARIES, VECTOR_TEMPORARIES, EXPERT_TEMPORARIES, SCORE_TEMPORARIES = 5, 3, 3, 2
-"""tensors that a backward pass has at once: in fp32 of hidden states, of a norm by PyTorch's
-operators; of the features that IA3 scales; of each expert's output when they are weighted; and of
-scores, beside their probabilities, where attention is not one kernel"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,10 +234,10 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
         recompute=run.recompute,
         accumulation=run.accumulation,
     )
-    kept, copies = run.kept, _half_copies(run, size.whole.frozen + size.whole.trained)
+    kept, copies = run.kept, half_copies(run, size.whole.frozen + size.whole.trained)
     gathered = _gathered(size, run.strategy, states.gathered)
     gradients = _gradients(run, size, states.gradients)
-    layers, (of_loss, kept_by_loss) = _activations(run, kept), _loss(run, kept)
+    layers, (of_loss, kept_by_loss) = estimate_activations(run, kept), estimate_loss(run, kept)
     trained_layers = max(1, run.model.trained_layers)
     moments: dict[str, dict[str, float]] = {
         "embedding or head gathered": {"gathered": gathered.at_ends, "loss": 0.0},
@@ -375,176 +359,3 @@ def _gathered(size: ModelSize, strategy: StrategyConfig, gathered: float) -> _Ga
         at_first=at_first,
         at_step=at_step,
     )
-
-
-def _half_copies(run: PlannedRun, weights: float) -> float:
-    """Return the bytes of autocast's copies of `weights`; FSDP gathers them in half already."""
-    kept = run.kept
-    if kept.width >= kept.residual or isinstance(run.strategy, FsdpConfig):
-        return 0.0
-    return weights * kept.width / kept.residual
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Activations:
-    """Bytes of activations at moments of a step."""
-
-    all: float
-    """kept by all layers and by the norm before the head"""
-    at_last: float
-    """while the last layer, where the backward pass begins, has its gradients computed"""
-    at_first: float
-    """the same of the lowest layer that trains, the last one in the backward pass"""
-    of_stream: float
-    """the gradient of the stream between layers"""
-
-
-def _activations(run: PlannedRun, kept: Kept) -> _Activations:
-    # Layers below the lowest one that trains keep nothing: the backward pass ends there.
-    widths, split = replace(run.model.widths, layers=run.model.trained_layers), run.tensor_size
-    if split > 1:  # within a layer a rank has its own heads and features
-        widths = replace(
-            widths,
-            query=widths.query // split,
-            key_value=widths.key_value // split,
-            feed_forward=widths.feed_forward // split,
-            heads=max(1, widths.heads // split),
-        )
-    tokens, hidden, stream = run.tokens, widths.hidden, kept.residual * widths.hidden
-    whole, own = (bytes_of_layer(widths, kept, mode) for mode in ("none", run.recompute))
-    if run.model.is_pair:  # a token goes through one of the two stacks
-        tokens //= 2
-        whole = bytes_of_pair_layer(widths, kept)
-        own = whole if run.recompute == "none" else own
-    recomputed = 0 if run.recompute == "none" else -(-widths.layers // run.recompute_every)
-    of_layers = recomputed * own + (widths.layers - recomputed) * whole
-    again = whole - own
-    if recomputed and kept.norm_bytes() != kept.residual:  # its norm keeps another copy
-        again += stream
-    if not recomputed and not run.model.trains_embedding:  # whose output needs no gradient
-        of_layers -= kept.norm_bytes() * hidden
-    waiting = 2 * stream if run.recompute == "offload" else 0  # a layer's own input, and the next's
-    working = _working(run, widths, kept) + waiting
-    scores = SCORE_TEMPORARIES * kept.width * widths.heads * kept.sequence_len * kept.keeps_scores
-    working = max(working, scores - bytes_of_feed_forward(widths, kept))  # which is done by then
-    unpacked = 0 if run.quantization.method == "none" else HALF * run.model.largest_matrix
-    # One of the encoder, one of the decoder, and the zeros that cross-attention is given.
-    biases = 3 * bias_bytes(widths, kept) if run.model.is_pair else 0.0
-    return _Activations(
-        all=tokens * (of_layers + (kept.norm_bytes() + kept.width) * hidden + waiting) + biases,
-        at_last=tokens * (of_layers + again + working) + unpacked + biases,
-        at_first=tokens * (whole + working) + unpacked + biases,
-        of_stream=float(tokens * stream),
-    )
-
-
-def _working(run: PlannedRun, widths: Widths, kept: Kept) -> float:
-    """Return the bytes a token that the backward pass of a layer has at once beside what the layer
-    keeps, where they are the most.
-    """
-    hidden, inner, width = widths.hidden, widths.feed_forward, kept.width
-    stream = kept.residual * hidden
-    if kept.scaled_inputs:
-        return VECTOR_TEMPORARIES * kept.adapter_width * kept.scaled_inputs + stream
-    if kept.results:  # three products and a cast in the adapter's dtype, of the gate's matrices
-        temporaries = (VECTOR_TEMPORARIES + 1) * kept.adapter_width
-        return (temporaries - width) * inner - kept.results * width * hidden + 2 * stream
-    if widths.routed_copies:
-        return EXPERT_TEMPORARIES * width * widths.routed_copies / 2 * hidden + stream
-    if kept.fuses_gate(widths):  # whose gradients take the place of its inputs
-        return width * inner + stream
-    if kept.fuses_norm_and_gate:
-        return 2 * width * inner + 2 * stream
-    # Below the feed-forward, which is done by then, a norm; or the gate's product.
-    of_norm = NORM_TEMPORARIES * FP32 * hidden - 4 * width * inner - width * hidden
-    return max(2 * width * inner + stream, of_norm) + stream
-
-
-def _loss(run: PlannedRun, kept: Kept) -> tuple[float, float]:
-    """Return the bytes of the loss at its peak, and those kept until the step's end.
-
-    The buffers of a chunk are there until those of the next one are filled; the head's gradients
-    are computed with the loss, and kept with its graph.
-    """
-    model, hidden = run.model, run.model.widths.hidden
-    splits = run.tensor_size > 1 and model.widths.vocabulary % run.tensor_size == 0
-    vocabulary = model.widths.vocabulary // (run.tensor_size if splits else 1)
-    rows = rows_per_chunk(vocabulary, "cuda" if run.is_on_gpu else "cpu")
-    has_kernel = run.fuses_loss and run.fuses_layers and run.is_on_gpu
-    if has_kernel:
-        rows *= TRAINED_CHUNKS if model.trains_head else FUSED_CHUNKS
-    rows = min(run.tokens, rows)
-    num_chunks, second = -(-run.tokens // rows), min(1.0, run.tokens / rows - 1)
-    of_logit = kept.width if has_kernel else FP32 if kept.width == FP32 else LOSS_BYTES
-    chunk, product = float(rows * vocabulary * of_logit), rows * hidden * kept.width
-    head = model.head_weights if model.trains_head else 0
-    states = run.tokens * hidden * kept.width
-    total = 0 if num_chunks == 1 else kept.width if num_chunks == 2 else FP32
-    summed = kept.width if num_chunks == 1 else FP32 + kept.width * (2 if kept.width < FP32 else 1)
-    peak = max(chunk * (1 + second) + head * total, chunk + product + head * summed)
-    # The positions that are trained on are copied out of all; their gradients stay.
-    return 2 * states + peak, float(states + head * kept.width)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostMemory:
-    """Memory of one machine beside its GPUs, in bytes."""
-
-    loading: float
-    """while the base is read: one copy a node where it is shared out over the GPUs"""
-    offloaded: float
-    """weights, gradients, optimizer states or layer inputs that wait in host memory"""
-
-    @property
-    def total(self) -> float:
-        """The larger of what is there while loading and while training."""
-        return max(self.loading, self.offloaded)
-
-
-def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> HostMemory:
-    """Estimate what a machine keeps beside its GPUs; the processes' own GiB come on top."""
-    size = size or run.size
-    whole, strategy = size.whole, run.strategy
-    per_node, nodes = run.hardware.gpus_per_node, run.num_nodes
-    all_states = _state_bytes(run, size) + whole.trained
-    loading = offloaded = 0.0
-    if isinstance(strategy, FsdpConfig) or (
-        isinstance(strategy, ZeroConfig) and strategy.stage == 3
-    ):
-        loading = (whole.frozen + whole.trained) * run.tensor_size
-    if isinstance(strategy, FsdpConfig) and strategy.offload_parameters:
-        _, _, shares = num_shares(strategy, run.num_ranks, nodes)
-        offloaded += (whole.frozen + whole.trained + all_states) / shares * per_node
-    if isinstance(strategy, ZeroConfig):
-        if strategy.offload_optimizer != "none":
-            offloaded += (all_states + whole.trained) / nodes
-        if strategy.offload_parameters != "none":
-            offloaded += (whole.frozen + whole.trained) / nodes
-    if run.recompute == "offload":
-        layers = run.model.widths.layers
-        offloaded += run.tokens * run.model.widths.hidden * run.kept.residual * layers * per_node
-    return HostMemory(loading=loading, offloaded=offloaded)
-
-
-def _state_bytes(run: PlannedRun, size: ModelSize) -> float:
-    whole = size.whole
-    states = whole.trained * STATES.get(run.optimizer, 0)
-    states += whole.num_trained * outer_state_bytes(run.strategy)
-    return states + whole.num_trained * EIGHT_BIT_STATES.get(run.optimizer, 0)
-
-
-def estimate_disk(run: PlannedRun, size: ModelSize | None = None) -> float:
-    """Estimate the bytes that checkpoints and the result take on disk.
-
-    One checkpoint more than are kept is there while it is written.
-    """
-    size = size or run.size
-    split = run.tensor_size
-    trained = size.whole.trained * split
-    checkpoint = trained + _state_bytes(run, size) * split
-    if isinstance(run.strategy, LocalSgdConfig):  # beside the mean, what each node has
-        checkpoint *= 1 + (run.strategy.replicas or run.num_nodes)
-    if isinstance(run.strategy, DdpConfig) and run.strategy.compression == "topk":
-        checkpoint += run.num_ranks * feedback_bytes(size, run.strategy)  # each rank's own
-    result = trained + (size.whole.frozen if run.trains_base else 0.0)
-    return checkpoint * (run.num_checkpoints + 1) + result

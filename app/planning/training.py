@@ -18,12 +18,12 @@ from app.planning.hardware import (
     known_card,
     with_host_of_machine,
 )
+from app.planning.host import estimate_host_memory
 from app.planning.memory import (
     GIB,
     GpuMemory,
     PlannedRun,
     estimate_gpu_memory,
-    estimate_host_memory,
     usable_bytes,
 )
 from app.planning.model_size import model_of_modules, model_of_numbers, model_on_meta

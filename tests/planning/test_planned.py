@@ -9,13 +9,12 @@ import pytest
 from app.config import load_config, settings_of
 from app.config.verbs import PlanConfig
 from app.model.activation_memory import FUSED_CHUNKS, bytes_of_layer, rows_per_chunk
+from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import (
     GIB,
     GpuMemory,
     PlannedRun,
-    estimate_disk,
     estimate_gpu_memory,
-    estimate_host_memory,
     estimate_moments,
     fits,
 )

@@ -36,16 +36,22 @@ def find_obstacle() -> str | None:
     return None
 
 
-@functools.cache
 def install(name: str = "", memory_gib: float = MEMORY_GIB, num_devices: int = 1) -> None:
     """Make torch believe in CUDA devices; NoFakeDevice with the reason where it cannot.
 
     They are all the first one, an H100 but for the name and memory that are given.
     """
-    if obstacle := find_obstacle():
-        raise NoFakeDevice(obstacle)
     Properties.name = name or Properties.name
     Properties.total_memory, Properties.num_devices = int(memory_gib * 2**30), num_devices
+    torch = _load_device()
+    _pretend(torch)
+
+
+@functools.cache
+def _load_device() -> Any:
+    """Give torch the device's guard and its operators, and return torch."""
+    if obstacle := find_obstacle():
+        raise NoFakeDevice(obstacle)
     _load_guard()
     # What asks for a device while it is imported must find none: bitsandbytes loads CUDA's library.
     import lightning  # noqa: F401
@@ -58,11 +64,11 @@ def install(name: str = "", memory_gib: float = MEMORY_GIB, num_devices: int = 1
     functional.name2qmap["dynamic"] = functional.create_dynamic_map()
     if torch.version.cuda is not None:
         raise NoFakeDevice("this PyTorch is built for CUDA, whose own device would be taken")
-    _pretend(torch)
     _teach_fakes(torch)
     _choose_attention(torch)
     # Else it would leave out what it does with real tensors, as reading whether a mask is needed.
     transformers.utils.import_utils.is_fake_tensor = lambda _: False
+    return torch
 
 
 def start() -> None:

@@ -7,6 +7,7 @@ What a Triton kernel reads and writes is not seen by a FakeTensor, and Triton ru
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import sys
 import types
@@ -137,6 +138,7 @@ def cross_entropy_(
         torch.ops.standin.cross_entropy_gradient(logits, labels)
 
 
+@functools.cache
 def install_kernels() -> None:
     """Let the modules of Liger's kernels, and that of the loss's, be found with these in them."""
     loss: Any = types.ModuleType("app.model.loss_kernel")

@@ -27,7 +27,7 @@ from app.model.attention import choose_backend
 from app.model.base import ModelConfig, load_architecture
 from app.model.build import build_model
 from app.model.hub import newest_of_hub
-from app.model.kernels import FusedGate
+from app.model.kernels import FusedGate, unfuse_layers
 from app.planning.memory import PlannedRun
 from app.planning.simulation.device import NoFakeDevice
 from app.planning.simulation.live import LiveParts
@@ -74,6 +74,8 @@ def take_steps(config: TrainConfig, run: PlannedRun) -> Steps:
         stack.enter_context(live)
         stack.enter_context(live.watching_fsdp())
         module, optimizer = _begin_fit(config, run, folder, live)
+        # Its rope stands in a module of Python, which the next run would take for the model's own.
+        stack.callback(unfuse_layers, module.model)
         stack.enter_context(live.watching_modules())
         stack.enter_context(live.watching_gradients(_trained(module)))
         if isinstance(run.strategy, DdpConfig):  # gradients are views of its buckets from then on

@@ -1,0 +1,143 @@
+"""What a run's activations take of a GPU at the moments of a step, and its loss beside them.
+
+The bytes of a layer are those of `app.model.activation_memory`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from app.model.activation_memory import (
+    FP32,
+    FUSED_CHUNKS,
+    HALF,
+    LOSS_BYTES,
+    TRAINED_CHUNKS,
+    Kept,
+    Widths,
+    bias_bytes,
+    bytes_of_feed_forward,
+    bytes_of_layer,
+    bytes_of_pair_layer,
+    rows_per_chunk,
+)
+from app.strategy.settings import FsdpConfig
+
+if TYPE_CHECKING:
+    from app.planning.memory import PlannedRun
+
+NORM_TEMPORARIES, VECTOR_TEMPORARIES, EXPERT_TEMPORARIES, SCORE_TEMPORARIES = 5, 3, 3, 2
+"""tensors that a backward pass has at once: in fp32 of hidden states, of a norm by PyTorch's
+operators; of the features that IA3 scales; of each expert's output when they are weighted; and of
+scores, beside their probabilities, where attention is not one kernel"""
+
+
+def half_copies(run: PlannedRun, weights: float) -> float:
+    """Return the bytes of autocast's copies of `weights`; FSDP gathers them in half already."""
+    kept = run.kept
+    if kept.width >= kept.residual or isinstance(run.strategy, FsdpConfig):
+        return 0.0
+    return weights * kept.width / kept.residual
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """Bytes of activations at moments of a step."""
+
+    all: float
+    """kept by all layers and by the norm before the head"""
+    at_last: float
+    """while the last layer, where the backward pass begins, has its gradients computed"""
+    at_first: float
+    """the same of the lowest layer that trains, the last one in the backward pass"""
+    of_stream: float
+    """the gradient of the stream between layers"""
+
+
+def estimate_activations(run: PlannedRun, kept: Kept) -> Activations:
+    """Return what the layers keep, and need in their backward pass."""
+    # Layers below the lowest one that trains keep nothing: the backward pass ends there.
+    widths, split = replace(run.model.widths, layers=run.model.trained_layers), run.tensor_size
+    if split > 1:  # within a layer a rank has its own heads and features
+        widths = replace(
+            widths,
+            query=widths.query // split,
+            key_value=widths.key_value // split,
+            feed_forward=widths.feed_forward // split,
+            heads=max(1, widths.heads // split),
+        )
+    tokens, hidden, stream = run.tokens, widths.hidden, kept.residual * widths.hidden
+    whole, own = (bytes_of_layer(widths, kept, mode) for mode in ("none", run.recompute))
+    if run.model.is_pair:  # a token goes through one of the two stacks
+        tokens //= 2
+        whole = bytes_of_pair_layer(widths, kept)
+        own = whole if run.recompute == "none" else own
+    recomputed = 0 if run.recompute == "none" else -(-widths.layers // run.recompute_every)
+    of_layers = recomputed * own + (widths.layers - recomputed) * whole
+    again = whole - own
+    if recomputed and kept.norm_bytes() != kept.residual:  # its norm keeps another copy
+        again += stream
+    if not recomputed and not run.model.trains_embedding:  # whose output needs no gradient
+        of_layers -= kept.norm_bytes() * hidden
+    waiting = 2 * stream if run.recompute == "offload" else 0  # a layer's own input, and the next's
+    working = _working(run, widths, kept) + waiting
+    scores = SCORE_TEMPORARIES * kept.width * widths.heads * kept.sequence_len * kept.keeps_scores
+    working = max(working, scores - bytes_of_feed_forward(widths, kept))  # which is done by then
+    unpacked = 0 if run.quantization.method == "none" else HALF * run.model.largest_matrix
+    # One of the encoder, one of the decoder, and the zeros that cross-attention is given.
+    biases = 3 * bias_bytes(widths, kept) if run.model.is_pair else 0.0
+    return Activations(
+        all=tokens * (of_layers + (kept.norm_bytes() + kept.width) * hidden + waiting) + biases,
+        at_last=tokens * (of_layers + again + working) + unpacked + biases,
+        at_first=tokens * (whole + working) + unpacked + biases,
+        of_stream=float(tokens * stream),
+    )
+
+
+def _working(run: PlannedRun, widths: Widths, kept: Kept) -> float:
+    """Return the bytes a token that the backward pass of a layer has at once beside what the layer
+    keeps, where they are the most.
+    """
+    hidden, inner, width = widths.hidden, widths.feed_forward, kept.width
+    stream = kept.residual * hidden
+    if kept.scaled_inputs:
+        return VECTOR_TEMPORARIES * kept.adapter_width * kept.scaled_inputs + stream
+    if kept.results:  # three products and a cast in the adapter's dtype, of the gate's matrices
+        temporaries = (VECTOR_TEMPORARIES + 1) * kept.adapter_width
+        return (temporaries - width) * inner - kept.results * width * hidden + 2 * stream
+    if widths.routed_copies:
+        return EXPERT_TEMPORARIES * width * widths.routed_copies / 2 * hidden + stream
+    if kept.fuses_gate(widths):  # whose gradients take the place of its inputs
+        return width * inner + stream
+    if kept.fuses_norm_and_gate:
+        return 2 * width * inner + 2 * stream
+    # Below the feed-forward, which is done by then, a norm; or the gate's product.
+    of_norm = NORM_TEMPORARIES * FP32 * hidden - 4 * width * inner - width * hidden
+    return max(2 * width * inner + stream, of_norm) + stream
+
+
+def estimate_loss(run: PlannedRun, kept: Kept) -> tuple[float, float]:
+    """Return the bytes of the loss at its peak, and those kept until the step's end.
+
+    The buffers of a chunk are there until those of the next one are filled; the head's gradients
+    are computed with the loss, and kept with its graph.
+    """
+    model, hidden = run.model, run.model.widths.hidden
+    splits = run.tensor_size > 1 and model.widths.vocabulary % run.tensor_size == 0
+    vocabulary = model.widths.vocabulary // (run.tensor_size if splits else 1)
+    rows = rows_per_chunk(vocabulary, "cuda" if run.is_on_gpu else "cpu")
+    has_kernel = run.fuses_loss and run.fuses_layers and run.is_on_gpu
+    if has_kernel:
+        rows *= TRAINED_CHUNKS if model.trains_head else FUSED_CHUNKS
+    rows = min(run.tokens, rows)
+    num_chunks, second = -(-run.tokens // rows), min(1.0, run.tokens / rows - 1)
+    of_logit = kept.width if has_kernel else FP32 if kept.width == FP32 else LOSS_BYTES
+    chunk, product = float(rows * vocabulary * of_logit), rows * hidden * kept.width
+    head = model.head_weights if model.trains_head else 0
+    states = run.tokens * hidden * kept.width
+    total = 0 if num_chunks == 1 else kept.width if num_chunks == 2 else FP32
+    summed = kept.width if num_chunks == 1 else FP32 + kept.width * (2 if kept.width < FP32 else 1)
+    peak = max(chunk * (1 + second) + head * total, chunk + product + head * summed)
+    # The positions that are trained on are copied out of all; their gradients stay.
+    return 2 * states + peak, float(states + head * kept.width)

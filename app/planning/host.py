@@ -1,0 +1,83 @@
+"""What a run takes of its machines beside their GPUs: host memory and disk; by arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from app.strategy.settings import DdpConfig, FsdpConfig, LocalSgdConfig, ZeroConfig
+from app.training.memory import (
+    EIGHT_BIT_STATES,
+    STATES,
+    ModelSize,
+    feedback_bytes,
+    num_shares,
+    outer_state_bytes,
+)
+
+if TYPE_CHECKING:
+    from app.planning.memory import PlannedRun
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Memory of one machine beside its GPUs, in bytes."""
+
+    loading: float
+    """while the base is read: one copy a node where it is shared out over the GPUs"""
+    offloaded: float
+    """weights, gradients, optimizer states or layer inputs that wait in host memory"""
+
+    @property
+    def total(self) -> float:
+        """The larger of what is there while loading and while training."""
+        return max(self.loading, self.offloaded)
+
+
+def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> HostMemory:
+    """Estimate what a machine keeps beside its GPUs; the processes' own GiB come on top."""
+    size = size or run.size
+    whole, strategy = size.whole, run.strategy
+    per_node, nodes = run.hardware.gpus_per_node, run.num_nodes
+    all_states = _state_bytes(run, size) + whole.trained
+    loading = offloaded = 0.0
+    if isinstance(strategy, FsdpConfig) or (
+        isinstance(strategy, ZeroConfig) and strategy.stage == 3
+    ):
+        loading = (whole.frozen + whole.trained) * run.tensor_size
+    if isinstance(strategy, FsdpConfig) and strategy.offload_parameters:
+        _, _, shares = num_shares(strategy, run.num_ranks, nodes)
+        offloaded += (whole.frozen + whole.trained + all_states) / shares * per_node
+    if isinstance(strategy, ZeroConfig):
+        if strategy.offload_optimizer != "none":
+            offloaded += (all_states + whole.trained) / nodes
+        if strategy.offload_parameters != "none":
+            offloaded += (whole.frozen + whole.trained) / nodes
+    if run.recompute == "offload":
+        layers = run.model.widths.layers
+        offloaded += run.tokens * run.model.widths.hidden * run.kept.residual * layers * per_node
+    return HostMemory(loading=loading, offloaded=offloaded)
+
+
+def _state_bytes(run: PlannedRun, size: ModelSize) -> float:
+    whole = size.whole
+    states = whole.trained * STATES.get(run.optimizer, 0)
+    states += whole.num_trained * outer_state_bytes(run.strategy)
+    return states + whole.num_trained * EIGHT_BIT_STATES.get(run.optimizer, 0)
+
+
+def estimate_disk(run: PlannedRun, size: ModelSize | None = None) -> float:
+    """Estimate the bytes that checkpoints and the result take on disk.
+
+    One checkpoint more than are kept is there while it is written.
+    """
+    size = size or run.size
+    split = run.tensor_size
+    trained = size.whole.trained * split
+    checkpoint = trained + _state_bytes(run, size) * split
+    if isinstance(run.strategy, LocalSgdConfig):  # beside the mean, what each node has
+        checkpoint *= 1 + (run.strategy.replicas or run.num_nodes)
+    if isinstance(run.strategy, DdpConfig) and run.strategy.compression == "topk":
+        checkpoint += run.num_ranks * feedback_bytes(size, run.strategy)  # each rank's own
+    result = trained + (size.whole.frozen if run.trains_base else 0.0)
+    return checkpoint * (run.num_checkpoints + 1) + result
