@@ -18,7 +18,7 @@ from app.evaluate import evaluate
 from app.evaluation.significance import paired_bootstrap
 from app.process.errors import UserError
 from tests.conftest import ROOT
-from tests.processes import run_verb
+from tests.reliability.person import Person
 from tests.tiny import TINY_BASE
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -112,7 +112,7 @@ def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
+def test_two_ranks_give_the_numbers_of_one(person: Person, tmp_path: Path) -> None:
     tasks = "evaluation.tasks=[{name: arc}, {name: gsm8k, few_shot: 1}]"
     data = ROOT / "data_modules" / "samples" / "lists_test.json"
     words = [
@@ -129,7 +129,8 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
     found = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
-        run_verb("evaluate", *words, f"trainer.devices={ranks}", f"output.dir={folder}")
+        typed = (*words, f"trainer.devices={ranks}")
+        person.train_into(folder, *typed, module="app.evaluate")
         found.append(json.loads((folder / "metrics.json").read_text()))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     lines = [(tmp_path / str(n) / "predictions.jsonl").read_text().splitlines() for n in (1, 2)]

@@ -132,9 +132,10 @@ class WaitingRank:
         self, command: Sequence[str], *, env: Mapping[str, str], stderr: int, pass_fds: list[int]
     ) -> WaitingRank:
         """Start it, as `subprocess.Popen` would."""
-        assert list(command[1:3]) == ["-m", "app.train"] and stderr == subprocess.PIPE
+        assert command[1] == "-m" and stderr == subprocess.PIPE
         listens, tells = os.pipe()
-        start = {"words": list(command[3:]), "environment": dict(env), "descriptors": pass_fds}
+        start = {"module": command[2], "words": list(command[3:])}
+        start |= {"environment": dict(env), "descriptors": pass_fds}
         with socket.socket(fileno=self._tells) as starter:
             socket.send_fds(starter, [json.dumps(start).encode()], [tells, *pass_fds])
         os.close(tells)
@@ -177,7 +178,7 @@ def _wait_to_be_rank(listens: int, record: Path) -> NoReturn:
             _close(descriptor)
     os.environ.clear()
     os.environ.update(start["environment"])
-    run_module("app.train", start["words"], record)
+    run_module(start["module"], start["words"], record)
 
 
 def _duplicate_above(descriptor: int, number: int) -> int:

@@ -30,9 +30,9 @@ WIDE = {
     "initializer_range": 0.05,
 }
 """10 MB of gradients, and steps of a few tens of milliseconds"""
-STEPS, FROM, UNTIL = 10, 4, 8
+STEPS, FROM, UNTIL = 6, 2, 4
 """of a run, and between which what crosses the link is counted: in full periods of local SGD"""
-PERIOD = 4
+PERIOD = 2
 NEAR = 0.15
 """how far bytes may be from the formula, as a share of it"""
 EVERY = (f"strategy.sync_every_steps={PERIOD}", "strategy.synchronous_steps=0")
