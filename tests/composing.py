@@ -7,7 +7,6 @@ words of each test that set values go through both every time. Files of its own 
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
@@ -31,7 +31,7 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
     make_node: Callable[..., Any] = OmegaConf.structured
     found: dict[Any, Any] = {}
     merged: dict[Any, bytes] = {}
-    nodes: dict[Any, Any] = {}
+    nodes: dict[Any, bytes] = {}
 
     def find_once(repo: Any, overrides_list: Sequence[Override], **rest: Any) -> Any:
         values = [one for one in overrides_list if not repo.group_exists(one.key_or_group)]
@@ -60,12 +60,18 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
     def make_node_once(schema: Any, parent: Any = None, flags: Any = None) -> Any:
         # One default is what the environment says.
         key = (schema, os.environ.get("LOFT_DATA_CACHE"))
-        if not isinstance(schema, type) or parent is not None or flags is not None:
+        is_alone = isinstance(schema, type) and parent is None and flags is None
+        if not is_alone or not schema.__module__.startswith(("app.", "data_modules.")):
             return make_node(schema, parent, flags)
         if key not in nodes:
-            nodes[key] = make_node(schema)
-        return copy.deepcopy(nodes[key])
+            nodes[key] = pickle.dumps(make_node(schema))
+        return pickle.loads(nodes[key])  # noqa: S301
 
+    def keep_repository(caching: Any, delegate: IConfigRepository) -> None:
+        # Its copy takes a sixth of a composition, each of which has a repository of its own.
+        caching.delegate, caching.cache = delegate, {}
+
+    patch.setattr(CachingConfigRepository, "__init__", keep_repository)
     patch.setattr(OmegaConf, "structured", staticmethod(make_node_once))
     patch.setattr(config_loader_impl, "create_defaults_list", find_once)
     patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)

@@ -19,7 +19,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def local_server(handler: type[Handler]) -> Iterator[str]:
     """Give the address at which `handler` answers, a thread each request."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    # It sees that it is to end where it polls; half a second is what it is left at.
+    polls = {"poll_interval": 0.01}
+    threading.Thread(target=server.serve_forever, kwargs=polls, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

@@ -70,7 +70,9 @@ class Handler(BaseHTTPRequestHandler):
 def serving(handler: type[BaseHTTPRequestHandler] = Handler) -> Iterator[str]:
     """Serve on a free port of this machine; gives the endpoint's URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    # It sees that it is to end where it polls; half a second is what it is left at.
+    polls = {"poll_interval": 0.01}
+    threading.Thread(target=server.serve_forever, kwargs=polls, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/v1"
     finally:

@@ -275,7 +275,8 @@ def _give_types(
     try:
         for group, part in parts.items():
             node[group] = OmegaConf.structured(part)
-        config: Any = OmegaConf.to_object(OmegaConf.merge(node, values))
+        node.merge_with(values)
+        config: Any = OmegaConf.to_object(node)
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:

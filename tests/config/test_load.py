@@ -196,7 +196,12 @@ def test_bad_words_are_named_and_their_twins_pass(
 
 
 @pytest.mark.parametrize(
-    ("group", "option"), [(group, one) for group, them in OPTIONS_ELSEWHERE.items() for one in them]
+    ("group", "option"),
+    [
+        pytest.param(group, option, marks=() if " " in hint or not place else pytest.mark.slow)
+        for group, them in OPTIONS_ELSEWHERE.items()
+        for place, (option, hint) in enumerate(them.items())
+    ],
 )
 def test_an_option_of_other_tools_is_answered_with_words_that_work(
     group: str, option: str, base: list[str]

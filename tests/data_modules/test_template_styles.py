@@ -116,6 +116,21 @@ OTHERS = THINKING | {"harmony": _named("harmony", "<|return|>", *HARMONY)}
 """styles that write the last answer otherwise than those before it"""
 
 
+IN_MAKE_TEST = {
+    *("plain", "chatml", "alpaca", "gemma4", "llama2", "llama3", "mistral", "mistral_v3", "vicuna"),
+    *("gemma of its hub", "no prefix", "no generation prompt", *OTHERS),
+}
+"""one of each way to write an answer, its end, and a turn of the system"""
+
+
+def cases(*styles: str) -> list[Any]:
+    """Return the styles, marked slow where one in IN_MAKE_TEST is written alike."""
+    return [
+        pytest.param(style, marks=() if style in IN_MAKE_TEST else pytest.mark.slow)
+        for style in styles
+    ]
+
+
 @cache
 def template_of(style: str, adds_bos: bool = False) -> ChatTemplate:
     """Build the template of a style, over a tokenizer that has its tokens."""
@@ -158,7 +173,7 @@ def fitted(style: str, chat: Conversation) -> Conversation:
     return Conversation(chat.turns[1:], ORIGIN)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", cases(*STYLES))
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(chat=conversations(), adds_bos=st.booleans())
 def test_answers_and_their_stop_tokens_are_learned(
@@ -185,7 +200,7 @@ def test_answers_and_their_stop_tokens_are_learned(
     assert not learned[: max(num_before - 1, 0)].any()
 
 
-@pytest.mark.parametrize("style", [*STYLES, *OTHERS])
+@pytest.mark.parametrize("style", cases(*STYLES, *OTHERS))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(chat=conversations(), adds_bos=st.booleans())
 def test_ids_are_those_of_apply_chat_template(
@@ -204,7 +219,7 @@ def test_ids_are_those_of_apply_chat_template(
     assert not any(expected[len(ids) :].count(stop) for stop in template.stop_token_ids)
 
 
-@pytest.mark.parametrize("style", [*STYLES, *OTHERS])
+@pytest.mark.parametrize("style", cases(*STYLES, *OTHERS))
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(chat=conversations())
 def test_scaffold_and_prefixes_find_the_same_turns(style: str, chat: Conversation) -> None:
@@ -339,7 +354,7 @@ def test_every_named_template_is_proven_here() -> None:
     assert TEMPLATE_NAMES[:2] == ("plain", "chatml")
 
 
-@pytest.mark.parametrize("name", TEMPLATE_NAMES)
+@pytest.mark.parametrize("name", cases(*TEMPLATE_NAMES))
 def test_named_templates_resolve_or_name_what_is_missing(name: str) -> None:
     chosen = (STYLES | OTHERS)[name]
     whole = build_tokenizer(["<s>", "</s>", *chosen.specials], bos="<s>", eos="</s>")

@@ -260,7 +260,13 @@ def test_a_failure_that_passes_costs_another_try_and_nothing_else(
     assert len(judge.asked) == 8
 
 
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(kind for kind in FAILURES if kind != "a time-out"),
+        pytest.param("a time-out", marks=pytest.mark.slow),  # which is waited for three times
+    ],
+)
 def test_a_failure_that_stays_ends_in_words_and_keeps_what_there_is(
     kind: str, tmp_path: Path
 ) -> None:

@@ -53,6 +53,9 @@ def is_first_time(what):
     return True
 def wait():
     time.sleep(60)
+def wait_for_both():
+    while len(list(folder.glob("started-*"))) < 2:
+        time.sleep(0.01)
 """
 
 
@@ -83,12 +86,16 @@ Tell = Callable[..., Story]
 def tell_story(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Tell:
-    monkeypatch.setattr(supervisor_module, "GRACE", 1.0)
     monkeypatch.setattr(supervisor_module, "STACK_SECONDS", 0.5)
 
     def tell(
-        *script: str, saved: Sequence[int] = (), first_step: int = 0, **settings: int | float | None
+        *script: str,
+        saved: Sequence[int] = (),
+        first_step: int = 0,
+        grace: float = 1.0,
+        **settings: int | float | None,
     ) -> Story:
+        monkeypatch.setattr(supervisor_module, "GRACE", grace)
         code = "\n".join([RANK, *script])
         newest = iter(saved)
         supervisor = Supervisor(
@@ -118,9 +125,11 @@ def test_ranks_that_end_well_end_the_run(tell_story: Tell) -> None:
 def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(tell_story: Tell) -> None:
     story = tell_story(
         "if rank == 0: wait()",
+        "wait_for_both()",
         "beat(3)",
         "print('what the driver says', file=sys.stderr, flush=True)",
         "os.kill(os.getpid(), signal.SIGKILL)",
+        grace=0.0,
     )
     assert story.code == 3
     assert "rank 1 was killed by SIGKILL (often for lack of memory" in story.said
@@ -131,7 +140,7 @@ def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(tell_sto
 
 
 def test_an_exit_without_a_word_is_named(tell_story: Tell) -> None:
-    story = tell_story("if rank == 0: wait()", "os._exit(7)")
+    story = tell_story("if rank == 0: wait()", "os._exit(7)", grace=0.0)
     assert story.code == 3
     assert "rank 1 ended with exit code 7 before its first step" in story.said
 
@@ -142,7 +151,13 @@ def test_an_exit_without_a_word_is_named(tell_story: Tell) -> None:
 def test_what_a_rank_says_itself_is_said_once_and_not_tried_again(
     tell_story: Tell, error: str, code: int
 ) -> None:
-    story = tell_story("if rank == 1: wait()", f"sys.exit(report({error}))", max_restarts=3)
+    story = tell_story(
+        "if rank == 1: wait()",
+        "wait_for_both()",
+        f"sys.exit(report({error}))",
+        grace=0.0,
+        max_restarts=3,
+    )
     assert story.code == code
     assert story.said.count("error") == 1 and "rank" not in story.said
     assert len(story.starts(0)) == 1 and not story.is_anyone_left()

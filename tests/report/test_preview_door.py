@@ -27,6 +27,8 @@ from data_modules import DataConfig, DatasetConfig
 from tests.conftest import ROOT
 from tests.door import Answer, ask, make_data, make_model
 
+IN_MAKE_TEST = ("quickstart", "llama70b_zero3", "flan_t5_xl")
+
 
 def preview(*words: str, gpus: int = 0, environment: dict[str, str] | None = None) -> Answer:
     return ask(*words, verb="preview", gpus=gpus, environment=environment)
@@ -45,7 +47,13 @@ def data(tmp_path: Path) -> str:
     return f"data.datasets=[{{path: {make_data(tmp_path / 'd.jsonl')}}}]"
 
 
-@pytest.mark.parametrize("name", conf_files.groups(conf_files.CONF)["experiment"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.slow)
+        for name in conf_files.groups(conf_files.CONF)["experiment"]
+    ],
+)
 def test_every_experiment_can_be_previewed(name: str) -> None:
     config = load_config("preview", [f"+experiment={name}", "preview.rows=5"])
     assert isinstance(config, PreviewConfig)

@@ -46,6 +46,7 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
     )
 
 
+@pytest.mark.slow
 def test_a_killed_search_goes_on_as_if_it_had_not_been(words: list[str], tmp_path: Path) -> None:
     typed = [*words, "sweep.trials=12", "sweep.prune=median"]
     answer = search(*typed, "output.dir=whole")

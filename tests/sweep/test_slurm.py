@@ -116,6 +116,7 @@ def test_a_sweep_leaves_its_jobs_and_finds_them_again(
         assert f"#SBATCH --{flag}\n" in asked
 
 
+@pytest.mark.slow
 def test_a_trial_that_was_cancelled_is_submitted_again(words: list[str], tmp_path: Path) -> None:
     answer = sweep(*words, "adapter.r=2,4", "output.dir=s")
     assert answer.code == 0, answer.said

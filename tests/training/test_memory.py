@@ -22,6 +22,8 @@ EXPERIMENTS = sorted(
     for file in (ROOT / "conf" / "experiment").glob("*.yaml")
     if "GPU" in file.read_text().partition("# Results")[0]
 )
+IN_MAKE_TEST = ("flan_t5_xl", "gpt_oss_20b", "llama70b_zero3", "llama8b_qlora", "llama8b_full")
+"""an encoder, experts, ranks that share, a quantized base, and one that trains all of it"""
 NEEDS = re.compile(r"(one|two|\d+) GPUs? of (\d+) GB(?: by (strategy=\w+))?")
 TYPED = re.compile(r"app\.train \+experiment=(\w+)((?: +[\w.]+=[\w.]+)*)")
 NUMBERS = {"one": 1, "two": 2}
@@ -72,7 +74,13 @@ def memory_of(name: str, num_ranks: int, *words: str) -> RankMemory:
     )
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.slow)
+        for name in EXPERIMENTS
+    ],
+)
 def test_an_experiment_fits_on_the_gpus_that_it_says_it_needs(name: str) -> None:
     header = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().partition("# Results")[0]
     needs = NEEDS.findall(" ".join(header.replace("#", " ").split()))

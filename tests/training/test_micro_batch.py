@@ -79,6 +79,7 @@ WORDS = small_run(
 )
 
 
+@pytest.mark.slow
 def test_it_is_halved_until_it_fits_and_trains_as_if_it_had_been_typed(
     train_run: TrainRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

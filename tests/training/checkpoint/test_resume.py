@@ -117,20 +117,28 @@ CASES = {
 }
 QUICK = ("lora packed", "several at once")
 BETWEEN_VALIDATIONS, BEHIND_ONE = 4, 6
-TWICE = (*QUICK, "averaged weights", "stream", "workers")
+TWICE = ("lora packed", "averaged weights", "stream", "workers")
 """in which a validation could leave other weights, rows or random numbers to the next step"""
 
 
 @pytest.mark.parametrize(
     ("words", "steps"),
     [
+        *(
+            pytest.param(
+                (*words, "trainer.checkpoint.every_steps=2"),
+                (BETWEEN_VALIDATIONS, BEHIND_ONE) if name in TWICE else (BETWEEN_VALIDATIONS,),
+                id=name,
+                marks=() if name in QUICK else pytest.mark.slow,
+            )
+            for name, words in CASES.items()
+        ),
         pytest.param(
-            (*words, "trainer.checkpoint.every_steps=2"),
-            (BETWEEN_VALIDATIONS, BEHIND_ONE) if name in TWICE else (BETWEEN_VALIDATIONS,),
-            id=name,
-            marks=() if name in QUICK else pytest.mark.slow,
-        )
-        for name, words in CASES.items()
+            (*CASES["several at once"], "trainer.checkpoint.every_steps=2"),
+            (BEHIND_ONE,),
+            id="several at once, behind a validation",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
