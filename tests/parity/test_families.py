@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.families import tiny_family
 from tests.parity.first_step import check_equal, our_step, plain_step
+from tests.parity.test_every_family import FAST
 
 EQUAL = ["bert", "diffllama", "gemma2", "gpt2", "mixtral", "nemotron", "qwen3", "stablelm"]
 RECURRENT = [
@@ -16,6 +18,14 @@ RECURRENT = [
 ]
 UNPACKED = ["bloom", "openai-gpt", "roberta", "trocr"]
 """families that go on in padded rows"""
+
+
+def cases(*families: str) -> list[Any]:
+    """Return the families, marked slow where test_every_family takes the same step each time."""
+    return [
+        pytest.param(family, marks=pytest.mark.slow if family in FAST else ())
+        for family in families
+    ]
 
 
 @pytest.fixture
@@ -30,12 +40,12 @@ def test_padded_rows_give_what_plain_transformers_give(saved: Path) -> None:
     check_equal(our_step(saved, packing="none"), plain_step(saved))
 
 
-@pytest.mark.parametrize("saved", [*EQUAL, *RECURRENT], indirect=True)
+@pytest.mark.parametrize("saved", cases(*EQUAL, *RECURRENT), indirect=True)
 def test_packs_give_what_plain_transformers_give(saved: Path) -> None:
     check_equal(our_step(saved), plain_step(saved))
 
 
-@pytest.mark.parametrize("saved", UNPACKED, indirect=True)
+@pytest.mark.parametrize("saved", cases(*UNPACKED), indirect=True)
 def test_a_model_that_cannot_be_packed_goes_on_in_padded_rows(saved: Path) -> None:
     check_equal(our_step(saved), plain_step(saved))
 
