@@ -30,9 +30,9 @@ SCREEN = "screen.txt"
 LONGEST_FILES = (
     "end_to_end/test_two_hosts.py",
     "planning/test_simulation.py",
-    "end_to_end/test_terminal.py",
     "reliability/test_chaos.py",
     "parity/strategies/test_slow_links.py",
+    "end_to_end/test_terminal.py",
     "end_to_end/test_readme.py",
     "training/checkpoint/test_resume.py",
     "parity/test_every_family.py",

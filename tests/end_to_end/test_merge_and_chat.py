@@ -27,7 +27,8 @@ from app.process.errors import TrainingFault, UserError
 from tests.conftest import ROOT, STORIES, TrainRun
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import tiny_multimodal
-from tests.processes import ends_within, environment_of_a_person, run_verb, started
+from tests.processes import ends_within, environment_of_a_person, started
+from tests.reliability.person import Person
 from tests.tiny import TINY_BASE, move, save_with_tokenizer, small_run, tiny_t5
 
 QUESTION = "Sort: pear, apple, fig"
@@ -344,11 +345,11 @@ def answers_of(questions: list[tuple[Any, ...]], *words: str) -> list[str]:
 
 @pytest.mark.slow
 def test_chat_and_the_merged_folder_answer_held_out_rows_as_evaluate(
-    default_run: Path, tmp_path: Path
+    default_run: Path, person: Person, tmp_path: Path
 ) -> None:
     questions, measured = held_out_answers(default_run)
     merged = tmp_path / "merged"
-    said = run_verb("merge", f"run={default_run}", f"output.dir={merged}")
+    said = person.train_into(merged, f"run={default_run}", module="app.merge")
     assert "merge verified" in said and "chat template verified" in said
     for words in ([f"run={default_run}"], [f"model.path={merged}", "trainer.precision=fp32"]):
         assert answers_of(questions, *words) == measured, words
@@ -362,9 +363,10 @@ def test_chat_and_the_merged_folder_answer_held_out_rows_as_evaluate(
     typed = dict(list(typed.items())[:20])
     assert len(typed) == 20
     folder = tmp_path / "chat"
-    run_verb(
-        "chat",
-        *(f"run={default_run}", f"output.dir={folder}", f"chat.system='{system}'"),
+    person.train_into(
+        folder,
+        *(f"run={default_run}", f"chat.system='{system}'"),
+        module="app.chat",
         lines="".join(f"{question}\n/reset\n" for question in typed),
     )
     rows = (folder / "conversations.jsonl").read_text().splitlines()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SCREEN
-from tests.processes import run_verb
+from tests.reliability.person import Person
 
 TASKS = ("lists", "orders", "people")
 
@@ -27,11 +27,13 @@ def test_the_default_run_learns_all_three_tasks(default_run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_evaluate_repeats_the_closing_table(default_run: Path, tmp_path: Path) -> None:
+def test_evaluate_repeats_the_closing_table(
+    default_run: Path, person: Person, tmp_path: Path
+) -> None:
     """Its losses over all rows, and the answers to a quarter of them."""
     folder = tmp_path / "evaluation"
-    words = (f"run={default_run}", f"output.dir={folder}", "evaluation.max_rows=50")
-    screen = run_verb("evaluate", *words)
+    words = (f"run={default_run}", "evaluation.max_rows=50")
+    screen = person.train_into(folder, *words, module="app.evaluate")
     assert screen.splitlines()[-1] == f"run: {folder}"
     again, at_training = (
         json.loads((one / "metrics.json").read_text()) for one in (folder, default_run)
@@ -50,18 +52,19 @@ def test_evaluate_repeats_the_closing_table(default_run: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_real_data_on_a_real_model_falls_on_every_curve(stories: Path, tmp_path: Path) -> None:
+def test_real_data_on_a_real_model_falls_on_every_curve(
+    stories: Path, person: Person, tmp_path: Path
+) -> None:
     data = stories.parent.parent
     files = ("instruct/gsm8k_alpaca.json", "instruct/dolly_hhrlhf.jsonl")
     files += ("chat/sharegpt_dummy_conversation.json",)
     datasets = ", ".join(f"{{path: {data / file}}}" for file in files)
-    run_verb(
-        "train",
+    person.train_into(
+        tmp_path / "run",
         f"model.path={stories}",
         f"data.datasets=[{datasets}]",
         "trainer.max_steps=15",
         "trainer.validate_every_steps=15",
-        f"output.dir={tmp_path / 'run'}",
     )
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     names = [Path(file).stem for file in files]

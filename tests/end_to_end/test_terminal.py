@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from app.process.logs import LOG_FILE
+from tests.conftest import SCREEN
 from tests.processes import run_verb
+from tests.reliability.person import Person
 from tests.terminal import CTRL_C, type_in_terminal
 
 SHORT = ("trainer.max_steps=20", "evaluation.max_rows=4", "evaluation.max_new_tokens=4")
@@ -51,7 +53,7 @@ def test_the_first_run_in_a_terminal(columns: int, logger: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_first_run_through_a_pipe(tmp_path: Path) -> None:
+def test_the_first_run_through_a_pipe(person: Person, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = ["+experiment=quickstart", *SHORT, "logger=csv", f"output.dir={folder}"]
     lines = run_verb("train", *words).splitlines()
@@ -60,7 +62,7 @@ def test_the_first_run_through_a_pipe(tmp_path: Path) -> None:
     assert "\x1b" not in "".join(lines)
     assert sum(line.startswith("step ") for line in lines) > 2
     check_end(lines, folder, logger="csv")
-    verbose = run_verb("train", *words[:-1], "--verbose", f"output.dir={tmp_path / 'verbose'}")
+    verbose = person.train_into(tmp_path / "verbose", *words[:-1], "--verbose")
     assert "parameter groups of AdamW" in verbose
 
 
@@ -87,9 +89,18 @@ def test_bars_count_answers_and_validation_and_go(tmp_path: Path, default_run: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_the_first_run_gives_no_false_alarm(seed: int, tmp_path: Path) -> None:
+def test_the_first_run_gives_no_false_alarm(seed: int, person: Person, tmp_path: Path) -> None:
     words = ["+experiment=quickstart", "evaluation.exact_match=false", "logger=csv"]
-    words += [f"seed={seed}", "trainer.max_steps=120", f"output.dir={tmp_path / 'run'}"]
-    said = run_verb("train", *words)
-    log = (tmp_path / "run" / LOG_FILE).read_text()
+    words += [f"seed={seed}", "trainer.max_steps=60"]
+    said = person.train_into(tmp_path / "run", *words)
+    check_no_alarm(said, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_the_whole_default_run_gives_no_false_alarm(default_run: Path) -> None:
+    check_no_alarm((default_run.parent / SCREEN).read_text(), default_run)
+
+
+def check_no_alarm(said: str, run: Path) -> None:
+    log = (run / LOG_FILE).read_text()
     assert " WARNING " not in log and "warning" not in said + log

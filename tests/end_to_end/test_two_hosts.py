@@ -35,7 +35,7 @@ NOTICED_WITHIN = 4 * LIMIT
 """seconds in which a rank that has lost another one has ended, on a machine with other work"""
 NUM_KILLS = int(os.environ.get("LOFT_KILLS", "2"))
 """of hosts, at random moments; each takes the time of a start"""
-STEPS_OF_KILLS = 20 * NUM_KILLS
+STEPS_OF_A_CUT, STEPS_OF_KILLS = 20, 20 * NUM_KILLS
 """more than a fast machine takes between a start and what is done to it"""
 TWO_HOSTS = (
     "trainer.num_nodes=2",
@@ -186,11 +186,11 @@ def whole(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_link_that_is_cut_for_20_seconds_costs_them_only(
     hosts: tuple[Host, Host], person: Person, tmp_path: Path
 ) -> None:
-    steps = f"trainer.max_steps={STEPS_OF_KILLS}"
+    steps = f"trainer.max_steps={STEPS_OF_A_CUT}"
     training = start(hosts, tmp_path, "supervise.hang_minutes=2", steps)
     hosts[1].cut()
     time.sleep(20)
-    assert training.steps()[-1] < STEPS_OF_KILLS, "the run was done before the link was cut"
+    assert training.steps()[-1] < STEPS_OF_A_CUT, "the run was done before the link was cut"
     assert not training.has_ended()
     hosts[1].restore()
     training.wait_until_done()
