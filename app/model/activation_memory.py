@@ -1,12 +1,12 @@
 """What the activations of a training step take on a GPU, by arithmetic: bytes a token and layer.
 
-Of decoder layers with attention and a gated feed-forward, as autograd keeps them; other layers keep
-less, or are counted with room to spare. Needs no torch and no weights.
+Of decoder layers with attention and a gated feed-forward, as autograd keeps them; other layers are
+a guess, as the plan says of what is not `COMPARED`. Needs no torch and no weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 FP32, HALF = 4, 2
@@ -24,22 +24,69 @@ LOSS_BYTES = 6
 FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
 """how much longer chunks are by one kernel, which needs no logits in fp32; and of a head that
 trains, to whose gradient each chunk adds over all of it"""
-
-GEMMA4 = ("gemma4_text", "gemma4_unified_text")
-NORMS_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", *GEMMA4)
-"""model types that normalize queries and keys"""
-FOUR_NORMS = ("gemma2", "gemma3_text", "glm4", *GEMMA4)
-"""model types that normalize what attention and feed-forward return, too"""
-GELU_GATES = ("gemma", "gemma2", "gemma3_text", *GEMMA4)
-"""model types whose gate is no SiLU, which alone has a kernel"""
-CLAMPED_GATES = ("gpt_oss",)
-"""model types whose gate is eight operators"""
-OWN_KERNELS = ("t5", "bart")
-"""model types of which no kernel replaces norms or gates"""
 WIDEST_FLASH_HEAD = 256
 """limit of FlashAttention"""
 HALF_SCORES = ("gpt_oss",)
 """model types whose eager attention keeps its probabilities in half precision alone"""
+CLAMPED_GATES = ("gpt_oss",)
+"""model types whose gate is eight operators, which no module of theirs shows"""
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")
+"""names of the gate's function in config.json"""
+COMPARED = (
+    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "olmo3"),
+    *("gemma", "gemma3_text", "gemma4_unified_text", "glm4", "glm4_moe", "gpt_oss", "t5"),
+)
+"""model types whose steps were simulated, a layer of which keeps what is said here within 3 %"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerKind:
+    """What a layer is made of, as far as it changes what it keeps; a Llama's if nothing is said."""
+
+    num_norms: int = 2
+    """of hidden states; four where what attention and feed-forward return is normalized, too"""
+    norms_heads: bool = False
+    """whether queries and keys are normalized"""
+    norms_values: bool = False
+    has_rms_norms: bool = True
+    """which a kernel may replace"""
+    has_gate: bool = True
+    """of matrices of their own, which a kernel may stand between"""
+    activation: str = "silu"
+    """of the gate, by config.json, or of the model type where that does not say"""
+    shared_experts: int = 0
+    """features of the experts that every token goes to"""
+
+
+_PLAIN = LayerKind(has_rms_norms=False, has_gate=False)
+KINDS = {
+    "qwen3": LayerKind(norms_heads=True),
+    "gemma": LayerKind(activation="gelu_pytorch_tanh"),
+    "gemma2": LayerKind(num_norms=4, activation="gelu_pytorch_tanh"),
+    "gemma3_text": LayerKind(num_norms=4, norms_heads=True, activation="gelu_pytorch_tanh"),
+    "phi3": LayerKind(has_gate=False),
+    **dict.fromkeys(("phi", "gpt2", "falcon", "bloom", "t5", "bart"), _PLAIN),
+}
+"""of model types that are planned before a layer is built, by a config.json that does not say it;
+of all others it is found in their modules"""
+
+
+def kind_of_layer(layer: Any, shared_experts: int) -> LayerKind:
+    """Return what a layer's module is made of; a norm alone is counted as two, with room to spare.
+
+    Classes and names are those by which `app.model.kernels` finds what a kernel may replace.
+    """
+    modules = dict(layer.named_modules())
+    names = {name.rpartition(".")[2] for name in modules}
+    norms = [child for child in layer.children() if "Norm" in type(child).__name__]
+    return LayerKind(
+        num_norms=max(2, len(norms)),
+        norms_heads=not names.isdisjoint(("q_norm", "k_norm", "qk_norm")),
+        norms_values="v_norm" in names,
+        has_rms_norms=any("RMSNorm" in type(module).__name__ for module in modules.values()),
+        has_gate=names.issuperset(("gate_proj", "up_proj", "down_proj")),
+        shared_experts=shared_experts,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +107,7 @@ class Widths:
     """whether queries and keys are normalized"""
     widest_head: int = 0
     model_type: str = ""
+    kind: LayerKind = LayerKind()
 
     @property
     def inputs(self) -> int:
@@ -78,8 +126,11 @@ class Widths:
         return self.hidden * (attention + 3 * self.feed_forward)
 
 
-def widths_of(architecture: Any) -> Widths | None:
-    """Return the widths of a transformers config; None where it does not say them."""
+def widths_of(architecture: Any, kind: LayerKind | None = None) -> Widths | None:
+    """Return the widths of a transformers config; None where it does not say them.
+
+    `kind`: of its layers, where they are built.
+    """
     text = architecture.get_text_config()
 
     def find(*names: str) -> int:
@@ -95,19 +146,24 @@ def widths_of(architecture: Any) -> Widths | None:
     names = ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "ffn_hidden_size")
     width = find(*names, "n_inner")  # where GPT-2 leaves its own empty, four times the hidden ones
     dense = width or 4 * hidden
+    kind = kind or KINDS.get(text.model_type, LayerKind())
+    shared = find("shared_expert_intermediate_size") or kind.shared_experts
+    functions = (_number(text, name) for name in ACTIVATIONS)
+    function = next((each for each in functions if isinstance(each, str)), kind.activation)
     routed = experts * (find("moe_intermediate_size") or dense)
     return Widths(
         layers=layers + (find("num_decoder_layers", "decoder_layers") if _is_pair(text) else 0),
         hidden=hidden,
         query=heads * head_dim,
         key_value=(find("num_key_value_heads") or heads) * head_dim,
-        feed_forward=routed + find("shared_expert_intermediate_size") if experts else dense,
+        feed_forward=routed + shared if experts else dense,
         heads=heads,
         vocabulary=find("vocab_size"),
         routed_copies=2 * experts,
-        norms_heads=text.model_type in NORMS_HEADS,
+        norms_heads=kind.norms_heads,
         widest_head=max(head_dim, find("global_head_dim")),
         model_type=text.model_type,
+        kind=replace(kind, activation=function if kind.has_gate else ""),
     )
 
 
@@ -161,8 +217,8 @@ class Kept:
 
     def fuses_gate(self, widths: Widths) -> bool:
         """Return whether the gate's product is one kernel, which that of experts is not."""
-        is_silu = widths.model_type not in GELU_GATES
-        return self.fuses_norm_and_gate and is_silu and not widths.routed_copies
+        has_kernel = widths.kind.has_gate and widths.kind.activation in ("silu", "swish")
+        return self.fuses_norm_and_gate and has_kernel and not widths.routed_copies
 
     def norm_bytes(self) -> int:
         """Return the bytes of a feature that a norm keeps: its input, or a copy in fp32."""
@@ -187,10 +243,9 @@ def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> float:
         norm += kept.residual
     of_layer = 2.0 * (norm + width) * hidden + bytes_of_feed_forward(widths, kept)
     of_layer += width * 2 * (widths.query + widths.key_value)
-    if widths.model_type in FOUR_NORMS:
-        of_layer += 2 * norm * hidden
+    of_layer += (widths.kind.num_norms - 2) * norm * hidden
     of_layer += norm * (widths.query + widths.key_value) * widths.norms_heads
-    if widths.model_type in GEMMA4:  # and values, by a norm without weights
+    if widths.kind.norms_values:  # in Gemma 4 by a norm without weights, which no kernel takes
         of_layer += FP32 * widths.key_value
     if kept.groups_documents:
         of_layer += width * widths.query

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from app.model.activation_memory import COMPARED
 from app.planning.advice import Candidate
 from app.planning.communication import list_collectives
 from app.planning.deepspeed_states import estimate_zero2_states, estimate_zero3_states
@@ -42,6 +43,8 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
         "gpu_gib": {name: value / GIB for name, value in memory.parts.items()},
         "gpu_total_gib": memory.total / GIB,
         "peak": memory.moment,
+        "model_type": run.model.widths.model_type,
+        "is_compared": run.model.widths.model_type in COMPARED,
         "gpu_usable_gib": usable_bytes(hardware) / GIB,
         "gpu_memory_gib": hardware.memory_gib,
         "host_gib": {

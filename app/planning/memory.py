@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from app.model.activation_memory import (
     FP32,
     HALF,
-    OWN_KERNELS,
     WIDEST_FLASH_HEAD,
     Kept,
 )
@@ -143,7 +142,7 @@ class PlannedRun:
             residual=HALF if gathers_half else residual,
             fuses_norm_and_gate=self.fuses_norm_and_gate
             and self.fuses_layers
-            and self.model.widths.model_type not in OWN_KERNELS,
+            and self.model.widths.kind.has_rms_norms,
             trains_base=self.trains_base,
             drops=self.drops,
             # bitsandbytes' product of int8 keeps its own input as well.

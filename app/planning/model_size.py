@@ -7,12 +7,13 @@ model on the meta device, which takes seconds to import.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.model.activation_memory import Widths, widths_of
+from app.model.activation_memory import Widths, kind_of_layer, widths_of
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -48,6 +49,7 @@ SPLIT = {
     **dict.fromkeys(("o_proj", "down_proj", "dense", "fc2"), BY_COLUMNS),
 }
 """how tensor parallelism splits matrices, by the ends of their names; as transformers' plans"""
+SHARED_EXPERTS = re.compile(r"\bshared_expert\w*\.gate_proj\.(base_layer\.)?weight$")
 
 
 class Weight:
@@ -404,8 +406,7 @@ def model_of_modules(name: str, model: Any, numbers: Mapping[str, Any]) -> Plann
     from app.model.layers import decoder_layers
     from app.strategy.tensor_plan import layer_plan
 
-    widths = widths_of(model.config)
-    if widths is None:
+    if widths_of(model.config) is None:
         return None
     names = decoder_layers(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -420,6 +421,10 @@ def model_of_modules(name: str, model: Any, numbers: Mapping[str, Any]) -> Plann
     layers = [weights_of(model.get_submodule(name).named_parameters()) for name in names]
     kinds = Counter(map(_signature, layers))
     of_kind = {_signature(weights): weights for weights in layers}
+    most = layers.index(of_kind[kinds.most_common(1)[0][0]])
+    shared = sum(w.shape[0] for name, w in layers[most].items() if SHARED_EXPERTS.search(name))
+    widths = widths_of(model.config, kind_of_layer(model.get_submodule(names[most]), shared))
+    assert widths is not None
     inside = tuple(f"{name}." for name in names)
     training = [
         number

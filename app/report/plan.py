@@ -57,6 +57,11 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
     for name, gib in facts["gpu_gib"].items():
         bar = "#" * round(BAR * min(gib / memory, 1))
         lines.append(f"  {name:<12}{gib:8.2f} GiB  {bar}".rstrip())
+    if not facts["is_compared"]:
+        lines.append(
+            f"  activations are a guess: no step of a {facts['model_type']} was simulated and "
+            "found to keep as much; plan.simulate=true takes one"
+        )
     host = facts["host_gib"]
     of = f" of {host['memory']:,.0f}" if host["memory"] else ""
     verdict = "" if facts["fits_host"] else "DOES NOT FIT: "

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app.config import conf_files, load_config
+from app.model.activation_memory import Kept, LayerKind
 from app.planning.model_size import PlannedModel, model_of_numbers, model_on_meta, size_for
 from app.preflight.shapes import _FAMILIES
 from app.strategy.settings import DdpConfig
@@ -76,6 +77,48 @@ def test_modules_of_a_plan_weigh_what_the_arithmetic_of_a_run_says() -> None:
     # Of 128 experts a token goes to 8: 30 B weights, and some 3 B active.
     share = model.multiplied(trained=False) / model.count(trained=False)
     assert 0.04 < share < 0.2
+
+
+FOUND = {
+    "qwen3_30b_a3b": LayerKind(norms_heads=True, has_gate=False),
+    "olmo3_7b": LayerKind(norms_heads=True),
+    "smollm3_3b": LayerKind(),
+    "ministral3_3b": LayerKind(),
+    "glm4_9b": LayerKind(num_norms=4, has_gate=False),
+    "gemma4_12b": LayerKind(
+        num_norms=4, norms_heads=True, norms_values=True, activation="gelu_pytorch_tanh"
+    ),
+    "gpt_oss_20b": LayerKind(has_gate=False),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_a_layer_is_made_of_is_found_in_its_modules(name: str) -> None:
+    config = load_config("train", [f"model={name}", "data=dolly"])
+    numbers = config.model.architecture | {"num_hidden_layers": 2}
+    found = model_on_meta(config.model, numbers, config.adapter, "bf16").widths.kind
+    expected = FOUND[name]
+    assert found == replace(expected, activation=expected.activation if expected.has_gate else "")
+
+
+def test_experts_that_every_token_goes_to_are_found() -> None:
+    config = load_config("train", ["model=glm4_5_air", "data=dolly"])
+    numbers = config.model.architecture | {"num_hidden_layers": 3}
+    widths = model_on_meta(config.model, numbers, config.adapter, "bf16").widths
+    shared = numbers["n_shared_experts"] * numbers["moe_intermediate_size"]
+    routed = numbers["num_experts_per_tok"] * numbers["moe_intermediate_size"]
+    assert (widths.kind.shared_experts, widths.feed_forward) == (shared, routed + shared)
+
+
+def test_the_gate_of_a_config_json_decides_its_kernel() -> None:
+    config = load_config("train", ["model=llama3b", "data=dolly"])
+    numbers = config.model.architecture | SMALL
+    kept = Kept(tokens=1, fuses_norm_and_gate=True)
+    for activation, has_kernel in (("silu", True), ("gelu", False)):
+        of_type = numbers | {"hidden_act": activation}
+        model = model_of_numbers("llama", of_type, config.adapter, "bf16")
+        assert model is not None
+        assert kept.fuses_gate(model.widths) is has_kernel
 
 
 @pytest.mark.slow

@@ -46,6 +46,16 @@ def test_a_plan_needs_no_torch_and_no_network(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(("base", "is_guess"), [("llama3b", False), ("gpt2", True)])
+def test_activations_of_a_family_that_was_not_compared_are_called_a_guess(
+    base: str, is_guess: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (f"model={base}", "data=dolly", "hardware=h100", "data.sequence_len=512")
+    facts, _ = plan_of(tmp_path, *words)
+    assert facts["is_compared"] is not is_guess
+    assert ("activations are a guess: no step of a gpt2" in capsys.readouterr().out) is is_guess
+
+
 def test_what_does_not_fit_is_told_what_to_type(tmp_path: Path) -> None:
     """The run to which a fixed share of the memory once said yes (two cards of 24 GB)."""
     words = ("+experiment=llama70b_qlora", "hardware=2xrtx4090")
