@@ -42,6 +42,7 @@ def measure() -> Milliseconds:
     runs |= {f"ours/{mode}": ours(mode) for mode in MODES}
     taken: dict[str, list[float]] = {name: [] for name in runs}
     gc.disable()
+    gc.freeze()  # models and libraries stay: to look through them takes longer than to run them
     for _ in range(REPEATS):  # in turn: what else runs on the machine is the same for all
         for name, run in runs.items():
             gc.collect()
