@@ -91,7 +91,7 @@ def test_bars_count_answers_and_validation_and_go(tmp_path: Path, default_run: P
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_the_first_run_gives_no_false_alarm(seed: int, person: Person, tmp_path: Path) -> None:
     words = ["+experiment=quickstart", "evaluation.exact_match=false", "logger=csv"]
-    words += [f"seed={seed}", "trainer.max_steps=60"]
+    words += [f"seed={seed}", "trainer.max_steps=120"]
     said = person.train_into(tmp_path / "run", *words)
     check_no_alarm(said, tmp_path / "run")
 
