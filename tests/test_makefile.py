@@ -42,7 +42,7 @@ def make(clone: Path, *words: str) -> list[str]:
     """Run make; returns the words of every call of Python."""
     (clone / "calls.txt").write_text("")
     # What was typed behind the make that runs these tests is in the environment.
-    typed = set(re.findall(r"\b[A-Z_]+\b", (clone / "Makefile").read_text())) - {"PATH"}
+    typed = re.findall(r"\$\(([A-Z_]+)\)", (clone / "Makefile").read_text())
     environment = {
         name: value
         for name, value in os.environ.items()
