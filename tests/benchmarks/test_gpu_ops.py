@@ -115,9 +115,8 @@ def test_two_depths_tell_a_third_exactly(found: Any) -> None:
     assert told == pytest.approx(traced, rel=1e-9)
 
 
-@pytest.mark.slow
-def test_no_graph_is_compiled_after_the_second_batch(found_slowly: Any) -> None:
-    graphs = found_slowly["graphs"]
+def test_no_graph_is_compiled_after_the_second_batch(found: Any) -> None:
+    graphs = found["graphs"]
     assert graphs[1] > 0
     assert graphs[1:] == [graphs[1]] * 2
 
