@@ -1,13 +1,14 @@
 """What the activations of a training step take on a GPU, by arithmetic: bytes a token and layer.
 
-Of decoder layers with attention and a gated feed-forward, as autograd keeps them; other layers are
-a guess, as the plan says of what is not `COMPARED`. Needs no torch and no weights.
+Of layers with attention and a feed-forward, as autograd keeps them; what a layer is made of is in
+`app.model.layer_kind`, and which of them are a guess. Needs no torch and no weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+
+from app.model.layer_kind import Widths
 
 FP32, HALF = 4, 2
 """bytes of a number"""
@@ -29,155 +30,16 @@ WIDEST_FLASH_HEAD = 256
 HALF_SCORES = ("gpt_oss",)
 """model types whose eager attention keeps its probabilities in half precision alone"""
 CLAMPED_GATES = ("gpt_oss",)
-"""model types whose gate is eight operators, which no module of theirs shows"""
-ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")
-"""names of the gate's function in config.json"""
-COMPARED = (
-    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "olmo3"),
-    *("gemma", "gemma3_text", "gemma4_unified_text", "glm4", "glm4_moe", "gpt_oss", "t5"),
-)
-"""model types whose steps were simulated, a layer of which keeps what is said here within 3 %"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerKind:
-    """What a layer is made of, as far as it changes what it keeps; a Llama's if nothing is said."""
-
-    num_norms: int = 2
-    """of hidden states; four where what attention and feed-forward return is normalized, too"""
-    norms_heads: bool = False
-    """whether queries and keys are normalized"""
-    norms_values: bool = False
-    has_rms_norms: bool = True
-    """which a kernel may replace"""
-    has_gate: bool = True
-    """of matrices of their own, which a kernel may stand between"""
-    activation: str = "silu"
-    """of the gate, by config.json, or of the model type where that does not say"""
-    shared_experts: int = 0
-    """features of the experts that every token goes to"""
-
-
-_PLAIN = LayerKind(has_rms_norms=False, has_gate=False)
-KINDS = {
-    "qwen3": LayerKind(norms_heads=True),
-    "gemma": LayerKind(activation="gelu_pytorch_tanh"),
-    "gemma2": LayerKind(num_norms=4, activation="gelu_pytorch_tanh"),
-    "gemma3_text": LayerKind(num_norms=4, norms_heads=True, activation="gelu_pytorch_tanh"),
-    "phi3": LayerKind(has_gate=False),
-    **dict.fromkeys(("phi", "gpt2", "falcon", "bloom", "t5", "bart"), _PLAIN),
-}
-"""of model types that are planned before a layer is built, by a config.json that does not say it;
-of all others it is found in their modules"""
-
-
-def kind_of_layer(layer: Any, shared_experts: int) -> LayerKind:
-    """Return what a layer's module is made of; a norm alone is counted as two, with room to spare.
-
-    Classes and names are those by which `app.model.kernels` finds what a kernel may replace.
-    """
-    modules = dict(layer.named_modules())
-    names = {name.rpartition(".")[2] for name in modules}
-    norms = [child for child in layer.children() if "Norm" in type(child).__name__]
-    return LayerKind(
-        num_norms=max(2, len(norms)),
-        norms_heads=not names.isdisjoint(("q_norm", "k_norm", "qk_norm")),
-        norms_values="v_norm" in names,
-        has_rms_norms=any("RMSNorm" in type(module).__name__ for module in modules.values()),
-        has_gate=names.issuperset(("gate_proj", "up_proj", "down_proj")),
-        shared_experts=shared_experts,
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Widths:
-    """The numbers of a model's layers that its activations follow from."""
-
-    layers: int
-    hidden: int
-    query: int
-    key_value: int
-    feed_forward: int
-    """of all experts that a token goes to"""
-    heads: int
-    vocabulary: int
-    routed_copies: int = 0
-    """times a token's input is copied for experts"""
-    norms_heads: bool = False
-    """whether queries and keys are normalized"""
-    widest_head: int = 0
-    model_type: str = ""
-    kind: LayerKind = LayerKind()
-
-    @property
-    def inputs(self) -> int:
-        """Features read by the matrices of a layer."""
-        return 5 * self.hidden + self.query + self.feed_forward
-
-    @property
-    def outputs(self) -> int:
-        """Features written by the matrices of a layer."""
-        return self.query + 2 * self.key_value + 2 * self.hidden + 2 * self.feed_forward
-
-    @property
-    def matrices(self) -> int:
-        """Weights of a layer's matrices, those of the experts not counted."""
-        attention = 2 * self.query + 2 * self.key_value
-        return self.hidden * (attention + 3 * self.feed_forward)
-
-
-def widths_of(architecture: Any, kind: LayerKind | None = None) -> Widths | None:
-    """Return the widths of a transformers config; None where it does not say them.
-
-    `kind`: of its layers, where they are built.
-    """
-    text = architecture.get_text_config()
-
-    def find(*names: str) -> int:
-        found = (_number(text, name) for name in names)
-        return next((int(number) for number in found if isinstance(number, (int, float))), 0)
-
-    hidden, layers = find("hidden_size"), find("num_hidden_layers")
-    heads = find("num_attention_heads")
-    if not (hidden and layers and heads):
-        return None
-    head_dim = find("head_dim") or hidden // heads
-    experts = find("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
-    names = ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "ffn_hidden_size")
-    width = find(*names, "n_inner")  # where GPT-2 leaves its own empty, four times the hidden ones
-    dense = width or 4 * hidden
-    kind = kind or KINDS.get(text.model_type, LayerKind())
-    shared = find("shared_expert_intermediate_size") or kind.shared_experts
-    functions = (_number(text, name) for name in ACTIVATIONS)
-    function = next((each for each in functions if isinstance(each, str)), kind.activation)
-    routed = experts * (find("moe_intermediate_size") or dense)
-    return Widths(
-        layers=layers + (find("num_decoder_layers", "decoder_layers") if _is_pair(text) else 0),
-        hidden=hidden,
-        query=heads * head_dim,
-        key_value=(find("num_key_value_heads") or heads) * head_dim,
-        feed_forward=routed + shared if experts else dense,
-        heads=heads,
-        vocabulary=find("vocab_size"),
-        routed_copies=2 * experts,
-        norms_heads=kind.norms_heads,
-        widest_head=max(head_dim, find("global_head_dim")),
-        model_type=text.model_type,
-        kind=replace(kind, activation=function if kind.has_gate else ""),
-    )
-
-
-def _number(config: Any, name: str) -> Any:
-    """Return a number of a config; the mean of its layers' where each has its own (Gemma 4)."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # transformers refuses to read such a number of the whole config
-        numbers = [getattr(layer, name) for layer in config.per_layer_config]
-        return sum(numbers) / len(numbers)
-
-
-def _is_pair(config: Any) -> bool:
-    return bool(config.is_encoder_decoder)
+"""model types whose gate is clamped by operators that keep seven tensors in all, which no module
+of theirs shows"""
+POST_NORMS = ("bart",)
+"""model types of pairs that normalize each sum; their attention has no bias of positions, but their
+logits have one, for which they are computed whole"""
+JOINS_ROTATED = ("gpt_neox", "persimmon", "phi", "stablelm")
+"""model types that join what is rotated of a query to the rest, head by head: what attention
+returns is copied to the order of tokens"""
+GELU_OPERATORS = ("gelu_new",)
+"""activations of a feed-forward without a gate that are operators of their own: three keep fp32"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +76,8 @@ class Kept:
     """and those that it scales after one"""
     adapter_width: int = FP32
     """bytes of a number of what trains"""
+    merges_experts: bool = False
+    """whether each pass adds LoRA's product to the matrices of all experts, and keeps the sums"""
 
     def fuses_gate(self, widths: Widths) -> bool:
         """Return whether the gate's product is one kernel, which that of experts is not."""
@@ -241,39 +105,80 @@ def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> float:
     norm = kept.norm_bytes()
     if kept.trains_base and not kept.fuses_norm_and_gate:
         norm += kept.residual
-    of_layer = 2.0 * (norm + width) * hidden + bytes_of_feed_forward(widths, kept)
-    of_layer += width * 2 * (widths.query + widths.key_value)
-    of_layer += (widths.kind.num_norms - 2) * norm * hidden
-    of_layer += norm * (widths.query + widths.key_value) * widths.norms_heads
-    if widths.kind.norms_values:  # in Gemma 4 by a norm without weights, which no kernel takes
-        of_layer += FP32 * widths.key_value
-    if kept.groups_documents:
-        of_layer += width * widths.query
-        of_layer += 2 * width * (widths.query - widths.key_value) * kept.repeats_heads
+    kind = widths.kind
+    of_layer = (kind.num_norms * norm + 2.0 * width) * hidden + bytes_of_feed_forward(widths, kept)
+    of_layer += 2 * hidden * widths.has_dropout + FP32 * hidden * kind.norms_routed
+    of_layer += _kept_by_attention(widths, kept)
     if widths.routed_copies:  # each expert has its own copy of the second norm's
         of_layer -= width * hidden
-    of_layer += _kept_by_adapters(widths, kept)
-    if kept.keeps_scores:
-        of_layer += score_bytes(widths, kept) * widths.heads * kept.sequence_len
-    return of_layer
+    if kept.merges_experts:
+        of_layer += 3 * width * hidden * widths.routed_features / kept.tokens
+    return of_layer + _kept_by_adapters(widths, kept)
+
+
+def _kept_by_attention(widths: Widths, kept: Kept) -> float:
+    """Return the bytes a token of queries, keys, values, what is made of them, and the output."""
+    kind, width, heads = widths.kind, kept.width, widths.query + widths.key_value
+    shared = 2 * width * (widths.query - widths.key_value)
+    kept_bytes = float(width * (2 * heads + widths.latent))
+    head_norm = FP32 if kind.has_plain_head_norms else kept.norm_bytes()
+    if kept.trains_base and not kept.fuses_norm_and_gate:
+        head_norm += kept.residual
+    kept_bytes += head_norm * heads * widths.norms_heads
+    if kind.norms_values:  # in Gemma 4 by a norm without weights, which no kernel takes
+        kept_bytes += FP32 * widths.key_value
+    if kept.groups_documents:
+        kept_bytes += width * widths.query + shared * kept.repeats_heads
+    elif kept.keeps_scores:
+        scores = score_bytes(widths, kept) * widths.heads * kept.sequence_len
+        kept_bytes += scores + shared
+    elif kind.joins_heads:
+        kept_bytes += width * heads
+    elif widths.model_type in JOINS_ROTATED:
+        kept_bytes += width * widths.query
+    return kept_bytes
 
 
 def bytes_of_feed_forward(widths: Widths, kept: Kept) -> float:
     """Return the bytes a token that a layer's gate keeps, and its experts of their inputs."""
-    of_gate = 8 if widths.model_type in CLAMPED_GATES else 3 if kept.fuses_gate(widths) else 4
+    kind, width = widths.kind, kept.width
+    if not kind.is_gated:
+        operators = 3 * FP32 if kind.activation in GELU_OPERATORS else 0
+        return float((2 * width + operators) * widths.feed_forward)
+    of_gate = 7 if widths.model_type in CLAMPED_GATES else 3 if kept.fuses_gate(widths) else 4
     features = of_gate * widths.feed_forward + widths.routed_copies * widths.hidden
-    return float(kept.width * features)
+    return float(width * features)
 
 
 def score_bytes(widths: Widths, kept: Kept) -> int:
     """Return the bytes that attention in more than one kernel keeps of a score: its probability,
-    in fp32 and in the values' dtype.
+    in fp32 and in the values' dtype, and what a cap's tanh returned.
     """
-    return kept.width if widths.model_type in HALF_SCORES else FP32 + kept.width
+    probability = kept.width if widths.model_type in HALF_SCORES else FP32 + kept.width
+    return probability + kept.width * widths.caps_scores
 
 
 def bytes_of_pair_layer(widths: Widths, kept: Kept) -> float:
-    """Return the bytes a token of its side that a layer of a T5 keeps, the mean of both sides.
+    """Return the bytes a token of its side that a layer of a pair keeps, the mean of both sides."""
+    if widths.model_type in POST_NORMS:
+        return _bytes_of_bart_layer(widths, kept)
+    return _bytes_of_t5_layer(widths, kept)
+
+
+def _bytes_of_bart_layer(widths: Widths, kept: Kept) -> float:
+    """Return the same of a BART: norms keep a copy of their input in fp32, each dropout a mask.
+
+    What attention reads of the encoder is cast in every layer of the decoder.
+    """
+    of_norm = (FP32 + kept.width + 1) * widths.hidden
+    attention = of_norm + kept.width * 2 * (widths.query + widths.key_value)
+    cross_attention = attention + kept.width * widths.hidden
+    feed_forward = of_norm + bytes_of_feed_forward(widths, kept)
+    return (2 * attention + cross_attention + 2 * feed_forward) / 2 + kept.width * kept.ranks
+
+
+def _bytes_of_t5_layer(widths: Widths, kept: Kept) -> float:
+    """Return the same of a T5.
 
     Its norms keep their input and a copy in fp32; its GELU is five operators, four of which keep
     fp32; each dropout keeps a mask; a decoder's layer has a causal copy of the bias.
@@ -303,6 +208,8 @@ def _kept_by_adapters(widths: Widths, kept: Kept) -> float:
 
 def bias_bytes(widths: Widths, kept: Kept) -> float:
     """Return the bytes of a T5's bias of attention, the same for all sequences."""
+    if widths.model_type in POST_NORMS:
+        return 0.0
     return float(kept.width * widths.heads * kept.sequence_len**2)
 
 

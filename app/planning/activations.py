@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 from app.model.activation_memory import (
     FP32,
     FUSED_CHUNKS,
+    GELU_OPERATORS,
     HALF,
     LOSS_BYTES,
+    POST_NORMS,
     TRAINED_CHUNKS,
     Kept,
-    Widths,
     bias_bytes,
     bytes_of_feed_forward,
     bytes_of_layer,
     bytes_of_pair_layer,
     rows_per_chunk,
 )
+from app.model.layer_kind import Widths
 from app.strategy.settings import FsdpConfig
 
 if TYPE_CHECKING:
@@ -31,6 +33,10 @@ NORM_TEMPORARIES, VECTOR_TEMPORARIES, EXPERT_TEMPORARIES, SCORE_TEMPORARIES = 5,
 """tensors that a backward pass has at once: in fp32 of hidden states, of a norm by PyTorch's
 operators; of the features that IA3 scales; of each expert's output when they are weighted; and of
 scores, beside their probabilities, where attention is not one kernel"""
+
+GELU_TEMPORARIES, WHOLE_LOGITS = 3, 3
+"""tensors in fp32 that it has at once: of the features of a GELU by operators of its own, beside
+what was read of it; and of logits that are computed whole"""
 
 
 def half_copies(run: PlannedRun, weights: float) -> float:
@@ -106,6 +112,8 @@ def _working(run: PlannedRun, widths: Widths, kept: Kept) -> float:
     if kept.results:  # three products and a cast in the adapter's dtype, of the gate's matrices
         temporaries = (VECTOR_TEMPORARIES + 1) * kept.adapter_width
         return (temporaries - width) * inner - kept.results * width * hidden + 2 * stream
+    if not widths.kind.is_gated and widths.kind.activation in GELU_OPERATORS:
+        return (GELU_TEMPORARIES * FP32 - width) * inner + 2 * stream
     if widths.routed_copies:
         return EXPERT_TEMPORARIES * width * widths.routed_copies / 2 * hidden + stream
     if kept.fuses_gate(widths):  # whose gradients take the place of its inputs
@@ -124,6 +132,10 @@ def estimate_loss(run: PlannedRun, kept: Kept) -> tuple[float, float]:
     are computed with the loss, and kept with its graph.
     """
     model, hidden = run.model, run.model.widths.hidden
+    if model.widths.model_type in POST_NORMS:
+        states = run.tokens / 2 * hidden * kept.width
+        whole = WHOLE_LOGITS * FP32 * run.tokens / 2 * model.widths.vocabulary
+        return 2 * states + whole, states
     splits = run.tensor_size > 1 and model.widths.vocabulary % run.tensor_size == 0
     vocabulary = model.widths.vocabulary // (run.tensor_size if splits else 1)
     rows = rows_per_chunk(vocabulary, "cuda" if run.is_on_gpu else "cpu")

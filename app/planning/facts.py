@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.model.activation_memory import COMPARED
 from app.planning.advice import Candidate
 from app.planning.communication import list_collectives
 from app.planning.deepspeed_states import estimate_zero2_states, estimate_zero3_states
@@ -44,7 +43,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
         "gpu_total_gib": memory.total / GIB,
         "peak": memory.moment,
         "model_type": run.model.widths.model_type,
-        "is_compared": run.model.widths.model_type in COMPARED,
+        "is_compared": run.model.widths.is_compared,
         "gpu_usable_gib": usable_bytes(hardware) / GIB,
         "gpu_memory_gib": hardware.memory_gib,
         "host_gib": {

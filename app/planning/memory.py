@@ -14,6 +14,7 @@ from app.model.activation_memory import (
     WIDEST_FLASH_HEAD,
     Kept,
 )
+from app.model.layer_kind import ALL_EXPERTS
 from app.model.quantization import QuantizationConfig
 from app.planning.activations import estimate_activations, estimate_loss, half_copies
 from app.planning.hardware import HardwareConfig
@@ -157,6 +158,8 @@ class PlannedRun:
             scaled_inputs=self.model.scaled_features(of_inputs=True),
             scaled_outputs=self.model.scaled_features(of_inputs=False),
             adapter_width=adapter_width,
+            merges_experts=self.model.widths.model_type in ALL_EXPERTS
+            and self.model.adapts_experts,
         )
 
 

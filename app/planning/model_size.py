@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.model.activation_memory import Widths, kind_of_layer, widths_of
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -24,6 +23,7 @@ from app.model.adapter import (
     find_targets,
 )
 from app.model.base import ModelConfig
+from app.model.layer_kind import Widths, kind_of_layer, widths_of
 from app.model.patterns import by_key
 from app.model.quantization import QuantizationConfig
 from app.preflight.shapes import modules_of_architecture
@@ -39,6 +39,12 @@ OTHER_NAMES = {
     "head_dim": ("d_kv",),
 }
 """names of numbers in older config.json files"""
+DEFAULT_NUMBERS: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1},
+    "bart": {"dropout": 0.1},
+    "falcon": {"multi_query": True},
+}
+"""what a model type has where config.json leaves it out, as far as a plan asks"""
 PAIRS = ("t5", "bart")
 LEARNED_POSITIONS = {"gpt2": (1, "n_positions", 0), "bart": (2, "max_position_embeddings", 2)}
 """model type -> tables of learned positions, the key of their length, and rows beyond it"""
@@ -49,7 +55,8 @@ SPLIT = {
     **dict.fromkeys(("o_proj", "down_proj", "dense", "fc2"), BY_COLUMNS),
 }
 """how tensor parallelism splits matrices, by the ends of their names; as transformers' plans"""
-SHARED_EXPERTS = re.compile(r"\bshared_expert\w*\.gate_proj\.(base_layer\.)?weight$")
+SHARED_EXPERTS = re.compile(r"^(?!.*\bexperts\.\d).*\bgate_proj\.(base_layer\.)?weight$")
+"""the gates of a layer with experts that are not one expert's own"""
 
 
 class Weight:
@@ -141,6 +148,15 @@ class PlannedModel:
         return ranks / self.num_layers
 
     @property
+    def adapts_experts(self) -> bool:
+        """Return whether LoRA's matrices are beside those of experts."""
+        return any(
+            "experts." in name and ".lora_A." in name
+            for weights, _ in self.layers
+            for name in weights
+        )
+
+    @property
     def is_dora(self) -> bool:
         """Return whether LoRA's matrices have magnitudes beside them."""
         return any(self._layer_weights(".lora_magnitude"))
@@ -229,7 +245,7 @@ class _Numbers:
     """The numbers of a config.json, as `widths_of` asks a transformers config for them."""
 
     def __init__(self, numbers: Mapping[str, Any]) -> None:
-        self._numbers = numbers
+        self._numbers = {**DEFAULT_NUMBERS.get(str(numbers.get("model_type")), {}), **numbers}
         self.is_encoder_decoder = numbers.get("model_type") in PAIRS
 
     def get_text_config(self) -> _Numbers:
@@ -423,6 +439,8 @@ def model_of_modules(name: str, model: Any, numbers: Mapping[str, Any]) -> Plann
     of_kind = {_signature(weights): weights for weights in layers}
     most = layers.index(of_kind[kinds.most_common(1)[0][0]])
     shared = sum(w.shape[0] for name, w in layers[most].items() if SHARED_EXPERTS.search(name))
+    if not any("experts." in name for name in layers[most]):
+        shared = 0
     widths = widths_of(model.config, kind_of_layer(model.get_submodule(names[most]), shared))
     assert widths is not None
     inside = tuple(f"{name}." for name in names)

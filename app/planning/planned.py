@@ -20,7 +20,7 @@ from app.planning.choose import (
 )
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
-from app.planning.model_size import PlannedModel, build_planned_model
+from app.planning.model_size import DEFAULT_NUMBERS, PlannedModel, build_planned_model
 from app.preflight import check_compatibility
 from app.preflight.base_model import BaseModel, check_config, inspect_base
 from app.preflight.files import check_sequence_len, check_tensor_parallel
@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 
 NOT_PLANNED = ("auto", "zero3_nvme")
 """strategies that are chosen or not implemented"""
-NO_KERNEL = ("gpt_oss",)
-"""model types that attention=auto runs by eager: PyTorch's kernels do not take their sinks"""
+NO_KERNEL = ("bloom", "falcon", "gpt_oss")
+"""model types that attention=auto runs by eager: they compute attention themselves, or PyTorch's
+kernels do not take their sinks"""
+NO_FLASH = ("attention_chunk_size", "attention_dropout", "attn_pdrop")
+"""numbers of config.json that FlashAttention cannot follow, and sdpa can"""
 DEFAULT_LEN = 2048
 """tokens of a sequence where none are typed and the context is longer, as in the data room"""
 
@@ -162,7 +165,7 @@ def plan_run(
         precision=precision,
         sequence_len=_sequence_len(config, numbers),
         keeps_scores=_keeps_scores(config.attention.backend, numbers),
-        groups_documents=_groups_documents(config.attention.backend, model, precision, hardware),
+        groups_documents=_groups_documents(config, model, numbers, precision, hardware),
         is_stored=is_stored_quantized(numbers),
     )
     run = replace(run, accumulation=_accumulation(config, run))
@@ -245,12 +248,21 @@ def _keeps_scores(backend: str, numbers: Mapping[str, Any]) -> bool:
 
 
 def _groups_documents(
-    backend: str, model: PlannedModel, precision: str, hardware: HardwareConfig
+    config: TrainConfig,
+    model: PlannedModel,
+    numbers: Mapping[str, Any],
+    precision: str,
+    hardware: HardwareConfig,
 ) -> bool:
     """Return whether attention is sdpa's, which `auto` takes where FlashAttention cannot run."""
+    backend = config.attention.backend
+    if model.is_pair or _keeps_scores(backend, numbers):
+        return False
+    known = {**DEFAULT_NUMBERS.get(str(numbers.get("model_type")), {}), **numbers}
     no_flash = precision == "fp32" or not hardware.has_bf16
     no_flash = no_flash or model.widths.widest_head > WIDEST_FLASH_HEAD
-    return not model.is_pair and (backend == "sdpa" or (backend == "auto" and no_flash))
+    no_flash = no_flash or any(known.get(name) for name in NO_FLASH)
+    return backend == "sdpa" or (backend == "auto" and no_flash)
 
 
 def _precision(typed: str, hardware: HardwareConfig) -> str:

@@ -131,6 +131,13 @@ class Estimate:
     """None where nothing is known of the device's rates"""
     tokens_at_full_rate: float | None = None
     """tokens a second of all GPUs, were each FLOP of their datasheet one of the model's"""
+    guessed: str = ""
+    """the model type, where what its layers keep was not compared with a simulation"""
+
+    @property
+    def guess(self) -> str:
+        """What of it is a guess, to be put behind a figure; empty where nothing is."""
+        return f"; activations of a {self.guessed} are a guess" if self.guessed else ""
 
     def line(self, num_steps: int) -> str:
         """Return what is said of it at the start of a run of so many steps."""
@@ -140,7 +147,9 @@ class Estimate:
         if (seconds := self.step_seconds) is not None:
             hours = num_steps * seconds / 3600
             speed = f", {seconds:.3g} s a step, {hours:.1f} h for {num_steps:,}"
-        return f"{of} at the peak of a step ({self.memory.moment}){speed}, by arithmetic"
+        return (
+            f"{of} at the peak of a step ({self.memory.moment}){speed}, by arithmetic{self.guess}"
+        )
 
     @property
     def peak_gib(self) -> float:
@@ -185,12 +194,14 @@ def estimate_training(run: PlannedRun) -> Estimate:
     if not run.is_on_gpu:
         memory = replace(memory, overhead=float(host_bytes("VmRSS")))
     has_rates = known_card(run.hardware.name, run.hardware.memory_gib) is not None
+    widths = run.model.widths
     return Estimate(
         memory=memory,
         is_on_gpu=run.is_on_gpu,
         device_gib=run.hardware.memory_gib,
         step_seconds=estimate_speed(run, size).step if run.is_on_gpu and has_rates else None,
         tokens_at_full_rate=tokens_at_full_rate(run) if run.is_on_gpu and has_rates else None,
+        guessed="" if widths.is_compared else widths.model_type,
     )
 
 
@@ -206,7 +217,7 @@ def check_room(run: PlannedRun, estimate: Estimate, enforce: str, ways: Callable
     host, has = estimate_host_memory(run).total / GIB, run.hardware.host_memory_gib
     where = f"a GPU of {memory:.1f} GiB" if run.is_on_gpu else f"a rank's {memory:.1f} GiB"
     parts = ", ".join(f"{name} {part / GIB:.1f}" for name, part in estimate.memory.parts.items())
-    said = f"a step takes {need:.1f} GiB of {where} by arithmetic ({parts})"
+    said = f"a step takes {need:.1f} GiB of {where} by arithmetic ({parts}){estimate.guess}"
     lacks_host = 0 < has < host
     if lacks_host:
         said = f"this takes {host:.1f} GiB of a machine's {has:.1f} beside its GPUs, by arithmetic"

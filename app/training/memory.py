@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.activation_memory import rows_per_chunk, widths_of
+from app.model.activation_memory import rows_per_chunk
+from app.model.layer_kind import widths_of
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.process.errors import UserError

@@ -18,13 +18,9 @@ from transformers import (
 )
 
 from app.config import load_config
-from app.model.activation_memory import (
-    Kept,
-    Widths,
-    bytes_of_layer,
-    widths_of,
-)
+from app.model.activation_memory import Kept, bytes_of_layer
 from app.model.adapter import LoraConfig, apply_adapter
+from app.model.layer_kind import Widths, widths_of
 from app.model.recompute import RecomputeConfig, apply_recompute
 from tests.tiny import random_ids, tiny_llama
 

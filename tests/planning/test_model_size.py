@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from app.config import conf_files, load_config
-from app.model.activation_memory import Kept, LayerKind
+from app.model.activation_memory import Kept
+from app.model.layer_kind import LayerKind
 from app.planning.model_size import PlannedModel, model_of_numbers, model_on_meta, size_for
 from app.preflight.shapes import _FAMILIES
 from app.strategy.settings import DdpConfig
@@ -89,6 +90,15 @@ FOUND = {
         num_norms=4, norms_heads=True, norms_values=True, activation="gelu_pytorch_tanh"
     ),
     "gpt_oss_20b": LayerKind(has_gate=False),
+    "gemma4_26b_a4b": LayerKind(
+        num_norms=7,
+        norms_heads=True,
+        norms_values=True,
+        norms_routed=True,
+        activation="gelu_pytorch_tanh",
+        shared_experts=2112,
+    ),
+    "llama4_scout": LayerKind(norms_heads=True, has_plain_head_norms=True, shared_experts=8192),
 }
 
 

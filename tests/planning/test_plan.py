@@ -46,14 +46,22 @@ def test_a_plan_needs_no_torch_and_no_network(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("base", "is_guess"), [("llama3b", False), ("gpt2", True)])
+OLMO2 = (
+    "model.architecture={model_type: olmo2, hidden_size: 64, intermediate_size: 128, "
+    "num_hidden_layers: 2, num_attention_heads: 2, vocab_size: 512, max_position_embeddings: 512}"
+)
+
+
+@pytest.mark.parametrize(
+    ("base", "is_guess"), [("model=llama3b", False), ("model=gpt2", False), (OLMO2, True)]
+)
 def test_activations_of_a_family_that_was_not_compared_are_called_a_guess(
     base: str, is_guess: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = (f"model={base}", "data=dolly", "hardware=h100", "data.sequence_len=512")
+    words = (base, "data=dolly", "hardware=h100", "data.sequence_len=512")
     facts, _ = plan_of(tmp_path, *words)
     assert facts["is_compared"] is not is_guess
-    assert ("activations are a guess: no step of a gpt2" in capsys.readouterr().out) is is_guess
+    assert ("activations are a guess: no step of a olmo2" in capsys.readouterr().out) is is_guess
 
 
 def test_what_does_not_fit_is_told_what_to_type(tmp_path: Path) -> None:

@@ -185,9 +185,10 @@ def plan_shipped(name: str) -> tuple[PlanConfig, PlannedRun]:
 
 def with_layers(config: PlanConfig, run: PlannedRun, number: int) -> tuple[PlanConfig, PlannedRun]:
     """Return a run of so many layers, by what was chosen for all of them."""
-    numbers = {"num_hidden_layers": number}
-    if run.model.is_pair:
-        numbers = dict.fromkeys(("num_layers", "num_decoder_layers"), number // 2)
+    names = {"t5": ("num_layers", "num_decoder_layers"), "gpt2": ("n_layer",)}
+    names["bart"] = ("encoder_layers", "decoder_layers")
+    of_type = names.get(run.model.widths.model_type, ("num_hidden_layers",))
+    numbers = dict.fromkeys(of_type, number // 2 if run.model.is_pair else number)
     architecture = config.model.architecture | numbers
     config = replace(config, model=replace(config.model, architecture=architecture))
     model = build_planned_model(config.model, architecture, config.adapter, run.precision)
@@ -215,6 +216,48 @@ def test_formula_and_steps_of_a_shipped_experiment_agree(name: str) -> None:
     assert steps[0].phase == steps[1].phase
     of_layer = (steps[1].total - steps[0].total) / few
     assert (allocated(said[1]) - allocated(said[0])) / few == pytest.approx(of_layer, rel=WITHIN)
+    found = steps[1].total + of_layer * (run.model.num_layers - 2 * few)
+    assert allocated(estimate_gpu_memory(run)) == pytest.approx(found, rel=WITHIN)
+
+
+FAMILIES = {
+    "bart_large": {},
+    "bloom7b": {},
+    "deepseek_v3": {"first_k_dense_replace": 0},
+    "falcon40b": {},
+    "falcon7b": {},
+    "gemma2_2b": {},
+    "gemma4_26b_a4b": {},
+    "gpt2_xl": {},
+    "llama4_scout": {},
+    "phi2": {},
+    "phi4_mini": {},
+}
+"""bases of model types that no shipped experiment has, with what makes their layers alike"""
+ROPE_PERIODS = PERIODS | {"gemma4_26b_a4b": 6, "llama4_scout": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_formula_and_steps_of_a_family_agree(name: str) -> None:
+    """LoRA without recompute, by which a layer keeps the most of what its family is made of."""
+    length = 512 if name in ("bart_large", "gpt2_xl") else 2048
+    words = [f"model={name}", "data=dolly", "hardware=h100", "strategy=single", "recompute=none"]
+    words += [f"data.sequence_len={length}", "trainer.micro_batch_size=4"]
+    config = load_config("plan", words)
+    assert isinstance(config, PlanConfig)
+    model = replace(config.model, architecture=config.model.architecture | FAMILIES[name])
+    config = replace(config, model=model)
+    numbers = read_numbers(model)
+    run = plan_run(config, config.hardware, numbers, strategies=STRATEGIES)[0]
+    assert run.model.widths.is_compared
+    few = ROPE_PERIODS.get(name, 2)
+    planned = [with_layers(config, run, depth) for depth in (few, 2 * few)]
+    steps = [simulation.simulate(*each) for each in planned]
+    said = [allocated(estimate_gpu_memory(each)) for _, each in planned]
+    of_layer = (steps[1].total - steps[0].total) / few
+    assert (said[1] - said[0]) / few == pytest.approx(of_layer, rel=WITHIN)
     found = steps[1].total + of_layer * (run.model.num_layers - 2 * few)
     assert allocated(estimate_gpu_memory(run)) == pytest.approx(found, rel=WITHIN)
 

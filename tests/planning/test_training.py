@@ -67,6 +67,22 @@ def test_beyond_a_whole_memory_is_refused_and_a_tight_one_is_warned_of(
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("model_type", "guess"), [("llama", ""), ("olmo2", "olmo2")])
+def test_what_is_a_guess_is_called_one_at_the_start_and_where_a_run_is_refused(
+    model_type: str, guess: str
+) -> None:
+    run = planned("model=llama8b hardware=h100 strategy=single")
+    widths = replace(run.model.widths, model_type=model_type)
+    hardware = replace(run.hardware, memory_gib=1.0)
+    small = replace(run, hardware=hardware, model=replace(run.model, widths=widths))
+    estimate = estimate_training(small)
+    with pytest.raises(UserError) as refused:
+        check_room(small, estimate, "error", ways)
+    for said in (estimate.line(10), str(refused.value)):
+        assert ("activations of a" in said) is bool(guess)
+        assert f"; activations of a {guess} are a guess" in said or not guess
+
+
 def test_host_memory_is_refused_too() -> None:
     run = planned("model=llama70b hardware=8xh100 strategy=fsdp hardware.host_memory_gib=64")
     with pytest.raises(UserError, match=r"GiB of a machine's 64\.0 beside its GPUs"):

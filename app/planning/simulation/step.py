@@ -394,9 +394,10 @@ def start_fit(module: FinetuneModule) -> None:
 
 def _is_same_function(forward: Any, *_: Any) -> bool:
     """Return whether a kernel computes what its module does: Liger's gate is of SiLU."""
-    return (
-        not isinstance(forward, FusedGate) or "silu" in type(forward.module.act_fn).__name__.lower()
-    )
+    if not isinstance(forward, FusedGate):
+        return True
+    parts = forward.module.children()  # Llama 4 has another name for the function
+    return any("silu" in type(part).__name__.lower() for part in parts)
 
 
 def free_hybrid(module: FinetuneModule) -> None:
