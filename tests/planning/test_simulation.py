@@ -172,6 +172,13 @@ SHIPPED = {
 PERIODS = {"gemma4_12b": 6}
 """layers after which their kinds repeat; two where nothing is said, as gpt-oss has them"""
 WITHIN = 0.025
+PARTS = (
+    ("weights", "trainable"),
+    ("optimizer",),
+    ("gathered",),
+    ("activations", "gradients", "loss"),
+)
+"""of a GPU's memory, as far as a simulation tells them apart"""
 
 
 def plan_shipped(name: str) -> tuple[PlanConfig, PlannedRun]:
@@ -260,6 +267,32 @@ def test_formula_and_steps_of_a_family_agree(name: str) -> None:
     assert (said[1] - said[0]) / few == pytest.approx(of_layer, rel=WITHIN)
     found = steps[1].total + of_layer * (run.model.num_layers - 2 * few)
     assert allocated(estimate_gpu_memory(run)) == pytest.approx(found, rel=WITHIN)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ("strategy=fsdp", "hardware=8xh100"),
+        ("strategy=fsdp", "hardware=8x8xh100"),
+        ("strategy=fsdp_tp", "strategy.tensor_parallel_size=8", "hardware=8x8xh100"),
+    ],
+    ids=" ".join,
+)
+def test_each_part_of_a_70b_model_on_8_and_64_ranks_agrees(typed: tuple[str, ...]) -> None:
+    """Within 5 % of the part or, of what is small beside the others, 2 % of the whole."""
+    config = load_config("plan", ["+experiment=llama70b", "trainer.global_batch_size=64", *typed])
+    assert isinstance(config, PlanConfig)
+    hardware, numbers = on_hardware(config, config.hardware), read_numbers(config.model)
+    run = plan_run(config, hardware, numbers, strategies=STRATEGIES)[0]
+    config, run = with_layers(config, run, 4)
+    said, steps = estimate_gpu_memory(run), simulation.simulate(config, run)
+    for names in PARTS:
+        of_said, of_steps = (
+            sum(parts.get(name, 0) for name in names) for parts in (said.parts, steps.parts)
+        )
+        assert of_said == pytest.approx(of_steps, rel=0.05, abs=0.02 * steps.total), names
 
 
 @pytest.mark.slow
