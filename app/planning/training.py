@@ -137,7 +137,7 @@ class Estimate:
     @property
     def guess(self) -> str:
         """What of it is a guess, to be put behind a figure; empty where nothing is."""
-        return f"; activations of a {self.guessed} are a guess" if self.guessed else ""
+        return f"; activations of model type {self.guessed} are a guess" if self.guessed else ""
 
     def line(self, num_steps: int) -> str:
         """Return what is said of it at the start of a run of so many steps."""

@@ -59,8 +59,8 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
         lines.append(f"  {name:<12}{gib:8.2f} GiB  {bar}".rstrip())
     if not facts["is_compared"]:
         lines.append(
-            f"  activations are a guess: no step of a {facts['model_type']} was simulated and "
-            "found to keep as much; plan.simulate=true takes one"
+            f"  activations are a guess: no step of model type {facts['model_type']} was "
+            "simulated and found to keep as much; plan.simulate=true takes one"
         )
     host = facts["host_gib"]
     of = f" of {host['memory']:,.0f}" if host["memory"] else ""

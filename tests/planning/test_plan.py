@@ -61,7 +61,9 @@ def test_activations_of_a_family_that_was_not_compared_are_called_a_guess(
     words = (base, "data=dolly", "hardware=h100", "data.sequence_len=512")
     facts, _ = plan_of(tmp_path, *words)
     assert facts["is_compared"] is not is_guess
-    assert ("activations are a guess: no step of a olmo2" in capsys.readouterr().out) is is_guess
+    assert (
+        "activations are a guess: no step of model type olmo2" in capsys.readouterr().out
+    ) is is_guess
 
 
 def test_what_does_not_fit_is_told_what_to_type(tmp_path: Path) -> None:

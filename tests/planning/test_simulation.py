@@ -281,7 +281,7 @@ def test_formula_and_steps_of_a_family_agree(name: str) -> None:
     ids=" ".join,
 )
 def test_each_part_of_a_70b_model_on_8_and_64_ranks_agrees(typed: tuple[str, ...]) -> None:
-    """Within 5 % of the part or, of what is small beside the others, 2 % of the whole."""
+    """Within 5 % of the part or, of what is small beside the others, 1.2 % of the whole."""
     config = load_config("plan", ["+experiment=llama70b", "trainer.global_batch_size=64", *typed])
     assert isinstance(config, PlanConfig)
     hardware, numbers = on_hardware(config, config.hardware), read_numbers(config.model)
@@ -292,7 +292,7 @@ def test_each_part_of_a_70b_model_on_8_and_64_ranks_agrees(typed: tuple[str, ...
         of_said, of_steps = (
             sum(parts.get(name, 0) for name in names) for parts in (said.parts, steps.parts)
         )
-        assert of_said == pytest.approx(of_steps, rel=0.05, abs=0.02 * steps.total), names
+        assert of_said == pytest.approx(of_steps, rel=0.05, abs=0.012 * steps.total), names
 
 
 @pytest.mark.slow
