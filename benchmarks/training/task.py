@@ -94,3 +94,11 @@ def mean_tokens(folder: Path) -> float:
     """Mean length of a row."""
     rows = read_rows(folder)
     return sum(map(len, rows)) / len(rows)
+
+
+def steps_sorted_together(num_rows: int, rows_a_step: int) -> int:
+    """Steps whose rows `group_by_length` sorts together, longest first.
+
+    Source: `get_length_grouped_indices` of transformers.
+    """
+    return min(num_rows // (rows_a_step * 4), 50)
