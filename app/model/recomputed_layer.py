@@ -85,8 +85,8 @@ class _Call:
         return tensor
 
     def _find(self, tensor: Tensor) -> None:
-        # Detached: its history would hold this recompute's graph, which nothing goes through.
-        self._found.append(tensor.detach())
+        # Without its history, which would hold this recompute's graph.
+        self._found.append(tensor.detach() if tensor.requires_grad else tensor)
         if len(self._found) == len(self._kinds):
             raise _EverythingFoundError
 
@@ -157,6 +157,7 @@ def _autocasts(device: str) -> Autocasts:
             torch.is_autocast_cache_enabled(),
         )
         for each in dict.fromkeys((device, "cpu"))
+        if torch.amp.is_autocast_available(each)
     ]
 
 

@@ -129,6 +129,13 @@ def test_without_gradients_a_layer_just_runs() -> None:
     assert not output.requires_grad
 
 
+def test_a_device_without_autocast_takes_a_recomputed_layer() -> None:
+    weight = torch.empty(8, 8, device="meta", requires_grad=True)
+    hidden = torch.empty(4, 8, device="meta")
+    run_recomputed(lambda x: (x @ weight).exp(), hidden).sum().backward()
+    assert weight.grad is not None and weight.grad.is_meta
+
+
 def test_a_second_backward_pass_recomputes_again() -> None:
     layer, hidden = torch.nn.Linear(8, 8), numbers(0)
     output = run_recomputed(lambda x: layer(x).exp(), hidden).sum()

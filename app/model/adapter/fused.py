@@ -61,20 +61,23 @@ class FusedLoraLinear(peft.tuners.lora.Linear):
 
 def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
     """Return the dtype in which a layer computes in one step; None where that is for peft."""
-    name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else ""
-    is_plain = (
-        name in layer.lora_A
-        and name not in layer.lora_variant
-        and not (layer.merged or layer.disable_adapters)
-        and not layer.base_layer.weight.requires_grad
-        and not torch.compiler.is_compiling()
-    )
-    if not is_plain:
+    # Once each: attributes that `nn.Module` looks up take the host as long as the rest of it.
+    active, parts = layer.active_adapters, layer._modules
+    a = parts["lora_A"]._modules.get(active[0]) if len(active) == 1 else None
+    if (
+        a is None
+        or active[0] in layer.lora_variant
+        or layer.merged
+        or layer.disable_adapters
+        or torch.compiler.is_compiling()
+        or parts["base_layer"].weight.requires_grad
+    ):
         return None
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
     # In which of two dtypes to compute is for peft to say.
-    return x.dtype if x.dtype == layer.lora_A[name].weight.dtype else None
+    return x.dtype if x.dtype == a.weight.dtype else None
 
 
 def run_fused(
