@@ -1,29 +1,29 @@
-"""What recompute keeps of a layer: its input in host memory, or its expensive outputs.
+"""Selective recompute: a layer's expensive outputs are kept, the others computed again.
 
-`offload`: on a GPU the inputs are copied on a stream of their own while the next layer runs, into
-page-locked memory, and come back one layer ahead of the backward pass: two are on the device at a
-time.
+A mode around a layer's forward pass keeps outputs, one around its recompute returns them. PyTorch's
+own contexts for this expect every operation to run again, also those whose output is kept; what a
+model does once for all layers (T5's relative position bias) then fails.
 
-`selective`: a mode around a layer's forward pass keeps outputs, one around its recompute returns
-them. PyTorch's own contexts for this expect every operation to run again, also those whose output
-is kept; what a model does once for all layers (T5's relative position bias) then fails.
+A mode takes the host as long for each operation as launching it takes. What adapters and attention
+compute that is expensive says so itself (`product_once`, `attend_once`); a layer in which nothing
+else was expensive runs without a mode from then on.
 """
 
 from __future__ import annotations
 
-import logging
+import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
 
-log = logging.getLogger(__name__)
+from app.model.recomputed_layer import run_recomputed
 
 ATTENTION_KERNELS = (
     "aten::_scaled_dot_product_",
@@ -103,8 +103,100 @@ def _rule_of(name: str) -> Callable[[tuple[Any, ...]], bool]:
     return _always if name.startswith(ATTENTION_KERNELS) else _never
 
 
+class SelectiveLayers:
+    """The layers of a model, each with a mode around it until it is seen to need none."""
+
+    def __init__(self) -> None:
+        self._without_mode: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def run_layer(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `layer` on its arguments; the backward pass recomputes what is not expensive."""
+        module = _module_of(layer)
+        has_mode = module not in self._without_mode
+        forward, recompute = keep_expensive(has_mode=has_mode)
+        output = run_recomputed(layer, *args, contexts=(forward, recompute), **kwargs)
+        if has_mode and module is not None and forward.mode.names_all_it_keeps:
+            self._without_mode.add(module)
+        return output
+
+
+def _module_of(layer: Callable[..., Any]) -> torch.nn.Module | None:
+    """Return the module of a forward that transformers bound; None for a compiled one's."""
+    bound = inspect.unwrap(layer)
+    first = bound.args[0] if isinstance(bound, partial) and bound.args else None
+    return first if isinstance(first, torch.nn.Module) else None
+
+
+def keep_expensive(*, has_mode: bool = True) -> tuple[LayerPass, LayerPass]:
+    """Return the contexts of a layer's forward pass and of its recompute.
+
+    Without a mode only what says that it is expensive is kept.
+    """
+    kept: list[tuple[Any, int | None]] = []
+    return LayerPass(_Keep(kept), has_mode), LayerPass(_Reuse(kept), has_mode)
+
+
+class _Running:
+    """The layer's pass that runs now.
+
+    Not a context variable: a backward pass that recomputes a layer may be in a thread of autograd.
+    """
+
+    mode: _LayerMode | None = None
+
+
+def product_once(outputs: int, inputs: int, compute: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return compute(*args), a product from `inputs` to `outputs` features.
+
+    One that does not widen is expensive: a recompute takes it from the forward pass, without a
+    history. For the forward of autograd functions, where nothing has one.
+    """
+    mode = _Running.mode
+    if mode is None or outputs > inputs:
+        return compute(*args)
+    return mode.compute_once(compute, args)
+
+
+def attend_once(attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return attend(*args, **kwargs), of whose operators one is an attention, which is expensive.
+
+    Its gradients are its own.
+    """
+    mode = _Running.mode
+    return attend(*args, **kwargs) if mode is None else mode.attend(attend, args, kwargs)
+
+
+class LayerPass:
+    """The context of a layer's forward pass, or of its recompute."""
+
+    def __init__(self, mode: _LayerMode, has_mode: bool) -> None:
+        self.mode = mode
+        self._has_mode = has_mode
+        self._before: _LayerMode | None = None
+
+    def __enter__(self) -> None:
+        self._before, _Running.mode = _Running.mode, self.mode
+        self.mode.restart()
+        if self._has_mode:
+            self.mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._has_mode:
+            self.mode.__exit__(*error)
+        _Running.mode = self._before
+
+
 class _LayerMode(TorchDispatchMode):
     """A mode around a layer that is not compiled: each operation pays only for the mode itself."""
+
+    def __init__(self, kept: list[tuple[Any, int | None]]) -> None:
+        super().__init__()
+        self._kept = kept
+        """outputs, and the version of those whose changes are not seen by the mode"""
+        self.names_all_it_keeps = False
+        self._is_on = False
+        self._is_named = False
+        """while a function runs that says what of it is expensive"""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -112,58 +204,99 @@ class _LayerMode(TorchDispatchMode):
         cost of the call."""
         return False
 
+    def __enter__(self) -> Any:
+        self._is_on = True
+        return super().__enter__()
 
-def keep_expensive() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the contexts of a layer's forward pass and of its recompute."""
-    kept: list[Any] = []
-    return _Keep(kept), _Reuse(kept)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._is_on = False
+
+    def restart(self) -> None:
+        """Begin a pass of the layer."""
+        raise NotImplementedError
+
+    def compute_once(self, compute: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+        """Return an expensive output, computed or kept."""
+        raise NotImplementedError
+
+    def attend(
+        self, attend: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an attention in the mode, where it is not on already."""
+        self._is_named = True
+        try:
+            if self._is_on:
+                return attend(*args, **kwargs)
+            with self:
+                return attend(*args, **kwargs)
+        finally:
+            self._is_named = False
 
 
 class _Keep(_LayerMode):
     """Keep expensive outputs in the order they are computed."""
 
-    def __init__(self, kept: list[Any]) -> None:
-        super().__init__()
-        self._kept = kept
+    def __init__(self, kept: list[tuple[Any, int | None]]) -> None:
+        super().__init__(kept)
+        self._computes = False
         self._storages: set[int] = set()
+
+    def restart(self) -> None:
+        """Begin a forward pass."""
+        self.names_all_it_keeps = True
+
+    def compute_once(self, compute: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+        """Keep an output whose changes its version tells."""
+        self._computes = True
+        try:
+            output = compute(*args)
+        finally:
+            self._computes = False
+        self._keep(output, output._version)
+        return output
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         facts = _facts.get(id(func)) or _facts_of(func)
-        if facts.is_plain:
+        if facts.is_plain or self._computes:
             return func(*args, **kwargs) if kwargs else func(*args)
         if facts.written:
             self._check_change(func, args, facts.written)
         output = func(*args, **(kwargs or {}))
         if facts.is_expensive(args):
-            # Detached: autograd is about to attach a history to the tensor itself.
-            kept = _detached(output)
-            self._kept.append(kept)
+            self._keep(output, None)
+            self.names_all_it_keeps &= self._is_named
+        return output
+
+    def _keep(self, output: Any, version: int | None) -> None:
+        # Detached: autograd is about to attach a history to the tensor itself.
+        kept = _detached(output)
+        self._kept.append((kept, version))
+        if self._is_on:
             tensors = filter(_is_tensor, tree_leaves(kept))
             self._storages.update(map(_storage_of, tensors))
-        return output
 
     def _check_change(self, func: Any, args: tuple[Any, ...], written: tuple[int, ...]) -> None:
         changed = filter(_is_tensor, (args[place] for place in written if place < len(args)))
         if not self._storages.isdisjoint(map(_storage_of, changed)):
-            raise RuntimeError(
-                f"recompute=selective: {func.name()} of a layer changes a kept output; "
-                "type recompute=full"
-            )
+            raise _changed_output(func.name())
 
 
 class _Reuse(_LayerMode):
     """Return the kept outputs in the same order."""
 
-    def __init__(self, kept: list[Any]) -> None:
-        super().__init__()
-        self._kept = kept
+    _next = 0
+
+    def restart(self) -> None:
+        """Begin a recompute."""
         self._next = 0
 
-    def __enter__(self) -> Any:
-        self._next = 0
-        return super().__enter__()
+    def compute_once(self, compute: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+        """Return what was kept."""
+        output: Tensor = self._take()
+        return output
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -171,8 +304,20 @@ class _Reuse(_LayerMode):
         facts = _facts.get(id(func)) or _facts_of(func)
         if facts.is_plain or not facts.is_expensive(args):
             return func(*args, **kwargs) if kwargs else func(*args)
+        return self._take()
+
+    def _take(self) -> Any:
+        kept, version = self._kept[self._next]
         self._next += 1
-        return _detached(self._kept[self._next - 1])
+        if version is not None and kept._version != version:
+            raise _changed_output("an operator")
+        return _detached(kept)
+
+
+def _changed_output(operator: str) -> RuntimeError:
+    return RuntimeError(
+        f"recompute=selective: {operator} of a layer changes a kept output; type recompute=full"
+    )
 
 
 def _detached(output: Any) -> Any:
@@ -188,114 +333,3 @@ def _is_tensor(value: Any) -> bool:
 def _storage_of(tensor: Tensor) -> int:
     """Return what a tensor has in common with its views; known of fake tensors, too."""
     return int(tensor.untyped_storage()._cdata)
-
-
-class HostInputs:
-    """The inputs of a model's layers, from forward to backward pass."""
-
-    def __init__(self) -> None:
-        self._newest: weakref.ref[LayerInput] | None = None
-        self._stream: Any = None
-        self._is_logged = False
-
-    def run_layer(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `layer` on a hidden state [rows, tokens, width] and further arguments.
-
-        The backward pass recomputes it from the copy in host memory.
-        """
-        hidden, *others = args
-        if is_on_host(hidden):
-            self._log_no_offload()
-            return checkpoint(layer, *args, use_reentrant=False, **kwargs)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(hidden.device)
-        kept = LayerInput(hidden, self._stream, self._newest)
-
-        # A checkpoint keeps the tensors it is given, so the hidden state is not an argument of it.
-        # The empty tensor tells it which device's random state to keep.
-        def run(_: Tensor, *rest: Any, **named: Any) -> Any:
-            return layer(kept.take(), *rest, **named)
-
-        output = checkpoint(run, hidden.new_empty(0), *others, use_reentrant=False, **kwargs)
-        first = output[0] if isinstance(output, tuple) else output
-        if first.requires_grad:  # else no backward pass reaches this layer
-            kept.send()
-            self._newest = weakref.ref(kept)
-        return output
-
-    def _log_no_offload(self) -> None:
-        if not self._is_logged:
-            self._is_logged = True
-            log.info("recompute: offload has no effect on the CPU, and runs as full")
-
-
-def is_on_host(hidden: Tensor) -> bool:
-    """Return whether the input is in host memory already."""
-    return hidden.device.type == "cpu"
-
-
-class LayerInput:
-    """A layer's input: on the device in the forward pass, then on the host, then back.
-
-    `stream` runs the copies; `before` is the input of the layer before this one, which the backward
-    pass needs next. Streams wait for each other instead of using `record_stream`, which frees
-    memory late when the host runs ahead.
-    """
-
-    def __init__(self, hidden: Tensor, stream: Any, before: weakref.ref[LayerInput] | None) -> None:
-        self._on_device: Tensor | None = hidden
-        self._on_host: Tensor | None = None
-        self._needs_grad = hidden.requires_grad
-        self._device, self._stream, self._before = hidden.device, stream, before
-        # The copy waits for the kernel that made the input, not for the layer that reads it.
-        self._made = torch.cuda.current_stream(self._device).record_event()
-        self._copied: Any = None
-
-    def send(self) -> None:
-        """Start the copy to the host; release the device memory of the input before."""
-        source = self._given().detach()
-        self._stream.wait_event(self._made)
-        with torch.cuda.stream(self._stream):
-            self._on_host = self._copy_to_host(source)
-            self._copied = self._stream.record_event()
-        if (before := self._find_before()) is not None:
-            before.release()
-
-    def release(self) -> None:
-        """Release the device memory, to be reused after the copy to the host."""
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
-        self._on_device = None
-
-    def fetch(self) -> None:
-        """Start the copy back to the device, into memory that earlier layers no longer use."""
-        if self._on_device is not None or self._on_host is None:
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._on_device = self._on_host.to(self._device, non_blocking=True)
-            self._copied = self._stream.record_event()
-
-    def take(self) -> Tensor:
-        """Return the input, in the backward pass the copy of it, and prefetch the next one."""
-        if self._on_host is None:
-            return self._given()
-        self.fetch()
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
-        taken, self._on_device = self._given().detach(), None
-        if (before := self._find_before()) is not None:
-            before.fetch()
-        return taken.requires_grad_(self._needs_grad)
-
-    def _given(self) -> Tensor:
-        if self._on_device is None:
-            raise RuntimeError("a layer's input was released before it was copied")
-        return self._on_device
-
-    def _find_before(self) -> LayerInput | None:
-        return None if self._before is None else self._before()
-
-    @staticmethod
-    def _copy_to_host(source: Tensor) -> Tensor:
-        """Copy to page-locked memory, without which the copy would block the device."""
-        host = torch.empty_like(source, device="cpu", pin_memory=True)
-        return host.copy_(source, non_blocking=True)

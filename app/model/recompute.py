@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention import keep_documents
@@ -57,12 +56,9 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
 
 def _build_checkpoint(mode: str) -> Callable[..., Any]:
     """Return a function that runs a layer on its arguments and returns its output."""
-    from torch.utils.checkpoint import checkpoint
-
-    from app.model.activation_checkpointing import HostInputs, keep_expensive
+    from app.model.activation_checkpointing import SelectiveLayers
+    from app.model.recomputed_layer import HostInputs, run_recomputed
 
     if mode == "offload":
         return HostInputs().run_layer
-    if mode == "selective":
-        return partial(checkpoint, use_reentrant=False, context_fn=keep_expensive)
-    return partial(checkpoint, use_reentrant=False)
+    return SelectiveLayers().run_layer if mode == "selective" else run_recomputed

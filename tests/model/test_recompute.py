@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from transformers import BloomConfig, BloomForCausalLM
 
 from app.model import activation_checkpointing as activations
-from app.model.activation_checkpointing import HostInputs, LayerInput, _Reuse, keep_expensive
+from app.model import recomputed_layer
+from app.model.activation_checkpointing import _Keep, _Reuse, keep_expensive
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -33,6 +33,7 @@ from app.model.base import ModelConfig, load_base
 from app.model.cpu import causal_attention as matmul
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import MODES, RecomputeConfig, apply_recompute
+from app.model.recomputed_layer import HostInputs, LayerInput, run_recomputed
 from tests.matrix import matrix
 from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
@@ -284,12 +285,87 @@ def test_selective_refuses_a_layer_that_changes_what_it_keeps(first: int, contex
             product[:, first:].mul_(2)  # as rotations of a part of it
             return product.exp()
 
-        checkpoint(
-            layer,
-            hidden,
-            use_reentrant=False,
-            context_fn=keep_expensive,
-        )
+        run_recomputed(layer, hidden, contexts=keep_expensive())
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Operators that go through the mode of a layer's forward pass and of its recompute."""
+    calls: Counter[str] = Counter()
+    for kind in (_Keep, _Reuse):
+
+        def count(self: Any, func: Any, *rest: Any, plain: Any = kind.__torch_dispatch__) -> Any:
+            calls[func.name()] += 1
+            return plain(self, func, *rest)
+
+        monkeypatch.setattr(kind, "__torch_dispatch__", count)
+    return calls
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_layers_whose_adapters_say_what_is_kept_run_without_a_mode_after_the_first_time(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs as much for each operation as launching it."""
+    adapter = LoraConfig(r=4, dropout=dropout)
+    base = with_our_attention(tiny_llama())
+    expected = gradients(prepared(base, RecomputeConfig(mode="none"), adapter))
+    model = prepared(with_our_attention(tiny_llama()), RecomputeConfig(mode="selective"), adapter)
+    calls, computed = count_calls(monkeypatch), []
+    for _ in range(2):
+        model.zero_grad()
+        calls.clear()
+        with Products() as products:
+            assert_equal(gradients(model), expected)
+        computed.append((products.shapes, products.attentions))
+    assert computed[1][1] == computed[0][1]
+    assert sum(computed[1][0].values()) <= sum(computed[0][0].values())
+    attentions = {name for name in calls if name.startswith(activations.ATTENTION_KERNELS)}
+    # An attention's own operators, which are few, and nothing of the rest.
+    assert not attentions or len(calls) < 10
+    assert not any("addmm" in name or name == "aten::mul.Tensor" for name in calls)
+
+
+def test_a_layer_with_matrices_of_no_adapter_keeps_its_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapter = LoraConfig(r=4, dropout=0.0, target_modules=["q_proj"])
+    model = prepared(tiny_llama(), RecomputeConfig(mode="selective"), adapter)
+    calls, found = count_calls(monkeypatch), []
+    for _ in range(2):
+        model.zero_grad()
+        calls.clear()
+        gradients(model)
+        found.append(calls.copy())
+    assert found[1] == found[0]
+    assert any("mm" in name or "linear" in name for name in calls)
+
+
+class Doubled(torch.autograd.Function):
+    """A product that says that it is expensive."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return activations.product_once(8, 8, torch.matmul, rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return outer[0] @ weight.T, torch.zeros_like(weight)
+
+
+@pytest.mark.parametrize("has_mode", [True, False])
+def test_selective_refuses_a_layer_that_changes_what_says_to_be_kept(has_mode: bool) -> None:
+    weight, hidden = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = Doubled.apply(x, weight)
+        product.view(-1)[:4].mul_(2)
+        return product.exp()
+
+    contexts = keep_expensive(has_mode=has_mode)
+    with pytest.raises(RuntimeError, match="type recompute=full"):
+        run_recomputed(layer, hidden, contexts=contexts).sum().backward()
 
 
 OF_BITSANDBYTES: dict[str, Callable[..., Any]] = {
@@ -417,10 +493,10 @@ class TestOffload:
             def __exit__(self, *_: Any) -> None: ...
 
         main = Stream("main")
-        monkeypatch.setattr(activations, "is_on_host", lambda hidden: False)
-        monkeypatch.setattr(activations.torch.cuda, "Stream", lambda device: Stream("side"))
-        monkeypatch.setattr(activations.torch.cuda, "current_stream", lambda device: main)
-        monkeypatch.setattr(activations.torch.cuda, "stream", Within)
+        monkeypatch.setattr(recomputed_layer, "is_on_host", lambda hidden: False)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+        monkeypatch.setattr(torch.cuda, "stream", Within)
         monkeypatch.setattr(
             LayerInput, "_copy_to_host", staticmethod(lambda source: Away(source.clone()))
         )
@@ -584,7 +660,7 @@ class TestOnAGpu:
 
 def test_selective_pays_for_its_mode_alone() -> None:
     """PyTorch would wrap every call of it to keep a compiler away, which is not there."""
-    for mode in keep_expensive():
-        call = type(mode).__torch_dispatch__
+    for each in keep_expensive():
+        call = type(each.mode).__torch_dispatch__
         assert call.__code__.co_filename == activations.__file__
         assert not hasattr(call, "_torchdynamo_orig_callable")

@@ -21,8 +21,11 @@ import peft
 import torch
 from torch import Tensor
 
+from app.model.activation_checkpointing import product_once
 from app.model.cpu import fp32 as onednn
 
+Linear = Callable[..., Tensor]
+"""computes x W^T + bias"""
 Read = Callable[[Tensor], Tensor]
 """gives the matrix that a stored weight stands for"""
 
@@ -58,27 +61,30 @@ class FusedLoraLinear(peft.tuners.lora.Linear):
 
 def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
     """Return the dtype in which a layer computes in one step; None where that is for peft."""
-    name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else ""
-    is_plain = (
-        name in layer.lora_A
-        and name not in layer.lora_variant
-        and not (layer.merged or layer.disable_adapters)
-        and not layer.base_layer.weight.requires_grad
-        and not torch.compiler.is_compiling()
-    )
-    if not is_plain:
+    # Once each: attributes that `nn.Module` looks up take the host as long as the rest of it.
+    active, parts = layer.active_adapters, layer._modules
+    a = parts["lora_A"]._modules.get(active[0]) if len(active) == 1 else None
+    if (
+        a is None
+        or active[0] in layer.lora_variant
+        or layer.merged
+        or layer.disable_adapters
+        or torch.compiler.is_compiling()
+        or parts["base_layer"].weight.requires_grad
+    ):
         return None
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
     # In which of two dtypes to compute is for peft to say.
-    return x.dtype if x.dtype == layer.lora_A[name].weight.dtype else None
+    return x.dtype if x.dtype == a.weight.dtype else None
 
 
 def run_fused(
     layer: Any,
     x: Tensor,
     dtype: torch.dtype,
-    linear: Callable[..., Tensor] = torch.nn.functional.linear,
+    linear: Linear = torch.nn.functional.linear,
 ) -> Tensor:
     """Return the output of one layer for x [..., features], computed in `dtype`."""
     name = layer.active_adapters[0]
@@ -110,16 +116,39 @@ def _adds_to_lora(x: Tensor) -> bool:
 
 
 def matrix_beside_lora(
-    x: Tensor, matrix: Tensor, bias: Tensor | None, low: Tensor, b: Tensor, scale: float
+    x: Tensor, weight: Tensor, read: Read, bias: Tensor | None, low: Tensor, b: Tensor, scale: float
 ) -> Tensor:
     """Return W x + bias + scale B low, of which B low comes first."""
     start = low.new_empty(1) if bias is None else bias
     # What a factor of 0 is multiplied with is not read.
     output = torch.addmm(start, low, b.T, beta=float(bias is not None), alpha=scale)
-    if len(b) > x.shape[1]:
-        return output.addmm_(x, matrix.T)
-    # Selective recompute keeps what a frozen matrix gave that does not widen.
-    return torch.addmm(output, x, matrix.T)
+    return output.addmm_(x, read(weight).T)
+
+
+def _lora_beside_matrix(
+    linear: Linear,
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    low: Tensor,
+    b: Tensor,
+    scale: float,
+) -> Tensor:
+    """Return the same, of which W x comes first."""
+    return linear(x, matrix, bias).addmm_(low, b.T, alpha=scale)
+
+
+def _lora_in_matrix(
+    linear: Linear,
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+) -> Tensor:
+    """Return (W + scale B A) x + bias."""
+    return linear(x, torch.addmm(matrix, b, a, alpha=scale), bias)
 
 
 def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
@@ -127,13 +156,6 @@ def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     if _adds_to_lora(left):
         return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
     return (left @ right).mul_(scale)
-
-
-def _add_low(output: Tensor, low: Tensor, b: Tensor, scale: float, width: int) -> Tensor:
-    """Add scale B low to the output of a matrix of `width` inputs."""
-    if len(b) > width:
-        return output.addmm_(low, b.T, alpha=scale)
-    return torch.addmm(output, low, b.T, alpha=scale)
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -152,20 +174,24 @@ class _LoraLinear(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         scale: float,
-        linear: Callable[..., Tensor],
+        linear: Linear,
         read: Read,
     ) -> Tensor:
         ctx.scale, ctx.drops, ctx.linear, ctx.read = scale, dropped is not x, linear, read
         ctx.adds_before = not ctx.drops and linear is onednn.linear and _is_smaller(weight, x)
+        sizes = len(b), x.shape[1]
         if ctx.adds_before:
             ctx.save_for_backward(x, None, weight, a, b)
-            return linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
+            return product_once(*sizes, _lora_in_matrix, linear, x, weight, bias, a, b, scale)
+        to_low = torch.nn.functional.linear if _adds_to_lora(x) else linear
+        low = product_once(*a.shape, to_low, dropped, a)
         if _adds_to_lora(x):
-            low = dropped @ a.T
-            output = matrix_beside_lora(x, read(weight), bias, low, b, scale)
+            output = product_once(*sizes, matrix_beside_lora, x, weight, read, bias, low, b, scale)
         else:
-            output, low = linear(x, read(weight), bias), linear(dropped, a)
-            output = _add_low(output, low, b, scale, x.shape[1])
+            matrix = read(weight)
+            output = product_once(
+                *sizes, _lora_beside_matrix, linear, x, matrix, bias, low, b, scale
+            )
         ctx.save_for_backward(dropped, low, weight, a, b)
         return output
 
@@ -254,11 +280,13 @@ class _LoraTogether(torch.autograd.Function):
         count = len(reads)
         weights, biases, bs = rest[:count], rest[count : 2 * count], rest[2 * count :]
         ctx.scale, ctx.reads = scale, reads
-        low = torch.nn.functional.linear(x, stacked)
+        low = product_once(*stacked.shape, torch.nn.functional.linear, x, stacked)
         ctx.save_for_backward(x, low, stacked, *weights, *bs)
         parts = low.split([b.shape[1] for b in bs], 1)
         return tuple(
-            matrix_beside_lora(x, read(weight), bias, part, b, scale)
+            product_once(
+                len(b), x.shape[1], matrix_beside_lora, x, weight, read, bias, part, b, scale
+            )
             for read, weight, bias, b, part in zip(reads, weights, biases, bs, parts, strict=True)
         )
 

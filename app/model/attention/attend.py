@@ -223,6 +223,7 @@ def _attend(
     """Dense attention; `visible` bool [documents, 1, 1, keys], only where it is not causal."""
     import torch
 
+    from app.model.activation_checkpointing import attend_once
     from app.model.cpu import causal_attention as matmul
 
     num_queries, num_keys = query.shape[2], key.shape[2]
@@ -247,7 +248,8 @@ def _attend(
         # CUDA's other kernels take no shared heads: all scores would be kept, in fp32.
         shared = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
-    return torch.nn.functional.scaled_dot_product_attention(
+    output: torch.Tensor = attend_once(
+        torch.nn.functional.scaled_dot_product_attention,
         query,
         key,
         value,
@@ -257,6 +259,7 @@ def _attend(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return output
 
 
 def _takes_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:

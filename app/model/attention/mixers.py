@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.documents import DocumentGroups, Lengths, group_documents
@@ -66,6 +66,7 @@ def keep_documents(run_layer: Callable[..., Any]) -> Callable[..., Any]:
     def run(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         documents = _Running.documents
 
+        @wraps(layer)
         def on_same_documents(*inputs: Any, **named: Any) -> Any:
             with running_documents(documents):
                 return layer(*inputs, **named)

@@ -73,6 +73,8 @@ class VarlenKernel:
         ends int32 [documents + 1]: start of each document, and end of the last; window: tokens that
         one sees, itself included. There may be fewer key heads than query heads.
         """
+        from app.model.activation_checkpointing import attend_once
+
         options: dict[str, Any] = {}
         shared = query.shape[1] // key.shape[1]
         if shared > 1 and self.takes_shared_heads:
@@ -94,7 +96,9 @@ class VarlenKernel:
         elif is_causal:
             options["window_size"] = (-1 if window is None else window - 1, 0)
         # The same tensor twice tells the kernel that queries and keys have the same lengths.
-        return self.function(query, key, value, ends, ends, longest, longest, **options)
+        given = (query, key, value, ends, ends, longest, longest)
+        output: torch.Tensor = attend_once(self.function, *given, **options)
+        return output
 
 
 def attend_by_boundaries(

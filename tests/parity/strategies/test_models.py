@@ -47,7 +47,7 @@ def test_a_base_in_four_bits(strategy: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp", "tp"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp", "tp"])
 def test_layers_that_are_computed_twice(strategy: str, recompute: str, runs: Runs) -> None:
     words = ADAPTERS["lora"]
     run = runs.of(LAYOUTS[strategy], *words, f"recompute={recompute}")
