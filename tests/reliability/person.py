@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,7 @@ from typing import Any
 from app.process.launch import PARENT_VARIABLE
 from tests.conftest import ROOT
 from tests.processes import GONE_WITHIN, LONGEST, environment_of_a_person
+from tests.reliability.warm import num_processes_of_ranks
 
 LOG = "log.txt"
 """beside a run's folder: all that its processes printed"""
@@ -47,9 +50,11 @@ class Person:
             "GOMP_SPINCOUNT": "1000",
             "PYTHONFAULTHANDLER": "1",  # what takes too long shows where it stands
         }
+        # A short name: it is that of a socket, too.
+        self._python = Path(tempfile.mkdtemp(prefix="loft")) / "python"
         # From the thread that lives the longest: with it, the system ends what it has started.
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.reliability.warm"],
+            [sys.executable, "-m", "tests.reliability.warm", str(self._python)],
             cwd=ROOT,
             env=self._environment() | {PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.PIPE,
@@ -124,21 +129,30 @@ class Person:
     def _start_warm(
         self, module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> tuple[int, Callable[[], int]]:
-        if not self._is_ready:
-            self._is_ready = bool(self._answer())
+        self._wait_until_ready()
         request = {
             "module": module,
             "words": list(words),
             "stdin": str(folder / LINES),
             "log": str(folder / LOG),
             "record": str(folder),
-            "num_processes": _num_processes_of_ranks(words),
+            "num_processes": num_processes_of_ranks(words),
             "environment": dict(environment),
         }
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         return self._answer()["pid"], lambda: self._answer()["code"]
+
+    @property
+    def python(self) -> str:
+        """An interpreter that is warm: its commands are forks, too, also those of torchrun."""
+        self._wait_until_ready()
+        return str(self._python)
+
+    def _wait_until_ready(self) -> None:
+        if not self._is_ready:
+            self._is_ready = bool(self._answer())
 
     def _answer(self) -> dict[str, Any]:
         assert self._server.stdout is not None
@@ -159,14 +173,7 @@ class Person:
             # A loader's worker that a test left behind holds the other end of the pipe, too.
             self._server.terminate()
             self._server.wait(LONGEST)
-
-
-def _num_processes_of_ranks(words: Sequence[str]) -> int:
-    """Return how many processes a command may start for its ranks, 0 where it is the only one."""
-    chosen = dict(word.partition("=")[::2] for word in words)
-    ranks = int(chosen.get("trainer.devices", 1))
-    starts = 1 + int(chosen.get("supervise.max_restarts", 0))
-    return ranks * starts if max(ranks, starts) > 1 else 0
+        shutil.rmtree(self._python.parent, ignore_errors=True)
 
 
 def processes_of_session(session: int) -> list[int]:
