@@ -42,8 +42,8 @@ class Ending:
 class Person:
     """One that types one command at a time."""
 
-    def __init__(self, cache: Path) -> None:
-        """Give the folder in which tokenised data is kept."""
+    def __init__(self, cache: Path, root: Path = ROOT) -> None:
+        """Give the folder in which tokenised data is kept, and that of the program."""
         self.environment = {
             "OMP_NUM_THREADS": "1",
             "LOFT_DATA_CACHE": str(cache),
@@ -55,7 +55,7 @@ class Person:
         # From the thread that lives the longest: with it, the system ends what it has started.
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.reliability.warm", str(self._python)],
-            cwd=ROOT,
+            cwd=root,
             env=self._environment() | {PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
