@@ -20,7 +20,6 @@ from typing import Any
 from app.process.launch import PARENT_VARIABLE
 from tests.conftest import ROOT
 from tests.processes import GONE_WITHIN, LONGEST, environment_of_a_person
-from tests.reliability.warm import num_processes_of_ranks
 
 LOG = "log.txt"
 """beside a run's folder: all that its processes printed"""
@@ -136,7 +135,7 @@ class Person:
             "stdin": str(folder / LINES),
             "log": str(folder / LOG),
             "record": str(folder),
-            "num_processes": num_processes_of_ranks(words),
+            "num_processes": _num_processes_of_ranks(words),
             "environment": dict(environment),
         }
         assert self._server.stdin is not None
@@ -174,6 +173,14 @@ class Person:
             self._server.terminate()
             self._server.wait(LONGEST)
         shutil.rmtree(self._python.parent, ignore_errors=True)
+
+
+def _num_processes_of_ranks(words: Sequence[str]) -> int:
+    """Return how many processes a command may start for its ranks, 0 where it is the only one."""
+    chosen = dict(word.partition("=")[::2] for word in words)
+    ranks = int(chosen.get("trainer.devices", 1))
+    starts = 1 + int(chosen.get("supervise.max_restarts", 0))
+    return ranks * starts if max(ranks, starts) > 1 else 0
 
 
 def processes_of_session(session: int) -> list[int]:

@@ -7,14 +7,16 @@ command's words, its place among the processes and its signals, and ends as the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -23,6 +25,8 @@ from app.process.launch import PARENT_VARIABLE
 
 MOST_BYTES = 1 << 18
 """of a command's words and variables"""
+MOST_DESCRIPTORS = 64
+FIRST_AWAY = 256
 NAMESPACES = ("net", "uts", "mnt")
 
 PROGRAM = """#!{python} -IS
@@ -32,10 +36,17 @@ if next((word for word in words if word != "-u"), "") not in ("-m", "-c"):
     import os
     os.execv({python!r}, [{python!r}, *words])
 import json, os, signal, socket
+def is_passed(number):
+    try:
+        return number < 3 or os.get_inheritable(number)
+    except OSError:  # of the folder that was listed
+        return False
 parent = os.environ.get({parent!r})
 if parent == str(os.getppid()):
     import ctypes
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+inherited = [int(name) for name in os.listdir("/proc/self/fd")]
+inherited = [number for number in inherited if number < 256 and is_passed(number)]
 warm = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 ignored = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -45,9 +56,9 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sig
         signal.signal(number, lambda number, _: warm.send(bytes([number])))
 warm.connect({address!r})
 command = dict(words=words, folder=os.getcwd(), environment=dict(os.environ), pid=os.getpid(),
-               is_child=parent == str(os.getppid()), ignored=ignored)
-socket.send_fds(warm, [json.dumps(command).encode()], [0, 1, 2])
-for number in (0, 1, 2):
+               is_child=parent == str(os.getppid()), ignored=ignored, descriptors=inherited)
+socket.send_fds(warm, [json.dumps(command).encode()], inherited)
+for number in inherited:
     os.close(number)
 code = int(warm.recv(16) or -9)
 if code < 0:
@@ -67,7 +78,7 @@ def write_python(file: Path, address: str) -> None:
 
 def attend(asks: socket.socket, run_module: Callable[[str, list[str]], NoReturn]) -> None:
     """Be the process between a command and the one that stands for it; returns in the command."""
-    text, descriptors, _, _ = socket.recv_fds(asks, MOST_BYTES, 8)
+    text, descriptors, _, _ = socket.recv_fds(asks, MOST_BYTES, MOST_DESCRIPTORS)
     if not text:
         os._exit(0)
     command = json.loads(text)
@@ -98,9 +109,7 @@ def become_typed(
 ) -> NoReturn:
     """Be the process that a person would have started by the words of `command`."""
     os.setsid()
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
-    os.closerange(3, 256)
+    take_descriptors(descriptors, command["descriptors"])
     _enter(command["pid"])
     os.chdir(command["folder"])
     os.environ.clear()
@@ -122,6 +131,18 @@ def become_typed(
     main = sys.modules["__main__"] = ModuleType("__main__")
     exec(compile(words[1], "<string>", "exec"), vars(main))  # noqa: S102  the test's own
     sys.exit(0)
+
+
+def take_descriptors(descriptors: Sequence[int], wanted: Sequence[int]) -> None:
+    """Give each of `descriptors` the number that it is known by, and close all others."""
+    # All of them out of each other's way, before each gets its own.
+    away = [fcntl.fcntl(one, fcntl.F_DUPFD, FIRST_AWAY) for one in descriptors]
+    for descriptor, number in zip(away, wanted, strict=True):
+        os.dup2(descriptor, number)
+    for number in range(3, 2 * FIRST_AWAY):
+        if number not in wanted:
+            with contextlib.suppress(OSError):
+                os.close(number)
 
 
 def _enter(pid: int) -> None:

@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from app.process.launch import PARENT_VARIABLE, VARIABLES_OF_A_RANK, live_with_parent
-from tests.reliability.python import attend, write_python
+from app.process.launch import PARENT_VARIABLE, live_with_parent
+from tests.reliability.python import attend, take_descriptors, write_python
 
 MOST_BYTES = 1 << 16
 """of a rank's words and variables"""
@@ -90,7 +90,7 @@ def serve(file: str) -> None:
                 asks, _ = listening.accept()
             child = os.fork()
             if child == 0:
-                return attend(asks, run_typed)
+                return attend(asks, run_module)
             asks.close()
             running[os.pidfd_open(child)] = child
         if sys.stdin in ready:
@@ -178,27 +178,14 @@ def become(request: Mapping[str, Any]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.orig_argv = [sys.executable, "-m", request["module"], *request["words"]]
     record = Path(request["record"])
-    let_ranks_wait(request["num_processes"], record)
-    run_module(request["module"], request["words"], record)
+    if request["num_processes"]:
+        from app.process import supervisor as starter
 
-
-def let_ranks_wait(number: int, record: Path | None) -> None:
-    """Have the supervisor of this process start ranks that were forked now."""
-    from app.process import supervisor as starter
-
-    waiting = [WaitingRank(record) for _ in range(number)]
-    if waiting:
+        waiting = [WaitingRank(record) for _ in range(request["num_processes"])]
         starter.subprocess = SimpleNamespace(  # type: ignore[assignment]
             PIPE=subprocess.PIPE, Popen=lambda *args, **options: waiting.pop(0).go(*args, **options)
         )
-
-
-def run_typed(name: str, words: Sequence[str]) -> NoReturn:
-    """Run what was typed with the interpreter; ends this process."""
-    is_rank = any(variable in os.environ for variable in VARIABLES_OF_A_RANK)
-    if name == "app.train" and not is_rank:
-        let_ranks_wait(num_processes_of_ranks(words), None)
-    run_module(name, words)
+    run_module(request["module"], request["words"], record)
 
 
 def run_module(name: str, words: Sequence[str], record: Path | None = None) -> NoReturn:
@@ -217,7 +204,7 @@ def run_module(name: str, words: Sequence[str], record: Path | None = None) -> N
 class WaitingRank:
     """A rank's process before it is started, then what the supervisor knows of it."""
 
-    def __init__(self, record: Path | None) -> None:
+    def __init__(self, record: Path) -> None:
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # As numbers: an object that a later fork inherits would close another file in the end.
         self._tells, listens = (one.detach() for one in pair)
@@ -263,36 +250,16 @@ class WaitingRank:
         self.send_signal(signal.SIGKILL)
 
 
-def _wait_to_be_rank(listens: int, record: Path | None) -> NoReturn:
+def _wait_to_be_rank(listens: int, record: Path) -> NoReturn:
     with socket.socket(fileno=listens) as starter:
         text, descriptors, _, _ = socket.recv_fds(starter, MOST_BYTES, 8)
     if not text:  # the run ended before it had ranks
         os._exit(0)
     start = json.loads(text)
-    wanted = [2, *start["descriptors"]]
-    # All of them out of each other's way, before each gets the number that it is known by.
-    away = [_duplicate_above(one, max(wanted)) for one in descriptors]
-    for descriptor, number in zip(away, wanted, strict=True):
-        os.dup2(descriptor, number)
-    for descriptor in range(3, 256):
-        if descriptor not in wanted:
-            _close(descriptor)
+    take_descriptors([0, 1, *descriptors], [0, 1, 2, *start["descriptors"]])
     os.environ.clear()
     os.environ.update(start["environment"])
     run_module(start["module"], start["words"], record)
-
-
-def _duplicate_above(descriptor: int, number: int) -> int:
-    import fcntl
-
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(number + 1, 64))
-
-
-def _close(descriptor: int) -> None:
-    try:
-        os.close(descriptor)
-    except OSError:
-        return
 
 
 def record_into(folder: Path) -> None:
@@ -328,14 +295,6 @@ def record_into(folder: Path) -> None:
         reach(point, step)
 
     faults.reach = noted_point
-
-
-def num_processes_of_ranks(words: Sequence[str]) -> int:
-    """Return how many processes a command may start for its ranks, 0 where it is the only one."""
-    chosen = dict(word.partition("=")[::2] for word in words)
-    ranks = int(chosen.get("trainer.devices", 1))
-    starts = 1 + int(chosen.get("supervise.max_restarts", 0))
-    return ranks * starts if max(ranks, starts) > 1 else 0
 
 
 if __name__ == "__main__":
