@@ -67,6 +67,7 @@ class Host:
         ranks: int = 1,
         options: tuple[str, ...] = (),
         environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
         **popen: Any,
     ) -> subprocess.Popen[str]:
         """Start this host's part of `torchrun --nnodes=2 ... WORDS`; `first` has the rendezvous.
@@ -74,7 +75,7 @@ class Host:
         A thread a rank, unless `environment` says otherwise.
         """
         return self.start(
-            *(sys.executable, "-m", "torch.distributed.run"),
+            *(python, "-m", "torch.distributed.run"),
             *("--nnodes=2", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"),
             *(f"--rdzv-endpoint={first}:{PORT}", "--monitor-interval=0.1"),
             *options,

@@ -55,13 +55,16 @@ def environment_of_a_person() -> dict[str, str]:
 
 
 def start_train(
-    *words: str, environment: Mapping[str, str | None] | None = None, **options: Any
+    *words: str,
+    environment: Mapping[str, str | None] | None = None,
+    python: str = sys.executable,
+    **options: Any,
 ) -> subprocess.Popen[str]:
     """Type `python -m app.train`; None takes a variable out of the environment."""
     with_stacks = {"PYTHONFAULTHANDLER": "1"}  # for what takes too long
     changed = environment_of_a_person() | with_stacks | dict(environment or {})
     return subprocess.Popen(
-        [sys.executable, "-m", "app.train", *words],
+        [python, "-m", "app.train", *words],
         cwd=ROOT,
         env={name: value for name, value in changed.items() if value is not None},
         text=True,
@@ -114,10 +117,10 @@ def wait_until_gone(folder: Path, seconds: float = GONE_WITHIN) -> float:
 
 
 @contextmanager
-def started(verb: str, *words: str, until: str, **variables: str) -> Iterator[Started]:
+def started(python: str, verb: str, *words: str, until: str, **variables: str) -> Iterator[Started]:
     """Start a verb as a person does, and wait for a line that has `until`; killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", f"app.{verb}", *words],
+        [python, "-m", f"app.{verb}", *words],
         cwd=ROOT,
         env=environment_of_a_person() | {"PYTHONUNBUFFERED": "1"} | variables,
         stdout=subprocess.PIPE,

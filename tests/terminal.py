@@ -9,7 +9,6 @@ import re
 import select
 import signal
 import struct
-import sys
 import termios
 import time
 from dataclasses import dataclass
@@ -33,9 +32,9 @@ class Screen:
 
 
 def type_in_terminal(
-    columns: int, module: str, *words: str, press: bytes = b"", after: str = ""
+    python: str, columns: int, module: str, *words: str, press: bytes = b"", after: str = ""
 ) -> Screen:
-    """Run `python -m MODULE`; `press` is typed once the screen has shown what `after` matches."""
+    """Run `PYTHON -m MODULE`; `press` is typed once the screen has shown what `after` matches."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
@@ -44,7 +43,7 @@ def type_in_terminal(
         for name in ("COLUMNS", "LINES"):
             environment.pop(name, None)
         time.sleep(0.1)  # until the size is set
-        os.execve(sys.executable, [sys.executable, "-m", module, *words], environment)
+        os.execve(python, [python, "-m", module, *words], environment)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     shown, first, began = b"", 0.0, time.monotonic()
     while time.monotonic() - began < LONGEST:

@@ -76,16 +76,13 @@ Type = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def type_command(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Type:
-    def type_verb(
-        verb: str, *words: str, cache: Path, lines: str = "", is_warm: bool = True
-    ) -> tuple[int, str]:
+    def type_verb(verb: str, *words: str, cache: Path, lines: str = "") -> tuple[int, str]:
         """Type a verb; returns its exit code and what it printed."""
         ending = person.type_train(
             words,
             tmp_path_factory.mktemp("typed"),
             module=f"app.{verb}",
             lines=lines,
-            is_warm=is_warm,
             environment={"LOFT_DATA_CACHE": str(cache)},
         )
         return ending.code, ending.said
@@ -122,9 +119,7 @@ def ended(
     """A finished run, its cache, and what it printed."""
     folder = tmp_path_factory.mktemp("secrets")
     run, cache = folder / "run", folder / "cache"
-    # By a command line of its own, which the manifest repeats.
-    words = small(address(server), run)
-    code, printed = type_command("train", *words, cache=cache, is_warm=False)
+    code, printed = type_command("train", *small(address(server), run), cache=cache)
     assert code == 0, printed
     return run, cache, printed
 

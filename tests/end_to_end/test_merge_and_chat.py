@@ -374,13 +374,15 @@ def test_chat_and_the_merged_folder_answer_held_out_rows_as_evaluate(
     assert answers == list(typed.values())
 
 
-def served_answers(run: Path, folder: Path, questions: list[tuple[Any, ...]]) -> list[str]:
+def served_answers(
+    person: Person, run: Path, folder: Path, questions: list[tuple[Any, ...]]
+) -> list[str]:
     """What OpenAI's client gets from a server for each question; every third as a stream."""
     import openai
 
     answers = []
     words = (f"run={run}", f"output.dir={folder}", "serve.port=0")
-    with started("serve", *words, until="serving ") as server:
+    with started(person.python, "serve", *words, until="serving ") as server:
         url = re.search(r"API (http://127\.0\.0\.1:\d+/v1);", server.line)
         assert url is not None, server.line
         name = server.line.split()[1].rstrip(":")
@@ -403,15 +405,17 @@ def served_answers(run: Path, folder: Path, questions: list[tuple[Any, ...]]) ->
 
 
 @pytest.mark.slow
-def test_the_server_answers_held_out_rows_as_evaluate(default_run: Path, tmp_path: Path) -> None:
+def test_the_server_answers_held_out_rows_as_evaluate(
+    default_run: Path, person: Person, tmp_path: Path
+) -> None:
     questions, measured = held_out_answers(default_run)
-    assert served_answers(default_run, tmp_path / "serve", questions) == measured
+    assert served_answers(person, default_run, tmp_path / "serve", questions) == measured
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal", "pair"])
 def test_a_server_keeps_its_port_and_its_key_and_stops_in_the_middle_of_an_answer(
-    kind: str, tmp_path: Path
+    kind: str, person: Person, tmp_path: Path
 ) -> None:
     base = TINY_BASE
     if kind == "pair":
@@ -419,13 +423,13 @@ def test_a_server_keeps_its_port_and_its_key_and_stops_in_the_middle_of_an_answe
     words = [f"model.path={base}", "chat.max_new_tokens=100000", "trainer.precision=fp32"]
     key = {"LOFT_SERVE_KEY": "s3cret-of-the-test"}
     first = (*words, "serve.port=0", f"output.dir={tmp_path / 'serve'}")
-    with started("serve", *first, until="serving ", **key) as server:
+    with started(person.python, "serve", *first, until="serving ", **key) as server:
         import openai
 
         found = re.search(r"API (http://127\.0\.0\.1:(\d+)/v1);", server.line)
         assert found is not None
         again = subprocess.run(
-            [sys.executable, "-m", "app.serve", *words, f"serve.port={found[2]}"],
+            [person.python, "-m", "app.serve", *words, f"serve.port={found[2]}"],
             cwd=ROOT,
             env=environment_of_a_person(),
             capture_output=True,

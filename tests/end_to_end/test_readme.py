@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from app.config import load_config
 from app.config.dispatch import VERBS
 from tests.conftest import ROOT, STORIES
 from tests.processes import environment_of_a_person
+from tests.reliability.person import Person
 
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -177,11 +179,14 @@ class Clone(NamedTuple):
     """A fresh clone: the tracked files, and the environment that is here."""
 
     folder: Path
+    python: Path
+    """of the clone's code, and warm; a block that activates the environment has its own"""
 
     def start(self, text: str) -> subprocess.Popen[str]:
         """Paste a block into a shell that stands in the clone."""
         environment = environment_of_a_person() | {"PYTHONPATH": str(self.folder)}
-        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        others = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment["PATH"] = f"{self.python.parent}:{others}"
         return subprocess.Popen(
             ["bash", "-e", "-c", text],
             cwd=self.folder,
@@ -201,7 +206,7 @@ class Clone(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
     folder = tmp_path_factory.mktemp("hour") / "loft"
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -215,7 +220,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(Path(sys.executable).parent.parent)
-    return Clone(folder)
+    someone = Person(Path(os.environ["LOFT_DATA_CACHE"]), folder)
+    yield Clone(folder, Path(someone.python))
+    someone.close()
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,13 @@ import pytest
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.processes import (
+    GONE_WITHIN,
     LONGEST,
     RUN,
     TWO_RANKS,
     environment_of_a_person,
     processes_of,
     start_train,
-    type_train,
     wait_until_gone,
 )
 from tests.reliability.person import Person
@@ -45,8 +45,9 @@ def test_a_stopped_run_resumes_by_the_command_it_prints(person: Person, tmp_path
     person.train_into(tmp_path / "whole", *small_run(*RUN))
     run = tmp_path / "run"
     words = ("resume=auto", "faults=[sigint@3,sigterm@7]", "data.num_workers=1")
-    code, _, said = type_train(run, *words)
-    assert (code, steps_of(run)) == (130, [2, 3])
+    typed = [*small_run(*RUN, *words), f"output.dir={run}"]
+    code, said, seconds_until_gone = astuple(person.type_train(typed, tmp_path))
+    assert (code, steps_of(run)) == (130, [2, 3]) and seconds_until_gone < GONE_WITHIN
     assert "stopped by SIGINT: step 3 is saved\n" in said and "Traceback" not in said
     assert "stopped after step 3 of" in (run / "report.html").read_text()
     said = person.train_into(run, *small_run(*RUN, *words), code=143)
@@ -104,10 +105,12 @@ def test_two_ranks_stop_together_and_are_started_again(
     check_same_run(run, whole_of_two)
 
 
-def test_ranks_of_torchrun_are_started_again_by_it(whole_of_two: Path, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_are_started_again_by_it(
+    whole_of_two: Path, person: Person, tmp_path: Path
+) -> None:
     words = small_run(*RUN, *TWO_RANKS, "resume=auto", "faults=[rank_killed:1@5]")
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *(person.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
         *("--max-restarts=2", "-m", "app.train", *words, f"output.dir={tmp_path / 'run'}"),
     ]
     done = subprocess.run(

@@ -3,23 +3,23 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from app.process.errors import ROOT
+from tests.reliability.person import Person
 from tests.runs import rows_of
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.slow
 
 
-def test_two_trials_of_two_ranks_each(tmp_path: Path) -> None:
+def test_two_trials_of_two_ranks_each(person: Person, tmp_path: Path) -> None:
     """Two trials and no sweep within one: ranks are started by the same command line."""
     words = small_run("trainer.max_steps=2", "trainer.devices=2", "strategy=ddp")
     words += ["adapter.r=4,8", "evaluation.exact_match=false", "output.dir=sweep"]
-    command = [sys.executable, "-m", "app.train", "-m", *words]
+    command = [person.python, "-m", "app.train", "-m", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900

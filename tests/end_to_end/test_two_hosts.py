@@ -53,6 +53,7 @@ class Training:
     pair: tuple[Host, Host]
     run: Path
     words: list[str]
+    python: str
     max_restarts: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     torchruns: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class Training:
                     first=self.pair[0].name,
                     options=(f"--max-restarts={self.max_restarts}",),
                     environment=self.environment,
+                    python=self.python,
                     stdout=log,
                 )
 
@@ -115,24 +117,27 @@ class Training:
         return found
 
 
-def start(
-    pair: tuple[Host, Host],
-    folder: Path,
-    *words: str,
-    max_restarts: int = 0,
-    has_own_store: bool = True,
-) -> Training:
+Start = Callable[..., Training]
+
+
+@pytest.fixture
+def start(hosts: tuple[Host, Host], person: Person, tmp_path: Path) -> Start:
     """Start a run and wait for its first checkpoint."""
-    training = Training(
-        pair=pair,
-        run=folder / "run",
-        words=small_run(*RUN, *TWO_HOSTS, *words),
-        max_restarts=max_restarts,
-        environment={OWN_STORE_VARIABLE: "1"} if has_own_store else {},
-    )
-    training.start()
-    training.wait_for_step(2)
-    return training
+
+    def start_training(*words: str, max_restarts: int = 0, has_own_store: bool = True) -> Training:
+        training = Training(
+            pair=hosts,
+            run=tmp_path / "run",
+            words=small_run(*RUN, *TWO_HOSTS, *words),
+            python=person.python,
+            max_restarts=max_restarts,
+            environment={OWN_STORE_VARIABLE: "1"} if has_own_store else {},
+        )
+        training.start()
+        training.wait_for_step(2)
+        return training
+
+    return start_training
 
 
 def check_lost(said: str, rank: int, host: str) -> None:
@@ -147,9 +152,9 @@ def check_lost(said: str, rank: int, host: str) -> None:
 @pytest.mark.parametrize(("lives", "dies"), [(0, 1), (1, 0)], ids=["second", "first"])
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_host_is_named_by_the_other(
-    hosts: tuple[Host, Host], tmp_path: Path, lives: int, dies: int, signum: int
+    hosts: tuple[Host, Host], start: Start, lives: int, dies: int, signum: int
 ) -> None:
-    training = start(hosts, tmp_path, "trainer.max_steps=400")
+    training = start("trainer.max_steps=400")
     hosts[dies].send(signum)
     training.wait_until(lambda: not training.ranks_of(hosts[lives]), NOTICED_WITHIN)
     training.wait_until(lambda: "error (" in training.said(hosts[lives]), GONE_WITHIN)
@@ -162,9 +167,9 @@ def test_a_lost_host_is_named_by_the_other(
 
 
 def test_a_link_that_is_cut_for_good_ends_both_sides(
-    hosts: tuple[Host, Host], tmp_path: Path
+    hosts: tuple[Host, Host], start: Start
 ) -> None:
-    training = start(hosts, tmp_path, "trainer.max_steps=400")
+    training = start("trainer.max_steps=400")
     hosts[1].cut()
     for host, other in (hosts, hosts[::-1]):
         training.wait_until(lambda host=host: not training.ranks_of(host), NOTICED_WITHIN)
@@ -184,10 +189,10 @@ def whole(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_link_that_is_cut_for_20_seconds_costs_them_only(
-    hosts: tuple[Host, Host], person: Person, tmp_path: Path
+    hosts: tuple[Host, Host], start: Start, person: Person, tmp_path: Path
 ) -> None:
     steps = f"trainer.max_steps={STEPS_OF_A_CUT}"
-    training = start(hosts, tmp_path, "supervise.hang_minutes=2", steps)
+    training = start("supervise.hang_minutes=2", steps)
     hosts[1].cut()
     time.sleep(20)
     assert training.steps()[-1] < STEPS_OF_A_CUT, "the run was done before the link was cut"
@@ -199,12 +204,10 @@ def test_a_link_that_is_cut_for_20_seconds_costs_them_only(
 
 
 def test_a_rank_that_is_killed_is_started_again_on_both(
-    hosts: tuple[Host, Host], whole: Path, tmp_path: Path
+    hosts: tuple[Host, Host], start: Start, whole: Path
 ) -> None:
     """Also where torchrun shares its store with the ranks, which has the dead ranks' addresses."""
-    training = start(
-        hosts, tmp_path, "faults=[rank_killed:1@5]", max_restarts=1, has_own_store=False
-    )
+    training = start("faults=[rank_killed:1@5]", max_restarts=1, has_own_store=False)
     training.wait_until_done()
     said = training.said(hosts[0])
     assert "lost rank 1 on host node2 after step " in said and "RESUME: from" in said
@@ -213,7 +216,7 @@ def test_a_rank_that_is_killed_is_started_again_on_both(
 
 
 def test_hosts_that_are_killed_come_back_and_lose_nothing(
-    hosts: tuple[Host, Host], person: Person, tmp_path: Path
+    hosts: tuple[Host, Host], start: Start, person: Person, tmp_path: Path
 ) -> None:
     """In turn, at random moments, as their power fails, and torchrun is started there again.
 
@@ -221,7 +224,7 @@ def test_hosts_that_are_killed_come_back_and_lose_nothing(
     """
     steps = f"trainer.max_steps={STEPS_OF_KILLS}"
     draw = random.Random(NUM_KILLS)
-    training = start(hosts, tmp_path, steps, max_restarts=NUM_KILLS)
+    training = start(steps, max_restarts=NUM_KILLS)
     killed = []
     for kill in range(NUM_KILLS):
         training.wait_for_step((training.steps() or [0])[-1] + draw.randint(1, 6))
@@ -269,8 +272,9 @@ if [[ $1 == show ]]; then printf 'node1\\nnode2\\n'; else echo "$@" >>"$JOB/requ
 class Job:
     """The batch script of the docs, about a small run, under commands that act as SLURM's."""
 
-    def __init__(self, pair: tuple[Host, Host], folder: Path, *words: str) -> None:
+    def __init__(self, pair: tuple[Host, Host], folder: Path, person: Person, *words: str) -> None:
         self.folder = folder
+        self.python = Path(person.python)
         self.words = shlex.join(small_run(*RUN, "trainer.accelerator=cpu", *words))
         starts = [
             f'SLURM_PROCID={rank} SLURM_NODEID={rank} {shlex.join(host.command())} "$@" &\n'
@@ -301,7 +305,7 @@ class Job:
             "SLURM_JOB_NODELIST": "node[1-2]",
             "SLURM_CPUS_PER_TASK": "1",
             "JOB": str(self.folder),
-            "PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{self.folder / 'bin'}:{self.python.parent}:{os.environ['PATH']}",
         }
         done = subprocess.run(
             ["bash", str(self.folder / "script")],
@@ -316,9 +320,11 @@ class Job:
 
 
 def test_a_job_of_two_nodes_goes_back_into_the_queue_and_on(
-    hosts: tuple[Host, Host], whole: Path, tmp_path: Path
+    hosts: tuple[Host, Host], whole: Path, person: Person, tmp_path: Path
 ) -> None:
-    job = Job(hosts, tmp_path, "faults=[sigusr1:1@3]")  # one rank alone hears of the time limit
+    job = Job(
+        hosts, tmp_path, person, "faults=[sigusr1:1@3]"
+    )  # one rank alone hears of the time limit
     code, said = job.run()
     assert code == 138, said
     assert said.count("supervise.requeue: job 77 put back into the queue") == 1
@@ -330,12 +336,12 @@ def test_a_job_of_two_nodes_goes_back_into_the_queue_and_on(
 
 
 def test_a_port_in_use_is_named_with_another_to_type(
-    hosts: tuple[Host, Host], tmp_path: Path
+    hosts: tuple[Host, Host], person: Person, tmp_path: Path
 ) -> None:
     port = 20000 + 77
     listens = f"import socket, time; socket.create_server(('', {port})); time.sleep(600)"
     hosts[0].start(sys.executable, "-c", listens.replace("socket.create", "s = socket.create"))
-    _, said = Job(hosts, tmp_path).run()
+    _, said = Job(hosts, tmp_path, person).run()
     assert said.count("error (the environment): ") == 1, said
     assert f"port {port} is in use on the machine of rank 0" in said
     assert "export MASTER_PORT=N before srun" in said

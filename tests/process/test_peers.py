@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +38,7 @@ from app.training.callbacks.heartbeat import Heartbeat
 from data_modules import RemoteError
 from tests.conftest import ROOT
 from tests.processes import LONGEST, environment_of_a_person
+from tests.reliability.person import Person
 
 RANK = """
 import os, sys, time
@@ -219,8 +219,22 @@ def test_the_lost_are_named_host_by_host(hosts: str, said: str) -> None:
     assert said in describe_lost(lost)
 
 
-def tell_story(folder: Path, *of_rank: Sequence[str], limit: float = 3.0) -> list[tuple[int, str]]:
+Tell = Callable[..., list[tuple[int, str]]]
+
+
+@pytest.fixture
+def tell_story(person: Person, tmp_path: Path) -> Tell:
     """Run two ranks that begin alike and end by their own lines; returns codes and what is said."""
+
+    def tell(*of_rank: Sequence[str], limit: float = 3.0) -> list[tuple[int, str]]:
+        return run_ranks(person.python, tmp_path, of_rank, limit)
+
+    return tell
+
+
+def run_ranks(
+    python: str, folder: Path, of_rank: Sequence[Sequence[str]], limit: float
+) -> list[tuple[int, str]]:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     processes = []
     for rank, lines in enumerate(of_rank):
@@ -228,7 +242,7 @@ def tell_story(folder: Path, *of_rank: Sequence[str], limit: float = 3.0) -> lis
         own["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{rank}.json")
         processes.append(
             subprocess.Popen(
-                [sys.executable, "-c", "\n".join([RANK, *lines]), str(folder), str(limit)],
+                [python, "-c", "\n".join([RANK, *lines]), str(folder), str(limit)],
                 cwd=ROOT,
                 env=environment_of_a_person() | address | own,
                 stderr=subprocess.PIPE,
@@ -240,9 +254,9 @@ def tell_story(folder: Path, *of_rank: Sequence[str], limit: float = 3.0) -> lis
 
 
 @pytest.mark.slow
-def test_one_that_hangs_is_named_and_all_end(tmp_path: Path) -> None:
+def test_one_that_hangs_is_named_and_all_end(tell_story: Tell, tmp_path: Path) -> None:
     stands = ["def stands_here():", "    wait()", "stands_here()"]
-    first, second = tell_story(tmp_path, ["beat(4)", "wait()"], stands)
+    first, second = tell_story(["beat(4)", "wait()"], stands)
     assert (first[0], second[0]) == (3, 3)
     said = first[1]
     assert f"rank 1 on host {os.uname().nodename} hangs after step 3, for " in said
@@ -254,10 +268,10 @@ def test_one_that_hangs_is_named_and_all_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_dies_is_named_where_the_connection_breaks(tmp_path: Path) -> None:
+def test_one_that_dies_is_named_where_the_connection_breaks(tell_story: Tell) -> None:
     lost = "RuntimeError('[/x/pair.cc:5] Connection closed by peer [1.2.3.4]:5. This is typically')"
     fails = [f"sys.exit(report({lost}))"]
-    first, second = tell_story(tmp_path, fails, ["os.kill(os.getpid(), 9)"], limit=60.0)
+    first, second = tell_story(fails, ["os.kill(os.getpid(), 9)"], limit=60.0)
     assert (first[0], second[0]) == (3, -9)
     assert first[1].startswith(
         f"error (the environment): lost rank 1 on host {os.uname().nodename} after step 3: "
@@ -267,7 +281,9 @@ def test_one_that_dies_is_named_where_the_connection_breaks(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_told", [False, True], ids=["lost", "told"])
-def test_a_rank_that_is_told_to_end_names_a_lost_one_only(tmp_path: Path, is_told: bool) -> None:
+def test_a_rank_that_is_told_to_end_names_a_lost_one_only(
+    tell_story: Tell, tmp_path: Path, is_told: bool
+) -> None:
     """As torchrun tells the ranks of a host that has lost the one of the rendezvous.
 
     A scheduler tells all ranks, and one that has ended by its signal is not lost.
@@ -276,7 +292,7 @@ def test_a_rank_that_is_told_to_end_names_a_lost_one_only(tmp_path: Path, is_tol
     closed = "RuntimeError('[/x/pair.cc:5] Connection closed by peer [1.2.3.4]:5. This is ')"
     first = ["wait(1)", *(told if is_told else []), "wait(3)", "os.kill(os.getpid(), 9)"]
     second = ["wait(4.5)", *told, f"os._exit(report({closed}))"]
-    _, (code, _) = tell_story(tmp_path, first, second, limit=60.0)
+    _, (code, _) = tell_story(first, second, limit=60.0)
     left = tmp_path / "1.json"
     if is_told:
         assert code == 143 and not left.exists()
@@ -286,22 +302,22 @@ def test_a_rank_that_is_told_to_end_names_a_lost_one_only(tmp_path: Path, is_tol
 
 
 @pytest.mark.slow
-def test_one_that_fails_is_why_the_others_end(tmp_path: Path) -> None:
+def test_one_that_fails_is_why_the_others_end(tell_story: Tell) -> None:
     bad = ["sys.exit(report(TrainingFault('the loss is NaN')))"]
-    first, second = tell_story(tmp_path, ["wait()"], bad, limit=60.0)
+    first, second = tell_story(["wait()"], bad, limit=60.0)
     assert (first[0], second[0]) == (3, 4)
     assert second[1].startswith("error (training stopped): the loss is NaN\n")
     assert "rank 1 on host" in first[1] and "the loss is NaN" in first[1]
 
 
 @pytest.mark.slow
-def test_a_stall_that_ends_while_it_is_judged_is_none(tmp_path: Path) -> None:
+def test_a_stall_that_ends_while_it_is_judged_is_none(tell_story: Tell) -> None:
     stalls = ["wait(10)", "for _ in range(60): beat_again(); wait(0.1)", "peers.finish()"]
-    assert [code for code, _ in tell_story(tmp_path, stalls, stalls, limit=7.8)] == [0, 0]
+    assert [code for code, _ in tell_story(stalls, stalls, limit=7.8)] == [0, 0]
 
 
 @pytest.mark.slow
-def test_a_long_save_of_one_rank_is_waited_for(tmp_path: Path) -> None:
+def test_a_long_save_of_one_rank_is_waited_for(tell_story: Tell) -> None:
     saves = ["for _ in range(40): beat_again(); wait(0.1)", "peers.finish()", "wait(2)"]
     waits = ["wait(5)", "peers.finish()"]
-    assert [code for code, _ in tell_story(tmp_path, saves, waits)] == [0, 0]
+    assert [code for code, _ in tell_story(saves, waits)] == [0, 0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,18 +41,20 @@ class Ending:
 class Person:
     """One that types one command at a time."""
 
-    def __init__(self, cache: Path) -> None:
-        """Give the folder in which tokenised data is kept."""
+    def __init__(self, cache: Path, root: Path = ROOT) -> None:
+        """Give the folder in which tokenised data is kept, and that of the program."""
         self.environment = {
             "OMP_NUM_THREADS": "1",
             "LOFT_DATA_CACHE": str(cache),
             "GOMP_SPINCOUNT": "1000",
             "PYTHONFAULTHANDLER": "1",  # what takes too long shows where it stands
         }
+        # A short name: it is that of a socket, too.
+        self._python = Path(tempfile.mkdtemp(prefix="loft")) / "python"
         # From the thread that lives the longest: with it, the system ends what it has started.
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.reliability.warm"],
-            cwd=ROOT,
+            [sys.executable, "-m", "tests.reliability.warm", str(self._python)],
+            cwd=root,
             env=self._environment() | {PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -124,8 +128,7 @@ class Person:
     def _start_warm(
         self, module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> tuple[int, Callable[[], int]]:
-        if not self._is_ready:
-            self._is_ready = bool(self._answer())
+        self._wait_until_ready()
         request = {
             "module": module,
             "words": list(words),
@@ -139,6 +142,16 @@ class Person:
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         return self._answer()["pid"], lambda: self._answer()["code"]
+
+    @property
+    def python(self) -> str:
+        """An interpreter that is warm: its commands are forks, too, also those of torchrun."""
+        self._wait_until_ready()
+        return str(self._python)
+
+    def _wait_until_ready(self) -> None:
+        if not self._is_ready:
+            self._is_ready = bool(self._answer())
 
     def _answer(self) -> dict[str, Any]:
         assert self._server.stdout is not None
@@ -159,6 +172,7 @@ class Person:
             # A loader's worker that a test left behind holds the other end of the pipe, too.
             self._server.terminate()
             self._server.wait(LONGEST)
+        shutil.rmtree(self._python.parent, ignore_errors=True)
 
 
 def _num_processes_of_ranks(words: Sequence[str]) -> int:

@@ -12,38 +12,97 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import pytest
+
 from app.process.launch import PARENT_VARIABLE, live_with_parent
+from tests.reliability.python import attend, take_descriptors, write_python
 
 MOST_BYTES = 1 << 16
 """of a rank's words and variables"""
+IMPORTED_LATE = (
+    "multiprocessing.popen_fork",
+    "numpy.ctypeslib",
+    "numpy.ma",
+    "PIL.ImageDraw",
+    "PIL.ImageFont",
+    "PIL.PngImagePlugin",
+    "pyarrow",
+    "rich._emoji_codes",
+)
+"""what a run imports in its midst: as it draws its curves, or prints a table"""
+COMPOSED = (
+    ["+experiment=quickstart", "strategy=single"],  # first, for it stays in Hydra's store
+    ["+experiment=quickstart", "logger=csv"],
+    ["+experiment=quickstart"],
+    ["model.path=a", "logger=csv"],
+    ["model.path=a", "logger=csv", "adapter=lora", "packing=multipack"],
+    ["model.path=a", "logger=csv", "adapter=full", "packing=multipack"],
+    ["model.path=a", "logger=csv", "adapter=lora", "packing=none"],
+    ["model.path=a", "logger=csv", "adapter=full", "packing=none"],
+)
+"""options of most runs that are typed: what Hydra makes of them is kept"""
 
 
-def serve() -> None:
-    """Read a request a line, fork, answer its process id, wait, answer its exit code."""
+def serve(file: str) -> None:
+    """Do what is asked, by a fork each, until nobody asks.
+
+    A request a line: answers its process id, and its exit code once it has ended. And whatever is
+    typed with the interpreter that it writes to `file`.
+    """
     live_with_parent()
     import_all()
+    address = f"{file}.socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(address)
+        listening.listen()
+        asked = os.dup(listening.fileno())  # as a number: see WaitingRank
+    write_python(Path(file), address)
+    sys.executable = file  # what is started here starts others so
     gc.freeze()  # a child need not look through all of this, least of all when it ends
     print(json.dumps({"ready": os.getpid()}), flush=True)
-    while line := sys.stdin.readline():
-        request = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            return become(request)
-        print(json.dumps({"pid": child}), flush=True)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(json.dumps({"code": status}), flush=True)
+    running: dict[int, int] = {}
+    requested = 0
+    while True:
+        ready, _, _ = select.select([sys.stdin, asked, *running], [], [])
+        for ended in set(ready) & running.keys():
+            child = running.pop(ended)
+            os.close(ended)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if child == requested:
+                print(json.dumps({"code": code}), flush=True)
+        if asked in ready:
+            with socket.socket(fileno=os.dup(asked)) as listening:
+                asks, _ = listening.accept()
+            child = os.fork()
+            if child == 0:
+                return attend(asks, run_module)
+            asks.close()
+            running[os.pidfd_open(child)] = child
+        if sys.stdin in ready:
+            line = sys.stdin.readline()
+            if not line:
+                return
+            request = json.loads(line)
+            requested = child = os.fork()
+            if child == 0:
+                return become(request)
+            print(json.dumps({"pid": child}), flush=True)
+            running[os.pidfd_open(child)] = child
 
 
 def import_all() -> None:
@@ -55,7 +114,7 @@ def import_all() -> None:
     import lightning  # noqa: F401
     import peft.tuners.lora.bnb
     import peft.utils.transformers_weight_conversion  # noqa: F401
-    import pyarrow  # noqa: F401
+    import torch.distributed.run  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import app.assembly
@@ -68,12 +127,39 @@ def import_all() -> None:
     import app.strategy.fsdp
     import app.train
     import app.training.log_files  # noqa: F401
-    from app.config import compose
 
-    compose("train", ["+experiment=quickstart", "strategy=single"])  # Hydra and its parser's tables
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
+    read_once()
 
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("importing has started a thread: a fork of this process is not sound")
+
+
+def read_once() -> None:
+    """Read what a process reads once: conf/, the sources of a Llama's layers, renamed weights."""
+    import peft
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from app.config import compose
+    from app.model.weight_reads import call_changed_modules, children_read
+    from tests.composing import keep_compositions
+
+    get_checkpoint_conversion_mapping("llama")
+    with torch.device("meta"):
+        base = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))
+        lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            adapted = peft.get_peft_model(base, lora)
+    call_changed_modules(adapted)
+    for module in adapted.modules():
+        children_read(type(module))
+    keep_compositions(pytest.MonkeyPatch())
+    for words in COMPOSED:
+        compose("train", words)
 
 
 def become(request: Mapping[str, Any]) -> NoReturn:
@@ -90,6 +176,7 @@ def become(request: Mapping[str, Any]) -> NoReturn:
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.orig_argv = [sys.executable, "-m", request["module"], *request["words"]]
     record = Path(request["record"])
     if request["num_processes"]:
         from app.process import supervisor as starter
@@ -101,12 +188,13 @@ def become(request: Mapping[str, Any]) -> NoReturn:
     run_module(request["module"], request["words"], record)
 
 
-def run_module(name: str, words: Sequence[str], record: Path) -> NoReturn:
+def run_module(name: str, words: Sequence[str], record: Path | None = None) -> NoReturn:
     """Run a verb, or another module, as the interpreter would; ends this process."""
     from app.process.launch import read_launch
 
     read_launch.cache_clear()  # the environment is this process's own
-    record_into(record)
+    if record is not None:
+        record_into(record)
     sys.argv = [f"{name.replace('.', '/')}.py", *words]
     sys.modules.pop(name, None)  # it becomes __main__
     runpy.run_module(name, run_name="__main__", alter_sys=True)
@@ -168,30 +256,10 @@ def _wait_to_be_rank(listens: int, record: Path) -> NoReturn:
     if not text:  # the run ended before it had ranks
         os._exit(0)
     start = json.loads(text)
-    wanted = [2, *start["descriptors"]]
-    # All of them out of each other's way, before each gets the number that it is known by.
-    away = [_duplicate_above(one, max(wanted)) for one in descriptors]
-    for descriptor, number in zip(away, wanted, strict=True):
-        os.dup2(descriptor, number)
-    for descriptor in range(3, 256):
-        if descriptor not in wanted:
-            _close(descriptor)
+    take_descriptors([0, 1, *descriptors], [0, 1, 2, *start["descriptors"]])
     os.environ.clear()
     os.environ.update(start["environment"])
     run_module(start["module"], start["words"], record)
-
-
-def _duplicate_above(descriptor: int, number: int) -> int:
-    import fcntl
-
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(number + 1, 64))
-
-
-def _close(descriptor: int) -> None:
-    try:
-        os.close(descriptor)
-    except OSError:
-        return
 
 
 def record_into(folder: Path) -> None:
@@ -230,4 +298,4 @@ def record_into(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

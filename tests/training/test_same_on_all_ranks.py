@@ -22,6 +22,7 @@ from app.training.callbacks.same_on_all_ranks import (
     rank_invariant_values,
 )
 from tests.processes import LONGEST, RUN, start_train
+from tests.reliability.person import Person
 from tests.tiny import SAMPLES, small_run
 
 FACTS: dict[str, Any] = {
@@ -117,7 +118,7 @@ def test_other_code_and_other_libraries_are_named_before_what_they_decide(
         compare(values, other, programs=[same, program_values({"torch": "2.13.0"})])
 
 
-def start_apart(folder: Path, *typed: list[str]) -> str:
+def start_apart(folder: Path, person: Person, *typed: list[str]) -> str:
     """Start two ranks, each by a command of its own, which both refuse; return what they said."""
     group = {
         "WORLD_SIZE": "2",
@@ -131,6 +132,7 @@ def start_apart(folder: Path, *typed: list[str]) -> str:
             f"output.dir={folder / 'run'}",
             f"data.cache_dir={folder / 'cache'}",
             environment=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            python=person.python,
         )
         for rank, words in enumerate(typed)
     ]
@@ -142,7 +144,9 @@ def start_apart(folder: Path, *typed: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_ranks_with_other_settings_stop_before_the_first_step(tmp_path: Path) -> None:
+def test_ranks_with_other_settings_stop_before_the_first_step(
+    person: Person, tmp_path: Path
+) -> None:
     rows = tmp_path / "rows.json"
     rows.write_text((SAMPLES / "lists_test.json").read_text().replace("biggest", "largest"))
     words = small_run(*RUN, "trainer.devices=2", "trainer.accelerator=cpu")
@@ -150,12 +154,14 @@ def test_ranks_with_other_settings_stop_before_the_first_step(tmp_path: Path) ->
         word.replace(str(SAMPLES / "lists_test.json"), str(rows)) if "lists" in word else word
         for word in words
     ]
-    said = start_apart(tmp_path, words, [*other, "adapter.dropout=0.2"])
+    said = start_apart(tmp_path, person, words, [*other, "adapter.dropout=0.2"])
     assert "rank 1 and rank 0 have different settings of adapter, rows, tokens;" in said
 
 
 @pytest.mark.slow
-def test_ranks_with_other_strategies_stop_without_a_deadlock(tmp_path: Path) -> None:
+def test_ranks_with_other_strategies_stop_without_a_deadlock(
+    person: Person, tmp_path: Path
+) -> None:
     words = small_run(*RUN, "trainer.devices=2", "trainer.accelerator=cpu")
-    said = start_apart(tmp_path, [*words, "strategy=ddp"], [*words, "strategy=fsdp"])
+    said = start_apart(tmp_path, person, [*words, "strategy=ddp"], [*words, "strategy=fsdp"])
     assert "rank 1 and rank 0 have different strategy;" in said

@@ -89,12 +89,7 @@ def resume_from(run: Path, step: int, *words: str, total: int = 8) -> Path:
 
 CASES = {
     "lora packed": ("adapter.dropout=0.1",),
-    "lora padded": ("adapter.dropout=0.1", "packing=none", "trainer.micro_batch_size=2"),
-    "full packed": FULL,
-    "full padded": (*FULL, "packing=none"),
     "three sets": (THREE_SETS, "adapter.dropout=0.1"),
-    "four micro-batches": ("adapter.dropout=0.1", "trainer.gradient_accumulation_steps=4"),
-    "one micro-batch": ("adapter.dropout=0.1", "trainer.gradient_accumulation_steps=1"),
     "stream": (*STREAM, "adapter.dropout=0.1"),
     "bf16": ("trainer.precision=bf16", "adapter.dropout=0.1"),
     "bf16-pure": (*FULL, "trainer.precision=bf16-pure"),

@@ -1,0 +1,155 @@
+"""A `python` whose commands are forks of the process that has imported everything.
+
+It may stand wherever a test or a program that is tested starts an interpreter: by torchrun, by a
+sweep, in a shell, in a namespace of its own. A small process stands for each command: it has the
+command's words, its place among the processes and its signals, and ends as the command does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from app.process.launch import PARENT_VARIABLE
+
+MOST_BYTES = 1 << 18
+"""of a command's words and variables"""
+MOST_DESCRIPTORS = 64
+FIRST_AWAY = 256
+NAMESPACES = ("net", "uts", "mnt")
+
+PROGRAM = """#!{python} -IS
+import sys
+words = sys.argv[1:]
+if next((word for word in words if word != "-u"), "") not in ("-m", "-c"):
+    import os
+    os.execv({python!r}, [{python!r}, *words])
+import json, os, signal, socket
+def is_passed(number):
+    try:
+        return number < 3 or os.get_inheritable(number)
+    except OSError:  # of the folder that was listed
+        return False
+parent = os.environ.get({parent!r})
+if parent == str(os.getppid()):
+    import ctypes
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+inherited = [int(name) for name in os.listdir("/proc/self/fd")]
+inherited = [number for number in inherited if number < 256 and is_passed(number)]
+warm = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+ignored = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        ignored.append(number)
+    else:
+        signal.signal(number, lambda number, _: warm.send(bytes([number])))
+warm.connect({address!r})
+command = dict(words=words, folder=os.getcwd(), environment=dict(os.environ), pid=os.getpid(),
+               is_child=parent == str(os.getppid()), ignored=ignored, descriptors=inherited)
+socket.send_fds(warm, [json.dumps(command).encode()], inherited)
+for number in inherited:
+    os.close(number)
+code = int(warm.recv(16) or -9)
+if code < 0:
+    if code != -9:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+def write_python(file: Path, address: str) -> None:
+    """Write the interpreter that asks the warm process at `address`."""
+    text = PROGRAM.format(python=sys.executable, address=address, parent=PARENT_VARIABLE)
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+def attend(asks: socket.socket, run_module: Callable[[str, list[str]], NoReturn]) -> None:
+    """Be the process between a command and the one that stands for it; returns in the command."""
+    text, descriptors, _, _ = socket.recv_fds(asks, MOST_BYTES, MOST_DESCRIPTORS)
+    if not text:
+        os._exit(0)
+    command = json.loads(text)
+    child = os.fork()
+    if child == 0:
+        asks.close()
+        return become_typed(command, descriptors, run_module)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    ended = os.pidfd_open(child)
+    while True:
+        ready, _, _ = select.select([asks, ended], [], [])
+        if ended in ready:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            asks.send(str(code).encode())
+            os._exit(0)
+        heard = asks.recv(1)
+        signal.pidfd_send_signal(ended, heard[0] if heard else signal.SIGKILL)
+        if not heard:  # who typed it is gone
+            os.waitpid(child, 0)
+            os._exit(0)
+
+
+def become_typed(
+    command: Mapping[str, Any],
+    descriptors: list[int],
+    run_module: Callable[[str, list[str]], NoReturn],
+) -> NoReturn:
+    """Be the process that a person would have started by the words of `command`."""
+    os.setsid()
+    take_descriptors(descriptors, command["descriptors"])
+    _enter(command["pid"])
+    os.chdir(command["folder"])
+    os.environ.clear()
+    os.environ.update(command["environment"])
+    if command["is_child"]:
+        os.environ[PARENT_VARIABLE] = str(os.getppid())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in command["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    words = [word for word in command["words"] if word != "-u"]
+    is_flushed = len(words) < len(command["words"]) or "PYTHONUNBUFFERED" in os.environ
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1 if is_flushed else -1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.orig_argv = [sys.executable, *command["words"]]
+    if words[0] == "-m":
+        run_module(words[1], words[2:])
+    sys.argv = ["-c", *words[2:]]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(words[1], "<string>", "exec"), vars(main))  # noqa: S102  the test's own
+    sys.exit(0)
+
+
+def take_descriptors(descriptors: Sequence[int], wanted: Sequence[int]) -> None:
+    """Give each of `descriptors` the number that it is known by, and close all others."""
+    # All of them out of each other's way, before each gets its own.
+    away = [fcntl.fcntl(one, fcntl.F_DUPFD, FIRST_AWAY) for one in descriptors]
+    for descriptor, number in zip(away, wanted, strict=True):
+        os.dup2(descriptor, number)
+    for number in range(3, 2 * FIRST_AWAY):
+        if number not in wanted:
+            with contextlib.suppress(OSError):
+                os.close(number)
+
+
+def _enter(pid: int) -> None:
+    """Enter the namespaces of a process: its network, the name of its host, its files."""
+    for kind in NAMESPACES:
+        own, other = (f"/proc/{who}/ns/{kind}" for who in ("self", pid))
+        if os.readlink(own) != os.readlink(other):
+            with open(other) as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter {other}")
