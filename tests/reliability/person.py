@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.process.launch import PARENT_VARIABLE
 from tests.conftest import ROOT
 from tests.processes import GONE_WITHIN, LONGEST, environment_of_a_person
+
+if TYPE_CHECKING:
+    from tests.hosts import Host
 
 LOG = "log.txt"
 """beside a run's folder: all that its processes printed"""
@@ -39,17 +42,18 @@ class Ending:
 class Person:
     """One that types one command at a time."""
 
-    def __init__(self, cache: Path) -> None:
-        """Give the folder in which tokenised data is kept."""
+    def __init__(self, cache: Path, host: Host | None = None) -> None:
+        """Give the folder in which tokenised data is kept, and the host if it is not this one."""
         self.environment = {
             "OMP_NUM_THREADS": "1",
             "LOFT_DATA_CACHE": str(cache),
             "GOMP_SPINCOUNT": "1000",
             "PYTHONFAULTHANDLER": "1",  # what takes too long shows where it stands
         }
+        command = [sys.executable, "-m", "tests.reliability.warm"]
         # From the thread that lives the longest: with it, the system ends what it has started.
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.reliability.warm"],
+            command if host is None else host.command(*command),
             cwd=ROOT,
             env=self._environment() | {PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.PIPE,
