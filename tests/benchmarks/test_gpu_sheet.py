@@ -17,6 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 import benchmarks.gpu.__main__ as bench
 from app.config import load_config
+from app.model import compile as compiling
 from app.model.adapter import LoraConfig
 from app.model.base import ModelConfig, load_base
 from app.model.quantization import QuantizationConfig
@@ -110,7 +111,11 @@ def test_every_part_trains_and_stands_in_the_sheet(
     assert "Left out" not in sheet
 
 
-def test_the_compiled_parts_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_compiled_parts_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As graphs of layers and their gradients; of real kernels there is a test of its own."""
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     sheet, found = measured(tmp_path, capsys, parts=COMPILED, rounds=2)
     assert "Left out" not in sheet
     assert {one["part"] for one in found if "part" in one} == set(COMPILED)

@@ -141,9 +141,10 @@ def test_ten_steps_are_those_of_plain_layers(kind: str, split_only: None) -> Non
     assert num_compiled() > 0
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_ten_steps_of_real_kernels(kind: str) -> None:
-    plain, compiled = build(kind), build(kind)
+@pytest.mark.parametrize(("kind", "adapter"), [("llama", None), ("gpt2", FullConfig())], ids=MAKERS)
+def test_ten_steps_of_real_kernels(kind: str, adapter: AdapterConfig | None) -> None:
+    """Of a LoRA, and of a whole model."""
+    plain, compiled = build(kind, adapter), build(kind, adapter)
     layers = CompiledLayers(compiled)
     assert_close(gradients(compiled), gradients(plain))
     assert train_steps(compiled, 10) == pytest.approx(train_steps(plain, 10), rel=1e-5)
@@ -362,15 +363,13 @@ def test_padding_to_one_size_changes_no_loss() -> None:
             assert (one - other).norm() <= 1e-5 * other.norm()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_run_with_compiled_layers(
-    kind: str, split_only: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    split_only: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Through the command line's door: steps, validations, saving, answers after the training."""
-    numbers = {"n_positions": 256} if kind == "gpt2" else {"max_position_embeddings": 256}
-    base = save_with_tokenizer(MAKERS[kind](vocab_size=768, **numbers), tmp_path / "base")
-    words = [f"model.path={base}", "adapter.dropout=0.0", "trainer.max_steps=10"]
-    words += ["trainer.validate_every_steps=4", "evaluation.max_new_tokens=4", "logger=csv"]
+    base = save_with_tokenizer(tiny_gpt2(vocab_size=768, n_positions=256), tmp_path / "base")
+    words = [f"model.path={base}", "adapter.dropout=0.0", "trainer.max_steps=6"]
+    words += ["trainer.validate_every_steps=2", "evaluation.max_new_tokens=4", "logger=csv"]
     before = num_compiled()
     compiled = train_into(tmp_path / "compiled", *words, "trainer.compile=true")
     after = num_compiled()

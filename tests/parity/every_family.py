@@ -95,6 +95,7 @@ SMALL: dict[str, Any] = {
     "dff": 48,
     "dim_ff": 48,
     "dim_model": 32,
+    "emb_dim": 32,
     "embedding_size": 32,
     "encoder_ffn_dim": 48,
     "expert_ffn_hidden_size": 24,
@@ -117,6 +118,7 @@ SMALL: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
     "n_embd": 32,
     "n_inner": 48,
     "q_lora_rank": 16,
@@ -125,6 +127,7 @@ SMALL: dict[str, Any] = {
     "query_pre_attn_scalar": 8,
     "rotary_dim": 4,
     "shared_expert_intermediate_size": 24,
+    "shared_experts_intermediate_size": 24,
     "shared_intermediate_size": 24,
     "v_head_dim": 8,
     "word_embed_proj_dim": 32,
@@ -150,6 +153,7 @@ SMALL: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "num_experts_per_token": 2,
+    "num_filters": 4,
     "num_global_key_value_heads": 2,
     "num_heads": 4,
     "num_key_value_heads": 2,
@@ -190,6 +194,7 @@ SMALL: dict[str, Any] = {
     # tokens
     "bos_token_id": 1,
     "decoder_start_token_id": 2,
+    "encoder_hash_byte_group_vocab": 64,
     "eos_token_id": 2,
     "pad_token_id": 0,
     "type_vocab_size": 2,
@@ -205,6 +210,20 @@ SMALL: dict[str, Any] = {
 }
 """numbers of config.json that make a model small, wherever a config has them"""
 LATENT = {"num_key_value_heads": 4}
+WIDER_LAYER = LATENT | {
+    "per_layer_config": {
+        "1": {
+            "head_dim": 32,
+            "kv_lora_rank": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "q_lora_rank": 24,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        }
+    }
+}
 DELTA = LATENT | {"linear_head_dim": 8, "linear_num_heads": 4, "num_expert_group": 1}
 BERT = {
     "model_type": "bert",
@@ -226,10 +245,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
             *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
-            *("glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"),
+            *("glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu"),
         ),
         LATENT,
     ),
+    "longcat_flash": LATENT | {"zero_expert_num": 4},
     "bailing_hybrid": DELTA | {"layer_group_size": 2},
     "kimi_linear": DELTA,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -238,12 +258,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
     "jamba": {"use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "dots3_note": {"text_config": LATENT},
-    "dots3_note_text": LATENT,
+    "dots3_note": {"text_config": WIDER_LAYER},
+    "dots3_note_text": WIDER_LAYER,
     "encoder-decoder": {"encoder": BERT, "decoder": BERT | DECODER},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4},
+    },
+    "pegasus_x": {"block_size": 16, "num_global_tokens": 4},
+    "phi4_multimodal": {
+        "audio_config": {
+            "depthwise_separable_out_channel": 32,
+            "ext_pw_out_channel": 32,
+            "nemo_conv_channels": 32,
+            "num_blocks": 2,
+        }
     },
     "prophetnet": {"add_cross_attention": True},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
@@ -274,7 +303,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_buckets": 2,
         "hash_seed": 0,
     },
-    "emu3": {"vocabulary_map": {"<|extra_200|>": 60, "<image>": 61}},
+    "emu3": {
+        "vocabulary_map": {"<|extra_200|>": 60, "<image>": 61},
+        "vq_config": {"base_channels": 32, "codebook_size": 64},
+    },
     "nemo_speechlm": {
         "text_config": {
             "mamba_num_heads": 8,

@@ -39,6 +39,7 @@ def words(base: Path, adapter: str, packing: str, sequence_len: int, micro: int)
         f"optimizer.lr={LR[adapter]}",
         f"optimizer.weight_decay={DECAY}",
         f"trainer.max_steps={STEPS}",
+        f"trainer.validate_every_steps={STEPS}",
         f"trainer.micro_batch_size={micro}",
         f"trainer.gradient_accumulation_steps={ACCUMULATION}",
         "trainer.precision=fp32",

@@ -13,7 +13,7 @@ from tests.tiny import TINY_BASE
 
 pytestmark = pytest.mark.slow
 
-SEQUENCE_LEN, MICRO = 256, 2
+SEQUENCE_LEN, MICRO = 128, 2
 
 
 def model_inputs(batch: Batch, packing: str) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:

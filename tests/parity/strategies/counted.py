@@ -1,6 +1,7 @@
-"""The ordinary command as a rank of two hosts, with a note after each optimizer step.
+"""The ordinary command as all ranks of a host, with a note after each optimizer step.
 
-A note is the time, and the bytes that have left this host over the link until then.
+A note is the time, and the bytes that have left this host over the link until then. The first rank
+forks the others: what torchrun does with hosts, `tests/end_to_end/test_two_hosts.py` shows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from app.process.launch import PARENT_VARIABLE
 from app.training.module import FinetuneModule
 from tests.hosts import INTERFACE
 
@@ -21,9 +23,20 @@ SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
 
 
 def main() -> None:
-    if os.environ["LOCAL_RANK"] == "0":
+    os.environ.pop(PARENT_VARIABLE, None)  # as under torchrun, no rank is this program's child
+    if is_first_of_ranks():
         count_steps(Path(os.environ[NOTES]))
     runpy.run_module("app.train", run_name="__main__", alter_sys=True)
+
+
+def is_first_of_ranks() -> bool:
+    """Become the ranks of this host, in a process each; tell whether this is the first of them."""
+    first, number = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    for local in range(1, number):
+        if os.fork() == 0:
+            os.environ |= {"LOCAL_RANK": str(local), "RANK": str(first + local)}
+            return False
+    return True
 
 
 def count_steps(file: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,11 +14,11 @@ from app.config import load_config
 from app.config.verbs import PlanConfig
 from app.planning.communication import REDUCE_SCATTER, list_collectives, sent_by_node
 from app.planning.planned import on_hardware, plan_run
-from tests.hosts import Host, two_hosts, why_no_hosts
+from tests.hosts import PORT, Host, two_hosts, why_no_hosts
 from tests.parity.strategies.counted import NOTES
 from tests.parity.strategies.layouts import SINGLE, Layout, Runs, check_same_steps
 from tests.planning.test_planned import STRATEGIES
-from tests.processes import LONGEST
+from tests.reliability.person import Ending, Person
 from tests.runs import rows_of
 from tests.tiny import SAMPLES, save_with_tokenizer, tiny_llama
 
@@ -30,7 +32,7 @@ WIDE = {
     "initializer_range": 0.05,
 }
 """10 MB of gradients, and steps of a few tens of milliseconds"""
-STEPS, FROM, UNTIL = 6, 2, 4
+STEPS, FROM, UNTIL = 4, 1, 3
 """of a run, and between which what crosses the link is counted: in full periods of local SGD"""
 PERIOD = 2
 NEAR = 0.15
@@ -92,63 +94,87 @@ def words_of(base: Path, strategy: Layout, num_ranks: int) -> list[str]:
     ]
 
 
-def train(pair: tuple[Host, Host], layout: Layout, base: Path, folder: Path) -> Crossing:
-    """Train on both hosts under torchrun."""
-    run = folder / "run"
-    words = [*words_of(base, layout, 2 * layout.ranks), "trainer.num_nodes=2"]
-    started = []
-    for host in pair:
-        with (folder / f"{host.name}.log").open("w") as log:
-            torchrun = host.torchrun(
-                *("-m", "tests.parity.strategies.counted", *words, f"output.dir={run}"),
-                first=pair[0].address,
-                ranks=layout.ranks,
-                environment={
-                    NOTES: str(folder / f"{host.name}.jsonl"),
-                    "LOFT_DATA_CACHE": str(folder / "cache"),
-                },
-                stdout=log,
-            )
-        started.append(torchrun)
-    codes = [torchrun.wait(LONGEST) for torchrun in started]
-    said = "\n".join((folder / f"{host.name}.log").read_text() for host in pair)
-    assert codes == [0, 0], said
-    sent, seconds = [], []
-    for host in pair:
-        lines = (folder / f"{host.name}.jsonl").read_text().splitlines()
-        notes = [json.loads(line) for line in lines]
-        assert len(notes) == STEPS
-        first, last = notes[FROM], notes[UNTIL]
-        sent.append((last["sent"] - first["sent"]) / (UNTIL - FROM))
-        seconds.append((last["seconds"] - first["seconds"]) / (UNTIL - FROM))
-    assert sent[0] == pytest.approx(sent[1], rel=0.05)
-    return Crossing(run=run, bytes_per_step=max(sent), seconds_per_step=max(seconds))
-
-
 class Crossings:
-    """Runs of two hosts, each done once."""
+    """Runs of two hosts, and those of one that they are compared with, each done once."""
 
-    def __init__(self, base: Path, folder: Path) -> None:
-        self._base, self._folder = base, folder
+    def __init__(self, pair: tuple[Host, Host], runs: Runs, base: Path, folder: Path) -> None:
+        self._pair, self._runs, self._base, self._folder = pair, runs, base, folder
+        cache = folder / "cache"
+        self._persons = [Person(cache, host) for host in pair]
         self._done: dict[Layout, Crossing] = {}
+        self._alone: dict[tuple[Layout, int], Path] = {}
+
+    def close(self) -> None:
+        for person in self._persons:
+            person.close()
+
+    def alone(self, layout: Layout, num_ranks: int) -> Path:
+        """Return the run of this machine whose steps are those of `num_ranks` ranks."""
+        if (layout, num_ranks) not in self._alone:
+            run = self._runs.new_folder("alone")
+            self._runs.person.train_into(run, *words_of(self._base, layout, num_ranks))
+            self._alone[layout, num_ranks] = run
+        return self._alone[layout, num_ranks]
 
     def of(self, layout: Layout) -> Crossing:
         if layout not in self._done:
-            folder = self._folder / f"{layout.strategy}-{layout.ranks}"
-            folder.mkdir()
-            with two_hosts() as pair:
-                if layout.strategy in TIMED:
-                    for host in pair:
-                        host.shape("100mbit")
-                self._done[layout] = train(pair, layout, self._base, folder)
+            for host in self._pair:
+                host.shape("200mbit" if layout.strategy in TIMED else "10gbit")
+            self._done[layout] = self._train(layout)
         return self._done[layout]
+
+    def _train(self, layout: Layout) -> Crossing:
+        """Train on both hosts, whose processes fork from one that has imported everything."""
+        folder = self._folder / f"{layout.strategy}-{layout.ranks}"
+        run = folder / "run"
+        words = [*words_of(self._base, layout, 2 * layout.ranks), "trainer.num_nodes=2"]
+
+        def ranks_of(number: int) -> Ending:
+            own = folder / self._pair[number].name
+            own.mkdir(parents=True)
+            return self._persons[number].type_train(
+                [*words, f"output.dir={run}"],
+                own,
+                module="tests.parity.strategies.counted",
+                environment={
+                    NOTES: str(own / "notes.jsonl"),
+                    "RANK": str(number * layout.ranks),
+                    "LOCAL_RANK": "0",
+                    "WORLD_SIZE": str(2 * layout.ranks),
+                    "LOCAL_WORLD_SIZE": str(layout.ranks),
+                    "GROUP_RANK": str(number),
+                    "MASTER_ADDR": self._pair[0].address,
+                    "MASTER_PORT": str(PORT + len(self._done)),
+                    "TORCHELASTIC_RUN_ID": "hosts",  # by which Lightning knows torchrun's ranks
+                },
+            )
+
+        with ThreadPoolExecutor(2) as both:
+            endings = list(both.map(ranks_of, range(2)))
+        said = "\n".join(ending.said for ending in endings)
+        assert [ending.code for ending in endings] == [0, 0], said
+        sent, seconds = [], []
+        for host in self._pair:
+            lines = (folder / host.name / "notes.jsonl").read_text().splitlines()
+            notes = [json.loads(line) for line in lines]
+            assert len(notes) == STEPS
+            first, last = notes[FROM], notes[UNTIL]
+            sent.append((last["sent"] - first["sent"]) / (UNTIL - FROM))
+            seconds.append((last["seconds"] - first["seconds"]) / (UNTIL - FROM))
+        assert sent[0] == pytest.approx(sent[1], rel=0.05)
+        return Crossing(run=run, bytes_per_step=max(sent), seconds_per_step=max(seconds))
 
 
 @pytest.fixture(scope="module")
-def crossings(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Crossings:
+def crossings(
+    wide: Path, runs: Runs, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Crossings]:
     if (reason := why_no_hosts()) is not None:
         pytest.skip(reason)
-    return Crossings(wide, tmp_path_factory.mktemp("crossings"))
+    with two_hosts() as pair:
+        found = Crossings(pair, runs, wide, tmp_path_factory.mktemp("crossings"))
+        yield found
+        found.close()
 
 
 def formula_of(layout: Layout, base: Path) -> float:
@@ -170,7 +196,7 @@ def formula_of(layout: Layout, base: Path) -> float:
 
 @pytest.mark.parametrize("strategy", LAYOUTS)
 def test_two_hosts_train_as_one_and_send_what_the_formula_says(
-    strategy: str, crossings: Crossings, runs: Runs, wide: Path
+    strategy: str, crossings: Crossings, wide: Path
 ) -> None:
     layout = LAYOUTS[strategy]
     crossing = crossings.of(layout)
@@ -179,8 +205,7 @@ def test_two_hosts_train_as_one_and_send_what_the_formula_says(
     here = SINGLE
     if strategy == "hsdp_local_sgd":  # what it is to a plain loop, tests/strategy shows
         here = Layout(strategy=strategy, ranks=2, words=("strategy.replicas=2", *EVERY))
-    alone = runs.new_folder("alone")
-    runs.person.train_into(alone, *words_of(wide, here, 2 * layout.ranks))
+    alone = crossings.alone(here, 2 * layout.ranks)
     if here is SINGLE:
         check_same_steps(crossing.run, alone)
     else:
