@@ -47,7 +47,7 @@ def merge(config: MergeConfig) -> Difference | None:
 
     say_loading()
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.assembly import open_tuned
+    from app.assembly.tuned import open_tuned
     from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify
     from app.model.merging import merge_weights, plan_merge
     from app.model.tokenizer import keep_stop_tokens
@@ -106,7 +106,7 @@ def save_from_checkpoint(config: MergeConfig, env: Environment, folder: Path) ->
 
     UserError where there is no such checkpoint, or it is of other weights than an adapter's.
     """
-    from app.assembly import open_base
+    from app.assembly.base import open_base
     from app.model.adapter import save_adapter, save_converted, write_origin
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig

@@ -46,7 +46,7 @@ def preview(config: PreviewConfig) -> Path:
     # Imported here and not above: --help and a config error must not wait for torch.
     from rich.console import Console
 
-    from app.assembly import build_datamodule
+    from app.assembly.data import build_datamodule
     from app.model.tokenizer import build_tokenizer
     from app.report.preview import collect_preview
     from app.report.render import print_preview, render_page
@@ -203,7 +203,7 @@ def find_model_spec(
     With a tokenizer alone, each of its tokens is taken to have a row. A typed `sequence_len` then
     stands: only a model could contradict it.
     """
-    from app.assembly import model_spec
+    from app.assembly.base import model_spec
     from app.model.tokenizer import new_token_ids, num_rows
     from data_modules import ModelSpec
 

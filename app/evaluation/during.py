@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.evaluation.comparison import Evaluator
 from app.evaluation.generation import DuringConfig
-from app.evaluation.shares import Shares
+from app.evaluation.shares import Shares, gather_results
 from app.evaluation.tasks.questions import Task
 from app.process.files import write_whole
 from app.process.heartbeat import beat_again
@@ -81,17 +81,9 @@ def _beat(key: str, done: int, total: int) -> None:
 def _shares(trainer: Any) -> Shares:
     if trainer.world_size == 1:
         return Shares(show=_beat)
-
-    def gather(own: dict[int, Any]) -> Sequence[dict[int, Any]]:
-        import torch.distributed as dist
-
-        parts: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(parts, own)
-        return parts
-
     return Shares(
         rank=trainer.global_rank,
         num_ranks=trainer.world_size,
-        gather=gather,
+        gather=gather_results,
         show=_beat,
     )

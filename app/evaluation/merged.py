@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from app.assembly.tuned import Tuned
     from app.config import MergeConfig
-    from app.evaluation.tuned import Tuned
     from app.model.experts import ChosenExperts
     from app.model.merging import Difference
     from app.training.trainer import Environment

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from app.assembly import Base
+    from app.assembly.base import Base
     from app.model.adapter import Change
 
 log = logging.getLogger(__name__)

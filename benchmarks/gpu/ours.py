@@ -84,7 +84,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
 
 
 def resolve_recompute(task: Task, part: Part, adapter: AdapterConfig, env: Environment) -> str:
-    """Return what recompute=auto takes for a part on this device, as `app.assembly` has it taken.
+    """Return what recompute=auto takes for a part on this device, as `app.assembly.auto` does.
 
     A part's own words are not read here: it is 8B in bf16, alone on its device.
     """
