@@ -32,7 +32,7 @@ from data_modules import printable
 
 if TYPE_CHECKING:
     from app.assembly.base import Base
-    from app.evaluation.comparison import Evaluator
+    from app.evaluation.evaluator import Evaluator
     from app.evaluation.shares import Shares
     from app.training.trainer import Environment
     from data_modules import FinetuneDataModule

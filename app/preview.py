@@ -185,7 +185,7 @@ def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
 
     `model.architecture` is used where it is set: nothing is downloaded.
     """
-    from app.model.base import load_architecture
+    from app.model.architecture import load_architecture
 
     folder = None if model.path is None else Path(model.path)
     if folder is not None and folder.is_dir():

@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING
 
 from app.config import TrainConfig, TunedConfig
 from app.model.adapter import AdapterConfig
+from app.model.architecture import commit_of, context_len, decoder_start_token_id, load_architecture
 from app.model.attention import attention_implementation, choose_backend, why_not_packed
-from app.model.base import (
-    ModelConfig,
-    check_described,
-    commit_of,
-    context_len,
-    decoder_start_token_id,
-    load_architecture,
-    load_base,
-)
+from app.model.base import ModelConfig, check_described, load_base
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.quantization import QuantizationConfig, stored_settings
 from app.model.tokenizer import (

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import TrainConfig
-from app.evaluation.comparison import Evaluator
 from app.evaluation.during import DuringTraining, small_set
+from app.evaluation.evaluator import Evaluator
 from app.evaluation.generation import EvaluationConfig
 from app.evaluation.shares import Shares
 from app.evaluation.tasks.questions import Task, build_tasks

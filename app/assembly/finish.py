@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from app.assembly.base import Base
-    from app.evaluation.comparison import Evaluator
+    from app.evaluation.evaluator import Evaluator
     from app.planning.training import Estimate
     from app.training.module import FinetuneModule
     from data_modules import FinetuneDataModule

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.comparison import Evaluator
+from app.evaluation.evaluator import Evaluator
 from app.evaluation.generation import DuringConfig
 from app.evaluation.shares import Shares, gather_results
 from app.evaluation.tasks.questions import Task

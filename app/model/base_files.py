@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.model.architecture import model_class
 from app.model.multimodal import outermost, tower_modules
 from app.model.quantization import quantizable_layers
 from app.process.errors import UserError
@@ -97,8 +98,6 @@ def check_shapes(
     named otherwise in files are left to the loader.
     """
     import torch
-
-    from app.model.base import model_class
 
     with torch.device("meta"), quantizable_layers(architecture.model_type):
         model = model_class(architecture).from_config(copy.deepcopy(architecture), **how)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.activation_memory import WIDEST_FLASH_HEAD
 from app.model.adapter import LoraConfig, saves_whole_model
+from app.model.architecture import text_numbers
 from app.model.base import ModelConfig
 from app.model.hub import newest_of_hub
-from app.model.token_ids import text_numbers
 from app.planning.choose import (
     choose_micro_batch,
     choose_recompute,
