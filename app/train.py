@@ -38,7 +38,8 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     from app.assembly.auto import resolve_auto
     from app.assembly.base import open_base
     from app.assembly.data import build_data
-    from app.assembly.training import build_module, build_trainer, describe_run
+    from app.assembly.metadata import describe_run
+    from app.assembly.training import build_module, build_trainer
     from app.training.trainer import resolve_environment
 
     # Where it runs, what it starts from, and what it learns from: all steps are planned here.

@@ -19,7 +19,7 @@ from app.planning.choose import (
     recompute_modes,
 )
 from app.planning.memory import PlannedRun
-from app.planning.planned import NOT_PLANNED
+from app.planning.planned import planned_strategies
 from app.planning.training import (
     Estimate,
     check_room,
@@ -31,7 +31,7 @@ from app.planning.training import (
 from app.preflight import check_compatibility
 from app.process.errors import UserError
 from app.process.launch import is_first_rank
-from app.strategy.settings import FAMILIES, StrategyConfig
+from app.strategy.settings import StrategyConfig
 from app.training.micro_batch import can_try
 from app.training.trainer import Environment
 
@@ -86,7 +86,7 @@ def resolve_strategy(
     else:
         choice = choose_strategy(
             plan,
-            known_strategies(),
+            planned_strategies(settings_of),
             recompute_modes(config.recompute.mode, compiles=config.trainer.compile),
             is_stored=stored_settings(base.architecture) is not None,
             has_deepspeed=find_spec("deepspeed") is not None,
@@ -99,11 +99,6 @@ def resolve_strategy(
     if is_first_rank():
         log.log(logging.DEBUG if choice.name == "single" else logging.INFO, "strategy: %s", choice)
     return chosen
-
-
-def known_strategies() -> dict[str, StrategyConfig]:
-    """Return the settings of each strategy that can be planned, by its name."""
-    return {name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED}
 
 
 def resolve_micro_batch(
@@ -172,6 +167,7 @@ def check_plan(
             estimate.line(data.total_steps),
         )
     whole = base.architecture.to_dict()
-    ways = partial(find_ways, config, plan, whole, known_strategies)
+    strategies = partial(planned_strategies, settings_of)
+    ways = partial(find_ways, config, plan, whole, strategies)
     check_room(plan, estimate, config.plan.enforce, ways)
     return estimate

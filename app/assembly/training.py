@@ -1,10 +1,9 @@
-"""The Lightning trainer and the Lightning module of a training, and what describes its run."""
+"""The Lightning trainer and the Lightning module of a training."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from app.assembly.evaluation import build_during
-from app.config import TrainConfig, save_config
+from app.assembly.metadata import WriteMetadata
+from app.config import TrainConfig
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank, read_launch
-from app.process.logs import keep_log
-from app.run import Run, global_batch_of
-from app.run.folder import CONFIG_FILE
-from app.run.manifest import installed_versions, save_manifest
+from app.run import Run
+from app.run.manifest import installed_versions
 from app.run.ranks import watch_ranks
 from app.strategy.build import build_strategy
 from app.strategy.settings import StrategyConfig
@@ -32,9 +30,8 @@ from app.training.callbacks.same_on_all_ranks import (
     rank_invariant_values,
 )
 from app.training.callbacks.watch_machine import WatchMachine
-from app.training.callbacks.write_metadata import WriteMetadata
 from app.training.checkpoint.saving import build_checkpoints, build_saver
-from app.training.logger import build_loggers, drop_rows_after
+from app.training.logger import build_loggers
 from app.training.metrics import Metrics
 from app.training.micro_batch import try_micro_batch
 from app.training.module import FinetuneModule
@@ -43,40 +40,13 @@ from app.training.optimizers import build_optimizer
 from app.training.routing import choose_router_aux_loss
 from app.training.schedule import resolve_lr
 from app.training.trainer import Environment, build_lightning_trainer
-from data_modules import FinetuneDataModule, redacted
+from data_modules import FinetuneDataModule
 
 if TYPE_CHECKING:
     from app.assembly.base import Base
     from app.planning.training import Estimate
 
 log = logging.getLogger(__name__)
-
-
-def describe_run(
-    config: TrainConfig,
-    base: Base,
-    data: FinetuneDataModule,
-    env: Environment,
-) -> dict[str, Any]:
-    """Return what the manifest says of a run, and what a resumed run is compared by."""
-    return {
-        "seed": config.seed,
-        "base": base.description,
-        "data": [asdict(dataset) for dataset in data.report.datasets],
-        "test_data": [asdict(dataset) for dataset in data.report.test_datasets],
-        "precision": env.precision,
-        "strategy": config.strategy.name,
-        "global_batch": _global_batch(data),
-        "total_steps": data.total_steps,
-        **data.fingerprints(),
-    }
-
-
-def _global_batch(data: FinetuneDataModule) -> dict[str, int]:
-    batching = data.batching
-    return global_batch_of(
-        batching.micro_batch_size, batching.accumulation_steps, batching.num_ranks
-    )
 
 
 def build_trainer(
@@ -94,25 +64,9 @@ def build_trainer(
     """
     config = run.config
     identity = run.identity(facts)
-    resumed_step = None if run.checkpoint is None else run.step
-    loggers = build_loggers(config.logger, run.folder, data.dataset_names, last_step=resumed_step)
+    last_step = None if run.checkpoint is None else run.step
+    loggers = build_loggers(config.logger, run.folder, data.dataset_names, last_step=last_step)
     checkpoints = build_checkpoints(config.trainer.checkpoint, run.folder, run.checkpoint, identity)
-
-    def write_metadata() -> None:
-        run.discard_later_steps()
-        keep_log(run.folder)
-        # Behind it: a crash in between must not leave checkpoints without their rows.
-        drop_rows_after(resumed_step, loggers)
-        save_config(config, run.folder / CONFIG_FILE)
-        data.write_reports(run.folder)
-        write_manifest()
-        for logger in loggers:
-            logger.log_hyperparams(redacted(asdict(config)))
-
-    def write_manifest() -> None:
-        now = {**facts, "global_batch": _global_batch(data)}
-        save_manifest(run.folder, **now, run=identity, earlier=run.history())
-
     trainer = build_lightning_trainer(
         config.trainer,
         env=env,
@@ -128,7 +82,7 @@ def build_trainer(
                 has_validation=len(data.val_examples) > 0,
                 measure_every=config.evaluation.every_steps,
             ),
-            WriteMetadata(write_metadata, write_manifest, is_resumed=run.checkpoint is not None),
+            WriteMetadata(run, identity, facts, data),
         ],
         folder=run.folder,
         checkpoints=checkpoints,
