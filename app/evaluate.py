@@ -23,7 +23,7 @@ from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.launch import is_child, is_first_rank, live_with_parent
-from app.process.logs import say_loading
+from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.run_page import write_page
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
@@ -49,7 +49,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     bench = build_bench(config)
     quiet_libraries(offline=is_offline(config.model, config.data))
 
-    say_loading()
+    print_loading()
     # Imported here and not above: --help and a config error must not wait for torch.
     from app.assembly.base import open_base
     from app.assembly.data import build_datamodule

@@ -20,7 +20,7 @@ from app.preflight.couplings.table import CHANGE_BASE
 from app.process.environment import keep_streams, quiet_libraries, return_memory
 from app.process.errors import UserError
 from app.process.files import write_whole
-from app.process.logs import say_loading
+from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import CARD_FILE, describe_merged, read_json, render_card
 from app.run.find import checkpoints_of, has_checkpoints
@@ -45,7 +45,7 @@ def merge(config: MergeConfig) -> Difference | None:
     folder = decide_run_dir(config.output)
     quiet_libraries(offline=is_offline(config.model))
 
-    say_loading()
+    print_loading()
     # Imported here and not above: --help and a config error must not wait for torch.
     from app.assembly.tuned import open_tuned
     from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify

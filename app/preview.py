@@ -17,7 +17,7 @@ from app.model.base import ModelConfig
 from app.model.hub import is_offline
 from app.process.environment import keep_streams, quiet_libraries
 from app.process.files import write_whole
-from app.process.logs import say_loading
+from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
@@ -42,7 +42,7 @@ def preview(config: PreviewConfig) -> Path:
     folder = decide_run_dir(config.output)
     quiet_libraries(offline=is_offline(_files_read(config.model), config.data, needs_weights=False))
 
-    say_loading()
+    print_loading()
     # Imported here and not above: --help and a config error must not wait for torch.
     from rich.console import Console
 

@@ -12,7 +12,7 @@ from app.model.hub import is_offline
 from app.process.environment import keep_memory, keep_streams, quiet_libraries
 from app.process.errors import Interrupted
 from app.process.launch import live_with_parent
-from app.process.logs import say_loading
+from app.process.logs import print_loading
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
 from app.report.run_page import page_where_it_stops
 from app.run import ExistingRun, compare_existing, open_run
@@ -31,7 +31,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     if run.is_done:
         return print_done(run)
 
-    say_loading()
+    print_loading()
     # Imported here and not above: --help and a config error must not wait for torch.
     import lightning as L
 

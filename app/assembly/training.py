@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
-from app.assembly.evaluation import build_during
+from app.assembly.evaluation import DuringTraining, build_during
 from app.assembly.metadata import WriteMetadata
 from app.config import TrainConfig
 from app.process.faults import arm, parse_faults
@@ -138,21 +138,7 @@ def build_module(
     log.info("plan: %s; %s", data.plan.brief(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
-    watch = StepWatch(
-        settings.max_skipped_steps,
-        data.rows_of_step,
-        total_steps=data.total_steps,
-        vocab_size=base.spec.vocab_size or 0,
-    )
     during = build_during(config, base, data, Path(trainer.default_root_dir))
-    metrics = Metrics(
-        data.dataset_names,
-        trainer.loggers,
-        settings.log_every_steps,
-        watch,
-        settings.checkpoint.monitor,
-    )
-    metrics.add_measurements([] if during is None else during.names)
     return FinetuneModule(
         base.model_builder(config, env),
         backend=base.backend,
@@ -167,7 +153,7 @@ def build_module(
         schedule=config.schedule,
         total_steps=data.total_steps,
         is_packed=data.is_packed,
-        metrics=metrics,
+        metrics=_build_metrics(config, base, data, trainer, during),
         uses_fused_kernels=settings.kernels == "auto" and not settings.compile,
         router_aux_loss=choose_router_aux_loss(
             base.architecture, config.adapter, config.model.router_aux_loss
@@ -178,3 +164,29 @@ def build_module(
         measure=None if during is None else during.measure,
         patience=settings.early_stopping_patience,
     )
+
+
+def _build_metrics(
+    config: TrainConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    trainer: L.Trainer,
+    during: DuringTraining | None,
+) -> Metrics:
+    """Build what counts and writes the figures of every step, and checks that they are finite."""
+    settings = config.trainer
+    watch = StepWatch(
+        settings.max_skipped_steps,
+        data.rows_of_step,
+        total_steps=data.total_steps,
+        vocab_size=base.spec.vocab_size or 0,
+    )
+    metrics = Metrics(
+        data.dataset_names,
+        trainer.loggers,
+        settings.log_every_steps,
+        watch,
+        settings.checkpoint.monitor,
+    )
+    metrics.add_measurements([] if during is None else during.names)
+    return metrics

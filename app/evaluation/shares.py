@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WAITS = timedelta(hours=12)
-"""that ranks wait for each other: the first one alone asks a judge"""
+"""how long ranks wait for each other: the first one alone asks a judge"""
 PARTIAL = "partial"
-"""folder of what is done, in that of the evaluation; it goes when all is written"""
+"""folder of the results so far, in the evaluation's; removed when all is written"""
 Batches = Iterator[list[tuple[int, Any]]]
 """(row, its result as JSON has it), a list a batch"""
 
@@ -33,9 +33,9 @@ class Shares:
     """Who does which rows, and where they are kept."""
 
     folder: Path | None = None
-    """of the evaluation; None keeps nothing"""
+    """the evaluation's, in which results are kept; None keeps none"""
     identity: str = ""
-    """of the models that are measured: what others have given is not taken"""
+    """identifies the models that are measured: results of others are not reused"""
     rank: int = 0
     num_ranks: int = 1
     gather: Callable[[dict[int, Any]], Sequence[dict[int, Any]]] = lambda own: [own]
@@ -139,7 +139,7 @@ class _Writer:
         if self._file is not None:
             cut = self._file.is_file() and not self._file.read_bytes().endswith(b"\n")
             self._stream = open_no_follow(self._file, "a", encoding="utf-8")
-            if cut:  # the line that a kill has cut off ends here
+            if cut:  # a kill has cut off the last line: it is done again
                 lines = self._file.read_bytes().splitlines(keepends=True)[:-1]
                 self._stream.truncate(sum(map(len, lines)))
         return self._write

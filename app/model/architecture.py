@@ -166,9 +166,9 @@ def generation_config(config: ModelConfig) -> GenerationConfig | None:
 
 
 def text_numbers(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the numbers of a multimodal model's language model; any other's are its own.
+    """Return the numbers of the language model in a config.json: its text_config's, else all.
 
-    How its files are quantized stands beside them, and stays.
+    How its files are quantized stands beside text_config, and is kept.
     """
     text = numbers.get("text_config")
     if not isinstance(text, dict):
@@ -180,12 +180,12 @@ def text_numbers(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_token_ids(
     where: str, prefix: str, ids: Mapping[str, Any], numbers: Mapping[str, Any]
 ) -> list[str]:
-    """List the token ids of a config.json or generation_config.json that are no row's.
+    """List the token ids in a config.json or generation_config.json that cannot be embedded.
 
-    `numbers` say how many rows the embedding has; where they do not, only kinds are checked. What
-    begins texts and fills rows is the tokenizer's here: published files name ids without a row
-    (LLaMA's first ones -1, SmolVLM its whole model's), with which an embedding can be made but for
-    the padding of its own config.
+    `numbers` say how many rows the embedding has; where they do not, only types are checked. BOS
+    and padding are the tokenizer's here, and published files name ids without a row for them
+    (LLaMA's first ones -1, SmolVLM those of its whole model): only the padding of the text's own
+    config must be one, with which the embedding is made.
     """
     text = text_numbers(numbers)
     rows = max((text[key] for key in VOCAB_SIZES if type(text.get(key)) is int), default=None)

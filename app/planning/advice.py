@@ -16,8 +16,8 @@ from app.planning.memory import (
     estimate_gpu_memory,
     fits,
 )
-from app.planning.model_size import PlannedModel
 from app.planning.planned import check_planned, plan_run
+from app.planning.planned_model import PlannedModel
 from app.planning.speed import Speed, estimate_speed
 from app.process.errors import UserError
 from app.strategy.settings import StrategyConfig

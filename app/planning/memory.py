@@ -19,7 +19,7 @@ from app.model.quantization import QuantizationConfig
 from app.planning.activations import estimate_activations, estimate_loss, half_copies
 from app.planning.hardware import HardwareConfig
 from app.planning.host import estimate_host_memory
-from app.planning.model_size import PlannedModel, dtype_bytes, size_for
+from app.planning.planned_model import PlannedModel, dtype_bytes, size_for
 from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,

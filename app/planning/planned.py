@@ -20,7 +20,8 @@ from app.planning.choose import (
 )
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
-from app.planning.model_size import DEFAULT_NUMBERS, PlannedModel, build_planned_model
+from app.planning.model_size import DEFAULT_NUMBERS, build_planned_model
+from app.planning.planned_model import PlannedModel
 from app.preflight import check_compatibility
 from app.preflight.base_model import BaseModel, check_config, inspect_base
 from app.preflight.files import check_sequence_len, check_tensor_parallel
