@@ -48,7 +48,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     L.seed_everything(config.seed, verbose=False)
     base = open_base(config, env, config.adapter)
     data = build_data(config, base, env, run)
-    # From here on `config` has what `auto` is; `run.config` stays as typed, for config.yaml.
+    # From here on `config` says what `auto` is; `run.config` keeps the word, for config.yaml.
     config, env, estimate = resolve_auto(config, base, data, env, run)
     facts = describe_run(config, base, data, env)
     run.check_unchanged(facts)

@@ -97,8 +97,7 @@ class DuringTraining:
             return {}
         from lightning.pytorch.utilities.seed import isolate_rng
 
-        strategy, trainer = module.strategy, module.trainer
-        shards = strategy if strategy.shards_weights else None
+        shards, trainer = module.shards, module.trainer
         self.evaluator.shards = shards
         self.evaluator.shares = _shares(trainer) if shards is None else Shares(show=_beat)
         interruptible = measuring() if trainer.world_size == 1 else nullcontext()

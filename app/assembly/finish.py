@@ -53,8 +53,7 @@ def finish(
     from app.process.collectives import run_on_rank0
 
     config, trainer = run.config, module.trainer
-    shards = module.strategy if module.strategy.shards_weights else None
-    if shards is None and not trainer.is_global_zero:
+    if module.shards is None and not trainer.is_global_zero:
         return None
     measured = {} if estimate is None else estimate.compare(module)
     saved, model, evaluator, metrics = save_and_compare(run, module, data, base)
@@ -75,7 +74,7 @@ def finish(
         end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))
         print_next(run, saved)
 
-    if shards is None:
+    if module.shards is None:
         write()
     else:
         run_on_rank0(write)
@@ -99,7 +98,6 @@ def save_and_compare(
     from app.model.tokenizer import keep_stop_tokens
 
     config = run.config
-    shards = module.strategy if module.strategy.shards_weights else None
     module.release_optimizer()  # verifying loads the base beside what was trained
     progress = Progress(prints_lines=False)
     shares = Shares(show=progress.show)
@@ -108,7 +106,7 @@ def save_and_compare(
         base,
         data,
         build_tasks(config.evaluation),
-        shards=shards,
+        shards=module.shards,
         sum_over_ranks=module.sum_over_ranks,
         shares=shares,
     )
@@ -122,7 +120,7 @@ def save_and_compare(
             data.probe(),
             base=base.description,
             reload_base=base.load,
-            shards=shards,
+            shards=module.shards,
         )
         metrics = compare_trained(
             evaluator,

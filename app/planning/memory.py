@@ -37,7 +37,8 @@ from app.training.memory import (
 
 GIB = 2**30
 USABLE_SHARE, CONTEXT_GIB = 0.92, 1.5
-"""of a device's memory, the rest being lost between blocks; and what CUDA and NCCL take of it"""
+"""share of a device's memory that can be used, the rest being lost to fragmentation; and what CUDA
+and NCCL take of it"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

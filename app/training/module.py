@@ -104,6 +104,11 @@ class FinetuneModule(L.LightningModule):
         return strategy
 
     @property
+    def shards(self) -> StrategyMixin | None:
+        """The strategy where each rank holds a part of the weights; None where each has all."""
+        return self.strategy if self.strategy.shards_weights else None
+
+    @property
     def optimizer(self) -> Any:
         """The optimizer that `build_optimizer` returned."""
         return self.strategy.unwrap_optimizer(self.optimizers(use_pl_optimizer=False))
