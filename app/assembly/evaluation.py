@@ -97,7 +97,8 @@ class DuringTraining:
             return {}
         from lightning.pytorch.utilities.seed import isolate_rng
 
-        shards, trainer = module.shards, module.trainer
+        strategy, trainer = module.strategy, module.trainer
+        shards = strategy if strategy.shards_weights else None
         self.evaluator.shards = shards
         self.evaluator.shares = _shares(trainer) if shards is None else Shares(show=_beat)
         interruptible = measuring() if trainer.world_size == 1 else nullcontext()
