@@ -22,8 +22,8 @@ from app.run.folder import CONFIG_FILE, decide_run_dir
 from data_modules import DataError, Turn, printable, redact
 
 if TYPE_CHECKING:
+    from app.assembly.tuned import Tuned
     from app.evaluation.conversation import Responder
-    from app.evaluation.tuned import Tuned
     from app.training.trainer import Environment
 
 CONVERSATIONS_FILE = "conversations.jsonl"
@@ -40,7 +40,7 @@ def chat(config: ChatConfig) -> None:
     quiet_libraries(offline=is_offline(config.model))
 
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.assembly import open_tuned
+    from app.assembly.tuned import open_tuned
     from app.training.trainer import resolve_single_device
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)

@@ -23,7 +23,7 @@ from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.launch import is_child, is_first_rank, live_with_parent
-from app.process.logs import say_loading
+from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.run_page import write_page
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
@@ -31,8 +31,8 @@ from app.run.ranks import run_shares
 from data_modules import printable
 
 if TYPE_CHECKING:
-    from app.assembly import Base
-    from app.evaluation.comparison import Evaluator
+    from app.assembly.base import Base
+    from app.evaluation.evaluator import Evaluator
     from app.evaluation.shares import Shares
     from app.training.trainer import Environment
     from data_modules import FinetuneDataModule
@@ -49,9 +49,11 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     bench = build_bench(config)
     quiet_libraries(offline=is_offline(config.model, config.data))
 
-    say_loading()
+    print_loading()
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.assembly import adapter_of, build_datamodule, open_base, trained_datasets
+    from app.assembly.base import open_base
+    from app.assembly.data import build_datamodule
+    from app.assembly.tuned import adapter_of, trained_datasets
     from app.evaluation.comparison import print_comparison, print_samples
     from app.evaluation.significance import check_regression, figures_of, print_changes
     from app.training.trainer import resolve_single_device
@@ -116,17 +118,23 @@ def measure_models(
 
     Returns what has measured, what it keeps in `folder` meanwhile, and the figures.
     """
-    from app.assembly import adapter_of, build_evaluator
+    from app.assembly.evaluation import build_evaluator
+    from app.assembly.tuned import adapter_of, place_as_trained
     from app.evaluation.progress import Progress
-    from app.evaluation.ranks import build_shares, sum_over_ranks
-    from app.evaluation.tuned import place_as_trained
+    from app.evaluation.shares import build_shares, sum_over_ranks
+    from app.evaluation.tasks.questions import build_tasks
 
     adapter = adapter_of(config)
     identity = [base.description, describe_tuned(config), env.precision, repr(base.quantization)]
     with Progress() as progress:
         shares = build_shares(folder, identity, progress.show, on_gpu=env.accelerator == "gpu")
         evaluator = build_evaluator(
-            config, base, data, shares=shares, sum_over_ranks=sum_over_ranks(shares)
+            config.evaluation,
+            base,
+            data,
+            build_tasks(config.evaluation),
+            shares=shares,
+            sum_over_ranks=sum_over_ranks(shares),
         )
         if not evaluator.asks and not len(data.val_examples) and bench is None:
             raise UserError(nothing_to_measure(config))

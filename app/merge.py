@@ -20,7 +20,7 @@ from app.preflight.couplings.table import CHANGE_BASE
 from app.process.environment import keep_streams, quiet_libraries, return_memory
 from app.process.errors import UserError
 from app.process.files import write_whole
-from app.process.logs import say_loading
+from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import CARD_FILE, describe_merged, read_json, render_card
 from app.run.find import checkpoints_of, has_checkpoints
@@ -45,9 +45,9 @@ def merge(config: MergeConfig) -> Difference | None:
     folder = decide_run_dir(config.output)
     quiet_libraries(offline=is_offline(config.model))
 
-    say_loading()
+    print_loading()
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.assembly import open_tuned
+    from app.assembly.tuned import open_tuned
     from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify
     from app.model.merging import merge_weights, plan_merge
     from app.model.tokenizer import keep_stop_tokens
@@ -106,7 +106,7 @@ def save_from_checkpoint(config: MergeConfig, env: Environment, folder: Path) ->
 
     UserError where there is no such checkpoint, or it is of other weights than an adapter's.
     """
-    from app.assembly import open_base
+    from app.assembly.base import open_base
     from app.model.adapter import save_adapter, save_converted, write_origin
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig

@@ -27,11 +27,11 @@ from app.planning.hardware import (
 )
 from app.planning.memory import PlannedRun
 from app.planning.planned import (
-    NOT_PLANNED,
     check_planned,
     config_on,
     on_hardware,
     plan_run,
+    planned_strategies,
     read_numbers,
 )
 from app.planning.simulation import check_simulated, simulate
@@ -41,7 +41,6 @@ from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
 from app.report.plan import plan_lines, render_plan
 from app.run.folder import CONFIG_FILE, decide_run_dir
-from app.strategy.settings import FAMILIES, StrategyConfig
 from data_modules import DataError, printable
 
 
@@ -53,9 +52,7 @@ def plan(config: PlanConfig) -> Path:
     numbers = read_numbers(config.model)
     if problems := check_planned(config, hardware, numbers):
         raise UserError(problems)
-    strategies: dict[str, StrategyConfig] = {
-        name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED
-    }
+    strategies = planned_strategies(settings_of)
     run, chosen = plan_run(config, hardware, numbers, strategies=strategies)
     if config.plan.simulate:
         check_simulated(config, run)

@@ -17,7 +17,7 @@ from app.model.base import ModelConfig
 from app.model.hub import is_offline
 from app.process.environment import keep_streams, quiet_libraries
 from app.process.files import write_whole
-from app.process.logs import say_loading
+from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
@@ -42,11 +42,11 @@ def preview(config: PreviewConfig) -> Path:
     folder = decide_run_dir(config.output)
     quiet_libraries(offline=is_offline(_files_read(config.model), config.data, needs_weights=False))
 
-    say_loading()
+    print_loading()
     # Imported here and not above: --help and a config error must not wait for torch.
     from rich.console import Console
 
-    from app.assembly import build_datamodule
+    from app.assembly.data import build_datamodule
     from app.model.tokenizer import build_tokenizer
     from app.report.preview import collect_preview
     from app.report.render import print_preview, render_page
@@ -185,7 +185,7 @@ def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
 
     `model.architecture` is used where it is set: nothing is downloaded.
     """
-    from app.model.base import load_architecture
+    from app.model.architecture import load_architecture
 
     folder = None if model.path is None else Path(model.path)
     if folder is not None and folder.is_dir():
@@ -203,7 +203,7 @@ def find_model_spec(
     With a tokenizer alone, each of its tokens is taken to have a row. A typed `sequence_len` then
     stands: only a model could contradict it.
     """
-    from app.assembly import model_spec
+    from app.assembly.base import model_spec
     from app.model.tokenizer import new_token_ids, num_rows
     from data_modules import ModelSpec
 

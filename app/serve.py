@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from app.evaluation.tuned import Tuned
+    from app.assembly.tuned import Tuned
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def serve(config: ServerConfig) -> None:
     quiet_libraries(offline=is_offline(config.model))
 
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.assembly import open_tuned
+    from app.assembly.tuned import open_tuned
     from app.evaluation.conversation import check_served_tokens
     from app.serving.application import build_app
     from app.training.trainer import resolve_single_device

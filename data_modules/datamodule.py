@@ -290,13 +290,12 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
         There is no loader when there are no validation rows.
         """
-        return self._val_loader(self._batching.num_ranks, self._rank) if self.val_examples else []
+        if not self.val_examples:
+            return []
+        return self.whole_val_dataloader(self._batching.num_ranks, self._rank)
 
     def whole_val_dataloader(self, num_ranks: int = 1, rank: int = 0) -> DataLoader[Batch]:
         """Return all validation rows, or one of equal shares of them; there must be some."""
-        return self._val_loader(num_ranks, rank)
-
-    def _val_loader(self, num_ranks: int, rank: int) -> DataLoader[Batch]:
         method, lengths = self._spec.packing.method, self.val_examples.lengths
         packs = pack_documents(lengths, self.sequence_len, self._spec.seed, 0, method)
         batches = shard_packs(packs, self._batching.micro_batch_size, num_ranks, rank)

@@ -132,47 +132,75 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
     """
     resumes = isinstance(config, TrainConfig) and config.resume != NEVER
     problems = _check_required(config) + check_output(config.output, resumes=resumes)
-    if isinstance(config, (TrainConfig, EvaluateConfig)):
-        cache_dir = config.data.cache_dir
-        if not cache_dir.strip():
-            problems.append(f"data.cache_dir is empty; {UNSET}")
-        elif "://" in cache_dir:
-            problems.append(f"data.cache_dir={cache_dir}: {NO_URL}")
-    problems += check_empty(config)
+    problems += _check_cache_dir(config) + check_empty(config)
     if problems:
         raise UserError(problems)
     if isinstance(config, PlanConfig):
         return None  # it checks against its hardware, and reads neither weights nor data
-    existing = num_ranks = per_node = None
-    is_preview = isinstance(config, PreviewConfig)
-    if isinstance(config, EvaluateConfig):
-        num_ranks = requested_devices(config).num_ranks
-    if isinstance(config, TrainConfig) and not is_preview:
-        devices = requested_devices(config)
-        num_ranks, per_node = devices.num_ranks, devices.ranks_per_node
-        if config.faults:
-            faults, problems = parse_faults(config.faults)
-            problems += check_workers(faults, config.data.num_workers)
-        problems += check_supervise(config)
+    existing = None
+    if isinstance(config, TrainConfig) and not isinstance(config, PreviewConfig):
+        problems = _check_faults(config) + check_supervise(config)
         existing = compare_existing(config, load_run_config) if resumes else None
         problems += [] if existing is None else existing.problems
-    if existing is None or not existing.is_done or problems:
-        # A run that is done needs neither its data nor its model.
-        is_elsewhere = isinstance(config, TrainConfig) and config.launcher.name != "local"
-        is_here = not is_preview and not is_elsewhere
-        problems += check_launch(num_ranks, per_node) if not is_elsewhere else []
-        if isinstance(config, TrainConfig) and is_here:
-            problems += check_nodes(config, words) + check_network(config.trainer.num_nodes)
-        problems += check_compatibility(config, on_this_machine=is_here)
-        problems += check_files(config, needs_weights=not is_preview)
-        if isinstance(config, (TrainConfig, EvaluateConfig)):
-            for check in (check_metrics, check_tasks, check_harness):
-                problems += check(config.evaluation)
-        if not problems and is_here:
-            check_gpus(config)
+    if existing is not None and existing.is_done and not problems:
+        return existing  # it needs neither its data nor its model
+    problems += _check_launch(config, words) + _check_parts(config)
     if problems:
         raise UserError(problems)
+    if _runs_here(config):
+        check_gpus(config)
     return existing
+
+
+def _check_cache_dir(config: Config) -> list[str]:
+    if not isinstance(config, (TrainConfig, EvaluateConfig)):
+        return []
+    cache_dir = config.data.cache_dir
+    if not cache_dir.strip():
+        return [f"data.cache_dir is empty; {UNSET}"]
+    return [f"data.cache_dir={cache_dir}: {NO_URL}"] if "://" in cache_dir else []
+
+
+def _check_faults(config: TrainConfig) -> list[str]:
+    if not config.faults:
+        return []
+    faults, problems = parse_faults(config.faults)
+    return problems + check_workers(faults, config.data.num_workers)
+
+
+def _check_launch(config: Config, words: Sequence[str] | None) -> list[str]:
+    """List what is wrong with how this process was started, and with the nodes of a training."""
+    if isinstance(config, PreviewConfig):
+        return check_launch(None)
+    if isinstance(config, EvaluateConfig):
+        return check_launch(requested_devices(config).num_ranks)
+    if not isinstance(config, TrainConfig):
+        return check_launch(None)
+    if not _runs_here(config):
+        return []
+    devices = requested_devices(config)
+    return [
+        *check_launch(devices.num_ranks, devices.ranks_per_node),
+        *check_nodes(config, words),
+        *check_network(config.trainer.num_nodes),
+    ]
+
+
+def _check_parts(config: Config) -> list[str]:
+    """List what does not go together, and what is wrong with the files and measurements typed."""
+    problems = check_compatibility(config, on_this_machine=_runs_here(config))
+    problems += check_files(config, needs_weights=not isinstance(config, PreviewConfig))
+    if isinstance(config, (TrainConfig, EvaluateConfig)):
+        for check in (check_metrics, check_tasks, check_harness):
+            problems += check(config.evaluation)
+    return problems
+
+
+def _runs_here(config: Config) -> bool:
+    """Return whether it runs on this machine: not in a job, nor as the preview of a run."""
+    if isinstance(config, TrainConfig):
+        return not isinstance(config, PreviewConfig) and config.launcher.name == "local"
+    return True
 
 
 def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:

@@ -11,10 +11,9 @@ from app.doctor.rows import OK, WARNING, Row
 from app.planning.communication import ALL_REDUCE, Collective, list_collectives
 from app.planning.hardware import HardwareConfig, known_card, with_host_of_machine
 from app.planning.memory import PlannedRun
-from app.planning.planned import NOT_PLANNED, plan_run, read_numbers
+from app.planning.planned import plan_run, planned_strategies, read_numbers
 from app.planning.speed import estimate_speed
 from app.process.gpus import Machine
-from app.strategy.settings import FAMILIES
 
 GOOD_SHARE = (0.80, 0.85)
 """of a link's nominal bandwidth, that large messages reach over a good one (the rule of
@@ -114,9 +113,7 @@ def estimate_needs(
 
 
 def _plan(config: PlanConfig, hardware: HardwareConfig) -> PlannedRun:
-    strategies = {
-        name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED
-    }
+    strategies = planned_strategies(settings_of)
     if not hardware.memory_gib:  # a CPU: what a training takes there for `auto`
         trainer, recompute = config.trainer, config.recompute
         config = replace(

@@ -1,1 +1,1 @@
-"""Did it learn: exact match by generation, base vs tuned."""
+"""Did it learn: losses, metrics of answers, tasks and a judge, base vs tuned."""

@@ -1,55 +1,26 @@
-"""Base vs tuned, data set by data set: how both are measured, and the closing table.
-
-`predictions.jsonl` has one line per prompt: the row of the user's file that it comes from, the
-answers of base and tuned side by side, and each metric of both.
-"""
+"""Base vs tuned, data set by data set: the figures of both, and what is printed of them."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.generation import EvaluationConfig, answer_batches
-from app.evaluation.metrics import METRICS, Answer, Metric, build_metrics
-from app.evaluation.shares import Shares
-from app.evaluation.significance import (
-    MEASURES,
-    Change,
-    RowScores,
-    compare_rows,
-    scores_in_lines,
-)
-from app.evaluation.tasks.harness import Harness
-from app.evaluation.tasks.measure import TaskRunner
-from app.evaluation.tasks.questions import Task
+from app.evaluation.evaluator import WHO, Evaluator, named
+from app.evaluation.metrics import METRICS
+from app.evaluation.significance import MEASURES
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
-from app.process.files import write_whole
-from data_modules import printable, redact
+from data_modules import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
-    from app.strategy.mixin import StrategyMixin
-    from data_modules import FinetuneDataModule, Prompt
-
-
-PREDICTIONS_FILE = "predictions.jsonl"
 MAX_SAMPLE = 160
 """characters of a text that the terminal shows"""
-
-log = logging.getLogger(__name__)
-
-WHO = ("base", "tuned")
 SHOWN = {name: MEASURES[name] for name in ("val/loss", "val/perplexity", *METRICS)}
 """of a data set, by its name in metrics.json; judges and tasks have tables of their own"""
 TASK_MEASURES = {
@@ -61,280 +32,7 @@ TASK_MEASURES = {
     "bits_per_byte": ("bits per byte", "{:.4f}"),
 }
 
-
-class Predictions:
-    """Answer the same prompts, by data set, with several models, and keep their answers."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Mapping[str, Sequence[Prompt]],
-        stop_ids: set[int],
-        config: EvaluationConfig,
-    ) -> None:
-        self._tokenizer, self._stop_ids, self._config = tokenizer, stop_ids, config
-        self._prompts = {name: list(rows) for name, rows in prompts.items() if rows}
-        self._metrics = build_metrics(config) if self._prompts else []
-        self._answers: dict[str, dict[str, list[Answer]]] = {}
-        self._scores: dict[tuple[str, str, str], list[float]] = {}
-        """(who, metric, data set) -> a score a row"""
-
-    def answer(
-        self,
-        who: str,
-        model: PreTrainedModel,
-        shards: StrategyMixin | None = None,
-        shares: Shares | None = None,
-    ) -> dict[str, float]:
-        """Answer every prompt; return `{who}/<metric>/<data set>` of every metric.
-
-        `shards`: the strategy where each rank holds a part of the weights; all answer together.
-        """
-
-        def work(chosen: list[int], rows: Sequence[Prompt]) -> Iterator[list[tuple[int, Any]]]:
-            asked = [rows[number] for number in chosen]
-            yield from answer_batches(
-                model, self._tokenizer, asked, self._stop_ids, self._config, shards
-            )
-
-        self._answers[who] = {}
-        for name, rows in self._prompts.items():
-            content = [self._config.max_new_tokens, [row.input_ids for row in rows]]
-            key = f"{who}-answers-{name}"
-            found = (shares or Shares()).run(key, content, len(rows), partial(work, rows=rows))
-            self._answers[who][name] = [Answer(*one) for one in found]
-        for name, answers in self._answers[who].items():
-            if num_empty := sum(not answer.text.strip() for answer in answers):
-                log.warning(
-                    "%s: %d of %d answers of %s are empty", name, num_empty, len(answers), who
-                )
-        return {
-            f"{who}/{metric.name}/{name}": self._measure(who, metric, name)
-            for metric in self._metrics
-            for name in self._prompts
-        }
-
-    def names(self, who: str) -> list[str]:
-        """Return the names of what `answer` returns."""
-        return [f"{who}/{one.name}/{name}" for one in self._metrics for name in self._prompts]
-
-    def _measure(self, who: str, metric: Metric, name: str) -> float:
-        rows = list(zip(self._answers[who][name], self._prompts[name], strict=True))
-        self._scores[who, metric.name, name] = [
-            metric.score(answer, prompt.answer, str(prompt.origin)) for answer, prompt in rows
-        ]
-        return metric.total(
-            self._scores[who, metric.name, name],
-            [answer.text for answer, _ in rows],
-            [prompt.answer for _, prompt in rows],
-        )
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of predictions.jsonl; none where no model has answered."""
-        if self._answers:
-            for name, rows in self._prompts.items():
-                yield from (self._line(name, number) for number in range(len(rows)))
-
-    def _line(self, dataset: str, number: int) -> dict[str, Any]:
-        prompt = self._prompts[dataset][number]
-        answers = {who: found[dataset][number] for who, found in self._answers.items()}
-        return {
-            "data_set": dataset,
-            "source": redact(str(prompt.origin)),
-            "prompt": self._tokenizer.decode(prompt.input_ids),
-            "reference": prompt.answer,
-            **{who: answer.text for who, answer in answers.items()},
-            "finished": {who: answer.is_finished for who, answer in answers.items()},
-            "metrics": {
-                metric.name: {
-                    who: self._scores[who, metric.name, dataset][number] for who in answers
-                }
-                for metric in self._metrics
-            },
-        }
-
-
-class Evaluator:
-    """Measure models on the same held-out rows: loss per data set, metrics of answers, tasks.
-
-    `shards` and `sum_over_ranks` are given where each rank holds a part of the weights: then all
-    ranks measure together, each its share of the validation rows.
-    """
-
-    def __init__(
-        self,
-        config: EvaluationConfig,
-        data: FinetuneDataModule,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: set[int],
-        backend: str,
-        *,
-        max_len: int = 2048,
-        tasks: Sequence[Task] = (),
-        shares: Shares | None = None,
-        shards: StrategyMixin | None = None,
-        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.data, self.backend, self.stop_ids = data, backend, stop_ids
-        self.shards, self.sum_over_ranks = shards, sum_over_ranks
-        self.prompts = data.prompts(config.max_rows) if config.asks_prompts else {}
-        self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
-        self.row_losses: dict[str, Tensor] = {}
-        """of base and tuned: weighted losses and weights of every validation row [2, rows]"""
-        self.shares = shares or Shares()
-        self.tasks = TaskRunner(config, tasks, tokenizer, stop_ids, max_len)
-        self.harness = None
-        self.harness_lines: dict[tuple[str, str], dict[str, Any]] = {}
-        """of predictions.jsonl, by task and row"""
-        if config.harness:
-            self.harness = Harness(
-                config=config, tokenizer=tokenizer, stop_ids=stop_ids, max_len=max_len
-            )
-            self.harness.manager()  # names what it does not know, before a model is read
-
-    @property
-    def asks(self) -> bool:
-        """Return whether anything is asked of a model beside the validation rows."""
-        return bool(self.prompts or self.tasks.tasks or self.harness)
-
-    def losses(self, who: str, model: Any) -> dict[str, float]:
-        """Return the exact validation loss of every data set; nothing without validation rows."""
-        from app.training.objective import DocumentSums, validate
-
-        names, num_rows = self.data.dataset_names, len(self.data.val_examples)
-        if not num_rows:
-            return {}
-        documents, is_packed = DocumentSums(), self.data.is_packed
-        total: Callable[[Tensor], Tensor] | None = self.sum_over_ranks
-        if self.shards is None:
-            batches: Any = self.data.whole_val_dataloader(self.shares.num_ranks, self.shares.rank)
-            device, total = None, total if self.shares.num_ranks > 1 else None
-        else:
-            batches, device = self.data.val_dataloader(), self.shards.root_device
-        losses = validate(
-            model,
-            self._shown(f"{who}-losses", batches, num_rows),
-            self.backend,
-            names,
-            device,
-            total,
-            is_packed=is_packed,
-            documents=documents,
-        )
-        rows = documents.take(self.data.val_order, num_rows)
-        self.row_losses[who] = (rows if total is None else total(rows)).cpu()
-        return losses
-
-    def _shown(self, key: str, batches: Any, num_rows: int) -> Iterator[Any]:
-        """Go over batches, and show about how many of the rows in them are done."""
-        for done, batch in enumerate(batches):
-            self.shares.show(key, num_rows * done // len(batches), num_rows)
-            yield batch
-        self.shares.show(key, num_rows, num_rows)
-
-    def answers(self, who: str, model: Any) -> dict[str, float]:
-        """Return the metrics of every data set and task, named by `who`."""
-        found = self.tasks.measure(who, model, self.shares, self.shards)
-        if self.prompts:
-            found = self.predictions.answer(who, model, self.shards, self.shares) | found
-        if self.harness is not None:
-            metrics, lines = self.harness.measure(who, model, self.shares)
-            found |= metrics
-            for line in lines:
-                key = (line["data_set"], line["source"])
-                self.harness_lines[key] = _merged(self.harness_lines.get(key), line)
-        return found
-
-    def names(self, who: str) -> list[str]:
-        """Return the names of what `answers` returns, but for the harness's."""
-        return [*self.predictions.names(who), *self.tasks.names(who)]
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of predictions.jsonl."""
-        yield from self.predictions.lines()
-        yield from self.tasks.lines()
-        yield from self.harness_lines.values()
-
-    def measure(self, who: str, model: Any) -> dict[str, float]:
-        """Return all figures of a model, named by `who`: base or tuned."""
-        import torch
-
-        def work() -> list[Any]:
-            losses = self.losses(who, model)
-            return [losses, self.row_losses[who].tolist() if losses else []]
-
-        examples = self.data.val_examples
-        columns = (examples.digests, examples.label_weights, examples.datasets)
-        digests = [hashlib.sha256(column.tobytes()).hexdigest() for column in columns]
-        content = [self.data.dataset_names, self.data.is_packed, digests]
-        losses, rows = self.shares.once(f"{who}-losses", content, work)
-        if losses:
-            self.row_losses[who] = torch.tensor(rows, dtype=torch.double)
-        return named(who, losses) | self.answers(who, model)
-
-    def changes(
-        self,
-        trained: Collection[str] | None,
-        others: Mapping[str, Mapping[str, Mapping[str, RowScores]]] | None = None,
-    ) -> list[Change]:
-        """Compare base and tuned row by row, where both were measured.
-
-        `trained`: the data sets that the tuned model was trained on, None where nobody knows.
-        `others`: what else was scored, base and tuned -> measure -> data set or task -> rows.
-        """
-        lines = list(self.lines())
-        base, tuned = (
-            {
-                "val/loss": self._loss_scores(who),
-                **scores_in_lines(lines, who),
-                **(others or {}).get(who, {}),
-            }
-            for who in WHO
-        )
-        return compare_rows(base, tuned, trained)
-
-    def group_changes(self) -> list[Change]:
-        """Compare base and tuned on each group of a task, such as MMLU's subjects and categories.
-
-        Their intervals hold all at once as well, apart from those of `changes`.
-        """
-        lines = list(self.tasks.group_lines())
-        base, tuned = (scores_in_lines(lines, who) for who in WHO)
-        return compare_rows(base, tuned)
-
-    def _loss_scores(self, who: str) -> dict[str, RowScores]:
-        if who not in self.row_losses:
-            return {}
-        losses, weights = self.row_losses[who].numpy()
-        scores = {}
-        for number, name in enumerate(self.data.dataset_names):
-            # A row without a trained token has no loss.
-            of_name = (self.data.val_examples.datasets == number) & (weights > 0)
-            scores[name] = RowScores(
-                scores=losses[of_name] / weights[of_name], weights=weights[of_name]
-            )
-        return scores
-
-    def write(self, folder: Path) -> None:
-        """Write `predictions.jsonl`, a line a prompt; nothing where no model was asked."""
-        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.lines()]
-        if lines:
-            write_whole(folder / PREDICTIONS_FILE, "".join(lines))
-
-
-def _merged(line: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of one model with that of another on the same row."""
-    if line is None:
-        return other
-    names = {*line["metrics"], *other["metrics"]}
-    return {
-        **line,
-        **other,
-        "finished": line["finished"] | other["finished"],
-        "metrics": {
-            name: line["metrics"].get(name, {}) | other["metrics"].get(name, {}) for name in names
-        },
-    }
+log = logging.getLogger(__name__)
 
 
 def compare_trained(
@@ -385,24 +83,6 @@ def compare_trained(
     elif load_base is not None:
         metrics |= evaluator.answers("base", load_base().to(model.device))
     return metrics
-
-
-def named(who: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Name a model's figures `base/...` or `tuned/...`; the tuned one's losses keep theirs too.
-
-    Beside each loss comes its perplexity.
-    """
-    own_names = {name: value for name, value in metrics.items() if name.startswith("val/")}
-    found = {f"{who}/{name}": value for name, value in metrics.items()}
-    for name, loss in metrics.items():
-        if name.startswith("val/loss"):
-            found[f"{who}/{name.replace('loss', 'perplexity', 1)}"] = perplexity_of(loss)
-    return found | (own_names if who == "tuned" else {})
-
-
-def perplexity_of(loss: float) -> float:
-    """Return e to the mean loss of a token in nats; above e^700, which no float holds, that."""
-    return math.exp(min(loss, 700.0))
 
 
 def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Table:

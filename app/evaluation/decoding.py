@@ -40,7 +40,7 @@ class _Batch:
     rows: list[_Row]
     cache: Any
     mask: Tensor
-    """[rows, cached positions]; what a row has not is at its left"""
+    """[rows, cached positions]; shorter rows are padded on the left"""
 
     def keep(self, chosen: Sequence[int]) -> None:
         """Drop all rows but `chosen`, and the columns that none of these has."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_LOGITS = 1 << 28
-"""of a batch, in fp32 one GiB"""
+"""most logits of a batch: one GiB in fp32"""
 BATCH_TOKENS = {False: 8192, True: 2048}
 """whether it is on a CPU -> tokens of a batch"""
 FAMILY_TOKENS = 32

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.comparison import PREDICTIONS_FILE
+from app.evaluation.evaluator import PREDICTIONS_FILE
 from app.model.gguf import greedy_tokens
 from app.process.errors import TrainingFault
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from app.assembly.tuned import Tuned
     from app.config import MergeConfig
-    from app.evaluation.tuned import Tuned
     from app.model.experts import ChosenExperts
     from app.model.merging import Difference
     from app.training.trainer import Environment
@@ -124,7 +124,7 @@ def load_merged(tuned: Tuned, folder: Path, env: Environment) -> Any:
     """Load the merged folder with stock transformers, in fp32."""
     import torch
 
-    from app.model.base import model_class
+    from app.model.architecture import model_class
 
     kind = model_class(tuned.base.architecture)
     return kind.from_pretrained(folder, dtype=torch.float32).to(env.torch_device).eval()
@@ -205,7 +205,7 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
         print(f"{file.name}: written; not compared: {why}")
         return
     from app.evaluation.generation import decoding
-    from app.model.base import model_class
+    from app.model.architecture import model_class
 
     kind = model_class(tuned.base.architecture)
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()

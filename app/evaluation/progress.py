@@ -1,4 +1,4 @@
-"""How far an evaluation is: a bar on a terminal that goes with the last row, else a line each."""
+"""Progress of an evaluation: a bar on a terminal, else a line for each data set or task."""
 
 from __future__ import annotations
 

@@ -10,13 +10,20 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.process.files import open_no_follow
+from app.process.launch import local_rank, read_launch
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WAITS = timedelta(hours=12)
+"""how long ranks wait for each other: the first one alone asks a judge"""
 PARTIAL = "partial"
-"""folder of what is done, in that of the evaluation; it goes when all is written"""
+"""folder of the results so far, in the evaluation's; removed when all is written"""
 Batches = Iterator[list[tuple[int, Any]]]
 """(row, its result as JSON has it), a list a batch"""
 
@@ -26,9 +33,9 @@ class Shares:
     """Who does which rows, and where they are kept."""
 
     folder: Path | None = None
-    """of the evaluation; None keeps nothing"""
+    """the evaluation's, in which results are kept; None keeps none"""
     identity: str = ""
-    """of the models that are measured: what others have given is not taken"""
+    """identifies the models that are measured: results of others are not reused"""
     rank: int = 0
     num_ranks: int = 1
     gather: Callable[[dict[int, Any]], Sequence[dict[int, Any]]] = lambda own: [own]
@@ -132,7 +139,7 @@ class _Writer:
         if self._file is not None:
             cut = self._file.is_file() and not self._file.read_bytes().endswith(b"\n")
             self._stream = open_no_follow(self._file, "a", encoding="utf-8")
-            if cut:  # the line that a kill has cut off ends here
+            if cut:  # a kill has cut off the last line: it is done again
                 lines = self._file.read_bytes().splitlines(keepends=True)[:-1]
                 self._stream.truncate(sum(map(len, lines)))
         return self._write
@@ -148,3 +155,50 @@ class _Writer:
             line = {"stamp": self._stamp, "row": row, "result": result}
             self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
+
+
+def build_shares(
+    folder: Path, identity: Any, show: Callable[[str, int, int], None], *, on_gpu: bool
+) -> Shares:
+    """Join the other ranks that were started with this one; a rank on GPUs takes its own."""
+    num_ranks = read_launch().num_ranks or 1
+    stamp = json.dumps(identity, sort_keys=True, default=str)
+    if num_ranks == 1:
+        return Shares(folder=folder, identity=stamp, show=show)
+    import torch
+    import torch.distributed as dist
+
+    if on_gpu:
+        torch.cuda.set_device(local_rank())
+    dist.init_process_group("gloo", rank=local_rank(), world_size=num_ranks, timeout=WAITS)
+    return Shares(
+        folder=folder,
+        identity=stamp,
+        rank=local_rank(),
+        num_ranks=num_ranks,
+        gather=gather_results,
+        show=show,
+    )
+
+
+def gather_results(own: dict[int, Any]) -> Sequence[dict[int, Any]]:
+    """Return what every rank has done, on every rank."""
+    import torch.distributed as dist
+
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return parts
+
+
+def sum_over_ranks(shares: Shares) -> Callable[[Tensor], Tensor] | None:
+    """Return what sums a tensor over all ranks, on the host; None for a single rank."""
+    if shares.num_ranks == 1:
+        return None
+    import torch.distributed as dist
+
+    def total(values: Tensor) -> Tensor:
+        on_host = values.cpu()
+        dist.all_reduce(on_host)
+        return on_host
+
+    return total

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 NUM_RESAMPLES, SEED = 10_000, 0
 CONFIDENCE = 0.95
-"""that all intervals of a table hold at once"""
+"""probability that all intervals of a table hold at once"""
 MAX_UNITS = 10_000
 """rows that are resampled one by one; more are joined at random into as many groups"""
 MIN_CHANGED = 6
-"""rows that must differ before anything is better or worse: of fewer a sign test at 5 % cannot say
-it either, while their resamples may all have the same sign"""
+"""fewest rows with different scores for a verdict of better or worse: a 5 % sign test has none with
+fewer, either, though all resamples may have one sign"""
 SMALLEST = 1e-4
-"""difference that means anything: batches and precision move a loss in the digits below"""
+"""smallest difference that means anything: batch sizes and precision change the digits below"""
 CELLS = 2**20
-"""drawn at a time"""
+"""random numbers that are drawn at a time"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Measure:
     scale: float = 1.0
     """what evaluation.max_regression counts as 1"""
     largest: float = math.inf
-    """difference that there can be"""
+    """largest difference that is possible"""
 
 
 MEASURES = {
@@ -74,7 +74,7 @@ MEASURES = {
     "judge": Measure(heading="judge's score", form="{:.2f}", scale=10, largest=9.0),
 }
 OTHER = Measure(heading="", form="{:.4f}")
-"""of a measure that is not listed: more is better, named as it is"""
+"""a measure that is not listed: more is better, under its own name"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +99,7 @@ class Change:
     base: float
     tuned: float
     low: float
-    """of tuned - base, as `high`"""
+    """`low` to `high`: the interval of tuned - base"""
     high: float
     num_rows: int
     num_changed: int

@@ -23,8 +23,8 @@ GPU_TILE = 128
 LOSS_BYTES = 6
 """of each logit of a chunk by PyTorch's operators: half precision, and fp32"""
 FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
-"""how much longer chunks are by one kernel, which needs no logits in fp32; and of a head that
-trains, to whose gradient each chunk adds over all of it"""
+"""factors by which chunks are longer: with one kernel, which needs no logits in fp32; and with a
+head that trains, to the whole of whose gradient each chunk adds"""
 WIDEST_FLASH_HEAD = 256
 """limit of FlashAttention"""
 HALF_SCORES = ("gpt_oss",)

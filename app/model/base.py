@@ -1,14 +1,21 @@
-"""The base model: its settings, its config.json, and loading its weights."""
+"""The base model: its settings, and loading its weights."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.model.architecture import (
+    commit_of,
+    folder_of,
+    generation_config,
+    load_architecture,
+    model_class,
+    reading_base,
+)
 from app.model.attention import check_implementation
 from app.model.base_files import (
     check_all_used,
@@ -20,12 +27,7 @@ from app.model.base_files import (
     read_shapes,
     weight_files,
 )
-from app.model.multimodal import (
-    language_model_class,
-    outermost,
-    remember_tower_files,
-    tower_modules,
-)
+from app.model.multimodal import remember_tower_files
 from app.model.quantization import (
     QuantizationConfig,
     cast_unquantized,
@@ -38,30 +40,16 @@ from app.model.quantization import (
     quantizing_on,
     stored_settings,
 )
-from app.model.token_ids import check_token_ids, text_numbers
 from app.model.tokenizer import resize_embeddings
 from app.process.errors import UserError
 from app.process.launch import is_first_rank
-from app.process.untrusted import reading
 from data_modules import setting
 
 if TYPE_CHECKING:
     import torch
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
-
-DRAFTS = ("gemma4_assistant", "gemma4_unified_assistant")
-"""model types whose forward takes the hidden states of the model that they draft for (as of
-transformers 5.23)"""
-
-SCAN = "sum the chunks of a long document's scan wrongly without mamba-ssm"
-RIGHT_SINCE = {
-    "gemma3": ("5.6", "do not train on text alone"),
-    "nemotron_h": ("5.15", SCAN),
-    "zamba2": ("5.15", SCAN),
-}
-"""model_type -> the transformers whose layers are right, and what those of older ones do"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,37 +133,6 @@ def load_base(
         fuse_head(model)
         group_products(model)
         return model
-
-
-def reading_base(config: ModelConfig) -> AbstractContextManager[None]:
-    """Report errors while a base's files are read as errors of these files."""
-    if config.from_scratch:
-        return reading(f"model.architecture={dict(config.architecture)}", "fix its values")
-    where = (
-        config.path
-        if config.path is None or not Path(config.path).is_dir()
-        else (f"{config.path} (config.json and the weights beside it)")
-    )
-    return reading(f"model.path={where}", "copy or download its files again, or take another base")
-
-
-def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Report errors of a model's first forward pass as errors of its config.json."""
-    import transformers
-
-    name = model.config.name_or_path or "model.architecture"
-    if towers := outermost(tower_modules(model)):
-        return reading(
-            f"{name}: its first forward pass fails on text alone, without {', '.join(towers)}",
-            f"{model.config.model_type} models may need images or sound: type "
-            "model.path=ANOTHER_BASE",
-        )
-    return reading(
-        f"{name}: its first forward pass fails",
-        f"its config.json may be of another model, or transformers {transformers.__version__} too "
-        "old for it: download it again, install a newer one, or take another base; "
-        "LOFT_TRACEBACK=1 shows where it failed",
-    )
 
 
 def _read_weights(
@@ -283,13 +240,6 @@ def _check_loaded(
         check_finite(files, dtype)
 
 
-def folder_of(config: ModelConfig) -> Path:
-    """Return the folder that a base was read from: its own, or one in the hub's cache."""
-    from transformers.utils import cached_file
-
-    return Path(cached_file(config.path, "config.json", revision=config.revision)).parent
-
-
 def _show_download(config: ModelConfig) -> None:
     """Say that weights come from the hub now, and let its library show a bar on a terminal."""
     from huggingface_hub import constants
@@ -301,14 +251,6 @@ def _show_download(config: ModelConfig) -> None:
         log.info("downloading %s", config.path)
         if not constants.HF_HUB_DISABLE_PROGRESS_BARS:
             enable_progress_bars()
-
-
-def commit_of(config: ModelConfig) -> str | None:
-    """Return the commit that a base of the hub is read at; None for a folder."""
-    if config.path is None or Path(config.path).is_dir():
-        return None
-    folder = folder_of(config)
-    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def _build_on_meta(
@@ -332,7 +274,7 @@ def _build_on_meta(
             attn_implementation=implementation,
             dtype=dtype,
         )
-    model.generation_config = _generation_config(config) or model.generation_config
+    model.generation_config = generation_config(config) or model.generation_config
     _untie_in_config(model)
     resize_embeddings(model, new_ids)
     if quantization is not None and quantization.method != "none":
@@ -348,159 +290,3 @@ def _untie_in_config(model: PreTrainedModel) -> None:
     every = model.named_parameters(remove_duplicate=False)
     if sum(weight is head for _, weight in every) == 1:
         model.config.tie_word_embeddings = False
-
-
-def model_class(architecture: PretrainedConfig) -> Any:
-    """Return the class that loads an architecture: encoder-decoder, multimodal without its towers,
-    or causal.
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    if (language_model := language_model_class(architecture)) is not None:
-        return language_model
-    return AutoModelForSeq2SeqLM if architecture.is_encoder_decoder else AutoModelForCausalLM
-
-
-def load_architecture(config: ModelConfig) -> PretrainedConfig:
-    """Read config.json, or build it from `config.architecture` when from scratch."""
-    with reading_base(config):
-        architecture = _load_architecture(config)
-    _check_version(config, architecture)
-    if not config.from_scratch:
-        file = f"{config.path}/generation_config.json"
-        with reading(file, "fix it, or remove it"):
-            generation = _generation_config(config)
-        numbers = {"vocab_size": architecture.get_text_config().vocab_size}
-        if generation is not None and (
-            problems := check_token_ids(file, "", generation.to_dict(), numbers)
-        ):
-            raise UserError(problems)
-    return architecture
-
-
-def _load_architecture(config: ModelConfig) -> PretrainedConfig:
-    import transformers
-    from transformers import AutoConfig
-
-    if config.from_scratch:
-        numbers = dict(config.architecture)
-        architecture = AutoConfig.for_model(numbers.pop("model_type"), **numbers)
-        if language_model_class(architecture) is not None:
-            text = architecture.get_text_config().model_type
-            raise UserError(
-                f"model.from_scratch=true: {architecture.model_type} models are multimodal, and "
-                "text trains their language model alone; type its numbers, with "
-                f"model.architecture.model_type={text}"
-            )
-        return architecture
-    numbers, _ = transformers.PreTrainedConfig.get_config_dict(
-        config.path, revision=config.revision
-    )
-    where = f"{config.path}/config.json"
-    problems = check_token_ids(where, "", numbers, numbers)
-    if (text := text_numbers(numbers)) is not numbers:
-        problems += check_token_ids(where, "text_config.", text, numbers)
-    if problems:  # of a hub id; the files of a folder were checked at the start
-        raise UserError(problems)
-    model_type = numbers.get("model_type")
-    if model_type not in transformers.CONFIG_MAPPING and not config.trust_remote_code:
-        raise UserError(
-            f"model.path={config.path}: transformers {transformers.__version__} does not know "
-            f"its model_type {model_type!r}; {_newer_transformers(numbers)}, or take another base"
-        )
-    if model_type in DRAFTS:
-        raise UserError(
-            f"model.path={config.path}: {model_type} models draft for another model and go on from "
-            "its states, which a run does not have; type model.path=ANOTHER_BASE"
-        )
-    architecture = AutoConfig.from_pretrained(
-        config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
-    if (
-        not config.trust_remote_code
-        and language_model_class(architecture) is None
-        and model_class(architecture)._model_mapping.get(type(architecture), None) is None
-    ):
-        if type(architecture)().is_encoder_decoder != architecture.is_encoder_decoder:
-            raise UserError(
-                f"{where}: is_encoder_decoder={str(architecture.is_encoder_decoder).lower()}, "
-                f"which {model_type} models are{' not' * architecture.is_encoder_decoder}; remove "
-                "it, or download config.json again"
-            )
-        raise UserError(
-            f"model.path={config.path}: {model_type} models are not language models to train: "
-            f"transformers' {model_class(architecture).__name__} has none of that type; "
-            "type model.path=ANOTHER_BASE"
-        )
-    if architecture.is_encoder_decoder and (
-        getattr(architecture, "decoder_start_token_id", None) is None
-    ):
-        architecture.decoder_start_token_id = _start_of_generation(config)
-    return architecture
-
-
-def _newer_transformers(numbers: Mapping[str, Any]) -> str:
-    """Return what to install for a model_type that this transformers does not know."""
-    import transformers
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        wrote = Version(str(numbers.get("transformers_version")))
-    except InvalidVersion:
-        return "take a newer transformers"
-    if wrote <= Version(transformers.__version__):
-        return "take a newer transformers"
-    return f"its config.json is of transformers {wrote}: type pip install 'transformers>={wrote}'"
-
-
-def _check_version(config: ModelConfig, architecture: PretrainedConfig) -> None:
-    """Raise UserError where this transformers is older than one whose layers are right."""
-    import transformers
-    from packaging.version import Version
-
-    since, fault = RIGHT_SINCE.get(architecture.model_type, ("0", ""))
-    if Version(transformers.__version__) < Version(since):
-        where = "model.architecture" if config.from_scratch else f"model.path={config.path}"
-        raise UserError(
-            f"{where}: in transformers {transformers.__version__}, {architecture.model_type} "
-            f"models {fault}: type pip install 'transformers>={since}'"
-        )
-
-
-def _start_of_generation(config: ModelConfig) -> int | None:
-    """Read decoder_start_token_id from generation_config.json, where config.json lacks it."""
-    numbers = _generation_config(config)
-    start: int | None = None if numbers is None else numbers.decoder_start_token_id
-    return start
-
-
-def _generation_config(config: ModelConfig) -> GenerationConfig | None:
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(str(config.path), revision=config.revision)
-    except OSError:  # there is no such file
-        return None
-
-
-def context_len(architecture: PretrainedConfig) -> int | None:
-    """Return a model's context length in tokens; None where it has no limit (BLOOM, MPT)."""
-    # Not by `to_dict`: GPT-2 has another name, which only the attribute maps.
-    return getattr(architecture.get_text_config(), "max_position_embeddings", None)
-
-
-def decoder_start_token_id(architecture: PretrainedConfig) -> int | None:
-    """Return the id that a decoder starts each answer with; None for causal models.
-
-    UserError where neither config.json nor generation_config.json has it.
-    """
-    if not architecture.is_encoder_decoder:
-        return None
-    start: int | None = getattr(architecture, "decoder_start_token_id", None)
-    if start is None:
-        raise UserError(
-            f"{architecture.name_or_path or 'model.architecture'}: no decoder_start_token_id, with "
-            f"which {architecture.model_type} models begin each answer; write it into config.json "
-            "(T5 models use the pad token, BART the EOS)"
-        )
-    return start

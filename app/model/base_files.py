@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.model.architecture import model_class
 from app.model.multimodal import outermost, tower_modules
 from app.model.quantization import quantizable_layers
 from app.process.errors import UserError
@@ -28,12 +29,12 @@ log = logging.getLogger(__name__)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT = re.compile(r"(^|\.)weight$")
-"""names of tensors that are numbers to compute with; others may be masks or positions"""
+"""names of weights; other tensors may be masks or positions"""
 DIGITS = re.compile(r"\d+")
 LABELS = re.compile(r"Classification|Reward|QuestionAnswering|MultipleChoice|NextSentence")
 """names of classes whose models write no text"""
 HEADS = {"lm_head", "embed_out", "output_layer"}
-"""names of modules that do"""
+"""names of modules that write text"""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -76,7 +77,7 @@ def check_head(where: str, classes: object, names: Iterable[str]) -> list[str]:
     """Refuse a base whose `architectures` label or rate texts, and whose files have no head to
     write them with.
 
-    Where embedding and head are tied it would train all the same, as something that it is not.
+    With embedding and head tied it would train all the same, as a language model that it is not.
     """
     labels = [name for name in classes if LABELS.search(name)] if isinstance(classes, list) else []
     if not labels or any(HEADS & set(name.split(".")) for name in names):
@@ -93,12 +94,10 @@ def check_shapes(
 ) -> None:
     """Compare config.json with the headers of the weight files, before memory is allocated.
 
-    `how` are further arguments of `from_config`; the model is built on `meta`. Tensors that are
-    named otherwise in files are left to the loader.
+    `how` are further arguments of `from_config`; the model is built on `meta`. Tensors that have
+    other names in files are left to the loader.
     """
     import torch
-
-    from app.model.base import model_class
 
     with torch.device("meta"), quantizable_layers(architecture.model_type):
         model = model_class(architecture).from_config(copy.deepcopy(architecture), **how)
@@ -119,7 +118,7 @@ def check_shapes(
 
 
 def _missing(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return which weights the files lack: those of a layer that others there have, and the head.
+    """Return which weights the files lack: those that other layers in them have, and the head.
 
     A weight that several modules share may be under any of their names.
     """
@@ -139,7 +138,7 @@ def _missing(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> l
     if embedding is None or head is None or embedding.weight is head.weight:
         return missing
     embeddings, heads = (names[id(one.weight)] for one in (embedding, head))
-    # Under whatever name, a head has as many numbers as it is described with.
+    # By its shape: a head may have any name in the files.
     alike = {name for name, shape in shapes.items() if shape == tuple(head.weight.shape)}
     is_known = any(name in shapes for name in embeddings)
     return missing + (heads[:1] if is_known and not alike - set(embeddings) else [])

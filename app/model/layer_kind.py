@@ -20,7 +20,8 @@ COMPARED = (
     *("glm4", "glm4_moe", "gpt_oss", "gpt2", "falcon", "bloom", "llama4_text", "deepseek_v3", "t5"),
     "bart",
 )
-"""model types whose steps were simulated, a layer of which keeps what is said here within 2.5 %"""
+"""model types whose steps were simulated, in which a layer keeps what is computed here within
+2.5 %"""
 JOINED = ("qkv_proj",)
 """names of one matrix that gives queries, keys and values, of which the values are not copied"""
 UNGATED = ("fc1", "fc_in", "c_fc", "dense_h_to_4h")

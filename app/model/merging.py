@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.model.adapter import read_changes, rows_needed
+from app.model.architecture import folder_of
 from app.model.attention import attention_implementation
-from app.model.base import folder_of, load_base
+from app.model.base import load_base
 from app.model.base_files import read_shapes, weight_files
 from app.model.multimodal import remember_tower_files
 from app.model.quantization import (
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from app.assembly import Base
+    from app.assembly.base import Base
     from app.model.adapter import Change
 
 log = logging.getLogger(__name__)

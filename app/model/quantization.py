@@ -31,7 +31,8 @@ SCALES = "absmax"
 
 
 MAX_UNQUANTIZED = 0.1
-"""of a mixture's weights: a base that is larger than it was asked to be is refused"""
+"""share of a mixture's weights that may stay unquantized; with more, the base would be far larger
+than was asked for, and is refused"""
 
 
 @dataclass(kw_only=True, slots=True)

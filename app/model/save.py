@@ -20,7 +20,7 @@ from app.model.adapter import (
     verify_adapter,
     write_origin,
 )
-from app.model.base import model_class
+from app.model.architecture import model_class
 from app.model.shards import Gathering, Shards, round_weights, write_model
 from app.process.collectives import all_gather_list, is_first, run_on_rank0
 from app.process.errors import TrainingFault

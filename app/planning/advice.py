@@ -16,8 +16,8 @@ from app.planning.memory import (
     estimate_gpu_memory,
     fits,
 )
-from app.planning.model_size import PlannedModel
 from app.planning.planned import check_planned, plan_run
+from app.planning.planned_model import PlannedModel
 from app.planning.speed import Speed, estimate_speed
 from app.process.errors import UserError
 from app.strategy.settings import StrategyConfig
@@ -31,9 +31,9 @@ OF_ONE_GPU = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 METHODS = ("none", "nf4", "int8")
 DOUBLINGS = 7
-"""of the GPUs that are tried where nothing fits"""
+"""how often the number of GPUs is doubled where nothing fits"""
 SAME = 0.01
-"""share of the tokens a second that is no reason for a larger micro-batch"""
+"""a gain in speed below this share is no reason for a larger micro-batch"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

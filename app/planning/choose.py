@@ -21,7 +21,7 @@ from app.training.memory import ModelSize
 from app.training.micro_batch import can_try, divisors
 
 UNTRIED_SHARE = 0.8
-"""of the room for activations, where no micro-batch is tried"""
+"""share of the room for activations that is taken where no micro-batch is tried"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from app.training.memory import ModelSize
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 QUANTIZED_WEIGHT, QUANTIZED_GRADIENT = 1.0, 0.5
-"""bytes of a number that travels as ZeRO++'s qwZ and qgZ send it"""
+"""bytes of a number that ZeRO++'s qwZ and qgZ send"""
 AVERAGED_WEIGHT = 4.0
 """bytes of a weight that local SGD averages, whatever its dtype"""
 INDEX_BYTES = 4
-"""of the place of a gradient that top-k sends"""
+"""bytes of the index of a gradient that top-k sends"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +33,11 @@ class Collective:
     what: str
     kind: str
     num_bytes: float
-    """of the whole tensor, once"""
+    """bytes of the whole tensor"""
     times: float
-    """in an optimizer step"""
+    """that it is sent in an optimizer step"""
     num_ranks: int
-    """that take part together"""
+    """that take part in one"""
     num_nodes: int = 1
     """over which these ranks are spread"""
     overlaps: bool = True

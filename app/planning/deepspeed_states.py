@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.planning.memory import GIB, PlannedRun
+from app.strategy.settings import ZeroConfig
+
 HALF_BYTES, FP32_BYTES = 2, 16
 """a weight in half precision, and all that is in fp32 for it; a half gradient makes it 18"""
 BUFFERS = 1.5
@@ -62,3 +65,25 @@ def estimate_zero3_states(
     loading = 0.0 if loads_in_shares else 4 * num_weights * gpus_per_node
     here = 0.0 if offloads_weights else HALF_BYTES * num_weights / gpus
     return ModelStates(gpu=gathered + here, host=max(share, loading) * BUFFERS)
+
+
+def states_by_deepspeed(run: PlannedRun) -> dict[str, float] | None:
+    """Return the GiB that DeepSpeed's estimator says; None of what it does not know."""
+    strategy, gpus = run.strategy, run.hardware.gpus_per_node
+    if not isinstance(strategy, ZeroConfig) or strategy.stage == 1 or not run.trains_base:
+        return None
+    offloads, weights = strategy.offload_optimizer != "none", float(run.model.num_weights)
+    if strategy.stage == 2:
+        states = estimate_zero2_states(
+            weights, gpus_per_node=gpus, num_nodes=run.num_nodes, offloads=offloads
+        )
+    else:
+        states = estimate_zero3_states(
+            weights,
+            run.model.head_weights,
+            gpus_per_node=gpus,
+            num_nodes=run.num_nodes,
+            offloads_optimizer=offloads,
+            offloads_weights=strategy.offload_parameters != "none",
+        )
+    return {"gpu": states.gpu / GIB, "host": states.host / GIB}

@@ -6,7 +6,7 @@ from typing import Any
 
 from app.planning.advice import Candidate
 from app.planning.communication import list_collectives
-from app.planning.deepspeed_states import estimate_zero2_states, estimate_zero3_states
+from app.planning.deepspeed_states import states_by_deepspeed
 from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import (
     GIB,
@@ -18,7 +18,6 @@ from app.planning.memory import (
 )
 from app.planning.simulation import Simulated
 from app.planning.speed import batch_word, estimate_flops, estimate_speed
-from app.strategy.settings import ZeroConfig
 
 
 def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> dict[str, Any]:
@@ -51,7 +50,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
             "offloaded": host.offloaded / GIB,
             "memory": hardware.host_memory_gib,
         },
-        "deepspeed_states_gib": _states_by_deepspeed(run),
+        "deepspeed_states_gib": states_by_deepspeed(run),
         "disk_gib": disk_gib,
         "nvme_gib": hardware.nvme_gib,
         "fits_disk": not hardware.nvme_gib or disk_gib <= hardware.nvme_gib,
@@ -99,28 +98,6 @@ def _hours_and_cost(
     price = run.hardware.price_per_hour
     cost = None if hours is None or price is None else hours * price * run.num_ranks
     return {"tokens": tokens, "hours": hours, "cost": cost}
-
-
-def _states_by_deepspeed(run: PlannedRun) -> dict[str, float] | None:
-    """Return what DeepSpeed's estimator says, of strategies and adapters that it knows."""
-    strategy, gpus = run.strategy, run.hardware.gpus_per_node
-    if not isinstance(strategy, ZeroConfig) or strategy.stage == 1 or not run.trains_base:
-        return None
-    offloads, weights = strategy.offload_optimizer != "none", float(run.model.num_weights)
-    if strategy.stage == 2:
-        states = estimate_zero2_states(
-            weights, gpus_per_node=gpus, num_nodes=run.num_nodes, offloads=offloads
-        )
-    else:
-        states = estimate_zero3_states(
-            weights,
-            run.model.head_weights,
-            gpus_per_node=gpus,
-            num_nodes=run.num_nodes,
-            offloads_optimizer=offloads,
-            offloads_weights=strategy.offload_parameters != "none",
-        )
-    return {"gpu": states.gpu / GIB, "host": states.host / GIB}
 
 
 def _settings(run: PlannedRun) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from app.model.quantization import QuantizationConfig
 from app.planning.activations import estimate_activations, estimate_loss, half_copies
 from app.planning.hardware import HardwareConfig
 from app.planning.host import estimate_host_memory
-from app.planning.model_size import PlannedModel, dtype_bytes, size_for
+from app.planning.planned_model import PlannedModel, dtype_bytes, size_for
 from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
@@ -37,7 +37,8 @@ from app.training.memory import (
 
 GIB = 2**30
 USABLE_SHARE, CONTEXT_GIB = 0.92, 1.5
-"""of a device's memory, the rest being lost between blocks; and what CUDA and NCCL take of it"""
+"""share of a device's memory that can be used, the rest being lost to fragmentation; and what CUDA
+and NCCL take of it"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.activation_memory import WIDEST_FLASH_HEAD
 from app.model.adapter import LoraConfig, saves_whole_model
+from app.model.architecture import text_numbers
 from app.model.base import ModelConfig
 from app.model.hub import newest_of_hub
-from app.model.token_ids import text_numbers
 from app.planning.choose import (
     choose_micro_batch,
     choose_recompute,
@@ -20,13 +20,14 @@ from app.planning.choose import (
 )
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
-from app.planning.model_size import DEFAULT_NUMBERS, PlannedModel, build_planned_model
+from app.planning.model_size import DEFAULT_NUMBERS, build_planned_model
+from app.planning.planned_model import PlannedModel
 from app.preflight import check_compatibility
 from app.preflight.base_model import BaseModel, check_config, inspect_base
 from app.preflight.files import check_sequence_len, check_tensor_parallel
 from app.process.errors import UserError
 from app.process.untrusted import read_json_object
-from app.strategy.settings import StrategyConfig
+from app.strategy.settings import FAMILIES, StrategyConfig
 from data_modules import setting
 
 if TYPE_CHECKING:
@@ -64,6 +65,16 @@ class PlanningConfig(EnforceConfig):
     show what it was found to take beside the arithmetic; minutes, and a C++ compiler"""
     write: str | None = setting(None, shown=True)
     """file to write the best plan to, as an experiment: +experiment=FILE.yaml"""
+
+
+def planned_strategies(
+    settings_of: Callable[[str, str], StrategyConfig],
+) -> dict[str, StrategyConfig]:
+    """Return the settings of each strategy that can be planned, by its name.
+
+    `settings_of(group, name)` reads an option of conf/.
+    """
+    return {name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED}
 
 
 def read_numbers(model: ModelConfig) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from app.model.token_ids import text_numbers
+from app.model.architecture import text_numbers
 from app.planning.advice import list_candidates, other_ways, smallest_change
 from app.planning.hardware import (
     HardwareConfig,

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from app.model.adapter import BaseModules
+from app.model.architecture import brief, check_token_ids, text_numbers
 from app.model.base import ModelConfig
 from app.model.base_files import INDEX, WEIGHTS, check_dtypes, check_head
 from app.model.hub import problem_offline
 from app.model.quantization import stored_method
-from app.model.token_ids import brief, check_token_ids, text_numbers
 from app.preflight.shapes import LAYER, modules_of_architecture, modules_of_files
 from app.process.untrusted import Header, check_kinds, read_header, read_json_object, read_text
 

@@ -21,13 +21,13 @@ from app.model.adapter import (
     saves_whole_model,
 )
 from app.model.adapter.saved_config import CONFIG_FILE, KINDS, read_adapter_config
+from app.model.architecture import text_numbers
 from app.model.attention import why_not_batched
 from app.model.base import ModelConfig
 from app.model.hub import COMMIT
 from app.model.layers import why_not_compiled
 from app.model.neftune import why_no_noise
 from app.model.quantization import find_stored_problem
-from app.model.token_ids import text_numbers
 from app.preflight.base_model import (
     BaseModel,
     inspect_base,

@@ -116,6 +116,6 @@ def keep_log(folder: Path) -> None:
         _run_log.write_into(folder)
 
 
-def say_loading() -> None:
-    """Say that libraries are loaded, for seconds in which nothing else is seen."""
+def print_loading() -> None:
+    """Print that libraries are being loaded: for seconds nothing else is seen."""
     log.info("loading libraries ...")

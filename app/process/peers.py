@@ -37,11 +37,11 @@ REPORT_SECONDS = 1.0
 LOOK_SECONDS = 4.0
 """between two looks at the reports: a rank that lives has reported in between"""
 CONNECT_SECONDS = 60.0
-"""that the store may take to answer for the first time"""
+"""in which the store must answer for the first time"""
 VERDICT_SECONDS = 2.0
-"""that the others have to read why this rank ends: the store may end with it"""
+"""left to the others to read why this rank ends: the store may end with it"""
 DUMP_SECONDS = 10.0
-"""that the disk may take to keep the stacks: it may be what hangs"""
+"""in which the disk must take the stacks: it may be what hangs"""
 PAUSE_FACTOR = 10
 """a rank may pause for so many times its longest pause so far"""
 LONGEST_POLL = 1.0

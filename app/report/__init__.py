@@ -1,1 +1,1 @@
-"""What a person looks at: what a run will learn from, before it does."""
+"""What a person looks at: pages of runs, previews, plans and sweeps, and model cards."""

@@ -17,8 +17,8 @@ from data_modules import printable, redact
 if TYPE_CHECKING:
     import torch
 
+    from app.assembly.tuned import Tuned
     from app.config import MergeConfig
-    from app.evaluation.tuned import Tuned
     from app.model.merging import Difference
 
 CARD_FILE = "README.md"

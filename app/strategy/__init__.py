@@ -1,1 +1,1 @@
-"""Where it runs: one device, or several that hold the same weights (DDP)."""
+"""Where it runs: one device, DDP, DeepSpeed ZeRO, FSDP2, tensor parallelism, local SGD."""

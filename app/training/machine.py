@@ -18,12 +18,13 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 WAITS, WAITS_FOR = 0.2, 30.0
-"""share of the training time that waiting for data takes, and seconds of training in which it is
-measured, from which on a warning says so; the first block, which warms up, does not count"""
+"""a warning is logged where the loop has waited for data more than this share of the training time,
+measured over at least so many seconds; the first block, which warms up, does not count"""
 BUSY = 0.9
-"""utilisation of a GPU from which on a host that waits for data costs nothing"""
+"""utilisation of a GPU above which it costs nothing that the loop waits for data"""
 LITTLE_MEMORY, LEAST_GIB = 0.05, 1.0
-"""share of the host's memory and GiB of which, when less than both is left, a warning says so"""
+"""a warning is logged where less of the host's memory is left than this share of it, and than so
+many GiB"""
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 CONTAINERS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -34,7 +35,8 @@ CONTAINERS = (
         "total_inactive_file",
     ),
 )
-"""the files of a container's limit, its use and what it counts, of cgroup v2 and v1"""
+"""of cgroup v2 and v1: the files of a container's memory limit, use and statistics, and the
+statistic of file cache that can be given up"""
 NAMES = (
     "speed/data_wait",
     "machine/host_memory_gib",
@@ -188,9 +190,9 @@ def process_memory() -> float:
 
 
 def host_memory() -> tuple[float, float]:
-    """Return the bytes of memory that are left and those there are, of this container or machine.
+    """Return the bytes of memory left and in all, of this container or machine.
 
-    What a container's limit counts and can be given up, as files that were read, is left.
+    File cache that counts against a container's limit is left: it can be given up.
     """
     numbers = {}
     for line in (PROC / "meminfo").read_text().splitlines():

@@ -42,7 +42,7 @@ DOUBLE_QUANT_SAVED_BITS = 0.373
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of some modules' weights, where they are whole; under tensor parallelism a rank's."""
+    """Bytes of some modules' weights before sharding; under tensor parallelism a rank's part."""
 
     frozen: float = 0.0
     trained: float = 0.0

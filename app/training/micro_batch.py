@@ -38,8 +38,8 @@ def can_try(strategy: StrategyConfig) -> bool:
 def try_micro_batch(module: FinetuneModule, optimizer: str) -> None:
     """Run the fullest micro-batch forward and backward, and halve it until it fits on all ranks.
 
-    Beside room for the states of the optimizer of that name, which its first step makes. What it
-    leaves is dropped. Raises OutOfMemoryError where a single pack does not fit.
+    Room is kept for the states that the optimizer of that name makes in its first step. Gradients
+    are dropped afterwards. Raises OutOfMemoryError where a single pack does not fit.
     """
     trainer: Any = module.trainer
     data = trainer.datamodule
@@ -70,7 +70,7 @@ def _take_together(trainer: Any, size: int) -> None:
 def _find_failure(
     module: FinetuneModule, batch: Batch, optimizer: str
 ) -> torch.OutOfMemoryError | None:
-    """Return what a rank says that has no room for a step, on all ranks; None where it fits."""
+    """Return the error of a rank that has no room for a step, on all ranks; None where it fits."""
     import torch
 
     strategy = module.strategy

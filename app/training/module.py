@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from app.model.adapter import group_adapters, ungroup_adapters
+from app.model.architecture import reading_first_forward
 from app.model.attention import (
     check_causal,
     check_isolation,
@@ -23,7 +24,6 @@ from app.model.attention import (
     restore_kernel,
     take_fastest_kernel,
 )
-from app.model.base import reading_first_forward
 from app.model.head import check_head_loss, run_probe
 from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
@@ -102,6 +102,11 @@ class FinetuneModule(L.LightningModule):
         """The strategy: where weights, states and data are."""
         strategy: Any = self.trainer.strategy
         return strategy
+
+    @property
+    def shards(self) -> StrategyMixin | None:
+        """The strategy where each rank holds a part of the weights; None where each has all."""
+        return self.strategy if self.strategy.shards_weights else None
 
     @property
     def optimizer(self) -> Any:

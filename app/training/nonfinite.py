@@ -30,19 +30,19 @@ log = logging.getLogger(__name__)
 MAX_OVERFLOWS = 32
 """consecutive steps that a loss scaler may skip: each halves its scale, which starts at 2**16"""
 SPIKE_WINDOW, MIN_SPIKE_STEPS = 64, 20
-"""steps of the median, and how many it needs: a longer window would hold the steep start of a run,
-with fewer steps one of few tokens looks like a spike"""
+"""window of the running median, and the fewest steps that it needs: a longer window would reach
+back into the steep start of a run; with fewer steps, one of few tokens looks like a spike"""
 SPIKE_FACTOR, SPIKE_RISE = 3.0, 1.0
 """a spike is above this multiple of the median, and this many nats above it: none of 4,393 steps of
 a healthy run reached 1.5 times; a loss near zero, of memorized rows, often jumps by more"""
 HIGH_SHARE, HIGH_FACTOR = 0.9, 1.5
-"""and above this multiple of what this share of the steps stays below: where a tenth of the packs
-holds rows that are harder, their loss is no spike"""
+"""and above this multiple of this quantile of the steps: where a tenth of the packs holds harder
+rows, their loss is no spike"""
 MIN_TOKEN_SHARE = 0.5
 """steps with less than this share of the median's trained tokens are neither judged nor counted"""
 LEARNS_WITHIN, MIN_CHANGE, MIN_PART_STEPS = 3, 0.01, 8
-"""a loss that changes by less than this share within one of so many parts of a run has learned
-nothing; compared are means of at least so many steps"""
+"""a run has learned nothing where its loss changes by less than this share within the first of so
+many parts; means of at least so many steps are compared"""
 MAX_ROWS = 5
 """rows listed in a message"""
 LOSS_FAULTS = {"nan": math.nan, "inf": math.inf}

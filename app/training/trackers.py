@@ -58,9 +58,9 @@ def build_mlflow(folder: Path, name: str, run_id: str | None) -> Any:
     """Build Lightning's MLflow logger: into the folder unless MLFLOW_TRACKING_URI is set."""
     from lightning.pytorch.loggers import MLFlowLogger
 
-    # MLflow 3 keeps its files store for those who say so; a database needs a package more.
+    # MLflow 3 keeps its file store behind this switch; a database would need one more package.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    # A server that is gone is said once, by us, and not at each retry.
+    # We report a server that is gone once; MLflow would at each retry.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     return MLFlowLogger(
         experiment_name=os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT),
@@ -99,7 +99,7 @@ class Tracker(Logger):
 
     @rank_zero_only
     def forget(self) -> None:
-        """Begin a run of the tracker's own: the one that was here before has started anew."""
+        """Begin a new run in the tracker: the training in this folder starts anew."""
         (self.folder / IDS_FILE).unlink(missing_ok=True)
 
     @rank_zero_only

@@ -27,8 +27,9 @@ NAMES = ["random"]
 def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], clock: Clock) -> str:
     """Train as a run does: our model, module, optimizer and trainer; return the attention used."""
     from app.model.adapter import FullConfig
+    from app.model.architecture import load_architecture
     from app.model.attention import AttentionConfig, choose_backend
-    from app.model.base import ModelConfig, load_architecture
+    from app.model.base import ModelConfig
     from app.strategy.build import build_strategy
     from app.strategy.settings import StrategyConfig
     from app.training.metrics import Metrics
@@ -84,7 +85,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
 
 
 def resolve_recompute(task: Task, part: Part, adapter: AdapterConfig, env: Environment) -> str:
-    """Return what recompute=auto takes for a part on this device, as `app.assembly` has it taken.
+    """Return what recompute=auto takes for a part on this device, as `app.assembly.auto` does.
 
     A part's own words are not read here: it is 8B in bf16, alone on its device.
     """

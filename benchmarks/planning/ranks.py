@@ -102,7 +102,7 @@ def measure(words: list[str]) -> tuple[float, float]:
 
     import lightning as L
 
-    import app.assembly
+    import app.assembly.auto
     from app.config import load_config
     from app.train import train
     from benchmarks.planning.live import LiveResized
@@ -116,7 +116,7 @@ def measure(words: list[str]) -> tuple[float, float]:
             if trainer.global_step == 1:
                 live.peak = 0
 
-    check, fit = app.assembly.check_plan, L.Trainer.fit
+    check, fit = app.assembly.auto.check_plan, L.Trainer.fit
 
     def keep_plan(*words: Any) -> Any:
         planned.append(words[-1])
@@ -130,7 +130,7 @@ def measure(words: list[str]) -> tuple[float, float]:
 
     config: Any = load_config("train", words)
     with (
-        patch.object(app.assembly, "check_plan", keep_plan),
+        patch.object(app.assembly.auto, "check_plan", keep_plan),
         patch.object(L.Trainer, "fit", track),
         contextlib.suppress(Trained),
     ):

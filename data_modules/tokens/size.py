@@ -15,16 +15,9 @@ from typing import Any
 from data_modules import source
 from data_modules.messages import DataError, redact
 from data_modules.settings import DataConfig, DatasetConfig
+from data_modules.tokens.cache import KEY_FILE, Key, is_whole, read_newest, read_note
 from data_modules.tokens.encode import Rejected, chunks_of, find_format, read_chunk
-from data_modules.tokens.prepare import (
-    COUNTS_FILE,
-    KEY_FILE,
-    TOKEN_SETTINGS,
-    Key,
-    is_whole,
-    read_newest,
-    read_note,
-)
+from data_modules.tokens.prepare import COUNTS_FILE, TOKEN_SETTINGS
 from data_modules.types import Conversation, Document, Item, Tokens
 
 SAMPLE_BYTES = 512 << 10

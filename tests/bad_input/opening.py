@@ -71,13 +71,13 @@ def open_run(config: Any) -> End:
 def _open(config: Any) -> Any:
     check_before_start(config)
 
-    from app.model.attention import check_isolation, check_pair_isolation, choose_backend
-    from app.model.base import (
-        check_described,
+    from app.model.architecture import (
         decoder_start_token_id,
         load_architecture,
         reading_first_forward,
     )
+    from app.model.attention import check_isolation, check_pair_isolation, choose_backend
+    from app.model.base import check_described
     from app.model.build import build_model
     from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows, stop_token_ids
 

@@ -19,7 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.model.base import ModelConfig, check_described, load_architecture, load_base
+from app.model.architecture import load_architecture
+from app.model.base import ModelConfig, check_described, load_base
 from app.model.hub import check_hub, is_offline
 from app.model.tokenizer import build_tokenizer
 from app.process.errors import TrainingFault, UserError, exit_code

@@ -13,14 +13,8 @@ import torch
 import transformers
 from packaging.requirements import Requirement
 
-from app.model.base import (
-    DRAFTS,
-    RIGHT_SINCE,
-    ModelConfig,
-    load_architecture,
-    load_base,
-    reading_first_forward,
-)
+from app.model.architecture import DRAFTS, RIGHT_SINCE, load_architecture, reading_first_forward
+from app.model.base import ModelConfig, load_base
 from app.model.multimodal import NEEDED, language_model_class
 from app.preflight.base_model import BaseModel, inspect_base
 from app.preflight.files import check_sequence_len

@@ -21,7 +21,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from app.config import conf_files, load_config
-from app.model.base import ModelConfig, context_len, load_architecture, load_base, model_class
+from app.model.architecture import context_len, load_architecture, model_class
+from app.model.base import ModelConfig, load_base
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.preflight.base_model import BaseModel

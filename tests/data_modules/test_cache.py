@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from data_modules.messages import DataError
-from data_modules.tokens.prepare import Key, open_or_make
+from data_modules.tokens.cache import Key, open_or_make
 from tests.processes import LONGEST
 
 PARTS = {

@@ -316,7 +316,8 @@ def held_out_answers(run: Path) -> tuple[list[tuple[Any, ...]], list[str]]:
 
 def questions_of(run: Path) -> list[tuple[Any, ...]]:
     """The turns before each held-out answer, in the order of predictions.jsonl."""
-    from app.assembly import build_datamodule, open_base
+    from app.assembly.base import open_base
+    from app.assembly.data import build_datamodule
     from app.model.adapter import LoraConfig
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
@@ -331,7 +332,7 @@ def questions_of(run: Path) -> list[tuple[Any, ...]]:
 
 def answers_of(questions: list[tuple[Any, ...]], *words: str) -> list[str]:
     """What the chat's core answers to each conversation, piece by piece."""
-    from app.assembly import open_tuned
+    from app.assembly.tuned import open_tuned
     from app.evaluation.conversation import ConversationConfig, Responder
     from app.training.trainer import resolve_single_device
 

@@ -36,7 +36,7 @@ WHERE = {
     ),
     "the plan": ("data_modules.packing.plan:_pack_order", "hangs", 0, ()),
     "the base": ("app.model.build:load_base", "hangs", 0, ()),
-    "answers at the end": ("app.evaluation.comparison:answer_batches", "hangs", 0, ANSWERS),
+    "answers at the end": ("app.evaluation.evaluator:answer_batches", "hangs", 0, ANSWERS),
 }
 
 

@@ -10,12 +10,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from app.evaluation.comparison import (
-    adapter_switched_off,
-    comparison_table,
-    named,
-    print_comparison,
-)
+from app.evaluation.comparison import adapter_switched_off, comparison_table, print_comparison
+from app.evaluation.evaluator import named
 from app.model.adapter import LoraConfig, apply_adapter, probe_logits
 from tests.tiny import probe, tiny_llama
 

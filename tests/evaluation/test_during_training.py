@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from app.evaluation import during
+from app.assembly import evaluation as during
 from app.process.errors import UserError
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics, is_measured_at

@@ -20,8 +20,8 @@ from transformers import (
     XLNetLMHeadModel,
 )
 
-from app.evaluation.comparison import Predictions
 from app.evaluation.decoding import GreedyDecoder
+from app.evaluation.evaluator import Predictions
 from app.evaluation.generation import (
     Answer,
     EvaluationConfig,

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from app.evaluation import comparison as room
-from app.evaluation.comparison import Evaluator, Predictions, print_samples
+from app.evaluation import evaluator as room
+from app.evaluation.comparison import print_samples
+from app.evaluation.evaluator import Evaluator, Predictions
 from app.evaluation.generation import Answer, EvaluationConfig
 from data_modules import Prompt
 from data_modules.messages import Origin

@@ -25,6 +25,7 @@ from transformers import (
     PretrainedConfig,
 )
 
+from app.model.architecture import model_class
 from app.model.attention import (
     AttentionConfig,
     check_implementation,
@@ -32,7 +33,6 @@ from app.model.attention import (
     choose_backend,
 )
 from app.model.attention.inputs import attention_inputs
-from app.model.base import model_class
 from app.process.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
 from tests.model.test_attention_varlen import of_2_10, of_2_13
 from tests.tiny import tiny_llama, tiny_t5

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, BloomConfig, LlamaForCausalLM
 
 from app.model import save as saving
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, probe_logits
+from app.model.architecture import context_len, load_architecture
 from app.model.attention import attention_implementation
-from app.model.base import ModelConfig, context_len, load_architecture, load_base
+from app.model.base import ModelConfig, load_base
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig

@@ -20,7 +20,8 @@ from app.model.adapter import (
     probe_logits,
     save_adapter,
 )
-from app.model.base import ModelConfig, load_architecture, load_base
+from app.model.architecture import load_architecture
+from app.model.base import ModelConfig, load_base
 from app.model.multimodal import tower_modules
 from app.model.shards import write_model
 from app.process.errors import UserError

@@ -29,7 +29,8 @@ from app.model.adapter import (
     save_adapter,
     verify_adapter,
 )
-from app.model.base import ModelConfig, load_architecture, load_base
+from app.model.architecture import load_architecture
+from app.model.base import ModelConfig, load_base
 from app.model.save import save_model
 from app.model.tokenizer import resize_embeddings
 from app.process.errors import TrainingFault

@@ -372,7 +372,8 @@ def _why_not_opened(family: str, folder: Path) -> str | None:
     """Return what a run says of a config of `family` for which no class of text models is there."""
     from transformers import CONFIG_MAPPING
 
-    from app.model.base import DRAFTS, ModelConfig, load_architecture, model_class
+    from app.model.architecture import DRAFTS, load_architecture, model_class
+    from app.model.base import ModelConfig
     from app.model.multimodal import language_model_class
     from app.process.errors import UserError
 
@@ -395,7 +396,7 @@ def save_tiny(family: str, folder: Path) -> None:
     """Save a random model in fp32 whose weights all take part in its logits."""
     import torch
 
-    from app.model.base import model_class
+    from app.model.architecture import model_class
 
     torch.manual_seed(0)
     config = tiny_config(family)

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.model.architecture import load_architecture, model_class
 from app.model.attention import (
     AttentionConfig,
     attention_implementation,
     choose_backend,
     why_not_packed,
 )
-from app.model.base import ModelConfig, load_architecture, load_base, model_class
+from app.model.base import ModelConfig, load_base
 from app.model.kernels import unfuse_layers
 from app.strategy.ddp import OneDevice
 from app.training.module import FinetuneModule

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from app.assembly import resolve_auto, resolve_strategy
+from app.assembly.auto import resolve_auto, resolve_strategy
 from app.config import load_config
 from app.planning.choose import (
     choose_micro_batch,

@@ -10,7 +10,8 @@ import pytest
 from app.config import conf_files, load_config
 from app.model.activation_memory import Kept
 from app.model.layer_kind import LayerKind
-from app.planning.model_size import PlannedModel, model_of_numbers, model_on_meta, size_for
+from app.planning.model_size import model_of_numbers, model_on_meta
+from app.planning.planned_model import PlannedModel, size_for
 from app.preflight.shapes import _FAMILIES
 from app.strategy.settings import DdpConfig
 from app.training.memory import Part, measure_model

@@ -125,7 +125,7 @@ def test_a_run_leaves_both_and_is_refused_before_weights_are_loaded(
         raise AssertionError("weights are loaded")
 
     monkeypatch.setattr(training, "host_memory_gib", lambda: 0.01)
-    monkeypatch.setattr("app.assembly.load_base", never)
-    monkeypatch.setattr("app.assembly.build_model", never)
+    monkeypatch.setattr("app.assembly.base.load_base", never)
+    monkeypatch.setattr("app.assembly.base.build_model", never)
     with pytest.raises(UserError, match="this run will not fit"):
         train_run(*words)

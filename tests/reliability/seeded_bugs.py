@@ -333,7 +333,7 @@ BUGS = [
     ),
     Bug(
         name="tokens are found in the cache although the settings differ",
-        file="data_modules/tokens/prepare.py",
+        file="data_modules/tokens/cache.py",
         right="json.dumps([self.path, self.split, self.parts], sort_keys=True)",
         wrong="json.dumps([self.path, self.split])",
         test="tests/data_modules/test_cache.py::test_a_miss_says_what_changed",

@@ -117,7 +117,9 @@ def import_all() -> None:
     import torch.distributed.run  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import app.assembly
+    import app.assembly.auto
+    import app.assembly.training
+    import app.assembly.tuned
     import app.evaluation.comparison
     import app.model.adapter.experts
     import app.model.adapter.fused

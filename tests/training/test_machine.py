@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from app.config import load_config, settings_of
-from app.model.base import load_architecture
-from app.model.token_ids import text_numbers
+from app.model.architecture import load_architecture, text_numbers
 from app.planning.memory import PlannedRun
 from app.planning.model_size import build_planned_model
 from app.planning.speed import estimate_speed

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import app.assembly
+import app.assembly.auto
 import app.training.module
 from app.run import describe_global_batch
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
@@ -69,7 +69,7 @@ def start_with(monkeypatch: pytest.MonkeyPatch, packs: int, limit: int) -> Full:
         return replace(env.with_micro_batch(packs), tries_micro_batch=True)
 
     full = Full(limit)
-    monkeypatch.setattr(app.assembly, "resolve_micro_batch", resolve)
+    monkeypatch.setattr(app.assembly.auto, "resolve_micro_batch", resolve)
     monkeypatch.setattr(app.training.module, "batch_loss", full)
     return full
 

@@ -105,8 +105,8 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return optimizer
 
     strategy = DeviceWithoutValues(torch.device("cpu"))
-    monkeypatch.setattr("app.assembly.build_strategy", lambda *_, **__: strategy)
-    monkeypatch.setattr("app.assembly.build_optimizer", plain)
+    monkeypatch.setattr("app.assembly.training.build_strategy", lambda *_, **__: strategy)
+    monkeypatch.setattr("app.assembly.training.build_optimizer", plain)
     monkeypatch.setattr(FinetuneModule, "on_fit_start", lambda module: None)  # it measures values
     monkeypatch.setattr(Metrics, "flush", write)
     # It reads values too, once: in the first step, whose curves are written anyway.

@@ -38,7 +38,7 @@ class Bench:
 
     @property
     def name(self) -> str:
-        """What the questions are called: by their file, or its folder where all are called so."""
+        """The questions' name: their file's, or its folder's where that is a question.jsonl."""
         path = Path(str(self.config.questions))
         return path.absolute().parent.name if path.name == QUESTIONS_FILE else path.stem
 
@@ -52,7 +52,7 @@ class Bench:
         context_len: int | None,
         shares: Shares | None = None,
     ) -> None:
-        """Keep a model's answer to each turn of each question; none where no context is left.
+        """Have a model answer each turn of each question; a turn beyond its context has no answer.
 
         `shares` keeps them where the evaluation is killed before its judge has said all.
         """

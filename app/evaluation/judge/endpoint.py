@@ -1,6 +1,6 @@
-"""Ask an OpenAI-compatible endpoint, within a rate, again where it fails, and once for all.
+"""Ask an OpenAI-compatible endpoint: within a rate, with retries, and each question once.
 
-What it has answered is kept on disk by what it was asked: the same question is never paid twice.
+Answers are kept on disk by their request: the same question is never paid for twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from data_modules import printable, redact
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 """seconds before a request is sent again"""
 MAX_BYTES = 2**22
-"""of an answer"""
+"""largest answer that is read"""
 REFUSALS = (400, 401, 403, 404, 405, 413, 422)
 """statuses that another try would not change"""
 Message = dict[str, str]

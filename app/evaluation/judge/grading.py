@@ -33,10 +33,10 @@ from data_modules import printable
 
 VERDICTS_FILE = "verdicts.jsonl"
 MAX_FAILED = 3
-"""requests in a row that fail after all their tries, before no more are sent"""
+"""failed requests in a row, each after all its retries, after which no more are sent"""
 EMPTY = "an empty answer: the lowest grade, without asking"
 REPORTS = 10
-"""lines that say how far it is"""
+"""progress lines of one judging"""
 Answers = Mapping[str, Mapping[str, Sequence[str]]]
 """base and tuned -> question -> the answer to each of its turns"""
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Run a program that a model has written, with its checks, in a process with limits.
 
 The limits keep an accident from harming the machine: time, memory, file sizes, an empty folder and
-environment. They are no wall against malice: the process runs as the user, with the network.
+environment. They do not stop malicious code: the process runs as the user, with the network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 1 << 30, 1 << 20
 def passes(program: str, seconds: int = SECONDS) -> bool:
     """Return whether a program runs to its end within the limits, without an error.
 
-    It proves that by a word behind its last line: one that leaves before its checks says nothing.
+    A random word, written behind its last line, proves it: a program that exits early writes none.
     """
     word = secrets.token_hex(8)
     program += f"\n__import__('os').write(1, b'{word}')\n"

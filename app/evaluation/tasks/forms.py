@@ -22,9 +22,9 @@ class Asked:
     """A row of a task, before the examples of other rows."""
 
     contexts: tuple[str, ...]
-    """one, or one a choice where the choices end the context"""
+    """one for all choices, or one for each where a choice is part of the context"""
     continuations: tuple[str, ...] = ()
-    """of each choice, or the one of all contexts; none where the model answers itself"""
+    """one for each choice, or one for all contexts; none where the model writes an answer"""
     right: int = 0
     """number of the right choice"""
     reference: str = ""
@@ -32,7 +32,7 @@ class Asked:
     delimiter: str = " "
     """between context and continuation, or answer"""
     group: str = ""
-    """of several in a task, such as MMLU's subject"""
+    """which of several groups in a task it is of, such as MMLU's subject"""
     program: str = ""
     """checks that run after an answer which is code"""
 
@@ -43,9 +43,9 @@ class Form:
 
     kind: str
     fields: tuple[str, ...]
-    """that a row must have"""
+    """columns that a row must have"""
     read: Callable[[Values], Asked]
-    """ValueError in words where a value is not what it should be"""
+    """read a row; ValueError says in words which value is not what it should be"""
     file: str = ""
     """name in evaluation.task_dir"""
     few_shot: int = 0

@@ -125,7 +125,7 @@ def _list(known: Sequence[str]) -> str:
 
 
 def _read_cache_alone_without_network() -> None:
-    """Let the hub's libraries not retry where there is no network: tasks of its cache still run."""
+    """Keep the hub's libraries from retrying without a network: tasks in its cache still run."""
     if is_offline_by_setting() or reach_hub()[1] is None:
         return
     from huggingface_hub import constants

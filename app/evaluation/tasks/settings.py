@@ -1,4 +1,4 @@
-"""The settings of tasks, and what is wrong with them before a model is read."""
+"""The settings of a task; needs no torch."""
 
 from __future__ import annotations
 

@@ -148,7 +148,8 @@ def _named_lora_layers(model: peft.PeftModel) -> Iterator[tuple[str, Any]]:
 
 
 MAX_GROWTH = 4.0
-"""of the largest entry, where A and B take their start out of a base, that is worth no word yet"""
+"""growth of a weight's largest entry above which a warning is logged, where A and B take their
+start out of the weight"""
 
 
 @without_bitsandbytes()
@@ -183,7 +184,7 @@ def apply_lora(
     _check_init(config, modules)
     check_stock_opens(config, model, found.matrices)
     rows = rows_to_train(model, token_ids, whole)
-    log.debug("lora: %s", _say_targets(config, modules, found.experts))
+    log.debug("lora: %s", _describe_targets(config, modules, found.experts))
     adapted = wrap(model, _peft_config(model, config, found, rows))
     if not half_precision:
         _start_in_fp32(adapted, config)
@@ -225,7 +226,7 @@ def _peft_config(
 
 
 def _log_left_out(config: LoraConfig, found: targets.Targets) -> None:
-    """Log what stays frozen with all-linear, although a matrix is what it is."""
+    """Log which matrices target_modules=all-linear leaves frozen."""
     if found.thin:
         log.info("lora: left out as too thin for rank %d: %s", config.r, ", ".join(found.thin))
     if found.own_adapters:
@@ -331,12 +332,12 @@ def _lora_layers(model: peft.PeftModel) -> list[Any]:
 
 
 def _experts_by_name(model: PreTrainedModel, found: targets.Targets) -> list[str]:
-    """Return the experts' parameters as shortly as is exact: a layer's name and the own one."""
+    """Return the shortest names that mean exactly the experts' parameters."""
     endings = dict.fromkeys(".".join(name.split(".")[-2:]) for name in found.experts)
     return shortest(found.experts, endings, modules_of(model).experts)
 
 
-def _say_targets(
+def _describe_targets(
     config: LoraConfig, modules: Mapping[str, torch.nn.Module], experts: Sequence[str]
 ) -> str:
     counts = Counter(name.rpartition(".")[2] for name in modules)

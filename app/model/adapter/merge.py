@@ -57,9 +57,9 @@ class Change:
 def read_changes(
     build: Callable[[], PreTrainedModel], adapters: Sequence[tuple[Path, float]]
 ) -> dict[str, Change]:
-    """Return the change of every weight that `adapters`, folders with weights, are about.
+    """Return what `adapters` change of their base, by the weight's name in the base.
 
-    By the weight's name in the base; `build` makes the base on `meta`. UserError for a kind of
+    `adapters`: folder and factor of each; `build` makes the base on `meta`. UserError for a kind of
     adapter that cannot be merged, or not beside others.
     """
     changes: dict[str, Change] = {}

@@ -77,7 +77,7 @@ def _check_called(model: peft.PeftModel, model_type: str, folder: Path) -> None:
 
 
 def _check_patterns(config: peft.PeftConfig, model: PreTrainedModel, folder: Path) -> None:
-    """Refuse a saved adapter whose names are regular expressions that peft would not end with."""
+    """Refuse a saved adapter with regular expressions that are invalid or may never end."""
     settings = config.to_dict()
     given: dict[str, list[str]] = {}
     for key in ("target_modules", "exclude_modules", "feedforward_modules"):
@@ -134,7 +134,7 @@ def save_adapter(
 
 
 def put_in_order(config: peft.PeftConfig) -> None:
-    """Let every process write a config alike: a set's order is another one in each."""
+    """Sort a config's sets, whose order differs between processes: all write the same file."""
     for name, value in vars(config).items():
         if isinstance(value, set):
             setattr(config, name, sorted(value))
@@ -261,7 +261,7 @@ def _read_into(model: peft.PeftModel, folder: Path, adapter_name: str, *, in_fp3
     peft.set_peft_model_state_dict(
         model, load_file(folder / ADAPTER_FILE), adapter_name=adapter_name
     )
-    # DoRA has measured its first weights: autocast would go on with its copies of those.
+    # DoRA has measured the first weights: autocast would reuse its cached copies of them.
     torch.clear_autocast_cache()
 
 
@@ -274,7 +274,7 @@ def _is_fp32(folder: Path) -> bool:
 
 
 def _note_other_base(folder: Path, named: str | None, here: str) -> None:
-    """Say so when an adapter of elsewhere names another base; ours were compared by fingerprint."""
+    """Log when an adapter from elsewhere names another base; ours are compared by fingerprint."""
     if named and named != here and not (folder / ORIGIN_FILE).exists():
         log.info("adapter: %s was made on %s, and is put on %s", folder, named, here)
 

@@ -41,7 +41,9 @@ def report_trainable(model: torch.nn.Module) -> TrainableReport:
 def reached_weights(
     model: torch.nn.Module,
 ) -> Iterator[tuple[torch.nn.Module, torch.nn.Parameter]]:
-    """Go over layers and what each reads past its owner's forward: strategies gather it for both.
+    """Yield layers, and the weights that each reads without calling the module that owns them.
+
+    Strategies gather them for both.
 
     IA3's vectors and LoRA's of embeddings lie in mere containers, trained token rows are put into
     the whole embedding, DoRA measures what a matrix and its adapter come to, experts are given

@@ -1,6 +1,6 @@
-"""The one way in which peft is put on a model: with what it does wrongly put right.
+"""Put peft's adapters on a model, and correct what peft (0.21) does wrong there.
 
-Among that are embedding and head beside an adapter: some rows train or all, and never half of a
+So with embedding and head beside an adapter: some of their rows train or all, and never half of a
 tied pair.
 """
 
@@ -217,7 +217,7 @@ def ungroup_adapters(model: torch.nn.Module) -> None:
 
 
 def declare_ties(model: PreTrainedModel) -> None:
-    """Let a model name those of its weights as tied that are: peft believes the class.
+    """Have a model name exactly those weights as tied that are: peft believes the class.
 
     FLAN-T5's head is its own matrix, but T5's class calls it tied, and peft would put the
     embedding's rows into it.

@@ -1,12 +1,12 @@
-"""The steps of a plan by the program's own code, on a GPU that is not there.
+"""Simulate the steps of a plan: the program's own code, on a fake GPU.
 
-    device    torch believes in a GPU, on which FakeTensors live: shapes and storages, no numbers
+    device    the fake GPU, whose FakeTensors have shapes and storages, and no numbers
     kernels   stand-ins for what Triton would compute
-    step      strategy, module, adapter, loss and optimizer as rank 0 of ranks that are not there
+    step      strategy, module, adapter, loss and optimizer, as rank 0 of fake ranks
     live      the bytes that are alive, by part
     counting  every kernel with its FLOPs and bytes, from which a step's time follows
 
-`simulate` does it in a process of its own, which believes in a GPU from then on.
+`simulate` does it in a process of its own, which has the fake GPU until it ends.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Count(TorchDispatchMode):
 
     @contextmanager
     def watching_modules(self) -> Iterator[None]:
-        """Know which module an operator runs in."""
+        """Record which module each operator runs in."""
         hooks = torch.nn.modules.module
         handles = [
             hooks.register_module_forward_pre_hook(lambda module, _: self._modules.append(module)),

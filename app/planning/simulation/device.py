@@ -1,7 +1,7 @@
-"""A CUDA device that is not there: FakeTensors on `cuda:0`, forward, backward and autocast.
+"""A fake CUDA device: FakeTensors on `cuda:0`, forward, backward and autocast.
 
-A process that has called `install` believes in one H100 for the rest of its life, so that a tool
-which traces has a process of its own. Nothing is computed and no memory is taken.
+A process that has called `install` has a fake H100 until it ends, so that a tool which traces needs
+a process of its own. Nothing is computed and no memory is taken.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def find_obstacle() -> str | None:
 
 
 def install(name: str = "", memory_gib: float = MEMORY_GIB, num_devices: int = 1) -> None:
-    """Make torch believe in CUDA devices; NoFakeDevice with the reason where it cannot.
+    """Give torch fake CUDA devices; NoFakeDevice with the reason where it cannot.
 
-    They are all the first one, an H100 but for the name and memory that are given.
+    All of them are `cuda:0`: an H100, with the name and memory that are given.
     """
     Properties.name = name or Properties.name
     Properties.total_memory, Properties.num_devices = int(memory_gib * 2**30), num_devices
@@ -72,7 +72,7 @@ def _load_device() -> Any:
 
 
 def start() -> None:
-    """Let a program believe in the device and its kernels; exit code 3 where it cannot."""
+    """Give a program the fake device and its kernels; exit code 3 where it cannot."""
     warnings.simplefilter("ignore")
     try:
         install()
@@ -119,17 +119,17 @@ class Properties:
 
 
 class Event:
-    """A point in a stream's work, which has always been reached."""
+    """A point in a stream's work, which is reached at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def record(self, _: Any = None) -> None:
-        """Be reached."""
+        """Do nothing: it is reached."""
 
     wait = synchronize = record
 
     def query(self) -> bool:
-        """Return that it has been reached."""
+        """Return True: it is reached."""
         return True
 
 
@@ -143,21 +143,21 @@ class Stream:
         return event or Event()
 
     def is_capturing(self) -> bool:
-        """Return that no graph is recorded."""
+        """Return False: no graph is captured."""
         return False
 
     def wait_event(self, _: Event) -> None:
-        """Have nothing to wait for."""
+        """Do nothing: all work is done."""
 
     def wait_stream(self, _: Stream) -> None:
-        """Have nothing to wait for."""
+        """Do nothing: all work is done."""
 
     def synchronize(self) -> None:
-        """Have nothing to wait for."""
+        """Do nothing: all work is done."""
 
 
 def _pretend(torch: Any) -> None:
-    """Answer what is asked of `torch.cuda`."""
+    """Patch `torch.cuda` to answer for the fake device."""
     state = torch.zeros(16, dtype=torch.uint8)
     answers: dict[str, Any] = {
         "is_available": True,

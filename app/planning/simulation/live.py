@@ -64,7 +64,7 @@ class LiveParts(Count):
 
     @contextmanager
     def watching_fsdp(self) -> Iterator[None]:
-        """Know FSDP's buffers, and what it resizes: no operator tells of that."""
+        """Record FSDP's buffers, and what it resizes, which no operator shows."""
         own = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int) -> Any:
@@ -85,7 +85,7 @@ class LiveParts(Count):
 
     @contextmanager
     def watching_gradients(self, weights: Iterable[Tensor]) -> Iterator[None]:
-        """Know a gradient as soon as it is with its weight, within the backward pass."""
+        """Record each gradient as soon as the backward pass has stored it with its weight."""
 
         def keep(weight: Tensor) -> None:
             self.assign([weight.grad], "gradients")

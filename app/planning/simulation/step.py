@@ -23,8 +23,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from app.model.architecture import load_architecture
 from app.model.attention import choose_backend
-from app.model.base import ModelConfig, load_architecture
+from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.hub import newest_of_hub
 from app.model.kernels import FusedGate, unfuse_layers

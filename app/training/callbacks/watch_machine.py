@@ -1,4 +1,4 @@
-"""Have the metrics measure what the run takes of its machine."""
+"""Measure what a run takes of its machine, beside its metrics."""
 
 from __future__ import annotations
 

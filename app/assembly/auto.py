@@ -1,0 +1,173 @@
+"""What `auto` is in this run: strategy, micro-batch and recompute, by what its plan says."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from app.config import TrainConfig, settings_of
+from app.model.quantization import stored_settings
+from app.planning.choose import (
+    Choice,
+    MicroBatchChoice,
+    choose_micro_batch,
+    choose_recompute,
+    choose_strategy,
+    recompute_modes,
+)
+from app.planning.memory import PlannedRun
+from app.planning.planned import planned_strategies
+from app.planning.training import (
+    Estimate,
+    check_room,
+    estimate_training,
+    find_ways,
+    hardware_here,
+    plan_training,
+)
+from app.preflight import check_compatibility
+from app.process.errors import UserError
+from app.process.launch import is_first_rank
+from app.strategy.settings import StrategyConfig
+from app.training.micro_batch import can_try
+from app.training.trainer import Environment
+
+if TYPE_CHECKING:
+    from app.assembly.base import Base
+    from app.run import Run
+    from data_modules import FinetuneDataModule
+
+log = logging.getLogger(__name__)
+
+
+def resolve_auto(
+    config: TrainConfig, base: Base, data: FinetuneDataModule, env: Environment, run: Run
+) -> tuple[TrainConfig, Environment, Estimate | None]:
+    """Return settings and environment with each `auto` chosen, and what the run will take.
+
+    The estimate is None where a plan cannot tell it.
+    UserError where it will not fit, as plan.enforce says.
+    """
+    plan = plan_training(
+        config,
+        env,
+        hardware_here(env, config.trainer.num_nodes, partial(settings_of, "hardware")),
+        whole=base.architecture.to_dict(),
+        backend=base.backend,
+        sequence_len=data.sequence_len,
+        build_on_meta=base.shapes_builder(config, env),
+    )  # None where it cannot tell the memory of such a model
+    config = replace(config, strategy=resolve_strategy(config, base, env, plan))
+    plan = plan and replace(plan, strategy=config.strategy)
+    env = resolve_micro_batch(config, data, env, run, plan)
+    plan = plan and plan.with_micro_batch(env.micro_batch_size)
+    config = resolve_recompute(config, env, plan)
+    if plan is None:
+        return config, env, None
+    mode = config.recompute.mode
+    plan = replace(plan, recompute="none" if mode == "auto" else mode)
+    return config, env, check_plan(config, base, data, plan)
+
+
+def resolve_strategy(
+    config: TrainConfig, base: Base, env: Environment, plan: PlannedRun | None
+) -> StrategyConfig:
+    """Return the strategy of `config`, with `auto` chosen by what fits a GPU."""
+    if config.strategy.name != "auto":
+        return config.strategy
+    if plan is None and env.num_ranks > 1:
+        name = "ddp" if env.accelerator == "cpu" else "fsdp"
+        choice = Choice(name, "the model's config does not say how wide its layers are")
+    elif plan is None:
+        choice = Choice("single", "1 process")
+    else:
+        choice = choose_strategy(
+            plan,
+            planned_strategies(settings_of),
+            recompute_modes(config.recompute.mode, compiles=config.trainer.compile),
+            is_stored=stored_settings(base.architecture) is not None,
+            has_deepspeed=find_spec("deepspeed") is not None,
+        )
+    chosen: StrategyConfig = settings_of("strategy", choice.name)
+    known = check_compatibility(config)
+    found = check_compatibility(replace(config, strategy=chosen))
+    if problems := [problem for problem in found if problem not in known]:
+        raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in problems])
+    if is_first_rank():
+        log.log(logging.DEBUG if choice.name == "single" else logging.INFO, "strategy: %s", choice)
+    return chosen
+
+
+def resolve_micro_batch(
+    config: TrainConfig,
+    data: FinetuneDataModule,
+    env: Environment,
+    run: Run,
+    plan: PlannedRun | None,
+) -> Environment:
+    """Return `env` with trainer.micro_batch_size=auto chosen, and have `data` take it.
+
+    A resumed run takes its own again. What a GPU has room for is chosen by arithmetic; the module
+    tries it. The packs of a step stay the same. `plan` has its strategy.
+    """
+    if config.trainer.micro_batch_size != "auto":
+        return env
+    is_tried = False
+    if (before := run.micro_batch_size(env.num_data_ranks)) is not None:
+        choice = MicroBatchChoice(before, "as the run that is resumed")
+    elif config.data.streaming:
+        choice = MicroBatchChoice(1, "the order of a stream depends on it")
+    elif env.accelerator == "cpu":
+        choice = MicroBatchChoice(1, "more are for a GPU, whose memory says how many")
+    elif plan is None:
+        choice = MicroBatchChoice(1, "the model's config does not say how wide its layers are")
+    else:
+        is_tried = can_try(plan.strategy)
+        if config.recompute.mode == "auto":  # what one pack at a time needs
+            mode, _ = choose_recompute(plan, compiles=config.trainer.compile)
+            plan = replace(plan, recompute=mode.name)
+        choice, _ = choose_micro_batch(plan)
+    if is_first_rank():
+        log.log(logging.INFO if is_tried else logging.DEBUG, "micro-batch: %s", choice)
+    data.take_together(choice.size)
+    env = env.with_micro_batch(choice.size)
+    return replace(env, tries_micro_batch=is_tried and choice.size > 1)
+
+
+def resolve_recompute(
+    config: TrainConfig, env: Environment, plan: PlannedRun | None
+) -> TrainConfig:
+    """Return `config` with recompute=auto chosen by what fits a GPU; on a CPU it stays as it is.
+
+    `plan` has its strategy and its micro-batch.
+    """
+    if config.recompute.mode != "auto" or env.accelerator == "cpu":
+        return config
+    choice = Choice("full", "the model's config does not say how wide its layers are")
+    if plan is not None:
+        choice, _ = choose_recompute(plan, compiles=config.trainer.compile)
+    if is_first_rank():
+        log.info("recompute: %s", choice)
+    return replace(config, recompute=replace(config.recompute, mode=choice.name))
+
+
+def check_plan(
+    config: TrainConfig, base: Base, data: FinetuneDataModule, plan: PlannedRun
+) -> Estimate:
+    """Log what a run is planned to take; UserError where it will not fit, as plan.enforce says."""
+    estimate = estimate_training(plan)
+    if is_first_rank():
+        # Of a GPU, which may be rented; a CPU's is in train.log.
+        log.log(
+            logging.INFO if plan.is_on_gpu else logging.DEBUG,
+            "plan: %s",
+            estimate.line(data.total_steps),
+        )
+    whole = base.architecture.to_dict()
+    strategies = partial(planned_strategies, settings_of)
+    ways = partial(find_ways, config, plan, whole, strategies)
+    check_room(plan, estimate, config.plan.enforce, ways)
+    return estimate

@@ -1,0 +1,136 @@
+"""The base model of a run, opened: all that is known of it before its weights are read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.config import TrainConfig, TunedConfig
+from app.model.adapter import AdapterConfig
+from app.model.architecture import commit_of, context_len, decoder_start_token_id, load_architecture
+from app.model.attention import attention_implementation, choose_backend, why_not_packed
+from app.model.base import ModelConfig, check_described, load_base
+from app.model.build import build_model, load_tuned, weight_dtype
+from app.model.quantization import QuantizationConfig, stored_settings
+from app.model.tokenizer import (
+    build_tokenizer,
+    new_token_ids,
+    num_rows,
+    stop_token_ids,
+    trained_token_ids,
+)
+from app.preflight import describe_base
+from app.training.trainer import Environment
+from data_modules import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The base model of a run: all that is known of it before its weights are read."""
+
+    config: ModelConfig
+    quantization: QuantizationConfig
+    architecture: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    backend: str
+    """attention backend"""
+    spec: ModelSpec
+    """what the data depends on of it"""
+    dtype: torch.dtype
+    """dtype that its weights are kept in"""
+    new_ids: list[int]
+    """token ids without a trained row in the embedding"""
+    trained_ids: list[int]
+    """token ids whose rows train beside an adapter"""
+    stop_ids: set[int]
+    """token ids that end an answer, besides those of the chat template"""
+    description: Mapping[str, str | None]
+    """path, revision and fingerprints, for the manifest"""
+
+    def load(self) -> PreTrainedModel:
+        """Load the base itself, without an adapter."""
+        implementation = attention_implementation(self.backend)
+        return load_base(self.config, implementation, self.dtype, self.quantization, self.new_ids)
+
+    def load_tuned(self, folder: Path) -> torch.nn.Module:
+        """Load what a run saved in `folder`: an adapter on this base, or a whole model."""
+        implementation = attention_implementation(self.backend)
+        return load_tuned(
+            self.config, folder, implementation, self.dtype, self.quantization, self.new_ids
+        )
+
+    def model_builder(
+        self, config: TrainConfig, env: Environment
+    ) -> Callable[..., torch.nn.Module]:
+        """Return what builds the model to train."""
+        return partial(
+            build_model,
+            self.config,
+            quantization=self.quantization,
+            backend=self.backend,
+            adapter=config.adapter,
+            recompute=config.recompute,
+            precision=env.precision,
+            new_ids=self.new_ids,
+            token_ids=self.trained_ids,
+        )
+
+    def shapes_builder(
+        self, config: TrainConfig, env: Environment
+    ) -> Callable[[], torch.nn.Module] | None:
+        """Return what builds it on meta and not quantized; None where its files are quantized."""
+        if stored_settings(self.architecture):
+            return None
+        build = self.model_builder(config, env)
+        return partial(build, quantization=QuantizationConfig(), on_meta=True)
+
+
+def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: AdapterConfig) -> Base:
+    """Read config and tokenizer of the base, and choose its attention; no weight is read.
+
+    `model.revision` becomes the commit that a base of the hub was read at.
+    UserError where they do not fit `config` or the environment.
+    """
+    model = config.model
+    architecture = load_architecture(model)
+    check_described(model, architecture)
+    model.revision = commit_of(model) or model.revision  # branches and tags of the hub move
+    attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)
+    log.info("device: %s, attention %s", env, attention)
+    tokenizer = build_tokenizer(model)
+    new_ids = new_token_ids(model, tokenizer, num_rows(architecture))
+    return Base(
+        config=model,
+        quantization=config.quantization,
+        architecture=architecture,
+        tokenizer=tokenizer,
+        backend=attention.backend,
+        dtype=weight_dtype(env.precision, adapter),
+        spec=model_spec(architecture, new_ids, attention.backend),
+        new_ids=new_ids,
+        trained_ids=trained_token_ids(tokenizer, model.added_tokens, adapter),
+        stop_ids=stop_token_ids(tokenizer, model.stop_tokens),
+        description=describe_base(model),
+    )
+
+
+def model_spec(
+    architecture: PretrainedConfig, new_ids: Sequence[int], backend: str = "auto"
+) -> ModelSpec:
+    """Return what the data depends on of a model, once it has rows for `new_ids`."""
+    return ModelSpec(
+        context_len=context_len(architecture),
+        vocab_size=num_rows(architecture, new_ids),
+        decoder_start_token_id=decoder_start_token_id(architecture),
+        why_not_packed=why_not_packed(architecture.to_dict(), backend),
+    )

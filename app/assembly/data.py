@@ -1,0 +1,69 @@
+"""The data module of a verb, and the data of a training: prepared, audited and planned."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from app.config import EvaluateConfig, TrainConfig
+from app.model.tokenizer import with_chat_template
+from app.process.launch import is_first_rank
+from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from app.assembly.base import Base
+    from app.run import Run
+    from app.training.trainer import Environment
+
+log = logging.getLogger(__name__)
+
+
+def build_datamodule(
+    config: TrainConfig | EvaluateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: ModelSpec,
+    batching: BatchSpec,
+    *,
+    first_rows: int | None = None,
+) -> FinetuneDataModule:
+    """Build the data module of a verb; `setup` is left to the caller."""
+    data = with_chat_template(config.data, config.model, tokenizer)
+    return FinetuneDataModule(
+        DataSpec(
+            config=data,
+            packing=config.packing,
+            tokenizer=tokenizer,
+            model=spec,
+            batching=batching,
+            seed=config.seed,
+            first_rows=first_rows,
+        )
+    )
+
+
+def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> FinetuneDataModule:
+    """Prepare, audit and plan the data of a training: all its steps, before a weight is read."""
+    trainer = config.trainer
+    batching = BatchSpec(
+        micro_batch_size=env.micro_batch_size,
+        accumulation_steps=env.accumulation,
+        num_ranks=env.num_data_ranks,
+        num_epochs=trainer.num_epochs,
+        max_steps=trainer.max_steps,
+        row_multiple=env.row_multiple,
+        pad_packs=trainer.compile,  # layers are compiled for one size of batch
+    )
+    data = build_datamodule(config, base.tokenizer, base.spec, batching)
+    data.first_step = run.step
+    data.setup("fit")
+    if config.evaluation.exact_match:
+        data.prompts(config.evaluation.max_rows)  # warns now of those that are too long
+    if is_first_rank():
+        for line in data.brief():
+            log.info("%s", line)
+        for line in (*data.report.lines(), *data.audit.notes()):
+            log.debug("data: %s", line)
+        data.audit.check()
+    return data

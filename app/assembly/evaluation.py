@@ -1,0 +1,167 @@
+"""What measures the models of a run: base beside tuned at its end, and the tuned one on its way.
+
+While a model trains, tasks and held-out prompts are asked on a small set that stays the same. The
+figures stand in the row of their validation: `val/<metric>/<task or data set>`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.config import TrainConfig
+from app.evaluation.evaluator import Evaluator
+from app.evaluation.generation import DuringConfig, EvaluationConfig
+from app.evaluation.shares import Shares, gather_results
+from app.evaluation.tasks.questions import Task, build_tasks
+from app.process.errors import UserError, nearest
+from app.process.files import write_whole
+from app.process.heartbeat import beat_again
+from app.process.signals import measuring
+from app.training.metrics import is_measured_at
+from app.training.trainer import validation_interval
+from data_modules import FinetuneDataModule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from app.assembly.base import Base
+    from app.strategy.mixin import StrategyMixin
+    from app.training.module import FinetuneModule
+
+SAMPLES = "samples"
+"""folder of a run with what the model has answered, a file a measurement"""
+WHO = "val"
+
+
+def build_evaluator(
+    config: EvaluationConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    tasks: Sequence[Task],
+    *,
+    shards: StrategyMixin | None = None,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    shares: Shares | None = None,
+) -> Evaluator:
+    """Build what measures a model on the held-out rows of `data`, and by `tasks`.
+
+    `shards`, `sum_over_ranks` and `shares` as for `Evaluator`.
+    """
+    return Evaluator(
+        config,
+        data,
+        base.tokenizer,
+        base.stop_ids | data.stop_token_ids,
+        base.backend,
+        max_len=base.spec.context_len or data.sequence_len,
+        tasks=tasks,
+        shares=shares,
+        shards=shards,
+        sum_over_ranks=sum_over_ranks,
+    )
+
+
+def small_set(config: DuringConfig, tasks: Sequence[Task]) -> tuple[DuringConfig, list[Task]]:
+    """Return the settings and tasks of a measurement during training: fewer rows, the first."""
+    most = config.during_rows
+    fewer = [replace(task, max_rows=min(task.max_rows or most, most)) for task in tasks]
+    return replace(config, max_rows=min(config.max_rows, most), harness=[]), fewer
+
+
+class DuringTraining:
+    """Measure a model at the validations that `every_steps` names."""
+
+    def __init__(
+        self, evaluator: Evaluator, folder: Path, *, every_steps: int, interval: int, last: int
+    ) -> None:
+        self.evaluator, self.folder = evaluator, folder / SAMPLES
+        self._is_due: Callable[[int], bool] = lambda step: (
+            step == last or is_measured_at(step, every_steps, interval)
+        )
+        self.names = evaluator.names(WHO)
+        """the figures of a measurement"""
+
+    def measure(self, module: FinetuneModule, step: int) -> dict[str, float]:
+        """Return the figures after `step`, the same on every rank; none where it is not due.
+
+        Ranks that hold the whole model take a share of the rows each. Draws no random number that
+        training would have drawn. A signal ends the measurement of a single rank; several ranks
+        complete it, since they can save the step only together.
+        """
+        if not self._is_due(step):
+            return {}
+        from lightning.pytorch.utilities.seed import isolate_rng
+
+        strategy, trainer = module.strategy, module.trainer
+        shards = strategy if strategy.shards_weights else None
+        self.evaluator.shards = shards
+        self.evaluator.shares = _shares(trainer) if shards is None else Shares(show=_beat)
+        interruptible = measuring() if trainer.world_size == 1 else nullcontext()
+        with interruptible, isolate_rng(), trainer.precision_plugin.forward_context():
+            figures = self.evaluator.answers(WHO, module.model)
+        if trainer.is_global_zero:
+            lines = [json.dumps(line, ensure_ascii=False) for line in self.evaluator.lines()]
+            self.folder.mkdir(exist_ok=True)
+            write_whole(self.folder / f"step-{step}.jsonl", "".join(f"{one}\n" for one in lines))
+        return figures
+
+
+def _beat(key: str, done: int, total: int) -> None:
+    beat_again()
+
+
+def _shares(trainer: Any) -> Shares:
+    if trainer.world_size == 1:
+        return Shares(show=_beat)
+    return Shares(
+        rank=trainer.global_rank,
+        num_ranks=trainer.world_size,
+        gather=gather_results,
+        show=_beat,
+    )
+
+
+def build_during(
+    config: TrainConfig, base: Base, data: FinetuneDataModule, folder: Path
+) -> DuringTraining | None:
+    """Build what measures tasks and answers while a model trains; None where nothing does.
+
+    UserError where what is monitored is not measured.
+    """
+    during, every = None, config.evaluation.every_steps
+    if every is not None:
+        settings, tasks = small_set(config.evaluation, build_tasks(config.evaluation))
+        during = DuringTraining(
+            build_evaluator(settings, base, data, tasks),
+            folder,
+            every_steps=every,
+            interval=validation_interval(config.trainer, data.total_steps),
+            last=data.total_steps,
+        )
+    check_monitor(config.trainer.checkpoint.monitor, data, during)
+    return during
+
+
+def check_monitor(monitor: str, data: FinetuneDataModule, during: DuringTraining | None) -> None:
+    """Raise UserError where a run does not measure, while it trains, what it monitors."""
+    held_out = set(data.val_examples.datasets.tolist())
+    losses = [f"val/loss/{name}" for n, name in enumerate(data.dataset_names) if n in held_out]
+    known = ["val/loss", *losses, *([] if during is None else during.names)]
+    if monitor in known:
+        return
+    name = monitor.removeprefix("val/loss/")
+    if name != monitor and name in data.dataset_names:
+        raise UserError(
+            f"trainer.checkpoint.monitor={monitor}: no row of {name} is held out; "
+            "type a larger data.val_set_size, or val/loss"
+        )
+    raise UserError(
+        f"trainer.checkpoint.monitor={monitor} is not measured while this run "
+        f"trains{nearest(monitor, known)}; it measures {', '.join(known[:20])}"
+        + ("" if during else "; evaluation.every_steps=N measures evaluation.tasks, too")
+    )

@@ -1,0 +1,170 @@
+"""How a training ends: saved, reopened and verified, compared with its base, reported.
+
+Needs no torch until a run has trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.config import changed_settings
+from app.process.files import write_whole
+from app.process.launch import is_first_rank
+from app.process.logs import LOG_FILE
+from app.report.adapter_card import write_card
+from app.report.run_page import end_loggers, write_page
+from app.run import Run
+from app.run.folder import METRICS_FILE, OUTPUTS
+from data_modules import printable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from app.assembly.base import Base
+    from app.evaluation.evaluator import Evaluator
+    from app.planning.training import Estimate
+    from app.training.module import FinetuneModule
+    from data_modules import FinetuneDataModule
+
+
+def finish(
+    run: Run,
+    module: FinetuneModule,
+    data: FinetuneDataModule,
+    base: Base,
+    estimate: Estimate | None = None,
+) -> float | None:
+    """Save what was trained, verify it and compare it with its base; return the validation loss.
+
+    `estimate`: what the run was planned to take, to be compared with what it took.
+
+    None on ranks above 0. Where each rank holds a part of the weights, all of them work together
+    and the first one writes; otherwise only the first one comes this far.
+    """
+    from app.evaluation.comparison import print_comparison
+    from app.evaluation.significance import check_regression, figures_of, print_changes
+    from app.model.adapter import saves_whole_model
+    from app.model.tokenizer import save_stop_tokens
+    from app.process.collectives import run_on_rank0
+
+    config, trainer = run.config, module.trainer
+    if module.shards is None and not trainer.is_global_zero:
+        return None
+    measured = {} if estimate is None else estimate.compare(module)
+    saved, model, evaluator, metrics = save_and_compare(run, module, data, base)
+    changes = evaluator.changes(trained=data.dataset_names)
+    groups = evaluator.group_changes()
+    metrics |= figures_of([*changes, *groups]) | module.metrics.summary() | measured
+
+    def write() -> None:
+        base.tokenizer.save_pretrained(saved)
+        evaluator.write(run.folder)
+        if not saves_whole_model(config.adapter):
+            save_stop_tokens(model, saved)
+        write_whole(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+        print_comparison(metrics, data.dataset_names)
+        print_changes(changes, groups)
+        write_page(run.folder, changed_settings(config))
+        write_card(saved, run.folder, changed_settings(config))
+        end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))
+        print_next(run, saved)
+
+    if module.shards is None:
+        write()
+    else:
+        run_on_rank0(write)
+    check_regression(changes, config.evaluation.max_regression)
+    return metrics.get("val/loss") if trainer.is_global_zero else None
+
+
+def save_and_compare(
+    run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Base
+) -> tuple[Path, PreTrainedModel, Evaluator, dict[str, float]]:
+    """Save what was trained, reopen and verify it, and measure it beside its base.
+
+    Returns its folder, the model as it was saved, what has measured, and the figures.
+    """
+    from app.assembly.evaluation import build_evaluator
+    from app.evaluation.comparison import compare_trained
+    from app.evaluation.progress import Progress
+    from app.evaluation.shares import Shares
+    from app.evaluation.tasks.questions import build_tasks
+    from app.model.save import save_model
+    from app.model.tokenizer import keep_stop_tokens
+
+    config = run.config
+    module.release_optimizer()  # verifying loads the base beside what was trained
+    progress = Progress(prints_lines=False)
+    shares = Shares(show=progress.show)
+    evaluator = build_evaluator(
+        config.evaluation,
+        base,
+        data,
+        build_tasks(config.evaluation),
+        shards=module.shards,
+        sum_over_ranks=module.sum_over_ranks,
+        shares=shares,
+    )
+    keep_stop_tokens(module.model, evaluator.stop_ids)
+    with module.trainer.precision_plugin.forward_context(), progress:
+        saved, model = save_model(
+            module.model,
+            config.adapter,
+            base.architecture,
+            run.folder,
+            data.probe(),
+            base=base.description,
+            reload_base=base.load,
+            shards=module.shards,
+        )
+        metrics = compare_trained(
+            evaluator,
+            model,
+            config.adapter,
+            module.metrics.validations,
+            None if config.model.from_scratch else base.load,
+            row_losses=module.metrics.row_losses,
+            is_as_trained=model is module.model,
+        )
+    return saved, model, evaluator, metrics
+
+
+def print_next(run: Run, saved: Path) -> None:
+    """Print where everything is, and what a person may want to type next."""
+    shown, folder = printable(str(run.folder)), shlex.quote(printable(str(run.folder)))
+    print(f"\n{shown}/:")
+    print(f"  {saved.name}/, report.html, metrics.csv, metrics.json, {LOG_FILE}")
+    print("  config.yaml, manifest.json")
+    # Commands that work as they stand, also after `make train` where no environment is active.
+    python = "python" if "VIRTUAL_ENV" in os.environ else os.path.relpath(sys.executable)
+    commands = [f"app.evaluate run={folder}", f"app.chat run={folder}", f"app.merge run={folder}"]
+    if "tensorboard" in (run.config.logger.name, *run.config.logger.also):
+        # Of outputs/ all runs, by name and time; of a folder of one's own what lies beside it.
+        beside = run.folder.parent
+        logs = beside.parent if beside.parent.name == OUTPUTS.name else beside
+        commands[-1] = f"tensorboard.main --logdir {shlex.quote(printable(str(logs)))}"
+    print("next:")
+    for command in commands:
+        print(f"  {python} -m {command}")
+    print(f"run: {shown}")
+
+
+def print_done(run: Run) -> float | None:
+    """Print that nothing is left to train; return the run's final validation loss."""
+    if is_first_rank():
+        shown = printable(str(run.folder))
+        step, planned = run.last_step, run.manifest["total_steps"]
+        early = f" of {planned}, stopped early" if step < planned else ""
+        print(f"done at step {step}{early}: {shown} has finished")
+        longer = "trainer.max_steps=N 'resume_allow=[epochs]'"
+        if early:
+            longer = "trainer.early_stopping_patience=N, a larger one or null"
+        print(f"to train on: resume={shlex.quote(shown)} {longer}")
+        print(f"run: {shown}")
+    metrics = json.loads((run.folder / METRICS_FILE).read_text(encoding="utf-8"))
+    return metrics.get("val/loss")

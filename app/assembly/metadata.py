@@ -1,0 +1,109 @@
+"""What describes a run: compared when it is resumed, written when its training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+
+from app.config import save_config
+from app.process.logs import keep_log
+from app.run import Run, global_batch_of
+from app.run.folder import CONFIG_FILE
+from app.run.manifest import save_manifest
+from app.training.logger import drop_rows_after
+from app.training.trainer import Environment
+from data_modules import BatchSpec, FinetuneDataModule, redacted
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
+
+    from app.assembly.base import Base
+    from app.config import TrainConfig
+
+
+def describe_run(
+    config: TrainConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    env: Environment,
+) -> dict[str, Any]:
+    """Return what the manifest says of a run, and what a resumed run is compared by."""
+    return {
+        "seed": config.seed,
+        "base": base.description,
+        "data": [asdict(dataset) for dataset in data.report.datasets],
+        "test_data": [asdict(dataset) for dataset in data.report.test_datasets],
+        "precision": env.precision,
+        "strategy": config.strategy.name,
+        "global_batch": _global_batch(data),
+        "total_steps": data.total_steps,
+        **data.fingerprints(),
+    }
+
+
+def _global_batch(data: FinetuneDataModule) -> dict[str, int]:
+    batching = data.batching
+    return global_batch_of(
+        batching.micro_batch_size, batching.accumulation_steps, batching.num_ranks
+    )
+
+
+class WriteMetadata(L.Callback):
+    """Write config.yaml, manifest.json and the reports of the data, on the first rank.
+
+    Before a new run, and when a resumed one starts to train: until then its folder stays as the run
+    before left it, since this process may yet fail. The manifest is written again where the first
+    step has taken other micro-batches.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        identity: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        data: FinetuneDataModule,
+    ) -> None:
+        """`identity`: what the run's checkpoints carry; `facts`: what `describe_run` says."""
+        self.run, self.identity, self.facts, self.data = run, identity, facts, data
+        self.is_written = False
+        self._batching: BatchSpec | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        """Write the metadata of a new run."""
+        if self.run.checkpoint is None:
+            self._write(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Write the metadata of a resumed run: its checkpoint is loaded on all ranks."""
+        self._write(trainer)
+        if trainer.is_global_zero and self.data.batching != self._batching:
+            self._write_manifest()
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Write the metadata of a run that had no step left."""
+        self._write(trainer)
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if trainer.is_global_zero and not self.is_written:
+            self._write_all(trainer.loggers)
+        self.is_written = True
+
+    def _write_all(self, loggers: Sequence[Logger]) -> None:
+        run = self.run
+        run.discard_later_steps()
+        keep_log(run.folder)
+        # Behind it: a crash in between must not leave checkpoints without their rows.
+        drop_rows_after(None if run.checkpoint is None else run.step, list(loggers))
+        save_config(run.config, run.folder / CONFIG_FILE)
+        self.data.write_reports(run.folder)
+        self._write_manifest()
+        for logger in loggers:
+            logger.log_hyperparams(redacted(asdict(run.config)))
+        self._batching = self.data.batching
+
+    def _write_manifest(self) -> None:
+        now = {**self.facts, "global_batch": _global_batch(self.data)}
+        save_manifest(self.run.folder, **now, run=self.identity, earlier=self.run.history())

@@ -1,0 +1,192 @@
+"""The Lightning trainer and the Lightning module of a training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+
+from app.assembly.evaluation import DuringTraining, build_during
+from app.assembly.metadata import WriteMetadata
+from app.config import TrainConfig
+from app.process.faults import arm, parse_faults
+from app.process.heartbeat import is_watched
+from app.process.launch import is_first_rank, read_launch
+from app.run import Run
+from app.run.manifest import installed_versions
+from app.run.ranks import watch_ranks
+from app.strategy.build import build_strategy
+from app.strategy.settings import StrategyConfig
+from app.training.callbacks.gradient_check import GradientCheck
+from app.training.callbacks.heartbeat import Heartbeat
+from app.training.callbacks.progress import ProgressBar
+from app.training.callbacks.same_on_all_ranks import (
+    SameOnAllRanks,
+    program_values,
+    rank_invariant_values,
+)
+from app.training.callbacks.watch_machine import WatchMachine
+from app.training.checkpoint.saving import build_checkpoints, build_saver
+from app.training.logger import build_loggers
+from app.training.metrics import Metrics
+from app.training.micro_batch import try_micro_batch
+from app.training.module import FinetuneModule
+from app.training.nonfinite import StepWatch
+from app.training.optimizers import build_optimizer
+from app.training.routing import choose_router_aux_loss
+from app.training.schedule import resolve_lr
+from app.training.trainer import Environment, build_lightning_trainer
+from data_modules import FinetuneDataModule
+
+if TYPE_CHECKING:
+    from app.assembly.base import Base
+    from app.planning.training import Estimate
+
+log = logging.getLogger(__name__)
+
+
+def build_trainer(
+    run: Run,
+    env: Environment,
+    strategy: StrategyConfig,
+    data: FinetuneDataModule,
+    facts: Mapping[str, Any],
+    estimate: Estimate | None = None,
+) -> L.Trainer:
+    """Build the Lightning trainer of a run: strategy, loggers, checkpoints and callbacks.
+
+    `facts` describe the run (`describe_run`); all ranks must agree on them. `estimate`: what it is
+    planned to take.
+    """
+    config = run.config
+    identity = run.identity(facts)
+    last_step = None if run.checkpoint is None else run.step
+    loggers = build_loggers(config.logger, run.folder, data.dataset_names, last_step=last_step)
+    checkpoints = build_checkpoints(config.trainer.checkpoint, run.folder, run.checkpoint, identity)
+    trainer = build_lightning_trainer(
+        config.trainer,
+        env=env,
+        strategy=build_strategy(strategy, accelerator=env.accelerator, num_ranks=env.num_ranks),
+        total_steps=data.total_steps,
+        loggers=loggers,
+        callbacks=[
+            *_build_watchers(run, facts, estimate),
+            build_saver(
+                config.trainer,
+                checkpoints,
+                data.plan,
+                has_validation=len(data.val_examples) > 0,
+                measure_every=config.evaluation.every_steps,
+            ),
+            WriteMetadata(run, identity, facts, data),
+        ],
+        folder=run.folder,
+        checkpoints=checkpoints,
+    )
+    faults, _ = parse_faults(config.faults)
+    arm(faults, run.folder, rank=trainer.global_rank, num_ranks=env.num_ranks)
+    return trainer
+
+
+def _build_watchers(
+    run: Run, facts: Mapping[str, Any], estimate: Estimate | None
+) -> list[L.Callback]:
+    """Return the callbacks that show and check how a training goes; they come before the saver."""
+    watchers: list[L.Callback] = [
+        ProgressBar(),
+        SameOnAllRanks(
+            rank_invariant_values(run.config, facts), program_values(installed_versions())
+        ),
+        GradientCheck(),
+        WatchMachine(run.folder, None if estimate is None else estimate.tokens_at_full_rate),
+    ]
+    if run.config.trainer.compile:
+        # Imported here: the compiler takes a second to import.
+        from app.training.callbacks.compilation import Compilation
+
+        watchers.append(Compilation())
+    if is_watched():
+        watchers.append(Heartbeat(run.folder))
+    elif (num_ranks := read_launch().num_ranks or 1) > 1:
+        watchers.append(Heartbeat(run.folder, watch_ranks(run, num_ranks)))
+    return watchers
+
+
+def build_module(
+    config: TrainConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    env: Environment,
+    trainer: L.Trainer,
+) -> FinetuneModule:
+    """Build the Lightning module: model, optimizer, schedule and loss.
+
+    The model itself is made in `configure_model`, where a strategy shards it while it loads.
+    """
+    settings = config.trainer
+    lr = resolve_lr(
+        config.optimizer,
+        config.adapter,
+        env.packs_of_rank * env.num_data_ranks,
+        from_scratch=config.model.from_scratch,
+    )
+    log.debug("plan: %s", data.plan.line())
+    log.info("plan: %s; %s", data.plan.brief(), lr.sentence)
+    if lr.warning is not None and is_first_rank():
+        log.warning(lr.warning)
+    during = build_during(config, base, data, Path(trainer.default_root_dir))
+    return FinetuneModule(
+        base.model_builder(config, env),
+        backend=base.backend,
+        build_optimizer=partial(
+            build_optimizer,
+            config=config.optimizer,
+            adapter=config.adapter,
+            lr=lr.value,
+            # Lightning refuses fused optimizers beside a loss scaler, although we clip ourselves.
+            fused=env.precision != "fp16",
+        ),
+        schedule=config.schedule,
+        total_steps=data.total_steps,
+        is_packed=data.is_packed,
+        metrics=_build_metrics(config, base, data, trainer, during),
+        uses_fused_kernels=settings.kernels == "auto" and not settings.compile,
+        router_aux_loss=choose_router_aux_loss(
+            base.architecture, config.adapter, config.model.router_aux_loss
+        ),
+        try_micro_batch=partial(try_micro_batch, optimizer=config.optimizer.name)
+        if env.tries_micro_batch
+        else None,
+        measure=None if during is None else during.measure,
+        patience=settings.early_stopping_patience,
+    )
+
+
+def _build_metrics(
+    config: TrainConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    trainer: L.Trainer,
+    during: DuringTraining | None,
+) -> Metrics:
+    """Build what counts and writes the figures of every step, and checks that they are finite."""
+    settings = config.trainer
+    watch = StepWatch(
+        settings.max_skipped_steps,
+        data.rows_of_step,
+        total_steps=data.total_steps,
+        vocab_size=base.spec.vocab_size or 0,
+    )
+    metrics = Metrics(
+        data.dataset_names,
+        trainer.loggers,
+        settings.log_every_steps,
+        watch,
+        settings.checkpoint.monitor,
+    )
+    metrics.add_measurements([] if during is None else during.names)
+    return metrics

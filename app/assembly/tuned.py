@@ -1,0 +1,127 @@
+"""A trained model as it is measured, merged and talked to: its base, its template, its stops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.assembly.base import Base, open_base
+from app.config import EvaluateConfig, TunedConfig, load_run_config
+from app.evaluation.conversation import Responder
+from app.model.adapter import (
+    AdapterConfig,
+    FreezeConfig,
+    FullConfig,
+    LoraConfig,
+    apply_adapter,
+    is_adapter,
+)
+from app.model.base import ModelConfig
+from app.model.tokenizer import build_tokenizer, num_rows, saved_stop_ids
+from app.process.errors import UserError
+from app.training.trainer import Environment
+from data_modules import ChatTemplate, dataset_names
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuned:
+    """A base with what was trained on it, and how it was taught to talk."""
+
+    base: Base
+    adapter: AdapterConfig
+    folder: Path | None
+    """of an adapter or a whole model; None for the base alone"""
+    tokenizer: PreTrainedTokenizerBase
+    """the one that training has saved, with its chat template"""
+    template: ChatTemplate
+    stop_ids: set[int]
+    """token ids that end an answer"""
+
+    def load(self, env: Environment) -> torch.nn.Module:
+        """Load the tuned model as an evaluation measures it, on the device of `env`."""
+        model = self.base.load() if self.folder is None else self.base.load_tuned(self.folder)
+        return place_as_trained(model, self.adapter, env).eval()
+
+    def responder(self, model: torch.nn.Module, env: Environment) -> Responder:
+        """Let `model` answer conversations, with the template and the stop tokens of training."""
+        return Responder(
+            model.eval(),
+            self.tokenizer,
+            self.template,
+            self.stop_ids,
+            context_len=self.base.spec.context_len,
+            autocast=env.autocast,
+        )
+
+
+def open_tuned(config: TunedConfig, env: Environment) -> Tuned:
+    """Open a base, and read tokenizer and stops saved with what was trained; no weight is read.
+
+    UserError where a run's adapter or model is gone.
+    """
+    adapter, folder = adapter_of(config), find_tuned(config)
+    base = open_base(config, env, adapter)
+    tokenizer, stop_ids = base.tokenizer, set(base.stop_ids)
+    if folder is not None and (folder / "tokenizer_config.json").is_file():
+        tokenizer = build_tokenizer(ModelConfig(path=str(folder)))
+        rows = num_rows(base.architecture, base.new_ids)
+        stop_ids |= saved_stop_ids(folder, max(rows, len(tokenizer)))
+    template = ChatTemplate.resolve(
+        tokenizer,
+        None if tokenizer.chat_template else base.config.chat_template,
+        is_encoder_decoder=base.architecture.is_encoder_decoder,
+    )
+    return Tuned(
+        base=base,
+        adapter=adapter,
+        folder=folder,
+        tokenizer=tokenizer,
+        template=template,
+        stop_ids=stop_ids | template.stop_token_ids,
+    )
+
+
+def adapter_of(config: TunedConfig) -> AdapterConfig:
+    """Return how the tuned model was trained, which decides the dtypes of its weights."""
+    if config.run is not None and config.adapter_path is None:
+        return load_run_config(Path(config.run)).adapter
+    is_lora = config.tuned_path is None or is_adapter(Path(config.tuned_path))
+    return LoraConfig() if is_lora else FullConfig()
+
+
+def find_tuned(config: TunedConfig) -> Path | None:
+    """Return the folder of what was trained, None for a base alone; UserError where it is gone."""
+    if config.tuned_path is None:
+        return None
+    folder = Path(config.tuned_path)
+    if not is_adapter(folder) and not (folder / "config.json").is_file():
+        raise UserError(f"run={config.run}: there is neither an adapter nor a model in {folder}")
+    return folder
+
+
+def place_as_trained(model: Any, adapter: AdapterConfig, env: Environment) -> torch.nn.Module:
+    """Give a loaded model the dtypes that its training had, and move it to the device of `env`."""
+    if isinstance(adapter, FreezeConfig):  # its layers have the dtypes of their training
+        model = apply_adapter(model, adapter, half_precision=env.precision == "bf16-pure")
+    placed: torch.nn.Module = model.to(env.torch_device)
+    return placed
+
+
+def trained_datasets(config: EvaluateConfig) -> set[str] | None:
+    """Return which data sets of an evaluation its run was trained on, by name or by path.
+
+    None where there is no run to ask.
+    """
+    if config.run is None or config.adapter_path is not None:
+        return None
+    of_run = load_run_config(Path(config.run)).data.datasets
+    trained, paths = set(dataset_names(of_run)), {dataset.path for dataset in of_run}
+    for datasets in (config.data.datasets, config.data.test_datasets):
+        named = zip(dataset_names(datasets), datasets, strict=True)
+        trained |= {name for name, dataset in named if dataset.path in paths}
+    return trained
