@@ -100,7 +100,7 @@ class Crossings:
     def __init__(self, pair: tuple[Host, Host], runs: Runs, base: Path, folder: Path) -> None:
         self._pair, self._runs, self._base, self._folder = pair, runs, base, folder
         cache = folder / "cache"
-        self._persons = [Person(cache, host) for host in pair]
+        self._persons = [Person(cache, host=host) for host in pair]
         self._done: dict[Layout, Crossing] = {}
         self._alone: dict[tuple[Layout, int], Path] = {}
 
