@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from app.model.activation_checkpointing import keep_expensive
 from app.model.adapter import (
     LoraConfig,
     apply_adapter,
@@ -25,6 +26,7 @@ from app.model.adapter import (
 from app.model.adapter.fused import FusedLoraLinear
 from app.model.adapter.fused_4bit import FusedLora4bit
 from app.model.recompute import RecomputeConfig, apply_recompute
+from app.model.recomputed_layer import run_recomputed
 from benchmarks.gpu.model import quantize
 from tests.tiny import move, probe_of, tiny_gpt2, tiny_llama, tiny_t5
 
@@ -343,6 +345,22 @@ def test_a_layer_that_is_given_something_else_computes_alone() -> None:
         found.append([attention.q_proj(x), attention.k_proj(other), attention.v_proj(x)])
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(("projection", "times"), [("down_proj", 2), ("up_proj", 3)])
+def test_what_selective_keeps_of_4_bits_is_not_dequantized_to_be_computed_again(
+    projection: str, times: int
+) -> None:
+    """Forward, for the gradient of the input, and between them where the matrix widens."""
+    _, fused = pair(in_4_bits(), dropout=0.0)
+    layer = fused.base_model.model.model.layers[0].mlp.get_submodule(projection)
+    rows = torch.randn(5, layer.in_features, requires_grad=True)
+    contexts = keep_expensive(has_mode=False)
+    with Operators() as operators:
+        output = run_recomputed(lambda x: layer(x).exp(), rows, contexts=contexts)
+        output.sum().backward()
+    assert operators.counts["bitsandbytes::dequantize_4bit"] == times
 
 
 @pytest.mark.gpu
