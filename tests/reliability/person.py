@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.process.launch import PARENT_VARIABLE
 from tests.conftest import ROOT
 from tests.processes import GONE_WITHIN, LONGEST, environment_of_a_person
+
+if TYPE_CHECKING:
+    from tests.hosts import Host
 
 LOG = "log.txt"
 """beside a run's folder: all that its processes printed"""
@@ -41,8 +44,11 @@ class Ending:
 class Person:
     """One that types one command at a time."""
 
-    def __init__(self, cache: Path, root: Path = ROOT) -> None:
-        """Give the folder in which tokenised data is kept, and that of the program."""
+    def __init__(self, cache: Path, host: Host | None = None, *, root: Path = ROOT) -> None:
+        """Give the folder in which tokenised data is kept, the host if it is not this one.
+
+        `root`: the folder of the program.
+        """
         self.environment = {
             "OMP_NUM_THREADS": "1",
             "LOFT_DATA_CACHE": str(cache),
@@ -51,9 +57,10 @@ class Person:
         }
         # A short name: it is that of a socket, too.
         self._python = Path(tempfile.mkdtemp(prefix="loft")) / "python"
+        command = [sys.executable, "-m", "tests.reliability.warm", str(self._python)]
         # From the thread that lives the longest: with it, the system ends what it has started.
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.reliability.warm", str(self._python)],
+            command if host is None else host.command(*command),
             cwd=root,
             env=self._environment() | {PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.PIPE,
