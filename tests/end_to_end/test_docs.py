@@ -84,9 +84,10 @@ def test_a_callers_settings_stay_as_they_are(
 def test_a_notebook_trains_and_uses_the_adapter(tmp_path: Path) -> None:
     """In an environment of its own: it has jupyter, and finds the packages of this one."""
     folder = tmp_path / "venv"
-    venv.create(folder, with_pip=True)
+    venv.create(folder, with_pip=False)
     python = str(folder / "bin" / "python")
-    install = [python, "-m", "pip", "install", "--quiet", "nbclient", "nbformat", "ipykernel"]
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    install += ["nbclient", "nbformat", "ipykernel"]
     if subprocess.run(install, check=False).returncode:
         pytest.skip("no network to install jupyter from")
     site = next(folder.glob("lib/python*/site-packages"))

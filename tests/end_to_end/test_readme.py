@@ -220,7 +220,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(Path(sys.executable).parent.parent)
-    someone = Person(Path(os.environ["LOFT_DATA_CACHE"]), folder)
+    someone = Person(Path(os.environ["LOFT_DATA_CACHE"]), root=folder)
     yield Clone(folder, Path(someone.python))
     someone.close()
 

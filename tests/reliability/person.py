@@ -44,10 +44,10 @@ class Ending:
 class Person:
     """One that types one command at a time."""
 
-    def __init__(self, cache: Path, root: Path = ROOT, host: Host | None = None) -> None:
-        """Give the folder in which tokenised data is kept, and that of the program.
+    def __init__(self, cache: Path, host: Host | None = None, *, root: Path = ROOT) -> None:
+        """Give the folder in which tokenised data is kept, the host if it is not this one.
 
-        `host`: where commands are typed, if it is not this machine.
+        `root`: the folder of the program.
         """
         self.environment = {
             "OMP_NUM_THREADS": "1",
