@@ -110,14 +110,16 @@ class Runs:
 
     def typed(self, layout: Layout, *words: str, accumulates: bool = True) -> list[str]:
         """Return the words of a run of eight steps; later ones replace earlier ones."""
-        micro = GLOBAL_BATCH // layout.num_data_ranks // (2 if accumulates else 1)
+        micro = GLOBAL_BATCH // layout.num_data_ranks
+        if accumulates:  # another number of times than one process, which is compared
+            micro = 1 if layout is SINGLE else micro // 2
         typed = [
             f"model.path={self.bases['tied']}",
             f"data.datasets=[{{path: {SAMPLES / 'lists_test.json'}, name: lists}},"
             f" {{path: {SAMPLES / 'orders_test.jsonl'}, name: orders}}]",
             "data.val_set_size=7",  # a number that no number of ranks divides
             "data.sequence_len=96",
-            f"trainer.micro_batch_size={micro}",  # two of them a step, or one
+            f"trainer.micro_batch_size={micro}",
             f"trainer.global_batch_size={GLOBAL_BATCH}",
             "trainer.max_steps=8",
             "trainer.validate_every_steps=4",
