@@ -31,7 +31,7 @@ LONGEST = 180
 def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(*args)` on ranks that have met; returns what each returned, in their order."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.ranks", "tests.strategy.shards"])
+    context.set_forkserver_preload(["tests.ranks", "tests.strategy.built"])
     port = free_port()
     ranks = []
     for rank in range(num_ranks):

@@ -19,16 +19,15 @@ BUDGETS_GIB = {"lora": 3.7, "qlora": 3.7, "full": 5.0, "selective": 2.3}
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> Any:
+def found() -> Any:
     """What `on_fake_device` prints; one process, for it believes in a GPU to its end."""
-    names = {name for test in request.session.items for name in getattr(test, "fixturenames", ())}
-    return printed(*["slow"] * ("found_slowly" in names))
+    return printed()
 
 
 @pytest.fixture(scope="module")
-def found_slowly(found: Any) -> Any:
-    """The same with what takes it longer, since a test asks for it."""
-    return found
+def found_slowly() -> Any:
+    """What it takes longer to find."""
+    return printed("slow")
 
 
 def printed(*words: str) -> Any:

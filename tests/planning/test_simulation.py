@@ -169,8 +169,16 @@ SHIPPED = {
     "llama70b_qlora": "2xa100_80gb",
 }
 """every shipped experiment that can be simulated, but the smallest; others are NOT_SIMULATED"""
-PERIODS = {"gemma4_12b": 6}
-"""layers after which their kinds repeat; two where nothing is said, as gpt-oss has them"""
+PERIODS = {"flan_t5_xl": 2, "gemma4_12b": 6, "gpt_oss_20b": 2}
+"""layers after which their kinds repeat, where not all are alike"""
+
+
+def depths_of(period: int) -> tuple[int, int]:
+    """Return few layers, the first of which differ in what they need, and a period more."""
+    few = max(2, period)
+    return few, few + period
+
+
 WITHIN = 0.025
 PARTS = (
     ("weights", "trainable"),
@@ -215,15 +223,16 @@ def test_formula_and_steps_of_a_shipped_experiment_agree(name: str) -> None:
     `python -m app.plan +experiment=NAME plan.simulate=true` simulates all of them, in minutes.
     """
     config, run = plan_shipped(name)
-    few = PERIODS.get(name, 2)
-    planned = [with_layers(config, run, depth) for depth in (few, 2 * few)]
+    period = PERIODS.get(name, 1)
+    few, more = depths_of(period)
+    planned = [with_layers(config, run, depth) for depth in (few, more)]
     said = [estimate_gpu_memory(each) for _, each in planned]
     assert {each.moment for each in said} == {estimate_gpu_memory(run).moment}
     steps = [simulation.simulate(*each) for each in planned]
     assert steps[0].phase == steps[1].phase
-    of_layer = (steps[1].total - steps[0].total) / few
-    assert (allocated(said[1]) - allocated(said[0])) / few == pytest.approx(of_layer, rel=WITHIN)
-    found = steps[1].total + of_layer * (run.model.num_layers - 2 * few)
+    of_layer = (steps[1].total - steps[0].total) / period
+    assert (allocated(said[1]) - allocated(said[0])) / period == pytest.approx(of_layer, rel=WITHIN)
+    found = steps[1].total + of_layer * (run.model.num_layers - more)
     assert allocated(estimate_gpu_memory(run)) == pytest.approx(found, rel=WITHIN)
 
 
@@ -241,7 +250,7 @@ FAMILIES = {
     "phi4_mini": {},
 }
 """bases of model types that no shipped experiment has, with what makes their layers alike"""
-ROPE_PERIODS = PERIODS | {"gemma4_26b_a4b": 6, "llama4_scout": 4}
+ROPE_PERIODS = {"bart_large": 2, "gemma2_2b": 2, "gemma4_26b_a4b": 6, "llama4_scout": 4}
 
 
 @pytest.mark.slow
@@ -259,13 +268,14 @@ def test_formula_and_steps_of_a_family_agree(name: str) -> None:
     numbers = read_numbers(model)
     run = plan_run(config, config.hardware, numbers, strategies=STRATEGIES)[0]
     assert run.model.widths.is_compared
-    few = ROPE_PERIODS.get(name, 2)
-    planned = [with_layers(config, run, depth) for depth in (few, 2 * few)]
+    period = ROPE_PERIODS.get(name, 1)
+    few, more = depths_of(period)
+    planned = [with_layers(config, run, depth) for depth in (few, more)]
     steps = [simulation.simulate(*each) for each in planned]
     said = [allocated(estimate_gpu_memory(each)) for _, each in planned]
-    of_layer = (steps[1].total - steps[0].total) / few
-    assert (said[1] - said[0]) / few == pytest.approx(of_layer, rel=WITHIN)
-    found = steps[1].total + of_layer * (run.model.num_layers - 2 * few)
+    of_layer = (steps[1].total - steps[0].total) / period
+    assert (said[1] - said[0]) / period == pytest.approx(of_layer, rel=WITHIN)
+    found = steps[1].total + of_layer * (run.model.num_layers - more)
     assert allocated(estimate_gpu_memory(run)) == pytest.approx(found, rel=WITHIN)
 
 

@@ -187,10 +187,10 @@ CASES = [
 ]
 MORE_CASES = [
     Case(("llama70b",), 64, 4),
-    Case(("llama70b", "strategy=fsdp_tp"), 8, 8),
+    Case(("llama70b", "strategy=fsdp_tp"), 8, 4),
     Case(("llama70b", "adapter=full"), 64),
     Case(("llama70b", "strategy=fsdp_grad_op"), 64, 4),
-    Case(("llama70b",), 8, 8),
+    Case(("llama70b",), 8, 4),
 ]
 
 

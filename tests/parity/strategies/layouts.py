@@ -110,7 +110,9 @@ class Runs:
 
     def typed(self, layout: Layout, *words: str, accumulates: bool = True) -> list[str]:
         """Return the words of a run of eight steps; later ones replace earlier ones."""
-        micro = 1 if accumulates else GLOBAL_BATCH // layout.num_data_ranks
+        micro = GLOBAL_BATCH // layout.num_data_ranks
+        if accumulates:  # another number of times than one process, which is compared
+            micro = 1 if layout is SINGLE else micro // 2
         typed = [
             f"model.path={self.bases['tied']}",
             f"data.datasets=[{{path: {SAMPLES / 'lists_test.json'}, name: lists}},"
