@@ -94,7 +94,7 @@ def test_bars_count_answers_and_validation_and_go(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("seed", range(1, 6))
 def test_the_first_run_gives_no_false_alarm(seed: int, person: Person, tmp_path: Path) -> None:
     words = ["+experiment=quickstart", "evaluation.exact_match=false", "logger=csv"]
     words += [f"seed={seed}", "trainer.max_steps=120"]
