@@ -116,6 +116,8 @@ check: $(STAMP)  ## format, lint, types, import contracts
 test: $(STAMP)  ## the tests of every day, in minutes; WORKERS=2 processes of one thread each
 	$(PYTEST) -m "not slow" $(ARGS)
 
+# A third of their time is waiting: for hosts that are lost, links that are cut, runs that stop.
+test-slow: WORKERS = 3
 test-slow: $(STAMP)  ## matrices of strategies, kills, whole runs: what `make test` leaves out
 	$(PYTEST) -m slow $(ARGS)
 

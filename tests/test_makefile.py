@@ -150,7 +150,9 @@ def test_tests_run_in_two_processes_of_whole_files(clone: Path) -> None:
     assert everyday.endswith("-m not slow tests/config/test_help.py")
     everyday, slow = make(clone, "test-all", "WORKERS=4")
     assert everyday.startswith("-m pytest -n 4 ") and everyday.rstrip().endswith("-m not slow")
-    assert slow.rstrip().endswith("-m slow")
+    assert slow.startswith("-m pytest -n 4 ") and slow.rstrip().endswith("-m slow")
+    (slow,) = make(clone, "test-slow")
+    assert slow.startswith("-m pytest -n 3 ")
 
 
 def test_the_files_that_are_run_first_are_there() -> None:
