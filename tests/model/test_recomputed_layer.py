@@ -175,6 +175,37 @@ def test_nothing_between_input_and_output_is_held() -> None:
         gc.enable()
 
 
+def test_what_was_computed_again_is_released_as_the_backward_pass_takes_it() -> None:
+    inner: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, *outer: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            alive.append(sum(not one.expired() for one in inner))
+            return outer[0] * x.cos()
+
+    def layer(hidden: Tensor) -> Tensor:
+        for _ in range(2):
+            hidden = Sine.apply(hidden)
+            inner.append(StorageWeakRef(hidden.untyped_storage()))
+        output: Tensor = Sine.apply(hidden)
+        return output.sum()
+
+    gc.disable()  # what waits for the collector counts, too
+    try:
+        run_recomputed(layer, numbers(0)).backward()
+    finally:
+        gc.enable()
+    assert alive == [2, 1, 0]
+
+
 def test_a_changed_input_is_refused() -> None:
     hidden = numbers(0, requires_grad=False)
     weight = numbers(1)
