@@ -41,7 +41,7 @@ def run_recomputed(
         return layer(*args, **kwargs)
     forward, recompute = contexts
     call = _Call(layer, args, kwargs, recompute)
-    with saved_tensors_hooks(call.note, call.give), forward:
+    with saved_tensors_hooks(call.pack, call.unpack), forward:
         return layer(*args, **kwargs)
 
 
@@ -66,12 +66,12 @@ class _Call:
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._found: list[Tensor | None] = []
 
-    def note(self, tensor: Tensor) -> int:
+    def pack(self, tensor: Tensor) -> int:
         """Remember what is saved by its place alone."""
         self._kinds.append((tensor.shape, tensor.dtype))
         return len(self._kinds) - 1
 
-    def give(self, place: int) -> Tensor:
+    def unpack(self, place: int) -> Tensor:
         """Return a saved tensor, which is not held any longer."""
         # Empty at first, and again where a backward pass runs a second time.
         if not self._found or self._found[place] is None:
@@ -101,7 +101,7 @@ class _Call:
         with (
             self._random.restored(),
             _in_autocasts(self._autocasts),
-            saved_tensors_hooks(self._find, _give_none),
+            saved_tensors_hooks(self._find, _unpack_none),
             torch.enable_grad(),
             suppress(_EverythingFoundError),
             self._context,
@@ -110,7 +110,7 @@ class _Call:
         self._found += [None] * (len(self._kinds) - len(self._found))
 
 
-def _give_none(_: None) -> Tensor:
+def _unpack_none(_: None) -> Tensor:
     raise RuntimeError("recompute: a layer takes gradients while it runs; type recompute=none")
 
 
