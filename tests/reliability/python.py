@@ -48,19 +48,28 @@ if parent == str(os.getppid()):
 inherited = [int(name) for name in os.listdir("/proc/self/fd")]
 inherited = [number for number in inherited if number < 256 and is_passed(number)]
 warm = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def pass_on(number, _):
+    try:
+        warm.send(bytes([number]))
+    except OSError:  # the command has ended
+        pass
 ignored = []
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     if signal.getsignal(number) == signal.SIG_IGN:
         ignored.append(number)
     else:
-        signal.signal(number, lambda number, _: warm.send(bytes([number])))
+        signal.signal(number, pass_on)
 warm.connect({address!r})
 command = dict(words=words, folder=os.getcwd(), environment=dict(os.environ), pid=os.getpid(),
                is_child=parent == str(os.getppid()), ignored=ignored, descriptors=inherited)
 socket.send_fds(warm, [json.dumps(command).encode()], inherited)
 for number in inherited:
     os.close(number)
-code = int(warm.recv(16) or -9)
+try:
+    code = warm.recv(16)
+except ConnectionResetError:  # a signal that the command did not live to receive
+    code = warm.recv(16)
+code = int(code or -9)
 if code < 0:
     if code != -9:
         signal.signal(-code, signal.SIG_DFL)
