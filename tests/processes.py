@@ -142,11 +142,11 @@ def started(python: str, verb: str, *words: str, until: str, **variables: str) -
         process.wait()
 
 
-def run_verb(verb: str, *words: str, lines: str = "") -> str:
+def run_verb(verb: str, *words: str, lines: str = "", python: str = sys.executable) -> str:
     """Run a verb as a person does, with `lines` from a pipe; returns what it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "LOFT_RUN_DIR"}
     done = subprocess.run(
-        [sys.executable, "-m", f"app.{verb}", *words],
+        [python, "-m", f"app.{verb}", *words],
         cwd=ROOT,
         env=environment,
         input=lines,

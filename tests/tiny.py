@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     BartConfig,
@@ -25,7 +31,6 @@ SAMPLES = ROOT / "data_modules" / "samples"
 TINY_BASE = SAMPLES / "tiny_base"
 NAMES = ["lists", "orders"]
 SMALL_RUN = {
-    "model.path": str(TINY_BASE),
     "data.datasets": (
         f"[{{path: {SAMPLES / 'lists_test.json'}, name: lists}},"
         f" {{path: {SAMPLES / 'orders_test.jsonl'}, name: orders}}]"
@@ -38,9 +43,32 @@ SMALL_RUN = {
 }
 
 
+@functools.cache
+def small_base() -> Path:
+    """The shipped base without its upper layers, for as long as this process lives."""
+    folder = Path(tempfile.mkdtemp(prefix="loft"))
+    maker = os.getpid()
+    atexit.register(lambda: os.getpid() == maker and shutil.rmtree(folder, ignore_errors=True))
+    return cut_base(folder / TINY_BASE.name)
+
+
+def cut_base(folder: Path, num_layers: int = 2, **numbers: Any) -> Path:
+    """Save the lower layers of the shipped base as a base; `numbers` change its config.json."""
+    shutil.copytree(TINY_BASE, folder)
+    config = json.loads((TINY_BASE / "config.json").read_text())
+    above = tuple(f".layers.{n}." for n in range(num_layers, config["num_hidden_layers"]))
+    config |= {"num_hidden_layers": num_layers} | numbers
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(TINY_BASE / "model.safetensors")
+    kept = {name: one for name, one in tensors.items() if not any(n in name for n in above)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def small_run(*words: str) -> list[str]:
     """Words of a run of four steps on two data sets; a word given here replaces the run's own."""
-    chosen = SMALL_RUN | dict(word.split("=", 1) for word in words)
+    chosen = {"model.path": str(small_base())} | SMALL_RUN
+    chosen |= dict(word.split("=", 1) for word in words)
     return [f"{key}={value}" for key, value in chosen.items()]
 
 

@@ -19,7 +19,7 @@ from app.train import train
 from tests.door import Answer, ask, make_data
 from tests.matrix import matrix
 from tests.resumed import contents, make_run
-from tests.tiny import TINY_BASE, small_run, train_into
+from tests.tiny import small_base, small_run, train_into
 
 VERBS: dict[str, Any] = {"train": train, "evaluate": evaluate, "preview": preview}
 EVIL = """
@@ -48,7 +48,11 @@ def received(finished: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     data = make_data(tmp_path / "data.jsonl", 40)
-    return [f"model.path={TINY_BASE}", f"data.datasets=[{{path: {data}}}]", "trainer.max_steps=4"]
+    return [
+        f"model.path={small_base()}",
+        f"data.datasets=[{{path: {data}}}]",
+        "trainer.max_steps=4",
+    ]
 
 
 def run(verb: str, *typed: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -61,7 +65,7 @@ def run(verb: str, *typed: str, capsys: pytest.CaptureFixture[str]) -> tuple[int
 
 def bring_code(folder: Path, marker: Path) -> Path:
     """Put a base into a run's folder that runs Python, and let its settings trust it."""
-    base = shutil.copytree(TINY_BASE, folder / "base")
+    base = shutil.copytree(small_base(), folder / "base")
     numbers = json.loads((base / "config.json").read_text())
     numbers |= {
         "model_type": "evil",
@@ -70,7 +74,7 @@ def bring_code(folder: Path, marker: Path) -> Path:
     (base / "config.json").write_text(json.dumps(numbers))
     (base / "evil.py").write_text(EVIL.replace("MARKER", repr(str(marker))))
     config = folder / "config.yaml"
-    text = config.read_text().replace(str(TINY_BASE), str(base))
+    text = config.read_text().replace(str(small_base()), str(base))
     config.write_text(text.replace("trust_remote_code: false", "trust_remote_code: true"))
     assert "trust_remote_code: true" in config.read_text()
     return base

@@ -106,18 +106,21 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_it_learns_the_lists(kind: Kind, quantization: str, person: Person, tmp_path: Path) -> None:
-    base, run = kind.save(tmp_path / "base"), tmp_path / "run"
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [("mixture", "none"), ("mixture", "nf4"), ("hybrid", "nf4"), ("multimodal", "none")],
+)
+def test_it_learns_the_lists(kind: str, quantization: str, person: Person, tmp_path: Path) -> None:
+    of = KINDS[kind]
+    base, run = of.save(tmp_path / "base"), tmp_path / "run"
     rows, test_rows = (f"[{{path: {SAMPLES / file}, name: lists}}]" for file in LISTS)
     said = person.train_into(
         run,
         *("+experiment=quickstart", f"model.path={base}", f"quantization={quantization}"),
         *(f"data.datasets={rows}", f"data.test_datasets={test_rows}"),
-        *("evaluation.exact_match=false", *kind.words),
+        *("evaluation.exact_match=false", *of.words),
     )
-    assert kind.says in said
+    assert of.says in said
     # What was saved answers, opened by the verb.
     words = ["evaluation.exact_match=true", "evaluation.max_rows=40"]
     reopened = tmp_path / "evaluated"
@@ -126,4 +129,4 @@ def test_it_learns_the_lists(kind: Kind, quantization: str, person: Person, tmp_
     assert measured["base/exact_match/lists"] < 0.10
     assert measured["tuned/exact_match/lists"] > 0.90
     trained = load_file(run / "adapter" / "adapter_model.safetensors")
-    assert any(kind.adapts in name and weight.any() for name, weight in trained.items())
+    assert any(of.adapts in name and weight.any() for name, weight in trained.items())

@@ -21,7 +21,7 @@ from app.report.adapter_card import licence_of, render_adapter_card, write_card
 from app.report.run_files import read_run_files
 from tests.local_server import Handler, local_server
 from tests.report.test_run_page import HOSTILE, write_run
-from tests.tiny import TINY_BASE, small_run
+from tests.tiny import small_base, small_run
 
 REPO = "someone/lists-adapter"
 
@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
     adapter = folder / "adapter"
     adapter.mkdir()
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
-    config["base_model_name_or_path"] = str(TINY_BASE)
+    config["base_model_name_or_path"] = str(small_base())
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     (adapter / "adapter_model.safetensors").write_bytes(b"weights" * 1000)
     (adapter / "adapter_model.safetensors").chmod(0o600)
@@ -77,7 +77,7 @@ def test_a_base_of_the_hub_is_named_with_its_licence(
     snapshot.mkdir(parents=True)
     (snapshot / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A base\n")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    config = (run / "config.yaml").read_text().replace(str(TINY_BASE), "org/base")
+    config = (run / "config.yaml").read_text().replace(str(small_base()), "org/base")
     (run / "config.yaml").write_text(config)
     text = render_adapter_card(run / "adapter", read_run_files(run), [])
     data = ModelCard(text).data
@@ -202,12 +202,12 @@ def test_what_a_run_saved_is_pushed_with_a_card_of_its_own(
     }  # fmt: skip
     assert hub.files["adapter_model.safetensors"] == b"weights" * 1000
     card = hub.files["README.md"].decode()
-    assert f"from_pretrained(base, '{REPO}')" in card and str(TINY_BASE) not in card
-    assert (run / "adapter/README.md").read_text() == own_card and str(TINY_BASE) in own_card
+    assert f"from_pretrained(base, '{REPO}')" in card and str(small_base()) not in card
+    assert (run / "adapter/README.md").read_text() == own_card and str(small_base()) in own_card
     pushed = json.loads(hub.files["adapter_config.json"])
     assert pushed["base_model_name_or_path"] == "tiny_base", "no folder of this machine"
     own = json.loads((run / "adapter/adapter_config.json").read_text())
-    assert own["base_model_name_or_path"] == str(TINY_BASE)
+    assert own["base_model_name_or_path"] == str(small_base())
     assert not list(run.glob(".push-*"))
 
 

@@ -20,7 +20,7 @@ from app.training.optimizers import (
     check_every_weight_is_in_one_group,
 )
 from tests.conftest import TrainRun
-from tests.tiny import small_run, tiny_bart, tiny_llama
+from tests.tiny import TINY_BASE, small_run, tiny_bart, tiny_llama
 
 A_AND_B = ("q_proj.lora_A.weight", "q_proj.lora_B.weight")
 
@@ -163,7 +163,9 @@ def test_a_run_takes_patterns_and_says_their_groups(
     train_run: TrainRun,
 ) -> None:
     patterns = "[{pattern: *.layers.0.*, ratio: 0.5}, {pattern: *.layers.1.*, ratio: 2}]"
-    words = small_run("trainer.max_steps=1", "data.val_set_size=0", "optimizer.lr=1e-3")
+    words = small_run(
+        f"model.path={TINY_BASE}", "trainer.max_steps=1", "data.val_set_size=0", "optimizer.lr=1e-3"
+    )
     folder = train_run(*words, f"optimizer.lr_by_pattern={patterns}")
     lines = (folder / LOG_FILE).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if "parameter groups of AdamW" in line)

@@ -30,7 +30,7 @@ from app.run.folder import OutputConfig, decide_run_dir
 from app.run.manifest import git_state
 from app.train import train
 from tests.conftest import TrainRun, read_column
-from tests.tiny import SAMPLES, TINY_BASE, probe, small_run
+from tests.tiny import SAMPLES, probe, small_base, small_run
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +118,7 @@ def test_the_code_of_the_card_works_as_it_stands(
 
 
 def test_the_adapter_opens_with_peft_alone_and_changes_the_base(run: Run) -> None:
-    base = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(small_base(), dtype=torch.float32)
     before = probe_logits(base, probe())
     tuned = PeftModel.from_pretrained(base, str(run.folder / "adapter"))
     assert (probe_logits(tuned, probe()) - before).abs().max() > 0.1
@@ -126,7 +126,7 @@ def test_the_adapter_opens_with_peft_alone_and_changes_the_base(run: Run) -> Non
 
 def test_tokenizer_and_template_are_saved_beside_the_adapter(run: Run) -> None:
     ours = AutoTokenizer.from_pretrained(run.folder / "adapter")
-    base = AutoTokenizer.from_pretrained(TINY_BASE)
+    base = AutoTokenizer.from_pretrained(small_base())
     turns = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Prague"}]
     assert ours.apply_chat_template(turns) == base.apply_chat_template(turns)
     assert ours.get_vocab() == base.get_vocab()
@@ -321,7 +321,7 @@ def test_an_evaluation_takes_other_settings_from_the_command_line(run: Run, tmp_
 def test_an_adapter_is_evaluated_without_its_run(run: Run, tmp_path: Path) -> None:
     again = evaluated(
         tmp_path / "again",
-        f"model.path={TINY_BASE}",
+        f"model.path={small_base()}",
         f"adapter_path={run.folder / 'adapter'}",
         f"data.datasets=[{{path: {run.folder.parent / 'capital.jsonl'}}}]",
         "data.val_set_size=6",
@@ -399,7 +399,7 @@ def test_evaluating_nothing_is_refused(
 def test_a_base_can_be_evaluated_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = evaluated(
         tmp_path / "base",
-        f"model.path={TINY_BASE}",
+        f"model.path={small_base()}",
         f"data.datasets=[{{path: {ORDERS}}}]",
         "data.val_set_size=4",
     )
@@ -410,7 +410,9 @@ def test_a_base_can_be_evaluated_alone(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_full_run_leaves_a_model_with_its_tokenizer(train_run: TrainRun) -> None:
     folder = train_run(*small_run("adapter=full", "trainer.max_steps=1"))
     assert not (folder / "adapter").exists()
-    base_dtypes = {tensor.dtype for tensor in load_file(TINY_BASE / "model.safetensors").values()}
+    base_dtypes = {
+        tensor.dtype for tensor in load_file(small_base() / "model.safetensors").values()
+    }
     saved = load_file(folder / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == base_dtypes
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
