@@ -346,7 +346,7 @@ def not_utf8(origin: Origin, data: bytes) -> BadRow | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """Say how much of a file is read, and which of its rows are too large."""
+    """Say how much of a file is read (None: all), and which of its rows are too large."""
 
     budget: Budget | None = None
     max_row_bytes: int = MAX_ROW_BYTES

@@ -13,6 +13,7 @@ import itertools
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def read_chunks(
     is wrong with single rows is in Chunk.rows.
     """
     limits = limits or Limits()
+    options = ReadOptions(budget=budget, max_row_bytes=max_row_bytes, limits=limits)
     if revision is not None and not is_hub_id(path):
         raise DataError(f"{path}: revision '{revision}' is given, which only a hub data set has")
     parts = _parts(path, split)
@@ -96,7 +98,7 @@ def read_chunks(
         hub = functools.partial(read_hub, path, revision, max_row_bytes, limits, dealt, streaming)
         chunks = map(hub, parts)
     else:
-        chunks = map(functools.partial(_read_files, path, budget, max_row_bytes, limits), parts)
+        chunks = map(functools.partial(_read_files, path, options), parts)
     yield from take(itertools.chain.from_iterable(chunks), *rows, shard)
 
 
@@ -220,10 +222,8 @@ def _read_sample(path: str, part: Part) -> Iterator[Chunk]:
     yield from take(grouped(rows, path), *rows_of(path, part, num_documents))
 
 
-def _read_files(
-    path: str, budget: Budget | None, max_row_bytes: int, limits: Limits, part: Part
-) -> Iterator[Chunk]:
-    files = files_of(path, part.name, limits)
+def _read_files(path: str, options: ReadOptions, part: Part) -> Iterator[Chunk]:
+    files, budget = files_of(path, part.name, options.limits), options.budget
     stamps = [stamp_of(file) for file in files]
     total = None
     if part.needs_total:
@@ -234,10 +234,10 @@ def _read_files(
                 return
             part = Part(part.name)
         else:
-            total = sum(count_rows(file, max_row_bytes, limits) for file in files)
+            total = sum(count_rows(file, options) for file in files)
     start, stop = rows_of(path, part, total)
     try:
-        chunks = _read_each(files, budget, max_row_bytes, limits)
+        chunks = _read_each(files, options)
         num_rows = yield from take(chunks, start, stop)
     except DataError as error:
         _check_unchanged(files, stamps, error)
@@ -247,14 +247,13 @@ def _read_files(
         raise DataError(f"{path}: 0 rows in '{part}' of {num_rows:,} rows; give another slice")
 
 
-def _read_each(
-    files: Sequence[File], budget: Budget | None, max_row_bytes: int, limits: Limits
-) -> Iterator[Chunk]:
+def _read_each(files: Sequence[File], options: ReadOptions) -> Iterator[Chunk]:
+    budget = options.budget
     for file in files:
         if budget is not None and budget.spent:
             return
         is_empty = True
-        for chunk in read_file(file, budget, max_row_bytes, limits):
+        for chunk in read_file(file, options):
             is_empty = is_empty and not chunk.count()
             yield chunk
         if is_empty and not (budget is not None and budget.spent):
@@ -272,19 +271,11 @@ def _check_unchanged(
         raise DataError(problems[:MAX_PROBLEMS]) from cause
 
 
-def read_file(
-    file: File,
-    budget: Budget | None = None,
-    max_row_bytes: int = MAX_ROW_BYTES,
-    limits: Limits | None = None,
-) -> Iterator[Chunk]:
+def read_file(file: File, options: ReadOptions) -> Iterator[Chunk]:
     """Yield the rows of a file in chunks.
 
-    With a `budget` only about so many bytes are read. Raises DataError, after what could be read,
-    where the rest of the file cannot be.
+    Raises DataError, after what could be read, where the rest of the file cannot be.
     """
-    limits = limits or Limits()
-    options = ReadOptions(budget=budget, max_row_bytes=max_row_bytes, limits=limits)
     try:
         yield from READERS[suffix_of(file.name)](file, options)
     except DataError:
@@ -300,9 +291,8 @@ def read_file(
         raise DataError(unreadable(file, error)) from error
 
 
-def count_rows(file: File, max_row_bytes: int = MAX_ROW_BYTES, limits: Limits | None = None) -> int:
-    """Return how many rows `read_file` yields, good and bad."""
-    limits = limits or Limits()
+def count_rows(file: File, options: ReadOptions) -> int:
+    """Return how many rows a file has, good and bad, whatever the budget."""
     if file.suffix.lower() == ".parquet":
-        return count_parquet_rows(file, limits)
-    return sum(chunk.count() for chunk in read_file(file, None, max_row_bytes, limits))
+        return count_parquet_rows(file, options.limits)
+    return sum(chunk.count() for chunk in read_file(file, replace(options, budget=None)))

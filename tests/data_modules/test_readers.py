@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from data_modules.messages import DataError
 from data_modules.source import opening
-from data_modules.source.opening import BadRow, Budget, Chunk
+from data_modules.source.opening import BadRow, Budget, Chunk, ReadOptions
 from data_modules.source.source import count_rows, read_file
 from data_modules.source.tables import _arrow_errors
 from data_modules.types import Row
@@ -70,7 +70,7 @@ CONTENTS = {
 def read(file: Path, **settings: Any) -> list[Row | BadRow]:
     """Return all rows of a file, each chunk sent through pickle as to another process."""
     rows: list[Row | BadRow] = []
-    for chunk in read_file(file, **settings):
+    for chunk in read_file(file, ReadOptions(**settings)):
         sent: Chunk = pickle.loads(pickle.dumps(chunk))  # noqa: S301
         found = list(sent.rows())
         assert sent.count() == len(found)
@@ -83,7 +83,7 @@ def problems_of(file: Path, content: bytes, **settings: Any) -> list[str]:
     file.write_bytes(content)
     problems = []
     try:
-        for chunk in read_file(file, **settings):
+        for chunk in read_file(file, ReadOptions(**settings)):
             problems += [row.problem for row in chunk.rows() if isinstance(row, BadRow)]
     except DataError as error:
         problems += error.problems
@@ -102,7 +102,7 @@ def test_every_format_is_read_plain_and_packed(
     first = 2 if name in ("d.csv", "d.tsv") else 1
     assert [row.origin.line for row in rows] == [first, first + 1, first + 2]
     assert {row.origin.file for row in rows} == {str(file)}
-    assert count_rows(file) == 3
+    assert count_rows(file, ReadOptions()) == 3
 
 
 def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_lines_keep_number_and_text_wherever_chunks_end(
     assert [(row.origin.line, row.values["a"]) for row in rows if isinstance(row, Row)] == [
         (number, line) for number, line in enumerate(lines, 1) if line.strip(" \t\r")
     ]
-    assert count_rows(file) == len(rows)
+    assert count_rows(file, ReadOptions()) == len(rows)
 
 
 def paragraphs(lines: list[str]) -> list[tuple[int, str]]:
@@ -265,7 +265,7 @@ def test_text_without_blank_lines_is_a_row_a_line(tmp_path: Path) -> None:
 def test_lines_wait_as_bytes_until_they_are_needed(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_bytes(b"never parsed\n" * 300_000)
-    chunks = list(read_file(file))
+    chunks = list(read_file(file, ReadOptions()))
     assert 3 <= len(chunks) <= 5 and sum(chunk.num_bytes for chunk in chunks) == 13 * 300_000
     assert sum(chunk.count() for chunk in chunks) == 300_000
     assert all(len(pickle.dumps(chunk)) < chunk.num_bytes + 500 for chunk in chunks)
@@ -275,7 +275,7 @@ def test_piece_of_a_batch_is_sent_without_the_rest(tmp_path: Path) -> None:
     file = tmp_path / "d.arrow"
     rows = [{"a": f"{number}" + "x" * 200} for number in range(20_000)]
     file.write_bytes(arrow_bytes(rows, pyarrow.ipc.new_file))
-    chunks = list(read_file(file))
+    chunks = list(read_file(file, ReadOptions()))
     assert len(chunks) > 3
     assert max(len(pickle.dumps(chunk)) for chunk in chunks) < 2 << 20
     few = chunks[1].select(range(3, 10, 3))
@@ -360,7 +360,7 @@ def test_csv_row_above_the_limit_ends_the_file(tmp_path: Path) -> None:
 def peak_of(file: Path, **settings: Any) -> int:
     """Return the most memory that reading a file takes."""
     tracemalloc.start()
-    for chunk in read_file(file, **settings):
+    for chunk in read_file(file, ReadOptions(**settings)):
         for _ in chunk.rows():
             pass
     peak = tracemalloc.get_traced_memory()[1]
@@ -387,7 +387,7 @@ def test_row_group_of_a_parquet_file_is_never_held_whole(tmp_path: Path) -> None
     pyarrow.parquet.write_table(table, file, row_group_size=30_000, **settings)
     del table
     before = most = pyarrow.total_allocated_bytes()
-    for _ in read_file(file):
+    for _ in read_file(file, ReadOptions()):
         most = max(most, pyarrow.total_allocated_bytes())
     assert most - before < 12 << 20
 
@@ -410,7 +410,11 @@ def test_budget_ends_the_reading_between_rows(tmp_path: Path) -> None:
         file = tmp_path / name
         file.write_bytes(content)
         for left in range(len(content) + 1):
-            rows = [row for chunk in read_file(file, Budget(left)) for row in chunk.rows()]
+            rows = [
+                row
+                for chunk in read_file(file, ReadOptions(budget=Budget(left)))
+                for row in chunk.rows()
+            ]
             assert all(isinstance(row, Row) for row in rows), (name, left)
         assert len(rows) == 3
 
