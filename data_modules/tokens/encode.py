@@ -15,6 +15,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import IO, TYPE_CHECKING
 
 from data_modules import format as formats
@@ -70,12 +71,13 @@ class Counts:
     def add_empty(self, origin: str) -> None:
         """Count a row that leaves nothing to train on."""
         self.empty += 1
-        self.empty_origins = [*self.empty_origins, origin][:5]
+        self.empty_origins = [*self.empty_origins, origin][:MAX_FIRST]
 
     def add_length(self, tokens: int, origin: str) -> None:
-        """Remember the row if it is one of the five longest."""
-        if len(self.longest) < 5 or tokens > self.longest[-1][0]:
-            self.longest = sorted([*self.longest, (tokens, origin)], key=_by_length)[:5]
+        """Remember the row if it is one of the longest."""
+        if len(self.longest) < MAX_FIRST or tokens > self.longest[-1][0]:
+            longest = sorted([*self.longest, (tokens, origin)], key=itemgetter(0), reverse=True)
+            self.longest = longest[:MAX_FIRST]
 
     def add_note(self, kind: str, seen: str, count: int = 1) -> None:
         """Count a fact about a row; the first one seen is kept."""
@@ -86,17 +88,13 @@ class Counts:
         """Add the counts of the rows that come after these."""
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.empty_origins = [*self.empty_origins, *other.empty_origins][:5]
+        self.empty_origins = [*self.empty_origins, *other.empty_origins][:MAX_FIRST]
         for tokens, origin in other.longest:
             self.add_length(tokens, origin)
         for kind, (count, seen) in other.notes.items():
             self.add_note(kind, seen, count)
         self.stop_token_ids = sorted({*self.stop_token_ids, *other.stop_token_ids})
         self.largest_token = max(self.largest_token, other.largest_token)
-
-
-def _by_length(row: tuple[int, str]) -> int:
-    return -row[0]
 
 
 def check_dropped(counts: Counts, path: str, data: DataConfig, sequence_len: int) -> None:
@@ -175,7 +173,7 @@ class ChunkEncoder:
                 continue
             good = [one for one in results if not isinstance(one, RowProblem)]
             builder.add(good, number, items[0].origin, counts)
-        rejected = sorted(rejected + reject(chunk, refused), key=_line)
+        rejected = sorted(rejected + reject(chunk, refused), key=attrgetter("origin.line"))
         counts.rows = len(rows) - len(refused)
         counts.kept = builder.num_rows
         counts.stop_token_ids = sorted(self.template.stop_token_ids)
@@ -183,10 +181,6 @@ class ChunkEncoder:
         if documents is not None:
             counts.largest_token = documents.largest_token()
         return EncodedChunk(documents, counts, rejected, num_rows, chunk.num_bytes)
-
-
-def _line(row: Rejected) -> int:
-    return row.origin.line
 
 
 def encode_chunks(

@@ -136,9 +136,6 @@ class TokenStore:
     """Read one prepared data set; the tokens stay on disk until they are used."""
 
     def __init__(self, folder: Path) -> None:
-        self._open(folder)
-
-    def _open(self, folder: Path) -> None:
         import numpy as np
         import pyarrow
 
@@ -168,11 +165,8 @@ class TokenStore:
         """tokens that a document takes in a pack: those of its longer side"""
 
     # Worker processes of a loader open the file again: what is mapped cannot be sent.
-    def __getstate__(self) -> Path:
-        return self._folder
-
-    def __setstate__(self, folder: Path) -> None:
-        self._open(folder)
+    def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
+        return TokenStore, (self._folder,)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
