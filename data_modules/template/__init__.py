@@ -2,8 +2,8 @@
 
 from data_modules.template.masking import MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, TEMPLATES_WITH_TOOLS
-from data_modules.template.rendering import Limits
 from data_modules.template.template import ChatTemplate, Prompt, RowProblem
+from data_modules.template.trial import Limits
 from data_modules.types import Encoded, Note
 
 __all__ = [

@@ -13,6 +13,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -101,7 +102,6 @@ class BoundFinder:
         self._starts: dict[object, int] = {}
         self._endings: dict[object, _Ending] = {}
         self._framing = frozenset(framing)
-        self._known_style: _Style | None = None
 
     def find(self, chat: Chat, text: str, marks: Sequence[Mark]) -> Bounds:
         """Return where the answers of `chat` stand in its `text`.
@@ -168,7 +168,7 @@ class BoundFinder:
         """Return how many characters of `before` the template writes as generation prompt."""
         before_answer = Chat(chat.turns[:number], chat.tools)
         prompt, plain = (self._renderer.render([before_answer], adds)[0] for adds in (True, False))
-        style = self._style()
+        style = self._style
         if isinstance(prompt, RowRefusedError) or isinstance(plain, RowRefusedError):
             # Nothing stands in front of this answer: no prompt is ever generated from there.
             return self._aligned(before, style.added)
@@ -242,7 +242,7 @@ class BoundFinder:
         `there` is what follows it in other renders: first at the end of a conversation, where
         `is_closed`, then in front of a next message. `is_last`: nothing comes next `here`.
         """
-        style = self._style()
+        style = self._style
         if style.usual_stop is not None:
             return self._open_stop(here, there, style.usual_stop, is_last)
         controls = [list(self.special.finditer(one)) for one in (here, *there)]
@@ -309,12 +309,8 @@ class BoundFinder:
             for mark, border in zip(run.marks, borders, strict=True)
         ]
 
+    @cached_property
     def _style(self) -> _Style:
-        if self._known_style is None:
-            self._known_style = self._find_style()
-        return self._known_style
-
-    def _find_style(self) -> _Style:
         question, dialog = Chat((_QUESTION,)), Chat((_QUESTION, _ANSWER))
         texts = [self._renderer.render([question], adds)[0] for adds in (False, True)]
         plain, prompt, whole = *texts, self._renderer.render([dialog], False)[0]

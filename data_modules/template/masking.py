@@ -1,7 +1,7 @@
 """Weigh the text of a row in the loss: which stretches are trained on, which are masked.
 
-Decides the weight of each stretch of text from the settings and the turns. Never renders and
-never tokenizes.
+Decides the weight of each stretch of text from the settings and the turns, and what becomes of the
+control tokens in a row's own text. Never tokenizes.
 """
 
 from __future__ import annotations
@@ -122,7 +122,6 @@ def lost_reasoning(
     text: str,
     extents: Mapping[int, tuple[int, int]],
     mask: MaskConfig,
-    thought: re.Pattern[str],
 ) -> list[Note]:
     """Note the first thought that the template did not write; `extents` of turns are in `text`."""
     if mask.reasoning == "strip":
@@ -130,7 +129,7 @@ def lost_reasoning(
     for number, turn in enumerate(chat.turns):
         if turn.reasoning is None and "</think>" not in turn.content:
             continue
-        found = thought.search(turn.content)
+        found = THOUGHT.search(turn.content)
         reasoning = turn.reasoning or (found[1] if found else "")
         start, end = extents.get(number, (0, 0))
         if reasoning.strip() and reasoning.strip() not in text[start:end]:
@@ -235,7 +234,7 @@ class LayoutBuilder:
         if given.turns is not chat.turns:
             notes += self._moved_thought(chat, given)
         extents = extents_of(placed.spans)
-        notes += lost_reasoning(chat, placed.text, extents, self._mask, THOUGHT)
+        notes += lost_reasoning(chat, placed.text, extents, self._mask)
         self.seen_stops.update(
             span.stop
             for span in placed.spans

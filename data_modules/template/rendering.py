@@ -9,18 +9,13 @@ the template refuses is handed back, not raised.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import re
-import signal
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_modules.messages import shown
 from data_modules.types import Conversation, ToolCall, Turn
@@ -78,7 +73,6 @@ class Renderer:
         self, tokenizer: transformers.PreTrainedTokenizerBase, text: str | None = None
     ) -> None:
         self._tokenizer, self._text = tokenizer, text
-        self._format: MessageFormat | None = None
 
     def given(self, chat: Conversation, reasoning: str) -> Chat:
         """Return what the template is given of `chat`.
@@ -88,20 +82,15 @@ class Renderer:
         input follows its header where the template looks for that.
         """
         turns = chat.turns
-        if turns and any(turn.input_start for turn in turns) and self._looks_for_inputs():
+        header = INPUT_HEADER.replace("\n", "\\n")  # as the source of a template writes it
+        if any(turn.input_start for turn in turns) and header in str(self._tokenizer.chat_template):
             turns = tuple(_with_header(turn) for turn in turns)
-        for turn in turns:
-            if turn.reasoning is not None or (reasoning == "strip" and "</think>" in turn.content):
-                turns = tuple(self._with_thought(turn, reasoning) for turn in turns)
-                break
+        if any(
+            turn.reasoning is not None or (reasoning == "strip" and "</think>" in turn.content)
+            for turn in turns
+        ):
+            turns = tuple(self._with_thought(turn, reasoning) for turn in turns)
         return Chat(turns, chat.tools)
-
-    @property
-    def format(self) -> MessageFormat:
-        """Return the format that the template reads, found by rendering small chats."""
-        if self._format is None:
-            self._format = self._find_format()
-        return self._format
 
     def render(self, chats: Sequence[Chat], prompt: bool) -> list[str | RowRefusedError]:
         """Return the text of each chat, in order; `prompt` adds the generation prompt."""
@@ -135,9 +124,6 @@ class Renderer:
         """Return the turns of a chat as the template reads them."""
         return _messages(chat, self.format)
 
-    def _looks_for_inputs(self) -> bool:
-        return INPUT_HEADER.replace("\n", "\\n") in str(self._tokenizer.chat_template)
-
     def _with_thought(self, turn: Turn, reasoning: str) -> Turn:
         if turn.role != "assistant" or (turn.reasoning is None and reasoning != "strip"):
             return turn
@@ -148,8 +134,9 @@ class Renderer:
         content = f"<think>\n{turn.reasoning}\n</think>\n\n{turn.content}"
         return replace(turn, content=content, reasoning=None)
 
-    def _find_format(self) -> MessageFormat:
-        """Return the first format in which the template writes what it is given."""
+    @cached_property
+    def format(self) -> MessageFormat:
+        """Return the first format in which the template writes the small chats it is given."""
         asks = Turn("user", "a")
         found = MessageFormat()
         plain = Chat((asks, Turn("assistant", _PROBE)))
@@ -307,85 +294,3 @@ def _with_ids(turns: Sequence[Turn], kind: str) -> list[Turn]:
             turn = replace(turn, tool_call_id=answered)
         written.append(turn)
     return written
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Say what a template may take for some 30 chats of a few turns."""
-
-    seconds: float = 10.0
-    memory_mb: int = 1024
-
-
-class LimitError(Exception):
-    """Say which limit was reached."""
-
-
-def attempt(work: Callable[[], T], limits: Limits) -> T:
-    """Return what `work` returns in a process of its own; LimitError where that takes too much.
-
-    Where processes cannot be forked, `work` runs in this one, without limits.
-    """
-    if "fork" not in multiprocessing.get_all_start_methods():
-        return work()
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(work, sender, limits), daemon=True)
-    with warnings.catch_warnings():
-        # From Python 3.12 on, where other threads run: none of theirs is waited for here.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-    sender.close()
-    try:
-        if not receiver.poll(limits.seconds):
-            raise LimitError(f"within {limits.seconds:g} s")
-        is_done, result = receiver.recv()
-    except EOFError:
-        process.join()
-        if process.exitcode == -signal.SIGXCPU:
-            raise LimitError(f"within {limits.seconds:g} s") from None
-        if process.exitcode and process.exitcode > 0:
-            raise RuntimeError("what a process did first failed; its error stands above") from None
-        raise LimitError(f"within {limits.memory_mb:,} MB") from None
-    finally:
-        process.kill()
-        process.join()
-        receiver.close()
-    if not is_done:
-        raise LimitError(f"within {limits.memory_mb:,} MB")
-    value: T = result
-    return value
-
-
-def _work(work: Callable[[], object], sender: Connection, limits: Limits) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads were not forked
-    _limit(limits)
-    try:
-        sender.send((True, work()))
-    except MemoryError:
-        sender.send((False, None))
-
-
-def _limit(limits: Limits) -> None:
-    import resource
-
-    seconds = int(limits.seconds) + 1
-    _lower(resource.RLIMIT_CPU, seconds)
-    statm = Path("/proc/self/statm")
-    if statm.is_file():  # what is mapped already counts, on Linux
-        mapped = int(statm.read_text().split()[0]) * resource.getpagesize()
-        _lower(resource.RLIMIT_AS, mapped + limits.memory_mb * 2**20)
-
-
-def _lower(kind: int, most: int) -> None:
-    """Lower a limit of this process; one that is lower stays."""
-    import resource
-
-    soft, hard = resource.getrlimit(kind)
-    known = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
-    resource.setrlimit(kind, (min([most, *known]), hard))

@@ -78,7 +78,6 @@ class _Position(NamedTuple):
 class MarkedText:
     """Hold the pieces of a marked text, and the slots between them."""
 
-    text: str
     pieces: list[str]
     slots: list[Slot]
 
@@ -107,7 +106,7 @@ class MarkedText:
         starts = [0, *(slot.end for slot in slots)]
         ends_at = [*(slot.start for slot in slots), len(text)]
         pieces = [text[start:end] for start, end in zip(starts, ends_at, strict=True)]
-        return cls(text, pieces, slots)
+        return cls(pieces, slots)
 
     def place(self, offset: int) -> _Position | None:
         """Return the piece that holds a character of the marked text; None inside a slot."""
@@ -119,18 +118,18 @@ class MarkedText:
 
 
 class Skeleton:
-    """Lay the pieces of a layout over rendered rows; `bounds` are those of the marked text."""
+    """Lay the pieces of a marked text over rendered rows; `bounds` are those of the marked text."""
 
-    def __init__(self, layout: MarkedText, bounds: Bounds, lost: tuple[str, ...]) -> None:
-        self._first = layout.pieces[0]
+    def __init__(self, marked: MarkedText, bounds: Bounds, lost: tuple[str, ...]) -> None:
+        self._first = marked.pieces[0]
         self._steps = [
-            (slot, piece) for slot, piece in zip(layout.slots, layout.pieces[1:], strict=True)
+            (slot, piece) for slot, piece in zip(marked.slots, marked.pieces[1:], strict=True)
         ]
         self._extents: list[tuple[TurnSpan, _Position, _Position, _Position]] = []
         self.is_whole = True
         """whether every span begins and ends between the slots"""
         for span in bounds.spans:
-            start, end, stop_end = map(layout.place, (span.start, span.end, span.stop_end))
+            start, end, stop_end = map(marked.place, (span.start, span.end, span.stop_end))
             if start and end and stop_end:
                 self._extents.append((span, start, end, stop_end))
             else:
@@ -359,14 +358,14 @@ class SpanFinder:
         if isinstance(text, RowRefusedError) or marks is None:
             return None
         bounds = self._bounds.find(chat, text, marks)
-        layout = MarkedText.of(text, marks, bounds.calls, self._bounds.special)
-        if layout is None:
+        marked = MarkedText.of(text, marks, bounds.calls, self._bounds.special)
+        if marked is None:
             return None
         spans = self._with_others(chat, text, marks, bounds)
         lost = _lost(chat, marks, bounds)
         if chat.tools and not any(mark.turn == TOOLS for mark in marks):
             lost = ("lost_tools", *lost)
-        skeleton = Skeleton(layout, bounds._replace(spans=spans), lost)
+        skeleton = Skeleton(marked, bounds._replace(spans=spans), lost)
         return skeleton if skeleton.is_whole else None
 
     def _with_others(

@@ -30,19 +30,25 @@ from data_modules.template.named_templates import (
     read_template,
     templates_alike,
 )
-from data_modules.template.proof import FORMS, Traced, prove
 from data_modules.template.rendering import (
     Chat,
-    LimitError,
-    Limits,
     MessageFormat,
     Renderer,
     RowRefusedError,
-    attempt,
     render_errors,
 )
-from data_modules.template.rewriting import Refused, find_refused, rewrite
 from data_modules.template.spans import RenderedChat, SpanFinder
+from data_modules.template.trial import (
+    FORMS,
+    LimitError,
+    Limits,
+    Refused,
+    Traced,
+    attempt,
+    find_refused,
+    prove,
+    rewrite,
+)
 from data_modules.types import Conversation, Document, Encoded, Item, Note, Tokens, Turn
 
 if TYPE_CHECKING:
