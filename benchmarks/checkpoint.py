@@ -99,6 +99,7 @@ def run(folder: Path, size: Size, asynchronous: str) -> dict[str, Any]:
     from app.train import train
     from app.training.checkpoint.saving import CheckpointSaver
     from app.training.checkpoint.tensors import file_bytes
+    from app.training.module import FinetuneModule
 
     noted: dict[str, Any] = dict.fromkeys(("peak", "bytes"), 0)
     noted |= {name: [] for name in ("steps", "steps_after", "saves", "computed")}
@@ -116,8 +117,8 @@ def run(folder: Path, size: Size, asynchronous: str) -> dict[str, Any]:
         noted["steps_after" if is_after else "steps"].append(time.perf_counter() - began)
         end_step(self, trainer, *args)
 
-    def save_timed(self: CheckpointSaver, trainer: Any, module: Any) -> None:
-        noted["bytes"] = sum(map(file_bytes, module.kept_tensors()))
+    def save_timed(self: CheckpointSaver, trainer: Any, module: FinetuneModule) -> None:
+        noted["bytes"] = sum(map(file_bytes, module.checkpoint_tensors()))
         before = forget_peak()
         started, computed = time.perf_counter(), time.thread_time()
         save(self, trainer, module)
