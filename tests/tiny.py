@@ -45,22 +45,16 @@ SMALL_RUN = {
 
 @functools.cache
 def small_base() -> Path:
-    """The shipped base without its upper layers, for as long as this process lives."""
-    folder = Path(tempfile.mkdtemp(prefix="loft"))
+    """The shipped base without its upper two layers, for as long as this process lives."""
+    parent = Path(tempfile.mkdtemp(prefix="loft"))
     maker = os.getpid()
-    atexit.register(lambda: os.getpid() == maker and shutil.rmtree(folder, ignore_errors=True))
-    return cut_base(folder / TINY_BASE.name)
-
-
-def cut_base(folder: Path, num_layers: int = 2, **numbers: Any) -> Path:
-    """Save the lower layers of the shipped base as a base; `numbers` change its config.json."""
-    shutil.copytree(TINY_BASE, folder)
+    atexit.register(lambda: os.getpid() == maker and shutil.rmtree(parent, ignore_errors=True))
+    folder = shutil.copytree(TINY_BASE, parent / TINY_BASE.name)
     config = json.loads((TINY_BASE / "config.json").read_text())
-    above = tuple(f".layers.{n}." for n in range(num_layers, config["num_hidden_layers"]))
-    config |= {"num_hidden_layers": num_layers} | numbers
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
     tensors = load_file(TINY_BASE / "model.safetensors")
-    kept = {name: one for name, one in tensors.items() if not any(n in name for n in above)}
+    above = (".layers.2.", ".layers.3.")
+    kept = {name: one for name, one in tensors.items() if not any(part in name for part in above)}
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
 
