@@ -11,7 +11,7 @@ import pytest
 from app.config import load_config
 from app.evaluate import evaluate
 from app.process.errors import TrainingFault
-from tests.tiny import SAMPLES, train_into
+from tests.tiny import SAMPLES, TINY_BASE, train_into
 
 pytestmark = pytest.mark.slow
 
@@ -23,8 +23,9 @@ TEXT = "{path: 'sample:list_corpus', name: text, format: completion, max_rows: 6
 def test_a_run_that_forgets_says_so_and_ends_with_exit_code_4(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    base = f"model.path={TINY_BASE}"  # half of it has too little to forget
     how = ("optimizer.lr=1e-2", "trainer.max_steps=8", "data.val_set_size=12")
-    run = train_into(tmp_path / "run", f"data.datasets=[{LISTS}]", *how)
+    run = train_into(tmp_path / "run", base, f"data.datasets=[{LISTS}]", *how)
     assert "verdict: better on lists (loss)\n" in capsys.readouterr().out
     words = [f"run={run}", f"data.datasets=[{LISTS}, {TEXT}]", "data.val_set_size=12"]
     config = load_config(

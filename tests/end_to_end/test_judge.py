@@ -14,7 +14,7 @@ from app.config import load_config
 from app.evaluate import evaluate
 from app.evaluation.judge import bench, endpoint, grading
 from app.evaluation.judge.endpoint import JudgeError
-from tests.tiny import TINY_BASE, train_into
+from tests.tiny import small_base, train_into
 from tools.sample_judge import MODEL, Handler, serving
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def judged(url: str, adapter: Path, folder: Path) -> dict[str, float]:
     os.environ.pop("LOFT_RUN_DIR", None)
-    words = [f"model.path={TINY_BASE}", f"adapter_path={adapter}", "evaluation=mt_bench"]
+    words = [f"model.path={small_base()}", f"adapter_path={adapter}", "evaluation=mt_bench"]
     words += [f"evaluation.judge.url={url}", f"evaluation.judge.model={MODEL}"]
     words += ["evaluation.judge.max_questions=3", "evaluation.judge.max_new_tokens=8"]
     words += ["evaluation.judge.max_retries=0", f"data.cache_dir={adapter.parent / 'cache'}"]
