@@ -1,9 +1,9 @@
 """Turn conversations and documents into token ids, and say which of them are trained on."""
 
+from data_modules.template.checks import Limits
 from data_modules.template.masking import MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, TEMPLATES_WITH_TOOLS
 from data_modules.template.template import ChatTemplate, Prompt, RowProblem
-from data_modules.template.trial import Limits
 from data_modules.types import Encoded, Note
 
 __all__ = [

@@ -14,6 +14,17 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from data_modules.messages import DataError, Origin, shown
+from data_modules.template.checks import (
+    FORMS,
+    LimitError,
+    Limits,
+    Refused,
+    Traced,
+    attempt,
+    find_refused,
+    prove,
+    rewrite,
+)
 from data_modules.template.encoder_decoder import PairEncoder
 from data_modules.template.encoding import (
     TextTokenizer,
@@ -38,17 +49,6 @@ from data_modules.template.rendering import (
     render_errors,
 )
 from data_modules.template.spans import RenderedChat, SpanFinder
-from data_modules.template.trial import (
-    FORMS,
-    LimitError,
-    Limits,
-    Refused,
-    Traced,
-    attempt,
-    find_refused,
-    prove,
-    rewrite,
-)
 from data_modules.types import Conversation, Document, Encoded, Item, Note, Tokens, Turn
 
 if TYPE_CHECKING:

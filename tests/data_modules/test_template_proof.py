@@ -19,10 +19,10 @@ import pytest
 from data_modules.format import convert_row
 from data_modules.messages import DataError, Origin
 from data_modules.template import ChatTemplate
+from data_modules.template.checks import FORMS, Traced, conversation, faults_of, prove
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError, _messages
 from data_modules.template.spans import RenderedChat, SpanFinder
-from data_modules.template.trial import FORMS, Traced, conversation, faults_of, prove
 from data_modules.types import Conversation, Encoded, ToolCall, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer, read_rows
 from tests.data_modules.published import published_templates, tokenizer_for

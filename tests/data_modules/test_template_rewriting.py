@@ -11,8 +11,8 @@ import pytest
 
 from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, MaskConfig
+from data_modules.template.checks import FORMS, Refused, conversation, rewrite
 from data_modules.template.template import RowProblem
-from data_modules.template.trial import FORMS, Refused, conversation, rewrite
 from data_modules.types import Conversation, Encoded, ToolCall, Turn
 from tests.data_modules.conftest import build_tokenizer
 

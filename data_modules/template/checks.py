@@ -1,4 +1,4 @@
-"""Try a chat template on small chats before any row: what it costs, masks and refuses.
+"""Check a chat template on small chats before any row: what it costs, masks and refuses.
 
 It is rendered first in a process whose time and memory are limited. Conversations of the forms that
 rows have, each text in them a word of its own, then go the way that rows go; every trained token is

@@ -11,7 +11,7 @@ import pytest
 
 from data_modules.messages import DataError
 from data_modules.template import ChatTemplate, Limits
-from data_modules.template.trial import LimitError, attempt
+from data_modules.template.checks import LimitError, attempt
 from tests.data_modules.test_template import CHATML
 
 SMALL = Limits(seconds=1.0, memory_mb=256)
