@@ -419,6 +419,15 @@ def test_budget_ends_the_reading_between_rows(tmp_path: Path) -> None:
         assert len(rows) == 3
 
 
+def test_counting_rows_takes_nothing_from_the_budget(tmp_path: Path) -> None:
+    for name, content in CONTENTS.items():
+        file = tmp_path / name
+        file.write_bytes(content)
+        budget = Budget(1)
+        assert count_rows(file, ReadOptions(budget=budget)) == 3, name
+        assert budget.left == 1, name
+
+
 def test_memory_that_a_damaged_file_claims_is_the_file_s_fault(tmp_path: Path) -> None:
     expected = pytest.raises(DataError, match=r"d\.arrow: not a readable arrow file")
     with expected, _arrow_errors(tmp_path / "d.arrow", "arrow"):
