@@ -144,12 +144,11 @@ class Session:
         return "".join(responder.stream(turns, self.config.chat))
 
     def _answer_of_base(self, turns: list[Turn]) -> str:
-        from app.evaluation.comparison import adapter_switched_off
         from app.model.adapter import is_adapter
 
         model: Any = self._responder.model
         is_adapted = is_adapter(self._tuned.folder or Path())
-        with adapter_switched_off(model) if is_adapted else nullcontext():
+        with model.disable_adapter() if is_adapted else nullcontext():
             return self._answer_of(self._responder if is_adapted else self._base, turns)
 
     @cached_property

@@ -74,7 +74,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     if bench is not None:
         verdicts = bench.judge(folder, Path(config.data.cache_dir) / "judge")
         metrics |= verdicts.figures()
-        write_whole(folder / JUDGE_PAGE, judge_page(bench, verdicts))
+        write_whole(folder / JUDGE_PAGE, verdicts_page(bench, verdicts))
     grades = {} if verdicts is None or bench is None else verdicts.row_scores(bench.name)
     changes = evaluator.changes(trained_datasets(config), grades)
     groups = evaluator.group_changes()
@@ -156,7 +156,7 @@ def measure_models(
     return evaluator, shares, metrics
 
 
-def judge_page(bench: Bench, judged: Judged) -> str:
+def verdicts_page(bench: Bench, judged: Judged) -> str:
     """Return the page of a judge's verdicts on the answers of `bench`."""
     from app.report.judge_page import AnswerView, QuestionView, TurnView, render_judge_page
 

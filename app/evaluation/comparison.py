@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.evaluator import WHO, Evaluator, named
@@ -69,14 +68,14 @@ def compare_trained(
         if is_whole or (is_as_trained and not continued_from(adapter)):
             base = validations[0]
         else:  # the run did not start as its base
-            with adapter_switched_off(model):
+            with model.disable_adapter():
                 base = evaluator.losses("base", model)
         metrics |= named("base", base) | named("tuned", tuned)
     if not evaluator.asks:
         return metrics
     metrics |= evaluator.answers("tuned", model)
     if not is_whole:
-        with adapter_switched_off(model):
+        with model.disable_adapter():
             metrics |= evaluator.answers("base", model)
     elif evaluator.shards is not None:
         log.info("evaluation: no exact match of the base: no memory for it beside a sharded model")
@@ -185,10 +184,3 @@ def print_samples(evaluator: Evaluator, count: int = 3) -> None:
                 text = " ".join(str(line[name]).split())
                 short = text if len(text) <= MAX_SAMPLE else f"...{text[3 - MAX_SAMPLE :]}"
                 console.print(Text(f"  {name}: {printable(short)}"), soft_wrap=True)
-
-
-@contextmanager
-def adapter_switched_off(model: Any) -> Iterator[Any]:
-    """The base under an adapter: the same model while its adapter is disabled."""
-    with model.disable_adapter():
-        yield model

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from app.evaluation.comparison import adapter_switched_off, comparison_table, print_comparison
+from app.evaluation.comparison import comparison_table, print_comparison
 from app.evaluation.evaluator import named
 from app.model.adapter import LoraConfig, apply_adapter, probe_logits
 from tests.tiny import probe, tiny_llama
@@ -99,6 +99,6 @@ def test_a_disabled_adapter_is_the_base() -> None:
             parameter.data.fill_(0.1)
     tuned, base = probe_logits(model, probe()), probe_logits(tiny_llama(), probe())
     assert not tuned.equal(base)
-    with adapter_switched_off(model) as off:
-        assert probe_logits(off, probe()).equal(base)
+    with model.disable_adapter():
+        assert probe_logits(model, probe()).equal(base)
     assert probe_logits(model, probe()).equal(tuned)
