@@ -127,7 +127,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     import lightning as L
 
     from app.model.adapter import LoraConfig
-    from app.strategy.ddp import OneDevice
+    from app.strategy.ddp import SingleDevice
     from app.training.callbacks.progress import ProgressBar
     from app.training.logger import LoggerConfig, build_loggers
     from app.training.metrics import Metrics
@@ -162,7 +162,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     trainer = build_lightning_trainer(
         config,
         env=resolve_environment(config),
-        strategy=OneDevice("cpu"),
+        strategy=SingleDevice("cpu"),
         total_steps=STEPS,
         loggers=loggers,
         callbacks=[ProgressBar(), clock],

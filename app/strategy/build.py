@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from app.strategy.rendezvous import use_own_store
+from app.strategy.rendezvous import use_separate_store
 from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) -> StrategyMixin:
     """Build the strategy of `num_ranks` processes; `auto` must be resolved before."""
-    from app.strategy.ddp import Compressed, OneDevice, Replicated
+    from app.strategy.ddp import CompressedDdp, Ddp, SingleDevice
 
-    use_own_store()
+    use_separate_store()
     if isinstance(config, ZeroConfig):
         from app.strategy.deepspeed import build_zero
 
@@ -35,7 +35,7 @@ def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) 
 
         return build_sharded(config, accelerator=accelerator, num_ranks=num_ranks)
     if isinstance(config, DdpConfig) and config.compression != "none":
-        return Compressed(config)
+        return CompressedDdp(config)
     if isinstance(config, DdpConfig) or num_ranks > 1:
-        return Replicated()
-    return OneDevice("cuda:0" if accelerator == "gpu" else "cpu")
+        return Ddp()
+    return SingleDevice("cuda:0" if accelerator == "gpu" else "cpu")

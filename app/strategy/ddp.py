@@ -16,7 +16,7 @@ from app.model.adapter import trained_weights
 from app.process.errors import UserError
 from app.process.launch import is_first_rank
 from app.strategy.mixin import StrategyMixin
-from app.strategy.rendezvous import meet_on_loopback
+from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import TIMEOUT
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ UNSENT = "unsent/"
 """before a weight's name, in what a checkpoint holds of a rank"""
 
 
-class OneDevice(StrategyMixin, SingleDeviceStrategy):
+class SingleDevice(StrategyMixin, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class Replicated(StrategyMixin, DDPStrategy):
+class Ddp(StrategyMixin, DDPStrategy):
     """DDP: every rank holds all weights, and gradients are averaged."""
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class Replicated(StrategyMixin, DDPStrategy):
 
     def setup_distributed(self) -> None:
         """Connect the ranks, over the loopback interface if all are on this machine."""
-        meet_on_loopback(self)
+        connect_ranks(self)
         super().setup_distributed()
 
 
-class Compressed(Replicated):
+class CompressedDdp(Ddp):
     """DDP with a communication hook: PyTorch's, or the largest gradients with error feedback."""
 
     def __init__(self, config: DdpConfig) -> None:

@@ -29,7 +29,7 @@ from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.deepspeed_operators import prepare_operator
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
 from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
-from app.strategy.rendezvous import meet_on_loopback
+from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import TIMEOUT, ZeroConfig
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Zero(StrategyMixin, DDPStrategy):
 
     def setup_distributed(self) -> None:
         """Connect the ranks as under DDP, and initialize DeepSpeed."""
-        meet_on_loopback(self)
+        connect_ranks(self)
         super().setup_distributed()
         environment = self.cluster_environment
         assert environment is not None
@@ -168,7 +168,7 @@ class Zero(StrategyMixin, DDPStrategy):
         )
         log_host_memory(self._peak_before, reads_here=broadcaster.reads_here)
 
-    def gather_whole(self, modules: Iterable[torch.nn.Module]) -> None:
+    def set_leaf_modules(self, modules: Iterable[torch.nn.Module]) -> None:
         """Let these modules be leaves: ZeRO-3 gathers by the calls of each module inside of others.
 
         A mixer calls what is in it once for each group of documents, another number on each rank.

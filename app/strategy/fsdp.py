@@ -40,7 +40,7 @@ from app.strategy.mixin import (
     clip_in_step,
     clips_in_step,
 )
-from app.strategy.rendezvous import meet_on_loopback
+from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import MAX_UNSHARDED_SHARE, TIMEOUT, FsdpConfig
 from app.strategy.tensor_parallel import TensorParallel
 
@@ -54,10 +54,10 @@ def build_sharded(config: FsdpConfig, *, accelerator: str, num_ranks: int) -> St
             f"strategy={config.name} keeps weights in pinned host memory, from which a GPU reads, "
             "and this run is on the CPU; type strategy=fsdp"
         )
-    return Sharded(config)
+    return Fsdp(config)
 
 
-class Sharded(StrategyMixin, ModelParallelStrategy):
+class Fsdp(StrategyMixin, ModelParallelStrategy):
     """FSDP2 and tensor parallelism on top of Lightning's ModelParallelStrategy.
 
     Overrides `_device_mesh`, `_setup_distributed` and `_timeout` of Lightning 2.6: its own mesh has
@@ -110,7 +110,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         """Connect the ranks; the mesh is set up later, after all ranks are known to agree."""
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
-        meet_on_loopback(self)
+        connect_ranks(self)
         self._setup_distributed()
 
     def _init_mesh(self) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from app.model.adapter import trained_weights
 from app.process.errors import UserError
 from app.process.launch import is_first_rank
-from app.strategy.fsdp import Sharded, local
+from app.strategy.fsdp import Fsdp, local
 from app.strategy.mixin import ShardedTensor, StateTensor
 from app.strategy.settings import LocalSgdConfig
 
@@ -34,7 +34,7 @@ BUCKET = 2**24
 """numbers that travel between nodes in one message: 64 MiB"""
 
 
-class LocalSgd(Sharded):
+class LocalSgd(Fsdp):
     """FSDP2 within each node, local SGD between nodes."""
 
     norms_differ = True
@@ -112,7 +112,7 @@ class LocalSgd(Sharded):
                 tensor.copy_(part.view_as(tensor))
 
     def _set_anchor(self) -> None:
-        if not self.local_config.takes_outer_steps:
+        if not self.local_config.uses_outer_optimizer:
             return
         for weight in self._weights():
             self._anchor[weight] = local(weight.detach()).to(torch.float32, copy=True)

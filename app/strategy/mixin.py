@@ -149,7 +149,7 @@ class StrategyMixin:
         """Gather a module's own weights, as its forward does; all ranks enter together."""
         return nullcontext()
 
-    def gather_whole(self, modules: Iterable[torch.nn.Module]) -> None:
+    def set_leaf_modules(self, modules: Iterable[torch.nn.Module]) -> None:
         """Gather each module's weights once a forward pass, however often it calls what is in it.
 
         How often may differ between ranks, all of which gather together.

@@ -31,7 +31,7 @@ SIOCGIFADDR = 0x8915
 """Linux's request for the IPv4 address of an interface"""
 
 
-def meet_on_loopback(strategy: Any) -> None:
+def connect_ranks(strategy: Any) -> None:
     """Connect the ranks of `strategy`, a Lightning strategy whose device is set.
 
     Ranks that something else has started, or on several machines, are connected by Lightning: for
@@ -82,7 +82,7 @@ def choose_gloo_interface(main_address: str, num_nodes: int) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    name = interface_to(main_address)
+    name = find_interface(main_address)
     if name is not None and (name != INTERFACE or num_nodes == 1):
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
@@ -104,7 +104,7 @@ def check_network(num_nodes: int) -> list[str]:
                 f"MASTER_ADDR={launch.first_address}: no host of that name is known here; type "
                 "the name or address of the machine with rank 0"
             )
-        reaching = interface_to(launch.first_address)
+        reaching = find_interface(launch.first_address)
     taken = f"{reaching} reaches {launch.first_address}" if reaching else "the others"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         typed = os.environ.get(variable, "")
@@ -137,12 +137,12 @@ def _is_known(host: str) -> bool:
         return False
 
 
-def interface_to(host: str) -> str | None:
+def find_interface(host: str) -> str | None:
     """Return the interface by which `host` is reached; None where that is not known.
 
     Linux alone, and IPv4 addresses.
     """
-    own = address_towards(host)
+    own = find_own_address(host)
     if sys.platform != "linux" or own is None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -150,7 +150,7 @@ def interface_to(host: str) -> str | None:
         return next((name for name in names if _address_of(name, probe) == own), None)
 
 
-def address_towards(host: str) -> str | None:
+def find_own_address(host: str) -> str | None:
     """Return this machine's address on the way to `host`; None where there is none.
 
     Sends nothing.
@@ -191,7 +191,7 @@ def _destroy_group() -> None:
         dist.destroy_process_group()
 
 
-def use_own_store() -> None:
+def use_separate_store() -> None:
     """Have the ranks of torchrun meet at a store of their own, not at that of its agents.
 
     That one lives on over restarts, with the addresses of dead ranks (seen with torch 2.13; its
@@ -216,7 +216,7 @@ def use_own_store() -> None:
         wait_for_workers=False,
     )
     if os.environ["RANK"] == "0":
-        own = address_towards(address)
+        own = find_own_address(address)
         # Loopback: the agents' store is on this machine, which has its own name as 127.0.1.1.
         is_known = own is not None and not own.startswith("127.")
         meeting = f"{own if is_known else address} {free_port()} {uuid.uuid4().hex}"

@@ -99,7 +99,7 @@ class LocalSgdConfig(FsdpConfig):
     copies of the trained weights"""
 
     @property
-    def takes_outer_steps(self) -> bool:
+    def uses_outer_optimizer(self) -> bool:
         """Whether nodes end anywhere but at their average."""
         return self.outer_lr != 1 or self.outer_momentum > 0
 

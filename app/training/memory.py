@@ -292,7 +292,7 @@ def _num_weights(part: Part) -> float:
 
 def outer_state_bytes(strategy: StrategyConfig) -> int:
     """Return the bytes a trained weight that local SGD's outer steps keep: anchor and momentum."""
-    return 8 if isinstance(strategy, LocalSgdConfig) and strategy.takes_outer_steps else 0
+    return 8 if isinstance(strategy, LocalSgdConfig) and strategy.uses_outer_optimizer else 0
 
 
 def feedback_bytes(size: ModelSize, strategy: StrategyConfig) -> float:

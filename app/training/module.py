@@ -164,7 +164,7 @@ class FinetuneModule(L.LightningModule):
             check_isolation(self.model, self.backend, device)
         else:
             free_mixers(self.model, self.backend, device)
-        self.strategy.gather_whole(modules_by_document(self.model))
+        self.strategy.set_leaf_modules(modules_by_document(self.model))
         check_reference(self.model, self.backend, device, is_packed=self.is_packed)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:

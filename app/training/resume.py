@@ -14,7 +14,7 @@ import lightning as L
 import torch
 
 from app.process.errors import UserError
-from app.strategy.ddp import Replicated
+from app.strategy.ddp import Ddp
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.documents import (
     MODEL,
@@ -92,7 +92,7 @@ class Resume:
                 f"{source.folder} was saved after step {source.step}; the trainer resumes at step "
                 f"{step}, the data at step {first_step}"
             )
-        if module.trainer.world_size > 2 and isinstance(module.strategy, Replicated):
+        if module.trainer.world_size > 2 and isinstance(module.strategy, Ddp):
             _rebuild_buckets(module, batch)
         module.strategy.restore_local_state(module.optimizer, self._local_state())
         if (rank := self._rank_of_random_state()) is not None:

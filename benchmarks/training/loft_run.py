@@ -25,7 +25,7 @@ def main(task: Task) -> None:
     from app.model.build import build_model
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig
-    from app.strategy.ddp import OneDevice
+    from app.strategy.ddp import SingleDevice
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer
@@ -101,7 +101,7 @@ def main(task: Task) -> None:
         trainer = build_lightning_trainer(
             config,
             env=env,
-            strategy=OneDevice("cpu"),
+            strategy=SingleDevice("cpu"),
             total_steps=task.steps,
             loggers=[],
             callbacks=[Watch()],

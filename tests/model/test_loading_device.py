@@ -18,7 +18,7 @@ from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.strategy.ddp import OneDevice
+from app.strategy.ddp import SingleDevice
 from tests.tiny import TINY_BASE, tiny_llama
 
 DEVICE = torch.device("meta")
@@ -59,8 +59,8 @@ def test_files_are_read_to_the_device(device_maps: list[Any]) -> None:
 
 
 def test_a_strategy_that_shards_nothing_asks_for_its_device(device_maps: list[Any]) -> None:
-    OneDevice(DEVICE).build_model(build)
-    OneDevice("cpu").build_model(build)
+    SingleDevice(DEVICE).build_model(build)
+    SingleDevice("cpu").build_model(build)
     assert device_maps == [{"": DEVICE}, None]
 
 

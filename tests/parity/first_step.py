@@ -21,7 +21,7 @@ from app.model.attention import (
 )
 from app.model.base import ModelConfig, load_base
 from app.model.kernels import unfuse_layers
-from app.strategy.ddp import OneDevice
+from app.strategy.ddp import SingleDevice
 from app.training.module import FinetuneModule
 from app.training.objective import DatasetSums, batch_loss, validate
 from data_modules import Batch, Example, Origin
@@ -112,7 +112,9 @@ def module_of(model: Any, backend: str) -> FinetuneModule:
     )
     module.model = model.train()
     plugin = SimpleNamespace(forward_context=nullcontext)
-    trainer: Any = SimpleNamespace(strategy=OneDevice("cpu"), precision_plugin=plugin, world_size=1)
+    trainer: Any = SimpleNamespace(
+        strategy=SingleDevice("cpu"), precision_plugin=plugin, world_size=1
+    )
     module._trainer = trainer
     return module
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import app.strategy.rendezvous as rendezvous
 from app.process.launch import Launch
 from app.strategy.build import build_strategy
-from app.strategy.rendezvous import interface_to, meet_on_loopback
+from app.strategy.rendezvous import connect_ranks, find_interface
 from app.strategy.settings import TIMEOUT, DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from tests.ranks import on_ranks, ready
 
@@ -84,10 +84,10 @@ def addresses() -> dict[str, str]:
 
 @linux
 def test_an_interface_is_found_by_what_it_reaches() -> None:
-    assert interface_to("127.0.0.1") == "lo"
+    assert find_interface("127.0.0.1") == "lo"
     for name, address in addresses().items():
-        assert interface_to(address) == name
-    assert interface_to("no such host.") is None
+        assert find_interface(address) == name
+    assert find_interface("no such host.") is None
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,10 @@ def test_ranks_of_other_launchers_use_the_interface_that_reaches_the_first(
 ) -> None:
     monkeypatch.setattr(rendezvous, "INTERFACE", "lo")
     monkeypatch.setattr(rendezvous, "read_launch", lambda: Launch(detected_by="RANK", num_ranks=4))
-    monkeypatch.setattr(rendezvous, "interface_to", {"the first": reached}.__getitem__)
+    monkeypatch.setattr(rendezvous, "find_interface", {"the first": reached}.__getitem__)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", typed or "")
     if typed is None:
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     environment = SimpleNamespace(main_address="the first")
-    meet_on_loopback(SimpleNamespace(num_nodes=num_nodes, cluster_environment=environment))
+    connect_ranks(SimpleNamespace(num_nodes=num_nodes, cluster_environment=environment))
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected

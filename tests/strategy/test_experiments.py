@@ -98,7 +98,7 @@ def test_its_model_is_shared_out_over_the_ranks(
     config = load_config("train", [f"+experiment={name}"])
     build = builder_of(config)
 
-    class WithoutNumbers(sharded.Sharded):
+    class WithoutNumbers(sharded.Fsdp):
         world_size, num_processes, num_nodes, global_rank = group, group, 1, 0
         root_device = torch.device("meta")
 

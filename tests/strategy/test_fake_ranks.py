@@ -92,7 +92,7 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Case], Any
         dist.init_process_group("fake", rank=0, world_size=case.num_ranks, store=FakeStore())
         config = load_config("train", [f"+experiment={case.words[0]}", *case.words[1:]])
 
-        class OneOfMany(fsdp.Sharded):
+        class OneOfMany(fsdp.Fsdp):
             world_size, num_processes, global_rank = case.num_ranks, RANKS_PER_NODE, 0
             num_nodes = case.num_ranks // RANKS_PER_NODE
             root_device = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.strategy.ddp import OneDevice
+from app.strategy.ddp import SingleDevice
 from app.training.callbacks import gradient_check
 from app.training.checkpoint.saving import CheckpointSaver
 from app.training.metrics import Metrics
@@ -55,7 +55,7 @@ def words(*changed: str) -> list[str]:
     return small_run(*(f"{key}={value}" for key, value in own.items()))
 
 
-class DeviceWithoutValues(OneDevice):
+class DeviceWithoutValues(SingleDevice):
     """Trains on tensors that have a shape but no numbers: reading one is an error."""
 
     def model_to_device(self) -> None:

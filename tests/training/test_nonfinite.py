@@ -22,7 +22,7 @@ from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
 from app.process import faults
 from app.process.errors import TrainingFault
-from app.strategy.ddp import OneDevice
+from app.strategy.ddp import SingleDevice
 from app.training import nonfinite
 from app.training.checkpoint.optimizer_state import optimizer_state
 from app.training.checkpoint.state import model_state
@@ -166,7 +166,7 @@ def fit(
     trainer = build_lightning_trainer(
         config,
         env=resolve_environment(config),
-        strategy=OneDevice("cuda:0" if accelerator == "gpu" else "cpu"),
+        strategy=SingleDevice("cuda:0" if accelerator == "gpu" else "cpu"),
         total_steps=STEPS,
         loggers=[],
         callbacks=[Keeper(found, change)],

@@ -78,7 +78,7 @@ def test_a_fit_tries_its_model_where_it_computes(
         root_device=HERE, gathered=keep_elsewhere(model), fuses_adapters=True, data_rank=0
     )
     gathered_from: list[torch.device] = []
-    strategy.gather_whole = list
+    strategy.set_leaf_modules = list
     strategy.all_gather = lambda tensor: gathered_from.append(tensor.device) or tensor
     metrics: Any = SimpleNamespace(dataset_names=["a"])
     module = FinetuneModule(

@@ -66,7 +66,7 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
         )
     elif isinstance(strategy, DdpConfig) and strategy.compression != "none":
         why = "compressed gradients have numbers; type strategy=ddp,"
-    elif isinstance(strategy, LocalSgdConfig) and strategy.takes_outer_steps:
+    elif isinstance(strategy, LocalSgdConfig) and strategy.uses_outer_optimizer:
         why = "outer steps are not followed; type strategy=fsdp_hybrid,"
     elif isinstance(strategy, FsdpConfig) and strategy.offload_parameters:
         why = "weights in host memory are not followed; type strategy=fsdp,"

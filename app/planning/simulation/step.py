@@ -33,7 +33,7 @@ from app.planning.memory import PlannedRun
 from app.planning.simulation.device import NoFakeDevice
 from app.planning.simulation.live import LiveParts
 from app.strategy.build import build_strategy
-from app.strategy.fsdp import Sharded
+from app.strategy.fsdp import Fsdp
 from app.strategy.loading import Broadcaster
 from app.strategy.mixin import StrategyMixin
 from app.strategy.settings import DdpConfig
@@ -112,7 +112,7 @@ def _ranks(num_ranks: int) -> Iterator[None]:
             patch("torch.nn.parallel.distributed._verify_param_shape_across_processes", nothing),
             patch("torch.nn.parallel.distributed._sync_module_states", nothing),
             patch.object(_fsdp_param, "_chunk_with_empty", _first_chunks),
-            patch.object(Sharded, "_init_mesh", _with_numbers(Sharded._init_mesh)),
+            patch.object(Fsdp, "_init_mesh", _with_numbers(Fsdp._init_mesh)),
             patch.object(Broadcaster, "_parameter", _receive),
             patch("bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module", _give_state),
         ):
