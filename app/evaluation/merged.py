@@ -140,7 +140,7 @@ def load_unmerged(
     """Load base + adapters: in fp32, or quantized as in training."""
     import torch
 
-    from app.model.adapter import load_weighted, rows_needed
+    from app.model.adapter import load_weighted_adapters, required_embedding_rows
     from app.model.quantization import QuantizationConfig
     from app.model.tokenizer import resize_embeddings
 
@@ -149,9 +149,9 @@ def load_unmerged(
         base = replace(base, dtype=torch.float32, quantization=QuantizationConfig())
     model = base.load()
     rows = model.get_input_embeddings().num_embeddings
-    needed = max(rows_needed(model, folder) for folder, _ in adapters)
+    needed = max(required_embedding_rows(model, folder) for folder, _ in adapters)
     resize_embeddings(model, range(rows, needed))
-    return load_weighted(model, adapters).to(env.torch_device)
+    return load_weighted_adapters(model, adapters).to(env.torch_device)
 
 
 def _logits(

@@ -11,12 +11,12 @@ from app.model.adapter import (
     AdapterConfig,
     FullConfig,
     apply_adapter,
-    drop_needless_copies,
     is_adapter,
     load_adapter,
     report_trainable,
-    rows_needed,
+    required_embedding_rows,
     saves_whole_model,
+    skip_redundant_casts,
 )
 from app.model.attention import attention_implementation
 from app.model.base import ModelConfig, load_base
@@ -84,7 +84,7 @@ def build_model(
             device=device,
         )
         if precision != "fp32":
-            drop_needless_copies(adapted)
+            skip_redundant_casts(adapted)
         # Only now it is known which modules are wrapped or packed.
         call_changed_modules(adapted)
         apply_neftune(adapted, adapter.neftune_alpha)
@@ -148,6 +148,6 @@ def load_tuned(
     if is_adapter(tuned):
         base = load_base(config, implementation, dtype, quantization, new_ids)
         rows = base.get_input_embeddings().num_embeddings
-        resize_embeddings(base, range(rows, rows_needed(base, tuned)))
+        resize_embeddings(base, range(rows, required_embedding_rows(base, tuned)))
         return load_adapter(base, tuned)
     return load_base(ModelConfig(path=str(tuned)), implementation, dtype, quantization)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.model.adapter import read_changes, rows_needed
+from app.model.adapter import read_weight_changes, required_embedding_rows
 from app.model.architecture import folder_of
 from app.model.attention import attention_implementation
 from app.model.base import load_base
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from app.assembly.base import Base
-    from app.model.adapter import Change
+    from app.model.adapter import WeightChange
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class MergePlan:
 
     base_files: Sequence[Path]
     """safetensors of the base, as they are on disk"""
-    changes: Mapping[str, Change]
+    changes: Mapping[str, WeightChange]
     """by the weight's name in the base"""
     dtype: torch.dtype
     """of the merged weights"""
@@ -119,7 +119,7 @@ def plan_merge(
             implementation = attention_implementation(base.backend)
             model = load_base(base.config, implementation, dtype, None, base.new_ids, on_meta=True)
             rows = model.get_input_embeddings().num_embeddings
-            needed = max(rows_needed(model, folder) for folder, _ in adapters)
+            needed = max(required_embedding_rows(model, folder) for folder, _ in adapters)
             if needed > max(rows, num_tokens):
                 raise UserError(
                     f"{adapters[0][0]} trains the row of token {needed - 1:,}, and the tokenizer "
@@ -133,7 +133,7 @@ def plan_merge(
     is_rounded = base.quantization.method != "none" and config.onto == "dequantized"
     plan = MergePlan(
         base_files=files,
-        changes=read_changes(build, adapters),
+        changes=read_weight_changes(build, adapters),
         dtype=dtype,
         new_ids=base.new_ids,
         quantization=base.quantization,
@@ -168,7 +168,7 @@ def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> None
     files.end()
 
 
-def untie_changed(model: PreTrainedModel, changes: Mapping[str, Change]) -> None:
+def untie_changed(model: PreTrainedModel, changes: Mapping[str, WeightChange]) -> None:
     """Untie embedding and head where an adapter has changed one of them only.
 
     UserError for a model whose forward pass depends on the tie.
@@ -193,7 +193,9 @@ def untie_changed(model: PreTrainedModel, changes: Mapping[str, Change]) -> None
         config.tie_word_embeddings = False
 
 
-def _check_shared(aliases: Mapping[str, Sequence[str]], changes: Mapping[str, Change]) -> None:
+def _check_shared(
+    aliases: Mapping[str, Sequence[str]], changes: Mapping[str, WeightChange]
+) -> None:
     """UserError where an adapter changes a weight of several layers for each of them apart."""
     for names in aliases.values():
         found = [changes[name].tensors if name in changes else None for name in names]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention import keep_documents
+from app.model.attention import recompute_on_same_documents
 from data_modules import setting
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
     # lowest trained layer.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.disable_input_require_grads()
-    run_layer = keep_documents(_build_checkpoint(config.mode))
+    run_layer = recompute_on_same_documents(_build_checkpoint(config.mode))
     num_layers = 0
     for module in model.modules():
         if "_gradient_checkpointing_func" in vars(module):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import (
     AdapterConfig,
-    changed_its_base,
     check_adapter_file,
     check_same_logits,
+    has_modified_base,
     probe_logits,
     reopen_converted,
     save_adapter,
@@ -85,7 +85,7 @@ def _save_adapter(
     probe: Mapping[str, torch.Tensor],
     reload_base: Callable[[], PreTrainedModel],
 ) -> tuple[float, Any]:
-    if changed_its_base(model):
+    if has_modified_base(model):
         save_converted(model, folder)
         return reopen_converted(model, folder, probe, reload_base)
     save_adapter(model, folder)
@@ -139,7 +139,7 @@ def _save_gathered_adapter(
     base: Mapping[str, str | None],
     shards: Shards,
 ) -> float:
-    if changed_its_base(model):
+    if has_modified_base(model):
         raise ValueError("an adapter that has changed its base is saved by a single process only")
     in_memory = probe_logits(model, probe)
     shards.reshard(model)

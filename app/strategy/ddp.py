@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
-from app.model.adapter import trained_weights
+from app.model.adapter import trainable_weights
 from app.process.errors import UserError
 from app.process.launch import is_first_rank
 from app.strategy.mixin import StrategyMixin
@@ -115,7 +115,7 @@ class CompressedDdp(Ddp):
         """Return what top-k has not sent yet of this rank's gradients."""
         if self._topk is None:
             return {}
-        residuals, weights = self._topk.residuals, trained_weights(self.lightning_module.model)
+        residuals, weights = self._topk.residuals, trainable_weights(self.lightning_module.model)
         return {
             UNSENT + w.name: residuals[w.parameter] for w in weights if w.parameter in residuals
         }
@@ -135,7 +135,7 @@ class CompressedDdp(Ddp):
         }
         if not unsent and is_first_rank():
             log.info("RESUME: top-k starts without what the ranks had not sent yet")
-        weights = {w.name: w.parameter for w in trained_weights(self.lightning_module.model)}
+        weights = {w.name: w.parameter for w in trainable_weights(self.lightning_module.model)}
         for name, saved in unsent.items():
             weight = weights.get(name)
             if weight is None or saved.shape != (weight.numel(),) or saved.dtype != weight.dtype:

@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from app.model.adapter import reached_weights, unfuse_adapters
+from app.model.adapter import external_parameters, unfuse_adapters
 from app.process.collectives import run_on_ranks
 from app.process.errors import UserError
 from app.strategy.deepspeed_config import deepspeed_config
@@ -151,7 +151,7 @@ class Zero(StrategyMixin, DDPStrategy):
         engine.set_gradient_accumulation_boundary(True)
         self.model, self._zero = engine, engine.optimizer
         if self.shards_weights:
-            for layer, weight in reached_weights(module):
+            for layer, weight in external_parameters(module):
                 deepspeed.zero.register_external_parameter(layer, weight)
 
     def _shard_weights(self, module: torch.nn.Module, config: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from app.model.adapter import trained_weights
+from app.model.adapter import trainable_weights
 from app.process.errors import UserError
 from app.process.launch import is_first_rank
 from app.strategy.fsdp import Fsdp, local
@@ -182,7 +182,7 @@ class LocalSgd(Fsdp):
 
     def _own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for trained in trained_weights(self.model_root):
+        for trained in trainable_weights(self.model_root):
             weight = trained.parameter
             states = {"weight": self._own_weights.get(weight, weight.detach())}
             states |= optimizer.state.get(weight, {})

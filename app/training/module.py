@@ -15,14 +15,14 @@ from torch import Tensor
 from app.model.adapter import group_adapters, ungroup_adapters
 from app.model.architecture import reading_first_forward
 from app.model.attention import (
+    check_against_eager,
     check_causal,
     check_isolation,
     check_pair_isolation,
-    check_reference,
-    free_mixers,
-    modules_by_document,
+    hide_boundaries_from_mixers,
+    mixers_run_by_document,
     restore_kernel,
-    take_fastest_kernel,
+    select_fastest_kernel,
 )
 from app.model.head import check_head_loss, run_probe
 from app.model.kernels import fuse_layers, unfuse_layers
@@ -138,7 +138,7 @@ class FinetuneModule(L.LightningModule):
         alone, device = tokens_quantized_alone(self.model), self.strategy.root_device
         with self.trainer.precision_plugin.forward_context(), alone:
             if self.uses_fused_kernels:
-                take_fastest_kernel(self.backend, self.model.config, device)
+                select_fastest_kernel(self.backend, self.model.config, device)
             with reading_first_forward(self.model):
                 self._probe_attention(device)
                 check_head_loss(self.model, self.backend, device)
@@ -163,9 +163,9 @@ class FinetuneModule(L.LightningModule):
         if self.is_packed:
             check_isolation(self.model, self.backend, device)
         else:
-            free_mixers(self.model, self.backend, device)
-        self.strategy.set_leaf_modules(modules_by_document(self.model))
-        check_reference(self.model, self.backend, device, is_packed=self.is_packed)
+            hide_boundaries_from_mixers(self.model, self.backend, device)
+        self.strategy.set_leaf_modules(mixers_run_by_document(self.model))
+        check_against_eager(self.model, self.backend, device, is_packed=self.is_packed)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         """Restore what a resumed run still lacks; then use the weights that train.

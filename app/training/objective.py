@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.attention import attention_inputs, check_isolation, free_mixers, pair_inputs
+from app.model.attention import (
+    attention_inputs,
+    check_isolation,
+    hide_boundaries_from_mixers,
+    pair_inputs,
+)
 from app.model.head import check_head_loss, head_loss
 from app.model.quantization import tokens_quantized_alone
 from data_modules import Batch, DecoderInputs
@@ -166,7 +171,7 @@ def validate(
     device = device or model.device
     if not model.config.is_encoder_decoder:
         with tokens_quantized_alone(model):
-            (check_isolation if is_packed else free_mixers)(model, backend, device)
+            (check_isolation if is_packed else hide_boundaries_from_mixers)(model, backend, device)
     check_head_loss(model, backend, device)
     model.eval()
     for batch in batches:

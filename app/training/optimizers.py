@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from app.model.adapter import AdapterConfig, LoraConfig, TrainedWeight, trained_weights
+from app.model.adapter import AdapterConfig, LoraConfig, TrainableWeight, trainable_weights
 from app.process.errors import UserError
 from data_modules import setting
 
@@ -126,7 +126,7 @@ def build_optimizer(
     Each group has a `name`, and as `lr_ratio` its learning rate over `lr`. `fused` is read by AdamW
     only.
     """
-    weights = trained_weights(model)
+    weights = trainable_weights(model)
     check_patterns(weights, config.lr_by_pattern)
     if isinstance(config, MuonConfig):
         optimizer = _build_muon(model, weights, config, adapter, lr, fused)
@@ -145,7 +145,7 @@ def build_optimizer(
 
 def _build(
     model: torch.nn.Module,
-    weights: Sequence[TrainedWeight],
+    weights: Sequence[TrainableWeight],
     groups: list[dict[str, Any]],
     config: OptimizerConfig,
     fused: bool,
@@ -184,7 +184,7 @@ def _build_adamw(
 
 def _build_muon(
     model: torch.nn.Module,
-    weights: Sequence[TrainedWeight],
+    weights: Sequence[TrainableWeight],
     config: MuonConfig,
     adapter: AdapterConfig,
     lr: float,
@@ -216,7 +216,7 @@ def _build_muon(
     return parts[0] if len(parts) == 1 else MuonWithAdamW(*parts)
 
 
-def _embeddings(model: torch.nn.Module, weights: Sequence[TrainedWeight]) -> set[int]:
+def _embeddings(model: torch.nn.Module, weights: Sequence[TrainableWeight]) -> set[int]:
     """Return ids of parameters of which a step reads only its tokens' rows or columns."""
     by_kind = [w.parameter for w in weights if w.kind in ("token rows", "lora embedding A")]
     return {id(parameter) for parameter in (*embedding_weights(model), *by_kind)}
@@ -238,7 +238,7 @@ class GroupKind:
 
 
 def parameter_groups(
-    weights: Iterable[TrainedWeight],
+    weights: Iterable[TrainableWeight],
     adapter: AdapterConfig,
     *,
     lr: float,
@@ -252,7 +252,7 @@ def parameter_groups(
     """
     matrices, no_decay = GroupKind("matrices", weight_decay), GroupKind("no decay", 0.0)
     lora_b = _lora_plus(adapter, weight_decay)
-    kinds: dict[GroupKind, list[TrainedWeight]] = {
+    kinds: dict[GroupKind, list[TrainableWeight]] = {
         kind: [] for kind in (matrices, lora_b, no_decay) if kind is not None
     }
     for weight in weights:
@@ -275,7 +275,7 @@ def _lora_plus(adapter: AdapterConfig, weight_decay: float) -> GroupKind | None:
 
 
 def make_groups(
-    kinds: Mapping[GroupKind, Sequence[TrainedWeight]],
+    kinds: Mapping[GroupKind, Sequence[TrainableWeight]],
     *,
     lr: float,
     patterns: Sequence[LrPattern],
@@ -301,12 +301,12 @@ def make_groups(
     return groups
 
 
-def first_match(weight: TrainedWeight, patterns: Iterable[LrPattern]) -> LrPattern | None:
+def first_match(weight: TrainableWeight, patterns: Iterable[LrPattern]) -> LrPattern | None:
     """Return the first pattern that matches a weight's full name."""
     return next((each for each in patterns if fnmatchcase(weight.name, each.pattern)), None)
 
 
-def check_patterns(weights: Sequence[TrainedWeight], patterns: Sequence[LrPattern]) -> None:
+def check_patterns(weights: Sequence[TrainableWeight], patterns: Sequence[LrPattern]) -> None:
     """Raise UserError, with the nearest names, for patterns that change no weight."""
     used = [first_match(weight, patterns) for weight in weights]
     problems = []
@@ -322,7 +322,7 @@ def check_patterns(weights: Sequence[TrainedWeight], patterns: Sequence[LrPatter
         raise UserError(problems)
 
 
-def _nearest(pattern: str, weights: Sequence[TrainedWeight]) -> str:
+def _nearest(pattern: str, weights: Sequence[TrainableWeight]) -> str:
     for wider in (f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*"):
         if any(fnmatchcase(weight.name, wider) for weight in weights):
             return f"type {{pattern: '{wider}'}}, since full names are compared"
@@ -351,7 +351,7 @@ def vocabulary_weights(model: Any) -> list[torch.nn.Parameter]:
 
 
 def check_every_weight_is_in_one_group(
-    weights: Iterable[TrainedWeight], groups: Iterable[Mapping[str, Any]]
+    weights: Iterable[TrainableWeight], groups: Iterable[Mapping[str, Any]]
 ) -> None:
     """Raise ValueError if a weight is in no group or in several, or a group is empty."""
     groups = list(groups)

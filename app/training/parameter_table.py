@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from app.model.adapter import report_trainable, trained_weights
+from app.model.adapter import report_trainable, trainable_weights
 from app.training.schedule import format_lr
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def trained_patterns(
     """Sum trainable parameters up by pattern, in the model's order, before a schedule is built."""
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     patterns: dict[Any, TrainedPattern] = {}
-    for weight in trained_weights(model):
+    for weight in trainable_weights(model):
         group = group_of[id(weight.parameter)]
         key = (
             ".".join("*" if part.isdigit() else part for part in weight.module.split(".")),

@@ -129,7 +129,7 @@ def build(
     """Build base and adapter in the order of `app.model.build`, all of it on the device."""
     import torch
 
-    from app.model.adapter import apply_adapter, drop_needless_copies
+    from app.model.adapter import apply_adapter, skip_redundant_casts
     from app.model.attention import attention_implementation
     from app.model.recompute import RecomputeConfig, apply_recompute
 
@@ -138,7 +138,7 @@ def build(
     apply_recompute(model, RecomputeConfig(mode=recompute))
     with torch.device(task.device):
         adapted = apply_adapter(model, adapter, half_precision=precision == "bf16-pure")
-    drop_needless_copies(adapted)
+    skip_redundant_casts(adapted)
     return adapted.train()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.model.adapter import LoraConfig, apply_adapter, drop_needless_copies, unfuse_adapters
+from app.model.adapter import LoraConfig, apply_adapter, skip_redundant_casts, unfuse_adapters
 from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
@@ -56,7 +56,7 @@ def step(model: Any) -> tuple[float, dict[str, Tensor], int]:
 def test_the_numbers_stay_bit_for_bit_and_less_is_kept(is_quantized: bool) -> None:
     model = trained(LoraConfig(r=4, dropout=0.0), is_quantized=is_quantized)
     loss, grads, kept = step(model)
-    drop_needless_copies(model)
+    skip_redundant_casts(model)
     new_loss, new_grads, new_kept = step(model)
     assert new_loss == loss
     assert grads.keys() == new_grads.keys()
@@ -84,7 +84,7 @@ def test_a_4_bit_layers_output_is_not_copied() -> None:
         return sum(clones)
 
     before = count()
-    drop_needless_copies(model)
+    skip_redundant_casts(model)
     assert before - count() == 14  # of two layers, seven matrices each
     with model.disable_adapter(), torch.no_grad():
         plain = model(input_ids=random_ids(), use_cache=False).logits
@@ -93,7 +93,7 @@ def test_a_4_bit_layers_output_is_not_copied() -> None:
 
 def test_dora_keeps_its_cast() -> None:
     model = trained(LoraConfig(r=4, use_dora=True))
-    drop_needless_copies(model)
+    skip_redundant_casts(model)
     layers = [m for m in model.modules() if isinstance(m, peft.tuners.lora.Linear)]
     assert layers
     assert all(layer.cast_input_dtype_enabled for layer in layers)

@@ -277,9 +277,9 @@ def test_falcons_flash_attention_takes_one_packed_row_a_batch() -> None:
 
 
 def test_the_real_probes_find_no_package_here() -> None:
-    for backend, (module, package) in choice.PACKAGES.items():
+    for backend, (module, package) in choice.BACKEND_PACKAGES.items():
         if importlib.util.find_spec(module) is None:
-            assert choice.find_fault(backend) == f"{package} is not installed"
+            assert choice.find_package_problem(backend) == f"{package} is not installed"
 
 
 def test_a_package_that_does_not_import(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_a_package_that_does_not_import(tmp_path: Any, monkeypatch: pytest.Monke
         "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    fault = choice.find_fault("flash2")
+    fault = choice.find_package_problem("flash2")
     assert fault == f"flash-attn 2.8.3 is installed, but its import fails ({MISSING_SYMBOL})"
 
 

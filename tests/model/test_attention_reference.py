@@ -21,8 +21,8 @@ from app.model.attention import (
     attend,
     attention_implementation,
     attention_inputs,
+    check_against_eager,
     check_isolation,
-    check_reference,
     inputs,
 )
 from app.model.attention.attend import MaskRule, build_mask_rule
@@ -61,9 +61,9 @@ def shifted(**options: Any) -> MaskRule | None:
 )
 def test_windows_that_are_kept_pass(family: str, dtype: torch.dtype, is_packed: bool) -> None:
     model = build(family, "sdpa", long=True).to(dtype)
-    check_reference(model, "sdpa", is_packed=is_packed)
+    check_against_eager(model, "sdpa", is_packed=is_packed)
     model.set_attn_implementation("eager")
-    check_reference(model, "eager", is_packed=is_packed)
+    check_against_eager(model, "eager", is_packed=is_packed)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_a_window_that_is_lost_is_found(
     plant(lost)
     model = build(family, "sdpa", long=True).to(dtype)
     with pytest.raises(ValueError, match=f"{WRONG} .* type attention=eager"):
-        check_reference(model, "sdpa", is_packed=is_packed)
+        check_against_eager(model, "sdpa", is_packed=is_packed)
 
 
 def test_windows_and_chunks_are_as_long_as_before() -> None:
     model = build("llama4_text", "sdpa", long=True)
-    check_reference(model, "sdpa", is_packed=True)
+    check_against_eager(model, "sdpa", is_packed=True)
     assert model.config.attention_chunk_size == 8192
     assert model.config._attn_implementation == attention_implementation("sdpa")
     windowed = build("gemma3", "sdpa", long=True)
-    check_reference(windowed, "sdpa", is_packed=True)
+    check_against_eager(windowed, "sdpa", is_packed=True)
     layers = windowed.model.language_model.layers
     assert [layer.self_attn.sliding_window for layer in layers] == [4096, None]
     assert windowed.config.text_config.sliding_window == 4096
@@ -108,9 +108,9 @@ def test_the_shipped_base_passes(dtype: torch.dtype) -> None:
         model = AutoModelForCausalLM.from_pretrained(
             TINY_BASE, dtype=dtype, attn_implementation=name
         )
-        check_reference(model, backend, is_packed=True)
+        check_against_eager(model, backend, is_packed=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            check_reference(model, backend, is_packed=True)
+            check_against_eager(model, backend, is_packed=True)
 
 
 @pytest.mark.parametrize("family", ["doge", "deepseek_v32"])
@@ -120,7 +120,7 @@ def test_models_that_read_masks_are_sent_to_eager(family: str) -> None:
     assert reason is not None and "select what they attend to" in reason
     model.set_attn_implementation(attention_implementation("sdpa"))
     with pytest.raises(ValueError, match=r"attention=sdpa.* masks? .* type attention=eager"):
-        check_reference(model, "sdpa", is_packed=True)
+        check_against_eager(model, "sdpa", is_packed=True)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -140,11 +140,11 @@ def test_a_decoder_that_counts_positions_is_packed_by_no_backend(
         attention_inputs(model, backend, [[4, 5]], ids)
     with pytest.raises(ValueError, match=NUMBERED):
         check_isolation(model, backend)
-    check_reference(model, backend, is_packed=False)
+    check_against_eager(model, backend, is_packed=False)
     # Found as well where the model's type is not known to do so.
     monkeypatch.setattr(inputs, "why_not_packed", lambda numbers: None)
     with pytest.raises(ValueError, match=f"in a pack {WRONG} .* type packing=none"):
-        check_reference(model, backend, is_packed=True)
+        check_against_eager(model, backend, is_packed=True)
 
 
 def test_whole_documents_are_numbered_by_the_model_itself() -> None:
@@ -154,17 +154,17 @@ def test_whole_documents_are_numbered_by_the_model_itself() -> None:
     config._attn_implementation = attention_implementation("sdpa")
     torch.manual_seed(0)
     model = RobertaForCausalLM(config).eval()
-    check_reference(model, "sdpa", is_packed=False)
+    check_against_eager(model, "sdpa", is_packed=False)
     with pytest.raises(ValueError, match="roberta models compute positions"):
-        check_reference(model, "sdpa", is_packed=True)
+        check_against_eager(model, "sdpa", is_packed=True)
 
 
 def test_weights_that_are_nan_are_not_blamed_on_attention() -> None:
     model = build("llama", "sdpa")
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
     check_isolation(model, "sdpa")
-    check_reference(model, "sdpa", is_packed=True)
-    check_reference(model, "sdpa", is_packed=False)
+    check_against_eager(model, "sdpa", is_packed=True)
+    check_against_eager(model, "sdpa", is_packed=False)
 
 
 @pytest.mark.parametrize("packing", ["multipack", "none"])

@@ -20,7 +20,7 @@ from app.model.adapter import (
     modules_of,
     probe_logits,
     save_adapter,
-    trained_weights,
+    trainable_weights,
     verify_adapter,
 )
 from app.model.base import ModelConfig, load_base
@@ -103,7 +103,7 @@ def adapt(model: Any, **settings: Any) -> Any:
     config = LoraConfig(r=2, alpha=6, **settings)
     adapted = apply_adapter(model, config, half_precision=False)
     torch.manual_seed(1)
-    for weight in trained_weights(adapted):
+    for weight in trainable_weights(adapted):
         weight.parameter.data.normal_(std=0.2)
     return adapted
 
@@ -148,7 +148,7 @@ def test_lora_on_fused_experts_equals_lora_on_each_expert(kind: str) -> None:
     adapted = adapt(tiny_mixture(kind))
     loss = loss_of(adapted)
     loss.backward()
-    ours = {one.name: one.parameter.grad.clone() for one in trained_weights(adapted)}
+    ours = {one.name: one.parameter.grad.clone() for one in trainable_weights(adapted)}
     adapted.zero_grad()
 
     reference = adapted.get_base_model()
@@ -176,7 +176,7 @@ def test_lora_on_fused_experts_equals_lora_on_each_expert(kind: str) -> None:
         torch.testing.assert_close(
             ours[f"{name}.lora_B.weight"], b.grad.permute(1, 2, 0).flatten(1), atol=1e-5, rtol=1e-4
         )
-    for one in trained_weights(adapted):
+    for one in trainable_weights(adapted):
         if "experts" not in one.name or "shared" in one.name:
             torch.testing.assert_close(ours[one.name], one.parameter.grad, atol=1e-5, rtol=1e-4)
 
@@ -187,7 +187,7 @@ def test_stock_peft_loads_what_is_saved(kind: str, tmp_path: Path) -> None:
     base = copy.deepcopy(model)
     buffers = {name: buffer.clone() for name, buffer in base.named_buffers()}
     adapted = adapt(model, rank_pattern={"experts.down_proj": 4, "o_proj": 3})
-    names = [one.name for one in trained_weights(adapted)]
+    names = [one.name for one in trainable_weights(adapted)]
     assert len(set(names)) == len(names)
     for name, module in base.named_modules():
         if type(module) is torch.nn.Linear and name != "lm_head":
@@ -264,11 +264,11 @@ def test_experts_of_their_own_form_are_computed_by_peft(kind: str, tmp_path: Pat
     """Not in grouped products; Llama 4's router is a linear module of two outputs."""
     model = random_family(kind)
     adapted = adapt(model, experts="lora")
-    names = [one.name for one in trained_weights(adapted)]
+    names = [one.name for one in trainable_weights(adapted)]
     assert not any(".router.lora" in name for name in names)
     expected = probe_logits(adapted, row())
     loss_of(adapted).backward()
-    assert all(one.parameter.grad.any() for one in trained_weights(adapted))
+    assert all(one.parameter.grad.any() for one in trainable_weights(adapted))
     save_adapter(adapted, tmp_path)
     assert verify_adapter(adapted, tmp_path, row()) < 1e-5
     stock = peft.PeftModel.from_pretrained(random_family(kind), tmp_path)
@@ -347,7 +347,7 @@ def test_experts_in_4_bits_give_what_their_dequantized_weights_give(
     ours, theirs = adapt(quantized), adapt(plain)
     for model in (ours, theirs):
         loss_of(model.train()).backward()
-    for one, other in zip(trained_weights(ours), trained_weights(theirs), strict=True):
+    for one, other in zip(trainable_weights(ours), trainable_weights(theirs), strict=True):
         assert one.name == other.name
         torch.testing.assert_close(
             one.parameter.grad, other.parameter.grad, atol=1e-4, rtol=1e-3, msg=one.name

@@ -23,9 +23,9 @@ from app.model.adapter import (
     LoraConfig,
     apply_adapter,
     load_adapter,
-    load_weighted,
+    load_weighted_adapters,
     probe_logits,
-    read_changes,
+    read_weight_changes,
     save_adapter,
     save_converted,
 )
@@ -74,7 +74,7 @@ def merged(
     base: Path, adapters: Sequence[tuple[Path, float]], folder: Path, dtype: Any, **how: Any
 ) -> Model:
     """Merge, and read what was written with stock transformers."""
-    changes = read_changes(lambda: on_meta(base), adapters)
+    changes = read_weight_changes(lambda: on_meta(base), adapters)
     plan = MergePlan(base_files=weight_files(base), changes=changes, dtype=dtype, **how)
     model = on_meta(base)
     merge_weights(model, plan, folder)
@@ -228,13 +228,13 @@ def test_several_adapters_are_added_with_their_weights(
         make_adapter(base, tmp_path / name, LoraConfig(r=4), seed=seed)
     adapters = [(tmp_path / "one", 0.75), (tmp_path / "two", -0.5)]
     read = merged(base, adapters, tmp_path / "merged", torch.float32)
-    served = load_weighted(read_base(base), adapters)
+    served = load_weighted_adapters(read_base(base), adapters)
     assert difference(served, read).is_within(BOUNDS["float32"])
     alone = load_adapter(read_base(base), tmp_path / "one")
     assert not difference(alone, read).is_within(BOUNDS["bfloat16"])
     make_adapter(base, tmp_path / "dora", DORA_ON_ATTENTION if numbers else DORA)
     with pytest.raises(UserError, match="only what LoRA adds can be weighted or summed"):
-        read_changes(lambda: on_meta(base), [*adapters, (tmp_path / "dora", 1.0)])
+        read_weight_changes(lambda: on_meta(base), [*adapters, (tmp_path / "dora", 1.0)])
 
 
 WIDE = {"hidden_size": 64, "head_dim": 16}
@@ -313,7 +313,7 @@ def test_a_multimodal_base_is_merged_whole(family: str, tmp_path: Path) -> None:
         save_with_tokenizer(tiny_multimodal(family), base)
     (base / "preprocessor_config.json").write_text('{"do_resize": true}')
     adapted = make_adapter(base, tmp_path / "adapter", LORA)
-    changes = read_changes(lambda: on_meta(base), [(tmp_path / "adapter", 1.0)])
+    changes = read_weight_changes(lambda: on_meta(base), [(tmp_path / "adapter", 1.0)])
     plan = MergePlan(base_files=weight_files(base), changes=changes, dtype=torch.float32)
     merge_weights(on_meta(base), plan, folder)
     copied = folder / "preprocessor_config.json"

@@ -18,7 +18,7 @@ MERGE = """
 import resource, sys, threading, time
 from pathlib import Path
 import torch
-from app.model.adapter import read_changes
+from app.model.adapter import read_weight_changes
 from app.model.base import ModelConfig, load_base
 from app.model.base_files import weight_files
 from app.model.merging import MergePlan, merge_weights
@@ -37,10 +37,10 @@ def read(key):
 
 torch.ones(64, 64) @ torch.ones(64, 64)
 build()  # what is imported on the way does not count
-read_changes(build, [(adapter, 1.0)])
+read_weight_changes(build, [(adapter, 1.0)])
 Path("/proc/self/clear_refs").write_text("5")  # the peak so far
 before = read("VmRSS")
-changes = read_changes(build, [(adapter, 1.0)])
+changes = read_weight_changes(build, [(adapter, 1.0)])
 plan = MergePlan(base_files=weight_files(base), changes=changes, dtype=torch.bfloat16)
 merge_weights(build(), plan, folder)
 print(read("VmHWM") - before)

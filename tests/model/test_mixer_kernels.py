@@ -24,7 +24,7 @@ from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAltUp
 
 from app.model.adapter import LoraConfig, apply_adapter
-from app.model.attention import attention_inputs, check_isolation, free_mixers
+from app.model.attention import attention_inputs, check_isolation, hide_boundaries_from_mixers
 from app.model.attention.mixers import ByDocument
 from app.model.base import ModelConfig
 from app.model.build import build_model
@@ -410,7 +410,7 @@ def test_boundaries_of_padded_rows_stay_with_the_attention() -> None:
     model.set_attn_implementation("sdpa")
     inputs = attention_inputs(model, "varlen", [[40], [30]], ids)
     assert inputs["cu_seq_lens_q"].tolist() == [0, 40, 70, 80]
-    free_mixers(model, "varlen")
+    hide_boundaries_from_mixers(model, "varlen")
     logits = model(input_ids=ids, use_cache=False, **inputs).logits
     plain = tiny_family("qwen3_5_text")
     for row, length in enumerate((40, 30)):

@@ -18,7 +18,7 @@ from app.model.attention import (
     generation_attention,
     mixers,
 )
-from app.model.attention.mixers import ByDocument, takes_documents
+from app.model.attention.mixers import ByDocument, has_isolated_mixers
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.process.errors import UserError
 from tests.families import tiny_family
@@ -95,7 +95,7 @@ def test_attention_alone_is_left_as_it_is() -> None:
     model = tiny_llama()
     model.set_attn_implementation(attention_implementation("sdpa"))
     check_isolation(model, "sdpa")
-    assert not takes_documents(model) and not by_document(model)
+    assert not has_isolated_mixers(model) and not by_document(model)
     assert "mixer_documents" not in attention_inputs(model, "sdpa", LENGTHS, torch.ones(2, 40))
 
 
@@ -156,7 +156,7 @@ def test_boundaries_that_no_kernel_takes_do_not_reach_a_mixer() -> None:
     module: Any = NeedsKernel()
     seen = ByDocument(module)
     documents = mixers.group_documents([[3, 5]], (1, 8), torch.device("cpu"))
-    with mixers.running_documents(documents):
+    with mixers.use_documents(documents):
         output, state = seen(torch.ones(1, 8, 4), cu_seq_lens_q=torch.tensor([0, 3, 8]))
     assert output[0, :, 0].tolist() == [1, 2, 3, 1, 2, 3, 4, 5] and state is None
 

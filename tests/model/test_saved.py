@@ -22,8 +22,8 @@ from app.model.adapter import (
     Ia3Config,
     LoraConfig,
     apply_adapter,
-    changed_its_base,
     check_adapter_file,
+    has_modified_base,
     load_adapter,
     probe_logits,
     save_adapter,
@@ -309,7 +309,7 @@ def test_what_changed_its_base_is_saved_for_the_base_as_it_was(
     config: LoraConfig, tmp_path: Path
 ) -> None:
     model = apply_adapter(base(), config, half_precision=False)
-    assert changed_its_base(model)
+    assert has_modified_base(model)
     start = in_eval(model)
     assert torch.allclose(start, in_eval(base()), atol=1e-4)
     move(model)

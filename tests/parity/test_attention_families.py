@@ -18,8 +18,8 @@ from app.model.attention import (
     AttentionConfig,
     attention_implementation,
     attention_inputs,
+    check_against_eager,
     check_isolation,
-    check_reference,
     choose_backend,
 )
 from app.model.attention.choice import ModelOnDevice, why_not_here
@@ -216,7 +216,7 @@ def check(family: str, backend: str, lengths: list[list[int]]) -> None:
     model.set_attn_implementation(attention_implementation(backend))
     if lengths is PACKED:
         check_isolation(model, backend)
-    check_reference(model, backend, is_packed=lengths is PACKED)
+    check_against_eager(model, backend, is_packed=lengths is PACKED)
     assert_equal(together(model, backend, ids, lengths), plain)
 
 
@@ -279,7 +279,7 @@ def test_documents_longer_than_what_a_query_selects_are_refused(
     with pytest.raises(UserError, match=rf"{family} models .* the 4 keys .*sequence_len=4$"):
         together(model, "eager", ids, lengths)
     with pytest.raises(UserError, match=r"sequence_len=4$"):
-        check_reference(model, "eager", is_packed=lengths is PACKED)
+        check_against_eager(model, "eager", is_packed=lengths is PACKED)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

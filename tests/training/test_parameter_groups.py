@@ -8,7 +8,7 @@ from typing import Any
 import peft
 import pytest
 
-from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, trained_weights
+from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, trainable_weights
 from app.process.errors import UserError
 from app.process.logs import LOG_FILE
 from app.training.optimizers import (
@@ -45,13 +45,15 @@ def rates_of(model: Any, optimizer: Any) -> dict[str, tuple[float, float]]:
             round(group_of[id(weight.parameter)]["lr"] / 1e-3, 9),
             group_of[id(weight.parameter)]["weight_decay"],
         )
-        for weight in trained_weights(model)
+        for weight in trainable_weights(model)
     }
 
 
 def test_names_are_those_of_the_base_whatever_is_put_around_it() -> None:
     base = tiny_llama()
-    assert [w.name for w in trained_weights(base)] == [name for name, _ in base.named_parameters()]
+    assert [w.name for w in trainable_weights(base)] == [
+        name for name, _ in base.named_parameters()
+    ]
     model = peft.get_peft_model(
         tiny_llama(tie_word_embeddings=False),
         peft.LoraConfig(
@@ -64,7 +66,7 @@ def test_names_are_those_of_the_base_whatever_is_put_around_it() -> None:
         ),
     )
     prefix = "model.layers.0.self_attn.q_proj"
-    assert [weight.name for weight in trained_weights(model)] == [
+    assert [weight.name for weight in trainable_weights(model)] == [
         "model.embed_tokens.trainable_tokens_delta",
         *(f"{prefix}.{part}.weight" for part in ("lora_A", "lora_B", "lora_magnitude_vector")),
         "lm_head.weight",
@@ -147,7 +149,7 @@ def test_names_of_an_encoder_decoder_are_fit_alike() -> None:
 
 def test_groups_that_leave_out_repeat_or_invent_weights_are_a_bug_and_say_so() -> None:
     model = tiny_llama()
-    weights = trained_weights(model)
+    weights = trainable_weights(model)
     every = [weight.parameter for weight in weights]
     for params, said in (
         (every[1:], "model.embed_tokens (weight) is in 0 parameter groups"),

@@ -24,7 +24,7 @@ from app.model.adapter import (
     Ia3Config,
     LoraConfig,
     report_trainable,
-    trained_weights,
+    trainable_weights,
 )
 from app.model.adapter.weights import TrainableReport
 from app.model.quantization import storage_of
@@ -100,7 +100,7 @@ def test_every_kind_of_weight_has_the_name_that_its_base_gives_it() -> None:
             modules_to_save=["o_proj"],
         )
     )
-    weights = trained_weights(model)
+    weights = trainable_weights(model)
     base_names = {name for name, _ in tiny_llama().named_modules()}
     assert {weight.module for weight in weights} <= base_names
     assert {

@@ -2,13 +2,13 @@
 
 from app.model.adapter.apply import apply_adapter
 from app.model.adapter.lora import (
-    changed_its_base,
-    remember_start,
+    has_modified_base,
+    initial_weights,
+    record_initial_weights,
     reopen_converted,
     save_converted,
-    start_weights,
 )
-from app.model.adapter.merge import Change, load_weighted, read_changes
+from app.model.adapter.merge import WeightChange, load_weighted_adapters, read_weight_changes
 from app.model.adapter.modules import BaseModules, modules_of
 from app.model.adapter.saved import (
     check_adapter_file,
@@ -16,7 +16,7 @@ from app.model.adapter.saved import (
     is_adapter,
     load_adapter,
     probe_logits,
-    rows_needed,
+    required_embedding_rows,
     save_adapter,
     verify_adapter,
 )
@@ -35,15 +35,15 @@ from app.model.adapter.settings import (
 )
 from app.model.adapter.targets import Targets, find_targets
 from app.model.adapter.weights import (
-    TrainedWeight,
+    TrainableWeight,
     adapter_matrices,
-    reached_weights,
+    external_parameters,
     report_trainable,
-    trained_weights,
+    trainable_weights,
 )
 from app.model.adapter.wrap import (
-    drop_needless_copies,
     group_adapters,
+    skip_redundant_casts,
     unfuse_adapters,
     ungroup_adapters,
 )
@@ -54,38 +54,38 @@ __all__ = [
     "ORIGIN_FILE",
     "AdapterConfig",
     "BaseModules",
-    "Change",
     "FreezeConfig",
     "FullConfig",
     "Ia3Config",
     "LoraConfig",
     "Targets",
-    "TrainedWeight",
+    "TrainableWeight",
+    "WeightChange",
     "adapter_matrices",
     "apply_adapter",
-    "changed_its_base",
     "check_adapter_file",
     "check_same_logits",
     "continued_from",
-    "drop_needless_copies",
+    "external_parameters",
     "find_targets",
     "group_adapters",
+    "has_modified_base",
+    "initial_weights",
     "is_adapter",
     "load_adapter",
-    "load_weighted",
+    "load_weighted_adapters",
     "modules_of",
     "probe_logits",
-    "reached_weights",
-    "read_changes",
-    "remember_start",
+    "read_weight_changes",
+    "record_initial_weights",
     "reopen_converted",
     "report_trainable",
-    "rows_needed",
+    "required_embedding_rows",
     "save_adapter",
     "save_converted",
     "saves_whole_model",
-    "start_weights",
-    "trained_weights",
+    "skip_redundant_casts",
+    "trainable_weights",
     "unfuse_adapters",
     "ungroup_adapters",
     "verify_adapter",

@@ -19,7 +19,7 @@ from app.model.adapter.settings import (
     LoraConfig,
     continued_from,
 )
-from app.model.adapter.wrap import check_rows_train, without_bitsandbytes, wrap
+from app.model.adapter.wrap import check_token_rows_train, without_bitsandbytes, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import by_ending, is_inside, shortest
 from app.process.errors import UserError
@@ -138,7 +138,7 @@ def apply_adapter(
         )
     if folder := continued_from(config):
         adapted = load_adapter(model, Path(folder), trainable=True, half_precision=half_precision)
-        check_rows_train(adapted, token_ids)
+        check_token_rows_train(adapted, token_ids)
     elif isinstance(config, LoraConfig):
         adapted = apply_lora(
             model, config, half_precision=half_precision, token_ids=token_ids, device=device

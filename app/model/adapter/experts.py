@@ -72,7 +72,7 @@ def fuse_experts(model: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def showing_packed(model: torch.nn.Module) -> Iterator[None]:
+def placeholders_for_packed(model: torch.nn.Module) -> Iterator[None]:
     """Let peft find the shape, dtype and device of experts in 4 bits while it adds an adapter."""
     shown = []
     for _, module in expert_modules(model):
@@ -91,7 +91,7 @@ def showing_packed(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_typed() -> Iterator[None]:
+def keep_target_modules() -> Iterator[None]:
     """Let peft take `target_modules` as they are.
 
     peft (0.21) takes gate_proj, up_proj and down_proj of some mixtures (DeepSeek, GLM) for their
@@ -112,11 +112,11 @@ def as_typed() -> Iterator[None]:
         conversion.convert_peft_config_for_transformers = own
 
 
-def stock_config(config: Any, model: Any) -> Any:
+def to_stock_config(config: Any, model: Any) -> Any:
     """Return settings with which stock peft adapts the very weights that `config` does here.
 
-    What it would take for experts (`as_typed`) it is told to adapt as parameters: the tensors of
-    the file have the same names and shapes.
+    Modules that stock peft would convert to experts (see `keep_target_modules`) become
+    `target_parameters`: the tensors of the file have the same names and shapes.
     """
     taken = _taken_for_experts(model)
     names = config.target_modules
@@ -137,8 +137,8 @@ def stock_config(config: Any, model: Any) -> Any:
     return stock
 
 
-def config_here(config: Any, model: Any) -> Any:
-    """Return the settings that `stock_config` was made of, or `config` itself."""
+def from_stock_config(config: Any, model: Any) -> Any:
+    """Return the settings that `to_stock_config` was made of, or `config` itself."""
     if config.peft_type != "LORA" or not config.target_parameters:
         return config
     linear = [
@@ -168,7 +168,7 @@ def _taken_for_experts(model: Any) -> set[str]:
     return set(conversion._MOE_TARGET_MODULE_MAPPING.get(kind, {}))
 
 
-def check_stock_opens(config: LoraConfig, model: Any, names: Sequence[str]) -> None:
+def check_stock_peft_loads(config: LoraConfig, model: Any, names: Sequence[str]) -> None:
     """Raise UserError for DoRA on matrices that stock peft takes for a mixture's experts."""
     endings = {name.rpartition(".")[2] for name in names}
     if config.use_dora and (taken := sorted(endings & _taken_for_experts(model))):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import targets
 from app.model.adapter.modules import is_quantized, modules_of
-from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
+from app.model.adapter.saved import load_adapter, probe_logits, sort_sets
 from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
-from app.model.adapter.wrap import rows_to_train, without_bitsandbytes, wrap
+from app.model.adapter.wrap import trainable_rows, without_bitsandbytes, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import is_inside, last_parts, shortest
 from app.process.errors import UserError
@@ -29,19 +29,19 @@ log = logging.getLogger(__name__)
 _START_A, _START_B = "lora_A_at_start", "lora_B_at_start"
 
 
-def remember_start(model: peft.PeftModel) -> None:
+def record_initial_weights(model: peft.PeftModel) -> None:
     """Keep what A and B of each LoRA layer start from, as buffers that no checkpoint holds."""
     for _, layer in _named_lora_layers(model):
         layer.register_buffer(_START_A, layer.lora_A["default"].weight.detach().clone(), False)
         layer.register_buffer(_START_B, layer.lora_B["default"].weight.detach().clone(), False)
 
 
-def changed_its_base(model: torch.nn.Module) -> bool:
+def has_modified_base(model: torch.nn.Module) -> bool:
     """Say whether the adapter of a model took its start out of the base's weights."""
     return any(_START_A in layer._buffers for layer in model.modules())
 
 
-def start_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def initial_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return A0 and B0 of every layer whose base was changed, by full name; {} where none was."""
     return {
         f"{name}.{part}": layer._buffers[part]
@@ -74,7 +74,7 @@ def save_converted(model: peft.PeftModel, folder: Path) -> None:
         raise ValueError("every lora_A and lora_B is what it started from, nothing was learned")
     folder.mkdir(parents=True, exist_ok=True)
     config = _of_twice_the_rank(model.peft_config["default"])
-    put_in_order(config)
+    sort_sets(config)
     config.save_pretrained(str(folder))
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / ADAPTER_FILE, metadata={"format": "pt"})
@@ -168,7 +168,7 @@ def apply_lora(
     """
     import torch
 
-    from app.model.adapter.experts import check_stock_opens
+    from app.model.adapter.experts import check_stock_peft_loads
 
     found = targets.find_targets(config, modules_of(model))
     if found.problems:
@@ -182,8 +182,8 @@ def apply_lora(
     modules = {name: model.get_submodule(name) for name in found.matrices}
     _log_left_out(config, found)
     _check_init(config, modules)
-    check_stock_opens(config, model, found.matrices)
-    rows = rows_to_train(model, token_ids, whole)
+    check_stock_peft_loads(config, model, found.matrices)
+    rows = trainable_rows(model, token_ids, whole)
     log.debug("lora: %s", _describe_targets(config, modules, found.experts))
     adapted = wrap(model, _peft_config(model, config, found, rows))
     if not half_precision:
@@ -193,7 +193,7 @@ def apply_lora(
         if model.device.type != "meta":  # there is nothing to take
             _take_start_from_base(adapted, config.init, dtype, device)
         adapted.peft_config["default"].init_lora_weights = config.init
-        remember_start(adapted)
+        record_initial_weights(adapted)
     return adapted
 
 

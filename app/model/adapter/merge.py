@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter.saved import add_saved_adapter, check_adapter_file, load_adapter
-from app.model.adapter.saved_config import CONFIG_FILE, peft_config_of
+from app.model.adapter.saved_config import CONFIG_FILE, load_peft_config
 from app.model.adapter.settings import ADAPTER_FILE
 from app.model.adapter.wrap import unfuse_adapters, wrap
 from app.process.errors import UserError
@@ -29,7 +29,7 @@ AROUND = {"base_layer", "original_module", "token_adapter", "modules_to_save", F
 
 
 @dataclass(slots=True)
-class Change:
+class WeightChange:
     """What adapters make of one weight of the base.
 
     `update`: whole weight in fp32 -> merged, for all but sums; `deltas`: what is added to it.
@@ -54,15 +54,15 @@ class Change:
         return weight.float() + self.delta()
 
 
-def read_changes(
+def read_weight_changes(
     build: Callable[[], PreTrainedModel], adapters: Sequence[tuple[Path, float]]
-) -> dict[str, Change]:
+) -> dict[str, WeightChange]:
     """Return what `adapters` change of their base, by the weight's name in the base.
 
     `adapters`: folder and factor of each; `build` makes the base on `meta`. UserError for a kind of
     adapter that cannot be merged, or not beside others.
     """
-    changes: dict[str, Change] = {}
+    changes: dict[str, WeightChange] = {}
     for folder, weight in adapters:
         with reading(f"the adapter in {folder}", "save it again, or take another one"):
             for name, change in _read_one(build(), folder, weight).items():
@@ -71,17 +71,17 @@ def read_changes(
                         f"{folder} replaces or scales {name}, and only what LoRA adds can be "
                         "weighted or summed; merge it alone, with merge.weight=1"
                     )
-                known = changes.setdefault(name, Change())
+                known = changes.setdefault(name, WeightChange())
                 known.update = change.update
                 known.deltas += change.deltas
                 known.tensors |= change.tensors
     return changes
 
 
-def _read_one(model: PreTrainedModel, folder: Path, factor: float) -> dict[str, Change]:
-    from app.model.adapter.experts import config_here
+def _read_one(model: PreTrainedModel, folder: Path, factor: float) -> dict[str, WeightChange]:
+    from app.model.adapter.experts import from_stock_config
 
-    config = config_here(peft_config_of(folder), model)
+    config = from_stock_config(load_peft_config(folder), model)
     if getattr(config, "init_lora_weights", None) in ("pissa", "olora"):
         raise UserError(
             f"{folder / CONFIG_FILE}: init_lora_weights={config.init_lora_weights} changes the "
@@ -92,9 +92,9 @@ def _read_one(model: PreTrainedModel, folder: Path, factor: float) -> dict[str, 
     adapted = wrap(model, config, autocast_adapter_dtype=False)
     check_adapter_file(adapted, folder)
     _read_into_meta(adapted, folder)
-    changes: dict[str, Change] = {}
+    changes: dict[str, WeightChange] = {}
 
-    def add(name: str, change: Change) -> None:
+    def add(name: str, change: WeightChange) -> None:
         if name in changes:
             raise UserError(f"{folder}: {name} is changed in two ways, which cannot be merged")
         if name not in names:
@@ -140,11 +140,11 @@ def _in_base(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in AROUND)
 
 
-def _replaced(weight: torch.Tensor) -> Change:
-    return Change(update=lambda _: weight.float(), tensors={weight.data_ptr()})
+def _replaced(weight: torch.Tensor) -> WeightChange:
+    return WeightChange(update=lambda _: weight.float(), tensors={weight.data_ptr()})
 
 
-def _changes_of(module: Any, factor: float) -> list[tuple[str, Change]]:
+def _changes_of(module: Any, factor: float) -> list[tuple[str, WeightChange]]:
     """Return the changes that one layer of peft makes, by the names of its base's weights."""
     import peft
 
@@ -160,11 +160,11 @@ def _changes_of(module: Any, factor: float) -> list[tuple[str, Change]]:
             weight[indices] = rows.float()
             return weight
 
-        return [("weight", Change(update=put_rows, tensors={rows.data_ptr()}))]
+        return [("weight", WeightChange(update=put_rows, tensors={rows.data_ptr()}))]
     return []
 
 
-def _of_lora(layer: Any, factor: float) -> list[tuple[str, Change]]:
+def _of_lora(layer: Any, factor: float) -> list[tuple[str, WeightChange]]:
     import peft
 
     is_embedding = FIRST in layer.lora_embedding_A
@@ -182,7 +182,9 @@ def _of_lora(layer: Any, factor: float) -> list[tuple[str, Change]]:
     tensors, scale = {a.data_ptr(), b.data_ptr()}, layer.scaling[FIRST] * factor
     if isinstance(layer, peft.tuners.lora.layer.ParamWrapper):
         name = layer.parameter_name
-        return [(name, Change(deltas=[lambda: _of_experts(layer, a, b, scale)], tensors=tensors))]
+        return [
+            (name, WeightChange(deltas=[lambda: _of_experts(layer, a, b, scale)], tensors=tensors))
+        ]
     bias = None if is_embedding else layer.lora_B[FIRST].bias
     if bias is not None:
         raise UserError("lora_bias=true cannot be merged: a base's layer may have no bias")
@@ -195,7 +197,7 @@ def _of_lora(layer: Any, factor: float) -> list[tuple[str, Change]]:
         return product.T if is_transposed else product
 
     if FIRST not in layer.lora_magnitude_vector:
-        return [("weight", Change(deltas=[delta], tensors=tensors))]
+        return [("weight", WeightChange(deltas=[delta], tensors=tensors))]
     if factor != 1:
         raise UserError("an adapter of DoRA cannot be weighted; type merge.weight=1")
     magnitude = _fp32(layer.lora_magnitude_vector[FIRST].weight)
@@ -206,7 +208,7 @@ def _of_lora(layer: Any, factor: float) -> list[tuple[str, Change]]:
         ratio = magnitude / norms
         return whole * (ratio if is_transposed else ratio.unsqueeze(1))
 
-    return [("weight", Change(update=scaled, tensors=tensors))]
+    return [("weight", WeightChange(update=scaled, tensors=tensors))]
 
 
 def _of_experts(layer: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -222,16 +224,16 @@ def _of_experts(layer: Any, a: torch.Tensor, b: torch.Tensor, scale: float) -> t
     return torch.einsum(form, b, a) * scale
 
 
-def _of_ia3(layer: Any) -> list[tuple[str, Change]]:
+def _of_ia3(layer: Any) -> list[tuple[str, WeightChange]]:
     if FIRST not in layer.ia3_l:
         return []
     vector = _fp32(layer.ia3_l[FIRST])
     tensors = {vector.data_ptr()}
     factors = vector.T if layer.fan_in_fan_out else vector
-    changes = [("weight", Change(update=lambda weight: weight * factors, tensors=tensors))]
+    changes = [("weight", WeightChange(update=lambda weight: weight * factors, tensors=tensors))]
     if not layer.is_feedforward and layer.get_base_layer().bias is not None:
         changes.append(
-            ("bias", Change(update=lambda bias: bias * vector.flatten(), tensors=tensors))
+            ("bias", WeightChange(update=lambda bias: bias * vector.flatten(), tensors=tensors))
         )
     return changes
 
@@ -240,7 +242,9 @@ def _fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().float()
 
 
-def load_weighted(model: PreTrainedModel, adapters: Sequence[tuple[Path, float]]) -> peft.PeftModel:
+def load_weighted_adapters(
+    model: PreTrainedModel, adapters: Sequence[tuple[Path, float]]
+) -> peft.PeftModel:
     """Put `adapters`, folders with weights, on their base as they would be served unmerged."""
     import peft
 

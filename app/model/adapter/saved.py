@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.model.adapter.saved_config import CONFIG_FILE, peft_config_of, read_adapter_config
+from app.model.adapter.saved_config import CONFIG_FILE, load_peft_config, read_adapter_config
 from app.model.adapter.settings import ADAPTER_FILE, ORIGIN_FILE
 from app.model.adapter.wrap import without_bitsandbytes, wrap
 from app.model.patterns import check_patterns, expression_of_key, last_parts
@@ -42,10 +42,10 @@ def load_adapter(
     this base's or changes nothing: peft itself says nothing when a file holds none of the
     adapter's tensors, and the model then answers like its base.
     """
-    from app.model.adapter.experts import config_here
+    from app.model.adapter.experts import from_stock_config
 
     with reading(f"the adapter in {folder}", "save it again, or take another one"):
-        config = config_here(peft_config_of(folder), model)
+        config = from_stock_config(load_peft_config(folder), model)
         _check_patterns(config, model, folder)
         _note_other_base(folder, config.base_model_name_or_path, model.name_or_path)
         config.base_model_name_or_path = model.name_or_path or None
@@ -96,7 +96,7 @@ def _check_patterns(config: peft.PeftConfig, model: PreTrainedModel, folder: Pat
         raise UserError([f"{folder / CONFIG_FILE}: {problem}" for problem in problems])
 
 
-def rows_needed(model: PreTrainedModel, folder: Path) -> int:
+def required_embedding_rows(model: PreTrainedModel, folder: Path) -> int:
     """Count the rows of the embedding that a saved adapter was made with, as far as it says."""
     from safetensors import safe_open
 
@@ -122,18 +122,18 @@ def save_adapter(
 
     `weights` are the parameters that train, by name, where the model itself holds parts of them.
     """
-    from app.model.adapter.experts import stock_config
+    from app.model.adapter.experts import to_stock_config
 
     own = model.peft_config["default"]
-    put_in_order(own)
-    model.peft_config["default"] = stock_config(own, model.get_base_model())
+    sort_sets(own)
+    model.peft_config["default"] = to_stock_config(own, model.get_base_model())
     try:
         model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=weights)
     finally:
         model.peft_config["default"] = own
 
 
-def put_in_order(config: peft.PeftConfig) -> None:
+def sort_sets(config: peft.PeftConfig) -> None:
     """Sort a config's sets, whose order differs between processes: all write the same file."""
     for name, value in vars(config).items():
         if isinstance(value, set):
@@ -237,11 +237,15 @@ def add_saved_adapter(model: peft.PeftModel, folder: Path, name: str) -> None:
 
 
 def _add_empty(model: peft.PeftModel, folder: Path, name: str) -> None:
-    from app.model.adapter.experts import as_typed, config_here, showing_packed
+    from app.model.adapter.experts import (
+        from_stock_config,
+        keep_target_modules,
+        placeholders_for_packed,
+    )
 
     base = model.get_base_model()
-    config = config_here(peft_config_of(folder), base)
-    with as_typed(), showing_packed(base):
+    config = from_stock_config(load_peft_config(folder), base)
+    with keep_target_modules(), placeholders_for_packed(base):
         model.add_adapter(name, config, autocast_adapter_dtype=_is_fp32(folder))
 
 

@@ -170,7 +170,7 @@ def read_adapter_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     return {key: value for key, value in content.items() if key in rules}, problems
 
 
-def peft_config_of(folder: Path) -> peft.PeftConfig:
+def load_peft_config(folder: Path) -> peft.PeftConfig:
     """Return the settings of a saved adapter as peft's; UserError lists what is wrong with them."""
     import peft
 

@@ -38,7 +38,7 @@ def report_trainable(model: torch.nn.Module) -> TrainableReport:
     return TrainableReport(trainable, sum(dtypes.values()), dtypes, num_bytes)
 
 
-def reached_weights(
+def external_parameters(
     model: torch.nn.Module,
 ) -> Iterator[tuple[torch.nn.Module, torch.nn.Parameter]]:
     """Yield layers, and the weights that each reads without calling the module that owns them.
@@ -89,7 +89,7 @@ WRAPPERS = {"base_layer", "modules_to_save", "token_adapter", "default"}
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedWeight:
+class TrainableWeight:
     """One parameter that trains."""
 
     name: str
@@ -106,7 +106,7 @@ class TrainedWeight:
         return self.parameter.ndim < 2 or self.kind == "ia3 vector"
 
 
-def trained_weights(model: torch.nn.Module) -> list[TrainedWeight]:
+def trainable_weights(model: torch.nn.Module) -> list[TrainableWeight]:
     """List the parameters that train, in the model's order; a tied one comes once."""
     nested = _nested_parameters(model)
     return [
@@ -133,18 +133,18 @@ def _named_apart(name: str, nested: Mapping[str, str]) -> str:
     return f"{owner}.{nested[owner]}.lora_{part}" if owner in nested else name
 
 
-def adapter_matrices(model: torch.nn.Module) -> list[TrainedWeight]:
+def adapter_matrices(model: torch.nn.Module) -> list[TrainableWeight]:
     """List what an adapter puts on modules of the base, whose every token goes through it."""
     on_modules = set(KINDS.values()) - {"token rows"}
-    return [weight for weight in trained_weights(model) if weight.kind in on_modules]
+    return [weight for weight in trainable_weights(model) if weight.kind in on_modules]
 
 
-def _described(name: str, parameter: torch.nn.Parameter) -> TrainedWeight:
+def _described(name: str, parameter: torch.nn.Parameter) -> TrainableWeight:
     parts = name.split(".")
     if name.startswith(PREFIX):
         parts = [part for part in name.removeprefix(PREFIX).split(".") if part not in WRAPPERS]
     name = ".".join(parts)
     for place, part in enumerate(parts):
         if part in KINDS:
-            return TrainedWeight(name, ".".join(parts[:place]), KINDS[part], parameter)
-    return TrainedWeight(name, ".".join(parts[:-1]), parts[-1], parameter)
+            return TrainableWeight(name, ".".join(parts[:place]), KINDS[part], parameter)
+    return TrainableWeight(name, ".".join(parts[:-1]), parts[-1], parameter)

@@ -55,13 +55,13 @@ def wrap(
     """
     import peft
 
-    from app.model.adapter.experts import as_typed, fuse_experts, showing_packed
+    from app.model.adapter.experts import fuse_experts, keep_target_modules, placeholders_for_packed
 
     declare_ties(model)
-    with as_typed(), showing_packed(model):
+    with keep_target_modules(), placeholders_for_packed(model):
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
     fuse_experts(adapted)
-    check_rows(adapted)
+    check_tied_rows(adapted)
     for module in adapted.modules():
         if isinstance(module, peft.tuners.ia3.IA3Layer) and is_quantized(module):
             module.register_forward_hook(_keep_dtype)
@@ -76,7 +76,7 @@ IN_4_BITS, FUSED_IN_4_BITS = "Linear4bit", "FusedLora4bit"
 """classes of LoRA layers that are there only where bitsandbytes is, by name"""
 
 
-def drop_needless_copies(model: torch.nn.Module) -> None:
+def skip_redundant_casts(model: torch.nn.Module) -> None:
     """Let LoRA read its input, and a 4-bit layer's output, as they are.
 
     For models that run in half precision, by autocast or all of it. peft gives each input the dtype
@@ -230,7 +230,7 @@ def declare_ties(model: PreTrainedModel) -> None:
     }
 
 
-def rows_to_train(
+def trainable_rows(
     model: PreTrainedModel, token_ids: Sequence[int], whole: Sequence[str]
 ) -> dict[str, list[int]]:
     """Return the rows that train, by full name of the embedding and, where it is untied, the head.
@@ -257,7 +257,7 @@ def rows_to_train(
     return rows
 
 
-def check_rows(model: peft.PeftModel) -> None:
+def check_tied_rows(model: peft.PeftModel) -> None:
     """Raise ValueError if a module reads the embedding's weight past the rows that train."""
     import peft
 
@@ -273,7 +273,7 @@ def check_rows(model: peft.PeftModel) -> None:
             )
 
 
-def check_rows_train(model: peft.PeftModel, token_ids: Sequence[int]) -> None:
+def check_token_rows_train(model: peft.PeftModel, token_ids: Sequence[int]) -> None:
     """Raise ValueError if the rows `token_ids` are not among those that an adapter trains."""
     import peft
 

@@ -6,11 +6,11 @@ its layers is checked before training (`check_isolation`).
 """
 
 from app.model.attention.backends import (
+    BACKEND_PACKAGES,
     BY_BOUNDARIES,
     BY_DOCUMENT,
-    IN_HALF,
-    ON_GPU,
-    PACKAGES,
+    GPU_ONLY,
+    HALF_PRECISION_ONLY,
     AttentionConfig,
     attention_implementation,
     check_implementation,
@@ -22,41 +22,41 @@ from app.model.attention.choice import (
     AttentionChoice,
     choose_backend,
     restore_kernel,
-    take_fastest_kernel,
+    select_fastest_kernel,
 )
 from app.model.attention.inputs import attention_inputs, pair_inputs
-from app.model.attention.mixers import keep_documents, modules_by_document
+from app.model.attention.mixers import mixers_run_by_document, recompute_on_same_documents
 from app.model.attention.probes import (
+    check_against_eager,
     check_causal,
     check_isolation,
     check_pair_isolation,
-    check_reference,
-    free_mixers,
+    hide_boundaries_from_mixers,
 )
 
 __all__ = [
+    "BACKEND_PACKAGES",
     "BY_BOUNDARIES",
     "BY_DOCUMENT",
-    "IN_HALF",
-    "ON_GPU",
-    "PACKAGES",
+    "GPU_ONLY",
+    "HALF_PRECISION_ONLY",
     "AttentionChoice",
     "AttentionConfig",
     "attention_implementation",
     "attention_inputs",
+    "check_against_eager",
     "check_causal",
     "check_implementation",
     "check_isolation",
     "check_pair_isolation",
-    "check_reference",
     "choose_backend",
-    "free_mixers",
     "generation_attention",
-    "keep_documents",
-    "modules_by_document",
+    "hide_boundaries_from_mixers",
+    "mixers_run_by_document",
     "pair_inputs",
+    "recompute_on_same_documents",
     "restore_kernel",
-    "take_fastest_kernel",
+    "select_fastest_kernel",
     "why_not_batched",
     "why_not_packed",
 ]

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-ON_GPU = ("flash2", "flash3", "varlen", "flex")
+GPU_ONLY = ("flash2", "flash3", "varlen", "flex")
 """backends that need an NVIDIA GPU to train"""
-IN_HALF = ("flash2", "flash3", "varlen")
+HALF_PRECISION_ONLY = ("flash2", "flash3", "varlen")
 """backends that compute in half precision only"""
-PACKAGES = {
+BACKEND_PACKAGES = {
     "flash2": ("flash_attn", "flash-attn"),
     "flash3": ("flash_attn_interface", "flash-attn-3"),
 }
@@ -240,7 +240,7 @@ def generation_attention(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def running(model: torch.nn.Module, backend: str) -> Iterator[None]:
+def use_backend(model: torch.nn.Module, backend: str) -> Iterator[None]:
     """Run `model` with the attention of `backend`."""
     from transformers import PreTrainedModel
 

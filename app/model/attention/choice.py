@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.backends import (
+    BACKEND_PACKAGES,
     BY_CLASS,
-    IN_HALF,
+    GPU_ONLY,
+    HALF_PRECISION_ONLY,
     IN_TRANSFORMERS,
-    ON_GPU,
-    PACKAGES,
     SELECTED_TOKENS,
     AttentionConfig,
 )
@@ -109,7 +109,7 @@ def choose_backend(
         return _fastest(model)
     if reason := why_not_here(config.backend, model):
         raise UserError(f"attention={config.backend}: {reason}; type {_instead(model)}")
-    if fault := find_fault(config.backend):
+    if fault := find_package_problem(config.backend):
         raise ImportError(f"attention={config.backend}: {fault}; type {_instead(model)}")
     return AttentionChoice(config.backend, f"{_describe(config.backend)}, as typed")
 
@@ -120,7 +120,7 @@ def _fastest(model: ModelOnDevice) -> AttentionChoice:
     for backend in FASTEST_FIRST:
         if backend in BY_CLASS.get(model.model_type, ()):
             continue  # it needs batches of one row
-        reason = why_not_here(backend, model) or find_fault(backend)
+        reason = why_not_here(backend, model) or find_package_problem(backend)
         if reason is None:
             taken = backend
             break
@@ -144,14 +144,14 @@ def why_not_here(backend: str, model: ModelOnDevice) -> str | None:
 def _obstacles(backend: str, model: ModelOnDevice) -> Iterator[str]:
     if backend == "eager":
         return
-    if backend in ON_GPU and model.accelerator != "gpu":
+    if backend in GPU_ONLY and model.accelerator != "gpu":
         kernel = "the gradient of flex_attention" if backend == "flex" else "flash attention"
         yield f"{kernel} needs an NVIDIA GPU"
         return
-    if backend in IN_HALF and model.precision == "fp32":
+    if backend in HALF_PRECISION_ONLY and model.precision == "fp32":
         yield "flash attention computes in half precision only, and the precision is fp32"
     yield from _obstacles_of_model(backend, model)
-    if backend in ON_GPU:
+    if backend in GPU_ONLY:
         yield from _obstacles_of_gpu(backend)
 
 
@@ -182,9 +182,9 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
         return
     if backend != "flash2" and (dropout := max(model.number(n) or 0 for n in DROPOUTS)):
         yield f"{backend} has no attention dropout, and this model has {dropout:g}"
-    if backend in (*IN_HALF, "flex") and model.number("attention_chunk_size"):
+    if backend in (*HALF_PRECISION_ONLY, "flex") and model.number("attention_chunk_size"):
         yield f"{backend} has no chunked attention, as {model_type} models have"
-    if backend in IN_HALF and model_type in MASKED_WINDOWS:
+    if backend in HALF_PRECISION_ONLY and model_type in MASKED_WINDOWS:
         yield f"{backend} does not get the sliding window of {model_type} models"
     if backend == "varlen" and model.number("sliding_window") and not _varlen_takes_windows():
         yield "varlen has no sliding window before PyTorch 2.11"
@@ -204,7 +204,7 @@ def _obstacles_of_gpu(backend: str) -> Iterator[str]:
     capability = torch.cuda.get_device_capability()
     if backend == "flash3" and capability[0] != 9:
         yield NO_HOPPER
-    if backend in IN_HALF and capability < (8, 0):
+    if backend in HALF_PRECISION_ONLY and capability < (8, 0):
         name = "sm{}{}".format(*capability)
         yield f"flash attention needs an Ampere GPU (sm80) or a newer one, and this is {name}"
     if backend == "varlen" and not torch.backends.cuda.is_flash_attention_available():
@@ -272,11 +272,11 @@ def _model_class(architecture: PretrainedConfig) -> Any:
     return known.get(type(architecture), None)
 
 
-def find_fault(backend: str) -> str | None:
+def find_package_problem(backend: str) -> str | None:
     """Return what is wrong with the package of `backend`, None where it can be used."""
-    if backend not in PACKAGES:
+    if backend not in BACKEND_PACKAGES:
         return None
-    module, package = PACKAGES[backend]
+    module, package = BACKEND_PACKAGES[backend]
     version = _version(package)
     if version is None:
         return f"{package} is not installed"
@@ -290,7 +290,9 @@ def find_fault(backend: str) -> str | None:
     return None
 
 
-def take_fastest_kernel(backend: str, architecture: PretrainedConfig, device: torch.device) -> None:
+def select_fastest_kernel(
+    backend: str, architecture: PretrainedConfig, device: torch.device
+) -> None:
     """Let `backend` run the fastest of its kernels that are proven equal on `device`."""
     if backend == "varlen" and device.type == "cuda" and _version(FLASH4) is not None:
         from app.model.attention.varlen import take_flash4
@@ -323,7 +325,7 @@ def _transformers_takes(backend: str) -> bool:
 
 
 def _describe(backend: str) -> str:
-    if backend in PACKAGES:
-        package = PACKAGES[backend][1]
+    if backend in BACKEND_PACKAGES:
+        package = BACKEND_PACKAGES[backend][1]
         return f"{package} {_version(package)}"
     return DESCRIPTIONS[backend]

@@ -18,9 +18,9 @@ from app.model.attention.documents import Lengths, group_documents
 from app.model.attention.mixers import (
     ByDocument,
     DocumentsOfModel,
-    running_documents,
-    takes_documents,
-    whole_model,
+    has_isolated_mixers,
+    transformers_model,
+    use_documents,
 )
 from app.process.errors import UserError
 
@@ -51,7 +51,7 @@ def isolate_mixers(
     """
     import torch
 
-    whole = whole_model(model)
+    whole = transformers_model(model)
     lengths = [list(PROBE)]
     vocab_size = whole.config.get_text_config().vocab_size
     ids = torch.arange(3, 3 + sum(PROBE), device=device).unsqueeze(0) % vocab_size
@@ -63,12 +63,12 @@ def isolate_mixers(
     model.eval()
     try:
         search.install(whole)
-        with torch.no_grad(), running_documents(documents):
+        with torch.no_grad(), use_documents(documents):
             model(input_ids=ids, position_ids=positions.unsqueeze(0), use_cache=False, **inputs)
     finally:
         search.remove()
         model.train(was_training)
-    if search.mixers and not takes_documents(model):
+    if search.mixers and not has_isolated_mixers(model):
         whole.forward = DocumentsOfModel(whole)
     by_boundaries = {True: set[str](), False: set[str]()}
     for module, takes_boundaries in search.mixers.items():
@@ -134,9 +134,9 @@ class _Search:
 
         hidden = next(filter(_is_activation, tree_leaves((args, kwargs))))
         if hidden.device.type == "cpu":
-            from app.model.cpu.packed_mixers import stand_in
+            from app.model.cpu.packed_mixers import install_cpu_kernels
 
-            stand_in(type(trial.module).forward)
+            install_cpu_kernels(type(trial.module).forward)
         by_document = ByDocument(trial.module, trial.forward)
         output = by_document(*args, **kwargs)
         self._is_trying = True

@@ -51,7 +51,7 @@ class _Running:
 
 
 @contextmanager
-def running_documents(documents: DocumentGroups | None) -> Iterator[None]:
+def use_documents(documents: DocumentGroups | None) -> Iterator[None]:
     """Run mixers on these documents; None: a row is one document."""
     before, _Running.documents = _Running.documents, documents
     try:
@@ -60,7 +60,7 @@ def running_documents(documents: DocumentGroups | None) -> Iterator[None]:
         _Running.documents = before
 
 
-def keep_documents(run_layer: Callable[..., Any]) -> Callable[..., Any]:
+def recompute_on_same_documents(run_layer: Callable[..., Any]) -> Callable[..., Any]:
     """Let a checkpoint recompute its layer on the documents that it first ran on."""
 
     def run(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ def keep_documents(run_layer: Callable[..., Any]) -> Callable[..., Any]:
 
         @wraps(layer)
         def on_same_documents(*inputs: Any, **named: Any) -> Any:
-            with running_documents(documents):
+            with use_documents(documents):
                 return layer(*inputs, **named)
 
         return run_layer(on_same_documents, *args, **kwargs)
@@ -84,7 +84,7 @@ class DocumentsOfModel:
         self.__signature__ = inspect.signature(model.forward)  # generation reads it
 
     def __call__(self, *args: Any, mixer_documents: Any = None, **kwargs: Any) -> Any:
-        with running_documents(mixer_documents):
+        with use_documents(mixer_documents):
             return self._plain(*args, **kwargs)
 
 
@@ -134,7 +134,7 @@ class ByDocument:
             self._module.chunk_size = self._chunk
 
 
-def modules_by_document(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def mixers_run_by_document(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Go over the mixers of a model that run once for each group of documents of a batch."""
     for module in model.modules():
         forward = vars(module).get("forward")
@@ -187,7 +187,7 @@ def run_by_boundaries(
         return tensor.expand(rows, *tensor.shape[1:]).flatten(0, 1).unsqueeze(0)
 
     args, kwargs = tree_map_only(torch.Tensor, join, (args, kwargs))
-    with running_documents(None):  # what is inside gets the same boundaries
+    with use_documents(None):  # what is inside gets the same boundaries
         output = forward(*args, **kwargs, **documents.boundaries)
     if isinstance(output, torch.Tensor):
         return output.unflatten(1, (rows, tokens)).squeeze(0)
@@ -215,7 +215,7 @@ def run_by_document(
 
     shape = documents.rows, documents.tokens
     outputs = []
-    with running_documents(None):  # what is inside runs on whole documents already
+    with use_documents(None):  # what is inside runs on whole documents already
         for index in documents.gather:
             cut = partial(_cut, index=index, shape=shape)
             on_group = tree_map_only(torch.Tensor, cut, (args, kwargs))
@@ -249,14 +249,14 @@ def _is_of_tokens(value: Any, size: tuple[int, ...]) -> bool:
     return isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == tuple(size)
 
 
-def takes_documents(model: torch.nn.Module) -> bool:
+def has_isolated_mixers(model: torch.nn.Module) -> bool:
     """Return whether mixers were found in a model, or in the base below its adapter."""
-    return isinstance(vars(whole_model(model)).get("forward"), DocumentsOfModel)
+    return isinstance(vars(transformers_model(model)).get("forward"), DocumentsOfModel)
 
 
 def masks_recurrent_layers(model: torch.nn.Module) -> bool:
     """Return whether a model makes a mask for recurrent layers out of that for its attention."""
-    return RECURRENT_MASK in vars(sys.modules[type(whole_model(model)).__module__])
+    return RECURRENT_MASK in vars(sys.modules[type(transformers_model(model)).__module__])
 
 
 def mixer_inputs(
@@ -266,12 +266,12 @@ def mixer_inputs(
     device: torch.device,
 ) -> dict[str, Any]:
     """Return the argument of the forward that keeps documents apart in a model's mixers."""
-    if not takes_documents(model):
+    if not has_isolated_mixers(model):
         return {}
     return {ARGUMENT: group_documents(document_lengths, shape, device)}
 
 
-def whole_model(model: torch.nn.Module) -> Any:
+def transformers_model(model: torch.nn.Module) -> Any:
     """Return the transformers model inside an adapter: peft calls its `forward`."""
     from transformers import PreTrainedModel
 

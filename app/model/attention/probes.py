@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.backends import running
+from app.model.attention.backends import use_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.mixer_search import isolate_mixers
-from app.model.attention.mixers import takes_documents
+from app.model.attention.mixers import has_isolated_mixers
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ def check_isolation(
     )
 
 
-def free_mixers(model: PreTrainedModel, backend: str, device: torch.device | None = None) -> None:
+def hide_boundaries_from_mixers(
+    model: PreTrainedModel, backend: str, device: torch.device | None = None
+) -> None:
     """Keep the boundaries that `backend` gives its attention for padded rows from the mixers.
 
     Few of their kernels take any, and these in one row alone: else there is a ValueError. Costs a
@@ -89,7 +91,7 @@ def _seen(model: PreTrainedModel, backend: str, device: torch.device) -> float |
         try:
             own, others, limit = _effects_of_edit(model, backend, device, shift)
         except ValueError as error:
-            if takes_documents(model) or isinstance(error, UserError):
+            if has_isolated_mixers(model) or isinstance(error, UserError):
                 raise
             return 1.0  # transformers knows that a layer cannot keep them apart
         if own <= limit:
@@ -107,7 +109,7 @@ def _eager_isolates(model: PreTrainedModel, backend: str, device: torch.device) 
     if backend == "eager" or not model._can_set_attn_implementation():
         return False
     try:
-        with running(model, "eager"):
+        with use_backend(model, "eager"):
             _, others, limit = _effects_of_edit(model, "eager", device, EDITS[0])
     except (UserError, RuntimeError):  # transformers before 5.14 gives recurrent layers its mask
         return False
@@ -173,7 +175,7 @@ def _pair_difference(
 
     was_training = model.training
     model.eval()
-    with torch.no_grad(), running(model, backend):
+    with torch.no_grad(), use_backend(model, backend):
         logits, others = (_moved if is_packed else _padded)(model, backend, device)
     model.train(was_training)
     # Of equal shapes, so that rounding is small: a wrong position changes far more.
@@ -338,7 +340,7 @@ NOT_TAKEN = (TypeError, AttributeError, IndexError)
 """errors of a model that cannot read our masks"""
 
 
-def check_reference(
+def check_against_eager(
     model: PreTrainedModel, backend: str, device: torch.device | None = None, *, is_packed: bool
 ) -> None:
     """Raise UserError if a document's logits are not those of the model's own eager attention.
@@ -381,9 +383,9 @@ def _difference(
     was_training = model.training
     model.eval()
     with torch.no_grad(), _short_reaches(model):
-        with running(model, backend):
+        with use_backend(model, backend):
             found = _found(model, backend, ids, lengths)[document]
-        with running(model, "eager"):
+        with use_backend(model, "eager"):
             expected = model(input_ids=ids[:, document], use_cache=False).logits[0]
     model.train(was_training)
     # The median token: one or two may get another expert by rounding.

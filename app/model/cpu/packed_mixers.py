@@ -23,7 +23,7 @@ CHUNK = 32
 _installed: set[Callable[..., Any]] = set()
 
 
-def stand_in(forward: Callable[..., Any]) -> None:
+def install_cpu_kernels(forward: Callable[..., Any]) -> None:
     """Let the functions that a mixer's `forward` calls take boundaries of documents on the CPU.
 
     Only where the package that takes them is not installed. Without boundaries, and on other

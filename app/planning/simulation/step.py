@@ -406,9 +406,9 @@ def free_hybrid(module: FinetuneModule) -> None:
 
     That boundaries are not taken is then a ValueError, which needs no numbers to be seen.
     """
-    from app.model.attention import free_mixers, mixer_search
+    from app.model.attention import hide_boundaries_from_mixers, mixer_search
 
     layer_types = getattr(module.model.config.get_text_config(), "layer_types", None) or ()
     if "linear_attention" in layer_types:
         with patch.object(mixer_search, "_leaks", return_value=False):
-            free_mixers(module.model, module.backend, DEVICE)
+            hide_boundaries_from_mixers(module.model, module.backend, DEVICE)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from app.model.adapter import Ia3Config, LoraConfig, saves_whole_model
-from app.model.attention import IN_HALF, ON_GPU, PACKAGES
+from app.model.attention import BACKEND_PACKAGES, GPU_ONLY, HALF_PRECISION_ONLY
 from app.model.hub import COMMIT
 from app.preflight.couplings.devices import (
     Devices,
@@ -125,7 +125,7 @@ def _of_device(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[
             "trainer.precision=fp32 or bf16",
             is_of_machine=True,
         )
-    if backend in ON_GPU and not devices.on_gpu:
+    if backend in GPU_ONLY and not devices.on_gpu:
         needs = (
             "computes gradients on NVIDIA GPUs only" if backend == "flex" else "needs an NVIDIA GPU"
         )
@@ -135,14 +135,15 @@ def _of_device(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[
             "attention=sdpa (computed document by document there, which keeps them apart)",
             is_of_machine=True,
         )
-    if backend in IN_HALF and trainer.precision == "fp32":
+    if backend in HALF_PRECISION_ONLY and trainer.precision == "fp32":
         yield Clash(
             f"attention={backend} computes in half precision only, but trainer.precision=fp32",
             "trainer.precision=bf16, or attention=sdpa",
         )
-    if backend in PACKAGES and devices.on_gpu and not is_installed(PACKAGES[backend][0]):
+    module, package = BACKEND_PACKAGES.get(backend, (None, None))
+    if module is not None and devices.on_gpu and not is_installed(module):
         yield Clash(
-            f"attention={backend} needs the package {PACKAGES[backend][1]}, which is not installed",
+            f"attention={backend} needs the package {package}, which is not installed",
             "attention=varlen, which comes with PyTorch, or install the package",
             is_of_machine=True,
         )

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from app.model.adapter import TrainedWeight, adapter_matrices
+from app.model.adapter import TrainableWeight, adapter_matrices
 from app.model.patterns import pattern_without
 from app.process.errors import TrainingFault, UserError
 
@@ -25,7 +25,7 @@ class GradientCheck(L.Callback):
     """
 
     def __init__(self) -> None:
-        self._weights: list[TrainedWeight] = []
+        self._weights: list[TrainableWeight] = []
         self._is_reached: list[Tensor] = []
         """per weight: whether hooks have seen a gradient other than zero"""
         self._hooks: list[Any] = []
@@ -63,7 +63,7 @@ def _record(is_reached: Tensor, gradient: Tensor) -> None:
     is_reached += gradient.detach().any().to(is_reached.device)
 
 
-def check_gradients(weights: list[TrainedWeight], is_reached: list[bool]) -> None:
+def check_gradients(weights: list[TrainableWeight], is_reached: list[bool]) -> None:
     """Raise UserError that names the matrices without a gradient; TrainingFault if all are."""
     places = {_place(w) for w, reached in zip(weights, is_reached, strict=True) if reached}
     without = [weight for weight in weights if _place(weight) not in places]
@@ -88,11 +88,11 @@ def check_gradients(weights: list[TrainedWeight], is_reached: list[bool]) -> Non
     )
 
 
-def _place(weight: TrainedWeight) -> str:
+def _place(weight: TrainableWeight) -> str:
     """Return a module's name without the numbers of experts."""
     place, expert, inside = weight.module.partition("expert")
     return place + expert + NUMBER.sub("*", inside)
 
 
-def _num_modules(weights: list[TrainedWeight]) -> int:
+def _num_modules(weights: list[TrainableWeight]) -> int:
     return len({weight.module for weight in weights})

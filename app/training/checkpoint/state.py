@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.model.adapter import start_weights, trained_weights
+from app.model.adapter import initial_weights, trainable_weights
 from app.process.errors import UserError
 from app.strategy.mixin import REPLICATED, StateTensor, StrategyMixin
 from app.training.checkpoint.schema import Json, printable
@@ -38,7 +38,7 @@ class StateError(UserError):
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the trainable parameters by the base's names; a tied weight comes once."""
-    weights = trained_weights(model)
+    weights = trainable_weights(model)
     by_name = {weight.name: weight.parameter for weight in weights}
     if len(by_name) < len(weights):
         raise ValueError("two trainable parameters have one name, a checkpoint would hold only one")
@@ -55,7 +55,7 @@ def model_state(
     """
     weights = trainable_parameters(model)
     trained = {name: strategy.weight_state(weight) for name, weight in weights.items()}
-    return trained | start_weights(model)
+    return trained | initial_weights(model)
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def restore_model(
 
     UserError if other weights are trainable, a saved one is not finite, or the base differs.
     """
-    starts = start_weights(model)
+    starts = initial_weights(model)
     weights = trainable_parameters(model)
     own = {name: strategy.weight_state(weight) for name, weight in weights.items()}
     _check_same_weights(own | starts, saved)
