@@ -284,6 +284,8 @@ class Peers:
         if self._verdict:
             return self._verdict
         lost, now = self._find_lost(max(LOOK_SECONDS, limit / 10))
+        if self._never_reached_rank_0():
+            lost = [self._unreached_rank_0()]
         if lost:
             return (
                 f"nothing has been heard of {describe_lost(lost)} {_after(progress()[2])}, for "
@@ -318,6 +320,23 @@ class Peers:
             return [], []
         # The host of rank 0 has the store, which answered before and does not take calls any more.
         return [self._first], []
+
+    def _never_reached_rank_0(self) -> bool:
+        """Whether the store does not answer and never returned a report of rank 0."""
+        is_silent = not self._looks and not self._verdict
+        return is_silent and self.rank != 0 and self._first is None
+
+    def _unreached_rank_0(self) -> Report:
+        """Return a report in place of the one that rank 0 never sent; its host is MASTER_ADDR."""
+        return Report(
+            rank=0,
+            number=0,
+            num_beats=0,
+            step=0,
+            pause=self._pauses.seconds,
+            state=STARTS,
+            host=os.environ["MASTER_ADDR"],
+        )
 
     def explain(self, error: str) -> str | None:
         """Return which rank this one has lost, where the training has failed by `error`.

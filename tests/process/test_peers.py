@@ -142,6 +142,23 @@ def test_rank_0_is_not_blamed_for_a_silence_that_says_nothing(
     assert said and said.startswith("lost another rank before its first step: closed\n")
 
 
+@pytest.mark.parametrize("first", [None, ONE, replace(ONE, state=DONE)], ids=["unmet", "", "done"])
+def test_rank_0_is_lost_if_its_store_stops_answering(
+    first: Report | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the link was cut before rank 0's first report was read: its address names it."""
+    monkeypatch.setattr("app.process.peers.LOOK_SECONDS", 0.1)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    peers = peers_of(tmp_path)
+    peers._first = first
+    reason = peers._judge(limit=0.1)
+    if first is not None and first.state == DONE:
+        assert reason is None
+    else:
+        host = "node1" if first is None else first.host
+        assert reason and reason.startswith(f"nothing has been heard of rank 0 on host {host} ")
+
+
 def test_a_rank_with_an_error_of_its_own_is_left_to_report_it(tmp_path: Path) -> None:
     """As Lightning calls it, before the page is written."""
     peers = peers_of(tmp_path)
