@@ -201,9 +201,9 @@ def _time(world: World, kind: str, size: int, expected: float) -> tuple[float, f
         times = round(AIMED_SECONDS / max(first, 1e-6))
         times = min(MOST_TIMES, max(LEAST_TIMES, times))
         taken = _slowest(world, _seconds(world, send, times))
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
-    dist.barrier()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        dist.barrier()
     return taken / times, first + taken
 
 
