@@ -1,7 +1,8 @@
-"""What the activations of a training step take on a GPU, by arithmetic: bytes a token and layer.
+"""Estimate the activation memory of a training step on a GPU: bytes per token and layer.
 
-Of layers with attention and a feed-forward, as autograd keeps them; what a layer is made of is in
-`app.model.layer_kind`, and which of them are a guess. Needs no torch and no weights.
+Covers layers of attention and a feed-forward network, and counts what autograd saves for the
+backward pass. The structure of a layer is described in `app.model.layer_kind`, which also lists the
+architectures whose estimates were verified. Needs no torch and no weights.
 """
 
 from __future__ import annotations
@@ -11,210 +12,226 @@ from dataclasses import dataclass
 from app.model.layer_kind import Widths
 
 FP32, HALF = 4, 2
-"""bytes of a number"""
+"""bytes per value"""
 LOGITS_PER_CHUNK = 2**25
 """logits in memory at once: 128 MiB in fp32, enough for products at full speed"""
 CPU_LOGITS, CPU_ROWS = 2**21, 256
-"""logits of a chunk that stay in a CPU's cache, and its least rows for fast products"""
+"""logits per chunk that fit in a CPU's cache, and the smallest chunk with fast matrix products"""
 GPU_ROWS = 1024
-"""least positions of a chunk on a GPU: with fewer, reading the weight dominates"""
+"""smallest chunk on a GPU, in positions: with fewer, reading the weight dominates the time"""
 GPU_TILE = 128
-"""rows of a tile of a GPU's products"""
+"""rows of a matrix product's tile on a GPU"""
 LOSS_BYTES = 6
-"""of each logit of a chunk by PyTorch's operators: half precision, and fp32"""
+"""bytes per logit of a chunk with PyTorch's operators: one copy in half precision, one in fp32"""
 FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
-"""factors by which chunks are longer: with one kernel, which needs no logits in fp32; and with a
-head that trains, to the whole of whose gradient each chunk adds"""
+"""factors on the chunk length: with the fused loss kernel, which needs no fp32 logits; and with a
+trainable head, whose whole gradient is updated once per chunk"""
 WIDEST_FLASH_HEAD = 256
-"""limit of FlashAttention"""
+"""largest head dimension of FlashAttention"""
 HALF_SCORES = ("gpt_oss",)
-"""model types whose eager attention keeps its probabilities in half precision alone"""
+"""model types whose eager attention saves its probabilities in half precision only"""
 CLAMPED_GATES = ("gpt_oss",)
-"""model types whose gate is clamped by operators that keep seven tensors in all, which no module
-of theirs shows"""
+"""model types that clamp the gate by separate operators, which save seven tensors in all; this
+cannot be seen in their modules"""
 POST_NORMS = ("bart",)
-"""model types of pairs that normalize each sum; their attention has no bias of positions, but their
-logits have one, for which they are computed whole"""
+"""encoder-decoder model types with norms after each residual sum; their attention has no position
+bias, but their logits have a bias, which requires the full logits"""
 JOINS_ROTATED = ("gpt_neox", "persimmon", "phi", "stablelm")
-"""model types that join what is rotated of a query to the rest, head by head: what attention
-returns is copied to the order of tokens"""
+"""model types with partial rotary embeddings that concatenate the rotated part of each head with
+the rest: the attention output is then copied back to token order"""
 GELU_OPERATORS = ("gelu_new",)
-"""activations of a feed-forward without a gate that are operators of their own: three keep fp32"""
+"""ungated activations made of separate operators, three of which save fp32 tensors"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
-    """How a model's layers are computed, as far as it changes what they keep."""
+class LayerExecution:
+    """How a model's layers are computed, as far as it affects their activation memory."""
 
     tokens: int
-    """of a micro-batch on one device"""
-    width: int = HALF
-    """bytes of what matrices read and write"""
-    residual: int = HALF
-    """bytes of the stream between layers"""
+    """tokens of a micro-batch on one device"""
+    value_bytes: int = HALF
+    """bytes per value of the inputs and outputs of matrix products"""
+    residual_bytes: int = HALF
+    """bytes per value of the residual stream"""
     fuses_norm_and_gate: bool = False
+    """whether fused kernels compute the RMS norms and gates"""
     trains_base: bool = False
-    drops: bool = False
-    """whether each adapter reads its own dropped input"""
-    copies: int = 0
-    """of what each matrix reads, that its adapter keeps in place of what they share: autocast's of
-    an input in fp32"""
-    results: int = 0
-    """of what each matrix writes, that its adapter keeps: DoRA scales the base's and LoRA's"""
+    """whether the base's own weights are trained"""
+    drops_inputs: bool = False
+    """whether each adapter applies its own dropout to its input"""
+    input_copies: int = 0
+    """copies of each matrix's input that its adapter saves instead of sharing one between matrices,
+    as autocast's copy of an fp32 input"""
+    output_copies: int = 0
+    """copies of each matrix's output that its adapter saves: DoRA scales those of base and LoRA"""
     keeps_scores: bool = False
-    """whether attention is not one kernel: scores [heads, tokens, tokens] of each sequence"""
+    """whether attention is not one fused kernel and saves the scores [heads, tokens, tokens] of
+    each sequence"""
     sequence_len: int = 0
+    """tokens of a packed sequence"""
     groups_documents: bool = False
-    """whether each document's queries, keys and values are copied for attention, and its output"""
+    """whether queries, keys, values and output of attention are copied for each document"""
     repeats_heads: bool = False
-    """and keys and values are, for each query's head"""
-    ranks: float = 0.0
-    """of a layer's adapters together: each keeps what its first matrix returns"""
+    """whether these copies repeat keys and values for each query head"""
+    rank_sum: float = 0.0
+    """sum of the ranks of a layer's adapters: each saves the output of its first matrix"""
     scaled_inputs: float = 0.0
-    """features of a layer that IA3 scales before a matrix reads them"""
+    """features of a layer that IA3 scales before they enter a matrix"""
     scaled_outputs: float = 0.0
-    """and those that it scales after one"""
-    adapter_width: int = FP32
-    """bytes of a number of what trains"""
+    """features of a layer that IA3 scales after they leave a matrix"""
+    adapter_value_bytes: int = FP32
+    """bytes per value of the trainable parameters"""
     merges_experts: bool = False
-    """whether each pass adds LoRA's product to the matrices of all experts, and keeps the sums"""
+    """whether each pass adds LoRA's product to the matrices of all experts, and saves the sums"""
 
     def fuses_gate(self, widths: Widths) -> bool:
-        """Return whether the gate's product is one kernel, which that of experts is not."""
+        """Return whether one kernel computes the gate; none does for experts."""
         has_kernel = widths.kind.has_gate and widths.kind.activation in ("silu", "swish")
         return self.fuses_norm_and_gate and has_kernel and not widths.routed_copies
 
     def norm_bytes(self) -> int:
-        """Return the bytes of a feature that a norm keeps: its input, or a copy in fp32."""
-        return self.residual if self.fuses_norm_and_gate else FP32
+        """Return the bytes per feature that a norm saves: its input, or a copy in fp32."""
+        return self.residual_bytes if self.fuses_norm_and_gate else FP32
 
 
-def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> float:
-    """Return the bytes a token that one layer keeps from its forward to its backward pass."""
-    hidden, width = widths.hidden, kept.width
+def layer_bytes(widths: Widths, execution: LayerExecution, mode: str) -> float:
+    """Return the bytes per token that one layer saves for its backward pass.
+
+    `mode`: the recompute mode.
+    """
+    hidden, value_bytes = widths.hidden, execution.value_bytes
     if mode == "offload":
         return 0
     if mode == "full":
-        return kept.residual * hidden
+        return execution.residual_bytes * hidden
     if mode == "selective":
-        # Products that do not widen, and attention where it is one operator.
-        keeps_queries = (widths.query <= hidden) + (not kept.keeps_scores)
+        # Products that are not wider than their input, and attention if it is one operator.
+        keeps_queries = (widths.query <= hidden) + (not execution.keeps_scores)
         narrow = keeps_queries * widths.query + 2 * widths.key_value + 2 * hidden
-        return kept.residual * hidden + width * narrow
-    # Two norms and what they return, attention's four tensors, the gate's three.
-    norm = kept.norm_bytes()
-    if kept.trains_base and not kept.fuses_norm_and_gate:
-        norm += kept.residual
+        return execution.residual_bytes * hidden + value_bytes * narrow
+    # The norms and their outputs, the tensors of attention, and those of the feed-forward.
+    norm = execution.norm_bytes()
+    if execution.trains_base and not execution.fuses_norm_and_gate:
+        norm += execution.residual_bytes
     kind = widths.kind
-    of_layer = (kind.num_norms * norm + 2.0 * width) * hidden + bytes_of_feed_forward(widths, kept)
-    of_layer += 2 * hidden * widths.has_dropout + FP32 * hidden * kind.norms_routed
-    of_layer += _kept_by_attention(widths, kept)
-    if widths.routed_copies:  # each expert has its own copy of the second norm's
-        of_layer -= width * hidden
-    if kept.merges_experts:
-        of_layer += 3 * width * hidden * widths.routed_features / kept.tokens
-    return of_layer + _kept_by_adapters(widths, kept)
+    num_bytes = (kind.num_norms * norm + 2.0 * value_bytes) * hidden
+    num_bytes += feed_forward_bytes(widths, execution)
+    num_bytes += 2 * hidden * widths.has_dropout + FP32 * hidden * kind.norms_routed
+    num_bytes += _attention_bytes(widths, execution)
+    if widths.routed_copies:  # each expert has its own copy of the second norm's output
+        num_bytes -= value_bytes * hidden
+    if execution.merges_experts:
+        num_bytes += 3 * value_bytes * hidden * widths.routed_features / execution.tokens
+    return num_bytes + _adapter_bytes(widths, execution)
 
 
-def _kept_by_attention(widths: Widths, kept: Kept) -> float:
-    """Return the bytes a token of queries, keys, values, what is made of them, and the output."""
-    kind, width, heads = widths.kind, kept.width, widths.query + widths.key_value
-    shared = 2 * width * (widths.query - widths.key_value)
-    kept_bytes = float(width * (2 * heads + widths.latent))
-    head_norm = FP32 if kind.has_plain_head_norms else kept.norm_bytes()
-    if kept.trains_base and not kept.fuses_norm_and_gate:
-        head_norm += kept.residual
-    kept_bytes += head_norm * heads * widths.norms_heads
-    if kind.norms_values:  # in Gemma 4 by a norm without weights, which no kernel takes
-        kept_bytes += FP32 * widths.key_value
-    if kept.groups_documents:
-        kept_bytes += width * widths.query + shared * kept.repeats_heads
-    elif kept.keeps_scores:
-        scores = score_bytes(widths, kept) * widths.heads * kept.sequence_len
-        kept_bytes += scores + shared
+def _attention_bytes(widths: Widths, execution: LayerExecution) -> float:
+    """Return the bytes per token that attention saves: queries, keys, values, output, scores."""
+    kind, value_bytes, heads = widths.kind, execution.value_bytes, widths.query + widths.key_value
+    shared = 2 * value_bytes * (widths.query - widths.key_value)
+    num_bytes = float(value_bytes * (2 * heads + widths.latent))
+    head_norm = FP32 if kind.has_plain_head_norms else execution.norm_bytes()
+    if execution.trains_base and not execution.fuses_norm_and_gate:
+        head_norm += execution.residual_bytes
+    num_bytes += head_norm * heads * widths.norms_heads
+    if kind.norms_values:  # Gemma 4's norm has no weights, and no kernel replaces it
+        num_bytes += FP32 * widths.key_value
+    if execution.groups_documents:
+        num_bytes += value_bytes * widths.query + shared * execution.repeats_heads
+    elif execution.keeps_scores:
+        scores = score_bytes(widths, execution) * widths.heads * execution.sequence_len
+        num_bytes += scores + shared
     elif kind.joins_heads:
-        kept_bytes += width * heads
+        num_bytes += value_bytes * heads
     elif widths.model_type in JOINS_ROTATED:
-        kept_bytes += width * widths.query
-    return kept_bytes
+        num_bytes += value_bytes * widths.query
+    return num_bytes
 
 
-def bytes_of_feed_forward(widths: Widths, kept: Kept) -> float:
-    """Return the bytes a token that a layer's gate keeps, and its experts of their inputs."""
-    kind, width = widths.kind, kept.width
+def feed_forward_bytes(widths: Widths, execution: LayerExecution) -> float:
+    """Return the bytes per token that a feed-forward saves, including the inputs of experts."""
+    kind, value_bytes = widths.kind, execution.value_bytes
     if not kind.is_gated:
         operators = 3 * FP32 if kind.activation in GELU_OPERATORS else 0
-        return float((2 * width + operators) * widths.feed_forward)
-    of_gate = 7 if widths.model_type in CLAMPED_GATES else 3 if kept.fuses_gate(widths) else 4
+        return float((2 * value_bytes + operators) * widths.feed_forward)
+    of_gate = 7 if widths.model_type in CLAMPED_GATES else 3 if execution.fuses_gate(widths) else 4
     features = of_gate * widths.feed_forward + widths.routed_copies * widths.hidden
-    return float(width * features)
+    return float(value_bytes * features)
 
 
-def score_bytes(widths: Widths, kept: Kept) -> int:
-    """Return the bytes that attention in more than one kernel keeps of a score: its probability,
-    in fp32 and in the values' dtype, and what a cap's tanh returned.
+def score_bytes(widths: Widths, execution: LayerExecution) -> int:
+    """Return the bytes that unfused attention saves per score.
+
+    These are the probability, in fp32 and in the dtype of the values, and the output of a softcap.
     """
-    probability = kept.width if widths.model_type in HALF_SCORES else FP32 + kept.width
-    return probability + kept.width * widths.caps_scores
+    value_bytes = execution.value_bytes
+    probability = value_bytes if widths.model_type in HALF_SCORES else FP32 + value_bytes
+    return probability + value_bytes * widths.caps_scores
 
 
-def bytes_of_pair_layer(widths: Widths, kept: Kept) -> float:
-    """Return the bytes a token of its side that a layer of a pair keeps, the mean of both sides."""
+def encoder_decoder_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
+    """Return the bytes per token of an encoder-decoder's layer, averaged over both stacks."""
     if widths.model_type in POST_NORMS:
-        return _bytes_of_bart_layer(widths, kept)
-    return _bytes_of_t5_layer(widths, kept)
+        return _bart_layer_bytes(widths, execution)
+    return _t5_layer_bytes(widths, execution)
 
 
-def _bytes_of_bart_layer(widths: Widths, kept: Kept) -> float:
-    """Return the same of a BART: norms keep a copy of their input in fp32, each dropout a mask.
+def _bart_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
+    """Return the bytes per token of a BART layer.
 
-    What attention reads of the encoder is cast in every layer of the decoder.
+    Norms save an fp32 copy of their input and each dropout saves a mask. Every decoder layer casts
+    the encoder's output for its cross-attention.
     """
-    of_norm = (FP32 + kept.width + 1) * widths.hidden
-    attention = of_norm + kept.width * 2 * (widths.query + widths.key_value)
-    cross_attention = attention + kept.width * widths.hidden
-    feed_forward = of_norm + bytes_of_feed_forward(widths, kept)
-    return (2 * attention + cross_attention + 2 * feed_forward) / 2 + kept.width * kept.ranks
+    value_bytes = execution.value_bytes
+    norm = (FP32 + value_bytes + 1) * widths.hidden
+    attention = norm + value_bytes * 2 * (widths.query + widths.key_value)
+    cross_attention = attention + value_bytes * widths.hidden
+    feed_forward = norm + feed_forward_bytes(widths, execution)
+    both = 2 * attention + cross_attention + 2 * feed_forward
+    return both / 2 + value_bytes * execution.rank_sum
 
 
-def _bytes_of_t5_layer(widths: Widths, kept: Kept) -> float:
-    """Return the same of a T5.
+def _t5_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
+    """Return the bytes per token of a T5 layer.
 
-    Its norms keep their input and a copy in fp32; its GELU is five operators, four of which keep
-    fp32; each dropout keeps a mask; a decoder's layer has a causal copy of the bias.
+    Norms save their input and an fp32 copy of it. The GELU is five operators, four of which save
+    fp32 tensors. Each dropout saves a mask. A decoder layer has a causal copy of the position bias.
     """
-    hidden, width = widths.hidden, kept.width
-    of_norm = (FP32 + kept.residual + width) * hidden
-    attention = of_norm + width * 2 * (widths.query + widths.key_value) + hidden
-    feed_forward = of_norm + hidden + (4 * FP32 + 3 * width + 1) * widths.feed_forward
-    causal_bias = bias_bytes(widths, kept) / (kept.tokens / 2)
+    hidden, value_bytes = widths.hidden, execution.value_bytes
+    norm = (FP32 + execution.residual_bytes + value_bytes) * hidden
+    attention = norm + value_bytes * 2 * (widths.query + widths.key_value) + hidden
+    feed_forward = norm + hidden + (4 * FP32 + 3 * value_bytes + 1) * widths.feed_forward
+    causal_bias = bias_bytes(widths, execution) / (execution.tokens / 2)
     both = (attention + feed_forward) + (2 * attention + feed_forward + causal_bias)
-    return both / 2 + width * kept.ranks
+    return both / 2 + value_bytes * execution.rank_sum
 
 
-def _kept_by_adapters(widths: Widths, kept: Kept) -> float:
-    """Return the bytes a token that adapters keep beside what their layer does, which may be
-    less: matrices that do not train need no inputs.
+def _adapter_bytes(widths: Widths, execution: LayerExecution) -> float:
+    """Return the bytes per token that adapters save in addition to the layer.
+
+    May be negative: frozen matrices do not save the inputs that the layer counts.
     """
-    width = kept.width
-    shared = width * (2 * widths.hidden + widths.feed_forward)
-    if kept.scaled_inputs or kept.scaled_outputs:
-        scaled = kept.adapter_width * kept.scaled_inputs + width * kept.scaled_outputs
-        return scaled - shared
-    own = max(kept.copies, int(kept.drops))
-    copied = (width * own + kept.drops) * widths.inputs - shared if own else 0
-    return copied + width * (kept.results * widths.outputs + kept.ranks)
+    value_bytes = execution.value_bytes
+    shared = value_bytes * (2 * widths.hidden + widths.feed_forward)
+    if execution.scaled_inputs or execution.scaled_outputs:
+        inputs = execution.adapter_value_bytes * execution.scaled_inputs
+        return inputs + value_bytes * execution.scaled_outputs - shared
+    num_bytes = value_bytes * (execution.output_copies * widths.outputs + execution.rank_sum)
+    if copies := max(execution.input_copies, int(execution.drops_inputs)):
+        # A dropout also saves a mask of one byte per feature.
+        num_bytes += (value_bytes * copies + execution.drops_inputs) * widths.inputs - shared
+    return num_bytes
 
 
-def bias_bytes(widths: Widths, kept: Kept) -> float:
-    """Return the bytes of a T5's bias of attention, the same for all sequences."""
+def bias_bytes(widths: Widths, execution: LayerExecution) -> float:
+    """Return the bytes of T5's position bias, which all sequences share."""
     if widths.model_type in POST_NORMS:
         return 0.0
-    return float(kept.width * widths.heads * kept.sequence_len**2)
+    return float(execution.value_bytes * widths.heads * execution.sequence_len**2)
 
 
 def rows_per_chunk(vocabulary: int, device: str) -> int:
-    """Return the number of positions whose logits are in memory at once."""
+    """Return the number of positions whose logits are in memory at the same time."""
     rows = max(1, LOGITS_PER_CHUNK // vocabulary)
     if device == "cpu":
         from app.model.cpu.fp32 import ROWS

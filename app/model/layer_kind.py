@@ -1,6 +1,7 @@
-"""What a decoder layer is made of and how wide it is, as far as it changes the memory of a step.
+"""The structure and dimensions of a model's layers, as far as they affect activation memory.
 
-Found in its modules, or known of model types whose config.json does not say it. Needs no torch.
+The structure is detected from a layer's modules or, before a layer is built, looked up by model
+type. Needs no torch.
 """
 
 from __future__ import annotations
@@ -9,53 +10,54 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 ALL_EXPERTS = ("llama4_text",)
-"""model types each of whose experts computes every token, weighted by 0 where it was not chosen"""
+"""model types in which every expert computes every token, with weight 0 if it was not chosen"""
 DROPOUTS = ("resid_pdrop", "hidden_dropout", "dropout")
-"""names in config.json of the dropout of what attention and feed-forward return"""
+"""names in config.json of the dropout on the outputs of attention and feed-forward"""
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")
-"""names of the gate's function in config.json"""
-COMPARED = (
+"""names in config.json of the feed-forward's activation function"""
+VERIFIED = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "olmo3"),
     *("gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "phi", "phi3"),
     *("glm4", "glm4_moe", "gpt_oss", "gpt2", "falcon", "bloom", "llama4_text", "deepseek_v3", "t5"),
     "bart",
 )
-"""model types whose steps were simulated, in which a layer keeps what is computed here within
-2.5 %"""
+"""model types whose estimates were verified: within 2.5 % of a simulated training step"""
 JOINED = ("qkv_proj",)
-"""names of one matrix that gives queries, keys and values, of which the values are not copied"""
+"""names of a joint matrix for queries, keys and values whose output is not copied for the values"""
 UNGATED = ("fc1", "fc_in", "c_fc", "dense_h_to_4h")
-"""names of the first matrix of a feed-forward without a gate"""
+"""names of the first matrix of an ungated feed-forward"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerKind:
-    """What a layer is made of, as far as it changes what it keeps; a Llama's if nothing is said."""
+    """The structure of a layer, as far as it affects activation memory; defaults to Llama's."""
 
     num_norms: int = 2
-    """of hidden states; four where what attention and feed-forward return is normalized, too"""
+    """norms of hidden states; four if the outputs of attention and feed-forward have norms too"""
     norms_heads: bool = False
     """whether queries and keys are normalized"""
     has_plain_head_norms: bool = False
-    """by norms without weights, which no kernel takes"""
+    """whether the norms of queries and keys have no weights, so that no kernel replaces them"""
     norms_values: bool = False
+    """whether values are normalized"""
     norms_routed: bool = False
-    """whether what the router reads is normalized, without weights"""
+    """whether the router's input is normalized, without weights"""
     has_rms_norms: bool = True
-    """which a kernel may replace"""
+    """whether the norms are RMS norms, which a fused kernel may replace"""
     has_gate: bool = True
-    """of matrices of their own, which a kernel may stand between"""
+    """whether gate and up projection are separate matrices, so that a fused kernel may be used"""
     is_gated: bool = True
-    """whether the feed-forward multiplies by a gate, of whatever matrices"""
+    """whether the feed-forward is gated, whatever the layout of its matrices"""
     joins_heads: bool = False
-    """whether one matrix gives queries, keys and values: its output is kept for the values"""
+    """whether a joint matrix computes queries, keys and values; its output is saved for the values
+    """
     activation: str = "silu"
-    """of the feed-forward, by config.json, or of the model type where that does not say"""
+    """activation of the feed-forward, from config.json or the default of the model type"""
     shared_experts: int = 0
-    """features of the experts that every token goes to, or of a feed-forward beside the experts"""
+    """features of the shared experts, or of a dense feed-forward parallel to the experts"""
 
 
-OF_LLAMA = LayerKind()
+LLAMA_LAYER = LayerKind()
 _UNGATED = LayerKind(has_rms_norms=False, has_gate=False, is_gated=False, activation="gelu")
 KINDS = {
     "qwen3": LayerKind(norms_heads=True),
@@ -68,35 +70,34 @@ KINDS = {
     **dict.fromkeys(("falcon", "bloom", "bart"), _UNGATED),
     "t5": LayerKind(has_rms_norms=False, has_gate=False),
 }
-"""of model types that are planned before a layer is built, by a config.json that does not say it;
-of all others it is found in their modules"""
+"""structures by model type, for estimates from config.json alone, which does not contain them"""
 
 
 def kind_of_config(config: Any) -> LayerKind:
-    """Return what the layers of a config.json are made of, as far as it and the table say."""
-    kind = KINDS.get(config.model_type, OF_LLAMA)
+    """Return the structure of a model's layers from its config and `KINDS`."""
+    kind = KINDS.get(config.model_type, LLAMA_LAYER)
     if config.model_type != "falcon" or getattr(config, "new_decoder_architecture", False):
         return kind
     return replace(kind, num_norms=1 if getattr(config, "parallel_attn", True) else 2)
 
 
 def kind_of_layer(layer: Any, shared_experts: int) -> LayerKind:
-    """Return what a layer's module is made of; two norms where none has that name.
+    """Detect the structure of a layer from its modules; assumes two norms if it finds none.
 
-    Classes and names are those by which `app.model.kernels` finds what a kernel may replace.
+    Uses the same class and module names as `app.model.kernels`, which replaces modules by kernels.
     """
     modules = dict(layer.named_modules())
     names = {name.rpartition(".")[2] for name in modules}
     norms = [child for child in layer.children() if "Norm" in type(child).__name__]
-    of_heads = [
+    head_norms = [
         module
         for name, module in modules.items()
         if name.rpartition(".")[2] in ("q_norm", "k_norm", "qk_norm")
     ]
     return LayerKind(
         num_norms=len(norms) or 2,
-        norms_heads=bool(of_heads),
-        has_plain_head_norms=any(not list(module.parameters()) for module in of_heads),
+        norms_heads=bool(head_norms),
+        has_plain_head_norms=any(not list(module.parameters()) for module in head_norms),
         norms_values="v_norm" in names,
         norms_routed=any(name.endswith("router.norm") for name in modules),
         has_rms_norms=any("RMSNorm" in type(module).__name__ for module in modules.values()),
@@ -109,61 +110,64 @@ def kind_of_layer(layer: Any, shared_experts: int) -> LayerKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Widths:
-    """The numbers of a model's layers that its activations follow from."""
+    """The dimensions of a model's layers that determine its activation memory."""
 
     layers: int
+    """number of layers; of both stacks for an encoder-decoder"""
     hidden: int
+    """features of the residual stream"""
     query: int
+    """features of the queries of all heads"""
     key_value: int
+    """features of the keys of all heads, and of the values"""
     feed_forward: int
-    """of all experts that a token goes to"""
+    """features inside the feed-forward, summed over all experts of a token"""
     heads: int
+    """number of query heads"""
     vocabulary: int
+    """rows of the embedding"""
     routed_copies: int = 0
-    """times a token's input is copied for experts"""
+    """copies of a token's input that its experts need"""
     routed_features: int = 0
-    """of `feed_forward`, of the experts that a token is routed to"""
+    """the part of `feed_forward` that belongs to routed experts"""
     latent: int = 0
-    """features of what queries, keys and values are made from (multi-head latent attention), and of
-    its output without padding"""
+    """features of the latent vectors of queries, keys and values (multi-head latent attention), and
+    of the attention output without padding"""
     has_dropout: bool = False
-    """whether what attention and feed-forward return is dropped: each keeps a mask"""
+    """whether the outputs of attention and feed-forward have dropout: each saves a mask"""
     caps_scores: bool = False
-    """whether scores go through a tanh"""
+    """whether attention scores have a softcap"""
     layer_inputs: int = 0
-    """features of a table that each layer reads beside what the layer before returned"""
+    """features of an embedding table that each layer reads in addition to the residual stream"""
     norms_heads: bool = False
     """whether queries and keys are normalized"""
     widest_head: int = 0
+    """largest head dimension of any layer"""
     model_type: str = ""
-    kind: LayerKind = OF_LLAMA
+    """`model_type` of config.json"""
+    kind: LayerKind = LLAMA_LAYER
+    """structure of the layers"""
 
     @property
     def is_compared(self) -> bool:
-        """Return whether what is said of its layers was found in simulated steps."""
-        return self.model_type in COMPARED and not self.layer_inputs
+        """Return whether estimates for these layers were compared with a simulated step."""
+        return self.model_type in VERIFIED and not self.layer_inputs
 
     @property
     def inputs(self) -> int:
-        """Features read by the matrices of a layer."""
+        """Input features of all matrices of a layer."""
         return 5 * self.hidden + self.query + self.feed_forward
 
     @property
     def outputs(self) -> int:
-        """Features written by the matrices of a layer."""
+        """Output features of all matrices of a layer."""
         return self.query + 2 * self.key_value + 2 * self.hidden + 2 * self.feed_forward
-
-    @property
-    def matrices(self) -> int:
-        """Weights of a layer's matrices, those of the experts not counted."""
-        attention = 2 * self.query + 2 * self.key_value
-        return self.hidden * (attention + 3 * self.feed_forward)
 
 
 def widths_of(architecture: Any, kind: LayerKind | None = None) -> Widths | None:
-    """Return the widths of a transformers config; None where it does not say them.
+    """Return the dimensions of a transformers config; None if it lacks the basic ones.
 
-    `kind`: of its layers, where they are built.
+    `kind`: structure of the layers, if it was detected from built layers.
     """
     text = architecture.get_text_config()
 
@@ -178,8 +182,8 @@ def widths_of(architecture: Any, kind: LayerKind | None = None) -> Widths | None
     head_dim = find("head_dim") or hidden // heads
     experts = find("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
     names = ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "ffn_hidden_size")
-    width = find(*names, "n_inner")  # where GPT-2 leaves its own empty, four times the hidden ones
-    dense = width or 4 * hidden
+    # GPT-2's n_inner may be null, which means four times the hidden size.
+    dense = find(*names, "n_inner") or 4 * hidden
     kind = kind or kind_of_config(text)
     shared = find("shared_expert_intermediate_size") or kind.shared_experts
     functions = (_number(text, name) for name in ACTIVATIONS)
@@ -191,7 +195,7 @@ def widths_of(architecture: Any, kind: LayerKind | None = None) -> Widths | None
     shares_all = _number(text, "multi_query") and not _number(text, "new_decoder_architecture")
     query, latent = heads * head_dim, 0
     key_value = head_dim if shares_all else (find("num_key_value_heads") or heads) * head_dim
-    if rotated := find("qk_rope_head_dim"):  # flash attention pads values to the width of keys
+    if rotated := find("qk_rope_head_dim"):  # flash attention pads values to the keys' head size
         query = key_value = heads * (find("qk_nope_head_dim") + rotated)
         latent = 2 * (find("q_lora_rank") + find("kv_lora_rank")) + rotated
         latent += heads * find("v_head_dim")
@@ -217,10 +221,10 @@ def widths_of(architecture: Any, kind: LayerKind | None = None) -> Widths | None
 
 
 def _number(config: Any, name: str) -> Any:
-    """Return a number of a config; the mean of its layers' where each has its own (Gemma 4)."""
+    """Return a config value; the mean over layers if each layer has its own (Gemma 4)."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers refuses to read such a number of the whole config
+    except RuntimeError:  # raised by transformers for values that differ between layers
         numbers = [getattr(layer, name) for layer in config.per_layer_config]
         return sum(numbers) / len(numbers)
 

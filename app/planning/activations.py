@@ -16,11 +16,11 @@ from app.model.activation_memory import (
     LOSS_BYTES,
     POST_NORMS,
     TRAINED_CHUNKS,
-    Kept,
+    LayerExecution,
     bias_bytes,
-    bytes_of_feed_forward,
-    bytes_of_layer,
-    bytes_of_pair_layer,
+    encoder_decoder_layer_bytes,
+    feed_forward_bytes,
+    layer_bytes,
     rows_per_chunk,
 )
 from app.model.layer_kind import Widths
@@ -41,10 +41,10 @@ what was read of it; and of logits that are computed whole"""
 
 def half_copies(run: PlannedRun, weights: float) -> float:
     """Return the bytes of autocast's copies of `weights`; FSDP gathers them in half already."""
-    kept = run.kept
-    if kept.width >= kept.residual or isinstance(run.strategy, FsdpConfig):
+    execution = run.execution
+    if execution.value_bytes >= execution.residual_bytes or isinstance(run.strategy, FsdpConfig):
         return 0.0
-    return weights * kept.width / kept.residual
+    return weights * execution.value_bytes / execution.residual_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class Activations:
     """the gradient of the stream between layers"""
 
 
-def estimate_activations(run: PlannedRun, kept: Kept) -> Activations:
+def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activations:
     """Return what the layers keep, and need in their backward pass."""
     # Layers below the lowest one that trains keep nothing: the backward pass ends there.
     widths, split = replace(run.model.widths, layers=run.model.trained_layers), run.tensor_size
@@ -73,67 +73,72 @@ def estimate_activations(run: PlannedRun, kept: Kept) -> Activations:
             feed_forward=widths.feed_forward // split,
             heads=max(1, widths.heads // split),
         )
-    tokens, hidden, stream = run.tokens, widths.hidden, kept.residual * widths.hidden
-    whole, own = (bytes_of_layer(widths, kept, mode) for mode in ("none", run.recompute))
+    tokens, hidden, stream = run.tokens, widths.hidden, execution.residual_bytes * widths.hidden
+    value_bytes, norm_bytes = execution.value_bytes, execution.norm_bytes()
+    whole, own = (layer_bytes(widths, execution, mode) for mode in ("none", run.recompute))
     if run.model.is_pair:  # a token goes through one of the two stacks
         tokens //= 2
-        whole = bytes_of_pair_layer(widths, kept)
+        whole = encoder_decoder_layer_bytes(widths, execution)
         own = whole if run.recompute == "none" else own
     recomputed = 0 if run.recompute == "none" else -(-widths.layers // run.recompute_every)
     of_layers = recomputed * own + (widths.layers - recomputed) * whole
     again = whole - own
-    if recomputed and kept.norm_bytes() != kept.residual:  # its norm keeps another copy
+    if recomputed and norm_bytes != execution.residual_bytes:  # its norm keeps another copy
         again += stream
     if not recomputed and not run.model.trains_embedding:  # whose output needs no gradient
-        of_layers -= kept.norm_bytes() * hidden
+        of_layers -= norm_bytes * hidden
     waiting = 2 * stream if run.recompute == "offload" else 0  # a layer's own input, and the next's
-    working = _working(run, widths, kept) + waiting
-    scores = SCORE_TEMPORARIES * kept.width * widths.heads * kept.sequence_len * kept.keeps_scores
-    working = max(working, scores - bytes_of_feed_forward(widths, kept))  # which is done by then
+    working = _working(run, widths, execution) + waiting
+    if execution.keeps_scores:
+        scores = SCORE_TEMPORARIES * value_bytes * widths.heads * execution.sequence_len
+        # The feed-forward is done by then.
+        working = max(working, scores - feed_forward_bytes(widths, execution))
     unpacked = 0 if run.quantization.method == "none" else HALF * run.model.largest_matrix
     # One of the encoder, one of the decoder, and the zeros that cross-attention is given.
-    biases = 3 * bias_bytes(widths, kept) if run.model.is_pair else 0.0
+    biases = 3 * bias_bytes(widths, execution) if run.model.is_pair else 0.0
     return Activations(
-        all=tokens * (of_layers + (kept.norm_bytes() + kept.width) * hidden + waiting) + biases,
+        all=tokens * (of_layers + (norm_bytes + value_bytes) * hidden + waiting) + biases,
         at_last=tokens * (of_layers + again + working) + unpacked + biases,
         at_first=tokens * (whole + working) + unpacked + biases,
         of_stream=float(tokens * stream),
     )
 
 
-def _working(run: PlannedRun, widths: Widths, kept: Kept) -> float:
+def _working(run: PlannedRun, widths: Widths, execution: LayerExecution) -> float:
     """Return the bytes a token that the backward pass of a layer has at once beside what the layer
     keeps, where they are the most.
     """
-    hidden, inner, width = widths.hidden, widths.feed_forward, kept.width
-    stream = kept.residual * hidden
-    if kept.scaled_inputs:
-        return VECTOR_TEMPORARIES * kept.adapter_width * kept.scaled_inputs + stream
-    if kept.results:  # three products and a cast in the adapter's dtype, of the gate's matrices
-        temporaries = (VECTOR_TEMPORARIES + 1) * kept.adapter_width
-        return (temporaries - width) * inner - kept.results * width * hidden + 2 * stream
+    hidden, inner, width = widths.hidden, widths.feed_forward, execution.value_bytes
+    stream = execution.residual_bytes * hidden
+    if execution.scaled_inputs:
+        return VECTOR_TEMPORARIES * execution.adapter_value_bytes * execution.scaled_inputs + stream
+    if execution.output_copies:
+        # Three products and a cast of the gate's matrices, in the adapter's dtype.
+        temporaries = (VECTOR_TEMPORARIES + 1) * execution.adapter_value_bytes
+        return (temporaries - width) * inner - execution.output_copies * width * hidden + 2 * stream
     if not widths.kind.is_gated and widths.kind.activation in GELU_OPERATORS:
         return (GELU_TEMPORARIES * FP32 - width) * inner + 2 * stream
     if widths.routed_copies:
         return EXPERT_TEMPORARIES * width * widths.routed_copies / 2 * hidden + stream
-    if kept.fuses_gate(widths):  # whose gradients take the place of its inputs
+    if execution.fuses_gate(widths):  # whose gradients take the place of its inputs
         return width * inner + stream
-    if kept.fuses_norm_and_gate:
+    if execution.fuses_norm_and_gate:
         return 2 * width * inner + 2 * stream
     # Below the feed-forward, which is done by then, a norm; or the gate's product.
     of_norm = NORM_TEMPORARIES * FP32 * hidden - 4 * width * inner - width * hidden
     return max(2 * width * inner + stream, of_norm) + stream
 
 
-def estimate_loss(run: PlannedRun, kept: Kept) -> tuple[float, float]:
+def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, float]:
     """Return the bytes of the loss at its peak, and those kept until the step's end.
 
     The buffers of a chunk are there until those of the next one are filled; the head's gradients
     are computed with the loss, and kept with its graph.
     """
     model, hidden = run.model, run.model.widths.hidden
+    value_bytes = execution.value_bytes
     if model.widths.model_type in POST_NORMS:
-        states = run.tokens / 2 * hidden * kept.width
+        states = run.tokens / 2 * hidden * value_bytes
         whole = WHOLE_LOGITS * FP32 * run.tokens / 2 * model.widths.vocabulary
         return 2 * states + whole, states
     splits = run.tensor_size > 1 and model.widths.vocabulary % run.tensor_size == 0
@@ -144,12 +149,14 @@ def estimate_loss(run: PlannedRun, kept: Kept) -> tuple[float, float]:
         rows *= TRAINED_CHUNKS if model.trains_head else FUSED_CHUNKS
     rows = min(run.tokens, rows)
     num_chunks, second = -(-run.tokens // rows), min(1.0, run.tokens / rows - 1)
-    of_logit = kept.width if has_kernel else FP32 if kept.width == FP32 else LOSS_BYTES
-    chunk, product = float(rows * vocabulary * of_logit), rows * hidden * kept.width
+    of_logit = value_bytes if has_kernel else FP32 if value_bytes == FP32 else LOSS_BYTES
+    chunk, product = float(rows * vocabulary * of_logit), rows * hidden * value_bytes
     head = model.head_weights if model.trains_head else 0
-    states = run.tokens * hidden * kept.width
-    total = 0 if num_chunks == 1 else kept.width if num_chunks == 2 else FP32
-    summed = kept.width if num_chunks == 1 else FP32 + kept.width * (2 if kept.width < FP32 else 1)
+    states = run.tokens * hidden * value_bytes
+    total = 0 if num_chunks == 1 else value_bytes if num_chunks == 2 else FP32
+    summed = (
+        value_bytes if num_chunks == 1 else FP32 + value_bytes * (2 if value_bytes < FP32 else 1)
+    )
     peak = max(chunk * (1 + second) + head * total, chunk + product + head * summed)
     # The positions that are trained on are copied out of all; their gradients stay.
-    return 2 * states + peak, float(states + head * kept.width)
+    return 2 * states + peak, float(states + head * value_bytes)

@@ -210,7 +210,7 @@ def _of_tensor_parallel(run: PlannedRun, size: ModelSize) -> list[Collective]:
         Collective(
             what="hidden states of split layers",
             kind=ALL_REDUCE,
-            num_bytes=float(run.tokens * size.width * run.kept.width),
+            num_bytes=float(run.tokens * size.width * run.execution.value_bytes),
             times=2 * directions * run.model.num_layers * run.accumulation,
             num_ranks=run.tensor_size,
             overlaps=False,

@@ -54,8 +54,9 @@ def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> Host
         if strategy.offload_parameters != "none":
             offloaded += (whole.frozen + whole.trained) / nodes
     if run.recompute == "offload":
-        layers = run.model.widths.layers
-        offloaded += run.tokens * run.model.widths.hidden * run.kept.residual * layers * per_node
+        widths = run.model.widths
+        layer_input = run.tokens * widths.hidden * run.execution.residual_bytes
+        offloaded += layer_input * widths.layers * per_node
     return HostMemory(loading=loading, offloaded=offloaded)
 
 

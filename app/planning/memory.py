@@ -12,7 +12,7 @@ from app.model.activation_memory import (
     FP32,
     HALF,
     WIDEST_FLASH_HEAD,
-    Kept,
+    LayerExecution,
 )
 from app.model.layer_kind import ALL_EXPERTS
 from app.model.quantization import QuantizationConfig
@@ -128,37 +128,37 @@ class PlannedRun:
         return self.tensor_size == 1 and not is_zero3
 
     @property
-    def kept(self) -> Kept:
+    def execution(self) -> LayerExecution:
         """Return what changes the bytes that a layer keeps for its backward pass."""
         gathers_half = isinstance(self.strategy, FsdpConfig) and self.strategy.shards_data_parallel
         is_half = self.precision != "fp32"
         gathers_half = gathers_half and is_half
         residual = dtype_bytes(self.precision, trains=self.trains_base)
-        adapter_width = HALF if gathers_half else dtype_bytes(self.precision, trains=True)
-        width = HALF if is_half else FP32
-        is_autocast = adapter_width > width and not self.trains_base
+        adapter_bytes = HALF if gathers_half else dtype_bytes(self.precision, trains=True)
+        value_bytes = HALF if is_half else FP32
+        is_autocast = adapter_bytes > value_bytes and not self.trains_base
         copies = int(is_autocast and not self.fuses_adapters)
-        return Kept(
+        return LayerExecution(
             tokens=self.tokens,
-            width=width,
-            residual=HALF if gathers_half else residual,
+            value_bytes=value_bytes,
+            residual_bytes=HALF if gathers_half else residual,
             fuses_norm_and_gate=self.fuses_norm_and_gate
             and self.fuses_layers
             and self.model.widths.kind.has_rms_norms,
             trains_base=self.trains_base,
-            drops=self.drops,
+            drops_inputs=self.drops,
             # bitsandbytes' product of int8 keeps its own input as well.
-            copies=copies + (self.quantization.method == "int8"),
-            results=2 * self.model.is_dora,
+            input_copies=copies + (self.quantization.method == "int8"),
+            output_copies=2 * self.model.is_dora,
             keeps_scores=self.keeps_scores,
             sequence_len=self.sequence_len,
             groups_documents=self.groups_documents,
             # FlashAttention, which shares heads, is not there for these.
             repeats_heads=not is_half or self.model.widths.widest_head > WIDEST_FLASH_HEAD,
-            ranks=self.model.adapter_ranks,
+            rank_sum=self.model.adapter_ranks,
             scaled_inputs=self.model.scaled_features(of_inputs=True),
             scaled_outputs=self.model.scaled_features(of_inputs=False),
-            adapter_width=adapter_width,
+            adapter_value_bytes=adapter_bytes,
             merges_experts=self.model.widths.model_type in ALL_EXPERTS
             and self.model.adapts_experts,
         )
@@ -237,10 +237,11 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
         recompute=run.recompute,
         accumulation=run.accumulation,
     )
-    kept, copies = run.kept, half_copies(run, size.whole.frozen + size.whole.trained)
+    execution, copies = run.execution, half_copies(run, size.whole.frozen + size.whole.trained)
     gathered = _gathered(size, run.strategy, states.gathered)
     gradients = _gradients(run, size, states.gradients)
-    layers, (of_loss, kept_by_loss) = estimate_activations(run, kept), estimate_loss(run, kept)
+    layers = estimate_activations(run, execution)
+    of_loss, kept_by_loss = estimate_loss(run, execution)
     trained_layers = max(1, run.model.trained_layers)
     moments: dict[str, dict[str, float]] = {
         "embedding or head gathered": {"gathered": gathered.at_ends, "loss": 0.0},

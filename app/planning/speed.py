@@ -181,7 +181,7 @@ def _weight_reads(run: PlannedRun) -> float:
 def _traffic(run: PlannedRun) -> float:
     """Return the bytes a token moves outside of products."""
     widths, model = run.model.widths, run.model
-    of = FUSED if run.kept.fuses_norm_and_gate else PLAIN
+    of = FUSED if run.execution.fuses_norm_and_gate else PLAIN
     has_lora = any(".lora_" in name for weights, _ in model.layers for name in weights)
     layer = (of["norm"] + of["adds"] + of["layout"]) * widths.hidden
     layer += of["rope"] * (widths.query + widths.key_value) + of["gate"] * widths.feed_forward
@@ -215,7 +215,7 @@ def _host_copies(run: PlannedRun, size: ModelSize) -> float:
     """Return the bytes a step copies between a GPU and its host while it computes."""
     copied, strategy = 0.0, run.strategy
     if run.recompute == "offload":
-        of_layers = run.model.widths.hidden * run.kept.residual * run.model.num_layers
+        of_layers = run.model.widths.hidden * run.execution.residual_bytes * run.model.num_layers
         copied += 2.0 * run.tokens * of_layers * run.accumulation
     whole = size.whole.frozen + size.whole.trained
     parameters = isinstance(strategy, FsdpConfig) and strategy.offload_parameters

@@ -157,7 +157,9 @@ def on_a_cpu(run: PlannedRun, documents: Sequence[int]) -> float:
     """
     from app.planning.memory import estimate_moments
 
-    of_layer = sum(map(_probabilities, documents)) * run.model.widths.heads * run.kept.width
+    of_layer = (
+        sum(map(_probabilities, documents)) * run.model.widths.heads * run.execution.value_bytes
+    )
     layers = run.model.trained_layers
     keeping = {"loss": layers if run.recompute == "none" else 0, LAST: layers, FIRST: 1}
     if run.recompute != "none":

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from app.config import load_config
-from app.model.activation_memory import Kept, bytes_of_layer
+from app.model.activation_memory import LayerExecution, layer_bytes
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.layer_kind import Widths, widths_of
 from app.model.recompute import RecomputeConfig, apply_recompute
@@ -33,7 +33,7 @@ LLAMA_8B = Widths(
     heads=32,
     vocabulary=128256,
 )
-FUSED = Kept(tokens=8192, fuses_norm_and_gate=True)
+FUSED = LayerExecution(tokens=8192, fuses_norm_and_gate=True)
 
 
 def kept_a_layer(width: int = 2, **how: Any) -> float:
@@ -71,7 +71,7 @@ def test_the_arithmetic_is_what_autograd_keeps(dropout: float) -> None:
     widths = Widths(
         layers=2, hidden=256, query=256, key_value=256, feed_forward=640, heads=4, vocabulary=64
     )
-    expected = bytes_of_layer(widths, Kept(tokens=512, drops=dropout > 0), "none")
+    expected = layer_bytes(widths, LayerExecution(tokens=512, drops_inputs=dropout > 0), "none")
     if dropout:  # a CPU's masks are as wide as the numbers, a GPU's take a byte
         expected += widths.inputs
     assert kept_a_layer(dropout=dropout) == pytest.approx(expected, rel=0.05)
@@ -79,12 +79,12 @@ def test_the_arithmetic_is_what_autograd_keeps(dropout: float) -> None:
 
 def test_eight_billion_parameters_and_8192_tokens() -> None:
     """As a step of Llama 3.1 8B was traced, its LoRA of rank 16 left out."""
-    of_layer = bytes_of_layer(LLAMA_8B, FUSED, "none") * FUSED.tokens
+    of_layer = layer_bytes(LLAMA_8B, FUSED, "none") * FUSED.tokens
     assert 32 * of_layer / 2**30 == pytest.approx(34.0, rel=0.01)
     plain = replace(FUSED, fuses_norm_and_gate=False)
-    assert bytes_of_layer(LLAMA_8B, plain, "none") == pytest.approx(185_000, rel=0.01)
+    assert layer_bytes(LLAMA_8B, plain, "none") == pytest.approx(185_000, rel=0.01)
     full = replace(plain, trains_base=True)
-    assert bytes_of_layer(LLAMA_8B, full, "none") == pytest.approx(200_840, rel=0.01)
+    assert layer_bytes(LLAMA_8B, full, "none") == pytest.approx(200_840, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_normalized_queries_and_keys_are_kept_too() -> None:
         for name in ("qwen2", "qwen3")
     )
     assert qwen2 is not None and qwen3 is not None
-    of_norms = bytes_of_layer(qwen3, Kept(tokens=1), "none") - bytes_of_layer(
-        replace(qwen3, norms_heads=False), Kept(tokens=1), "none"
+    of_norms = layer_bytes(qwen3, LayerExecution(tokens=1), "none") - layer_bytes(
+        replace(qwen3, norms_heads=False), LayerExecution(tokens=1), "none"
     )
     assert of_norms == 4 * (qwen3.query + qwen3.key_value)
     assert not qwen2.norms_heads

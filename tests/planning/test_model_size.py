@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.config import conf_files, load_config
-from app.model.activation_memory import Kept
+from app.model.activation_memory import LayerExecution
 from app.model.layer_kind import LayerKind
 from app.planning.model_size import model_of_numbers, model_on_meta
 from app.planning.planned_model import PlannedModel, size_for
@@ -127,12 +127,12 @@ def test_experts_that_every_token_goes_to_are_found() -> None:
 def test_the_gate_of_a_config_json_decides_its_kernel() -> None:
     config = load_config("train", ["model=llama3b", "data=dolly"])
     numbers = config.model.architecture | SMALL
-    kept = Kept(tokens=1, fuses_norm_and_gate=True)
+    execution = LayerExecution(tokens=1, fuses_norm_and_gate=True)
     for activation, has_kernel in (("silu", True), ("gelu", False)):
         of_type = numbers | {"hidden_act": activation}
         model = model_of_numbers("llama", of_type, config.adapter, "bf16")
         assert model is not None
-        assert kept.fuses_gate(model.widths) is has_kernel
+        assert execution.fuses_gate(model.widths) is has_kernel
 
 
 @pytest.mark.slow

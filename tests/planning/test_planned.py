@@ -8,7 +8,7 @@ import pytest
 
 from app.config import load_config, settings_of
 from app.config.verbs import PlanConfig
-from app.model.activation_memory import FUSED_CHUNKS, bytes_of_layer, rows_per_chunk
+from app.model.activation_memory import FUSED_CHUNKS, layer_bytes, rows_per_chunk
 from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import (
     GIB,
@@ -91,7 +91,7 @@ def test_layers_below_the_lowest_that_trains_keep_nothing() -> None:
     run, _ = run_of(*words)
     top, _ = run_of(*words, "adapter.layers=top 8")
     whole, part = (moment_of("loss", each).activations for each in (run, top))
-    a_layer = run.tokens * bytes_of_layer(run.model.widths, run.kept, "none")
+    a_layer = run.tokens * layer_bytes(run.model.widths, run.execution, "none")
     assert whole - part == pytest.approx(24 * a_layer, rel=0.01)
 
 
@@ -124,7 +124,7 @@ def test_a_layer_keeps_what_its_adapter_was_traced_to_keep(experiment: str, trac
     counted twice.
     """
     run, _ = run_of(f"+experiment={experiment}", "hardware=h100", "recompute=none")
-    of_layer = bytes_of_layer(run.model.widths, run.kept, "none")
+    of_layer = layer_bytes(run.model.widths, run.execution, "none")
     assert of_layer == pytest.approx(traced, rel=0.005)
 
 
