@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import EvaluateConfig, changed_settings, run_verb, save_config
 from app.evaluation.judge.bench import Bench
-from app.evaluation.judge.grading import Judged, check_judged, judge_table, print_judged
+from app.evaluation.judge.grading import Judgement, check_judgement, judge_table, print_judgement
 from app.evaluation.judge.questions import Question
 from app.model.hub import is_offline
 from app.preflight import requested_devices
@@ -33,7 +33,7 @@ from data_modules import printable
 if TYPE_CHECKING:
     from app.assembly.base import Base
     from app.evaluation.evaluator import Evaluator
-    from app.evaluation.shares import Shares
+    from app.evaluation.row_runner import RowRunner
     from app.training.trainer import Environment
     from data_modules import FinetuneDataModule
 
@@ -55,7 +55,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     from app.assembly.data import build_datamodule
     from app.assembly.tuned import adapter_of, trained_datasets
     from app.evaluation.comparison import print_comparison, print_samples
-    from app.evaluation.significance import check_regression, figures_of, print_changes
+    from app.evaluation.significance import change_metrics, check_regression, print_changes
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 
@@ -66,31 +66,31 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     )
     data = build_datamodule(config, base.tokenizer, base.spec, batching)
     data.setup("validate")
-    evaluator, shares, metrics = measure_models(config, folder, env, base, data, bench)
+    evaluator, runner, metrics = measure_models(config, folder, env, base, data, bench)
     if not is_first_rank():
         return metrics
-    evaluator.write(folder)
+    evaluator.write_predictions(folder)
     verdicts = None
     if bench is not None:
         verdicts = bench.judge(folder, Path(config.data.cache_dir) / "judge")
-        metrics |= verdicts.figures()
+        metrics |= verdicts.metrics()
         write_whole(folder / JUDGE_PAGE, verdicts_page(bench, verdicts))
     grades = {} if verdicts is None or bench is None else verdicts.row_scores(bench.name)
     changes = evaluator.changes(trained_datasets(config), grades)
     groups = evaluator.group_changes()
-    metrics |= figures_of([*changes, *groups])
+    metrics |= change_metrics([*changes, *groups])
     write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
     save_config(config, folder / CONFIG_FILE)
-    shares.clear()
+    runner.clear()
     print_samples(evaluator)
     print_comparison(metrics, data.dataset_names)
     if verdicts is not None:
-        print_judged(verdicts, judged, str(folder / JUDGE_PAGE))
+        print_judgement(verdicts, judged, str(folder / JUDGE_PAGE))
     print_changes(changes, groups)
     write_page(folder, changed_settings(config))
     print(f"run: {printable(str(folder))}")
     if verdicts is not None:
-        check_judged(verdicts, judged)
+        check_judgement(verdicts, judged)
     check_regression(changes, config.evaluation.max_regression)
     return metrics
 
@@ -113,64 +113,64 @@ def measure_models(
     base: Base,
     data: FinetuneDataModule,
     bench: Bench | None,
-) -> tuple[Evaluator, Shares, dict[str, float]]:
-    """Measure base and tuned, one in memory at a time; UserError where nothing is measured.
+) -> tuple[Evaluator, RowRunner, dict[str, float]]:
+    """MeasureSpec base and tuned, one in memory at a time; UserError where nothing is measured.
 
     Returns what has measured, what it keeps in `folder` meanwhile, and the figures.
     """
     from app.assembly.evaluation import build_evaluator
     from app.assembly.tuned import adapter_of, place_as_trained
     from app.evaluation.progress import Progress
-    from app.evaluation.shares import build_shares, sum_over_ranks
+    from app.evaluation.row_runner import build_row_runner, sum_over_ranks
     from app.evaluation.tasks.questions import build_tasks
 
     adapter = adapter_of(config)
     identity = [base.description, describe_tuned(config), env.precision, repr(base.quantization)]
     with Progress() as progress:
-        shares = build_shares(folder, identity, progress.show, on_gpu=env.accelerator == "gpu")
+        runner = build_row_runner(folder, identity, progress.show, on_gpu=env.accelerator == "gpu")
         evaluator = build_evaluator(
             config.evaluation,
             base,
             data,
             build_tasks(config.evaluation),
-            shares=shares,
-            sum_over_ranks=sum_over_ranks(shares),
+            runner=runner,
+            sum_over_ranks=sum_over_ranks(runner),
         )
-        if not evaluator.asks and not len(data.val_examples) and bench is None:
+        if not evaluator.measures_answers and not len(data.val_examples) and bench is None:
             raise UserError(nothing_to_measure(config))
 
-        def measure(who: str, model: Any) -> dict[str, float]:
+        def measure(variant: str, model: Any) -> dict[str, float]:
             placed = place_as_trained(model, adapter, env)
             with env.autocast():
                 if bench is not None and is_first_rank():
                     stops, limit = evaluator.stop_ids, base.spec.context_len
-                    alone = replace(shares, rank=0, num_ranks=1, gather=lambda own: [own])
-                    bench.ask(who, placed, base.tokenizer, data.template, stops, limit, alone)
-                return evaluator.measure(who, placed)
+                    alone = replace(runner, rank=0, num_ranks=1, gather=lambda own: [own])
+                    bench.ask(variant, placed, base.tokenizer, data.template, stops, limit, alone)
+                return evaluator.measure(variant, placed)
 
         metrics: dict[str, float] = {}
         if not config.model.from_scratch:
             metrics |= measure("base", base.load())
         if config.tuned_path:
             metrics |= measure("tuned", base.load_tuned(Path(config.tuned_path)))
-    return evaluator, shares, metrics
+    return evaluator, runner, metrics
 
 
-def verdicts_page(bench: Bench, judged: Judged) -> str:
+def verdicts_page(bench: Bench, judged: Judgement) -> str:
     """Return the page of a judge's verdicts on the answers of `bench`."""
     from app.report.judge_page import AnswerView, QuestionView, TurnView, render_judge_page
 
     said = {
-        (verdict.asked.question.id, verdict.asked.turn, verdict.asked.who): verdict
+        (verdict.request.question.id, verdict.request.turn, verdict.request.variant): verdict
         for verdict in judged.verdicts
-        if not verdict.asked.is_pair
+        if not verdict.request.is_pairwise
     }
 
-    def view(question: Question, turn: int, who: str) -> AnswerView:
-        verdict = said.get((question.id, turn, who))
+    def view(question: Question, turn: int, variant: str) -> AnswerView:
+        verdict = said.get((question.id, turn, variant))
         return AnswerView(
-            who=who,
-            text=bench.answers[who][question.id][turn],
+            variant=variant,
+            text=bench.answers[variant][question.id][turn],
             score=None if verdict is None else verdict.score,
             judge="" if verdict is None else verdict.text,
         )
@@ -182,7 +182,7 @@ def verdicts_page(bench: Bench, judged: Judged) -> str:
                 TurnView(
                     question=text,
                     reference=question.reference[turn] if question.reference else "",
-                    answers=[view(question, turn, who) for who in bench.answers],
+                    answers=[view(question, turn, variant) for variant in bench.answers],
                 )
                 for turn, text in enumerate(question.turns)
             ],
@@ -190,14 +190,14 @@ def verdicts_page(bench: Bench, judged: Judged) -> str:
         for question in bench.questions
     ]
     means = {
-        who: {name: fmean(rows.values()) for name, rows in judged.scores(who).items()}
-        for who in bench.answers
+        variant: {name: fmean(rows.values()) for name, rows in judged.scores(variant).items()}
+        for variant in bench.answers
     }
     return render_judge_page(
         f"{bench.name}: graded by {bench.config.model}",
         [judged.state(), judged.cost(bench.config)],
         judge_table(judged),
-        {who: by_category for who, by_category in means.items() if by_category},
+        {variant: by_category for variant, by_category in means.items() if by_category},
         questions,
     )
 
@@ -227,7 +227,7 @@ def start(config: EvaluateConfig) -> None:
 
 def nothing_to_measure(config: EvaluateConfig) -> str:
     """Return why there is neither a loss nor an answer to measure, and what to type."""
-    if config.evaluation.asks_prompts:
+    if config.evaluation.answers_prompts:
         return (
             "nothing to measure: there are no validation rows, and no row has an answer to compare "
             "with; type data.test_datasets=[{path: FILE}] with rows that end in an answer"

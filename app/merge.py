@@ -22,7 +22,7 @@ from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
-from app.report.model_card import CARD_FILE, describe_merged, read_json, render_card
+from app.report.model_card import CARD_FILE, read_json, render_merged_card
 from app.run.find import checkpoints_of, has_checkpoints
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from app.run.manifest import MANIFEST_FILE
@@ -71,8 +71,8 @@ def merge(config: MergeConfig) -> Difference | None:
         check_gguf(config, tuned, folder, file)
     run = Path(config.run) if config.run is not None else folder  # which has neither of the two
     of_run = [read_json(run / name) for name in (MANIFEST_FILE, METRICS_FILE)]
-    facts = describe_merged(config, tuned, differences, plan.dtype, *of_run)
-    write_whole(folder / CARD_FILE, render_card(facts))
+    card = render_merged_card(config, tuned, differences, plan.dtype, *of_run)
+    write_whole(folder / CARD_FILE, card)
     report = {name: asdict(difference) for name, difference in differences.items()}
     write_whole(folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
     save_config(config, folder / CONFIG_FILE)

@@ -49,7 +49,7 @@ def preview(config: PreviewConfig) -> Path:
     from app.assembly.data import build_datamodule
     from app.model.tokenizer import build_tokenizer
     from app.report.preview import collect_preview
-    from app.report.render import print_preview, render_page
+    from app.report.preview_page import print_preview, render_page
     from data_modules import BatchSpec
 
     tokenizer = build_tokenizer(config.model)

@@ -17,7 +17,7 @@ from app.config.plain import run_plain_verb
 from app.process.environment import keep_streams
 from app.process.errors import UserError
 from app.process.signals import end_process, install_signal_handlers
-from app.report.adapter_card import write_card
+from app.report.model_card import write_card
 from app.report.run_page import PAGE_FILE
 from app.run import find_run
 from app.run.find import saved_folder

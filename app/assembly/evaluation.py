@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import TrainConfig
 from app.evaluation.evaluator import Evaluator
-from app.evaluation.generation import DuringConfig, EvaluationConfig
-from app.evaluation.shares import Shares, gather_results
+from app.evaluation.generation import EvaluationConfig, TrainEvaluationConfig
+from app.evaluation.row_runner import RowRunner, gather_results
 from app.evaluation.tasks.questions import Task, build_tasks
 from app.process.errors import UserError, nearest
 from app.process.files import write_whole
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 SAMPLES = "samples"
 """folder of a run with what the model has answered, a file a measurement"""
-WHO = "val"
+VARIANT = "val"
 
 
 def build_evaluator(
@@ -44,13 +44,13 @@ def build_evaluator(
     data: FinetuneDataModule,
     tasks: Sequence[Task],
     *,
-    shards: StrategyMixin | None = None,
+    sharding: StrategyMixin | None = None,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
-    shares: Shares | None = None,
+    runner: RowRunner | None = None,
 ) -> Evaluator:
     """Build what measures a model on the held-out rows of `data`, and by `tasks`.
 
-    `shards`, `sum_over_ranks` and `shares` as for `Evaluator`.
+    `sharding`, `sum_over_ranks` and `runner` as for `Evaluator`.
     """
     return Evaluator(
         config,
@@ -60,13 +60,15 @@ def build_evaluator(
         base.backend,
         max_len=base.spec.context_len or data.sequence_len,
         tasks=tasks,
-        shares=shares,
-        shards=shards,
+        runner=runner,
+        sharding=sharding,
         sum_over_ranks=sum_over_ranks,
     )
 
 
-def small_set(config: DuringConfig, tasks: Sequence[Task]) -> tuple[DuringConfig, list[Task]]:
+def small_set(
+    config: TrainEvaluationConfig, tasks: Sequence[Task]
+) -> tuple[TrainEvaluationConfig, list[Task]]:
     """Return the settings and tasks of a measurement during training: fewer rows, the first."""
     most = config.during_rows
     fewer = [replace(task, max_rows=min(task.max_rows or most, most)) for task in tasks]
@@ -83,7 +85,7 @@ class DuringTraining:
         self._is_due: Callable[[int], bool] = lambda step: (
             step == last or is_measured_at(step, every_steps, interval)
         )
-        self.names = evaluator.names(WHO)
+        self.names = evaluator.metric_names(VARIANT)
         """the figures of a measurement"""
 
     def measure(self, module: FinetuneModule, step: int) -> dict[str, float]:
@@ -98,14 +100,16 @@ class DuringTraining:
         from lightning.pytorch.utilities.seed import isolate_rng
 
         strategy, trainer = module.strategy, module.trainer
-        shards = strategy if strategy.shards_weights else None
-        self.evaluator.shards = shards
-        self.evaluator.shares = _shares(trainer) if shards is None else Shares(show=_beat)
+        sharding = strategy if strategy.shards_weights else None
+        self.evaluator.sharding = sharding
+        self.evaluator.runner = _row_runner(trainer) if sharding is None else RowRunner(show=_beat)
         interruptible = measuring() if trainer.world_size == 1 else nullcontext()
         with interruptible, isolate_rng(), trainer.precision_plugin.forward_context():
-            figures = self.evaluator.answers(WHO, module.model)
+            figures = self.evaluator.measure_answers(VARIANT, module.model)
         if trainer.is_global_zero:
-            lines = [json.dumps(line, ensure_ascii=False) for line in self.evaluator.lines()]
+            lines = [
+                json.dumps(line, ensure_ascii=False) for line in self.evaluator.prediction_lines()
+            ]
             self.folder.mkdir(exist_ok=True)
             write_whole(self.folder / f"step-{step}.jsonl", "".join(f"{one}\n" for one in lines))
         return figures
@@ -115,10 +119,10 @@ def _beat(key: str, done: int, total: int) -> None:
     beat_again()
 
 
-def _shares(trainer: Any) -> Shares:
+def _row_runner(trainer: Any) -> RowRunner:
     if trainer.world_size == 1:
-        return Shares(show=_beat)
-    return Shares(
+        return RowRunner(show=_beat)
+    return RowRunner(
         rank=trainer.global_rank,
         num_ranks=trainer.world_size,
         gather=gather_results,

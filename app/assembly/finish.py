@@ -16,7 +16,7 @@ from app.config import changed_settings
 from app.process.files import write_whole
 from app.process.launch import is_first_rank
 from app.process.logs import LOG_FILE
-from app.report.adapter_card import write_card
+from app.report.model_card import write_card
 from app.report.run_page import end_loggers, write_page
 from app.run import Run
 from app.run.folder import METRICS_FILE, OUTPUTS
@@ -47,7 +47,7 @@ def finish(
     and the first one writes; otherwise only the first one comes this far.
     """
     from app.evaluation.comparison import print_comparison
-    from app.evaluation.significance import check_regression, figures_of, print_changes
+    from app.evaluation.significance import change_metrics, check_regression, print_changes
     from app.model.adapter import saves_whole_model
     from app.model.tokenizer import save_stop_tokens
     from app.process.collectives import run_on_rank0
@@ -59,11 +59,11 @@ def finish(
     saved, model, evaluator, metrics = save_and_compare(run, module, data, base)
     changes = evaluator.changes(trained=data.dataset_names)
     groups = evaluator.group_changes()
-    metrics |= figures_of([*changes, *groups]) | module.metrics.summary() | measured
+    metrics |= change_metrics([*changes, *groups]) | module.metrics.summary() | measured
 
     def write() -> None:
         base.tokenizer.save_pretrained(saved)
-        evaluator.write(run.folder)
+        evaluator.write_predictions(run.folder)
         if not saves_whole_model(config.adapter):
             save_stop_tokens(model, saved)
         write_whole(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
@@ -92,7 +92,7 @@ def save_and_compare(
     from app.assembly.evaluation import build_evaluator
     from app.evaluation.comparison import compare_trained
     from app.evaluation.progress import Progress
-    from app.evaluation.shares import Shares
+    from app.evaluation.row_runner import RowRunner
     from app.evaluation.tasks.questions import build_tasks
     from app.model.save import save_model
     from app.model.tokenizer import keep_stop_tokens
@@ -100,15 +100,15 @@ def save_and_compare(
     config = run.config
     module.release_optimizer()  # verifying loads the base beside what was trained
     progress = Progress(prints_lines=False)
-    shares = Shares(show=progress.show)
+    runner = RowRunner(show=progress.show)
     evaluator = build_evaluator(
         config.evaluation,
         base,
         data,
         build_tasks(config.evaluation),
-        shards=module.shards,
+        sharding=module.shards,
         sum_over_ranks=module.sum_over_ranks,
-        shares=shares,
+        runner=runner,
     )
     keep_stop_tokens(module.model, evaluator.stop_ids)
     with module.trainer.precision_plugin.forward_context(), progress:

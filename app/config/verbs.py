@@ -10,7 +10,7 @@ from pathlib import Path
 
 from app.config.schema import list_settings
 from app.evaluation.conversation import ConversationConfig
-from app.evaluation.generation import DuringConfig, EvaluationConfig
+from app.evaluation.generation import EvaluationConfig, TrainEvaluationConfig
 from app.evaluation.judge.settings import JudgeConfig
 from app.model.adapter import (
     AdapterConfig,
@@ -205,7 +205,9 @@ class TrainConfig:
         default_factory=LoggerConfig, resume="free", aliases=("report_to", "log_with")
     )
     """where the curves go"""
-    evaluation: DuringConfig = setting(default_factory=DuringConfig, resume="free")
+    evaluation: TrainEvaluationConfig = setting(
+        default_factory=TrainEvaluationConfig, resume="free"
+    )
     """what the trained model is asked"""
     output: OutputConfig = setting(default_factory=OutputConfig, resume="per_start")
     """the folder of a run"""

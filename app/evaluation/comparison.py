@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.evaluator import WHO, Evaluator, named
+from app.evaluation.evaluator import VARIANTS, Evaluator, prefix_metrics
 from app.evaluation.metrics import METRICS
 from app.evaluation.significance import MEASURES
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
@@ -56,31 +56,31 @@ def compare_trained(
     if validations:
         num_rows = len(evaluator.data.val_examples)
         evaluator.row_losses = {
-            who: rows
-            for who, rows in zip(WHO, row_losses, strict=True)
+            variant: rows
+            for variant, rows in zip(VARIANTS, row_losses, strict=True)
             if rows is not None and rows.shape[1] == num_rows
         }
         # Saving rounds a full model to its base's dtype: its last validation was before that.
         if is_as_trained and not is_whole:
             tuned = validations[-1]
         else:
-            tuned = evaluator.losses("tuned", model)
+            tuned = evaluator.measure_losses("tuned", model)
         if is_whole or (is_as_trained and not continued_from(adapter)):
             base = validations[0]
         else:  # the run did not start as its base
             with model.disable_adapter():
-                base = evaluator.losses("base", model)
-        metrics |= named("base", base) | named("tuned", tuned)
-    if not evaluator.asks:
+                base = evaluator.measure_losses("base", model)
+        metrics |= prefix_metrics("base", base) | prefix_metrics("tuned", tuned)
+    if not evaluator.measures_answers:
         return metrics
-    metrics |= evaluator.answers("tuned", model)
+    metrics |= evaluator.measure_answers("tuned", model)
     if not is_whole:
         with model.disable_adapter():
-            metrics |= evaluator.answers("base", model)
-    elif evaluator.shards is not None:
+            metrics |= evaluator.measure_answers("base", model)
+    elif evaluator.sharding is not None:
         log.info("evaluation: no exact match of the base: no memory for it beside a sharded model")
     elif load_base is not None:
-        metrics |= evaluator.answers("base", load_base().to(model.device))
+        metrics |= evaluator.measure_answers("base", load_base().to(model.device))
     return metrics
 
 
@@ -98,14 +98,14 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
         name
         for measure in SHOWN
         if not measure.startswith("val/")
-        for who in WHO
-        for name in _names_after(f"{who}/{measure}/", metrics)
+        for variant in VARIANTS
+        for name in _names_after(f"{variant}/{measure}/", metrics)
     ]
     names = list(dict.fromkeys([*dataset_names, *answered]))
     shown = {
         measure: how
         for measure, how in SHOWN.items()
-        if any(f"{who}/{measure}/{name}" in metrics for who in WHO for name in names)
+        if any(f"{variant}/{measure}/{name}" in metrics for variant in VARIANTS for name in names)
     }
     for how in shown.values():
         table.add_column(f"{how.heading}: base", justify="right")
@@ -114,7 +114,7 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
         cells = [
             "-" if value is None else how.form.format(value)
             for measure, how in shown.items()
-            for value in (metrics.get(f"{who}/{measure}/{name}") for who in WHO)
+            for value in (metrics.get(f"{variant}/{measure}/{name}") for variant in VARIANTS)
         ]
         table.add_row(escape(name), *cells)
     return table
@@ -133,13 +133,13 @@ def task_table(metrics: dict[str, float]) -> Table:
     found = [
         (name, measure)
         for measure in TASK_MEASURES
-        for who in WHO
-        for name in _names_after(f"{who}/{measure}/", metrics)
+        for variant in VARIANTS
+        for name in _names_after(f"{variant}/{measure}/", metrics)
     ]
     order = list(dict.fromkeys(name for name, _ in found))
     for name, measure in sorted(dict.fromkeys(found), key=lambda one: order.index(one[0])):
         heading, form = TASK_MEASURES[measure]
-        values = [metrics.get(f"{who}/{measure}/{name}") for who in WHO]
+        values = [metrics.get(f"{variant}/{measure}/{name}") for variant in VARIANTS]
         cells = ["-" if value is None else form.format(value) for value in values]
         table.add_row(escape(name), heading, *cells)
     return table
@@ -153,7 +153,7 @@ def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> Non
     """Print the tables of `metrics` that have a row, or why there is none."""
     from rich.console import Console
 
-    if not any(name.startswith(WHO) for name in metrics):
+    if not any(name.startswith(VARIANTS) for name in metrics):
         print("\nbase and tuned are not compared: no rows were held out (data.val_set_size)")
         return
     tables = [comparison_table(metrics, dataset_names), task_table(metrics)]
@@ -173,13 +173,13 @@ def print_samples(evaluator: Evaluator, count: int = 3) -> None:
 
     console = Console(highlight=False)
     first: dict[str, list[dict[str, Any]]] = {}
-    for line in evaluator.lines():
+    for line in evaluator.prediction_lines():
         if len(of_one := first.setdefault(line["data_set"], [])) < count:
             of_one.append(line)
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*first.values()))
     for line in itertools.islice(filter(None, in_turn), count):
         console.print(Text(f"\n{line['data_set']} ({line['source']})"), soft_wrap=True)
-        for name in ("prompt", "reference", *WHO):
+        for name in ("prompt", "reference", *VARIANTS):
             if line.get(name) is not None:
                 text = " ".join(str(line[name]).split())
                 short = text if len(text) <= MAX_SAMPLE else f"...{text[3 - MAX_SAMPLE :]}"

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.generation import decoding
+from app.evaluation.generation import override_generation_config
 from app.model.attention import generation_attention
 from app.process.errors import UserError
 from data_modules import Conversation, Origin, Turn, setting
@@ -214,7 +214,7 @@ class Responder:
                 torch.no_grad(),
                 self._autocast(),
                 generation_attention(model),
-                decoding(model, self._stops, pad, limit, **how),
+                override_generation_config(model, self._stops, pad, limit, **how),
             ):
                 row = torch.tensor([ids], device=model.device)
                 model.generate(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import EvaluationConfig, answer_batches
 from app.evaluation.metrics import Answer, Metric, build_metrics
-from app.evaluation.shares import Shares
+from app.evaluation.row_runner import RowRunner
 from app.evaluation.significance import Change, RowScores, compare_rows, scores_in_lines
 from app.evaluation.tasks.harness import Harness
 from app.evaluation.tasks.measure import TaskRunner
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from data_modules import FinetuneDataModule, Prompt
 
 PREDICTIONS_FILE = "predictions.jsonl"
-WHO = ("base", "tuned")
+VARIANTS = ("base", "tuned")
 log = logging.getLogger(__name__)
 
 
@@ -52,59 +52,59 @@ class Predictions:
         self._metrics = build_metrics(config) if self._prompts else []
         self._answers: dict[str, dict[str, list[Answer]]] = {}
         self._scores: dict[tuple[str, str, str], list[float]] = {}
-        """(who, metric, data set) -> a score a row"""
+        """(variant, metric, data set) -> a score a row"""
 
     def answer(
         self,
-        who: str,
+        variant: str,
         model: PreTrainedModel,
-        shards: StrategyMixin | None = None,
-        shares: Shares | None = None,
+        sharding: StrategyMixin | None = None,
+        runner: RowRunner | None = None,
     ) -> dict[str, float]:
-        """Answer every prompt; return `{who}/<metric>/<data set>` of every metric.
+        """Answer every prompt; return `{variant}/<metric>/<data set>` of every metric.
 
-        `shards`: the strategy where each rank holds a part of the weights; all answer together.
+        `sharding`: the strategy where each rank holds a part of the weights; all answer together.
         """
 
         def work(chosen: list[int], rows: Sequence[Prompt]) -> Iterator[list[tuple[int, Any]]]:
             asked = [rows[number] for number in chosen]
             yield from answer_batches(
-                model, self._tokenizer, asked, self._stop_ids, self._config, shards
+                model, self._tokenizer, asked, self._stop_ids, self._config, sharding
             )
 
-        self._answers[who] = {}
+        self._answers[variant] = {}
         for name, rows in self._prompts.items():
             content = [self._config.max_new_tokens, [row.input_ids for row in rows]]
-            key = f"{who}-answers-{name}"
-            found = (shares or Shares()).run(key, content, len(rows), partial(work, rows=rows))
-            self._answers[who][name] = [Answer(*one) for one in found]
-        for name, answers in self._answers[who].items():
+            key = f"{variant}-answers-{name}"
+            found = (runner or RowRunner()).run(key, content, len(rows), partial(work, rows=rows))
+            self._answers[variant][name] = [Answer(*one) for one in found]
+        for name, answers in self._answers[variant].items():
             if num_empty := sum(not answer.text.strip() for answer in answers):
                 log.warning(
-                    "%s: %d of %d answers of %s are empty", name, num_empty, len(answers), who
+                    "%s: %d of %d answers of %s are empty", name, num_empty, len(answers), variant
                 )
         return {
-            f"{who}/{metric.name}/{name}": self._measure(who, metric, name)
+            f"{variant}/{metric.name}/{name}": self._measure(variant, metric, name)
             for metric in self._metrics
             for name in self._prompts
         }
 
-    def names(self, who: str) -> list[str]:
+    def metric_names(self, variant: str) -> list[str]:
         """Return the names of what `answer` returns."""
-        return [f"{who}/{one.name}/{name}" for one in self._metrics for name in self._prompts]
+        return [f"{variant}/{one.name}/{name}" for one in self._metrics for name in self._prompts]
 
-    def _measure(self, who: str, metric: Metric, name: str) -> float:
-        rows = list(zip(self._answers[who][name], self._prompts[name], strict=True))
-        self._scores[who, metric.name, name] = [
+    def _measure(self, variant: str, metric: Metric, name: str) -> float:
+        rows = list(zip(self._answers[variant][name], self._prompts[name], strict=True))
+        self._scores[variant, metric.name, name] = [
             metric.score(answer, prompt.answer, str(prompt.origin)) for answer, prompt in rows
         ]
         return metric.total(
-            self._scores[who, metric.name, name],
+            self._scores[variant, metric.name, name],
             [answer.text for answer, _ in rows],
             [prompt.answer for _, prompt in rows],
         )
 
-    def lines(self) -> Iterator[dict[str, Any]]:
+    def prediction_lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of predictions.jsonl; none where no model has answered."""
         if self._answers:
             for name, rows in self._prompts.items():
@@ -112,17 +112,18 @@ class Predictions:
 
     def _line(self, dataset: str, number: int) -> dict[str, Any]:
         prompt = self._prompts[dataset][number]
-        answers = {who: found[dataset][number] for who, found in self._answers.items()}
+        answers = {variant: found[dataset][number] for variant, found in self._answers.items()}
         return {
             "data_set": dataset,
             "source": redact(str(prompt.origin)),
             "prompt": self._tokenizer.decode(prompt.input_ids),
             "reference": prompt.answer,
-            **{who: answer.text for who, answer in answers.items()},
-            "finished": {who: answer.is_finished for who, answer in answers.items()},
+            **{variant: answer.text for variant, answer in answers.items()},
+            "finished": {variant: answer.is_finished for variant, answer in answers.items()},
             "metrics": {
                 metric.name: {
-                    who: self._scores[who, metric.name, dataset][number] for who in answers
+                    variant: self._scores[variant, metric.name, dataset][number]
+                    for variant in answers
                 }
                 for metric in self._metrics
             },
@@ -132,7 +133,7 @@ class Predictions:
 class Evaluator:
     """Measure models on the same held-out rows: loss per data set, metrics of answers, tasks.
 
-    `shards` and `sum_over_ranks` are given where each rank holds a part of the weights: then all
+    `sharding` and `sum_over_ranks` are given where each rank holds a part of the weights: then all
     ranks measure together, each its share of the validation rows.
     """
 
@@ -146,17 +147,17 @@ class Evaluator:
         *,
         max_len: int = 2048,
         tasks: Sequence[Task] = (),
-        shares: Shares | None = None,
-        shards: StrategyMixin | None = None,
+        runner: RowRunner | None = None,
+        sharding: StrategyMixin | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.data, self.backend, self.stop_ids = data, backend, stop_ids
-        self.shards, self.sum_over_ranks = shards, sum_over_ranks
-        self.prompts = data.prompts(config.max_rows) if config.asks_prompts else {}
+        self.sharding, self.sum_over_ranks = sharding, sum_over_ranks
+        self.prompts = data.prompts(config.max_rows) if config.answers_prompts else {}
         self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
         self.row_losses: dict[str, Tensor] = {}
         """of base and tuned: weighted losses and weights of every validation row [2, rows]"""
-        self.shares = shares or Shares()
+        self.runner = runner or RowRunner()
         self.tasks = TaskRunner(config, tasks, tokenizer, stop_ids, max_len)
         self.harness = None
         self.harness_lines: dict[tuple[str, str], dict[str, Any]] = {}
@@ -168,11 +169,11 @@ class Evaluator:
             self.harness.manager()  # names what it does not know, before a model is read
 
     @property
-    def asks(self) -> bool:
+    def measures_answers(self) -> bool:
         """Return whether anything is asked of a model beside the validation rows."""
         return bool(self.prompts or self.tasks.tasks or self.harness)
 
-    def losses(self, who: str, model: Any) -> dict[str, float]:
+    def measure_losses(self, variant: str, model: Any) -> dict[str, float]:
         """Return the exact validation loss of every data set; nothing without validation rows."""
         from app.training.objective import DocumentSums, validate
 
@@ -181,14 +182,14 @@ class Evaluator:
             return {}
         documents, is_packed = DocumentSums(), self.data.is_packed
         total: Callable[[Tensor], Tensor] | None = self.sum_over_ranks
-        if self.shards is None:
-            batches: Any = self.data.whole_val_dataloader(self.shares.num_ranks, self.shares.rank)
-            device, total = None, total if self.shares.num_ranks > 1 else None
+        if self.sharding is None:
+            batches: Any = self.data.whole_val_dataloader(self.runner.num_ranks, self.runner.rank)
+            device, total = None, total if self.runner.num_ranks > 1 else None
         else:
-            batches, device = self.data.val_dataloader(), self.shards.root_device
+            batches, device = self.data.val_dataloader(), self.sharding.root_device
         losses = validate(
             model,
-            self._shown(f"{who}-losses", batches, num_rows),
+            self._shown(f"{variant}-losses", batches, num_rows),
             self.backend,
             names,
             device,
@@ -197,55 +198,55 @@ class Evaluator:
             documents=documents,
         )
         rows = documents.take(self.data.val_order, num_rows)
-        self.row_losses[who] = (rows if total is None else total(rows)).cpu()
+        self.row_losses[variant] = (rows if total is None else total(rows)).cpu()
         return losses
 
     def _shown(self, key: str, batches: Any, num_rows: int) -> Iterator[Any]:
         """Go over batches, and show about how many of the rows in them are done."""
         for done, batch in enumerate(batches):
-            self.shares.show(key, num_rows * done // len(batches), num_rows)
+            self.runner.show(key, num_rows * done // len(batches), num_rows)
             yield batch
-        self.shares.show(key, num_rows, num_rows)
+        self.runner.show(key, num_rows, num_rows)
 
-    def answers(self, who: str, model: Any) -> dict[str, float]:
-        """Return the metrics of every data set and task, named by `who`."""
-        found = self.tasks.measure(who, model, self.shares, self.shards)
+    def measure_answers(self, variant: str, model: Any) -> dict[str, float]:
+        """Return the metrics of every data set and task, named by `variant`."""
+        found = self.tasks.measure(variant, model, self.runner, self.sharding)
         if self.prompts:
-            found = self.predictions.answer(who, model, self.shards, self.shares) | found
+            found = self.predictions.answer(variant, model, self.sharding, self.runner) | found
         if self.harness is not None:
-            metrics, lines = self.harness.measure(who, model, self.shares)
+            metrics, lines = self.harness.measure(variant, model, self.runner)
             found |= metrics
             for line in lines:
                 key = (line["data_set"], line["source"])
                 self.harness_lines[key] = _merged(self.harness_lines.get(key), line)
         return found
 
-    def names(self, who: str) -> list[str]:
+    def metric_names(self, variant: str) -> list[str]:
         """Return the names of what `answers` returns, but for the harness's."""
-        return [*self.predictions.names(who), *self.tasks.names(who)]
+        return [*self.predictions.metric_names(variant), *self.tasks.metric_names(variant)]
 
-    def lines(self) -> Iterator[dict[str, Any]]:
+    def prediction_lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of predictions.jsonl."""
-        yield from self.predictions.lines()
-        yield from self.tasks.lines()
+        yield from self.predictions.prediction_lines()
+        yield from self.tasks.prediction_lines()
         yield from self.harness_lines.values()
 
-    def measure(self, who: str, model: Any) -> dict[str, float]:
-        """Return all figures of a model, named by `who`: base or tuned."""
+    def measure(self, variant: str, model: Any) -> dict[str, float]:
+        """Return all figures of a model, named by `variant`: base or tuned."""
         import torch
 
         def work() -> list[Any]:
-            losses = self.losses(who, model)
-            return [losses, self.row_losses[who].tolist() if losses else []]
+            losses = self.measure_losses(variant, model)
+            return [losses, self.row_losses[variant].tolist() if losses else []]
 
         examples = self.data.val_examples
         columns = (examples.digests, examples.label_weights, examples.datasets)
         digests = [hashlib.sha256(column.tobytes()).hexdigest() for column in columns]
         content = [self.data.dataset_names, self.data.is_packed, digests]
-        losses, rows = self.shares.once(f"{who}-losses", content, work)
+        losses, rows = self.runner.once(f"{variant}-losses", content, work)
         if losses:
-            self.row_losses[who] = torch.tensor(rows, dtype=torch.double)
-        return named(who, losses) | self.answers(who, model)
+            self.row_losses[variant] = torch.tensor(rows, dtype=torch.double)
+        return prefix_metrics(variant, losses) | self.measure_answers(variant, model)
 
     def changes(
         self,
@@ -257,14 +258,14 @@ class Evaluator:
         `trained`: the data sets that the tuned model was trained on, None where nobody knows.
         `others`: what else was scored, base and tuned -> measure -> data set or task -> rows.
         """
-        lines = list(self.lines())
+        lines = list(self.prediction_lines())
         base, tuned = (
             {
-                "val/loss": self._loss_scores(who),
-                **scores_in_lines(lines, who),
-                **(others or {}).get(who, {}),
+                "val/loss": self._loss_scores(variant),
+                **scores_in_lines(lines, variant),
+                **(others or {}).get(variant, {}),
             }
-            for who in WHO
+            for variant in VARIANTS
         )
         return compare_rows(base, tuned, trained)
 
@@ -274,13 +275,13 @@ class Evaluator:
         Their intervals hold all at once as well, apart from those of `changes`.
         """
         lines = list(self.tasks.group_lines())
-        base, tuned = (scores_in_lines(lines, who) for who in WHO)
+        base, tuned = (scores_in_lines(lines, variant) for variant in VARIANTS)
         return compare_rows(base, tuned)
 
-    def _loss_scores(self, who: str) -> dict[str, RowScores]:
-        if who not in self.row_losses:
+    def _loss_scores(self, variant: str) -> dict[str, RowScores]:
+        if variant not in self.row_losses:
             return {}
-        losses, weights = self.row_losses[who].numpy()
+        losses, weights = self.row_losses[variant].numpy()
         scores = {}
         for number, name in enumerate(self.data.dataset_names):
             # A row without a trained token has no loss.
@@ -290,9 +291,9 @@ class Evaluator:
             )
         return scores
 
-    def write(self, folder: Path) -> None:
+    def write_predictions(self, folder: Path) -> None:
         """Write `predictions.jsonl`, a line a prompt; nothing where no model was asked."""
-        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.lines()]
+        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.prediction_lines()]
         if lines:
             write_whole(folder / PREDICTIONS_FILE, "".join(lines))
 
@@ -312,17 +313,17 @@ def _merged(line: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any
     }
 
 
-def named(who: str, metrics: dict[str, float]) -> dict[str, float]:
+def prefix_metrics(variant: str, metrics: dict[str, float]) -> dict[str, float]:
     """Name a model's figures `base/...` or `tuned/...`; the tuned one's losses keep theirs too.
 
     Beside each loss comes its perplexity.
     """
     own_names = {name: value for name, value in metrics.items() if name.startswith("val/")}
-    found = {f"{who}/{name}": value for name, value in metrics.items()}
+    found = {f"{variant}/{name}": value for name, value in metrics.items()}
     for name, loss in metrics.items():
         if name.startswith("val/loss"):
-            found[f"{who}/{name.replace('loss', 'perplexity', 1)}"] = perplexity_of(loss)
-    return found | (own_names if who == "tuned" else {})
+            found[f"{variant}/{name.replace('loss', 'perplexity', 1)}"] = perplexity_of(loss)
+    return found | (own_names if variant == "tuned" else {})
 
 
 def perplexity_of(loss: float) -> float:

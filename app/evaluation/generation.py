@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.evaluation.decoding import GreedyDecoder
 from app.evaluation.metrics import METRICS, Answer
-from app.evaluation.tasks.settings import TaskConfig
+from app.evaluation.tasks.questions import TaskConfig
 from app.model.attention import generation_attention
 from data_modules import setting
 
@@ -60,13 +60,13 @@ class EvaluationConfig:
     judge's 10 points; null = never"""
 
     @property
-    def asks_prompts(self) -> bool:
+    def answers_prompts(self) -> bool:
         """Return whether held-out prompts are answered at all."""
         return self.exact_match or bool(self.metrics) or self.metric is not None
 
 
 @dataclass(kw_only=True, slots=True)
-class DuringConfig(EvaluationConfig):
+class TrainEvaluationConfig(EvaluationConfig):
     """What a training asks its model, at its end and on its way."""
 
     every_steps: int | None = setting(None, ge=1)
@@ -83,10 +83,10 @@ def answer_prompts(
     prompts: Sequence[Prompt],
     stop_ids: set[int],
     config: EvaluationConfig,
-    shards: StrategyMixin | None = None,
+    sharding: StrategyMixin | None = None,
 ) -> list[Answer]:
     """Answer each prompt as `answer_batches`; answers keep the given order."""
-    batches = answer_batches(model, tokenizer, prompts, stop_ids, config, shards)
+    batches = answer_batches(model, tokenizer, prompts, stop_ids, config, sharding)
     found = dict(pair for batch in batches for pair in batch)
     return [found[number] for number in range(len(prompts))]
 
@@ -97,12 +97,12 @@ def answer_batches(
     prompts: Sequence[Prompt],
     stop_ids: set[int],
     config: EvaluationConfig,
-    shards: StrategyMixin | None = None,
+    sharding: StrategyMixin | None = None,
     stop_texts: Sequence[str] = (),
 ) -> Iterator[list[tuple[int, Answer]]]:
     """Answer each prompt greedily, up to the first of `stop_ids`; yield (number, answer) by batch.
 
-    `shards`: the strategy where each rank holds a part of the weights; all answer together.
+    `sharding`: the strategy where each rank holds a part of the weights; all answer together.
     No more is generated of an answer that has one of `stop_texts`; they are not cut off.
     """
     import torch
@@ -110,7 +110,7 @@ def answer_batches(
     was_training = model.training
     model.eval()
     with torch.no_grad(), generation_attention(model):
-        if shards is None and GreedyDecoder.fits(model):
+        if sharding is None and GreedyDecoder.fits(model):
             decoder = GreedyDecoder(
                 model=model,
                 stops=frozenset(stop_ids),
@@ -120,7 +120,7 @@ def answer_batches(
             )
             found = decoder.answers([prompt.input_ids for prompt in prompts])
         else:
-            found = _generated(model, tokenizer, prompts, stop_ids, config, shards, stop_texts)
+            found = _generated(model, tokenizer, prompts, stop_ids, config, sharding, stop_texts)
         for batch in found:
             answers = []
             for number, tokens in batch:
@@ -149,7 +149,7 @@ def _generated(
     prompts: Sequence[Prompt],
     stop_ids: set[int],
     config: EvaluationConfig,
-    shards: StrategyMixin | None,
+    sharding: StrategyMixin | None,
     stop_texts: Sequence[str],
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """Yield (number, tokens) by batch, through transformers' own loop: for every architecture."""
@@ -158,23 +158,23 @@ def _generated(
 
     # Prompts of similar length share a batch, for less padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].input_ids))
-    device = model.device if shards is None else shards.root_device
+    device = model.device if sharding is None else sharding.root_device
     pairs, pad = model.config.is_encoder_decoder, tokenizer.pad_token_id
-    with decoding(model, sorted(stop_ids), pad, config.max_new_tokens):
+    with override_generation_config(model, sorted(stop_ids), pad, config.max_new_tokens):
         for chosen in _batches(order, config.batch_size):
             ids = [prompts[i].input_ids for i in chosen]
             padded, mask = _pad(ids, pad, on_the_right=pairs)
             start = 1 if pairs else len(padded[0])  # the start token of a decoder, or the prompt
             until = [_StopTexts(tokenizer, stop_texts, start)] if stop_texts else []
             # `generate` calls encoders and adapted models past the hooks that gather weights.
-            with nullcontext() if shards is None else shards.gathered(model):
+            with nullcontext() if sharding is None else sharding.gathered(model):
                 generated = model.generate(
                     input_ids=torch.tensor(padded, device=device),
                     attention_mask=torch.tensor(mask, device=device),
                     stopping_criteria=StoppingCriteriaList(until),
                     # Ranks may diverge where two logits are all but equal; one that has finished
                     # keeps stepping for the others, which need its part of the weights.
-                    synced_gpus=shards is not None,
+                    synced_gpus=sharding is not None,
                 )
             yield list(zip(chosen, generated[:, start:].tolist(), strict=True))
 
@@ -220,7 +220,7 @@ def _pad(ids: list[list[int]], pad: int, *, on_the_right: bool) -> tuple[list[li
 
 
 @contextmanager
-def decoding(
+def override_generation_config(
     model: torch.nn.Module,
     stops: list[int],
     pad_token_id: int,

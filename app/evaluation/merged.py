@@ -204,7 +204,7 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
     if why is not None:
         print(f"{file.name}: written; not compared: {why}")
         return
-    from app.evaluation.generation import decoding
+    from app.evaluation.generation import override_generation_config
     from app.model.architecture import model_class
 
     kind = model_class(tuned.base.architecture)
@@ -212,7 +212,7 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
     prompts = [row["input_ids"][: PROBE_TOKENS // 2] for row in probe_rows(config, tuned)][:4]
     ours = []
     pad = tuned.tokenizer.pad_token_id
-    with torch.no_grad(), decoding(model, [], pad, GREEDY_TOKENS):
+    with torch.no_grad(), override_generation_config(model, [], pad, GREEDY_TOKENS):
         for prompt in prompts:
             ids = torch.tensor([prompt])
             answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))

@@ -39,7 +39,7 @@ CELLS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measure:
+class MeasureSpec:
     """What a row's score is, and how it is shown."""
 
     heading: str
@@ -52,11 +52,11 @@ class Measure:
 
 
 MEASURES = {
-    "val/loss": Measure(heading="loss", form="{:.4f}", is_lower_better=True),
-    "val/perplexity": Measure(heading="perplexity", form="{:.4g}", is_lower_better=True),
-    "exact_match": Measure(heading="exact match", form="{:.1%}", largest=1.0),
+    "val/loss": MeasureSpec(heading="loss", form="{:.4f}", is_lower_better=True),
+    "val/perplexity": MeasureSpec(heading="perplexity", form="{:.4g}", is_lower_better=True),
+    "exact_match": MeasureSpec(heading="exact match", form="{:.1%}", largest=1.0),
     **{
-        name: Measure(heading=heading, form="{:.1%}", largest=1.0)
+        name: MeasureSpec(heading=heading, form="{:.1%}", largest=1.0)
         for name, heading in {
             "numeric": "numeric match",
             "f1": "F1",
@@ -70,10 +70,10 @@ MEASURES = {
             "passed": "passed",
         }.items()
     },
-    "loss": Measure(heading="loss", form="{:.4f}", is_lower_better=True),
-    "judge": Measure(heading="judge's score", form="{:.2f}", scale=10, largest=9.0),
+    "loss": MeasureSpec(heading="loss", form="{:.4f}", is_lower_better=True),
+    "judge": MeasureSpec(heading="judge's score", form="{:.2f}", scale=10, largest=9.0),
 }
-OTHER = Measure(heading="", form="{:.4f}")
+OTHER = MeasureSpec(heading="", form="{:.4f}")
 """a measure that is not listed: more is better, under its own name"""
 
 
@@ -108,7 +108,7 @@ class Change:
     """whether the tuned model was trained on such data; None where nobody knows"""
 
     @property
-    def how(self) -> Measure:
+    def spec(self) -> MeasureSpec:
         return MEASURES.get(self.measure, OTHER)
 
     @property
@@ -116,7 +116,7 @@ class Change:
         return self.tuned - self.base
 
     @property
-    def is_real(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the interval excludes zero, by rows and digits enough to say so."""
         return self.excludes_zero and self.num_changed >= MIN_CHANGED
 
@@ -131,11 +131,11 @@ class Change:
 
     @property
     def is_better(self) -> bool:
-        return self.is_real and (self.difference < 0) == self.how.is_lower_better
+        return self.is_significant and (self.difference < 0) == self.spec.is_lower_better
 
     @property
     def is_worse(self) -> bool:
-        return self.is_broken or (self.is_real and not self.is_better)
+        return self.is_broken or (self.is_significant and not self.is_better)
 
     @property
     def regression(self) -> float:
@@ -144,12 +144,12 @@ class Change:
             return math.inf
         if not self.is_worse:
             return 0.0
-        return (self.low if self.how.is_lower_better else -self.high) / self.how.scale
+        return (self.low if self.spec.is_lower_better else -self.high) / self.spec.scale
 
     @property
-    def word(self) -> str:
+    def verdict(self) -> str:
         """The verdict of this line."""
-        if not (self.is_real or self.is_broken):
+        if not (self.is_significant or self.is_broken):
             return "too few differ" if self.excludes_zero else "no difference"
         if self.is_better:
             return "better"
@@ -189,17 +189,17 @@ def compare_rows(
 
 
 def scores_in_lines(
-    lines: Iterable[Mapping[str, Any]], who: str
+    lines: Iterable[Mapping[str, Any]], variant: str
 ) -> dict[str, dict[str, RowScores]]:
     """Return a model's scores in the lines of predictions.jsonl, by metric and data set or task.
 
-    The loss of a row counts by its tokens. A metric is left out where a row has none of `who`.
+    The loss of a row counts by its tokens. A metric is left out where a row has none of `variant`.
     """
     found: dict[tuple[str, str], list[tuple[float | None, float]]] = defaultdict(list)
     for line in lines:
         for metric, values in line["metrics"].items():
             weight = float(line.get("tokens", 1)) if metric == "loss" else 1.0
-            found[metric, line["data_set"]].append((values.get(who), weight))
+            found[metric, line["data_set"]].append((values.get(variant), weight))
     scores: dict[str, dict[str, RowScores]] = defaultdict(dict)
     for (metric, name), rows in found.items():
         own = [score for score, _ in rows if score is not None]
@@ -272,12 +272,12 @@ def paired_bootstrap(
     return float(low), float(high)
 
 
-def figures_of(changes: Iterable[Change]) -> dict[str, float]:
+def change_metrics(changes: Iterable[Change]) -> dict[str, float]:
     """Return the figures of all lines by their names in metrics.json."""
     return {name: value for change in changes for name, value in change.figures().items()}
 
 
-def verdict(changes: Sequence[Change]) -> str:
+def verdict_line(changes: Sequence[Change]) -> str:
     """Say in one line what became better and worse, and what of it was forgotten."""
     better = _named(change for change in changes if change.is_better)
     forgotten = _named(c for c in changes if c.is_worse and c.is_trained is False)
@@ -297,7 +297,7 @@ def verdict(changes: Sequence[Change]) -> str:
 def _named(changes: Iterable[Change]) -> str:
     by_name: dict[str, list[str]] = {}
     for change in changes:
-        by_name.setdefault(change.name, []).append(change.how.heading or change.measure)
+        by_name.setdefault(change.name, []).append(change.spec.heading or change.measure)
     return ", ".join(f"{name} ({', '.join(measures)})" for name, measures in by_name.items())
 
 
@@ -313,15 +313,15 @@ def changes_table(changes: Sequence[Change], title: str = "from base to tuned") 
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for change in changes:
-        form = change.how.form
+        form = change.spec.form
         signed = form.replace(":", ":+")
         table.add_row(
             escape(change.name),
-            escape(change.how.heading or change.measure),
+            escape(change.spec.heading or change.measure),
             f"{change.num_rows:,}",
             signed.format(change.difference),
             f"{signed.format(change.low)} to {signed.format(change.high)}",
-            change.word,
+            change.verdict,
         )
     return table
 
@@ -337,11 +337,11 @@ def print_changes(changes: Sequence[Change], groups: Sequence[Change] = ()) -> N
 
     Console(highlight=False).print(changes_table(changes))
     if groups:
-        real = [change for change in groups if change.is_real or change.is_broken]
+        real = [change for change in groups if change.is_significant or change.is_broken]
         if real:
             Console(highlight=False).print(changes_table(real, "groups of tasks that differ"))
         print(f"groups of tasks: {len(real)} of {len(groups)} differ; metrics.json has all")
-    print(f"verdict: {printable(verdict(changes))}")
+    print(f"verdict: {printable(verdict_line(changes))}")
 
 
 def check_regression(changes: Iterable[Change], most: float | None) -> None:
@@ -349,9 +349,9 @@ def check_regression(changes: Iterable[Change], most: float | None) -> None:
     if most is None:
         return
     problems = [
-        f"{change.name}: {change.how.heading or change.measure} "
-        f"{change.how.form.format(change.base)} -> {change.how.form.format(change.tuned)}, worse "
-        f"by at least {change.how.form.format(change.regression * change.how.scale)}"
+        f"{change.name}: {change.spec.heading or change.measure} "
+        f"{change.spec.form.format(change.base)} -> {change.spec.form.format(change.tuned)}, worse "
+        f"by at least {change.spec.form.format(change.regression * change.spec.scale)}"
         for change in changes
         if change.regression > most
     ]

@@ -17,7 +17,7 @@ HIGHEST = 10.0
 class AnswerView:
     """A model's answer to one turn, its grade and the judge's words."""
 
-    who: str
+    variant: str
     text: str
     score: float | None
     judge: str
@@ -76,8 +76,8 @@ def render_judge_page(
         spokes=spokes(names),
         rings=[(ring, outline([ring] * len(names))) for ring in RINGS],
         shapes={
-            who: outline([of_model.get(name, 0.0) for name in names])
-            for who, of_model in scores.items()
+            variant: outline([of_model.get(name, 0.0) for name in names])
+            for variant, of_model in scores.items()
         },
         questions=questions,
         size=SIZE,

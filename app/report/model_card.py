@@ -1,18 +1,27 @@
-"""The README.md of a merged model: what it is, what it was made of, and how it was checked."""
+"""Model cards: the README.md beside what a run has saved, and beside a merged model.
+
+A card says what the model is, what it was trained on, how it was measured, and how to load it. It
+never names a folder of this machine that others cannot read.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
+from app.model.hub import cache_folder
 from app.process.errors import UserError
+from app.process.files import write_whole
 from app.process.untrusted import read_json_object
-from data_modules import printable, redact
+from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
+from app.report.run_page import CURVES_FILE, Setting, format_number
+from data_modules import is_hub_id, printable, redact
 
 if TYPE_CHECKING:
     import torch
@@ -21,114 +30,274 @@ if TYPE_CHECKING:
     from app.config import MergeConfig
     from app.model.merging import Difference
 
-CARD_FILE = "README.md"
+CARD_FILE, ADAPTER_CONFIG = "README.md", "adapter_config.json"
+MAX_README = 1_000_000
+"""characters of a base model's README.md that are searched for its license"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CardFacts:
-    """What a model card says."""
+def write_card(
+    saved: Path, run: Path, settings: Sequence[Setting], *, repo: str | None = None
+) -> None:
+    """Write the card of a saved adapter or model into its folder, with the plot of its curves.
 
-    base: str
-    revision: str | None
-    adapter: str
-    """its kind and settings in words"""
-    dtype: str
-    how: Sequence[str]
-    """how it was merged and checked, a sentence each"""
-    stop_tokens: Sequence[str]
-    is_encoder_decoder: bool
-    datasets: Sequence[Mapping[str, Any]] = ()
-    """name and numbers of rows, as a run's manifest has them"""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    `repo`: hub repository that the folder is pushed to; the card then loads the model from there.
+    All files in the folder get the mode of the card, which follows the user's umask: safetensors
+    makes its own files private.
+    """
+    if (run / CURVES_FILE).is_file():
+        shutil.copyfile(run / CURVES_FILE, saved / CURVES_FILE)
+    files = read_run_files(run)
+    write_whole(saved / CARD_FILE, render_run_card(saved, files, settings, repo=repo))
+    mode = (saved / CARD_FILE).stat().st_mode & 0o777
+    for file in saved.iterdir():
+        if file.is_file() and not file.is_symlink():
+            file.chmod(mode)
 
 
-def render_card(facts: CardFacts) -> str:
-    """Return the card as Markdown, with what the hub reads of it in front."""
-    kind = "AutoModelForSeq2SeqLM" if facts.is_encoder_decoder else "AutoModelForCausalLM"
-    task = "text2text-generation" if facts.is_encoder_decoder else "text-generation"
-    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": task}
-    base = facts.base
-    if Path(base).is_absolute():
-        base = Path(base).name  # where it lies here is nobody else's business
-    else:
-        head["base_model"] = base
-    front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
-    revision = f" (revision {facts.revision})" if facts.revision else ""
-    lines = [
-        f"# {Path(base).name}, fine-tuned",
+def render_run_card(
+    saved: Path, run: RunFiles, settings: Sequence[Setting], *, repo: str | None = None
+) -> str:
+    """Return the card of what a run has saved as Markdown, with the hub's metadata in front."""
+    is_adapter = (saved / ADAPTER_CONFIG).is_file()
+    model, adapter = run.config.get("model") or {}, run.config.get("adapter") or {}
+    base, revision = str(model.get("path") or ""), model.get("revision")
+    is_local = Path(base).is_absolute() or Path(base).is_dir()
+    loaded_base = Path(base).name if repo is not None and is_local else base
+    is_encoder_decoder = _is_encoder_decoder(saved)
+    front = _front_matter("peft" if is_adapter else "transformers", is_encoder_decoder)
+    if base and not is_local:
+        front["base_model"] = base
+    if (license := license_of(base, is_local=is_local)) is not None:
+        front["license"] = license
+    datasets = [row for row in run.manifest.get("data") or [] if isinstance(row, dict)]
+    if hub_ids := sorted({path for row in datasets if is_hub_id(path := str(row.get("path")))}):
+        front["datasets"] = hub_ids
+    kind = str(adapter.get("name") or "adapter")
+    front["tags"] = ["loft", "sft", *([kind] if is_adapter else [])]
+    name = Path(base).name or "A model from random weights"
+    numbers = ", ".join(f"{key} {adapter[key]:g}" for key in ("r", "alpha") if adapter.get(key))
+    hyperparameters = f" ({numbers})" if numbers else ""
+    what = f"A {kind} adapter{hyperparameters} for" if is_adapter else "All weights, trained from"
+    at_revision = f" (revision {revision})" if revision else ""
+    body = [
+        f"# {name}, fine-tuned",
         "",
-        f"`{base}`{revision} with {facts.adapter} merged into it, in {facts.dtype}.",
+        f"{what} `{Path(base).name if is_local else base}`{at_revision}.",
         "",
-        *(f"- {sentence}" for sentence in facts.how),
-        f"- An answer ends with {' or '.join(f'`{token}`' for token in facts.stop_tokens)}.",
+        "## Use",
         "",
-        "```python",
-        f"from transformers import {kind}, AutoTokenizer",
+        *_snippet(
+            repo or str(saved),
+            is_encoder_decoder=is_encoder_decoder,
+            adapter_base=loaded_base if is_adapter else None,
+            revision=revision,
+        ),
         "",
-        f'model = {kind}.from_pretrained("THIS_FOLDER", dtype="auto")',
-        'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")',
-        'messages = [{"role": "user", "content": "..."}]',
-        "text = tokenizer.apply_chat_template("
-        "messages, add_generation_prompt=True, tokenize=False)",
-        f"inputs = tokenizer(text, return_tensors='pt', "
-        f"add_special_tokens={facts.is_encoder_decoder})",
-        "answer = model.generate(**inputs)",
-        "```",
+        "## Trained on",
+        "",
+        *_data_table(datasets),
+        "",
+        *_metrics_section(saved, run),
+        "## Settings that differ from the defaults",
+        "",
+        "| setting | value |",
+        "|---|---|",
+        *(
+            f"| `{key}` | {cell(value)} |"
+            for key, value, _ in settings
+            if repo is None or not ("path:" in value or value.startswith("/"))
+        ),
+        "",
     ]
-    if facts.datasets:
-        lines += ["", "## Trained on", ""]
-        lines += [
-            f"- {one.get('name')}: {one.get('train_rows', 0):,} rows, "
-            f"{one.get('validation_rows', 0):,} held out"
-            for one in facts.datasets
-        ]
-    shown = {
-        name: value
-        for name, value in facts.metrics.items()
-        if re.match("(base|tuned)/(val/loss|exact_match)", name)
-    }
-    if shown:
-        lines += ["", "## Measured on held-out rows", "", "| figure | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.4g} |" for name, value in shown.items()]
-    body = "\n".join(printable(redact(line)) for line in lines)
-    return f"---\n{front}---\n\n{body}\n"
+    if versions := run.manifest.get("versions"):
+        listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+        body += ["## Made with", "", f"loft; {listed}", ""]
+    return _join(front, body)
 
 
-def describe_merged(
+def render_merged_card(
     config: MergeConfig,
     tuned: Tuned,
     differences: Mapping[str, Difference],
     dtype: torch.dtype,
     manifest: Mapping[str, Any],
     metrics: Mapping[str, float],
-) -> CardFacts:
-    """Return what the model card says."""
-    how = [f"Merged vs {name}: {difference}." for name, difference in differences.items()]
-    if tuned.base.quantization.method != "none":
-        method = tuned.base.quantization.method
-        how.insert(0, f"Trained on {method} weights; merged onto {config.merge.onto} ones.")
-    settings = read_json(Path(str(config.tuned_path)) / "adapter_config.json")
-    kind = str(settings.get("peft_type"))
-    words = [
-        f"{name}={settings[name]}"
-        for name in ("r", "lora_alpha", "use_dora", "use_rslora")
-        if settings.get(name)
-    ]
-    return CardFacts(
-        base=str(config.model.path),
-        revision=config.model.revision,
-        adapter=f"an adapter ({', '.join([kind, *words])})",
-        dtype=str(dtype).removeprefix("torch."),
-        how=how,
-        stop_tokens=tuned.tokenizer.convert_ids_to_tokens(sorted(tuned.stop_ids)),
-        is_encoder_decoder=tuned.base.architecture.is_encoder_decoder,
-        datasets=manifest.get("data", ()),
-        metrics=metrics,
+) -> str:
+    """Return the card of a merged model as Markdown, with the hub's metadata in front."""
+    is_encoder_decoder = tuned.base.architecture.is_encoder_decoder
+    front = _front_matter("transformers", is_encoder_decoder)
+    base = str(config.model.path)
+    if Path(base).is_absolute():
+        base = Path(base).name  # where it is on this machine is nobody else's business
+    else:
+        front["base_model"] = base
+    revision = f" (revision {config.model.revision})" if config.model.revision else ""
+    settings = read_json(Path(str(config.tuned_path)) / ADAPTER_CONFIG)
+    adapter = ", ".join(
+        [
+            str(settings.get("peft_type")),
+            *(
+                f"{name}={settings[name]}"
+                for name in ("r", "lora_alpha", "use_dora", "use_rslora")
+                if settings.get(name)
+            ),
+        ]
     )
+    how = [f"Merged vs {name}: {difference}." for name, difference in differences.items()]
+    if (method := tuned.base.quantization.method) != "none":
+        how.insert(0, f"Trained on {method} weights; merged onto {config.merge.onto} ones.")
+    stop_tokens = tuned.tokenizer.convert_ids_to_tokens(sorted(tuned.stop_ids))
+    body = [
+        f"# {Path(base).name}, fine-tuned",
+        "",
+        f"`{base}`{revision} with an adapter ({adapter}) merged into it, in "
+        f"{str(dtype).removeprefix('torch.')}.",
+        "",
+        *(f"- {sentence}" for sentence in how),
+        f"- An answer ends with {' or '.join(f'`{token}`' for token in stop_tokens)}.",
+        "",
+        *_snippet("THIS_FOLDER", is_encoder_decoder=is_encoder_decoder),
+    ]
+    if datasets := manifest.get("data", ()):
+        body += ["", "## Trained on", ""]
+        body += [
+            f"- {row.get('name')}: {row.get('train_rows', 0):,} rows, "
+            f"{row.get('validation_rows', 0):,} held out"
+            for row in datasets
+        ]
+    shown = {
+        name: value
+        for name, value in metrics.items()
+        if re.match("(base|tuned)/(val/loss|exact_match)", name)
+    }
+    if shown:
+        body += ["", "## Measured on held-out rows", "", "| figure | value |", "|---|---|"]
+        body += [f"| {name} | {value:.4g} |" for name, value in shown.items()]
+    return _join(front, [*body, ""])
+
+
+def _front_matter(library: str, is_encoder_decoder: bool) -> dict[str, Any]:
+    task = "text2text-generation" if is_encoder_decoder else "text-generation"
+    return {"library_name": library, "pipeline_tag": task}
+
+
+def _join(front: Mapping[str, Any], body: Sequence[str]) -> str:
+    text = "\n".join(printable(redact(line)) for line in body)
+    return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n{text}"
+
+
+def _snippet(
+    saved: str,
+    *,
+    is_encoder_decoder: bool,
+    adapter_base: str | None = None,
+    revision: str | None = None,
+) -> list[str]:
+    """Return code that loads and runs the saved model, or the saved adapter of `adapter_base`."""
+    kind = "AutoModelForSeq2SeqLM" if is_encoder_decoder else "AutoModelForCausalLM"
+    lines = ["```python"]
+    if adapter_base is not None:
+        at_revision = f", revision={revision!r}" if revision else ""
+        lines += [
+            "from peft import PeftModel",
+            f"from transformers import {kind}, AutoTokenizer",
+            "",
+            f'base = {kind}.from_pretrained({adapter_base!r}{at_revision}, dtype="auto")',
+            f"model = PeftModel.from_pretrained(base, {saved!r})",
+        ]
+    else:
+        lines += [
+            f"from transformers import {kind}, AutoTokenizer",
+            "",
+            f'model = {kind}.from_pretrained({saved!r}, dtype="auto")',
+        ]
+    return [
+        *lines,
+        f"tokenizer = AutoTokenizer.from_pretrained({saved!r})",
+        'messages = [{"role": "user", "content": "..."}]',
+        "text = tokenizer.apply_chat_template("
+        "messages, add_generation_prompt=True, tokenize=False)",
+        f'inputs = tokenizer(text, return_tensors="pt", add_special_tokens={is_encoder_decoder})',
+        "answer = model.generate(**inputs, max_new_tokens=64)",
+        "print(tokenizer.decode(answer[0], skip_special_tokens=True))",
+        "```",
+    ]
+
+
+def _data_table(datasets: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        "| data set | rows | held out | trained tokens | sha256 |",
+        "|---|---:|---:|---:|---|",
+        *(
+            f"| {cell(row.get('name'))} | {row.get('train_rows') or 0:,} | "
+            f"{row.get('validation_rows') or 0:,} | {row.get('trained_tokens') or 0:,} | "
+            f"`{str(row.get('sha256') or '')[:16]}` |"
+            for row in datasets
+        ),
+    ]
+
+
+def _metrics_section(saved: Path, run: RunFiles) -> list[str]:
+    """Return the table of base vs tuned, and the plot of the curves, as far as they exist."""
+    tuned = {
+        name.removeprefix("tuned/"): value
+        for name, value in run.metrics.items()
+        if name.startswith("tuned/") and not any(part in name for part in NOT_DRAWN)
+    }
+    lines = []
+    if tuned:
+        lines += [
+            "## Measured on held-out rows",
+            "",
+            "| figure | base | tuned |",
+            "|---|---:|---:|",
+            *(
+                f"| {cell(name)} | {format_number(run.metrics.get(f'base/{name}'))} | "
+                f"{format_number(value)} |"
+                for name, value in tuned.items()
+            ),
+            "",
+        ]
+    if (saved / CURVES_FILE).is_file():
+        lines += [f"![curves of training and validation]({CURVES_FILE})", ""]
+    return lines
+
+
+def cell(text: object) -> str:
+    """Escape a text for a cell of a Markdown table."""
+    escaped = str(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    return escaped.replace("`", "'").replace("[", "\\[").replace("\n", " ")
+
+
+def license_of(base: str, *, is_local: bool) -> str | None:
+    """Return the license in a base model's own card, if the card is on this machine."""
+    cached = cache_folder() / f"models--{base.replace('/', '--')}" / "snapshots"
+    cards = [Path(base) / CARD_FILE] if is_local else sorted(cached.glob(f"*/{CARD_FILE}"))
+    for card in cards:
+        try:
+            text = card.read_text(encoding="utf-8")[:MAX_README]
+            _, front, _ = text.split("---\n", 2)
+            values = yaml.safe_load(front)
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        found = values.get("license") if isinstance(values, Mapping) else None
+        if isinstance(found, str) and found.isprintable() and len(found) < 60:
+            return found
+    return None
+
+
+def _is_encoder_decoder(saved: Path) -> bool:
+    for file in (saved / ADAPTER_CONFIG, saved / "config.json"):
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        return values.get("task_type") == "SEQ_2_SEQ_LM" or bool(values.get("is_encoder_decoder"))
+    return False
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return a JSON object of a run's folder; nothing where there is none."""
+    """Return the JSON object in a file of a run's folder, empty if there is no such file."""
     if not file.is_file():
         return {}
     content, problem = read_json_object(file)

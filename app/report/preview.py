@@ -1,7 +1,7 @@
 """Collect what a preview shows of the data that a run would train on, token by token.
 
-Decides which rows and packs are shown; `render` draws them. All text is made printable here, so
-that no file can control the page or the terminal.
+Decides which rows and packs are shown; `preview_page` renders them. All text is made printable
+here, so that no file can control the page or the terminal.
 """
 
 from __future__ import annotations

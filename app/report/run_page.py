@@ -281,19 +281,19 @@ def comparison_cells(metrics: Mapping[str, float]) -> Cells:
     """Return base and tuned side by side, a row a figure."""
     cells = [["figure", "base", "tuned", "difference"]]
     for name in metrics:
-        who, _, what = name.partition("/")
-        if who not in ("base", "tuned") or (who == "tuned" and f"base/{what}" in metrics):
+        variant, _, what = name.partition("/")
+        if variant not in ("base", "tuned") or (variant == "tuned" and f"base/{what}" in metrics):
             continue
         if any(part in name for part in NOT_DRAWN):
             continue
         before, after = metrics.get(f"base/{what}"), metrics.get(f"tuned/{what}")
         both = before is not None and after is not None
         difference = f"{after - before:+.4g}" if both else "-"  # type: ignore[operator]
-        cells.append([printable(what), number(before), number(after), difference])
+        cells.append([printable(what), format_number(before), format_number(after), difference])
     return cells
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Return a figure for a table."""
     return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
@@ -385,14 +385,14 @@ def shown_prediction(line: Mapping[str, Any]) -> dict[str, Any]:
     texts = [("reference", line.get("reference"))]
     metrics = line.get("metrics")
     scores = metrics if isinstance(metrics, Mapping) else {}
-    for who in ("base", "tuned"):
-        if who in line:
+    for variant in ("base", "tuned"):
+        if variant in line:
             found = [
-                f"{name} {_score(of[who])}"
+                f"{name} {_score(of[variant])}"
                 for name, of in scores.items()
-                if isinstance(of, Mapping) and who in of
+                if isinstance(of, Mapping) and variant in of
             ]
-            texts.append((f"{who} ({', '.join(found)})" if found else who, line[who]))
+            texts.append((f"{variant} ({', '.join(found)})" if found else variant, line[variant]))
     where = f"{line.get('data_set', '')} {Path(str(line.get('source', ''))).name}".strip()
     shown = [(heading, shorten(str(text))) for heading, text in texts if text is not None]
     prompt = shorten(str(line.get("prompt", "")).strip())
@@ -446,7 +446,8 @@ def figures_cells(runs: Mapping[str, RunFiles]) -> Cells:
     ]
     cells = [["figure", *runs]]
     cells += [
-        [printable(name), *(number(run.latest(name)) for run in runs.values())] for name in names
+        [printable(name), *(format_number(run.latest(name)) for run in runs.values())]
+        for name in names
     ]
     return cells
 

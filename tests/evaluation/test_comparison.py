@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from app.evaluation.comparison import comparison_table, print_comparison
-from app.evaluation.evaluator import named
+from app.evaluation.evaluator import prefix_metrics
 from app.model.adapter import LoraConfig, apply_adapter, probe_logits
 from tests.tiny import probe, tiny_llama
 
@@ -40,14 +40,14 @@ def cells(table: Table) -> list[list[str]]:
 
 def test_metrics_are_named_by_base_and_tuned() -> None:
     metrics = {"val/loss": 1.0, "val/loss/a": 2.0, "exact_match/a": 0.5}
-    assert named("base", metrics) == {
+    assert prefix_metrics("base", metrics) == {
         "base/val/loss": 1.0,
         "base/val/loss/a": 2.0,
         "base/exact_match/a": 0.5,
         "base/val/perplexity": math.exp(1.0),
         "base/val/perplexity/a": math.exp(2.0),
     }
-    assert named("tuned", metrics) == {
+    assert prefix_metrics("tuned", metrics) == {
         "tuned/val/loss": 1.0,
         "tuned/val/loss/a": 2.0,
         "tuned/exact_match/a": 0.5,

@@ -123,7 +123,9 @@ def test_a_signal_ends_the_measurement_of_a_single_rank_alone(
 
     monkeypatch.setattr(during, "measuring", measuring)
     answers = {"val/accuracy/boolq": 0.5}
-    evaluator: Any = SimpleNamespace(names=lambda who: [], answers=lambda who, model: answers)
+    evaluator: Any = SimpleNamespace(
+        metric_names=lambda variant: [], measure_answers=lambda variant, model: answers
+    )
     trainer = SimpleNamespace(
         world_size=num_ranks,
         global_rank=num_ranks - 1,

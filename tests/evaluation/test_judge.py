@@ -17,11 +17,11 @@ from app.evaluation.judge import endpoint as room
 from app.evaluation.judge.endpoint import Endpoint, JudgeError
 from app.evaluation.judge.grading import (
     Answers,
-    Judged,
-    check_judged,
+    Judgement,
+    check_judgement,
     judge_answers,
     judge_table,
-    print_judged,
+    print_judgement,
 )
 from app.evaluation.judge.prompts import (
     REMINDER,
@@ -105,7 +105,7 @@ def config_of(url: str, **settings: Any) -> JudgeConfig:
     return JudgeConfig(url=url, model="judge", questions="q", **{"max_retries": 2, **settings})
 
 
-def judged_by(url: str, folder: Path, key: str | None = None, **settings: Any) -> Judged:
+def judged_by(url: str, folder: Path, key: str | None = None, **settings: Any) -> Judgement:
     config = config_of(url, **settings)
     return judge_answers(
         [MATH, TALK], ANSWERS, Endpoint(config, key, folder / "cache"), config, folder
@@ -132,8 +132,8 @@ def test_verdicts_are_grades_and_wins_with_the_places_swapped(
         assert {(one["model"], one["temperature"]) for one in judge.asked} == {("judge", 0)}
         again = judged_by(url, tmp_path, KEY, **settings)
         assert len(judge.asked) == 15  # all of it was on the disk
-    assert again.figures() == judged.figures()
-    assert judged.figures() == {
+    assert again.metrics() == judged.metrics()
+    assert judged.metrics() == {
         "base/judge": 3.0,
         "base/judge/math": 3.0,
         "base/judge/writing": 3.0,
@@ -157,8 +157,8 @@ def test_verdicts_are_grades_and_wins_with_the_places_swapped(
     config = config_of(url, input_price=2.0, output_price=20.0)
     assert "1,500 tokens read and 105 written, $0.0051" in judged.cost(config)
     assert "0 verdicts for 0 tokens" in again.cost(config)
-    print_judged(judged, config, "judge.html")
-    check_judged(judged, config)
+    print_judgement(judged, config, "judge.html")
+    check_judgement(judged, config)
     assert "4 comparisons changed with the places, and count as ties" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "verdicts.jsonl").read_text().splitlines()]
     assert len(lines) == 16 and KEY not in str(lines)
@@ -218,17 +218,17 @@ def test_nonsense_is_asked_once_more_and_then_counts_for_nothing(
         num_asked = len(judge.asked)
         judged_by(url, tmp_path)
         assert len(judge.asked) == num_asked + 6  # what could not be read is asked again
-    assert judged.figures()["base/judge"] == 5.0
-    assert "base/judge/writing" not in judged.figures()
-    check_judged(judged, config_of(url))
+    assert judged.metrics()["base/judge"] == 5.0
+    assert "base/judge/writing" not in judged.metrics()
+    check_judgement(judged, config_of(url))
     assert "3 of 8 verdicts could not be read" in caplog.text
     assert "I like turtles." in caplog.text
     with judging(lambda _: "I like turtles.") as (_, url):
         judged = judged_by(url, tmp_path / "cache")
     judged.verdicts = [one for one in judged.verdicts if one.score is None]
-    judged.num_asked = len(judged.verdicts)
+    judged.num_requests = len(judged.verdicts)
     with pytest.raises(JudgeError, match="gave no verdict that could be read"):
-        check_judged(judged, config_of(url))
+        check_judgement(judged, config_of(url))
 
 
 FAILURES: dict[str, tuple[Any, str]] = {
@@ -256,7 +256,7 @@ def test_a_failure_that_passes_costs_another_try_and_nothing_else(
 
     with judging(says) as (judge, url):
         judged = judged_by(url, tmp_path, timeout_seconds=1.0, num_parallel=1)
-    assert judged.failure is None and judged.figures()["base/judge"] == 6.0
+    assert judged.failure is None and judged.metrics()["base/judge"] == 6.0
     assert len(judge.asked) == 8
 
 
@@ -280,7 +280,7 @@ def test_a_failure_that_stays_ends_in_words_and_keeps_what_there_is(
         judged = judged_by(url, tmp_path, **how)
         assert len(judge.asked) == 2 + 3
         with pytest.raises(JudgeError) as failed:
-            check_judged(judged, config_of(url))
+            check_judgement(judged, config_of(url))
         judge.says = lambda _: "Verdict: 7"
         rest = judged_by(url, tmp_path, **how)
     assert exit_code(failed.value) == 3
@@ -304,7 +304,7 @@ def test_a_refusal_is_the_users_and_ends_at_once(answer: Any, words: str, tmp_pa
         judged = judged_by(url, tmp_path, KEY, num_parallel=1)
         assert len(judge.asked) == 1
     with pytest.raises(UserError, match=words) as failed:
-        check_judged(judged, config_of(url))
+        check_judgement(judged, config_of(url))
     assert KEY not in str(failed.value)
 
 

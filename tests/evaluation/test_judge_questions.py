@@ -125,8 +125,8 @@ def test_a_radar_has_its_first_category_at_the_top_and_its_scale_from_the_centre
 def test_the_page_escapes_what_models_and_judges_say_and_needs_no_network() -> None:
     said = "<script>alert(1)</script>"
     answers = [
-        AnswerView(who="base", text=said, score=None, judge=""),
-        AnswerView(who="tuned", text="", score=7.0, judge=said),
+        AnswerView(variant="base", text=said, score=None, judge=""),
+        AnswerView(variant="tuned", text="", score=7.0, judge=said),
     ]
     turn = TurnView(question=said, reference=said, answers=answers)
     scores = {"base": {said: 1.0, "b": 2.0, "c": 3.0}, "tuned": {"b": 10.0}}

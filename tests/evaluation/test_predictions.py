@@ -29,20 +29,20 @@ ANSWERS = {
 TOKENIZER: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, *who: str) -> Predictions:
+def asked(monkeypatch: pytest.MonkeyPatch, *variants: str) -> Predictions:
     monkeypatch.setattr(
         room, "answer_batches", lambda model, *_: iter([list(enumerate(ANSWERS[model]))])
     )
     config = EvaluationConfig(exact_match=True, metrics=["numeric"])
     predictions = Predictions(TOKENIZER, PROMPTS, {2}, config)
-    for name in who:
+    for name in variants:
         model: Any = name
         predictions.answer(name, model)
     return predictions
 
 
 def test_predictions_have_one_line_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(asked(monkeypatch, "base", "tuned").lines()) == [
+    assert list(asked(monkeypatch, "base", "tuned").prediction_lines()) == [
         {
             "data_set": "sums",
             "source": "sums.jsonl:1",
@@ -81,13 +81,13 @@ def test_empty_answers_are_counted_in_words(
 
 
 def test_nothing_is_kept_without_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(asked(monkeypatch).lines()) == []
+    assert list(asked(monkeypatch).prediction_lines()) == []
 
 
 def test_losses_count_rows_and_not_the_packs_they_are_in() -> None:
     shown: list[tuple[str, int, int]] = []
-    shares = SimpleNamespace(show=lambda *what: shown.append(what))
-    evaluator = cast(Evaluator, SimpleNamespace(shares=shares))
+    runner = SimpleNamespace(show=lambda *what: shown.append(what))
+    evaluator = cast(Evaluator, SimpleNamespace(runner=runner))
     assert list(Evaluator._shown(evaluator, "base-losses", ["a", "b", "c"], 150)) == ["a", "b", "c"]
     assert [done for _, done, _ in shown] == [0, 50, 100, 150]
     assert {(key, total) for key, _, total in shown} == {("base-losses", 150)}
@@ -101,7 +101,7 @@ def test_samples_are_of_every_data_set_in_turn(capsys: pytest.CaptureFixture[str
     ]
 
     def shown(of: list[dict[str, object]], count: int) -> list[str]:
-        print_samples(cast(Evaluator, SimpleNamespace(lines=lambda: iter(of))), count)
+        print_samples(cast(Evaluator, SimpleNamespace(prediction_lines=lambda: iter(of))), count)
         return re.findall(r"\((.*)\.json", capsys.readouterr().out)
 
     assert shown(lines, 3) == ["lists", "orders", "people"]

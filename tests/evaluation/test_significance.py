@@ -14,14 +14,14 @@ from app.evaluation import significance as room
 from app.evaluation.significance import (
     Change,
     RowScores,
+    change_metrics,
     changes_table,
     check_regression,
     compare_rows,
-    figures_of,
     paired_bootstrap,
     print_changes,
     scores_in_lines,
-    verdict,
+    verdict_line,
 )
 from app.process.errors import TrainingFault, exit_code
 from tests.evaluation.test_comparison import cells
@@ -75,7 +75,7 @@ def test_models_that_differ_by_chance_are_seldom_called_different() -> None:
             }
             for s in (base, tuned)
         )
-        wrong += verdict(compare_rows(one, other)) != "no difference"
+        wrong += verdict_line(compare_rows(one, other)) != "no difference"
     # Of 8 intervals that each hold with 95 %, one in three studies would have one that excludes 0.
     assert wrong / studies < 0.1
 
@@ -92,25 +92,25 @@ def test_the_order_of_rows_and_what_both_share_do_not_matter(data: st.DataObject
     one, other = (
         compared(*(list(column) for column in zip(*some, strict=True))) for some in (rows, mixed)
     )
-    assert (one.low, one.high, one.word) == (other.low, other.high, other.word)
+    assert (one.low, one.high, one.verdict) == (other.low, other.high, other.verdict)
     assert one.low <= one.high
     assert one.base == pytest.approx(other.base)
 
 
 def test_no_effect_is_no_difference() -> None:
     same = [1.0, 2.0, 0.5] * 20
-    assert compared(same, same).word == "no difference"
+    assert compared(same, same).verdict == "no difference"
     noise = [loss - 2e-5 for loss in same]  # on every row, as another precision gives
-    assert compared(same, noise).word == "no difference"
-    assert compared(same, [loss - 2e-3 for loss in same]).word == "better"
+    assert compared(same, noise).verdict == "no difference"
+    assert compared(same, [loss - 2e-3 for loss in same]).verdict == "better"
 
 
 def test_few_rows_say_nothing_although_all_of_them_agree() -> None:
     # Every resample of them has the same sign; a sign test of five rows is at 6 %.
-    assert compared([1.0] * 5, [0.0] * 5).word == "too few differ"
-    assert compared([1.0] * 6, [0.0] * 6).word == "better"
+    assert compared([1.0] * 5, [0.0] * 5).verdict == "too few differ"
+    assert compared([1.0] * 6, [0.0] * 6).verdict == "better"
     of_many = compared([1.0] * 100, [1.0] * 95 + [0.0] * 5)
-    assert of_many.word == "too few differ"
+    assert of_many.verdict == "too few differ"
     assert not (of_many.is_better or of_many.is_worse)
 
 
@@ -144,15 +144,17 @@ def test_what_was_not_trained_on_is_forgotten() -> None:
     worse = RowScores(scores=[1.5] * 20)
     tuned = {"val/loss": {"lists": RowScores(scores=[0.5] * 20), "orders": worse, "people": worse}}
     changes = compare_rows(rows, tuned, trained={"lists", "people"})
-    assert [change.word for change in changes] == ["better", "forgotten", "worse"]
-    assert verdict(changes) == (
+    assert [change.verdict for change in changes] == ["better", "forgotten", "worse"]
+    assert verdict_line(changes) == (
         "better on lists (loss); worse on people (loss); forgot orders (loss), not trained on"
     )
-    assert verdict(compare_rows(rows, tuned)) == (  # nobody knows what an adapter was trained on
+    assert verdict_line(
+        compare_rows(rows, tuned)
+    ) == (  # nobody knows what an adapter was trained on
         "better on lists (loss); worse on orders (loss), people (loss)"
     )
-    assert figures_of(changes)["change/val/loss/lists"] == -0.5
-    assert figures_of(changes)["change/val/loss/orders/low"] == 0.5
+    assert change_metrics(changes)["change/val/loss/lists"] == -0.5
+    assert change_metrics(changes)["change/val/loss/orders/low"] == 0.5
 
 
 def test_scores_of_rows_are_read_from_predictions() -> None:
@@ -163,7 +165,7 @@ def test_scores_of_rows_are_read_from_predictions() -> None:
         line("arc", 3, accuracy={"base": 0.0, "tuned": 1.0}, loss={"base": 2.0, "tuned": 1.0}),
         line("arc", 1, accuracy={"base": 1.0, "tuned": 1.0}, loss={"base": 4.0}),
     ]
-    base, tuned = (scores_in_lines(lines, who) for who in ("base", "tuned"))
+    base, tuned = (scores_in_lines(lines, variant) for variant in ("base", "tuned"))
     assert (base["loss"]["arc"].scores, base["loss"]["arc"].weights) == ([2.0, 4.0], [3.0, 1.0])
     assert tuned.keys() == {"accuracy"}  # one row has no loss
     (change,) = compare_rows(base, tuned)
@@ -199,7 +201,7 @@ def test_a_regression_ends_with_exit_code_4_and_noise_does_not() -> None:
 
 def test_a_model_that_gives_no_number_any_more_is_worse() -> None:
     change = compared([1.0] * 20, [1.0] * 19 + [math.nan])
-    assert change.is_worse and change.word != "no difference"
+    assert change.is_worse and change.verdict != "no difference"
     with pytest.raises(TrainingFault, match="worse than its base"):
         room.check_regression([change], 0.5)
 

@@ -10,11 +10,9 @@ import pytest
 
 from app.evaluation.generation import EvaluationConfig
 from app.evaluation.likelihood import Likelihood
-from app.evaluation.tasks.code import passes
 from app.evaluation.tasks.forms import FORMS, MMLU_CATEGORIES, boxed, math_answer
-from app.evaluation.tasks.measure import answered, result_of, totals
-from app.evaluation.tasks.questions import Question, Task, build_tasks, check_tasks
-from app.evaluation.tasks.settings import TaskConfig
+from app.evaluation.tasks.measure import answered, passes, result_of, totals
+from app.evaluation.tasks.questions import Question, Task, TaskConfig, build_tasks, check_tasks
 from app.process.errors import UserError
 
 

@@ -18,7 +18,7 @@ import yaml
 from app import config
 from app.config.load import settings_of
 from app.config.verbs import PARTS
-from app.evaluation.tasks.settings import TaskConfig
+from app.evaluation.tasks.questions import TaskConfig
 from app.preflight import check_compatibility
 from app.preflight.couplings import devices, table
 from app.preflight.couplings.table import is_installed

@@ -28,7 +28,7 @@ from app.report.preview import (
     TokenRenderer,
     visible,
 )
-from app.report.render import render_passage
+from app.report.preview_page import render_passage
 from data_modules import DataError
 from tests.conftest import SHARED
 from tests.data_modules.conftest import build_tokenizer

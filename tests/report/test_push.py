@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, ModelCard, constants
 from app.config import load_config, save_config
 from app.config.plain import run_plain_verb
 from app.push import PushConfig, push
-from app.report.adapter_card import licence_of, render_adapter_card, write_card
+from app.report.model_card import license_of, render_run_card, write_card
 from app.report.run_files import read_run_files
 from tests.local_server import Handler, local_server
 from tests.report.test_run_page import HOSTILE, write_run
@@ -79,13 +79,13 @@ def test_a_base_of_the_hub_is_named_with_its_licence(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     config = (run / "config.yaml").read_text().replace(str(small_base()), "org/base")
     (run / "config.yaml").write_text(config)
-    text = render_adapter_card(run / "adapter", read_run_files(run), [])
+    text = render_run_card(run / "adapter", read_run_files(run), [])
     data = ModelCard(text).data
     assert (data.base_model, data.license) == ("org/base", "apache-2.0")
-    assert licence_of("org/other", is_local=False) is None
+    assert license_of("org/other", is_local=False) is None
     for odd in ("---\nlicense: [a\n---\n", "---\nlicense: [a]\n---\n", "", "---\n3\n---\n"):
         (snapshot / "README.md").write_text(odd)
-        assert licence_of("org/base", is_local=False) is None
+        assert license_of("org/base", is_local=False) is None
 
 
 class Hub(Handler):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import EvaluationConfig, answer_prompts
 from app.evaluation.judge.endpoint import Endpoint
-from app.evaluation.judge.grading import Judged, judge_answers
+from app.evaluation.judge.grading import Judgement, judge_answers
 from app.evaluation.judge.questions import QUESTIONS_FILE, Question, read_questions
 from app.evaluation.judge.settings import JudgeConfig, read_key
-from app.evaluation.shares import Shares
+from app.evaluation.row_runner import RowRunner
 from app.process.files import write_whole
 from data_modules import Origin, Prompt, Turn
 
@@ -44,17 +44,17 @@ class Bench:
 
     def ask(
         self,
-        who: str,
+        variant: str,
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
         template: ChatTemplate,
         stop_ids: set[int],
         context_len: int | None,
-        shares: Shares | None = None,
+        runner: RowRunner | None = None,
     ) -> None:
         """Have a model answer each turn of each question; a turn beyond its context has no answer.
 
-        `shares` keeps them where the evaluation is killed before its judge has said all.
+        `runner` keeps them where the evaluation is killed before its judge has said all.
         """
 
         def work() -> dict[str, list[str]]:
@@ -64,7 +64,7 @@ class Bench:
             [[question.id, *question.turns] for question in self.questions],
             [self.config.max_new_tokens, sorted(stop_ids), context_len, template.hash],
         ]
-        self.answers[who] = (shares or Shares()).once(f"{who}-judge", content, work)
+        self.answers[variant] = (runner or RowRunner()).once(f"{variant}-judge", content, work)
 
     def _answers(
         self,
@@ -98,7 +98,7 @@ class Bench:
                 answers[question.id].append(texts.get(question.id, ""))
         return answers
 
-    def judge(self, folder: Path, cache: Path) -> Judged:
+    def judge(self, folder: Path, cache: Path) -> Judgement:
         """Write all answers to `folder`, and ask for every verdict on them."""
         lines = [
             {
@@ -106,7 +106,7 @@ class Bench:
                 "category": question.category,
                 "turns": question.turns,
                 "reference": question.reference,
-                **{who: answers[question.id] for who, answers in self.answers.items()},
+                **{variant: answers[question.id] for variant, answers in self.answers.items()},
             }
             for question in self.questions
         ]

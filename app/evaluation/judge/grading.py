@@ -43,14 +43,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class JudgeRequest:
     """One request to a judge: about whom and which turn, from 0."""
 
     question: Question
     turn: int
-    who: str
+    variant: str
     """base or tuned; of a comparison the one that stands first"""
-    is_pair: bool
+    is_pairwise: bool
     messages: list[Message]
 
 
@@ -58,7 +58,7 @@ class Asked:
 class Verdict:
     """What became of a request: `score` 1 to 10, or 1, 0.5 or 0 for tuned against base."""
 
-    asked: Asked
+    request: JudgeRequest
     score: float | None
     text: str
     """the judge's own words, or why there is no verdict"""
@@ -68,13 +68,13 @@ class Verdict:
 
     def line(self) -> str:
         """Return its line of verdicts.jsonl."""
-        asked = self.asked
+        request = self.request
         row = {
-            "question_id": asked.question.id,
-            "category": asked.question.category,
-            "turn": asked.turn + 1,
-            "grading": "pairwise" if asked.is_pair else "single",
-            "first" if asked.is_pair else "model": asked.who,
+            "question_id": request.question.id,
+            "category": request.question.category,
+            "turn": request.turn + 1,
+            "grading": "pairwise" if request.is_pairwise else "single",
+            "first" if request.is_pairwise else "model": request.variant,
             "score": self.score,
             "judge": self.text,
             "read_tokens": self.read_tokens,
@@ -85,41 +85,46 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Judged:
+class Judgement:
     """All verdicts so far, and why there are no more."""
 
     verdicts: list[Verdict] = field(default_factory=list)
-    num_asked: int = 0
+    num_requests: int = 0
     failure: Exception | None = None
     """what ended the judging before its end"""
 
-    def scores(self, who: str) -> dict[str, dict[str, float]]:
+    def scores(self, variant: str) -> dict[str, dict[str, float]]:
         """Return a model's mean grade of each question that was graded whole, by category."""
         return self._by_question(
-            verdict for verdict in self.verdicts if verdict.asked.who == who and not _pair(verdict)
+            verdict
+            for verdict in self.verdicts
+            if verdict.request.variant == variant and not verdict.request.is_pairwise
         )
 
     def wins(self) -> dict[str, dict[str, float]]:
         """Return the share of each question's turns that tuned wins, a tie for a half."""
         by_turn: dict[tuple[str, int], list[Verdict]] = defaultdict(list)
-        for verdict in filter(_pair, self.verdicts):
-            by_turn[verdict.asked.question.id, verdict.asked.turn].append(verdict)
+        for verdict in self._comparisons():
+            by_turn[verdict.request.question.id, verdict.request.turn].append(verdict)
         both = (pair for pair in by_turn.values() if len(pair) == 2)
         return self._by_question(
-            Verdict(one.asked, _agreed(one.score, other.score), "") for one, other in both
+            Verdict(one.request, _agreed(one.score, other.score), "") for one, other in both
         )
 
     def num_undecided(self) -> int:
         """Count the comparisons whose winner changed with the places."""
         by_turn: dict[tuple[str, int], set[float | None]] = defaultdict(set)
-        for verdict in filter(_pair, self.verdicts):
-            by_turn[verdict.asked.question.id, verdict.asked.turn].add(verdict.score)
+        for verdict in self._comparisons():
+            by_turn[verdict.request.question.id, verdict.request.turn].add(verdict.score)
         return sum(scores == {0.0, 1.0} for scores in by_turn.values())
+
+    def _comparisons(self) -> Iterator[Verdict]:
+        return (verdict for verdict in self.verdicts if verdict.request.is_pairwise)
 
     def _by_question(self, verdicts: Iterable[Verdict]) -> dict[str, dict[str, float]]:
         by_question: dict[Question, list[float | None]] = defaultdict(list)
         for verdict in verdicts:
-            by_question[verdict.asked.question].append(verdict.score)
+            by_question[verdict.request.question].append(verdict.score)
         means: dict[str, dict[str, float]] = defaultdict(dict)
         for question, scores in by_question.items():
             known = [score for score in scores if score is not None]
@@ -127,39 +132,41 @@ class Judged:
                 means[question.category][question.id] = fmean(known)
         return dict(means)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return the means by their names in metrics.json: overall, by category and by turn."""
         found: dict[str, float] = {}
-        for who in ("base", "tuned"):
-            found |= _means(f"{who}/judge", self.scores(who))
-            for turn in sorted({verdict.asked.turn for verdict in self.verdicts}):
+        for variant in ("base", "tuned"):
+            found |= _means(f"{variant}/judge", self.scores(variant))
+            for turn in sorted({verdict.request.turn for verdict in self.verdicts}):
                 graded = [
                     verdict.score
                     for verdict in self.verdicts
-                    if (verdict.asked.who, verdict.asked.turn) == (who, turn)
-                    and not _pair(verdict)
+                    if (verdict.request.variant, verdict.request.turn) == (variant, turn)
+                    and not verdict.request.is_pairwise
                     and verdict.score is not None
                 ]
                 if graded:
-                    found[f"{who}/judge/turn_{turn + 1}"] = fmean(graded)
+                    found[f"{variant}/judge/turn_{turn + 1}"] = fmean(graded)
         return found | _means("tuned/judge_wins", self.wins())
 
     def row_scores(self, name: str) -> dict[str, dict[str, dict[str, RowScores]]]:
         """Return the grades of the questions that both models have, to be compared by row."""
         flat = {
-            who: {id: score for rows in self.scores(who).values() for id, score in rows.items()}
-            for who in ("base", "tuned")
+            variant: {
+                id: score for rows in self.scores(variant).values() for id, score in rows.items()
+            }
+            for variant in ("base", "tuned")
         }
         shared = [id for id in flat["base"] if id in flat["tuned"]]
         return {
-            who: {"judge": {name: RowScores(scores=[rows[id] for id in shared])}}
-            for who, rows in flat.items()
+            variant: {"judge": {name: RowScores(scores=[rows[id] for id in shared])}}
+            for variant, rows in flat.items()
         }
 
     def state(self) -> str:
         """Say how many verdicts there are, of how many."""
         read = sum(verdict.score is not None for verdict in self.verdicts)
-        return f"{read:,} of {self.num_asked:,} verdicts"
+        return f"{read:,} of {self.num_requests:,} verdicts"
 
     def cost(self, config: JudgeConfig) -> str:
         """Say how many tokens were read and written, and what they cost."""
@@ -180,13 +187,13 @@ def judge_answers(
     endpoint: Endpoint,
     config: JudgeConfig,
     folder: Path,
-) -> Judged:
+) -> Judgement:
     """Ask for every verdict; each is added to `folder`/verdicts.jsonl when it comes.
 
     What ends it early is in `failure`, beside the verdicts that there are.
     """
     requests = list(_requests(questions, answers, config))
-    judged = Judged(num_asked=len(requests))
+    judged = Judgement(num_requests=len(requests))
     failed_in_a_row = 0
     waiting: set[Future[Verdict]] = set()
     rest = iter(requests)
@@ -195,9 +202,9 @@ def judge_answers(
         try:
             while True:
                 while judged.failure is None and len(waiting) < config.num_parallel:
-                    if (asked := next(rest, None)) is None:
+                    if (request := next(rest, None)) is None:
                         break
-                    waiting.add(pool.submit(_verdict, endpoint, asked))
+                    waiting.add(pool.submit(_verdict, endpoint, request))
                 if not waiting:
                     return judged
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -223,7 +230,7 @@ def judge_answers(
             pool.shutdown(wait=False)
 
 
-def check_judged(judged: Judged, config: JudgeConfig) -> None:
+def check_judgement(judged: Judgement, config: JudgeConfig) -> None:
     """Say what is missing; raise the failure that ended it, or JudgeError without any verdict."""
     unread = [verdict for verdict in judged.verdicts if verdict.score is None]
     if unread:
@@ -233,25 +240,25 @@ def check_judged(judged: Judged, config: JudgeConfig) -> None:
             len(judged.verdicts),
             printable(unread[0].text[:120]),
         )
-    missing = judged.num_asked - len(judged.verdicts)
+    missing = judged.num_requests - len(judged.verdicts)
     if judged.failure is not None:
-        kept = f"{len(judged.verdicts)} of {judged.num_asked} verdicts are kept"
+        kept = f"{len(judged.verdicts)} of {judged.num_requests} verdicts are kept"
         raise type(judged.failure)(
             f"{judged.failure}\n{kept}: type the command again without "
             "output.dir: what the judge has said is not asked again"
         ) from judged.failure
     if missing:
-        log.warning("judge: %d of %d verdicts are missing", missing, judged.num_asked)
-    if len(unread) + missing == judged.num_asked:
+        log.warning("judge: %d of %d verdicts are missing", missing, judged.num_requests)
+    if len(unread) + missing == judged.num_requests:
         raise JudgeError(
             f"judge {config.model} at {config.url} gave no verdict that could be read: it should "
             "end with a line `Verdict: N`; is it a model that follows instructions?"
         )
 
 
-def judge_table(judged: Judged) -> list[list[str]]:
+def judge_table(judged: Judgement) -> list[list[str]]:
     """Return the grades and wins of every category as text, the headings first, all of it last."""
-    columns = {f"{who}: 1 to 10": judged.scores(who) for who in ("base", "tuned")}
+    columns = {f"{variant}: 1 to 10": judged.scores(variant) for variant in ("base", "tuned")}
     columns["tuned wins"] = judged.wins()
     columns = {heading: scores for heading, scores in columns.items() if scores}
     names = list(dict.fromkeys(name for scores in columns.values() for name in scores))
@@ -266,7 +273,7 @@ def judge_table(judged: Judged) -> list[list[str]]:
     return [["category", *columns], *rows, ["all", *cells(names)]]
 
 
-def print_judged(judged: Judged, config: JudgeConfig, page: str) -> None:
+def print_judgement(judged: Judgement, config: JudgeConfig, page: str) -> None:
     """Print the table of a judge's grades, what it cost, and where its words are."""
     from rich.console import Console
     from rich.table import Table
@@ -287,42 +294,42 @@ def print_judged(judged: Judged, config: JudgeConfig, page: str) -> None:
 
 def _requests(
     questions: Sequence[Question], answers: Answers, config: JudgeConfig
-) -> Iterator[Asked]:
+) -> Iterator[JudgeRequest]:
     for question in questions:
-        given = {who: of_model[question.id] for who, of_model in answers.items()}
+        given = {variant: of_model[question.id] for variant, of_model in answers.items()}
         for turn in range(len(question.turns)):
             if "single" in config.grading:
-                for who, texts in given.items():
+                for variant, texts in given.items():
                     has_answer = bool(texts[turn].strip())
                     messages = grading_messages(question, turn, texts) if has_answer else []
-                    yield Asked(question, turn, who, False, messages)
+                    yield JudgeRequest(question, turn, variant, False, messages)
             if "pairwise" in config.grading and len(given) == 2:
-                for who, other in (("base", "tuned"), ("tuned", "base")):
-                    messages = choosing_messages(question, turn, given[who], given[other])
-                    yield Asked(question, turn, who, True, messages)
+                for variant, other in (("base", "tuned"), ("tuned", "base")):
+                    messages = choosing_messages(question, turn, given[variant], given[other])
+                    yield JudgeRequest(question, turn, variant, True, messages)
 
 
-def _verdict(endpoint: Endpoint, asked: Asked) -> Verdict:
+def _verdict(endpoint: Endpoint, request: JudgeRequest) -> Verdict:
     """Ask once, and once more where the words hold no verdict."""
-    if not asked.messages:
-        return Verdict(asked, float(LOWEST), EMPTY, is_cached=True)
-    reply = endpoint.ask(asked.messages)
+    if not request.messages:
+        return Verdict(request, float(LOWEST), EMPTY, is_cached=True)
+    reply = endpoint.ask(request.messages)
     replies = [reply]
-    score = _score(asked, reply.text)
+    score = _score(request, reply.text)
     if score is None:
         again = [
-            *asked.messages,
+            *request.messages,
             {"role": "assistant", "content": reply.text},
             {"role": "user", "content": REMINDER},
         ]
         replies.append(endpoint.ask(again))
-        score = _score(asked, replies[-1].text)
+        score = _score(request, replies[-1].text)
         if score is None:  # the next evaluation asks again
-            endpoint.forget(asked.messages)
+            endpoint.forget(request.messages)
             endpoint.forget(again)
     paid: list[Reply] = [one for one in replies if not one.is_cached]
     return Verdict(
-        asked,
+        request,
         score,
         reply.text,
         sum(one.read_tokens for one in paid),
@@ -331,18 +338,14 @@ def _verdict(endpoint: Endpoint, asked: Asked) -> Verdict:
     )
 
 
-def _score(asked: Asked, text: str) -> float | None:
-    if not asked.is_pair:
+def _score(request: JudgeRequest, text: str) -> float | None:
+    if not request.is_pairwise:
         return read_grade(text)
     choice = read_choice(text)
     if choice in (None, "tie"):
         return None if choice is None else 0.5
-    tuned_place = "1" if asked.who == "tuned" else "2"
+    tuned_place = "1" if request.variant == "tuned" else "2"
     return float(choice == tuned_place)
-
-
-def _pair(verdict: Verdict) -> bool:
-    return verdict.asked.is_pair
 
 
 def _agreed(one: float | None, other: float | None) -> float | None:

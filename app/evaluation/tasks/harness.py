@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import EvaluationConfig, answer_batches
 from app.evaluation.likelihood import Request, encode_pair, first_token, rolling_requests, score
-from app.evaluation.shares import Shares
+from app.evaluation.row_runner import RowRunner
 from app.model.hub import is_offline_by_setting, reach_hub
 from app.process.errors import UserError, nearest
 from data_modules import Origin, Prompt, redact
@@ -88,12 +88,12 @@ class Harness:
         return manager
 
     def measure(
-        self, who: str, model: Any, shares: Shares
+        self, variant: str, model: Any, runner: RowRunner
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Ask a model all tasks; return `{who}/<metric>/<task>`, and a line a question."""
+        """Ask a model all tasks; return `{variant}/<metric>/<task>`, and a line a question."""
         import lm_eval
 
-        language_model = _language_model(self, who, model, shares)
+        language_model = _language_model(self, variant, model, runner)
         with contextlib.redirect_stdout(sys.stderr):
             found = lm_eval.simple_evaluate(
                 model=language_model,
@@ -103,14 +103,14 @@ class Harness:
                 confirm_run_unsafe_code=self.config.allow_code,
             )
         metrics = {
-            f"{who}/{_name_of(key)}/{task}": float(value)
+            f"{variant}/{_name_of(key)}/{task}": float(value)
             for task, values in found["results"].items()
             for key, value in values.items()
             if isinstance(value, (int, float)) and "," in key and "_stderr" not in key
         }
         higher = found["higher_is_better"]
         lines = [
-            _line(task, who, one, higher.get(task, {}))
+            _line(task, variant, one, higher.get(task, {}))
             for task, some in found["samples"].items()
             for one in some
         ]
@@ -155,14 +155,14 @@ def _name_of(key: str) -> str:
 
 
 def _line(
-    task: str, who: str, sample: dict[str, Any], is_better_higher: Mapping[str, bool]
+    task: str, variant: str, sample: dict[str, Any], is_better_higher: Mapping[str, bool]
 ) -> dict[str, Any]:
     """Return a line of predictions.jsonl, with what is better the higher it is.
 
     The library's perplexity of a row is a log-likelihood, and is left out.
     """
     scores = {
-        _name_of(f"{name},{sample.get('filter', 'none')}"): {who: float(sample[name])}
+        _name_of(f"{name},{sample.get('filter', 'none')}"): {variant: float(sample[name])}
         for name in sample.get("metrics", [])
         if isinstance(sample.get(name), (bool, int, float))
         and is_better_higher.get(name, True)
@@ -173,13 +173,13 @@ def _line(
         "source": f"{task}:{sample['doc_id'] + 1}",
         "prompt": str(sample["arguments"][0][0]),
         "reference": str(sample["target"]),
-        who: str(sample["filtered_resps"][0]),
-        "finished": {who: True},
+        variant: str(sample["filtered_resps"][0]),
+        "finished": {variant: True},
         "metrics": scores,
     }
 
 
-def _language_model(harness: Harness, who: str, model: Any, shares: Shares) -> Any:
+def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunner) -> Any:
     """Return a model as the harness wants it; the class needs the library."""
     from lm_eval.api.model import LM
 
@@ -188,7 +188,7 @@ def _language_model(harness: Harness, who: str, model: Any, shares: Shares) -> A
 
     def likelihoods(key: str, groups: Sequence[Sequence[Request]]) -> list[list[Any]]:
         work = _summing(harness, model, groups)
-        return shares.run(key, [list(group) for group in groups], len(groups), work)
+        return runner.run(key, [list(group) for group in groups], len(groups), work)
 
     def answers(key: str, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
         found: dict[int, str] = {}
@@ -203,7 +203,7 @@ def _language_model(harness: Harness, who: str, model: Any, shares: Shares) -> A
             ]
             work = _answering(harness, model, prompts, most, stops)
             content = [most, stops, [prompt.input_ids for prompt in prompts]]
-            texts = shares.run(f"{key}-{len(found)}", content, len(prompts), work)
+            texts = runner.run(f"{key}-{len(found)}", content, len(prompts), work)
             found.update(zip(numbers, texts, strict=True))
         return [found[number] for number in range(len(asked))]
 
@@ -213,7 +213,7 @@ def _language_model(harness: Harness, who: str, model: Any, shares: Shares) -> A
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             pairs = [request.args for request in requests]
             groups = [[encode_pair(tokenizer, *pair, is_pair=is_pair)] for pair in pairs]
-            found = likelihoods(f"{who}-harness-{_tasks_of(requests)}", groups)
+            found = likelihoods(f"{variant}-harness-{_tasks_of(requests)}", groups)
             return [(logprob, is_greedy) for logprob, is_greedy in found]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
@@ -222,11 +222,11 @@ def _language_model(harness: Harness, who: str, model: Any, shares: Shares) -> A
                 rolling_requests(tokenizer.encode(request.args[0]), first, max_len)
                 for request in requests
             ]
-            found = likelihoods(f"{who}-harness-texts-{_tasks_of(requests)}", groups)
+            found = likelihoods(f"{variant}-harness-texts-{_tasks_of(requests)}", groups)
             return [logprob for logprob, _ in found]
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            key = f"{who}-harness-answers-{_tasks_of(requests)}"
+            key = f"{variant}-harness-answers-{_tasks_of(requests)}"
             return answers(key, [request.args for request in requests])
 
     return LanguageModel()

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+import resource
+import secrets
+import subprocess
+import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,8 +23,7 @@ from app.evaluation.likelihood import (
     rolling_requests,
     score,
 )
-from app.evaluation.shares import Shares
-from app.evaluation.tasks.code import passes
+from app.evaluation.row_runner import RowRunner
 from app.evaluation.tasks.questions import Question, Task
 from data_modules import Prompt, redact
 
@@ -30,7 +34,8 @@ if TYPE_CHECKING:
 
 MIN_CONTEXT = 16
 """tokens of a question that are left beside the longest answer"""
-
+PROGRAM_SECONDS, PROGRAM_MEMORY_BYTES, PROGRAM_FILE_BYTES = 10, 1 << 30, 1 << 20
+"""limits of a process that runs a program which a model has written"""
 METRICS_OF = {
     "multiple_choice": ("accuracy", "accuracy_norm", "loss"),
     "likelihood": ("accuracy", "loss", "perplexity"),
@@ -56,17 +61,17 @@ class TaskRunner:
         self.tasks = {task.name: task for task in tasks}
         self.questions = {task.name: task.questions() for task in tasks}
         self.results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        """who -> task -> a result a question: answer, metrics, logprob, tokens, bytes"""
+        """variant -> task -> a result a question: answer, metrics, logprob, tokens, bytes"""
 
     def measure(
-        self, who: str, model: Any, shares: Shares, shards: StrategyMixin | None = None
+        self, variant: str, model: Any, runner: RowRunner, sharding: StrategyMixin | None = None
     ) -> dict[str, float]:
-        """Ask a model all tasks; return `{who}/<metric>/<task>`, and of each group of a task.
+        """Ask a model all tasks; return `{variant}/<metric>/<task>`, and of each group of a task.
 
-        `shards`: the strategy where each rank holds a part of the weights; all do the same then.
+        `sharding`: the strategy where each rank holds a part of the weights; all do the same then.
         """
         found: dict[str, float] = {}
-        self.results[who] = {}
+        self.results[variant] = {}
         for name, task in self.tasks.items():
             questions = self.questions[name]
             content = [
@@ -79,15 +84,17 @@ class TaskRunner:
             def work(chosen: list[int], task: Task = task) -> Iterator[list[tuple[int, Any]]]:
                 asked = [self.questions[task.name][number] for number in chosen]
                 if task.form.kind in ("multiple_choice", "likelihood", "perplexity"):
-                    return self._likelihoods(task, asked, model, shards)
-                return self._answers(task, asked, model, shards)
+                    return self._likelihoods(task, asked, model, sharding)
+                return self._answers(task, asked, model, sharding)
 
-            results = shares.run(f"{who}-{name}", content, len(questions), work)
-            self.results[who][name] = results
-            found |= {f"{who}/{key}": value for key, value in self._totals(task, results).items()}
+            results = runner.run(f"{variant}-{name}", content, len(questions), work)
+            self.results[variant][name] = results
+            found |= {
+                f"{variant}/{key}": value for key, value in self._totals(task, results).items()
+            }
         return found
 
-    def lines(self) -> Iterator[dict[str, Any]]:
+    def prediction_lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of predictions.jsonl."""
         for name, questions in self.questions.items():
             for number in range(len(questions)):
@@ -105,12 +112,14 @@ class TaskRunner:
     def _line(self, name: str, number: int) -> dict[str, Any]:
         question = self.questions[name][number]
         found = {
-            who: results[name][number] for who, results in self.results.items() if name in results
+            variant: results[name][number]
+            for variant, results in self.results.items()
+            if name in results
         }
         metrics: dict[str, dict[str, float]] = defaultdict(dict)
-        for who, result in found.items():
+        for variant, result in found.items():
             for metric, value in result["metrics"].items():
-                metrics[metric][who] = value
+                metrics[metric][variant] = value
         asked = question.asked
         return {
             "data_set": name,
@@ -118,16 +127,16 @@ class TaskRunner:
             "source": redact(str(question.origin)),
             "prompt": asked.contexts[0],
             "reference": asked.reference,
-            **{who: result["answer"] for who, result in found.items()},
-            "finished": {who: result["finished"] for who, result in found.items()},
+            **{variant: result["answer"] for variant, result in found.items()},
+            "finished": {variant: result["finished"] for variant, result in found.items()},
             **tokens_of(found),
             "metrics": metrics,
         }
 
-    def names(self, who: str) -> list[str]:
+    def metric_names(self, variant: str) -> list[str]:
         """Return the names of what `measure` returns."""
         return [
-            f"{who}/{metric}/{name}"
+            f"{variant}/{metric}/{name}"
             for task in self.tasks.values()
             for name in self._groups(task)
             for metric in METRICS_OF.get(task.form.kind, (task.form.kind,))
@@ -153,7 +162,7 @@ class TaskRunner:
         }
 
     def _likelihoods(
-        self, task: Task, questions: Sequence[Question], model: Any, shards: StrategyMixin | None
+        self, task: Task, questions: Sequence[Question], model: Any, sharding: StrategyMixin | None
     ) -> Iterator[list[tuple[int, Any]]]:
         requests: list[Request] = []
         places: list[range] = []
@@ -176,8 +185,8 @@ class TaskRunner:
             requests,
             max_len=self._max_len,
             batch_tokens=self._config.batch_tokens,
-            gathered=(lambda: shards.gathered(model)) if shards is not None else nullcontext,
-            device=None if shards is None else shards.root_device,
+            gathered=(lambda: sharding.gathered(model)) if sharding is not None else nullcontext,
+            device=None if sharding is None else sharding.root_device,
         )
         for batch in batches:
             finished = []
@@ -196,7 +205,7 @@ class TaskRunner:
         return rolling_requests(ids, first_token(self._tokenizer), self._max_len)
 
     def _answers(
-        self, task: Task, questions: Sequence[Question], model: Any, shards: StrategyMixin | None
+        self, task: Task, questions: Sequence[Question], model: Any, sharding: StrategyMixin | None
     ) -> Iterator[list[tuple[int, Any]]]:
         form = task.form
         most = min(form.max_new_tokens or self._config.max_new_tokens, self._max_len - MIN_CONTEXT)
@@ -207,7 +216,7 @@ class TaskRunner:
             prompts.append(Prompt(ids, question.asked.reference, question.origin))
         stops = form.stops
         for batch in answer_batches(
-            model, self._tokenizer, prompts, self._stop_ids, config, shards, stops
+            model, self._tokenizer, prompts, self._stop_ids, config, sharding, stops
         ):
             yield [
                 (number, answered(task, questions[number], answer.text, answer.is_finished))
@@ -277,20 +286,56 @@ def answered(task: Task, question: Question, text: str, is_finished: bool) -> di
 
 def totals(kind: str, results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the metrics of all questions: means over rows, and losses over tokens."""
-    shares = {
+    runner = {
         metric: math.fsum(one["metrics"][metric] for one in results) / len(results)
         for metric in results[0]["metrics"]
         if metric != "loss"
     }
     if "logprob" not in results[0]:
-        return shares
+        return runner
     logprob = math.fsum(one["logprob"] for one in results)
     tokens = sum(one["tokens"] for one in results)
-    shares["loss"] = -logprob / max(1, tokens)
+    runner["loss"] = -logprob / max(1, tokens)
     if kind == "likelihood":  # of a whole continuation, as lm-evaluation-harness has it
-        shares["perplexity"] = math.exp(min(700.0, -logprob / len(results)))
+        runner["perplexity"] = math.exp(min(700.0, -logprob / len(results)))
     if kind == "perplexity":
-        shares["perplexity"] = math.exp(min(700.0, shares["loss"]))
+        runner["perplexity"] = math.exp(min(700.0, runner["loss"]))
         num_bytes = sum(one["bytes"] for one in results)
-        shares["bits_per_byte"] = -logprob / max(1, num_bytes) / math.log(2)
-    return shares
+        runner["bits_per_byte"] = -logprob / max(1, num_bytes) / math.log(2)
+    return runner
+
+
+def passes(program: str, seconds: int = PROGRAM_SECONDS) -> bool:
+    """Return whether a program runs to its end within the limits, without an error.
+
+    A random word, written behind its last line, proves it: a program that exits early writes none.
+    """
+    word = secrets.token_hex(8)
+    program += f"\n__import__('os').write(1, b'{word}')\n"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-I", "-S", "-"],
+                input=program.encode("utf-8", "replace"),
+                cwd=folder,
+                env={},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=seconds,
+                preexec_fn=_limit,
+                start_new_session=True,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+    return ended.returncode == 0 and ended.stdout.endswith(word.encode())
+
+
+def _limit() -> None:
+    for what, most in (
+        (resource.RLIMIT_CPU, PROGRAM_SECONDS),
+        (resource.RLIMIT_AS, PROGRAM_MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, PROGRAM_FILE_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (most, most))

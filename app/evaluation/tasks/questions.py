@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.tasks.forms import BY_KIND, FORMS, Asked, Form
-from app.evaluation.tasks.settings import TaskConfig
 from app.process.errors import UserError, nearest
-from data_modules import Origin, printable, read_rows
+from data_modules import Origin, printable, read_rows, setting
 
 if TYPE_CHECKING:
     from app.evaluation.generation import EvaluationConfig
@@ -24,6 +23,35 @@ SAMPLES = Path(__file__).parent / "samples"
 """small files of our own, in the published forms"""
 CHECKED_ROWS = 20
 """of a task's file that are read before a model is"""
+KINDS = ("multiple_choice", "exact_match", "numeric", "likelihood", "perplexity", "code")
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskConfig:
+    """Name one task."""
+
+    name: str = setting()
+    """its name in metrics; gsm8k, mmlu, arc, openbookqa, hellaswag, winogrande, boolq, lambada,
+    math and humaneval have their published forms"""
+    path: str | None = setting(None)
+    """file of its rows (json, jsonl, csv, parquet; .gz or .zst); null = that of a named task in
+    evaluation.task_dir"""
+    form: str | None = setting(None)
+    """published form of its rows and prompts, where `name` is another; null = `name`'s, if it has
+    one"""
+    kind: str | None = setting(None, choices=KINDS)
+    """how it is measured: multiple_choice (the likeliest choice), exact_match or numeric (of an
+    answer), likelihood (of a continuation), perplexity (of a text), code (an answer is run); null =
+    its form's"""
+    columns: dict[str, str] = setting(default_factory=dict)
+    """field: column that holds it, where they differ: question, choices and answer, context and
+    continuation, or text; dots go into nested fields"""
+    few_shot: int | None = setting(None, ge=0, le=100)
+    """examples before each question; null = its form's"""
+    few_shot_path: str | None = setting(None)
+    """file of the examples; null = its form's, or the first rows of `path`, which are not asked"""
+    max_rows: int | None = setting(None, ge=1)
+    """ask at most this many rows, the first; null = all"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -235,7 +235,7 @@ def _of_measurements(config: TrainConfig) -> Iterator[Clash]:
     if asked.every_steps is None:
         return
     key = f"evaluation.every_steps={asked.every_steps}"
-    if not asked.tasks and not asked.asks_prompts:
+    if not asked.tasks and not asked.answers_prompts:
         yield Clash(
             f"{key}, but nothing is asked{' but the harness, at the end' * bool(asked.harness)}",
             "evaluation.tasks=[{name: mmlu}] or evaluation.exact_match=true beside it",
@@ -265,7 +265,7 @@ def _of_monitor(config: TrainConfig) -> Iterator[Clash]:
             )
         return
     tasks = [task.name for task in asked.tasks]
-    if asked.asks_prompts:
+    if asked.answers_prompts:
         tasks += {*dataset_names(data.datasets), *dataset_names(data.test_datasets)}
     _, metric, name = [*monitor.split("/", 2), "", ""][:3]
     key = f"trainer.checkpoint.monitor={monitor}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from app.evaluation.shares import PARTIAL, Shares
+from app.evaluation.row_runner import PARTIAL, RowRunner
 
 
 class Work:
@@ -35,21 +35,21 @@ SQUARES = [n**2 for n in range(7)]
 def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
     first, again = Work(most=2), Work()
     with pytest.raises(KeyboardInterrupt):
-        Shares(folder=tmp_path, identity="a").run("task", ["rows"], 7, first)
-    assert Shares(folder=tmp_path, identity="a").run("task", ["rows"], 7, again) == SQUARES
+        RowRunner(folder=tmp_path, identity="a").run("task", ["rows"], 7, first)
+    assert RowRunner(folder=tmp_path, identity="a").run("task", ["rows"], 7, again) == SQUARES
     assert sorted(first.done + again.done) == list(range(7))
     assert len(first.done) == 3
 
 
 def test_a_line_that_a_kill_cut_off_is_done_again(tmp_path: Path) -> None:
-    shares = Shares(folder=tmp_path)
-    shares.run("task", [], 7, Work())
+    runner = RowRunner(folder=tmp_path)
+    runner.run("task", [], 7, Work())
     (file,) = (tmp_path / PARTIAL).iterdir()
     file.write_bytes(file.read_bytes()[:-5])
     again = Work()
-    assert shares.run("task", [], 7, again) == SQUARES
+    assert runner.run("task", [], 7, again) == SQUARES
     assert len(again.done) == 1
-    assert shares.run("task", [], 7, last := Work()) == SQUARES and not last.done
+    assert runner.run("task", [], 7, last := Work()) == SQUARES and not last.done
 
 
 @pytest.mark.parametrize("change", [{"identity": "b"}, {"content": ["others"]}, {"key": "other"}])
@@ -57,8 +57,8 @@ def test_what_others_have_given_is_not_taken(change: dict[str, Any], tmp_path: P
     how = {"identity": "a", "content": ["rows"], "key": "task"}
     for one in (how, how | change):
         work = Work()
-        shares = Shares(folder=tmp_path, identity=one["identity"])
-        assert shares.run(one["key"], one["content"], 7, work) == SQUARES
+        runner = RowRunner(folder=tmp_path, identity=one["identity"])
+        assert runner.run(one["key"], one["content"], 7, work) == SQUARES
         assert sorted(work.done) == list(range(7))
 
 
@@ -80,8 +80,8 @@ def test_ranks_that_come_at_their_own_times_have_each_row_once(
             meet.wait()
             return call
 
-        shares = Shares(folder=tmp_path, rank=rank, num_ranks=num_ranks, gather=gather)
-        return shares.run("task", [], 7, works[rank])
+        runner = RowRunner(folder=tmp_path, rank=rank, num_ranks=num_ranks, gather=gather)
+        return runner.run("task", [], 7, works[rank])
 
     with ThreadPoolExecutor(num_ranks) as pool:
         assert list(pool.map(run, range(num_ranks))) == [SQUARES] * num_ranks
@@ -89,8 +89,8 @@ def test_ranks_that_come_at_their_own_times_have_each_row_once(
 
 
 def test_all_is_gone_once_it_is_written_elsewhere(tmp_path: Path) -> None:
-    shares = Shares(folder=tmp_path)
-    assert shares.once("losses", [], lambda: {"val/loss": 1.5}) == {"val/loss": 1.5}
-    assert shares.once("losses", [], lambda: 1 / 0) == {"val/loss": 1.5}
-    shares.clear()
+    runner = RowRunner(folder=tmp_path)
+    assert runner.once("losses", [], lambda: {"val/loss": 1.5}) == {"val/loss": 1.5}
+    assert runner.once("losses", [], lambda: 1 / 0) == {"val/loss": 1.5}
+    runner.clear()
     assert list(tmp_path.iterdir()) == []

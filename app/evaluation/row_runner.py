@@ -29,7 +29,7 @@ Batches = Iterator[list[tuple[int, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shares:
+class RowRunner:
     """Who does which rows, and where they are kept."""
 
     folder: Path | None = None
@@ -157,21 +157,21 @@ class _Writer:
         self._stream.flush()
 
 
-def build_shares(
+def build_row_runner(
     folder: Path, identity: Any, show: Callable[[str, int, int], None], *, on_gpu: bool
-) -> Shares:
+) -> RowRunner:
     """Join the other ranks that were started with this one; a rank on GPUs takes its own."""
     num_ranks = read_launch().num_ranks or 1
     stamp = json.dumps(identity, sort_keys=True, default=str)
     if num_ranks == 1:
-        return Shares(folder=folder, identity=stamp, show=show)
+        return RowRunner(folder=folder, identity=stamp, show=show)
     import torch
     import torch.distributed as dist
 
     if on_gpu:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("gloo", rank=local_rank(), world_size=num_ranks, timeout=WAITS)
-    return Shares(
+    return RowRunner(
         folder=folder,
         identity=stamp,
         rank=local_rank(),
@@ -190,9 +190,9 @@ def gather_results(own: dict[int, Any]) -> Sequence[dict[int, Any]]:
     return parts
 
 
-def sum_over_ranks(shares: Shares) -> Callable[[Tensor], Tensor] | None:
+def sum_over_ranks(runner: RowRunner) -> Callable[[Tensor], Tensor] | None:
     """Return what sums a tensor over all ranks, on the host; None for a single rank."""
-    if shares.num_ranks == 1:
+    if runner.num_ranks == 1:
         return None
     import torch.distributed as dist
 
