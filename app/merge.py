@@ -50,7 +50,7 @@ def merge(config: MergeConfig) -> Difference | None:
     from app.assembly.tuned import open_tuned
     from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify
     from app.model.merging import merge_weights, plan_merge
-    from app.model.tokenizer import keep_stop_tokens
+    from app.model.tokenizer import add_stop_tokens
     from app.training.trainer import resolve_single_device
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
@@ -59,7 +59,7 @@ def merge(config: MergeConfig) -> Difference | None:
         config = replace(config, adapter_path=str(adapters[0][0]))
     tuned = open_tuned(config, env)
     model, plan = plan_merge(config.merge, tuned.base, adapters, len(tuned.tokenizer))
-    keep_stop_tokens(model, tuned.stop_ids)
+    add_stop_tokens(model, tuned.stop_ids)
     merge_weights(model, plan, folder)
     tuned.tokenizer.save_pretrained(folder)
     check_tokens(tuned, folder, is_fault=config.merge.verify)

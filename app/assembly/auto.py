@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from app.config import TrainConfig, settings_of
-from app.model.quantization import stored_settings
+from app.model.quantization import stored_quantization
 from app.planning.choose import (
     Choice,
     MicroBatchChoice,
@@ -88,7 +88,7 @@ def resolve_strategy(
             plan,
             planned_strategies(settings_of),
             recompute_modes(config.recompute.mode, compiles=config.trainer.compile),
-            is_stored=stored_settings(base.architecture) is not None,
+            is_stored=stored_quantization(base.architecture) is not None,
             has_deepspeed=find_spec("deepspeed") is not None,
         )
     chosen: StrategyConfig = settings_of("strategy", choice.name)

@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING
 
 from app.config import TrainConfig, TunedConfig
 from app.model.adapter import AdapterConfig
-from app.model.architecture import commit_of, context_len, decoder_start_token_id, load_architecture
+from app.model.architecture import (
+    base_commit,
+    context_len,
+    decoder_start_token_id,
+    load_architecture,
+)
 from app.model.attention import attention_implementation, choose_backend, why_not_packed
 from app.model.base import ModelConfig, check_described, load_base
 from app.model.build import build_model, load_tuned, weight_dtype
-from app.model.quantization import QuantizationConfig, stored_settings
+from app.model.quantization import QuantizationConfig, stored_quantization
 from app.model.tokenizer import (
     build_tokenizer,
     new_token_ids,
@@ -89,7 +94,7 @@ class Base:
         self, config: TrainConfig, env: Environment
     ) -> Callable[[], torch.nn.Module] | None:
         """Return what builds it on meta and not quantized; None where its files are quantized."""
-        if stored_settings(self.architecture):
+        if stored_quantization(self.architecture):
             return None
         build = self.model_builder(config, env)
         return partial(build, quantization=QuantizationConfig(), on_meta=True)
@@ -104,7 +109,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     model = config.model
     architecture = load_architecture(model)
     check_described(model, architecture)
-    model.revision = commit_of(model) or model.revision  # branches and tags of the hub move
+    model.revision = base_commit(model) or model.revision  # branches and tags of the hub move
     attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)
     log.info("device: %s, attention %s", env, attention)
     tokenizer = build_tokenizer(model)

@@ -95,7 +95,7 @@ def save_and_compare(
     from app.evaluation.row_runner import RowRunner
     from app.evaluation.tasks.questions import build_tasks
     from app.model.save import save_model
-    from app.model.tokenizer import keep_stop_tokens
+    from app.model.tokenizer import add_stop_tokens
 
     config = run.config
     module.release_optimizer()  # verifying loads the base beside what was trained
@@ -110,7 +110,7 @@ def save_and_compare(
         sum_over_ranks=module.sum_over_ranks,
         runner=runner,
     )
-    keep_stop_tokens(module.model, evaluator.stop_ids)
+    add_stop_tokens(module.model, evaluator.stop_ids)
     with module.trainer.precision_plugin.forward_context(), progress:
         saved, model = save_model(
             module.model,

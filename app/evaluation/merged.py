@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from app.assembly.tuned import Tuned
     from app.config import MergeConfig
-    from app.model.experts import ChosenExperts
+    from app.model.experts import RoutingTrace
     from app.model.merging import Difference
     from app.training.trainer import Environment
 
@@ -81,12 +81,12 @@ def verify(
     """
     import torch
 
-    from app.model.experts import ChosenExperts
+    from app.model.experts import RoutingTrace
     from app.model.merging import BOUNDS, measure_difference
 
     rows = list(probe_rows(config, tuned))
     name_of_dtype = str(dtype).removeprefix("torch.")
-    by_merged, judged = ChosenExperts(), CHECKED
+    by_merged, judged = RoutingTrace(), CHECKED
     merged = _logits(load_merged(tuned, folder, env), rows, env, by_merged)
     references = {CHECKED: config.merge.onto == "dequantized"}
     if tuned.base.quantization.method != "none" and config.merge.onto == "original":
@@ -94,13 +94,13 @@ def verify(
     differences = {}
     for name, is_quantized in references.items():
         model = load_unmerged(tuned, adapters, env, is_quantized=is_quantized)
-        own = ChosenExperts()
+        own = RoutingTrace()
         differences[name] = measure_difference(_logits(model, rows, env, own), merged)
         print(f"merged vs {name}: {differences[name]}")
         changed, of_all = own.count_changed(by_merged)
         if name == CHECKED and changed:
             judged = BY_SAME_EXPERTS
-            logits = _logits(model, rows, env, ChosenExperts(as_in=by_merged))
+            logits = _logits(model, rows, env, RoutingTrace(replay=by_merged))
             differences[judged] = measure_difference(logits, merged)
             print(
                 f"experts: rounding to {name_of_dtype} changes {changed:,} of {of_all:,} choices "
@@ -155,7 +155,7 @@ def load_unmerged(
 
 
 def _logits(
-    model: Any, rows: Sequence[dict[str, list[int]]], env: Environment, experts: ChosenExperts
+    model: Any, rows: Sequence[dict[str, list[int]]], env: Environment, experts: RoutingTrace
 ) -> list[Tensor]:
     import torch
 

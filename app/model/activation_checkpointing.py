@@ -113,7 +113,7 @@ class SelectiveLayers:
         """Run `layer` on its arguments; the backward pass recomputes what is not expensive."""
         module = _module_of(layer)
         has_mode = module not in self._without_mode
-        forward, recompute = keep_expensive(has_mode=has_mode)
+        forward, recompute = selective_contexts(has_mode=has_mode)
         output = run_recomputed(layer, *args, contexts=(forward, recompute), **kwargs)
         if has_mode and module is not None and forward.mode.names_all_it_keeps:
             self._without_mode.add(module)
@@ -127,7 +127,7 @@ def _module_of(layer: Callable[..., Any]) -> torch.nn.Module | None:
     return first if isinstance(first, torch.nn.Module) else None
 
 
-def keep_expensive(*, has_mode: bool = True) -> tuple[LayerPass, LayerPass]:
+def selective_contexts(*, has_mode: bool = True) -> tuple[LayerPass, LayerPass]:
     """Return the contexts of a layer's forward pass and of its recompute.
 
     Without a mode only what says that it is expensive is kept.

@@ -204,13 +204,13 @@ def check_token_ids(
         if odd:
             size = "" if rows is None else f", whose vocab_size is {rows:,}"
             problems.append(
-                f"{where}: {prefix}{key}={brief(named)}: {odd[0]!r:.80} is not a token of this "
+                f"{where}: {prefix}{key}={shorten(named)}: {odd[0]!r:.80} is not a token of this "
                 f"base{size}; write {means}, or download the file again"
             )
     return problems
 
 
-def brief(value: Any) -> str:
+def shorten(value: Any) -> str:
     """Return a value of a file as a message shows it."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -250,18 +250,18 @@ def decoder_start_token_id(architecture: PretrainedConfig) -> int | None:
     return start
 
 
-def folder_of(config: ModelConfig) -> Path:
+def base_folder(config: ModelConfig) -> Path:
     """Return the folder that a base was read from: its own, or one in the hub's cache."""
     from transformers.utils import cached_file
 
     return Path(cached_file(config.path, "config.json", revision=config.revision)).parent
 
 
-def commit_of(config: ModelConfig) -> str | None:
+def base_commit(config: ModelConfig) -> str | None:
     """Return the commit that a base of the hub is read at; None for a folder."""
     if config.path is None or Path(config.path).is_dir():
         return None
-    folder = folder_of(config)
+    folder = base_folder(config)
     return folder.name if folder.parent.name == "snapshots" else None
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.architecture import (
-    commit_of,
-    folder_of,
+    base_commit,
+    base_folder,
     generation_config,
     load_architecture,
     model_class,
@@ -27,18 +27,18 @@ from app.model.base_files import (
     read_shapes,
     weight_files,
 )
-from app.model.multimodal import remember_tower_files
+from app.model.multimodal import record_tower_files
 from app.model.quantization import (
     QuantizationConfig,
     cast_unquantized,
-    find_stored_problem,
+    find_quantization_conflict,
     prepare_quantized,
     quantizable_layers,
     quantization_settings,
     quantize_experts,
+    quantize_on_device,
     quantize_on_meta,
-    quantizing_on,
-    stored_settings,
+    stored_quantization,
 )
 from app.model.tokenizer import resize_embeddings
 from app.process.errors import UserError
@@ -101,7 +101,7 @@ def load_base(
     """
     from transformers.utils import logging as transformers_logging
 
-    from app.model.experts import group_products
+    from app.model.experts import use_grouped_experts
     from app.model.head import fuse_head
 
     transformers_logging.disable_progress_bar()  # one bar per file is noise beside our one line
@@ -131,7 +131,7 @@ def load_base(
                 device=device,
             )
         fuse_head(model)
-        group_products(model)
+        use_grouped_experts(model)
         return model
 
 
@@ -149,8 +149,8 @@ def _read_weights(
     """Read weights in the dtype of their training, quantized while they are read."""
     from app.model.experts import has_experts
 
-    stored = stored_settings(architecture)
-    if stored and (problem := find_stored_problem(stored, quantization, config.path)):
+    stored = stored_quantization(architecture)
+    if stored and (problem := find_quantization_conflict(stored, quantization, config.path)):
         raise UserError(problem)
     # Even None would replace the files' own setting, and quantized bits be read as numbers.
     how: dict[str, Any] = {}
@@ -168,7 +168,7 @@ def _read_weights(
     if shapes and not stored:
         check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
     aside = device if on_host or is_staged else None
-    with quantizable_layers(architecture.model_type), quantizing_on(aside):
+    with quantizable_layers(architecture.model_type), quantize_on_device(aside):
         model, loading = model_class(architecture).from_pretrained(
             config.path,
             revision=config.revision,
@@ -199,10 +199,10 @@ def check_described(config: ModelConfig, architecture: PretrainedConfig) -> None
 
     Reads headers alone, of files that are on this machine; not of quantized ones.
     """
-    if config.from_scratch or stored_settings(architecture):
+    if config.from_scratch or stored_quantization(architecture):
         return
     with reading_base(config):
-        folder = folder_of(config)
+        folder = base_folder(config)
         files = weight_files(folder)
         if all(file.is_file() for file in files) and (shapes := read_shapes(files)):
             where = f"{config.path}/config.json"
@@ -231,8 +231,8 @@ def _check_loaded(
             f"model.path={config.path}: there is an adapter_config.json beside the base, and "
             "transformers has applied that adapter; use a copy without it"
         )
-    files = weight_files(folder_of(config))
-    remember_tower_files(model, files)
+    files = weight_files(base_folder(config))
+    record_tower_files(model, files)
     if dtype is not None:
         if problems := check_dtypes(read_headers(files)):
             raise UserError(problems)
@@ -245,7 +245,7 @@ def _show_download(config: ModelConfig) -> None:
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import enable_progress_bars
 
-    if commit_of(config) is None or any(folder_of(config).glob("*.safetensors")):
+    if base_commit(config) is None or any(base_folder(config).glob("*.safetensors")):
         return
     if is_first_rank():
         log.info("downloading %s", config.path)
@@ -262,7 +262,7 @@ def _build_on_meta(
     new_ids: Sequence[int],
 ) -> PreTrainedModel:
     """Build the model that `from_pretrained` builds, without reading weights."""
-    if stored_settings(architecture):
+    if stored_quantization(architecture):
         raise UserError(
             f"model.path={config.path} is stored quantized (config.json), which cannot be sharded; "
             "type the unquantized base with quantization=nf4, or strategy=ddp"

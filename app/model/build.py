@@ -21,10 +21,14 @@ from app.model.adapter import (
 from app.model.attention import attention_implementation
 from app.model.base import ModelConfig, load_base
 from app.model.neftune import apply_neftune
-from app.model.quantization import QuantizationConfig, find_stored_problem, stored_settings
+from app.model.quantization import (
+    QuantizationConfig,
+    find_quantization_conflict,
+    stored_quantization,
+)
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.model.tokenizer import resize_embeddings
-from app.model.weight_reads import call_changed_modules
+from app.model.weight_reads import disable_bypassing_kernels
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,7 +90,7 @@ def build_model(
         if precision != "fp32":
             skip_redundant_casts(adapted)
         # Only now it is known which modules are wrapped or packed.
-        call_changed_modules(adapted)
+        disable_bypassing_kernels(adapted)
         apply_neftune(adapted, adapter.neftune_alpha)
         adapted.train()
         report_trainable(adapted)  # raises where nothing is trainable
@@ -114,10 +118,12 @@ def _check_stored(
     adapter: AdapterConfig,
 ) -> None:
     """Raise UserError where a base that is stored quantized does not go with the settings."""
-    stored = stored_settings(model.config)
+    stored = stored_quantization(model.config)
     trains_base = saves_whole_model(adapter)
     if stored and (
-        problem := find_stored_problem(stored, quantization, config.path, trains_base=trains_base)
+        problem := find_quantization_conflict(
+            stored, quantization, config.path, trains_base=trains_base
+        )
     ):
         raise UserError(problem)
 

@@ -124,12 +124,12 @@ class _CompiledLayer:
             self._owner.for_attention = {}
 
 
-def num_compiled() -> int:
+def num_compiled_graphs() -> int:
     """Return how many graphs this process has compiled."""
     return int(counters["stats"]["unique_graphs"])
 
 
-def why_compiled(count: int) -> str:
+def recompile_reason(count: int) -> str:
     """Return why the latest `count` graphs were recompiled."""
     reasons = [one.recompile_reason for one in get_compilation_metrics() if one.recompile_reason]
     # Each gives the guard that failed on the newest graph, which may be of another mode.

@@ -52,17 +52,17 @@ def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-class ChosenExperts(TorchDispatchMode):
-    """Note what routers choose in the passes inside; with `as_in`, choose as they did in others.
+class RoutingTrace(TorchDispatchMode):
+    """Note what routers choose in the passes inside; with `replay`, choose as they did in others.
 
     Routers choose by `topk` or `argmax` of their scores, where the smallest rounding turns a tie.
     """
 
-    def __init__(self, as_in: ChosenExperts | None = None) -> None:
+    def __init__(self, replay: RoutingTrace | None = None) -> None:
         super().__init__()
         self.chosen: list[Tensor] = []
         """[..., experts a token], in the order of the routers' calls"""
-        self._given = None if as_in is None else iter(as_in.chosen)
+        self._given = None if replay is None else iter(replay.chosen)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -83,14 +83,14 @@ class ChosenExperts(TorchDispatchMode):
         self.chosen.append(chosen.cpu())
         return output
 
-    def count_changed(self, others: ChosenExperts) -> tuple[int, int]:
+    def count_changed(self, others: RoutingTrace) -> tuple[int, int]:
         """Return how many choices are of other experts than there, and how many there are."""
         pairs = zip(self.chosen, others.chosen, strict=True)
         changed = [(one.sort().values != other.sort().values).any(-1) for one, other in pairs]
         return sum(int(each.sum()) for each in changed), sum(each.numel() for each in changed)
 
 
-def group_products(model: Any) -> None:
+def use_grouped_experts(model: Any) -> None:
     """Let the fused experts of a model compute by `run_experts`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

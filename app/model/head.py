@@ -27,7 +27,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     softcap: float | None = None,
     kernel: LossKernel | None = None,
-    share: VocabularyShare | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of loss times weight, and each position's loss in nats, fp32 and detached.
 
@@ -35,7 +35,7 @@ def linear_cross_entropy(
     the next tokens, -100 where masked (loss 0); loss_weights [positions].
     `softcap` bounds the logits to softcap * tanh(logits / softcap), as Gemma 2 does. Under autocast
     the products are taken in its dtype, all else in fp32. `kernel` computes losses and gradients of
-    a chunk without bias at once. `share`: `weight` holds a rank's rows of the vocabulary alone; the
+    a chunk without bias at once. `shard`: `weight` holds a rank's rows of the vocabulary alone; the
     loss is that of all rows, and the gradient of `hidden` this rank's part of the sum.
     """
     device = hidden.device.type
@@ -53,14 +53,14 @@ def linear_cross_entropy(
         loss_weights,
         softcap,
         kernel,
-        share,
+        shard,
     )
     with torch.autocast(device, enabled=False):
         total, losses = _LinearCrossEntropy.apply(*arguments)
     return total, losses[:num_positions]
 
 
-class VocabularyShare(Protocol):
+class VocabularyShard(Protocol):
     """The rows of the vocabulary that a rank's head holds, and the ranks that hold the others."""
 
     first_row: int
@@ -85,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_weights: Tensor,
         softcap: float | None,
         kernel: LossKernel | None,
-        share: VocabularyShare | None,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         needs_grad = any(ctx.needs_input_grad[:3])
@@ -96,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
         linear = onednn.linear if needs_grad else torch.nn.functional.linear
         size = rows_per_chunk(len(weight), hidden.device.type)
-        if share is not None or bias is not None:
+        if shard is not None or bias is not None:
             kernel = None  # it sees a whole row of logits, and no bias
         if kernel is not None:
             size *= TRAINED_CHUNKS if of_weight else FUSED_CHUNKS
@@ -115,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             products = linear(rows, weight).float()
             logits, slope = _logits_of(products, bias, softcap, needs_slope=needs_grad)
             losses[chunk], grad = _cross_entropy(
-                logits, labels[chunk], loss_weights[chunk], share, needs_grad=needs_grad
+                logits, labels[chunk], loss_weights[chunk], shard, needs_grad=needs_grad
             )
             if grad is None:
                 continue
@@ -160,7 +160,7 @@ def _cross_entropy(
     logits: Tensor,
     labels: Tensor,
     loss_weights: Tensor,
-    share: VocabularyShare | None,
+    shard: VocabularyShard | None,
     *,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -168,22 +168,22 @@ def _cross_entropy(
     is_trained_on = labels >= 0
     target = labels.clamp(min=0).unsqueeze(1)
     highest = logits.amax(1, keepdim=True)
-    if share is not None:
-        share.largest_(highest)
-        target = target - share.first_row
+    if shard is not None:
+        shard.largest_(highest)
+        target = target - shard.first_row
         is_here = (target >= 0) & (target < logits.shape[1])
         target = target.clamp(0, logits.shape[1] - 1)
     own = logits.gather(1, target)
     exponentials = logits.sub_(highest).exp_()
     sums = exponentials.sum(1, keepdim=True)
-    if share is not None:
-        share.sum_(both := torch.stack([own * is_here, sums]))
+    if shard is not None:
+        shard.sum_(both := torch.stack([own * is_here, sums]))
         own, sums = both.unbind()
     losses = (sums.log() + highest - own).squeeze(1) * is_trained_on
     if not needs_grad:
         return losses, None
     scale = (loss_weights * is_trained_on).float().unsqueeze(1)
-    here = scale if share is None else scale * is_here
+    here = scale if shard is None else scale * is_here
     return losses, exponentials.mul_(scale / sums).scatter_add_(1, target, -here)
 
 
@@ -233,7 +233,7 @@ class LossHead(torch.nn.Linear):
     softcap: float | None = None
     scale: float = 1.0
     kernel: LossKernel | None = None
-    share: VocabularyShare | None = None
+    shard: VocabularyShard | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits, or an empty tensor where the loss is computed."""
@@ -249,7 +249,7 @@ class LossHead(torch.nn.Linear):
             bias=self.bias,
             softcap=self.softcap,
             kernel=self.kernel,
-            share=self.share,
+            shard=self.shard,
         )
         # Empty, but part of the graph between loss and head: strategies hook a forward's output to
         # gather weights for its backward pass and reduce gradients after it.

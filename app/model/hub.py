@@ -45,7 +45,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or _home() / "hub")
 
 
-def newest_of_hub(hub_id: str, name: str) -> Path | None:
+def newest_cached_file(hub_id: str, name: str) -> Path | None:
     """Return the newest file of a name that the cache has of a hub id; None where it has none."""
     snapshots = cache_folder() / f"models--{hub_id.replace('/', '--')}" / "snapshots"
     files = sorted(snapshots.glob(f"*/{name}"), key=lambda file: file.stat().st_mtime)
@@ -57,7 +57,7 @@ def is_cached(hub_id: str) -> bool:
     return (cache_folder() / f"models--{hub_id.replace('/', '--')}").is_dir()
 
 
-def problem_offline(key: str, hub_id: str) -> str | None:
+def find_offline_problem(key: str, hub_id: str) -> str | None:
     """Return why a hub id cannot be read with HF_HUB_OFFLINE set, None where it can."""
     if not is_offline_by_setting() or is_cached(hub_id):
         return None
@@ -68,12 +68,12 @@ def problem_offline(key: str, hub_id: str) -> str | None:
 
 
 def check_hub(ids: dict[str, str], revision: str | None = None) -> bool:
-    """Return whether the hub can be reached, for hub ids by setting.
+    """Check the hub ids `ids`, by settings key, and return whether the hub can be reached.
 
-    UserError where HF_HUB_OFFLINE is set, or the hub refuses one (`refusal`), OSError where there
-    is no network, and an id is not in the cache. Takes at most CONNECT_SECONDS, twice.
+    UserError if HF_HUB_OFFLINE is set and an id is not cached, or if the hub refuses an id; OSError
+    if there is no network and an id is not cached. Takes at most two times CONNECT_SECONDS.
     """
-    if problems := [p for key, name in ids.items() if (p := problem_offline(key, name))]:
+    if problems := [p for key, name in ids.items() if (p := find_offline_problem(key, name))]:
         raise UserError(problems)
     if is_offline_by_setting() or not ids:
         return False
@@ -85,7 +85,7 @@ def check_hub(ids: dict[str, str], revision: str | None = None) -> bool:
         refused = [
             why
             for key, name in missing.items()
-            if (why := refusal(key, name, revision if key == pinned else None))
+            if (why := find_refusal(key, name, revision if key == pinned else None))
         ]
         if refused:
             raise UserError(refused)
@@ -100,7 +100,7 @@ def check_hub(ids: dict[str, str], revision: str | None = None) -> bool:
     return False
 
 
-def refusal(key: str, hub_id: str, revision: str | None) -> str | None:
+def find_refusal(key: str, hub_id: str, revision: str | None) -> str | None:
     """Ask the hub for a model's config.json; return why it is refused, None where it is not.
 
     An answer that says nothing of the model (a proxy's, a mirror's) is left to the library.

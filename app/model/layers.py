@@ -21,11 +21,11 @@ def decoder_layers(model: torch.nn.Module, instead: str = "adapter.layers=all") 
     """
     layers = repeated_layers(model)
     if not layers:
-        raise ValueError(problem_of_layers(model.config.model_type, instead))
+        raise ValueError(unknown_layers_problem(model.config.model_type, instead))
     return layers
 
 
-def problem_of_layers(model_type: str | None, instead: str) -> str:
+def unknown_layers_problem(model_type: str | None, instead: str) -> str:
     """Return what is wrong with a model whose layers are not known."""
     return (
         f"{instead.partition('=')[0]}: {model_type} models do not name their layers; type {instead}"

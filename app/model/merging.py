@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.model.adapter import read_weight_changes, required_embedding_rows
-from app.model.architecture import folder_of
+from app.model.architecture import base_folder
 from app.model.attention import attention_implementation
 from app.model.base import load_base
 from app.model.base_files import read_shapes, weight_files
-from app.model.multimodal import remember_tower_files
+from app.model.multimodal import record_tower_files
 from app.model.quantization import (
     QuantizationConfig,
-    dequantized,
+    quantize_dequantize,
     quantized_layers,
-    stored_settings,
+    stored_quantization,
 )
 from app.model.shards import MAX_SHARD_BYTES, ModelFolder
-from app.model.tokenizer import made_rows, resize_embeddings
+from app.model.tokenizer import added_rows, resize_embeddings
 from app.process.errors import UserError
 from data_modules import setting
 
@@ -105,12 +105,12 @@ def plan_merge(
     """
     import torch
 
-    if stored_settings(base.architecture):
+    if stored_quantization(base.architecture):
         raise UserError(
             f"model.path={base.config.path} is stored quantized (config.json): an adapter is "
             "merged into whole weights; train on the unquantized base with quantization=nf4"
         )
-    files = weight_files(folder_of(base.config))
+    files = weight_files(base_folder(base.config))
     if not files:
         raise UserError(f"model.path={base.config.path}: no safetensors to merge into")
 
@@ -159,7 +159,7 @@ def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> None
     """
     tied = _aliases(model)
     untie_changed(model, plan.changes)
-    remember_tower_files(model, plan.base_files)
+    record_tower_files(model, plan.base_files)
     files = ModelFolder(model, folder, plan.dtype)
     merger = _Merger(files, plan, tied)
     files.begin()
@@ -238,7 +238,7 @@ class _Merger:
             for name in files.on_disk
         }
         rows = {self.names.get(name): place[2] for name, place in self.places.items()}
-        self.made = made_rows(model, plan.new_ids, rows)
+        self.made = added_rows(model, plan.new_ids, rows)
         self.rounded: Mapping[str, bool] = {}
         if plan.quantized_from is not None:
             self.rounded = quantized_layers(model, plan.quantization, plan.quantized_from)
@@ -278,7 +278,7 @@ class _Merger:
         return weight.to(dtype)
 
     def _rounded(self, name: str, weight: Tensor) -> Tensor:
-        return dequantized(
+        return quantize_dequantize(
             weight.to(self.plan.quantized_from),
             self.plan.quantization,
             is_transposed=self.rounded[name],

@@ -167,7 +167,7 @@ def outermost(names: Iterable[str]) -> list[str]:
     return found
 
 
-def remember_tower_files(model: Any, files: Iterable[Path]) -> None:
+def record_tower_files(model: Any, files: Iterable[Path]) -> None:
     """Note which tensors of a base's files the model has no weight for."""
     if not tower_modules(model):
         return

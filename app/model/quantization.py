@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.weight_reads import read_weights
+from app.model.weight_reads import find_bypassed_linears
 from app.process.errors import UserError
 from data_modules import setting
 
@@ -55,7 +55,7 @@ def quantization_settings(
 
     if config.method == "none":
         return None
-    read = read_weights(model_type)
+    read = find_bypassed_linears(model_type)
     # A list replaces the loader's own, which names the head.
     kept = [*read, "lm_head"] if read else None
     if config.method == "int8":
@@ -71,7 +71,7 @@ def quantization_settings(
     )
 
 
-def stored_settings(architecture: transformers.PretrainedConfig) -> Mapping[str, Any] | None:
+def stored_quantization(architecture: transformers.PretrainedConfig) -> Mapping[str, Any] | None:
     """Return the `quantization_config` of config.json; None where the files are not quantized."""
     stored: Mapping[str, Any] | None = architecture.to_dict().get("quantization_config")
     return stored
@@ -84,7 +84,7 @@ def stored_method(stored: Mapping[str, Any]) -> str:
     return "int8" if stored.get("load_in_8bit") else str(stored.get("quant_method"))
 
 
-def find_stored_problem(
+def find_quantization_conflict(
     stored: Mapping[str, Any],
     config: QuantizationConfig,
     path: str | None,
@@ -137,7 +137,7 @@ def quantizable_layers(model_type: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quantizing_on(device: torch.device | None) -> Iterator[None]:
+def quantize_on_device(device: torch.device | None) -> Iterator[None]:
     """Quantize to 4 bits on `device` what is read to host memory, and bring it back packed.
 
     A CPU would take over an hour for 70B. Wraps a public function of bitsandbytes, which has no
@@ -257,7 +257,7 @@ def quantized_layers(
     }
 
 
-def dequantized(
+def quantize_dequantize(
     weight: torch.Tensor, config: QuantizationConfig, *, is_transposed: bool = False
 ) -> torch.Tensor:
     """Return a weight [out, in], or experts', as its quantized form has it, in its own dtype."""
@@ -287,11 +287,12 @@ def stored_4bit(layer: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torc
     return weight, lambda packed: dequantize_4bit(packed.view(-1, 1), state)
 
 
-def take_states(module: torch.nn.Module, device: torch.device) -> dict[str, Any]:
-    """Return the state of each 4-bit weight in `module` by name, for `give_states`; {} on `meta`.
+def detach_quant_states(module: torch.nn.Module, device: torch.device) -> dict[str, Any]:
+    """Turn the 4-bit weights in `module` into plain parameters and return their quantization states.
 
-    Packed values and their scales become plain parameters, which a strategy can shard; the scales
-    of scales, one for 16,384 weights, stay in the layer, on `device`. See `bind_scales`.
+    Packed values and their scales become parameters that a strategy can shard; the nested scales,
+    one per 16,384 weights, stay in the layer on `device` (see `bind_scales`). The states, by name,
+    are for `attach_quant_states` on other ranks; weights on `meta` have none.
     """
     import torch
 
@@ -315,8 +316,10 @@ def take_states(module: torch.nn.Module, device: torch.device) -> dict[str, Any]
     return states
 
 
-def give_states(module: torch.nn.Module, states: Mapping[str, Any], device: torch.device) -> None:
-    """Give the layers in `module` their 4-bit weights on `meta`, with the scales of `states`."""
+def attach_quant_states(
+    module: torch.nn.Module, states: Mapping[str, Any], device: torch.device
+) -> None:
+    """Give the layers in `module` their 4-bit weights on `meta`, with the states of rank 0."""
     import torch
     from bitsandbytes.functional import QuantState
 
@@ -387,14 +390,14 @@ def _keep_scales(module: Any, _: Any) -> None:
 
 
 @contextlib.contextmanager
-def tokens_quantized_alone(model: Any) -> Iterator[None]:
+def quantize_tokens_independently(model: Any) -> Iterator[None]:
     """Quantize each token's activations independently while a probe compares tokens of a batch.
 
     LLM.int8() separates outlier columns for all tokens of a batch at once, so that a token's
     rounding depends on its batch.
     """
     layers = []
-    if stored_settings(model.config):
+    if stored_quantization(model.config):
         from bitsandbytes.nn import Linear8bitLt
 
         layers = [module for module in model.modules() if isinstance(module, Linear8bitLt)]

@@ -57,8 +57,8 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
 def _build_checkpoint(mode: str) -> Callable[..., Any]:
     """Return a function that runs a layer on its arguments and returns its output."""
     from app.model.activation_checkpointing import SelectiveLayers
-    from app.model.recomputed_layer import HostInputs, run_recomputed
+    from app.model.recomputed_layer import OffloadedInputs, run_recomputed
 
     if mode == "offload":
-        return HostInputs().run_layer
+        return OffloadedInputs().run_layer
     return SelectiveLayers().run_layer if mode == "selective" else run_recomputed

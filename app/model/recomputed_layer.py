@@ -173,7 +173,7 @@ def _in_autocasts(autocasts: Autocasts) -> Iterator[None]:
         yield
 
 
-class HostInputs:
+class OffloadedInputs:
     """The inputs of a model's layers, from forward to backward pass."""
 
     def __init__(self) -> None:

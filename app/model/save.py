@@ -21,7 +21,7 @@ from app.model.adapter import (
     write_origin,
 )
 from app.model.architecture import model_class
-from app.model.shards import Gathering, Shards, round_weights, write_model
+from app.model.shards import Shards, WeightGatherer, round_weights, write_model
 from app.process.collectives import all_gather_list, is_first, run_on_rank0
 from app.process.errors import TrainingFault
 
@@ -143,15 +143,15 @@ def _save_gathered_adapter(
         raise ValueError("an adapter that has changed its base is saved by a single process only")
     in_memory = probe_logits(model, probe)
     shards.reshard(model)
-    gathering = Gathering(shards)
+    gatherer = WeightGatherer(shards)
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             shape = shards.weight_state(parameter).shape
-            weight = gathering.take(name, parameter, shape)
+            weight = gatherer.gather(name, parameter, shape)
             if is_first():
                 weights[name] = weight.cpu()
-    gathering.check()
+    gatherer.check()
 
     def write() -> None:
         save_adapter(model, folder, weights)

@@ -43,7 +43,7 @@ class Shards(Protocol):
         """Copy a whole value into a weight; all ranks call it, in the same order."""
 
 
-class Gathering:
+class WeightGatherer:
     """Gather weights as rank 0, which writes them, has them, and write these back on all ranks.
 
     A forward pass after it then shows whether the saved weights are the ones before: a part that
@@ -54,7 +54,7 @@ class Gathering:
         self.shards = shards
         self.problems: list[str] = []
 
-    def take(self, name: str, weight: Any, shape: torch.Size) -> Tensor:
+    def gather(self, name: str, weight: Any, shape: torch.Size) -> Tensor:
         """Return a weight of `shape`, whole, on every rank."""
         import torch
 
@@ -122,7 +122,7 @@ def write_model(
     import torch
 
     on_rank0: Callable[[Callable[[], None]], object] = _call if shards is None else run_on_rank0
-    gathering = None if shards is None else Gathering(shards)
+    gatherer = None if shards is None else WeightGatherer(shards)
     files = ModelFolder(model, folder, dtype)
     on_rank0(files.begin)
     weights = model.state_dict(keep_vars=True)
@@ -130,18 +130,18 @@ def write_model(
     num_bytes = 0
 
     def write() -> None:
-        if gathering is not None:
-            gathering.check()
+        if gatherer is not None:
+            gatherer.check()
         on_rank0(partial(files.write, shard))
 
     for names in files.groups:
         taken = {}
         for name in names:
             weight, needed = weights[name], files.needed[name]
-            if gathering is None or not isinstance(weight, torch.nn.Parameter):
+            if gatherer is None or not isinstance(weight, torch.nn.Parameter):
                 taken[name] = weight.detach().to(needed.dtype)
             else:
-                taken[name] = gathering.take(name, weight, needed.shape).to(needed.dtype)
+                taken[name] = gatherer.gather(name, weight, needed.shape).to(needed.dtype)
         more = sum(tensor.nbytes for tensor in taken.values())
         if num_bytes and num_bytes + more > max_shard_bytes:
             write()

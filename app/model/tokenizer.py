@@ -276,7 +276,7 @@ def resize_embeddings(model: PreTrainedModel, new_ids: Sequence[int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class MadeRows:
+class AddedRows:
     """The rows that a weight of a base gets for tokens without a trained one."""
 
     num_rows: int
@@ -292,9 +292,9 @@ class MadeRows:
         return grown.T if is_flat else grown
 
 
-def made_rows(
+def added_rows(
     model: PreTrainedModel, new_ids: Sequence[int], shapes: Mapping[str | None, tuple[int, ...]]
-) -> dict[str, MadeRows]:
+) -> dict[str, AddedRows]:
     """Return, by the weight's name, what `resize_embeddings` has made of embedding and head.
 
     `model` is the base after it, `shapes` are those of its files by the same names.
@@ -311,7 +311,7 @@ def made_rows(
         found[names[id(head.bias)]] = made
     if "final_logits_bias" in model._buffers:
         found["final_logits_bias"] = made
-    return {name: MadeRows(rows + len(made), ids) for name, ids in found.items()}
+    return {name: AddedRows(rows + len(made), ids) for name, ids in found.items()}
 
 
 def _start_as_the_mean(weight: torch.Tensor, ids: list[int]) -> None:
@@ -349,7 +349,7 @@ def with_chat_template(
     return replace(data, chat_template=model.chat_template)
 
 
-def keep_stop_tokens(model: Any, stop_ids: Iterable[int]) -> None:
+def add_stop_tokens(model: Any, stop_ids: Iterable[int]) -> None:
     """Add the stop token ids of training to the model's generation config, after the base's."""
     own = model.generation_config
     if own is None:

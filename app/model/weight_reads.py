@@ -25,7 +25,7 @@ LINEAR = re.compile(r"\bself\.(\w+) = nn\.Linear\(")
 
 
 @cache
-def read_weights(model_type: str | None) -> tuple[str, ...]:
+def find_bypassed_linears(model_type: str | None) -> tuple[str, ...]:
     """Return the linear modules that a model type's layers never call, or multiply by themselves.
 
     Empty for a type that transformers has not.
@@ -44,7 +44,7 @@ def read_weights(model_type: str | None) -> tuple[str, ...]:
     return ()
 
 
-def call_changed_modules(model: torch.nn.Module) -> None:
+def disable_bypassing_kernels(model: torch.nn.Module) -> None:
     """Let layers with a kernel for training alone call the modules whose weights it would read.
 
     Only where one of these is no plain module: it has an adapter, or its weight is packed. Mamba's
@@ -54,10 +54,10 @@ def call_changed_modules(model: torch.nn.Module) -> None:
         for method, names in _read_in_training(module.__class__):
             held = [vars(module)["_modules"].get(name) for name in names]
             if not all(one is None or _is_plain(one) for one in held):
-                setattr(module, method, InParts(module, getattr(module, method)))
+                setattr(module, method, UnfusedMethod(module, getattr(module, method)))
 
 
-class InParts:
+class UnfusedMethod:
     """A method of a layer as in evaluation; the modules inside stay in training."""
 
     def __init__(self, module: Any, plain: Any) -> None:
@@ -72,7 +72,7 @@ class InParts:
 
 
 @cache
-def children_read(kind: type) -> tuple[str, ...]:
+def find_bypassed_children(kind: type) -> tuple[str, ...]:
     """Return the children of a layer of class `kind` whose weights its own code reads."""
     try:
         source = inspect.getsource(kind)

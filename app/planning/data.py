@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.model.base import ModelConfig
-from app.model.hub import newest_of_hub
+from app.model.hub import newest_cached_file
 from app.process.untrusted import reading
 from data_modules import estimate_epoch
 
@@ -39,7 +39,7 @@ def find_tokenizer(model: ModelConfig) -> Path | None:
     if path is None:
         return None
     file = Path(path) / "tokenizer.json"
-    return file if file.is_file() else newest_of_hub(path, file.name)
+    return file if file.is_file() else newest_cached_file(path, file.name)
 
 
 def count_bytes(texts: Sequence[str]) -> list[int]:

@@ -11,7 +11,7 @@ from app.model.activation_memory import WIDEST_FLASH_HEAD
 from app.model.adapter import LoraConfig, saves_whole_model
 from app.model.architecture import text_numbers
 from app.model.base import ModelConfig
-from app.model.hub import newest_of_hub
+from app.model.hub import newest_cached_file
 from app.planning.choose import (
     choose_micro_batch,
     choose_recompute,
@@ -89,7 +89,7 @@ def read_numbers(model: ModelConfig) -> Mapping[str, Any]:
     found = inspect_base(replace(model, tokenizer_path=None)) if model.path else None
     if found is not None and (missing := [p for p in found.problems if "model.path" in p]):
         raise UserError(missing)
-    if (cached := newest_of_hub(str(model.path), "config.json")) is not None:
+    if (cached := newest_cached_file(str(model.path), "config.json")) is not None:
         numbers, problem = read_json_object(cached)
         if problem is not None:
             raise UserError(problem)

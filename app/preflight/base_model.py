@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from app.model.adapter import BaseModules
-from app.model.architecture import brief, check_token_ids, text_numbers
+from app.model.architecture import check_token_ids, shorten, text_numbers
 from app.model.base import ModelConfig
 from app.model.base_files import INDEX, WEIGHTS, check_dtypes, check_head
-from app.model.hub import problem_offline
+from app.model.hub import find_offline_problem
 from app.model.quantization import stored_method
 from app.preflight.shapes import LAYER, modules_of_architecture, modules_of_files
 from app.process.untrusted import Header, check_kinds, read_header, read_json_object, read_text
@@ -169,7 +169,7 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
         return [f"{where}: no model_type, so this is not a transformers model"]
     problems = []
     if not isinstance(numbers["model_type"], str):
-        problems.append(f"{where}: model_type={brief(numbers['model_type'])}: expected a name")
+        problems.append(f"{where}: model_type={shorten(numbers['model_type'])}: expected a name")
     parts = [("", numbers)]
     parts += [(f"{key}.", part) for key, part in numbers.items() if isinstance(part, dict)]
     for name in ("rope_parameters", "rope_scaling"):
@@ -177,18 +177,18 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
         factor = scaled.get("factor") if isinstance(scaled, dict) else None
         if isinstance(factor, (int, float)) and not factor >= 1:
             problems.append(
-                f"{where}: {name}.factor={brief(factor)}: expected a number from 1 up; download "
+                f"{where}: {name}.factor={shorten(factor)}: expected a number from 1 up; download "
                 "config.json again"
             )
     for prefix, part in parts:
         for key, count in part.items():
             if (bounds := _why_out_of_bounds(key, count)) is not None:
-                problems.append(f"{where}: {prefix}{key}={brief(count)}: expected {bounds}")
+                problems.append(f"{where}: {prefix}{key}={shorten(count)}: expected {bounds}")
             if not COUNTS.fullmatch(key) or not isinstance(count, (int, float)):
                 continue
             if isinstance(count, float) or not 0 <= count <= MAX_COUNT:
                 problems.append(
-                    f"{where}: {prefix}{key}={brief(count)}: expected a whole number of at most "
+                    f"{where}: {prefix}{key}={shorten(count)}: expected a whole number of at most "
                     f"{MAX_COUNT:,}"
                 )
     problems += check_token_ids(where, "", numbers, numbers)
@@ -198,7 +198,7 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
     are_names = isinstance(classes, list) and all(type(name) is str for name in classes)
     if classes is not None and not are_names:
         problems.append(
-            f"{where}: architectures={brief(classes)}: expected a list of class names; download "
+            f"{where}: architectures={shorten(classes)}: expected a list of class names; download "
             "config.json again, or remove the key"
         )
     if not isinstance(numbers.get("quantization_config") or {}, dict):
@@ -265,7 +265,7 @@ def _check_missing(key: str, path: str) -> list[str]:
     parent = Path(path).parent
     looks_local = path.startswith((".", "/", "~")) or (parent != Path() and parent.is_dir())
     if HUB_ID.fullmatch(path) and not looks_local:
-        offline = problem_offline(key, path)
+        offline = find_offline_problem(key, path)
         return [offline] if offline else []
     siblings = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
     near = difflib.get_close_matches(Path(path).name, siblings, n=1)
@@ -337,7 +337,7 @@ def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str
     if longest is None or (type(longest) in (int, float) and longest >= 1):
         return code
     return [
-        f"{folder / 'tokenizer_config.json'}: model_max_length={brief(longest)}: expected a "
+        f"{folder / 'tokenizer_config.json'}: model_max_length={shorten(longest)}: expected a "
         "number of tokens from 1 up; remove the key, or download the file again",
         *code,
     ]

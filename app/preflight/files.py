@@ -27,7 +27,7 @@ from app.model.base import ModelConfig
 from app.model.hub import COMMIT
 from app.model.layers import why_not_compiled
 from app.model.neftune import why_no_noise
-from app.model.quantization import find_stored_problem
+from app.model.quantization import find_quantization_conflict
 from app.preflight.base_model import (
     BaseModel,
     inspect_base,
@@ -153,7 +153,7 @@ def _check_model(
     stored = base.numbers.get("quantization_config")
     if stored and isinstance(stored, dict):
         trains_base = is_training(config) and saves_whole_model(config.adapter)
-        problem = find_stored_problem(
+        problem = find_quantization_conflict(
             stored, config.quantization, base.name, trains_base=trains_base
         )
         problems += [problem] if problem else []

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.model.quantization import give_states, take_states
+from app.model.quantization import attach_quant_states, detach_quant_states
 from app.process.environment import host_bytes
 from app.process.errors import UserError
 
@@ -60,11 +60,11 @@ class Broadcaster:
 
     def broadcast_quantization(self, module: torch.nn.Module) -> None:
         """Broadcast the quantization state of 4-bit weights, before the weights."""
-        states = [take_states(module, self.device)]
+        states = [detach_quant_states(module, self.device)]
         if not self._is_only_rank:
             dist.broadcast_object_list(states, self._node_reader, group=self._node_group)
         if not self.reads_here:
-            give_states(module, states[0], self.device)
+            attach_quant_states(module, states[0], self.device)
 
     def broadcast(self, modules: Iterable[torch.nn.Module]) -> None:
         """Put the full tensors of `modules` on this rank's device; shared ones stay shared."""

@@ -102,7 +102,7 @@ class TensorParallel:
         if not can_split_head(head, self.size):
             return
         self._split_weight(head, "weight", 0)
-        head.share = _Rows(self.group, self.rank * head.weight.shape[0])
+        head.shard = _Rows(self.group, self.rank * head.weight.shape[0])
         head.register_forward_pre_hook(self._copy_input)
 
         def gather(_: Any, inputs: Any, output: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from app.model.attention import (
 )
 from app.model.head import check_head_loss, run_probe
 from app.model.kernels import fuse_layers, unfuse_layers
-from app.model.quantization import tokens_quantized_alone
+from app.model.quantization import quantize_tokens_independently
 from app.process import faults
 from app.strategy.mixin import StrategyMixin
 from app.training.algorithms import use_averaged_weights, use_training_weights
@@ -135,7 +135,7 @@ class FinetuneModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Verify attention and head, fuse layers, seed this rank, restore the optimizer."""
-        alone, device = tokens_quantized_alone(self.model), self.strategy.root_device
+        alone, device = quantize_tokens_independently(self.model), self.strategy.root_device
         with self.trainer.precision_plugin.forward_context(), alone:
             if self.uses_fused_kernels:
                 select_fastest_kernel(self.backend, self.model.config, device)

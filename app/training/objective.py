@@ -15,7 +15,7 @@ from app.model.attention import (
     pair_inputs,
 )
 from app.model.head import check_head_loss, head_loss
-from app.model.quantization import tokens_quantized_alone
+from app.model.quantization import quantize_tokens_independently
 from data_modules import Batch, DecoderInputs
 
 
@@ -170,7 +170,7 @@ def validate(
     sums = DatasetSums(len(dataset_names))
     device = device or model.device
     if not model.config.is_encoder_decoder:
-        with tokens_quantized_alone(model):
+        with quantize_tokens_independently(model):
             (check_isolation if is_packed else hide_boundaries_from_mixers)(model, backend, device)
     check_head_loss(model, backend, device)
     model.eval()

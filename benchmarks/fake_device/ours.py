@@ -91,7 +91,7 @@ class Traced:
                     loss = self.module.training_step(moved, 0)
                 loss.backward()
                 assert compilation.layers.failure is None, compilation.layers.failure
-                found.append(compiling.num_compiled())
+                found.append(compiling.num_compiled_graphs())
         return found
 
 

@@ -689,7 +689,7 @@ def test_a_reachable_hub_is_asked_once_by_the_proxy(monkeypatch: pytest.MonkeyPa
         return Connection()
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    monkeypatch.setattr("app.model.hub.refusal", lambda *_: None)  # tests/model/test_hub.py
+    monkeypatch.setattr("app.model.hub.find_refusal", lambda *_: None)  # tests/model/test_hub.py
     for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert check_hub({"model.path": "org/name", "model.tokenizer_path": "org/other"})

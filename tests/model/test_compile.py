@@ -22,7 +22,7 @@ from app.config import check_before_start, load_config
 from app.model import compile as compiling
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, apply_adapter
 from app.model.attention import attention_implementation
-from app.model.compile import CompiledLayers, num_compiled
+from app.model.compile import CompiledLayers, num_compiled_graphs
 from app.model.head import fuse_head
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.process.errors import UserError
@@ -138,7 +138,7 @@ def test_ten_steps_are_those_of_plain_layers(kind: str, split_only: None) -> Non
     expected = train_steps(plain, 10)
     assert train_steps(compiled, 10) == pytest.approx(expected, rel=1e-5)
     assert expected[-1] < 0.9 * expected[0]
-    assert num_compiled() > 0
+    assert num_compiled_graphs() > 0
 
 
 @pytest.mark.parametrize(("kind", "adapter"), [("llama", None), ("gpt2", FullConfig())], ids=MAKERS)
@@ -158,14 +158,14 @@ def test_nothing_is_compiled_after_the_third_step(
     """Whatever comes later: other documents, one document a row, padding, validations."""
     model = build(**recompute)
     CompiledLayers(model)
-    before = num_compiled()
+    before = num_compiled_graphs()
     validate(model)
     for _ in range(3):
         loss_of(model, batch_of(30, 20, 10)).backward()
-    settled = num_compiled()
+    settled = num_compiled_graphs()
     assert settled > before
     train_steps(model, 4)
-    assert num_compiled() == settled
+    assert num_compiled_graphs() == settled
 
 
 def test_one_row_looks_the_same_however_its_attention_lay_in_memory() -> None:
@@ -186,9 +186,9 @@ def test_recompute_around_compiled_layers(
 ) -> None:
     plain, compiled = build(adapter=adapter), build(adapter=adapter, mode=mode, every=every)
     CompiledLayers(compiled)
-    before = num_compiled()
+    before = num_compiled_graphs()
     found = gradients(compiled)
-    assert num_compiled() - before >= 4  # the parts of a layer between its attentions
+    assert num_compiled_graphs() - before >= 4  # the parts of a layer between its attentions
     assert_close(found, gradients(plain))
 
 
@@ -220,9 +220,9 @@ def test_names_and_the_plain_model_come_back(traced_only: None) -> None:
     assert list(model.state_dict()) == names
     gradients(model)
     layers.remove()
-    before = num_compiled()
+    before = num_compiled_graphs()
     found = gradients(model)
-    assert num_compiled() == before
+    assert num_compiled_graphs() == before
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     inner = model.base_model.model.model.layers
     assert [layer.gradient_checkpointing for layer in inner] == [True, False]
@@ -370,12 +370,12 @@ def test_a_run_with_compiled_layers(
     base = save_with_tokenizer(tiny_gpt2(vocab_size=768, n_positions=256), tmp_path / "base")
     words = [f"model.path={base}", "adapter.dropout=0.0", "trainer.max_steps=6"]
     words += ["trainer.validate_every_steps=2", "evaluation.max_new_tokens=4", "logger=csv"]
-    before = num_compiled()
+    before = num_compiled_graphs()
     compiled = train_into(tmp_path / "compiled", *words, "trainer.compile=true")
-    after = num_compiled()
+    after = num_compiled_graphs()
     assert after > before
     plain = train_into(tmp_path / "plain", *words)
-    assert num_compiled() == after
+    assert num_compiled_graphs() == after
     for column in ("train/loss", "val/loss", "train/grad_norm"):
         expected = read_column(plain, column)
         assert len(expected) >= 3

@@ -25,7 +25,7 @@ from app.model.adapter import (
 )
 from app.model.base import ModelConfig, load_base
 from app.model.base_files import read_shapes, weight_files
-from app.model.experts import ChosenExperts, expert_modules, group_products
+from app.model.experts import RoutingTrace, expert_modules, use_grouped_experts
 from app.model.quantization import QuantizationConfig, storage_of, stored_4bit
 from app.preflight.base_model import inspect_base
 from app.preflight.files import check_saved_adapter
@@ -95,7 +95,7 @@ def tiny_mixture(kind: str, **numbers: Any) -> Any:
     for _, buffer in model.named_buffers():
         if buffer.shape == (4,):  # the routing's biases, which a trained model has
             buffer.copy_(torch.linspace(-0.2, 0.2, 4))
-    group_products(model)
+    use_grouped_experts(model)
     return model
 
 
@@ -378,18 +378,18 @@ def test_a_mixture_chooses_the_experts_that_another_chose(kind: str) -> None:
     else:
         model, inputs = tiny_mixture(kind), row()
 
-    def run(experts: ChosenExperts) -> torch.Tensor:
+    def run(experts: RoutingTrace) -> torch.Tensor:
         with torch.no_grad(), experts:
             return model(**inputs, use_cache=False).logits
 
-    first, again, kept = ChosenExperts(), ChosenExperts(), ChosenExperts()
+    first, again, kept = RoutingTrace(), RoutingTrace(), RoutingTrace()
     logits = run(first)
     assert torch.equal(run(again), logits) and again.count_changed(first)[0] == 0
     for name, weight in model.named_parameters():
         if "gate.weight" in name or "router" in name:
             weight.data = -weight.data
-    run(again := ChosenExperts())
+    run(again := RoutingTrace())
     changed, of_all = again.count_changed(first)
     assert 0 < changed <= of_all
-    run(kept := ChosenExperts(as_in=first))
+    run(kept := RoutingTrace(replay=first))
     assert kept.count_changed(first)[0] == 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.model.activation_checkpointing import keep_expensive
+from app.model.activation_checkpointing import selective_contexts
 from app.model.adapter import (
     LoraConfig,
     apply_adapter,
@@ -356,7 +356,7 @@ def test_what_selective_keeps_of_4_bits_is_not_dequantized_to_be_computed_again(
     _, fused = pair(in_4_bits(), dropout=0.0)
     layer = fused.base_model.model.model.layers[0].mlp.get_submodule(projection)
     rows = torch.randn(5, layer.in_features, requires_grad=True)
-    contexts = keep_expensive(has_mode=False)
+    contexts = selective_contexts(has_mode=False)
     with Operators() as operators:
         output = run_recomputed(lambda x: layer(x).exp(), rows, contexts=contexts)
         output.sum().backward()

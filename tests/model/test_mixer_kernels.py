@@ -31,7 +31,7 @@ from app.model.build import build_model
 from app.model.cpu.packed_mixers import CHUNK
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.model.weight_reads import call_changed_modules
+from app.model.weight_reads import disable_bypassing_kernels
 from tests.families import tiny_family
 from tests.model.test_mixers import alone, ids_and_positions, packed, ready
 
@@ -283,7 +283,7 @@ def test_training_computes_with_every_adapter(
     install(tiny_family(family), monkeypatch)
     adapter = LoraConfig(r=2, dropout=0.0, target_modules=targets)
     model = apply_adapter(tiny_family(family), adapter, half_precision=False)
-    call_changed_modules(model)
+    disable_bypassing_kernels(model)
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     for parameter in trained.values():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -307,7 +307,7 @@ def test_a_weight_that_is_clipped_in_training_alone() -> None:
     )
     hidden = torch.randn(config.altup_num_inputs, 1, 3, 8)
     expected = adapted.eval().correct(hidden, -hidden[0])
-    call_changed_modules(adapted)
+    disable_bypassing_kernels(adapted)
     assert torch.equal(adapted.train().correct(hidden, -hidden[0]), expected)
 
 

@@ -27,8 +27,8 @@ from app.model.build import build_model
 from app.model.quantization import (
     QuantizationConfig,
     quantization_settings,
+    quantize_tokens_independently,
     storage_of,
-    tokens_quantized_alone,
 )
 from app.model.recompute import RecomputeConfig
 from app.process.environment import quiet_libraries
@@ -326,11 +326,11 @@ def test_the_isolation_probe_is_blind_to_the_rounding_of_int8(
     model = load(save_llama(tmp_path, initializer_range=1.0), torch.float32, method="int8")
     with pytest.raises(ValueError, match="see each other"):
         check_isolation(model, "sdpa")
-    with tokens_quantized_alone(model):
+    with quantize_tokens_independently(model):
         check_isolation(model, "sdpa")
     assert {m.state.threshold for m in model.modules() if isinstance(m, PACKED)} == {6.0}
     monkeypatch.setattr(inputs, "group_documents", lambda *_: None)
-    with tokens_quantized_alone(model), pytest.raises(ValueError, match="see each other"):
+    with quantize_tokens_independently(model), pytest.raises(ValueError, match="see each other"):
         check_isolation(model, "sdpa")
 
 

@@ -19,7 +19,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from app.model import activation_checkpointing as activations
 from app.model import recomputed_layer
-from app.model.activation_checkpointing import _Keep, _Reuse, keep_expensive
+from app.model.activation_checkpointing import _Keep, _Reuse, selective_contexts
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -33,7 +33,7 @@ from app.model.base import ModelConfig, load_base
 from app.model.cpu import causal_attention as matmul
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import MODES, RecomputeConfig, apply_recompute
-from app.model.recomputed_layer import HostInputs, LayerInput, run_recomputed
+from app.model.recomputed_layer import LayerInput, OffloadedInputs, run_recomputed
 from tests.matrix import matrix
 from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
@@ -242,7 +242,7 @@ def test_selective_computes_attention_and_narrow_products_once(
     monkeypatch.setattr(matmul, "is_faster", lambda *_: False)  # one kernel, as on a GPU
     base = with_our_attention(tiny_llama(num_hidden_layers=1))
     model = prepared(base, RecomputeConfig(), LoraConfig(r=4, dropout=0.0)).eval()
-    forward, recompute = keep_expensive()
+    forward, recompute = selective_contexts()
     first, second = Products(), Products()
     with first, forward:
         expected = model(**packed_inputs(model)).logits
@@ -285,7 +285,7 @@ def test_selective_refuses_a_layer_that_changes_what_it_keeps(first: int, contex
             product[:, first:].mul_(2)  # as rotations of a part of it
             return product.exp()
 
-        run_recomputed(layer, hidden, contexts=keep_expensive())
+        run_recomputed(layer, hidden, contexts=selective_contexts())
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -363,7 +363,7 @@ def test_selective_refuses_a_layer_that_changes_what_says_to_be_kept(has_mode: b
         product.view(-1)[:4].mul_(2)
         return product.exp()
 
-    contexts = keep_expensive(has_mode=has_mode)
+    contexts = selective_contexts(has_mode=has_mode)
     with pytest.raises(RuntimeError, match="type recompute=full"):
         run_recomputed(layer, hidden, contexts=contexts).sum().backward()
 
@@ -403,7 +403,7 @@ def test_selective_computes_narrow_products_of_a_quantized_base_once(
     )
     # Where it trains, int8 is no product of its own on a CPU.
     model = prepared(base, RecomputeConfig(), LoraConfig(r=4, dropout=0.0)).eval()
-    forward, recompute = keep_expensive()
+    forward, recompute = selective_contexts()
     first, second = QuantizedProducts(), QuantizedProducts()
     ids = torch.arange(16)[None]
     with first, forward:
@@ -643,7 +643,7 @@ class TestOnAGpu:
         assert peaks["none"] > peaks["selective"] > peaks["full"] > peaks["offload"]
 
     def test_an_input_comes_back_as_it_left(self) -> None:
-        inputs = HostInputs()
+        inputs = OffloadedInputs()
         weight = torch.randn(256, 256, device="cuda", requires_grad=True)
         hidden = torch.randn(4, 1024, 256, device="cuda")
         states = hidden
@@ -660,7 +660,7 @@ class TestOnAGpu:
 
 def test_selective_pays_for_its_mode_alone() -> None:
     """PyTorch would wrap every call of it to keep a compiler away, which is not there."""
-    for each in keep_expensive():
+    for each in selective_contexts():
         call = type(each.mode).__torch_dispatch__
         assert call.__code__.co_filename == activations.__file__
         assert not hasattr(call, "_torchdynamo_orig_callable")

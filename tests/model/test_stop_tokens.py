@@ -16,7 +16,7 @@ from app.assembly.tuned import open_tuned
 from app.config import load_config
 from app.model.base import ModelConfig
 from app.model.tokenizer import (
-    keep_stop_tokens,
+    add_stop_tokens,
     save_stop_tokens,
     saved_stop_ids,
     stop_token_ids,
@@ -94,7 +94,7 @@ def test_answers_end_where_they_were_trained_to(base: Any, kept: list[int], tmp_
     import transformers
 
     model = SimpleNamespace(generation_config=transformers.GenerationConfig(eos_token_id=base))
-    keep_stop_tokens(model, {7, 3})
+    add_stop_tokens(model, {7, 3})
     assert model.generation_config.eos_token_id == kept
     save_stop_tokens(model, tmp_path)
     saved = transformers.GenerationConfig.from_pretrained(tmp_path)
@@ -105,9 +105,9 @@ def test_one_stop_token_is_not_a_list() -> None:
     import transformers
 
     model = SimpleNamespace(generation_config=transformers.GenerationConfig(eos_token_id=2))
-    keep_stop_tokens(model, {2})
+    add_stop_tokens(model, {2})
     assert model.generation_config.eos_token_id == 2
-    keep_stop_tokens(SimpleNamespace(generation_config=None), {2})
+    add_stop_tokens(SimpleNamespace(generation_config=None), {2})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from app.model.adapter import (
 )
 from app.model.adapter.saved import load_adapter
 from app.model.patterns import by_ending, by_expression, by_key
-from app.model.weight_reads import read_weights
+from app.model.weight_reads import find_bypassed_linears
 from app.process.errors import UserError
 from tests.families import tiny_family
 from tests.tiny import tiny_llama
@@ -200,8 +200,13 @@ def test_a_saved_adapter_on_such_a_weight_is_not_gone_on_with(family: str, tmp_p
 
 
 def test_weights_that_are_read_by_model_type() -> None:
-    assert read_weights("longcat_flash") == ("classifier",)  # its router
-    assert read_weights("llama") == read_weights("new") == read_weights(None) == ()
+    assert find_bypassed_linears("longcat_flash") == ("classifier",)  # its router
+    assert (
+        find_bypassed_linears("llama")
+        == find_bypassed_linears("new")
+        == find_bypassed_linears(None)
+        == ()
+    )
 
 
 def test_what_is_not_known_of_a_base_is_not_judged() -> None:

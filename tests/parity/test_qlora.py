@@ -18,7 +18,7 @@ from torch import Tensor
 from app.model.adapter import AdapterConfig, Ia3Config, LoraConfig, apply_adapter
 from app.model.base import ModelConfig
 from app.model.build import build_model
-from app.model.quantization import QuantizationConfig, stored_settings
+from app.model.quantization import QuantizationConfig, stored_quantization
 from app.model.recompute import RecomputeConfig
 from tests.matrix import matrix
 from tests.tiny import random_ids, tiny_llama
@@ -52,7 +52,7 @@ def pair(folder: Path, method: str, adapter: AdapterConfig, precision: str) -> t
     settings = QuantizationConfig(method=method)
     model = build_model(config, settings, "sdpa", adapter, RecomputeConfig(), precision)
     base = model.get_base_model()
-    assert stored_settings(base.config) is not None
+    assert stored_quantization(base.config) is not None
     for name, module in base.named_modules():
         if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
             twin = plain.get_submodule(name.replace(".base_layer", ""))

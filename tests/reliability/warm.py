@@ -146,7 +146,7 @@ def read_once() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from app.config import compose
-    from app.model.weight_reads import call_changed_modules, children_read
+    from app.model.weight_reads import disable_bypassing_kernels, find_bypassed_children
     from tests.composing import keep_compositions
 
     get_checkpoint_conversion_mapping("llama")
@@ -156,9 +156,9 @@ def read_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             adapted = peft.get_peft_model(base, lora)
-    call_changed_modules(adapted)
+    disable_bypassing_kernels(adapted)
     for module in adapted.modules():
-        children_read(type(module))
+        find_bypassed_children(type(module))
     keep_compositions(pytest.MonkeyPatch())
     for words in COMPOSED:
         compose("train", words)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from app.model.adapter.settings import LoraConfig
-from app.model.experts import LowRank, expert_modules, group_products, packed_name
+from app.model.experts import LowRank, expert_modules, packed_name, use_grouped_experts
 from app.model.patterns import by_ending
 from app.process.errors import UserError
 
@@ -63,7 +63,7 @@ def _stacked(parts: Sequence[LowRank]) -> LowRank:
 
 def fuse_experts(model: torch.nn.Module) -> None:
     """Let LoRA on fused experts compute beside their weights, where these compute grouped."""
-    group_products(model)  # other implementations would not look at A and B
+    use_grouped_experts(model)  # other implementations would not look at A and B
     experts = {id(module) for _, module in expert_modules(model)}
     for module in model.modules():
         is_plain = type(module) is peft.tuners.lora.layer.ParamWrapper

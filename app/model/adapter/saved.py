@@ -12,7 +12,7 @@ from app.model.adapter.saved_config import CONFIG_FILE, load_peft_config, read_a
 from app.model.adapter.settings import ADAPTER_FILE, ORIGIN_FILE
 from app.model.adapter.wrap import without_bitsandbytes, wrap
 from app.model.patterns import check_patterns, expression_of_key, last_parts
-from app.model.weight_reads import read_weights
+from app.model.weight_reads import find_bypassed_linears
 from app.process.errors import UserError
 from app.process.untrusted import reading
 
@@ -66,7 +66,7 @@ def _check_called(model: peft.PeftModel, model_type: str, folder: Path) -> None:
     """Refuse to go on with an adapter on a module whose weight its layer reads by itself."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    endings = tuple(f".{one}" for one in read_weights(model_type))
+    endings = tuple(f".{one}" for one in find_bypassed_linears(model_type))
     tuned = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
     if left := [name for name in tuned if name.endswith(endings)]:
         raise UserError(

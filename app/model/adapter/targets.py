@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter.modules import BaseModules
 from app.model.adapter.settings import AdapterConfig, FreezeConfig, Ia3Config, LoraConfig
-from app.model.layers import layer_numbers, problem_of_layers
+from app.model.layers import layer_numbers, unknown_layers_problem
 from app.model.patterns import (
     Rule,
     by_ending,
@@ -27,7 +27,7 @@ from app.model.patterns import (
     last_parts,
     match,
 )
-from app.model.weight_reads import read_weights
+from app.model.weight_reads import find_bypassed_linears
 
 if TYPE_CHECKING:
     pass
@@ -213,7 +213,7 @@ def _not_called(names: list[str], base: BaseModules, own: str | None = None) -> 
 
     `own`: one besides, which peft's LoRA refuses.
     """
-    endings = tuple(f".{one}" for one in (own, *read_weights(base.model_type)) if one)
+    endings = tuple(f".{one}" for one in (own, *find_bypassed_linears(base.model_type)) if one)
     return [name for name in names if name.endswith(endings)]
 
 
@@ -354,7 +354,7 @@ def _find_freeze(config: FreezeConfig, base: BaseModules, found: Targets) -> Non
 def _chosen_layers(setting: Any, base: BaseModules, found: Targets) -> list[str] | None:
     """Return the names of the layers that `adapter.layers` means; None where they are not known."""
     if base.layers is not None and not base.layers:
-        found.problems.append(problem_of_layers(base.model_type, "adapter.layers=all"))
+        found.problems.append(unknown_layers_problem(base.model_type, "adapter.layers=all"))
         return None
     try:
         numbers = layer_numbers(setting, 1 << 20 if base.layers is None else len(base.layers))

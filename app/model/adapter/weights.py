@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.model.quantization import storage_of
-from app.model.weight_reads import children_read
+from app.model.weight_reads import find_bypassed_children
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def external_parameters(
             reached += [*layer.lora_A.values(), *layer.lora_B.values()]
         elif isinstance(layer, LoraLayer) and len(layer.lora_magnitude_vector) > 0:
             reached += layer.children()
-        read = (layer._modules.get(name) for name in children_read(layer.__class__))
+        read = (layer._modules.get(name) for name in find_bypassed_children(layer.__class__))
         reached += [child for child in read if child is not None]
         for owner in reached:
             for weight in owner.parameters():

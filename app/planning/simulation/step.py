@@ -27,7 +27,7 @@ from app.model.architecture import load_architecture
 from app.model.attention import choose_backend
 from app.model.base import ModelConfig
 from app.model.build import build_model
-from app.model.hub import newest_of_hub
+from app.model.hub import newest_cached_file
 from app.model.kernels import FusedGate, unfuse_layers
 from app.planning.memory import PlannedRun
 from app.planning.simulation.device import NoFakeDevice
@@ -219,7 +219,7 @@ def _base(config: ModelConfig, folder: Path) -> ModelConfig:
     if config.path is not None and Path(config.path).is_dir():
         return config
     file = folder / "config.json"
-    cached = None if config.path is None else newest_of_hub(config.path, file.name)
+    cached = None if config.path is None else newest_cached_file(config.path, file.name)
     if "model_type" in config.architecture or cached is None:
         file.write_text(json.dumps(config.architecture))
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from app.model.compile import CompiledLayers, num_compiled, why_compiled
+from app.model.compile import CompiledLayers, num_compiled_graphs, recompile_reason
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class Compilation(L.Callback):
 
     def __init__(self) -> None:
         self.layers: CompiledLayers | None = None
-        self.num_compiled: int | None = None
+        self.num_compiled_graphs: int | None = None
         self.has_warned = False
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -67,13 +67,13 @@ class Compilation(L.Callback):
             self.layers = None
 
     def _warn(self, step: int) -> None:
-        now, before = num_compiled(), self.num_compiled
+        now, before = num_compiled_graphs(), self.num_compiled_graphs
         if before is not None and now > before and not self.has_warned:
             self.has_warned = True
             log.warning(
                 "compile: layers were compiled again at step %d, after which nothing new should "
                 "come (%s); such steps wait for it: type trainer.compile=false if it goes on",
                 step,
-                why_compiled(now - before),
+                recompile_reason(now - before),
             )
-        self.num_compiled = now
+        self.num_compiled_graphs = now
