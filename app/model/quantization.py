@@ -288,7 +288,7 @@ def stored_4bit(layer: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torc
 
 
 def detach_quant_states(module: torch.nn.Module, device: torch.device) -> dict[str, Any]:
-    """Turn the 4-bit weights in `module` into plain parameters and return their quantization states.
+    """Turn 4-bit weights in `module` into plain parameters; return their quantization states.
 
     Packed values and their scales become parameters that a strategy can shard; the nested scales,
     one per 16,384 weights, stay in the layer on `device` (see `bind_scales`). The states, by name,
