@@ -1,1 +1,1 @@
-"""Where it runs: one device, DDP, DeepSpeed ZeRO, FSDP2, tensor parallelism, local SGD."""
+"""Strategies: one device, DDP, DeepSpeed ZeRO, FSDP2, tensor parallelism, local SGD."""

@@ -1,4 +1,4 @@
-"""Build the strategy that a run has chosen, by its settings."""
+"""Build the strategy of a run from its settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) -> StrategyMixin:
-    """Build the strategy of `num_ranks` processes; `auto` must be resolved before."""
+    """Build the strategy for `num_ranks` processes; `auto` must already be resolved."""
     from app.strategy.ddp import CompressedDdp, Ddp, SingleDevice
 
     use_separate_store()

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNCOMPRESSED_STEPS = 10
-"""backward passes before PowerSGD compresses: the first gradients are the steepest, and DDP
-rebuilds its buckets after the very first"""
+"""backward passes before PowerSGD starts to compress: the first gradients are the largest, and DDP
+rebuilds its buckets after the very first backward pass"""
 UNSENT = "unsent/"
-"""before a weight's name, in what a checkpoint holds of a rank"""
+"""prefix of a weight's name in a rank's file of a checkpoint"""
 
 
 class SingleDevice(StrategyMixin, SingleDeviceStrategy):
@@ -42,7 +42,7 @@ class Ddp(StrategyMixin, DDPStrategy):
         super().__init__(
             timeout=TIMEOUT,
             gradient_as_bucket_view=True,
-            # Those of a language model are constants; rank 0 would send them in every forward pass.
+            # A language model's buffers are constant; rank 0 would send them in each forward pass.
             broadcast_buffers=False,
         )
 
@@ -53,7 +53,7 @@ class Ddp(StrategyMixin, DDPStrategy):
 
 
 class CompressedDdp(Ddp):
-    """DDP with a communication hook: PyTorch's, or the largest gradients with error feedback."""
+    """DDP with compressed gradients: a communication hook of PyTorch's, or top-k."""
 
     def __init__(self, config: DdpConfig) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ class CompressedDdp(Ddp):
         self._compression = config.compression
         self._rank = config.powersgd_rank
         self._powersgd: Any = None
-        """PowerSGD's error feedback; not in checkpoints, a resumed run starts without it"""
+        """PowerSGD's error feedback; not in checkpoints, so a resumed run starts without it"""
 
     def configure_ddp(self) -> None:
-        """Wrap the model and register the communication hook, for gloo and NCCL."""
+        """Wrap the model in DDP and register the communication hook, for gloo and NCCL."""
         super().configure_ddp()
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -77,22 +77,22 @@ class CompressedDdp(Ddp):
             )
             model.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
         elif self._topk is not None:
-            # Wrapped: DDP reads annotations as they are at run time.
+            # In a lambda: DDP checks the annotations of a hook, which are strings in this module.
             model.register_comm_hook(self._topk, lambda state, bucket: state.reduce(bucket))
         else:
             compress = {
                 "bf16": default_hooks.bf16_compress_hook,
                 "fp16": default_hooks.fp16_compress_hook,
             }[self._compression]
-            # Wrapped: without NCCL DDP refuses bf16_compress_hook by name; gloo can sum bf16.
+            # In a lambda: without NCCL DDP refuses bf16_compress_hook by name; gloo can sum bf16.
             model.register_comm_hook(None, lambda state, bucket: compress(state, bucket))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Return a checkpoint's dictionary, and log that it lacks PowerSGD's state."""
+        """Return a checkpoint's dictionary; log that it lacks PowerSGD's state."""
         if self._compression == "powersgd" and is_first_rank():
             log.info(
                 "RESUME: PowerSGD starts without its error feedback, and with %d backward passes "
-                "of uncompressed gradients: the next steps are not bit for bit those of an "
+                "of uncompressed gradients: the next steps are not bit-identical to those of an "
                 "uninterrupted run",
                 UNCOMPRESSED_STEPS,
             )
@@ -102,17 +102,17 @@ class CompressedDdp(Ddp):
         """Clip gradients; clear the error feedback if they are not finite."""
         norm = super().clip(optimizer, max_norm)
         has_feedback = self._powersgd is not None or self._topk is not None
-        # It would carry NaNs into the next step. Reads one number per step.
+        # The feedback would carry NaNs into the next step. Costs one device sync per step.
         if has_feedback and not math.isfinite(norm.item()):
             if self._topk is not None:
                 self._topk.residuals.clear()
             else:
-                for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
-                    getattr(self._powersgd, memory).clear()
+                for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                    getattr(self._powersgd, name).clear()
         return norm
 
     def local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return what top-k has not sent yet of this rank's gradients."""
+        """Return the part of this rank's gradients that top-k has not sent yet."""
         if self._topk is None:
             return {}
         residuals, weights = self._topk.residuals, trainable_weights(self.lightning_module.model)
@@ -123,73 +123,73 @@ class CompressedDdp(Ddp):
     def restore_local_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
     ) -> None:
-        """Restore what top-k has not sent yet; it starts with nothing where none of it is there."""
+        """Restore top-k's unsent gradients; start without any if the checkpoint has none."""
         if self._topk is None:
             return
         self._topk.residuals.clear()
-        # A checkpoint of another strategy holds what its ranks need.
+        # The checkpoint of another strategy has other tensors here.
         unsent = {
             key.removeprefix(UNSENT): saved
             for key, saved in state.items()
             if key.startswith(UNSENT)
         }
         if not unsent and is_first_rank():
-            log.info("RESUME: top-k starts without what the ranks had not sent yet")
+            log.info("RESUME: top-k starts without the gradients that had not been sent yet")
         weights = {w.name: w.parameter for w in trainable_weights(self.lightning_module.model)}
         for name, saved in unsent.items():
             weight = weights.get(name)
             if weight is None or saved.shape != (weight.numel(),) or saved.dtype != weight.dtype:
                 raise UserError(
                     f"resume: the checkpoint holds unsent gradients of {name!a} {list(saved.shape)}"
-                    " that are of no trainable weight; resume with the settings that it was made "
-                    "with (the run's config.yaml)"
+                    ", which match no trainable weight; resume with the settings it was made with "
+                    "(the run's config.yaml)"
                 )
             self._topk.residuals[weight] = saved.to(weight.device, copy=True)
 
 
 class TopK:
-    """Average the largest gradients of each weight; add what is left out to the next step's.
+    """Averages the largest gradients of each weight; adds the rest to the next step's gradients.
 
-    Error feedback as in arXiv 1809.07599. Ranks choose by their own gradients and gather value and
-    index of each, so that bytes grow with the ranks.
+    Error feedback as in arXiv 1809.07599. Each rank selects its own largest gradients, and all
+    ranks gather their values and indices: the bytes grow with the number of ranks.
     """
 
     def __init__(self, share: float) -> None:
         self.share = share
         self.residuals: dict[torch.nn.Parameter, Tensor] = {}
-        """what this rank has not sent yet, flat; by weight and not by bucket, since DDP rebuilds
-        its buckets, also after a resume"""
+        """flat gradients that this rank has not sent yet; keyed by weight, since DDP rebuilds its
+        buckets, also after a resume"""
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Return the mean of what the ranks send of a bucket, as DDP's communication hooks do."""
+        """Return the mean of the gradients that the ranks send for a bucket, as a DDP comm hook."""
         buffer = bucket.buffer()
-        values, places = [], []
+        values, indices = [], []
         for weight, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             start = gradient.storage_offset() - buffer.storage_offset()
-            chosen = self._choose(weight, buffer[start : start + gradient.numel()])
-            values.append(buffer[start + chosen])
-            places.append((start + chosen).int())
+            selected = self._select(weight, buffer[start : start + gradient.numel()])
+            values.append(buffer[start + selected])
+            indices.append((start + selected).int())
         num_ranks = dist.get_world_size()
-        sent = torch.cat([torch.cat(part).view(torch.uint8) for part in (values, places)])
+        # One message of bytes: all values, then all indices.
+        sent = torch.cat([torch.cat(part).view(torch.uint8) for part in (values, indices)])
         received = sent.new_empty(num_ranks * len(sent))
         gathering = dist.all_gather_into_tensor(received, sent, async_op=True)
-        num_sent = sum(map(len, places))
+        num_value_bytes = sum(map(len, indices)) * buffer.itemsize
 
         def mean(_: object) -> Tensor:
             buffer.zero_()
             for part in received.chunk(num_ranks):
-                split = num_sent * buffer.itemsize
-                came = part[:split].view(buffer.dtype) / num_ranks
-                buffer.index_add_(0, part[split:].clone().view(torch.int32), came)
+                values = part[:num_value_bytes].view(buffer.dtype) / num_ranks
+                buffer.index_add_(0, part[num_value_bytes:].clone().view(torch.int32), values)
             return buffer
 
         return gathering.get_future().then(mean)
 
-    def _choose(self, weight: torch.nn.Parameter, gradient: Tensor) -> Tensor:
-        """Add what is left of before to `gradient`; return the indices to send, keep the rest."""
+    def _select(self, weight: torch.nn.Parameter, gradient: Tensor) -> Tensor:
+        """Add the residual to `gradient`; return the indices to send and keep the rest."""
         if weight in self.residuals:
             gradient += self.residuals[weight]
         count = math.ceil(self.share * len(gradient))
-        chosen = gradient.abs().topk(count, sorted=False).indices
-        self.residuals[weight] = gradient.clone().index_fill_(0, chosen, 0)
-        return chosen
+        selected = gradient.abs().topk(count, sorted=False).indices
+        self.residuals[weight] = gradient.clone().index_fill_(0, selected, 0)
+        return selected

@@ -2,9 +2,10 @@
 
 The engine is DeepSpeed's. Optimizer, schedule, autocast and checkpoints are the same as under DDP.
 
-Private names of DeepSpeed's optimizers are read here, tried with 0.19.8: flat groups, positions and
-averaged gradients. Its public `safe_get_full_*` cast to fp32, add parts up as floats, which loses
-the sign of zeros, and have no state before the first step; checkpoints are bit for bit.
+Reads private attributes of DeepSpeed's optimizers (flat groups, positions, averaged gradients),
+tested with 0.19.8. The public `safe_get_full_*` functions do not allow bit-identical checkpoints:
+they cast to fp32, sum shards as floats (which loses the sign of zeros), and return no states before
+the first step.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ if TYPE_CHECKING:
 
 
 def build_zero(config: ZeroConfig, *, accelerator: str) -> StrategyMixin:
-    """Build the strategy of a ZeRO stage, also for the CPU with gloo."""
-    # Read once, when DeepSpeed is imported.
+    """Build the strategy of a ZeRO stage, for GPUs or for CPUs with gloo."""
+    # DeepSpeed reads this once, when it is imported.
     os.environ["DS_ACCELERATOR"] = {"gpu": "cuda"}.get(accelerator, accelerator)
     return Zero(config)
 
 
 def check_zero_config(config: Mapping[str, Any]) -> None:
-    """Check the values of `zero_optimization` with DeepSpeed's own model; UserError by full key."""
+    """Validate `zero_optimization` by DeepSpeed's config model; UserError names the full keys."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
@@ -54,16 +55,16 @@ def check_zero_config(config: Mapping[str, Any]) -> None:
         raise UserError(
             f"strategy.config.zero_optimization.{'.'.join(map(str, problem['loc']))} is "
             f"{problem['input']!r}: {problem['msg']}; type a value that DeepSpeed accepts, or "
-            "leave the key out"
+            "remove the key"
             for problem in error.errors()
         ) from error
 
 
 class Zero(StrategyMixin, DDPStrategy):
-    """DeepSpeed's engine, in processes set up as for DDP."""
+    """DeepSpeed's engine, in processes that are set up as for DDP."""
 
-    # Not Lightning's DeepSpeedStrategy (2.6): it needs GPUs, hides the optimizer that was built,
-    # casts weights and inputs by its own rules, and writes DeepSpeed's checkpoints.
+    # Not Lightning's DeepSpeedStrategy (2.6): it needs GPUs, hides our optimizer, casts weights and
+    # inputs by its own rules, and writes DeepSpeed's checkpoint format.
 
     keeps_gradients = False  # the engine takes them during the backward pass
 
@@ -76,7 +77,7 @@ class Zero(StrategyMixin, DDPStrategy):
         """DeepSpeed's optimizer, after setup"""
         self._weights_by_group: list[list[torch.nn.Parameter]] = []
         self._peak_before = 0
-        """peak memory of this process before it built the model, in bytes"""
+        """peak memory of this process before it built the model, in bytes, for the log"""
 
     def setup_distributed(self) -> None:
         """Connect the ranks as under DDP, and initialize DeepSpeed."""
@@ -95,12 +96,12 @@ class Zero(StrategyMixin, DDPStrategy):
         from deepspeed.utils import logger
 
         logger.setLevel(logging.ERROR)
-        # It would compile for a minute an operator that only its inference uses (0.19, no switch).
+        # DeepSpeed 0.19 would compile, for a minute, an operator that only its inference uses.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         deepspeed.init_distributed(self._get_process_group_backend(), verbose=False)
 
     def build_model(self, build: BuildModel) -> Any:
-        """Build the model; with sharded weights only rank 0 reads them."""
+        """Build the model; if weights are sharded, only rank 0 reads them."""
         if self.zero_config.quantized_weights or self.zero_config.quantized_gradients:
             run_on_ranks(self._prepare_quantizer, here=self.local_rank == 0)
         if not self.shards_weights:
@@ -111,19 +112,19 @@ class Zero(StrategyMixin, DDPStrategy):
         return model
 
     def _prepare_quantizer(self) -> None:
-        """Compile the quantizer once, instead of on all ranks at its first use."""
+        """Compile DeepSpeed's quantizer on one rank instead of on all ranks at its first use."""
         from deepspeed.accelerator import get_accelerator
 
         builder = get_accelerator().create_op_builder("QuantizerBuilder")
         prepare_operator(builder, "type strategy=zero3_hpz")
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Build the optimizer, shard the weights, and pass both to DeepSpeed's engine."""
+        """Build the optimizer, shard the weights and pass both to DeepSpeed's engine."""
         import deepspeed
 
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        # Before sharding: parameter groups depend on full shapes.
+        # Before sharding, since parameter groups depend on full shapes.
         self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         module: Any = self.lightning_module
@@ -146,7 +147,7 @@ class Zero(StrategyMixin, DDPStrategy):
         engine, *_ = deepspeed.initialize(
             model=module, model_parameters=trained, optimizer=optimizer, config=config
         )
-        # The engine clears gradients itself, also its persistent buffers.
+        # The engine clears gradients and its persistent buffers itself.
         optimizer.zero_grad = lambda *args, **kwargs: None
         engine.set_gradient_accumulation_boundary(True)
         self.model, self._zero = engine, engine.optimizer
@@ -155,7 +156,7 @@ class Zero(StrategyMixin, DDPStrategy):
                 deepspeed.zero.register_external_parameter(layer, weight)
 
     def _shard_weights(self, module: torch.nn.Module, config: dict[str, Any]) -> None:
-        """Shard the weights that rank 0 has read, one at a time."""
+        """Shard the weights, which rank 0 has read, one at a time."""
         import deepspeed
 
         broadcaster = Broadcaster(self.root_device, self.world_size, self.world_size)
@@ -169,9 +170,10 @@ class Zero(StrategyMixin, DDPStrategy):
         log_host_memory(self._peak_before, reads_here=broadcaster.reads_here)
 
     def set_leaf_modules(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Let these modules be leaves: ZeRO-3 gathers by the calls of each module inside of others.
+        """Mark modules as ZeRO-3 leaves, whose weights are gathered with those of all submodules.
 
-        A mixer calls what is in it once for each group of documents, another number on each rank.
+        ZeRO-3 otherwise gathers at each call of a submodule, and a mixer calls its submodules once
+        per group of documents: a different number of times on each rank, which would deadlock.
         """
         from deepspeed.utils import set_z3_leaf_module
 
@@ -179,7 +181,7 @@ class Zero(StrategyMixin, DDPStrategy):
             return
         for module in leaves:
             set_z3_leaf_module(module, True)
-        # Private in 0.19.8: only the engine's own compilation registers its hooks anew.
+        # Private in 0.19.8: publicly, hooks are registered again only when the engine compiles.
         offload = self._zero.parameter_offload
         offload._remove_module_hooks()
         offload.setup_zero_stage3_hooks()
@@ -200,7 +202,7 @@ class Zero(StrategyMixin, DDPStrategy):
         module: Any = self.lightning_module
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Inside: the engine disables an autocast context around it.
+            # In here, since the engine disables an autocast context outside of it.
             with self.precision_plugin.forward_context():
                 return getattr(module, method)(*args, **kwargs)
 
@@ -211,7 +213,7 @@ class Zero(StrategyMixin, DDPStrategy):
             del module.forward
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the engine's backward pass, which reduces gradients as they come."""
+        """Run the engine's backward pass, which reduces gradients as they are computed."""
         module, engine = self.lightning_module, self.model
         assert module is not None
         assert engine is not None
@@ -221,7 +223,7 @@ class Zero(StrategyMixin, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Mark micro-batches without an optimizer step."""
+        """Tell the engine that no optimizer step follows the micro-batches in this context."""
         engine = self.model
         assert engine is not None
         engine.set_gradient_accumulation_boundary(False)
@@ -237,30 +239,29 @@ class Zero(StrategyMixin, DDPStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Step our optimizer within the engine, which gives it this rank's gradients."""
+        """Step through the engine, which passes this rank's gradients to our optimizer."""
         module, engine = self.lightning_module, self.model
         assert module is not None
         assert engine is not None
         result = closure()
-        # As Lightning 2.6's own DeepSpeed plugin does: it calls the hooks around gradient clipping.
+        # Calls the hooks around gradient clipping, as Lightning 2.6's own DeepSpeed plugin does.
         self.precision_plugin._after_closure(module, optimizer)
         engine.step()
         return result
 
     @torch.no_grad()
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Return the global norm; the engine clips in its step."""
+        """Return the global gradient norm; the engine itself clips in its step."""
         from deepspeed.accelerator import get_accelerator
 
         if self._steps_in_host_memory:
-            # Gradients are still being copied: the engine waits for them only in its own step.
+            # Gradients are still being copied; the engine would wait for them only in its step.
             get_accelerator().synchronize()
         squares = torch.zeros((), device=self.root_device)
         for gradient in self._gradients():
             squares += gradient.float().square().sum().to(self.root_device)
         torch.distributed.all_reduce(squares)
-        # On the host for a step on the host: a fused AdamW there would read a device's flag before
-        # it has been copied.
+        # A fused AdamW on the host would read a flag in device memory before it has been copied.
         return squares.sqrt().to("cpu" if self._steps_in_host_memory else self.root_device)
 
     def _gradients(self) -> Iterator[Tensor]:
@@ -276,7 +277,7 @@ class Zero(StrategyMixin, DDPStrategy):
 
     @property
     def _flats(self) -> list[Tensor]:
-        """What our optimizer steps: this rank's shards of weights, concatenated per group."""
+        """The tensors that our optimizer steps: this rank's shards, concatenated per group."""
         flats: list[Tensor] = (
             self._zero.fp32_partitioned_groups_flat
             if self.shards_weights
@@ -285,11 +286,11 @@ class Zero(StrategyMixin, DDPStrategy):
         return flats
 
     def weights_by_group(self, optimizer: torch.optim.Optimizer) -> list[list[torch.nn.Parameter]]:
-        """Return the weights of the groups before the engine replaced them by its flat tensors."""
+        """Return the weights of each group as it was before the engine put in its flat tensors."""
         return self._weights_by_group
 
     def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
-        """Return a weight for a checkpoint, as a ShardedTensor if it is one."""
+        """Return a weight for a checkpoint; a ShardedTensor if the weight is sharded."""
         if not _is_sharded(weight):
             return weight.detach()
         shard = self._shard_of(weight)
@@ -302,7 +303,7 @@ class Zero(StrategyMixin, DDPStrategy):
     def optimizer_state_of(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
-        """Return the optimizer state of a weight: ShardedTensors, and its step."""
+        """Return the optimizer state of a weight: its step, and ShardedTensors."""
         states = optimizer.state.get(self._shard_of(weight).flat, {})
         return {
             key: self._sharded(weight, value.dtype, partial(states.get, key))
@@ -322,12 +323,12 @@ class Zero(StrategyMixin, DDPStrategy):
         shard, local = self._shard_of(weight), flat()
         full = torch.zeros(_shape(weight), dtype=local.dtype, device=self.root_device)
         shard.of(full).copy_(local[shard.at : shard.at + shard.length])
-        # As bytes: adding the zeros of other ranks keeps every bit, also the sign of a zero.
+        # Summed as bytes: the other ranks' zeros then keep every bit, also the sign of a zero.
         torch.distributed.all_reduce(full.view(torch.uint8))
         return full
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
-        """Copy a full tensor into a weight, which only rank 0 has before it is sharded."""
+        """Copy a full tensor into a weight; before sharding, only rank 0 has the weight."""
         if not _is_sharded(weight):
             if not weight.is_meta:
                 weight.data.copy_(value)
@@ -377,7 +378,7 @@ class Zero(StrategyMixin, DDPStrategy):
             for number, weights in enumerate(zero.bit16_groups)
             if any(other is weight for other in weights)
         )
-        # The weights of a group are concatenated, and every rank has an equal slice of them.
+        # The weights of a group are concatenated; each rank holds an equal slice of the result.
         size = int(zero.partition_size[group])
         begin = weight.storage_offset() - zero.bit16_groups_flat[group].storage_offset()
         start = max(rank * size - begin, 0)
@@ -385,7 +386,7 @@ class Zero(StrategyMixin, DDPStrategy):
         return _Shard(self._flats[group], at, start, weight.numel(), size - at)
 
     def teardown(self) -> None:
-        """Tear down; sharded weights keep the engine's hooks, for saving and evaluation."""
+        """Tear down; the engine's hooks on sharded weights stay, for saving and evaluation."""
         engine = self.model
         if not self.shards_weights and self._zero is not None:
             engine.destroy()
@@ -396,18 +397,18 @@ class Zero(StrategyMixin, DDPStrategy):
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """Where a rank's shard of a weight is."""
+    """The position of a rank's shard of a weight."""
 
     flat: Tensor
-    """the tensor that the optimizer steps"""
+    """tensor that the optimizer steps"""
     at: int
     """start of the shard in `flat`"""
     start: int
-    """start of the shard in the weight, in elements"""
+    """start of the shard in the flattened weight"""
     numel: int
-    """elements of the full weight"""
+    """number of elements of the full weight"""
     capacity: int
-    """elements of the weight that this rank can hold"""
+    """largest number of the weight's elements that fit this rank's slice"""
 
     @property
     def length(self) -> int:
@@ -419,14 +420,14 @@ class _Shard:
 
 
 class _Materializing(torch.nn.Module):
-    """A model's parameters, materialized on the device one at a time while ZeRO-3 shards them."""
+    """A module whose parameters are materialized on the device one at a time, as ZeRO-3 shards."""
 
     def __init__(self, weights: list[torch.nn.Parameter], device: torch.device) -> None:
         super().__init__()
         self._weights, self._device = tuple(weights), device
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        """Yield each, allocated first on ranks that have not read it."""
+        """Yield each parameter, after allocating it on ranks that have not read it."""
         for weight in self._weights:
             if weight.is_meta:
                 allocated = torch.nn.Parameter(
@@ -449,14 +450,14 @@ def _shape(weight: Any) -> torch.Size:
 def _release_after_backward(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Let ZeRO-3 release a module's weights when the gradients of its inputs are there.
+    """Have ZeRO-3 release a module's weights once the gradients of its inputs are computed.
 
-    DeepSpeed's own hook, which has run before, sees the inputs that are given by position alone.
+    DeepSpeed's own hook, which has already run, handles positional inputs only.
     """
-    heard = {
+    hooked = {
         name: module.post_bwd_fn.apply(value)
         if isinstance(value, Tensor) and value.requires_grad
         else value
         for name, value in kwargs.items()
     }
-    return args, heard
+    return args, hooked

@@ -1,7 +1,7 @@
-"""The DeepSpeed config of a run, made from our settings, and the keys that DeepSpeed has.
+"""Build the DeepSpeed config of a run from our settings, and check the keys that a user adds.
 
-The keys are listed here so that a wrong one is refused before torch is imported; a test compares
-them with DeepSpeed's own config model.
+DeepSpeed's keys are listed here so that an unknown one is refused before torch is imported; a test
+compares the list with DeepSpeed's own config model.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_BUCKET = 500_000_000
-"""elements per message, DeepSpeed's default"""
-
+"""largest number of elements in one message, as by DeepSpeed's default"""
 
 DEEPSPEED_KEYS = {
     "train_batch_size": "trainer.global_batch_size",
@@ -46,7 +45,7 @@ DEEPSPEED_KEYS = {
     "zero_optimization.zero_quantized_nontrainable_weights": "strategy.quantized_weights",
     "zero_optimization.zero_quantized_gradients": "strategy.quantized_gradients",
 }
-"""keys of a DeepSpeed config, with all below them, and the setting of ours that decides each"""
+"""keys of a DeepSpeed config (with all nested keys) that one of our settings decides"""
 STAGE_3_KEYS = (
     "allgather_sequential",
     "gather_16bit_weights_on_model_save",
@@ -127,11 +126,11 @@ FURTHER_DEEPSPEED_KEYS = (
     *(f"zero_optimization.{name}" for name in STAGE_3_KEYS),
     *(f"zero_optimization.stage3_{name}" for name in STAGE_3_KEYS),
 )
-"""the other keys of a DeepSpeed 0.19 config, at its top and in zero_optimization"""
+"""all other keys of a DeepSpeed 0.19 config, at the top level and in zero_optimization"""
 
 
 def keys_decided_elsewhere(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of a DeepSpeed config that another setting decides, and which setting."""
+    """Return the keys of a DeepSpeed config that one of our settings decides, with the setting."""
     decided: dict[str, str] = {}
     for key in _dotted_keys(config, ""):
         for known, setting in DEEPSPEED_KEYS.items():
@@ -149,8 +148,8 @@ def _dotted_keys(config: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a DeepSpeed config that DeepSpeed lacks, each with the nearest it has."""
-    # Its own model of them, deepspeed.runtime.config, takes torch and two seconds to import.
+    """Return the keys of a config that DeepSpeed does not have, each with the nearest known key."""
+    # DeepSpeed's own model, deepspeed.runtime.config, imports torch and takes two seconds.
     unknown = []
     parts = [("", config), ("zero_optimization.", config.get("zero_optimization"))]
     for prefix, values in parts:
@@ -179,13 +178,13 @@ def deepspeed_config(
     accumulation: int,
     max_norm: float,
 ) -> dict[str, Any]:
-    """Return the DeepSpeed config of a run, merged with the further keys of `config.config`.
+    """Return the DeepSpeed config of a run, merged with the user's keys in `config.config`.
 
-    `dtype` and `num_trained`: dtype and number of elements of the trainable parameters.
+    `dtype`, `num_trained`: dtype and number of elements of the trainable parameters.
     """
     import torch
 
-    # Buckets are allocated up front: no larger than all there is to send.
+    # DeepSpeed allocates buckets up front: make them no larger than all gradients together.
     bucket = min(MAX_BUCKET, num_trained + num_trained % 2)
     zero: dict[str, Any] = {
         "stage": config.stage,
@@ -205,7 +204,7 @@ def deepspeed_config(
     if config.quantized_gradients:
         zero["zero_quantized_gradients"] = True
     made: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # only its speed figures depend on it
+        "train_micro_batch_size_per_gpu": 1,  # only DeepSpeed's throughput log depends on it
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": max_norm,
         # PyTorch's fused AdamW is as fast as DeepSpeed's on a CPU, and needs no compiler.
@@ -214,7 +213,7 @@ def deepspeed_config(
         "zero_optimization": zero,
     }
     if dtype == torch.bfloat16:
-        # All in bf16, as under DDP: no fp32 master weights.
+        # Everything in bf16, as under DDP: no fp32 master weights.
         made["bf16"] = {
             "enabled": True,
             "bf16_master_weights_and_grads": True,
@@ -225,7 +224,7 @@ def deepspeed_config(
 
 
 def _merged(made: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge keys into a config at any depth; preflight has checked that they are allowed."""
+    """Merge nested keys into a config; preflight has checked that they are allowed."""
     merged = dict(made)
     for key, value in further.items():
         known = merged.get(key)

@@ -1,4 +1,4 @@
-"""Operators that DeepSpeed compiles on first use: built once, by one rank, and logged."""
+"""Build operators that DeepSpeed compiles on first use: once, on one rank, with a log line."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from app.process.errors import UserError
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
-"""torch's lock file in an operator's folder during a build, for which it waits without a timeout"""
+"""name of torch's lock file in an operator's build folder; torch waits for it without a timeout"""
 STARTUP_SECONDS = 10.0
-"""within which a running build has started its compiler"""
+"""time after which a running build must have started its compiler"""
 
 
 def prepare_operator(builder: Any, advice: str) -> None:
     """Build one of DeepSpeed's operators unless it exists; UserError if that fails.
 
-    One rank of a machine calls this before the others load it. `advice`: what to type instead.
+    One rank per machine calls this before the others load the operator. `advice`: what to type
+    instead, for the error.
     """
-    # Private, tried with torch 2.13: the folder also depends on TORCH_EXTENSIONS_DIR and CUDA.
+    # Private, tested with torch 2.13: the folder also depends on TORCH_EXTENSIONS_DIR and CUDA.
     from torch.utils.cpp_extension import _get_build_directory
 
     name: str = builder.name
     if not builder.is_compatible(verbose=False):
         raise UserError(
-            f"DeepSpeed cannot build its operator {name} here (`python -m deepspeed.env_report` "
-            f"says what it lacks); {advice}"
+            f"DeepSpeed cannot build its operator {name} on this machine (`python -m "
+            f"deepspeed.env_report` lists what is missing); {advice}"
         )
     folder = Path(_get_build_directory(name, verbose=False))
     with _exclusive_lock(folder):
         remove_stale_lock(folder)
         if any(folder.glob("*.so")):
             return
-        log.info("building DeepSpeed's %s into %s: some minutes, once", name, folder)
+        log.info("building DeepSpeed's %s in %s: takes some minutes, once", name, folder)
         started = time.monotonic()
         try:
             builder.load(verbose=False)
-        except Exception as error:  # DeepSpeed raises types of its own, as for a CUDA mismatch
+        except Exception as error:  # DeepSpeed raises many types, e.g. for a CUDA mismatch
             reason = str(error).strip() or type(error).__name__
             raise UserError(
                 f"DeepSpeed's operator {name} could not be built in {folder}: "
@@ -53,16 +54,16 @@ def prepare_operator(builder: Any, advice: str) -> None:
 
 
 def remove_stale_lock(folder: Path) -> None:
-    """Remove the lock of a killed build, for which every later one would wait."""
+    """Remove the lock of a killed build, for which every later build would wait."""
     lock = folder / LOCK
     while not _is_in_use(folder):
         try:
             age = time.time() - lock.stat().st_mtime
-        except FileNotFoundError:  # also if its build has just ended
+        except FileNotFoundError:  # no lock, or its build has just ended
             return
         if age > STARTUP_SECONDS:
             lock.unlink(missing_ok=True)
-            log.info("removed %s, left by a build that was killed", lock)
+            log.info("removed %s, left behind by a killed build", lock)
             return
         time.sleep(0.5)
 
@@ -74,14 +75,14 @@ def _is_in_use(folder: Path) -> bool:
             try:
                 if (process / "cwd").resolve() == folder.resolve():
                     return True
-            except OSError:  # it has ended, or is another user's
+            except OSError:  # the process has ended, or belongs to another user
                 continue
     return False
 
 
 @contextmanager
 def _exclusive_lock(folder: Path) -> Iterator[None]:
-    """Lock `folder` against builds of other runs; the kernel releases it if this run is killed."""
+    """Hold a lock against builds of other runs; the kernel releases it if this run is killed."""
     with (folder / ".in_use").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield

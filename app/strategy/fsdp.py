@@ -1,7 +1,8 @@
 """FSDP2 and tensor parallelism.
 
-One mesh, (replicate, shard, tensor): groups of ranks that each hold a full copy of the weights,
-ranks that shard one copy, and ranks that split each layer's matrices and see the same data.
+One device mesh with the dimensions (replicate, shard, tensor): groups of ranks that each hold a
+full copy of the weights, ranks that shard one copy, and ranks that split each layer's matrices and
+see the same data.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ log = logging.getLogger(__name__)
 
 
 def build_sharded(config: FsdpConfig, *, accelerator: str, num_ranks: int) -> StrategyMixin:
-    """Build FSDP2, tensor parallelism, or both; UserError if the device does not support it."""
+    """Build FSDP2, tensor parallelism, or both; UserError if the accelerator lacks support."""
     if config.offload_parameters and accelerator != "gpu":
         raise UserError(
-            f"strategy={config.name} keeps weights in pinned host memory, from which a GPU reads, "
-            "and this run is on the CPU; type strategy=fsdp"
+            f"strategy={config.name} offloads weights from a GPU to pinned host memory, and this "
+            "run is on the CPU; type strategy=fsdp"
         )
     return Fsdp(config)
 
@@ -60,8 +61,8 @@ def build_sharded(config: FsdpConfig, *, accelerator: str, num_ranks: int) -> St
 class Fsdp(StrategyMixin, ModelParallelStrategy):
     """FSDP2 and tensor parallelism on top of Lightning's ModelParallelStrategy.
 
-    Overrides `_device_mesh`, `_setup_distributed` and `_timeout` of Lightning 2.6: its own mesh has
-    two dimensions, and it has no public way to give another.
+    Uses the private `_device_mesh`, `_setup_distributed` and `_timeout` of Lightning 2.6: its mesh
+    has two dimensions, and it has no public way to set another one.
     """
 
     shards_weights = True
@@ -72,12 +73,13 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         self.fuses_adapters = config.tensor_parallel_size == 1
         self.model_root: Any = None
         self._accumulates_unsharded = False
+        """whether gradients stay unsharded between the micro-batches of a step"""
         self._split_dims: dict[torch.nn.Parameter, int] = {}
-        """dimension along which tensor parallelism has split a weight"""
+        """weights that tensor parallelism has split, and along which dimension"""
         self._partial_grads: set[torch.nn.Parameter] = set()
         """replicated weights whose gradients are partial sums under tensor parallelism"""
         self._owners: dict[torch.nn.Module, FSDPModule] = {}
-        """the FSDP module with which a module's weights are gathered"""
+        """FSDP module that gathers the weights of a module"""
 
     # Ranks
 
@@ -103,11 +105,11 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Restore before setup, as other strategies: `configure_model` has placed the weights."""
+        """False, as for other strategies: `configure_model` has already placed the weights."""
         return False
 
     def setup_environment(self) -> None:
-        """Connect the ranks; the mesh is set up later, after all ranks are known to agree."""
+        """Connect the ranks; `build_model` sets up the mesh, after ranks have compared settings."""
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         connect_ranks(self)
@@ -120,8 +122,8 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
             (replicas, shards, self.tensor_size),
             mesh_dim_names=("replicate", "shard", "tensor"),
         )
-        # NCCL's own would wait for 10 minutes. Private, tried with torch 2.13: a mesh makes its
-        # groups itself and takes no timeout.
+        # NCCL's default timeout is 10 minutes. Private, tested with torch 2.13: a mesh creates its
+        # own groups and takes no timeout.
         for group in self._device_mesh.get_all_groups():
             _set_pg_timeout(self._timeout, group)
 
@@ -146,7 +148,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     # Model
 
     def build_model(self, build: BuildModel) -> Any:
-        """Build the model on the ranks that read it; broadcast and shard it layer by layer."""
+        """Build the model; ranks that read weights broadcast them, sharded layer by layer."""
         self._init_mesh()
         before = peak_host_bytes()
         broadcaster = Broadcaster(self.root_device, self.world_size, self.num_processes)
@@ -157,7 +159,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         if self.tensor_size > 1:
             parallel = TensorParallel(model, self.device_mesh["tensor"].get_group(), names)
             log.info(
-                "tensor parallel: matrices are split over %d ranks; counts below are of one rank",
+                "tensor parallel: matrices are split over %d ranks; counts below are per rank",
                 self.tensor_size,
             )
         for layer in [model.get_submodule(name) for name in names]:
@@ -172,12 +174,12 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         broadcaster.broadcast(module for module in model.modules() if module not in inner)
         if parallel and (head := model.get_output_embeddings()) in _untied_ends(model):
             parallel.split_head(head)
-        for module in _untied_ends(model):  # the largest, gathered only in their turn
+        for module in _untied_ends(model):  # the largest weights, gathered only while in use
             trains = any(weight.requires_grad for weight in module.parameters())
             is_head = module is model.get_output_embeddings()
             if isinstance(module, LossHead) and not trains:
-                module.register_forward_hook(_leave_graph, prepend=True)
-            # The backward pass of a trained head follows at once.
+                module.register_forward_hook(_detach_empty_output, prepend=True)
+            # The backward pass of a trained head directly follows its forward pass.
             self._shard(module, reshard_after_forward=not (trains and is_head))
         self._shard(model)
         if parallel:
@@ -185,22 +187,21 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
                 getattr(split.module, split.name): split.dim for split in parallel.splits
             }
             self._partial_grads = {w for m in parallel.partial_grads for w in m.parameters()}
-        # Counted here, where quantized weights are packed on every rank: all ranks must agree.
-        numbers = [(weight.requires_grad, weight.numel()) for weight in model.parameters()]
-        trained = sum(number for trains, number in numbers if trains)
-        self._accumulates_unsharded = trained <= MAX_UNSHARDED_SHARE * sum(
-            number for _, number in numbers
-        )
+        # Counted only now: all ranks must agree, and quantized weights have the same packed size on
+        # every rank only after loading.
+        num_trained = sum(w.numel() for w in model.parameters() if w.requires_grad)
+        num_weights = sum(w.numel() for w in model.parameters())
+        self._accumulates_unsharded = num_trained <= MAX_UNSHARDED_SHARE * num_weights
         self.model_root = model
         log_host_memory(before, reads_here=broadcaster.reads_here)
         return model
 
     def _shard(self, module: Any, *, reshard_after_forward: bool = True) -> None:
-        """Shard a module's weights, except those of submodules that are sharded already."""
+        """Shard a module's weights, except those of already sharded submodules."""
         mesh, offloads = self._gradient_mesh, self.config.offload_parameters
         if mesh.size() == 1 and not offloads:
             return
-        owned = [one for one in module.modules() if one not in self._owners]
+        owned = [child for child in module.modules() if child not in self._owners]
         options: dict[str, Any] = {}
         is_whole = self.device_mesh["shard"].size() == 1 and not offloads
         if is_whole or not (self.config.reshard_after_forward and reshard_after_forward):
@@ -219,7 +220,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
 
     @property
     def _gradient_mesh(self) -> DeviceMesh:
-        """The ranks whose gradients FSDP averages in every step."""
+        """The ranks over which FSDP averages gradients in every step."""
         mesh = self.device_mesh
         replicates = mesh["replicate"].size() > 1
         return mesh["replicate", "shard"] if replicates else mesh["shard"]
@@ -227,8 +228,8 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     def _computes_in_bf16(self, module: torch.nn.Module) -> bool:
         """Return whether FSDP should gather a module's weights in bf16.
 
-        Autocast would keep a bf16 copy of all of a layer's weights for the backward pass, and an
-        embedding in fp32 would make the hidden states fp32 from layer to layer.
+        Otherwise autocast would keep a bf16 copy of all weights of a layer for the backward pass,
+        and an fp32 embedding would make the hidden states fp32.
         """
         own = {weight.dtype for weight in module.parameters() if not isinstance(weight, DTensor)}
         return own == {torch.float32} and self.precision_plugin.precision == "bf16-mixed"
@@ -238,7 +239,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
 
     @contextmanager
     def gathered(self, module: torch.nn.Module) -> Iterator[None]:
-        """Gather a module's own weights; all ranks enter together."""
+        """Gather a module's own weights; all ranks enter this together."""
         owner = self._owners.get(module)
         if owner is None:
             yield
@@ -259,19 +260,22 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients without communication, if they are small enough unsharded."""
+        """Accumulate gradients locally if they are small enough unsharded, else sharded.
+
+        Sharded gradients are reduce-scattered each time, but not all-reduced between replicas.
+        """
         root = self.model_root
         if not isinstance(root, FSDPModule):
             yield
             return
-        switch = root.set_requires_all_reduce
+        set_sync = root.set_requires_all_reduce
         if self._accumulates_unsharded:
-            switch = root.set_requires_gradient_sync
-        switch(False)
+            set_sync = root.set_requires_gradient_sync
+        set_sync(False)
         try:
             yield
         finally:
-            switch(True)
+            set_sync(True)
 
     def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
         """Return this rank's shard of a weight's gradient, or None."""
@@ -280,41 +284,41 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     @torch.no_grad()
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip by the norm over the shards of all ranks; return the norm."""
-        parts = []
         if self.tensor_size > 1:
             self._sync_replicated_gradients(optimizer)
-        squares = torch.zeros((), device=self.root_device)
+        shards = []
         by_copies: dict[int, list[Tensor]] = {}
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    part = local(weight.grad)
-                    parts.append(part)
-                    by_copies.setdefault(self._num_copies(weight), []).append(part)
-        for copies, alike in by_copies.items():
-            norm = torch.nn.utils.get_total_norm(alike).to(self.root_device, torch.float32)
-            squares += norm.square() / copies
-        self._sum_over_step(squares)
+                    shard = local(weight.grad)
+                    shards.append(shard)
+                    by_copies.setdefault(self._num_copies(weight), []).append(shard)
+        squares = torch.zeros((), device=self.root_device)
+        for num_copies, replicated in by_copies.items():
+            norm = torch.nn.utils.get_total_norm(replicated).to(self.root_device, torch.float32)
+            squares += norm.square() / num_copies
+        self._sum_over_ranks(squares)
         norm = squares.sqrt()
         if clips_in_step(optimizer):
             clip_in_step(optimizer, norm, max_norm)
-        elif parts:
-            norm = norm.to(parts[0].device)
+        elif shards:
+            norm = norm.to(shards[0].device)
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(parts, scale)
+            torch._foreach_mul_(shards, scale)
         return norm
 
-    def _sum_over_step(self, squares: Tensor) -> None:
-        """Add up this rank's share of the squared norm with those of all ranks of a step."""
+    def _sum_over_ranks(self, squares: Tensor) -> None:
+        """Sum this rank's part of the squared norm over all ranks that step together."""
         dist.all_reduce(squares)
 
     def _sync_replicated_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Make gradients of replicated weights equal on all ranks of a tensor parallel group.
 
-        Every rank has computed them, but kernels may round differently, and weights would diverge.
+        Each rank has computed them, but kernels may round differently and weights would diverge.
         """
         group = self.device_mesh["tensor"].get_group()
-        for weight in (weight for one in optimizer.param_groups for weight in one["params"]):
+        for weight in (w for param_group in optimizer.param_groups for w in param_group["params"]):
             if weight.grad is None or weight in self._split_dims:
                 continue
             if weight in self._partial_grads:
@@ -323,7 +327,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
                 dist.broadcast(local(weight.grad), group=group, group_src=0)
 
     def _num_copies(self, weight: Tensor) -> int:
-        """Return the number of ranks with the same shard of a weight as this one."""
+        """Return the number of ranks that hold the same shard of a weight as this rank."""
         num_parts = self.tensor_size if weight in self._split_dims else 1
         if isinstance(weight, DTensor):
             num_parts *= self.device_mesh["shard"].size()
@@ -336,7 +340,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         return self._full(weight.detach(), self._split_dims.get(weight))
 
     def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
-        """Return a weight for a checkpoint, as a ShardedTensor if it is one."""
+        """Return a weight for a checkpoint; a ShardedTensor if the weight is sharded or split."""
         return self._as_state(weight.detach(), self._split_dims.get(weight))
 
     def optimizer_state_of(
@@ -361,7 +365,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         states: Mapping[str, Tensor],
         allocate: Callable[[str, Tensor], Tensor],
     ) -> None:
-        """Restore this rank's shards of full states."""
+        """Restore this rank's shards of full optimizer states."""
         shape = self._full_shape(weight, self._split_dims.get(weight))
         for key, value in states.items():
             if value.shape == shape:
@@ -386,7 +390,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     @torch.no_grad()
     def _full(self, tensor: Tensor, dim: int | None) -> Tensor:
         if isinstance(tensor, DTensor):
-            if tensor.device != self.root_device:  # gather offloaded shards through the devices
+            if tensor.device != self.root_device:  # offloaded shards are gathered on the devices
                 part = tensor.to_local().to(self.root_device)
                 placement = tensor.device_mesh, tensor.placements
                 tensor = DTensor.from_local(
@@ -400,7 +404,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         return torch.cat(parts, dim)
 
     def _shard_of(self, weight: Tensor, value: Tensor) -> Tensor:
-        """Return this rank's shard of a full tensor for a weight, on any device."""
+        """Return this rank's shard of `value`, a full tensor of the weight; it may be on a GPU."""
         dim = self._split_dims.get(weight)
         if dim is not None:
             value = value.chunk(self.tensor_size, dim)[self.device_mesh["tensor"].get_local_rank()]
@@ -412,9 +416,9 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
 
 
 def _untied_ends(model: Any) -> list[torch.nn.Module]:
-    """Return embedding and head, unless a weight of theirs belongs to another module as well."""
+    """Return the embedding and the head, each unless it shares a weight with another module."""
     if model.config.is_encoder_decoder:
-        return []  # both sides call one embedding
+        return []  # encoder and decoder call the same embedding
     owners = Counter(
         id(weight)
         for module in model.modules()
@@ -424,25 +428,25 @@ def _untied_ends(model: Any) -> list[torch.nn.Module]:
     return [end for end in ends if all(owners[id(weight)] == 1 for weight in end.parameters())]
 
 
-def _leave_graph(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """Detach the empty output of a head that has computed the loss.
+def _detach_empty_output(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    """Detach the empty output of a head that has computed the loss and its gradients.
 
-    Its gradients are computed already: FSDP would gather a frozen head for its backward pass.
+    Otherwise FSDP would gather a frozen head again for a backward pass that has nothing to do.
     """
     return output if output.numel() else output.detach()
 
 
 def _reshard_without_grad(module: Any, inputs: Any, output: Any) -> None:
-    """Reshard weights that no backward pass will use."""
+    """Reshard the weights after a forward pass that no backward pass follows."""
     if not torch.is_grad_enabled():
         module.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, not copied."""
+    """Return this rank's shard of a tensor, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_like(value: Any, weight: Tensor) -> bool:
-    """Return whether a state has the shape of its weight, unlike a step count."""
+    """Return whether an optimizer state has the shape of its weight, unlike a step count."""
     return isinstance(value, Tensor) and value.shape == weight.shape

@@ -1,4 +1,4 @@
-"""Loading a sharded model: one rank per node reads it and broadcasts its tensors."""
+"""Load a model to be sharded: one rank per node reads the weights and broadcasts them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ GIB = 2**30
 
 
 class Broadcaster:
-    """Broadcast a model's tensors, one at a time, to ranks that have built it on `meta`.
+    """Broadcasts a model's tensors, one at a time, to ranks that have built it on `meta`.
 
-    Trainable parameters come from rank 0, since they may be random; the rest from the first rank of
-    each node, the one with `reads_here`.
+    Trainable parameters come from rank 0, since they may be random; all others from the first rank
+    of each node, on which `reads_here` is true.
     """
 
     def __init__(self, device: torch.device, num_ranks: int, ranks_per_node: int) -> None:
@@ -40,7 +40,7 @@ class Broadcaster:
 
     def check_same(self, model: torch.nn.Module) -> None:
         """Raise RuntimeError on all ranks unless all have built the same modules."""
-        # Quantized weights are packed on the rank that reads them, and not on `meta`.
+        # Shape and dtype of quantized weights differ: they are packed only on the reading rank.
         own = [
             (name, *(() if type(t).__name__ == "Params4bit" else (tuple(t.shape), t.dtype)))
             for name, t in _named_tensors(model)
@@ -49,17 +49,17 @@ class Broadcaster:
         dist.all_gather_object(hashes, hashlib.sha256(repr(own).encode()).hexdigest())
         if len(set(hashes)) == 1:
             return
-        # All ranks raise: one that continued would wait for the others.
+        # All ranks raise: a rank that continued would wait for the others.
         built: list[Any] = [None] * self._num_ranks
         dist.all_gather_object(built, own)
         first = built[0]
         rank, other = next(pair for pair in enumerate(built) if pair[1] != first)
         pairs = zip_longest(first, other, fillvalue="nothing")
-        here, there = next(pair for pair in pairs if pair[0] != pair[1])
-        raise RuntimeError(f"rank 0 has built {here} where rank {rank} has {there}")
+        on_first, on_other = next(pair for pair in pairs if pair[0] != pair[1])
+        raise RuntimeError(f"rank 0 has built {on_first} where rank {rank} has {on_other}")
 
     def broadcast_quantization(self, module: torch.nn.Module) -> None:
-        """Broadcast the quantization state of 4-bit weights, before the weights."""
+        """Broadcast the quantization state of 4-bit weights; called before `broadcast`."""
         states = [detach_quant_states(module, self.device)]
         if not self._is_only_rank:
             dist.broadcast_object_list(states, self._node_reader, group=self._node_group)
@@ -67,7 +67,7 @@ class Broadcaster:
             attach_quant_states(module, states[0], self.device)
 
     def broadcast(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Put the full tensors of `modules` on this rank's device; shared ones stay shared."""
+        """Put the full tensors of `modules` on this rank's device; tied weights stay tied."""
         arrived: dict[int, torch.nn.Parameter] = {}
         for module in modules:
             for name, parameter in list(
@@ -86,8 +86,8 @@ class Broadcaster:
     def _parameter(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if type(parameter) is not torch.nn.Parameter:
             raise UserError(
-                f"this strategy cannot shard weights of type "
-                f"{type(parameter).__name__}; type quantization=nf4 or none, or strategy=ddp"
+                f"this strategy cannot shard weights of type {type(parameter).__name__}; type "
+                "quantization=nf4 or none, or strategy=ddp"
             )
         full = self._receive(parameter.detach(), broadcast_from_rank0=parameter.requires_grad)
         return torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
@@ -114,13 +114,13 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of a module itself, and its tensors that are plain attributes."""
+    """Yield a module's own buffers and the tensors among its plain attributes."""
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
     yield from ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
 
 
 def peak_host_bytes() -> int:
-    """Return the peak memory of this process so far."""
+    """Return the peak resident memory of this process so far."""
     return host_bytes("VmHWM")
 
 

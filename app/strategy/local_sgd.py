@@ -1,12 +1,12 @@
-"""Local SGD: nodes train apart and average their weights every few steps.
+"""Local SGD: nodes train independently and average their weights every few steps.
 
 Post-local SGD (arXiv 1808.07217): the first steps average gradients over all nodes. Then each node
-steps by its own gradients, sharded over its ranks by FSDP2, and keeps optimizer states of its own.
-Every `sync_every_steps` steps, and after the last one, the trained weights become their mean over
-the nodes, or what an outer Nesterov step towards that mean gives (DiLoCo, arXiv 2311.08105).
+steps by its own gradients, sharded over its ranks by FSDP2, with its own optimizer states. Every
+`sync_every_steps` steps, and after the last one, the trainable weights become their mean over the
+nodes, or the result of an outer Nesterov step towards that mean (DiLoCo, arXiv 2311.08105).
 
-In between, validations and saved models are of the mean; a checkpoint holds the mean, which any
-strategy can resume from, and beside it what each rank needs to go on bit for bit.
+Between two averages, validations and saved models use the mean. A checkpoint holds the mean, which
+any strategy can resume from, and the state of each rank, which makes a resume bit-identical.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from app.strategy.settings import LocalSgdConfig
 
 log = logging.getLogger(__name__)
 
-BUCKET = 2**24
-"""numbers that travel between nodes in one message: 64 MiB"""
+BUCKET_SIZE = 2**24
+"""elements that nodes average in one message: 64 MiB in fp32"""
 
 
 class LocalSgd(Fsdp):
@@ -43,21 +43,22 @@ class LocalSgd(Fsdp):
         super().__init__(config)
         self.local_config = config
         self._weights_differ = False
-        """whether nodes have stepped apart since their weights were the same"""
+        """whether nodes have stepped independently since their last average"""
         self._moments_differ = False
-        """whether they ever have: optimizer states are never averaged"""
+        """whether nodes have ever stepped independently: optimizer states are never averaged"""
         self._own_weights: dict[torch.nn.Parameter, Tensor] = {}
-        """this rank's, while the mean is in the model"""
+        """this rank's weights while the model holds the mean"""
         self._anchor: dict[torch.nn.Parameter, Tensor] = {}
-        """where the last outer step ended, in fp32; empty without outer steps"""
+        """fp32 weights after the last outer step; empty without an outer optimizer"""
         self._momentum: dict[torch.nn.Parameter, Tensor] = {}
+        """momentum of the outer optimizer"""
 
     @property
     def _gradient_mesh(self) -> DeviceMesh:
-        """The ranks of one node."""
+        """The ranks of this node: FSDP averages gradients within a node only."""
         return self.device_mesh["shard"]
 
-    def _sum_over_step(self, squares: Tensor) -> None:
+    def _sum_over_ranks(self, squares: Tensor) -> None:
         dist.all_reduce(squares, group=self.device_mesh["shard"].get_group())
 
     def _num_copies(self, weight: Tensor) -> int:
@@ -70,11 +71,11 @@ class LocalSgd(Fsdp):
 
     @torch.no_grad()
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip by the norm over all ranks in synchronous steps, else by that of this node."""
+        """Clip by the norm over all ranks in synchronous steps, else by this node's norm."""
         weights = self._weights()
-        if self._step() < self.local_config.synchronous_steps:
+        if self._num_steps() < self.local_config.synchronous_steps:
             for weight in weights:
-                if weight.grad is None:  # no token of this node has reached it
+                if weight.grad is None:  # no token of this node has reached this weight
                     weight.grad = torch.zeros_like(weight)
             self._average(local(weight.grad) for weight in weights if weight.grad is not None)
         else:
@@ -83,27 +84,27 @@ class LocalSgd(Fsdp):
             self._weights_differ = self._moments_differ = True
         return super().clip(optimizer, max_norm)
 
-    def _step(self) -> int:
-        """Return the number of optimizer steps that are done."""
+    def _num_steps(self) -> int:
+        """Return the number of completed optimizer steps."""
         step: int = self.lightning_module.trainer.global_step
         return step
 
     @torch.no_grad()
     def end_step(self, step: int, *, is_last: bool) -> None:
-        """Average the weights over the nodes if it is time to."""
-        if self._weights_differ and (is_last or self._synchronises_at(step)):
+        """Average the weights over the nodes every `sync_every_steps` and after the last step."""
+        if self._weights_differ and (is_last or self._averages_after(step)):
             self._average(local(weight.detach()) for weight in self._weights())
             self._take_outer_step()
             self._weights_differ = False
 
-    def _synchronises_at(self, step: int) -> bool:
+    def _averages_after(self, step: int) -> bool:
         config = self.local_config
         return (step - config.synchronous_steps) % config.sync_every_steps == 0
 
     def _average(self, tensors: Iterable[Tensor]) -> None:
-        """Replace tensors by their means over the nodes, in fp32; all ranks call it alike."""
+        """Replace tensors by their fp32 means over the nodes; all ranks pass the same tensors."""
         mesh = self.device_mesh["replicate"]
-        for bucket in _buckets(tensors):
+        for bucket in _split_into_buckets(tensors):
             flat = torch.cat([tensor.reshape(-1).float() for tensor in bucket])
             dist.all_reduce(flat, group=mesh.get_group())
             flat /= mesh.size()
@@ -119,23 +120,24 @@ class LocalSgd(Fsdp):
             self._momentum[weight] = torch.zeros_like(self._anchor[weight])
 
     def _take_outer_step(self) -> None:
-        """Step from the anchor towards the mean, which the weights are, as SGD with Nesterov."""
-        if not self._anchor:  # also where a run has resumed between two averages without it
+        """Step from the anchor towards the mean, which the model holds, by SGD with Nesterov."""
+        if not self._anchor:  # also if a run has resumed between two averages without an anchor
             self._set_anchor()
             return
         config = self.local_config
         for weight in self._weights():
             mean, anchor = local(weight.detach()), self._anchor[weight]
-            way = anchor - mean
-            momentum = self._momentum[weight].mul_(config.outer_momentum).add_(way)
-            anchor.sub_(way.add_(momentum, alpha=config.outer_momentum), alpha=config.outer_lr)
+            pseudo_gradient = anchor - mean
+            momentum = self._momentum[weight].mul_(config.outer_momentum).add_(pseudo_gradient)
+            update = pseudo_gradient.add_(momentum, alpha=config.outer_momentum)
+            anchor.sub_(update, alpha=config.outer_lr)
             mean.copy_(anchor)
 
     # Evaluation
 
     @torch.no_grad()
     def use_mean_weights(self) -> None:
-        """Put the mean over the nodes into the model, to be evaluated or saved."""
+        """Load the mean over the nodes into the model, for evaluation or saving."""
         if self._weights_differ and not self._own_weights:
             weights = {weight: local(weight.detach()) for weight in self._weights()}
             self._own_weights = {weight: own.clone() for weight, own in weights.items()}
@@ -143,7 +145,7 @@ class LocalSgd(Fsdp):
 
     @torch.no_grad()
     def use_own_weights(self) -> None:
-        """Put this node's weights into the model again."""
+        """Load this node's own weights into the model again."""
         for weight, own in self._own_weights.items():
             local(weight.detach()).copy_(own)
         self._own_weights = {}
@@ -151,7 +153,7 @@ class LocalSgd(Fsdp):
     # State
 
     def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
-        """Return a weight for a checkpoint: its mean over the nodes."""
+        """Return the mean of a weight over the nodes, for a checkpoint."""
         if self._weights_differ and not self._own_weights:
             return self._mean_state(weight.detach())
         return super().weight_state(weight)
@@ -159,7 +161,7 @@ class LocalSgd(Fsdp):
     def optimizer_state_of(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
-        """Return the optimizer state of a weight by key: means over the nodes."""
+        """Return the optimizer state of a weight by key, averaged over the nodes."""
         if not self._moments_differ:
             return super().optimizer_state_of(optimizer, weight)
         return {
@@ -177,19 +179,19 @@ class LocalSgd(Fsdp):
         return self._full(mean, None)
 
     def local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return this rank's weights and states, not copied; nothing in synchronous steps."""
+        """Return this rank's weights and states without a copy; empty in synchronous steps."""
         return self._own_state(optimizer) if self._moments_differ else {}
 
     def _own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        own: dict[str, Tensor] = {}
         for trained in trainable_weights(self.model_root):
             weight = trained.parameter
             states = {"weight": self._own_weights.get(weight, weight.detach())}
             states |= optimizer.state.get(weight, {})
             if self._anchor:
                 states |= {"anchor": self._anchor[weight], "momentum": self._momentum[weight]}
-            found |= {f"{key}/{trained.name}": local(value) for key, value in states.items()}
-        return found
+            own |= {f"{key}/{trained.name}": local(value) for key, value in states.items()}
+        return own
 
     @torch.no_grad()
     def restore_local_state(
@@ -197,45 +199,49 @@ class LocalSgd(Fsdp):
     ) -> None:
         """Restore this rank's weights and states.
 
-        Where a rank has none, or shards of another size, all nodes start from the mean.
+        If any rank has none in the checkpoint, or shards of another size, all nodes start from the
+        mean.
         """
-        step = self._step()
-        # A checkpoint of another strategy holds what its ranks need.
-        is_there = any(name.startswith("weight/") for name in state)
-        if is_there and any(name.startswith("anchor/") for name in state):
+        num_steps = self._num_steps()
+        # The checkpoint of another strategy has other tensors here.
+        has_own = any(name.startswith("weight/") for name in state)
+        if has_own and any(name.startswith("anchor/") for name in state):
             self._set_anchor()
         own = self._own_state(optimizer)
-        fits = is_there and all(
+        fits = has_own and all(
             own[name].shape == state[name].shape for name in own.keys() & state.keys()
         )
-        if not self._holds_on_all_ranks(fits):
+        if not self._is_true_on_all_ranks(fits):
             self._anchor, self._momentum = {}, {}
-            if step > self.local_config.synchronous_steps and is_first_rank():
-                log.info("RESUME: every node starts from the mean of what the nodes had")
+            if num_steps > self.local_config.synchronous_steps and is_first_rank():
+                log.info("RESUME: every node starts from the mean of the nodes' weights")
             return
         if differing := sorted(own.keys() ^ state.keys()):
+            places = ("this run", "the checkpoint")
+            present, missing = places if differing[0] in own else reversed(places)
             raise UserError(
-                f"resume: {differing[0]!a} of this rank is not in the checkpoint as it is in this "
-                "run; resume with the settings that it was made with (the run's config.yaml)"
+                f"resume: this rank's tensor {differing[0]!a} is in {present}, but not in {missing}"
+                "; resume with the settings that the checkpoint was made with (the run's "
+                "config.yaml)"
             )
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self._moments_differ = True
-        self._weights_differ = not self._synchronises_at(step)
+        self._weights_differ = not self._averages_after(num_steps)
 
-    def _holds_on_all_ranks(self, holds: bool) -> bool:
-        """Return whether it holds on every rank, for they must go on alike."""
-        flag = torch.tensor(int(holds), device=self.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag.item())
+    def _is_true_on_all_ranks(self, flag: bool) -> bool:
+        """Return whether `flag` is true on every rank, so that all ranks take the same branch."""
+        smallest = torch.tensor(int(flag), device=self.root_device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        return bool(smallest.item())
 
 
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Group tensors in their order, each group of about BUCKET numbers."""
+def _split_into_buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Group tensors, in their order, into buckets of at least BUCKET_SIZE elements."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)
-        if sum(one.numel() for one in bucket) >= BUCKET:
+        if sum(member.numel() for member in bucket) >= BUCKET_SIZE:
             yield bucket
             bucket = []
     if bucket:

@@ -1,7 +1,7 @@
-"""What a step, a checkpoint and a save need from a strategy that may shard weights and states.
+"""The interface of a strategy to training steps, checkpoints and saved models.
 
-`StrategyMixin` is the replicated case, in which every rank holds everything; sharding strategies
-override what differs. Needs no torch and no Lightning until it is used.
+`StrategyMixin` implements the replicated case, in which every rank holds all weights and states;
+sharding strategies override what differs. Importing it needs neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BuildModel = Callable[..., Any]
-"""builds the model; with `on_meta=True` only its shapes, without reading a weight, with `device`
-there, and with `on_host=True` only by way of it"""
+"""builds the model on `device` (the CPU by default); `on_meta=True` creates meta tensors and reads
+no weights, `on_host=True` reads the weights into host memory first"""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """A tensor of which each rank holds a part, or nothing, until it is gathered."""
+    """A tensor of which each rank holds a shard (possibly empty) until it is gathered."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -35,16 +35,16 @@ StateTensor: TypeAlias = "Tensor | ShardedTensor"
 
 
 class StrategyMixin:
-    """A mixin for Lightning strategies: all ranks hold all weights, and see different data."""
+    """A mixin for Lightning strategies. Defaults: every rank holds all weights and its own data."""
 
     shards_weights = False
-    """whether weights are sharded: a forward pass or a save then needs all ranks"""
+    """whether weights are sharded; forward passes and saves then need all ranks"""
     keeps_gradients = True
-    """whether `weight.grad` is there until the optimizer step"""
+    """whether `weight.grad` exists until the optimizer step"""
     fuses_adapters = True
-    """whether a layer may read weights of its submodules without calling their forward"""
+    """whether a layer may read its submodules' weights without calling their forward"""
     norms_differ = False
-    """whether ranks clip by gradient norms of their own"""
+    """whether ranks may clip by different gradient norms"""
 
     world_size: int
     global_rank: int
@@ -58,7 +58,7 @@ class StrategyMixin:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of ranks, or of tensor parallel groups, with different data."""
+        """Number of ranks (or tensor parallel groups) that see different data."""
         return self.world_size
 
     @property
@@ -67,12 +67,12 @@ class StrategyMixin:
         return self.global_rank
 
     def build_model(self, build: BuildModel) -> Any:
-        """Build the model, placed as this strategy needs it before the optimizer is built."""
+        """Build the model and place its weights; called before the optimizer is built."""
         device = self.root_device
         return build() if device.type == "cpu" else build(device=device)
 
     def unwrap_optimizer(self, optimizer: Any) -> torch.optim.Optimizer:
-        """Return the optimizer that was built, without a strategy's wrapper."""
+        """Return the optimizer without the wrapper of a strategy."""
         inner: torch.optim.Optimizer = optimizer
         return inner
 
@@ -81,7 +81,7 @@ class StrategyMixin:
         return [group["params"] for group in optimizer.param_groups]
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip gradients by their global norm; return the norm before, a scalar on the device."""
+        """Clip gradients by their global norm; return the norm before clipping, a device scalar."""
         import torch
 
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -92,20 +92,20 @@ class StrategyMixin:
         return norm
 
     def end_step(self, step: int, *, is_last: bool) -> None:
-        """Do what follows the optimizer step `step`, also where it was skipped."""
+        """Run after optimizer step number `step`, even if that step was skipped."""
 
     def use_mean_weights(self) -> None:
-        """Put the mean of the ranks' weights into the model, to be evaluated or saved."""
+        """Load the mean of the ranks' weights into the model, for evaluation or saving."""
 
     def use_own_weights(self) -> None:
-        """Put the weights that train into the model again."""
+        """Undo `use_mean_weights`: load this rank's own weights into the model again."""
 
     def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
         """Return this rank's shard of a weight's gradient, or None; see `keeps_gradients`."""
         return weight.grad
 
     def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
-        """Return a trainable weight for a checkpoint, in the optimizer's dtype, not copied."""
+        """Return a trainable weight for a checkpoint, in the optimizer's dtype, without a copy."""
         return weight.detach()
 
     def optimizer_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
@@ -129,41 +129,42 @@ class StrategyMixin:
         states: Mapping[str, Tensor],
         allocate: Callable[[str, Tensor], Tensor],
     ) -> None:
-        """Restore full states of a weight; `allocate(key, value)` makes an empty one on its device.
+        """Restore a weight's optimizer state from full tensors.
 
-        All ranks call it for all weights with states, in the same order.
+        `allocate(key, value)` returns an empty tensor for a state, on the right device. All ranks
+        call it for all weights with states, in the same order.
         """
         for key, value in states.items():
             optimizer.state[weight][key] = allocate(key, value).copy_(value)
 
     def local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return what this rank alone holds, by name: each rank has a file in a checkpoint."""
+        """Return tensors that differ between ranks, by name; each rank's file of a checkpoint."""
         return {}
 
     def restore_local_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
     ) -> None:
-        """Restore `local_state`, after all else; empty where the checkpoint has none for it."""
+        """Restore `local_state`, last of all; `state` is empty if the checkpoint has none."""
 
     def gathered(self, module: torch.nn.Module) -> AbstractContextManager[None]:
-        """Gather a module's own weights, as its forward does; all ranks enter together."""
+        """Gather a module's own weights, as its forward does; all ranks enter this together."""
         return nullcontext()
 
     def set_leaf_modules(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Gather each module's weights once a forward pass, however often it calls what is in it.
+        """Gather each module's weights once per forward pass, with those of its submodules.
 
-        How often may differ between ranks, all of which gather together.
+        Needed for modules that call their submodules a different number of times on each rank.
         """
 
     def reshard(self, model: Any) -> None:
-        """Reshard all weights, after forward passes that left some gathered."""
+        """Reshard all weights that forward passes have left gathered."""
 
     def full_tensor(self, weight: Tensor) -> Tensor:
         """Return the full tensor of a weight; all ranks call it, in the same order."""
         return weight.detach()
 
-    # Overrides of Lightning's Strategy: our checkpoints hold weights and states by name, the same
-    # way for every strategy.
+    # Overrides of Lightning's Strategy: checkpoints hold weights and states by name, in the same
+    # format for every strategy.
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -197,14 +198,14 @@ class StrategyMixin:
         self.lightning_module.load_state_dict(checkpoint["state_dict"])
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing: states are not stored in Lightning's dictionary."""
+        """Return an empty dictionary: Lightning's checkpoint does not hold optimizer states."""
         return {}
 
 
 def clips_in_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's kernels can scale gradients while they read them.
+    """Return whether the optimizer's kernels can scale gradients as they read them.
 
-    Those of a fused AdamW can. On a CPU gradients are scaled before, as `clip_grad_norm_` does it.
+    A fused AdamW on a GPU can. On a CPU gradients are scaled first, as in `clip_grad_norm_`.
     """
     import torch
 
@@ -217,8 +218,8 @@ def clips_in_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def clip_in_step(optimizer: Any, norm: Tensor, max_norm: float) -> None:
-    """Let the next step of `optimizer` clip by `norm`: no pass of its own over all gradients."""
-    # PyTorch's name: its loss scaler has the kernels divide by it.
+    """Have the next step of `optimizer` clip by `norm`, which saves a pass over all gradients."""
+    # The fused kernels divide gradients by this attribute, which PyTorch's GradScaler sets.
     optimizer.grad_scale = ((norm.float() + 1e-6) / max_norm).clamp(min=1.0)
 
 
@@ -227,4 +228,4 @@ def _is_on_gpu(weight: Tensor) -> bool:
 
 
 REPLICATED = StrategyMixin()
-"""for models without a trainer"""
+"""the default strategy of models that have no trainer"""

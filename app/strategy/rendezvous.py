@@ -1,7 +1,8 @@
-"""The rendezvous of ranks: over the loopback interface if all are on this machine.
+"""The rendezvous of ranks: on the loopback interface if all ranks are on this machine.
 
-torch's TCPStore listens on every address, without a password, and gloo on that of the host's name.
-Ranks started by torchrun or srun, or on several machines, use the addresses that these give.
+By default torch's TCPStore listens on every address, without a password, and gloo on the address of
+the host name. Ranks started by torchrun or srun, or on several machines, use the launcher's
+addresses.
 """
 
 from __future__ import annotations
@@ -24,20 +25,19 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 BACKLOG = 1024
-"""connections that may wait to be accepted"""
-ASK_SECONDS = 0.05
-"""between two looks of rank 0 for ranks that ask where to meet"""
+"""maximum number of pending connections of the store's socket"""
+POLL_SECONDS = 0.05
+"""interval at which rank 0 checks for requests of other ranks"""
 SIOCGIFADDR = 0x8915
-"""Linux's request for the IPv4 address of an interface"""
+"""Linux's ioctl for the IPv4 address of an interface"""
 
 
 def connect_ranks(strategy: Any) -> None:
     """Connect the ranks of `strategy`, a Lightning strategy whose device is set.
 
-    Ranks that something else has started, or on several machines, are connected by Lightning: for
-    these only gloo's interface is chosen. OSError if the port was taken in the meantime. Reads
-    `_timeout` and `_get_process_group_backend` of Lightning 2.6's strategies, which have no public
-    names.
+    Ranks started by a launcher, or on several machines, are connected by Lightning: this only
+    chooses gloo's interface for them. OSError if the port has been taken in the meantime. Reads the
+    private `_timeout` and `_get_process_group_backend` of Lightning 2.6's strategies.
     """
     import torch.distributed as dist
 
@@ -48,8 +48,7 @@ def connect_ranks(strategy: Any) -> None:
         return
     strategy.set_world_ranks()
     backend = strategy._get_process_group_backend()
-    # Read when a process group is created. Between GPUs of one machine NCCL uses the network only
-    # to bootstrap.
+    # Read when a process group is created. On one machine NCCL uses the network only to bootstrap.
     os.environ |= {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": f"={INTERFACE}"}
     port = strategy.cluster_environment.main_port
     listening = {"master_listen_fd": _listen(port)} if strategy.global_rank == 0 else {}
@@ -71,14 +70,14 @@ def connect_ranks(strategy: Any) -> None:
         timeout=strategy._timeout,
         device_id=None if device.type == "cpu" else device,
     )
-    if backend == "nccl":  # it warns of groups that are not destroyed at exit
+    if backend == "nccl":  # NCCL warns about groups that are not destroyed at exit
         atexit.register(_destroy_group)
 
 
 def choose_gloo_interface(main_address: str, num_nodes: int) -> None:
     """Have gloo use the interface that reaches rank 0's machine, unless GLOO_SOCKET_IFNAME is set.
 
-    By itself gloo takes the address of the host's name, which many machines have as 127.0.1.1.
+    By default gloo uses the address of the host name, which is 127.0.1.1 on many machines.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -88,49 +87,49 @@ def choose_gloo_interface(main_address: str, num_nodes: int) -> None:
 
 
 def check_network(num_nodes: int) -> list[str]:
-    """List the names of interfaces and of rank 0's machine that ranks could not meet by.
+    """List problems of MASTER_ADDR and of the interfaces that environment variables name.
 
-    Those that the environment gives to ranks which something else has started: torch would wait
-    for the others until its time-out.
+    Only for ranks started by a launcher. Without this check torch would wait for the other ranks
+    until its timeout.
     """
     launch = read_launch()
     if launch.is_started_here or launch.num_ranks in (None, 1):
         return []
-    problems, there = [], [name for _, name in socket.if_nameindex()]
+    problems, interfaces = [], [name for _, name in socket.if_nameindex()]
     reaching = None
     if launch.first_address is not None:
-        if not _is_known(launch.first_address):
+        if not _can_resolve(launch.first_address):
             problems.append(
-                f"MASTER_ADDR={launch.first_address}: no host of that name is known here; type "
-                "the name or address of the machine with rank 0"
+                f"MASTER_ADDR={launch.first_address}: this machine cannot resolve that host name; "
+                "type the name or address of the machine with rank 0"
             )
         reaching = find_interface(launch.first_address)
-    taken = f"{reaching} reaches {launch.first_address}" if reaching else "the others"
+    better = f"{reaching} reaches {launch.first_address}" if reaching else "or name another one"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         typed = os.environ.get(variable, "")
-        if not typed or typed.startswith("^"):  # NCCL's word for all but these
+        if not typed or typed.startswith("^"):  # NCCL's prefix that excludes interfaces
             continue
         is_prefix = variable.startswith("NCCL") and not typed.startswith("=")
         names = [name.partition(":")[0] for name in typed.removeprefix("=").split(",")]
-        found = [
-            one
-            for one in there
-            if any(one.startswith(name) if is_prefix else one == name for name in names)
+        matching = [
+            interface
+            for interface in interfaces
+            if any(interface.startswith(name) if is_prefix else interface == name for name in names)
         ]
-        if not found:
+        if not matching:
             problems.append(
-                f"{variable}={typed}: this machine has no such interface, but {', '.join(there)}; "
-                f"unset it ({taken})"
+                f"{variable}={typed}: this machine has no such interface, only "
+                f"{', '.join(interfaces)}; unset it ({better})"
             )
-        elif found == [INTERFACE] and num_nodes > 1:
+        elif matching == [INTERFACE] and num_nodes > 1:
             problems.append(
-                f"{variable}={typed} is the interface of this machine alone, and the ranks are on "
-                f"{num_nodes}; unset it ({taken})"
+                f"{variable}={typed} is the loopback interface, and the ranks are on {num_nodes} "
+                f"machines; unset it ({better})"
             )
     return problems
 
 
-def _is_known(host: str) -> bool:
+def _can_resolve(host: str) -> bool:
     try:
         return bool(socket.getaddrinfo(host, None))
     except OSError:
@@ -138,9 +137,9 @@ def _is_known(host: str) -> bool:
 
 
 def find_interface(host: str) -> str | None:
-    """Return the interface by which `host` is reached; None where that is not known.
+    """Return the interface that reaches `host`; None if it is not known.
 
-    Linux alone, and IPv4 addresses.
+    Linux and IPv4 only.
     """
     own = find_own_address(host)
     if sys.platform != "linux" or own is None:
@@ -151,14 +150,14 @@ def find_interface(host: str) -> str | None:
 
 
 def find_own_address(host: str) -> str | None:
-    """Return this machine's address on the way to `host`; None where there is none.
+    """Return the local address from which `host` is reached; None if there is no route.
 
     Sends nothing.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
-        except OSError:  # a name that is not known, or no route
+        except OSError:  # unknown host name, or no route
             return None
         address: str = probe.getsockname()[0]
         return address
@@ -169,14 +168,14 @@ def _address_of(interface: str, probe: socket.socket) -> str | None:
 
     request = struct.pack("256s", interface.encode()[:15])
     try:
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-    except OSError:  # an interface without an IPv4 address
+        reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+    except OSError:  # the interface has no IPv4 address
         return None
-    return socket.inet_ntoa(answer[20:24])
+    return socket.inet_ntoa(reply[20:24])
 
 
 def _listen(port: int) -> int:
-    """Return the descriptor of a socket that listens at `port` of the loopback interface."""
+    """Return the file descriptor of a socket that listens on `port` of the loopback interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((LOOPBACK, port))
@@ -192,13 +191,13 @@ def _destroy_group() -> None:
 
 
 def use_separate_store() -> None:
-    """Have the ranks of torchrun meet at a store of their own, not at that of its agents.
+    """Have ranks started by torchrun use a store of their own instead of the agents' store.
 
-    That one lives on over restarts, with the addresses of dead ranks (seen with torch 2.13; its
-    #135712 was meant to end that), unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set before
-    torchrun. Ranks of one machine that starts for the first time need none. Machines restart
-    independently, so that no count of restarts is common to them: each rank asks with a word of
-    its own, which only a rank 0 that lives answers.
+    The agents' store outlives restarts and keeps the addresses of dead ranks (seen with torch 2.13;
+    its #135712 was meant to fix this), unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set for
+    torchrun. The first start on one machine does not need this. Machines count their restarts
+    independently, so the count cannot identify a rendezvous: each rank sends a request with a
+    random id, which only a live rank 0 answers.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
@@ -217,41 +216,44 @@ def use_separate_store() -> None:
     )
     if os.environ["RANK"] == "0":
         own = find_own_address(address)
-        # Loopback: the agents' store is on this machine, which has its own name as 127.0.1.1.
-        is_known = own is not None and not own.startswith("127.")
-        meeting = f"{own if is_known else address} {free_port()} {uuid.uuid4().hex}"
-        _answer(shared, meeting, int(os.environ["WORLD_SIZE"]))
+        # A loopback address: rank 0 is on the store's machine, whose name resolves to 127.0.1.1.
+        is_reachable = own is not None and not own.startswith("127.")
+        endpoint = f"{own if is_reachable else address} {free_port()} {uuid.uuid4().hex}"
+        _announce_endpoint(shared, endpoint, int(os.environ["WORLD_SIZE"]))
     else:
-        meeting = _ask(shared, os.environ["RANK"])
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], _ = meeting.split()
+        endpoint = _request_endpoint(shared, os.environ["RANK"])
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], _ = endpoint.split()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
-def _ask(shared: TCPStore, rank: str) -> str:
-    """Return what rank 0 answers: an address, a port, and the word of this meeting."""
-    word = uuid.uuid4().hex
-    shared.set(f"loft/asks/{rank}", word)
-    answer: str = shared.get(f"loft/answer/{word}").decode()
-    shared.set(f"loft/heard/{word}", answer)
-    return answer
+def _request_endpoint(shared: TCPStore, rank: str) -> str:
+    """Return rank 0's answer: address, port and id of this rendezvous."""
+    request = uuid.uuid4().hex
+    shared.set(f"loft/request/{rank}", request)
+    endpoint: str = shared.get(f"loft/answer/{request}").decode()
+    shared.set(f"loft/received/{request}", endpoint)
+    return endpoint
 
 
-def _answer(shared: TCPStore, meeting: str, num_ranks: int) -> None:
-    """Answer each rank until it has heard of this meeting; dead ranks have heard of others."""
+def _announce_endpoint(shared: TCPStore, endpoint: str, num_ranks: int) -> None:
+    """Answer the requests of all ranks until each has confirmed this endpoint.
+
+    The id in `endpoint` tells confirmations of live ranks from those of dead ones.
+    """
     waiting = set(range(1, num_ranks))
-    until = time.monotonic() + TIMEOUT.total_seconds()
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
     while waiting:
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise OSError(
-                f"{len(waiting)} of {num_ranks} ranks did not come within {TIMEOUT}: "
-                f"{', '.join(map(str, sorted(waiting)[:20]))}; what their machines print says why"
+                f"{len(waiting)} of {num_ranks} ranks did not connect within {TIMEOUT}: "
+                f"{', '.join(map(str, sorted(waiting)[:20]))}; see the output of their machines"
             )
         for rank in sorted(waiting):
-            if not shared.check([f"loft/asks/{rank}"]):
+            if not shared.check([f"loft/request/{rank}"]):
                 continue
-            word = shared.get(f"loft/asks/{rank}").decode()
-            shared.set(f"loft/answer/{word}", meeting)
-            heard = f"loft/heard/{word}"
-            if shared.check([heard]) and shared.get(heard).decode() == meeting:
+            request = shared.get(f"loft/request/{rank}").decode()
+            shared.set(f"loft/answer/{request}", endpoint)
+            received = f"loft/received/{request}"
+            if shared.check([received]) and shared.get(received).decode() == endpoint:
                 waiting.remove(rank)
-        time.sleep(ASK_SECONDS)
+        time.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Settings of the strategies, by family; imports nothing heavy."""
+"""Settings of the strategies, one class per family. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from data_modules import setting
 
-HOMES = ("none", "cpu")
-"""where states may be offloaded: nowhere, to host memory"""
+OFFLOAD_DEVICES = ("none", "cpu")
+"""devices that states can be offloaded to: none, or host memory"""
 TIMEOUT = timedelta(minutes=30)
-"""that ranks wait for each other in one collective, under every strategy: longer than one of them
-reads or writes a large model, while the others wait. A run that hangs in training is found earlier,
-by supervise.hang_minutes"""
+"""timeout of one collective under every strategy: long enough for the other ranks to wait while one
+of them reads or writes a large model. Hangs during training are detected earlier, by
+supervise.hang_minutes"""
 MAX_UNSHARDED_SHARE = 0.1
-"""trainable share of a model up to which FSDP's gradients stay unsharded between micro-batches"""
+"""largest trainable share of a model for which FSDP accumulates unsharded gradients"""
 
 
 @dataclass(kw_only=True, slots=True)
 class StrategyConfig:
     name: str = setting("auto", resume="content")
-    """the option that was chosen; auto chooses one and says why"""
+    """name of the strategy; auto chooses one and logs the reason"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,34 +30,36 @@ class DdpConfig(StrategyConfig):
 
     name: str = setting("ddp", resume="content")
     compression: str = setting("none", choices=("none", "bf16", "fp16", "powersgd", "topk"))
-    """how gradients travel: none, bf16, fp16 (half the bytes), powersgd (low rank, far fewer), topk
-    (the largest of each weight; what is left out is added to the next step's)"""
+    """gradient compression: none, bf16 or fp16 (half the bytes of fp32), powersgd (low-rank, far
+    fewer bytes), topk (only the largest gradients of each weight; the rest is added to the next
+    step's gradients)"""
     powersgd_rank: int = setting(4, ge=1, note="1 to 32 is usual")
     """rank of PowerSGD's approximation; higher = more exact, more bytes"""
     topk_share: float = setting(0.01, gt=0, le=1, note="0.001 to 0.05 is usual")
-    """share of a weight's gradients that topk sends; higher = more exact, more bytes"""
+    """share of each weight's gradients sent by topk; higher = more exact, more bytes"""
 
 
 @dataclass(kw_only=True, slots=True)
 class ZeroConfig(StrategyConfig):
-    """DeepSpeed ZeRO: what is spread over the ranks grows with the stage."""
+    """DeepSpeed ZeRO: each stage shards more of the model states over the ranks."""
 
     name: str = setting("zero3", resume="content")
     stage: int = setting(3, choices=(1, 2, 3))
-    """1: optimizer states, 2: gradients too, 3: weights too"""
-    offload_optimizer: str = setting("none", choices=HOMES)
-    """where optimizer states are kept and stepped: none (the device), cpu"""
-    offload_parameters: str = setting("none", choices=HOMES)
-    """where weights wait for their turn: none (the device), cpu; stage 3"""
+    """states that are sharded: 1 = optimizer states, 2 = gradients too, 3 = weights too"""
+    offload_optimizer: str = setting("none", choices=OFFLOAD_DEVICES)
+    """device that keeps and steps the optimizer states: none (the training device), cpu"""
+    offload_parameters: str = setting("none", choices=OFFLOAD_DEVICES)
+    """device that keeps weights while no layer uses them: none (the training device), cpu; stage 3
+    only"""
     partition_within_node: bool = False
     """ZeRO++ hpZ: keep a second copy of the weights sharded inside each node, from which the
     backward pass gathers them; more memory, less traffic between nodes"""
     quantized_weights: bool = False
-    """ZeRO++ qwZ: weights travel in 8 bits"""
+    """ZeRO++ qwZ: all-gather weights in 8 bits"""
     quantized_gradients: bool = False
-    """ZeRO++ qgZ: gradients travel in 4 bits between nodes"""
+    """ZeRO++ qgZ: reduce gradients between nodes in 4 bits"""
     config: dict[str, Any] = field(default_factory=dict)
-    """further keys of a DeepSpeed config, but none that another setting stands for"""
+    """further keys of a DeepSpeed config; keys that have a setting of their own are refused"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,41 +68,43 @@ class FsdpConfig(StrategyConfig):
 
     name: str = setting("fsdp", resume="content")
     reshard_after_forward: bool = True
-    """free a layer's weights after its forward pass and gather them again for the backward; false
-    is ZeRO-2's trade: more memory, less traffic"""
-    replicas: int | None = setting(1, ge=1, note="null: one a node")
-    """groups of ranks that each hold all weights (hybrid sharding); null = one a node"""
+    """free a layer's weights after its forward pass and gather them again for the backward pass;
+    false, as in ZeRO-2: more memory, less traffic"""
+    replicas: int | None = setting(1, ge=1, note="null: one per node")
+    """number of rank groups that each hold all weights (hybrid sharding); null = one per node"""
     offload_parameters: bool = False
     """keep weights, gradients and optimizer states in pinned host memory; GPU only"""
     tensor_parallel_size: int | None = setting(1, ge=1, note="null: all of a node")
-    """ranks that split each layer's matrices and see the same data; null = all of a node"""
+    """number of ranks that split each layer's matrices and see the same data; null = all ranks of a
+    node"""
     shards_data_parallel: bool = True
-    """false: weights are only split by tensor parallelism"""
+    """shard weights over the data parallel ranks; false = split them by tensor parallelism only"""
 
 
 @dataclass(kw_only=True, slots=True)
 class LocalSgdConfig(FsdpConfig):
-    """FSDP2 within each node; nodes train apart and average their weights every few steps."""
+    """FSDP2 within each node; nodes train independently and periodically average their weights."""
 
     name: str = setting("hsdp_local_sgd", resume="content")
-    replicas: int | None = setting(None, ge=1, note="null: one a node")
-    """groups of ranks that train apart; null = one a node"""
+    replicas: int | None = setting(None, ge=1, note="null: one per node")
+    """number of rank groups that train independently; null = one per node"""
     sync_every_steps: int = setting(8, ge=1, resume="fixed", note="4 to 100 is usual")
-    """optimizer steps between two averages of the trained weights; more = fewer bytes between
+    """optimizer steps between two averages of the trainable weights; more = fewer bytes between
     nodes, further from synchronous training"""
     synchronous_steps: int = setting(10, ge=0, resume="fixed")
-    """optimizer steps at the start of a run in which nodes average gradients, as fsdp_hybrid"""
+    """optimizer steps at the start of a run in which nodes average gradients, as in fsdp_hybrid"""
     outer_lr: float = setting(
         1.0, gt=0, resume="fixed", note="0.7 with outer_momentum=0.9 is DiLoCo"
     )
-    """rate of the step that is taken towards the average; 1 without momentum ends at the average"""
+    """learning rate of the outer step towards the average; 1 without momentum sets the weights to
+    the average"""
     outer_momentum: float = setting(0.0, ge=0, lt=1, resume="fixed")
-    """Nesterov momentum of these steps; above 0 (or with another outer_lr) takes memory for two
-    copies of the trained weights"""
+    """Nesterov momentum of the outer steps; a value above 0, or an outer_lr other than 1, takes
+    memory for two fp32 copies of the trainable weights"""
 
     @property
     def uses_outer_optimizer(self) -> bool:
-        """Whether nodes end anywhere but at their average."""
+        """Whether the weights after an average differ from the plain mean."""
         return self.outer_lr != 1 or self.outer_momentum > 0
 
 
@@ -125,7 +129,7 @@ FAMILIES: dict[str, type[StrategyConfig]] = {
     "tp": FsdpConfig,
     "fsdp_tp": FsdpConfig,
 }
-"""settings class of each name; values are in conf/strategy"""
+"""settings class of each strategy name; the values are in conf/strategy"""
 
 
 def is_sharding(config: StrategyConfig) -> bool:

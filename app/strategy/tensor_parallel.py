@@ -1,14 +1,16 @@
 """Tensor parallelism: ranks split each layer's matrices and see the same data (arXiv 1909.08053).
 
-A layer's first matrices are split by rows (each rank computes some heads or inner features), its
-last ones by columns (each rank's output is a partial sum). Embedding and norms are replicated, and
-a head that shares its weight; of another each rank holds rows of the vocabulary, and the loss is
-computed without gathering logits. `copied` before the first, once for all that read the same hidden
-states, sums the partial gradients, `summed` after the last the partial outputs: two messages a
-layer and direction. An adapter is split with its matrix. The small side of a LoRA stays replicated,
-and since it stands between the two its gradients are partial sums, which are added up once a step.
+The first matrices of attention and feed-forward are split by rows (each rank computes some heads or
+inner features), the last ones by columns (each rank's output is a partial sum). `copy_to_ranks`
+before the first matrices, once for all that read the same hidden states, sums the partial
+gradients; `reduce_from_ranks` after the last one sums the partial outputs: two all-reduces per
+layer in each direction. Embedding and norms are replicated, and so is a head tied to the embedding.
+An untied head is split by rows of the vocabulary, and the loss is computed without gathering
+logits.
 
-Split weights are plain tensors, so that FSDP2 can shard them further.
+An adapter is split with its matrix. The low-rank side of a LoRA stays replicated; its gradients are
+partial sums, which are all-reduced once per step. Split weights are plain tensors, so that FSDP2
+can shard them further.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from app.strategy.tensor_plan import BY_ROWS, PARTIAL_GRADS, layer_plan
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A weight that was split, and along which dimension."""
+    """A split weight and the dimension along which it is split."""
 
     module: torch.nn.Module
     name: str
@@ -37,7 +39,7 @@ class Split:
 
 
 class TensorParallel:
-    """Split the layers of one model over the ranks of `group`."""
+    """Splits the layers of one model over the ranks of `group`."""
 
     def __init__(self, model: Any, group: Any, names: Sequence[str]) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
@@ -45,13 +47,14 @@ class TensorParallel:
         self.partial_grads: list[torch.nn.Module] = []
         """replicated modules whose gradients are partial sums, such as norms of heads"""
         self._last_copy: tuple[Tensor, Tensor] | None = None
-        """hidden states that a split matrix has read, and what it was given for them"""
+        """last input of a split matrix, and its `copy_to_ranks`; reused by matrices with the same
+        input"""
         self._plan = layer_plan(model)
         self._check(model, [model.get_submodule(name) for name in names])
         unfuse_adapters(model)
 
     def split(self, layer: torch.nn.Module) -> None:
-        """Replace a layer's full matrices by this rank's parts."""
+        """Replace a layer's full matrices by this rank's slices."""
         for path, kind in self._plan.items():
             module: Any = layer.get_submodule(path)
             if kind == PARTIAL_GRADS:
@@ -81,33 +84,33 @@ class TensorParallel:
         if "ia3_l" in parts and module.is_feedforward:
             self._split_weight(parts["ia3_l"], "default", 1)
         linear.forward = _PartialLinear(linear)
-        # A LoRA adds a partial sum of its own before the ranks' are added up.
-        summing = module if "lora_A" in parts else linear
+        # LoRA's output is a partial sum too: reduce it together with that of the matrix.
+        reduced = module if "lora_A" in parts else linear
         if "lora_A" in parts:
             self._split_weight(parts["lora_A"], "weight", 1)
             self.partial_grads.append(parts["lora_B"])
 
-        def add_up(_: Any, inputs: Any, output: Tensor) -> Tensor:
+        def reduce_output(_: Any, inputs: Any, output: Tensor) -> Tensor:
             self._forget_copy()
-            full = summed(output, self.group)
+            full = reduce_from_ranks(output, self.group)
             return full if linear.bias is None else full + linear.bias.to(full.dtype)
 
-        summing.register_forward_hook(add_up)
+        reduced.register_forward_hook(reduce_output)
 
     def split_head(self, head: Any) -> None:
-        """Replace a head's rows by this rank's, if they divide and the loss is computed in it.
+        """Replace a head's rows by this rank's, if `can_split_head` allows it.
 
-        The loss is that of all rows; only where logits are asked for are they gathered.
+        The loss covers the whole vocabulary; logits are gathered only if they are requested.
         """
         if not can_split_head(head, self.size):
             return
         self._split_weight(head, "weight", 0)
-        head.shard = _Rows(self.group, self.rank * head.weight.shape[0])
+        head.shard = _VocabularyShard(self.group, self.rank * head.weight.shape[0])
         head.register_forward_pre_hook(self._copy_input)
 
         def gather(_: Any, inputs: Any, output: Tensor) -> Tensor:
             self._forget_copy()
-            return gathered(output, self.group) if output.numel() else output
+            return gather_from_ranks(output, self.group) if output.numel() else output
 
         head.register_forward_hook(gather)
 
@@ -123,14 +126,14 @@ class TensorParallel:
     def _copy_input(self, module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *others = inputs
         if self._last_copy is None or self._last_copy[0] is not hidden:
-            copy = copied(hidden, self.group)
+            copy = copy_to_ranks(hidden, self.group)
             if copy.requires_grad:
                 copy.register_hook(self._forget_copy)
             self._last_copy = hidden, copy
         return (self._last_copy[1], *others)
 
     def _forget_copy(self, _: Any = None) -> None:
-        """Release what a copy keeps alive; a layer that is recomputed may not reach its end."""
+        """Release the last copy; also a backward hook, since recompute may stop within a layer."""
         self._last_copy = None
 
     def _check(self, model: Any, layers: Sequence[torch.nn.Module]) -> None:
@@ -151,8 +154,8 @@ class TensorParallel:
         linear = _matrix(module)
         if type(linear) is not torch.nn.Linear:
             raise UserError(
-                f"strategy.tensor_parallel_size={self.size} splits plain matrices, and {path} is a "
-                f"{type(linear).__name__}; type strategy=fsdp"
+                f"strategy.tensor_parallel_size={self.size} splits plain linear layers, and {path} "
+                f"is a {type(linear).__name__}; type strategy=fsdp"
             )
         if len(getattr(module, "lora_magnitude_vector", ())):
             raise UserError(
@@ -168,13 +171,13 @@ class TensorParallel:
 
 
 def can_split_head(head: Any, size: int) -> bool:
-    """Return whether ranks can each hold rows of a head; it must not be the embedding's weight."""
+    """Return whether a head that is not tied to the embedding can be split by rows over ranks."""
     return isinstance(head, LossHead) and head.bias is None and head.out_features % size == 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """The vocabulary of a head, shared out over the ranks of `group`."""
+class _VocabularyShard:
+    """This rank's rows of a head, whose vocabulary is split over the ranks of `group`."""
 
     group: Any
     first_row: int
@@ -187,12 +190,12 @@ class _Rows:
 
 
 def _matrix(module: Any) -> Any:
-    """Return a linear layer without the adapter around it."""
+    """Return the linear layer inside of an adapter."""
     return getattr(module, "base_layer", module)
 
 
 def _adapter_parts(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a layer's adapter by peft's names for them."""
+    """Yield the parts of a layer's adapter by peft's names."""
     children = dict(module.named_children())
     for part in ("lora_A", "lora_B"):
         if part in children:
@@ -202,7 +205,7 @@ def _adapter_parts(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _PartialLinear:
-    """The forward of a linear layer split by columns: a partial sum, without the bias."""
+    """The forward of a linear layer that is split by columns: a partial sum, without the bias."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         self.linear = linear
@@ -211,25 +214,25 @@ class _PartialLinear:
         return torch.nn.functional.linear(hidden, self.linear.weight)
 
 
-def copied(tensor: Tensor, group: Any) -> Tensor:
-    """Return a tensor unchanged; its gradients are summed over the ranks of `group`."""
-    result: Tensor = _Copied.apply(tensor, group)
+def copy_to_ranks(tensor: Tensor, group: Any) -> Tensor:
+    """Return a tensor unchanged; its gradient is summed over the ranks of `group`."""
+    result: Tensor = _Copy.apply(tensor, group)
     return result
 
 
-def summed(tensor: Tensor, group: Any) -> Tensor:
+def reduce_from_ranks(tensor: Tensor, group: Any) -> Tensor:
     """Return the sum of a tensor over the ranks of `group`; its gradient is unchanged."""
-    result: Tensor = _Summed.apply(tensor, group)
+    result: Tensor = _Reduce.apply(tensor, group)
     return result
 
 
-def gathered(tensor: Tensor, group: Any) -> Tensor:
-    """Return the last dimensions of all ranks of `group` side by side."""
-    result: Tensor = _Gathered.apply(tensor, group)
+def gather_from_ranks(tensor: Tensor, group: Any) -> Tensor:
+    """Concatenate the tensors of all ranks of `group` along the last dimension."""
+    result: Tensor = _Gather.apply(tensor, group)
     return result
 
 
-class _Gathered(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
@@ -242,7 +245,7 @@ class _Gathered(torch.autograd.Function):
         return outer[0].narrow(-1, ctx.rank * ctx.width, ctx.width), None
 
 
-class _Copied(torch.autograd.Function):
+class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -255,7 +258,7 @@ class _Copied(torch.autograd.Function):
         return grad, None
 
 
-class _Summed(torch.autograd.Function):
+class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""How tensor parallelism splits a layer's weights, by their names; needs no torch."""
+"""Which weights of a layer tensor parallelism splits, and how. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 from app.process.errors import UserError
 
 BY_ROWS, BY_COLUMNS, PARTIAL_GRADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""transformers' names in a tensor parallel plan, by the split side of x W; torch stores W.T"""
+"""styles of transformers' tensor parallel plans, which name the split side of W in x W; torch
+stores the transposed matrix"""
 
 
 def layer_plan(model: Any) -> Mapping[str, str]:
-    """Return how each module of a layer is split, by its name in the layer."""
+    """Return the style in which each module of a layer is split, by its name in the layer."""
     text_config = model.config.get_text_config()
     full_plan = text_config.base_model_tp_plan or {}
     plan = {
@@ -23,18 +24,18 @@ def layer_plan(model: Any) -> Mapping[str, str]:
     }
     unknown = sorted(set(plan.values()) - {BY_ROWS, BY_COLUMNS, PARTIAL_GRADS})
     if not plan or unknown:
-        why = f"splits matrices as {unknown[0]}" if unknown else "has no plan for it"
+        why = f"uses the style {unknown[0]}" if unknown else "has no tensor parallel plan"
         raise UserError(
-            f"strategy.tensor_parallel_size: a {text_config.model_type} model {why}, which is not "
-            "supported; type strategy=fsdp"
+            f"strategy.tensor_parallel_size: transformers' {text_config.model_type} model {why}, "
+            "which is not supported; type strategy=fsdp"
         )
     return plan
 
 
 def split_dim(plan: Mapping[str, str], name: str) -> int | None:
-    """Return the dimension along which a layer's weight is split, None if it is not.
+    """Return the dimension along which a weight is split; None if it is replicated.
 
-    `name` is that in the layer with its adapter.
+    `name`: the weight's name in its layer, with an adapter if it has one.
     """
     kind, part = next(
         ((kind, name[len(path) :]) for path, kind in plan.items() if name.startswith(f"{path}.")),

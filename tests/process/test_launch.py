@@ -129,9 +129,12 @@ def test_ranks_that_were_started_are_those_of_the_settings(tmp_path: Path) -> No
     [
         ({"WORLD_SIZE": "3"}, "2 ranks were started on this machine, of 3: every machine needs"),
         ({"GLOO_SOCKET_IFNAME": "nope0"}, "GLOO_SOCKET_IFNAME=nope0: this machine has no such"),
-        ({"GLOO_SOCKET_IFNAME": "lo"}, "GLOO_SOCKET_IFNAME=lo is the interface of this machine"),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, "GLOO_SOCKET_IFNAME=lo is the loopback interface"),
         ({"NCCL_SOCKET_IFNAME": "=nope"}, "NCCL_SOCKET_IFNAME==nope: this machine has no such"),
-        ({"MASTER_ADDR": "no-such-host."}, "MASTER_ADDR=no-such-host.: no host of that name"),
+        (
+            {"MASTER_ADDR": "no-such-host."},
+            "MASTER_ADDR=no-such-host.: this machine cannot resolve that host name",
+        ),
     ],
 )
 def test_machines_that_could_not_meet_are_refused(

@@ -112,5 +112,5 @@ def test_what_cannot_be_built_is_said_in_words(cache: Path) -> None:
     with pytest.raises(UserError, match=r"could not be built in .*: AssertionError; type strategy"):
         prepare_operator(builder, "type strategy=zero3")
     builder.is_there = False
-    with pytest.raises(UserError, match="cannot build its operator some_operator here"):
+    with pytest.raises(UserError, match="cannot build its operator some_operator on this machine"):
         prepare_operator(builder, "type strategy=zero3")

@@ -212,7 +212,7 @@ REFUSED: list[tuple[FsdpConfig, dict[str, Any], str]] = [
     (TP, {"num_key_value_heads": 1}, "does not divide the 1 key heads"),
     (TP, {"kind": "dora"}, "adapter.use_dora=true"),
     (TP, {"intermediate_size": 49}, "49 features of mlp.gate_proj; type a divisor of 49"),
-    (TP, {"model_type": "phi3"}, "a phi3 model splits matrices as colwise_gather_output"),
+    (TP, {"model_type": "phi3"}, "phi3 model uses the style colwise_gather_output"),
     (FsdpConfig(tensor_parallel_size=3), {}, "type a divisor of 2"),
     (FsdpConfig(replicas=3), {}, "strategy.replicas=3 does not divide the 2 ranks"),
     (FsdpConfig(name="fsdp_offload", offload_parameters=True), {}, "type strategy=fsdp"),
