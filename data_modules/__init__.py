@@ -1,6 +1,7 @@
-"""Offer the data path by name; each name is imported when it is first used.
+"""The public names of the data pipeline, imported lazily.
 
-The settings and `check_datasets` need neither torch nor lightning, so importing this must not.
+The settings and `check_datasets` need neither torch nor lightning, so importing this package must
+not import them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Make tensors of the documents of a micro-batch, packed in one row or padded.
+"""Collate the documents of a micro-batch into tensors, packed into one row or padded.
 
-Decides positions, labels and padding. Never decides which documents come together.
+Decides positions, labels and padding. Never decides which documents share a pack.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DecoderInputs:
-    """Hold what a decoder reads: its labels, moved right behind the start token of each document.
+    """The decoder's inputs: its labels, shifted right behind the start token of each document.
 
     `input_ids`, `position_ids` int64 [rows, targets]; `document_lengths` as in `Batch`.
     """
@@ -53,24 +53,22 @@ class DecoderInputs:
 
 @dataclass(slots=True)
 class Batch:
-    """Hold one micro-batch.
+    """One micro-batch.
 
     input_ids        int64 [rows, tokens]
     position_ids     int64 [rows, tokens], from 0 in each document
     labels           int64 [rows, tokens], already shifted: the token that this position must
-                     predict, -100 where masked
+                     predict, -100 if masked
     loss_weights     float32 [rows, tokens], weight of that label, 0 where it is -100
     dataset_ids      int64 [rows, tokens], index of the data set, 0 in padding
     trained_columns  int64 [k], columns in which any row has a label; column 0 when there is none
-    document_lengths per row the tokens of each document; what lies beyond their sum is padding
+    document_lengths tokens of each document, per row; positions beyond their sum are padding
     step_weight      sum of `loss_weights` over the whole global step (all micro-batches, all
-                     ranks), a tensor where ranks had to add it up; 1.0 in validation, where there
-                     is no step
+                     ranks), a tensor if it was summed over ranks; 1.0 in validation
     num_tokens       tokens in this micro-batch that are not padding
-    decoder          what the decoder reads, for encoder-decoder models: `input_ids`,
-                     `position_ids` and `document_lengths` are then the encoder's, and `labels`,
-                     `loss_weights`, `dataset_ids` and `trained_columns` [rows, targets] the
-                     decoder's
+    decoder          the decoder's inputs, for encoder-decoder models: `input_ids`, `position_ids`
+                     and `document_lengths` are then the encoder's, and `labels`, `loss_weights`,
+                     `dataset_ids` and `trained_columns` [rows, targets] the decoder's
     """
 
     input_ids: torch.Tensor
@@ -107,11 +105,11 @@ class Batch:
 class Collator:
     """Build a `Batch` from the documents of each pack of a micro-batch.
 
-    Packed: one row [1, tokens of all packs], without padding, or with as much as makes it `row_len`
-    long or a multiple of `row_multiple`. Padded (`packed=False`, a document a pack): [packs, tokens
-    of the longest], padded on the right. A micro-batch without any document becomes padding only,
-    without labels. `decoder_start_token_id` is what the decoder of an encoder-decoder model begins
-    each document with; None for causal models.
+    Packed: one row [1, tokens of all packs], padded to `row_len` or to a multiple of
+    `row_multiple` if given. Padded (`packed=False`, one document a pack): [packs, tokens of the
+    longest], padded on the right. A micro-batch without documents is padding without labels.
+    `decoder_start_token_id` starts each document of an encoder-decoder model's decoder; None for
+    causal models.
     """
 
     def __init__(
@@ -133,18 +131,18 @@ class Collator:
             rows = [[example for pack in packs for example in pack]]
         else:
             rows = [list(pack) for pack in packs]
-        inputs = _Side(
+        inputs = _TokenRows(
             [[example.input_ids for example in row] for row in rows],
             self._row_len,
             self._row_multiple,
         )
-        ids = inputs.lay_out(self._pad_token_id)
+        ids = inputs.token_ids(self._pad_token_id)
         decoder = None
         labelled = inputs
         if self._decoder_start is None:
             labels, weights = _shifted_labels(inputs, ids, rows)
         else:
-            labelled = _Side([[_targets(example) for example in row] for row in rows])
+            labelled = _TokenRows([[_targets(example) for example in row] for row in rows])
             labels, weights = _target_labels(labelled, rows)
             decoder = self._decoder_inputs(labelled, self._decoder_start)
         columns = np.flatnonzero((labels != IGNORED).any(axis=0))
@@ -161,9 +159,9 @@ class Collator:
             decoder=decoder,
         )
 
-    def _decoder_inputs(self, targets: _Side, start_token_id: int) -> DecoderInputs:
+    def _decoder_inputs(self, targets: _TokenRows, start_token_id: int) -> DecoderInputs:
         """Move each document's targets one to the right, behind the start token."""
-        ids = targets.lay_out(self._pad_token_id)
+        ids = targets.token_ids(self._pad_token_id)
         moved = np.full_like(ids, self._pad_token_id)
         for index, lengths in enumerate(targets.lengths):
             total = sum(lengths)
@@ -174,10 +172,11 @@ class Collator:
         )
 
 
-class _Side:
-    """Concatenate token arrays: `documents[row][document]`, each [tokens].
+class _TokenRows:
+    """The rows of the encoder or the decoder: `documents[row][document]`, each [tokens].
 
-    Rows have `row_len` tokens, or as many as the longest of them needs, rounded up to `multiple`.
+    A row has `row_len` tokens, or those of the longest row if that is more, rounded up to
+    `multiple`.
     """
 
     def __init__(
@@ -187,17 +186,17 @@ class _Side:
         multiple: int = 1,
     ) -> None:
         self._documents = documents
-        self.lengths = [[len(one) for one in row] for row in documents]
+        self.lengths = [[len(document) for document in row] for row in documents]
         self.num_tokens = sum(map(sum, self.lengths))
         longest = max([row_len, *map(sum, self.lengths)])
         self.shape = (len(documents), -(-longest // multiple) * multiple)
 
     def starts(self, row: int) -> Ints:
-        """Return the column in which each document of a row begins."""
+        """Return the column at which each document of a row starts."""
         lengths = np.array(self.lengths[row], dtype=np.int64)
         return np.cumsum(lengths) - lengths
 
-    def lay_out(self, pad_token_id: int) -> Ints:
+    def token_ids(self, pad_token_id: int) -> Ints:
         """Return the ids, int64 [rows, tokens]."""
         ids = np.full(self.shape, pad_token_id, dtype=np.int64)
         for index, row in enumerate(self._documents):
@@ -214,7 +213,7 @@ class _Side:
         return positions
 
     def dataset_ids(self, rows: list[Row]) -> Ints:
-        """Return the data set of each token, int64 [rows, tokens]."""
+        """Return the data set index of each token, int64 [rows, tokens]."""
         datasets = np.zeros(self.shape, dtype=np.int64)
         for index, (row, lengths) in enumerate(zip(rows, self.lengths, strict=True)):
             numbers = np.array([example.dataset for example in row], dtype=np.int64)
@@ -223,7 +222,7 @@ class _Side:
 
 
 def _shifted_labels(
-    inputs: _Side, ids: Ints, rows: list[Row]
+    inputs: _TokenRows, ids: Ints, rows: list[Row]
 ) -> tuple[Ints, npt.NDArray[np.float32]]:
     """Return what each position of a causal model must predict, and its weight."""
     labels = np.full(inputs.shape, IGNORED, dtype=np.int64)
@@ -232,7 +231,7 @@ def _shifted_labels(
         if not row:
             continue
         weights = np.concatenate([example.weights for example in row])
-        # The first token of a document has nothing before it that could predict it.
+        # No position predicts the first token of a document.
         weights[inputs.starts(index)] = 0
         last = len(weights) - 1
         loss_weights[index, :last] = weights[1:]
@@ -240,9 +239,9 @@ def _shifted_labels(
     return labels, loss_weights
 
 
-def _target_labels(targets: _Side, rows: list[Row]) -> tuple[Ints, npt.NDArray[np.float32]]:
+def _target_labels(targets: _TokenRows, rows: list[Row]) -> tuple[Ints, npt.NDArray[np.float32]]:
     """Return the decoder's labels, and their weights."""
-    labels = targets.lay_out(IGNORED)
+    labels = targets.token_ids(IGNORED)
     loss_weights = np.zeros(targets.shape, dtype=np.float32)
     for index, row in enumerate(rows):
         if row:

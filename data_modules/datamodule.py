@@ -1,7 +1,7 @@
-"""Compose the data path into a LightningDataModule: prepare once, then loaders.
+"""The LightningDataModule: prepares the data sets once and serves the batches of a run.
 
 Decides which rows are for validation and how batches reach the trainer. The order of batches is
-this project's own: the trainer must be made with `use_distributed_sampler=False`.
+planned here, so the trainer must be built with `use_distributed_sampler=False`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Name a row of a global step, and the rank that trains on it; numbers from 0."""
+    """A row of a global step and the rank that trains on it; `rank` and `micro_batch` from 0."""
 
     rank: int
     micro_batch: int
@@ -63,10 +63,10 @@ class StepRow:
 class FinetuneDataModule(lightning.LightningDataModule):
     """Serve the training steps and the validation pass of a run.
 
-    After `setup`: `dataset_names`, `sequence_len`, `train_examples`, `val_examples`, `report`,
-    `template`, `template_hash`, `total_steps` and `plan`. `first_step` is the global step that the
-    training loader begins with. Which share of the steps a loader serves follows from the trainer's
-    rank; the trainer must be made with `use_distributed_sampler=False`.
+    Available after `setup`: `train_examples`, `val_examples`, `report`, `template`,
+    `template_hash`, `total_steps` and `plan`. `first_step` is the global step at which the training
+    loader starts. A loader serves the share of the trainer's rank; the trainer must be built with
+    `use_distributed_sampler=False`.
     """
 
     def __init__(self, spec: DataSpec) -> None:
@@ -82,18 +82,18 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self._data: PreparedData | None = None
         self._prompts: dict[int, dict[str, list[Prompt]]] = {}
         self.val_order: list[int] = []
-        """numbers of the validation rows in the order of the last validation loader's batches"""
+        """indices of the validation rows, in the order of the last validation loader's batches"""
 
     @property
     def is_packed(self) -> bool:
-        """Tell whether a row holds several documents."""
+        """Return whether a batch row holds several documents."""
         return self._spec.packing.method != "none"
 
     def prepare_data(self) -> None:
-        """Do nothing: ranks share the cache, where the first one prepares and the others wait."""
+        """Do nothing: `setup` prepares into a shared cache, one rank at a time."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Prepare the data sets, or find them in the cache, and split them; raises DataError."""
+        """Tokenize the data sets, or find them in the cache, and split them; raises DataError."""
         if self._data is not None:
             return
         config = self._config
@@ -121,7 +121,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             self.report.mixture = describe_mixture(mixture)
 
     def brief(self) -> list[str]:
-        """Return what a run says of its data at the start: one table, and what is wrong."""
+        """Return the lines that a run prints about its data at start: a table and the warnings."""
         reports, mixture = self.report.datasets, self.mixture_report()
         columns = {
             "format": [f"{one.format}{' (guessed)' * one.format_guessed}" for one in reports]
@@ -137,7 +137,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return lines + [line for line in self.report.mixture if line.startswith("warning:")]
 
     def write_reports(self, folder: Path) -> None:
-        """Write audit, mixture and the rows that a quarantine took into a run's folder."""
+        """Write the audit, the mixture and the quarantined rows into a run's folder."""
         self.audit.write(folder)
         mixture = [dataclasses.asdict(row) for row in self.mixture_report()]
         (folder / "mixture.json").write_text(json.dumps(redacted(mixture), indent=2) + "\n")
@@ -145,7 +145,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @property
     def audit(self) -> Audit:
-        """Return what will be trained on and what is wrong with it; `setup` must have run."""
+        """Return the audit of the training data; `setup` must have run."""
         return self._ready.audit
 
     @property
@@ -168,13 +168,13 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @property
     def stop_token_ids(self) -> set[int]:
-        """Return the tokens that end answers, as the template and the rows have them."""
+        """Return the tokens that end an answer, in the template and in the rows."""
         return self.template.stop_token_ids | self._ready.stop_token_ids
 
     def probe(self) -> dict[str, list[int]]:
-        """Return the first tokens of a document, by the names of a model's arguments.
+        """Return the first tokens of a document as keyword arguments of the model.
 
-        They are what a saved model is compared with.
+        A saved model is verified by its logits on them.
         """
         example = (
             next(self._stream().examples()) if self._config.streaming else self.train_examples[0]
@@ -195,10 +195,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Return how rows become the steps of the run."""
         return self._batching
 
-    def take_together(self, size: int) -> None:
-        """Take micro-batches of `size` packs, fewer or more of them, before a loader is made.
+    def set_micro_batch_size(self, size: int) -> None:
+        """Change the micro-batch size to `size` packs before a loader is built.
 
-        It must divide the packs of a rank's step, which stay the same.
+        The packs of a rank's step stay the same; `size` must divide their number.
         """
         batching = self._batching
         packs = batching.micro_batch_size * batching.accumulation_steps
@@ -208,13 +208,13 @@ class FinetuneDataModule(lightning.LightningDataModule):
             raise ValueError(f"{packs} packs do not divide into micro-batches of {size}")
         self._batching = replace(batching, micro_batch_size=size, accumulation_steps=packs // size)
         self._spec = replace(self._spec, batching=self._batching)
-        for made in ("plan", "_collator"):
-            self.__dict__.pop(made, None)
+        for cached in ("plan", "_collator"):
+            self.__dict__.pop(cached, None)
 
     def fullest_batch(self, num_steps: int = 100) -> Batch:
-        """Return this rank's micro-batch with most tokens of the next `num_steps` steps."""
+        """Return the largest micro-batch, in tokens, of this rank's next `num_steps` steps."""
         if isinstance(self.plan, StreamPlan):
-            raise ValueError("nothing is known of a stream's steps")
+            raise ValueError("the steps of a stream are not known in advance")
         lengths, plan = self.train_examples.lengths, self.plan
         last = min(self.first_step + num_steps, plan.num_steps)
 
@@ -233,7 +233,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @cached_property
     def mixture(self) -> Mixture:
-        """Return which rows each epoch holds; `setup` must have run."""
+        """Return the mixture, which decides the rows of each epoch; `setup` must have run."""
         examples, datasets = self.train_examples, self._config.datasets
         return Mixture(
             [np.flatnonzero(examples.datasets == index) for index in range(len(datasets))],
@@ -244,7 +244,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         )
 
     def mixture_report(self) -> list[MixtureRow]:
-        """Return what each data set gives to the first epoch; nothing is known of a stream."""
+        """Return each data set's share of the first epoch; empty for a stream."""
         return [] if self._config.streaming else self.mixture.report(self.dataset_names)
 
     @cached_property
@@ -286,16 +286,16 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self._loader(self.train_examples, sampler)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
-        """Return this rank's share of the validation rows, in an order that never changes.
+        """Return this rank's share of the validation rows, in a fixed order.
 
-        There is no loader when there are no validation rows.
+        Returns an empty list when there are no validation rows.
         """
         if not self.val_examples:
             return []
         return self.whole_val_dataloader(self._batching.num_ranks, self._rank)
 
     def whole_val_dataloader(self, num_ranks: int = 1, rank: int = 0) -> DataLoader[Batch]:
-        """Return all validation rows, or one of equal shares of them; there must be some."""
+        """Return a loader of all validation rows, or of one of `num_ranks` equal shares."""
         method, lengths = self._spec.packing.method, self.val_examples.lengths
         packs = pack_documents(lengths, self.sequence_len, self._spec.seed, 0, method)
         batches = shard_packs(packs, self._batching.micro_batch_size, num_ranks, rank)
@@ -305,7 +305,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
     def rows_of_step(self, step: int) -> Iterator[StepRow]:
         """Yield the rows that all ranks train on in global step `step`, counted from 1.
 
-        None of a stream, of which nobody keeps a plan.
+        Yields nothing for a stream, which has no plan.
         """
         if isinstance(self.plan, StreamPlan):
             return
@@ -316,10 +316,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
                     yield StepRow(rank, number, name, self.train_examples.origin(index))
 
     def prompts(self, max_rows: int) -> dict[str, list[Prompt]]:
-        """Return the prompts of the first `max_rows` rows of each data set with answers to ask for.
+        """Return the prompts of the first `max_rows` rows with an answer, by data set.
 
-        They come from `test_datasets` when there are any, else from the validation rows. Prompts
-        above `sequence_len` tokens are left out, and logged once.
+        They come from `test_datasets` if there are any, else from the validation rows. Prompts of
+        more than `sequence_len` tokens are left out with a warning.
         """
         if max_rows in self._prompts:
             return self._prompts[max_rows]
@@ -342,7 +342,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
     def transfer_batch_to_device(
         self, batch: Batch, device: torch.device, dataloader_idx: int
     ) -> Batch:
-        """Move a batch; from page-locked memory to a GPU, while the GPU still works."""
+        """Move a batch to the device; to a GPU without waiting for it."""
         return batch.to(device, non_blocking=device.type == "cuda")
 
     @property
@@ -367,8 +367,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
             persistent_workers=self._config.num_workers > 0,
             worker_init_fn=_ignore_group_sigterm,
             pin_memory=self._pins_memory,
-            # A loader without its own generator draws a number from the global one, so that a
-            # validation pass would change the dropout of the steps after it.
+            # Without a generator of its own the loader draws from the global one, and a validation
+            # pass would change the dropout masks of later steps.
             generator=torch.Generator(),
         )
 
@@ -387,7 +387,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @cached_property
     def _encoders(self) -> list[ChunkEncoder]:
-        """Return what encodes each data set of a stream: all ranks see the same format."""
+        """The encoder of each data set of a stream; all ranks detect the same format."""
         config = self._config
         return [
             ChunkEncoder(
@@ -404,23 +404,23 @@ class FinetuneDataModule(lightning.LightningDataModule):
         num_ranks = self._batching.num_ranks
         if num_ranks == 1:
             return number
-        # Made and left on the device: to copy it there or to read it, as the strategy's own reduce
-        # does, waits for all work before.
+        # Created and kept on the device: copying or reading it, as the strategy's reduce does,
+        # would wait for all queued work.
         total = torch.full((), number, device=self.trainer.strategy.root_device)
         torch.distributed.all_reduce(total)
-        # Ranks that split the same data each have counted it.
+        # Tensor-parallel ranks that share the same data have each counted it.
         return total * (num_ranks / self.trainer.world_size)
 
     @cached_property
     def _collator(self) -> Collator:
         tokenizer, batching = self._spec.tokenizer, self._batching
         pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-        # A causal model's pad token may be embedded as zeros, of which some have no gradient
-        # (Gemma 3n takes their root: NaN), and nothing else reaches the padding of a pack.
+        # The embedding of a causal model's pad token may be all zeros, whose gradient can be NaN
+        # (Gemma 3n takes a square root), and padding in a pack has nothing else in its document.
         if pad is None or (self._decoder_start is None and eos is not None):
             pad = eos
         packed = self.is_packed
-        # An encoder's rows and its decoder's are full in different packs: both keep their lengths.
+        # Encoder and decoder rows fill up at different packs, so neither is padded to full length.
         has_row_len = packed and self._decoder_start is None
         full = batching.micro_batch_size * self.sequence_len
         return Collator(
@@ -435,19 +435,17 @@ class FinetuneDataModule(lightning.LightningDataModule):
     def _rank(self) -> int:
         if not self.trainer:
             return 0
-        alone = {"num_replicas": 1, "rank": 0}
-        there = self.trainer.distributed_sampler_kwargs or alone
-        if there["num_replicas"] != self._batching.num_ranks:
+        replica = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        if replica["num_replicas"] != self._batching.num_ranks:
             raise ValueError(
                 f"the steps are planned for {self._batching.num_ranks} ranks (num_ranks), "
-                f"the trainer has {there['num_replicas']}"
+                f"the trainer has {replica['num_replicas']}"
             )
-        rank: int = there["rank"]
-        return rank
+        return int(replica["rank"])
 
 
 class _Batches(Dataset[Batch]):
-    """Lay out the micro-batch that a sampler asks for."""
+    """Collate the micro-batch that a sampler yields."""
 
     def __init__(self, examples: Examples, collator: Collator) -> None:
         self._examples, self._collator = examples, collator
@@ -458,9 +456,9 @@ class _Batches(Dataset[Batch]):
 
 
 def _ignore_group_sigterm(worker_id: int) -> None:
-    """Outlive a SIGTERM that all processes of a run get: the step under way still needs batches.
+    """Ignore a SIGTERM sent to the whole process group: the current step still needs batches.
 
-    Called in a loader's worker. The training process ends it, by a SIGTERM too.
+    `worker_init_fn` of the loaders. A SIGTERM from the training process still ends the worker.
     """
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -1,7 +1,7 @@
-"""The facts of a setting, stated at its field: `lr: float = setting(1e-4, gt=0, le=10)`.
+"""The facts of a setting, declared at its field: `lr: float = setting(1e-4, gt=0, le=10)`.
 
-The checks, `--help`, docs/settings.md, the JSON schema and what a resumed run may change are all
-made from them. Needs nothing but dataclasses.
+The checks, `--help`, docs/settings.md, the JSON schema and the comparison of a resumed run are all
+generated from them. Needs nothing but dataclasses.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 ResumeRule = Literal[
-    "fixed",  # another value is another run
-    "free",  # nothing that is learned depends on it
-    "rounding",  # the same mathematics computed another way: the last digits may differ
-    "content",  # compared by what it leads to (files, ranks), not by how it is written
-    "per_start",  # of one start of the run: never compared
-    "trust",  # lets code run that came with files: never taken from a run's own files
-    "lr",  # the others may change with that word in resume_allow
+    "fixed",  # may not change
+    "free",  # may change: the trained weights do not depend on it
+    "rounding",  # may change: the same mathematics, computed differently in the last digits
+    "content",  # compared by what it resolves to (files, ranks), not by its spelling
+    "per_start",  # belongs to one start of the run and is never compared
+    "trust",  # permits code that came with files, so it is never read from a run's own files
+    "lr",  # this and the following may change with this word in resume_allow
     "schedule",
     "epochs",
     "data",
     "precision",
 ]
-"""whether a resumed run may have another value of a setting"""
+"""whether a resumed run may change a setting"""
 
 
 T = TypeVar("T")
@@ -39,38 +39,38 @@ COMPARISONS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": op
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a field knows of its setting besides type, default and docstring."""
+    """What a field states about its setting besides type, default and docstring."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
     choices: tuple[Any, ...] = ()
-    """the values it takes; of a list, those of its elements. Beside bounds: what else it takes"""
+    """allowed values (of each element, for a list); with bounds: values allowed besides them"""
     note: str = ""
-    """what an error about its value adds: what is usual, or what a bound means"""
+    """added to an error about the value: what is usual, or what a bound means"""
     resume: ResumeRule | None = None
-    """None: that of the field which holds this one's dataclass"""
+    """whether a resumed run may change it; None: the rule of the field that holds its dataclass"""
     shown: bool | tuple[str, ...] = False
-    """whether the first page of `--help` has it: of every verb, or of those named"""
+    """whether the first page of `--help` lists it: of every verb, or of those named"""
     aliases: tuple[str, ...] = ()
-    """names in other tools; `name=value` where the other tool's name means one value of ours"""
+    """names in other tools; `name=value` if that name corresponds to one value of this setting"""
     options_elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """what other tools call an option of this group -> our option, and what is typed beside it"""
+    """an option's name in other tools -> our option, with further overrides to type"""
     instead_of: str = ""
-    """the setting of the same group that says the same thing another way"""
+    """the setting of the same group that expresses the same thing differently"""
     typed: str = ""
-    """how its name is typed, where Python keeps that word for itself"""
+    """the name to type, if it is a reserved word in Python"""
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The bounds that are stated, by name."""
-        stated = {name: getattr(self, name) for name in COMPARISONS}
-        return {name: bound for name, bound in stated.items() if bound is not None}
+        """The declared bounds by name."""
+        bounds = {name: getattr(self, name) for name in COMPARISONS}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 class _Facts(TypedDict, total=False):
-    """The arguments of `setting`: those of `Facts`."""
+    """The keyword arguments of `setting`, which are the fields of `Facts`."""
 
     ge: float
     gt: float
@@ -106,7 +106,7 @@ _NONE = Facts()
 
 
 def facts_of(field: dataclasses.Field[Any]) -> Facts:
-    """Return the facts that were stated at a field."""
+    """Return the facts declared at a field."""
     facts: Facts = field.metadata.get("facts", _NONE)
     return facts
 
@@ -124,7 +124,7 @@ def is_optional(hint: Any) -> bool:
 
 
 def takes(facts: Facts, hint: Any, value: Any) -> bool:
-    """Return whether a value of the right type is one of the choices, or within the bounds."""
+    """Return whether a value of the right type is a choice or within the bounds."""
     if value is None or value in facts.choices:
         return True
     if isinstance(value, list) and facts.choices:
@@ -140,11 +140,11 @@ def takes(facts: Facts, hint: Any, value: Any) -> bool:
 
 
 def describe_values(facts: Facts, hint: Any) -> str:
-    """Word the values a setting takes: `1 or more, or null`; empty where its type says all."""
-    *most, last = map(str, facts.choices or ("",))
-    words = f"{', '.join(most)} or {last}" if most else last
+    """Describe the allowed values, as in `1 or more, or null`; empty if any of its type is."""
+    *first, last = map(str, facts.choices or ("",))
+    choices = f"{', '.join(first)} or {last}" if first else last
     bounds = _describe_bounds(facts.bounds)
-    text = f"{words}, or a number: {bounds}" if words and bounds else words or bounds
+    text = f"{choices}, or a number: {bounds}" if choices and bounds else choices or bounds
     return f"{text}, or null" if text and is_optional(hint) else text
 
 
@@ -156,14 +156,14 @@ def _describe_bounds(bounds: dict[str, float]) -> str:
 
 
 def expected(facts: Facts, hint: Any) -> str:
-    """Word what an error about a setting's value says: its values, and what is usual."""
+    """Describe the allowed values for an error message, with the field's note."""
     return f"{describe_values(facts, hint)}{f' ({facts.note})' if facts.note else ''}"
 
 
 def check_values(config: Any, prefix: str = "", *, skip: Collection[str] = ()) -> list[str]:
-    """List every value in a settings object that its field does not take, with its full key.
+    """Return a problem for every value in a settings object that its field does not allow.
 
-    `prefix` is the key of `config` itself; the fields named in `skip` are left out.
+    `prefix` is the key of `config` itself; the fields named in `skip` are not checked.
     """
     return list(_problems(config, prefix, skip))
 

@@ -1,7 +1,7 @@
-"""Word what is wrong with the data, and keep secrets and control characters out of it.
+"""Errors of the data pipeline, and the redaction of secrets and control characters.
 
-The one place that decides what a secret looks like. It hides too much of a URL's query rather than
-too little: what is hidden can be typed again, what is written stays.
+The only place that decides what a secret looks like. It redacts too much of a URL's query rather
+than too little: what is redacted can be typed again, what was written to disk stays.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 REDACTED = "<redacted>"
-"""stands where a secret stood"""
+"""replaces a secret"""
 _SECRET_NAMES = (
     r"[\w.~%-]*(?:token|secret|passw|pwd|signature|credential|session|jwt|auth(?!or)"
     r"|api[_-]?key|access[_-]?key|subscription[_-]?key|key[_-]?pair|accessid)[\w.~%-]*"
     r"|sig|sas|hmac|key|code|policy"
 )
 _VALUE = r"[^\s&#'\"<>]*[^\s&#'\"<>)}\],.;:]"
-# Lengths are bounded where a text of the right letters would else take the square of its length.
-# A path made of a URL has one slash, as in http:/user:word@host.
+# Repetitions are bounded, or matching could take quadratic time.
+# A URL that went through pathlib has one slash, as in http:/user:word@host.
 _USER_INFO = re.compile(
     r"(?:(?<=://)|(?<=[A-Za-z0-9]{2}:/)(?!/))(?:[^/\s?#]*|[^/\s:@]{0,200}:(?!\d+/)[^\s@?#]{0,200})@"
 )
 _PARAMETER = re.compile(rf"([?&;#](?:{_SECRET_NAMES})=){_VALUE}", re.IGNORECASE)
 _LONG_PARAMETER = re.compile(r"([?&;#][\w.~%-]+=)(?=[^\s&#'\"<>]{20})" + _VALUE)
-"""a name that is not known to be of a secret, and a value as long as one"""
+"""a parameter of any name whose value is as long as a secret"""
 _URL = re.compile(r"(?<![\w+.-])[A-Za-z][\w+.-]+:/\S+")
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
@@ -46,7 +46,7 @@ MAX_LISTED = 20
 
 
 def redact(text: str) -> str:
-    """Return `text` with `<redacted>` in place of each secret that is known by its form."""
+    """Return `text` with every recognizable secret replaced by `<redacted>`."""
     if ":/" in text:
         text = _USER_INFO.sub(f"{REDACTED}@", text)
     if "=" in text:
@@ -58,7 +58,7 @@ def redact(text: str) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """Return a copy of plain nested values, as JSON has them, whose texts are redacted."""
+    """Return a copy of JSON-like nested values with all strings redacted."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
@@ -69,12 +69,12 @@ def redacted(value: Any) -> Any:
 
 
 def holds_token(text: str) -> bool:
-    """Say whether a token stands in `text` outside of a URL, where some have to be typed."""
+    """Return whether `text` holds a token outside a URL (some URLs need theirs)."""
     return _TOKEN.search(_URL.sub("", text)) is not None
 
 
 def redacted_keys(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the full keys of plain nested values from which a secret was left out."""
+    """Yield the full keys of nested values in which a secret was redacted."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield from redacted_keys(part, f"{key}.{name}" if key else str(name))
@@ -86,22 +86,22 @@ def redacted_keys(value: Any, key: str = "") -> Iterator[str]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the message of a library's error in one line."""
+    """Return a library's error message in one line."""
     strerror = error.strerror if isinstance(error, OSError) else None
     message = strerror or next(iter(str(error).splitlines()), "") or type(error).__name__
-    # A library may quote an address, with the password or the token in it.
+    # A library may quote an address with its password or token.
     return redact(message)
 
 
 def unreadable(file: object, error: Exception) -> str:
-    """Say that a file cannot be read, and why."""
+    """Return the message that a file cannot be read, and why."""
     return f"{file}: cannot be read: {reason_of(error)}"
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Return `text` with its control characters escaped: a file must not steer a terminal.
+    """Return `text` with its control characters escaped: data must not control a terminal.
 
-    Those of `keep` stay, such as the line ends of a message of several lines.
+    Characters in `keep` stay, such as the line ends of a message of several lines.
     """
     if text.isprintable():
         return text
@@ -111,20 +111,20 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def shown(text: str) -> str:
-    """Return at most 80 characters of a file's text, as a message may quote it."""
+    """Return at most 80 printable characters of `text`, to quote in a message."""
     return printable(text[:MAX_SHOWN])[:MAX_SHOWN]
 
 
 def listed(names: Iterable[object]) -> str:
-    """Return names as a message quotes a list of them: the first 20, at most 80 characters each."""
-    every = list(names)
-    found = [str(name)[:MAX_SHOWN] for name in every[:MAX_LISTED]]
-    more = len(every) - len(found)
-    return f"{found}" if not more else f"[{', '.join(map(repr, found))}, and {more:,} more]"
+    """Format a list of names for a message: the first 20, at most 80 characters each."""
+    names = list(names)
+    first = [str(name)[:MAX_SHOWN] for name in names[:MAX_LISTED]]
+    more = len(names) - len(first)
+    return f"{first}" if not more else f"[{', '.join(map(repr, first))}, and {more:,} more]"
 
 
 class DataError(ValueError):
-    """Say what is wrong with the data, all problems of one phase together, a line each."""
+    """What is wrong with the data: all problems of one phase, a line each."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         problems = [problems] if isinstance(problems, str) else problems
@@ -136,11 +136,11 @@ class DataError(ValueError):
 
 
 class RemoteError(DataError):
-    """Say that a server could not be reached, was too slow or broke off: no fault of the data."""
+    """A server could not be reached, was too slow or disconnected; the data is not at fault."""
 
 
 class Problems:
-    """Collect problems: at most MAX_PROBLEMS lines, the last one says how many are left out."""
+    """Collect problems: at most MAX_PROBLEMS lines, the last of which counts the rest."""
 
     def __init__(self) -> None:
         self._kept: list[str] = []
@@ -150,29 +150,30 @@ class Problems:
         return self._count
 
     def add(self, problem: str) -> None:
-        """Keep `problem`, or only count it when there are MAX_PROBLEMS already."""
+        """Keep `problem`, or only count it if there are MAX_PROBLEMS already."""
         self._count += 1
         if len(self._kept) < MAX_PROBLEMS:
             self._kept.append(problem)
 
     def lines(self) -> list[str]:
-        """Return the problems kept, or all but one of them and how many more there are."""
+        """Return the lines to print."""
         if self._count <= MAX_PROBLEMS:
             return list(self._kept)
         hidden = self._count - MAX_PROBLEMS + 1
         return [*self._kept[:-1], f"... and {hidden:,} more like these"]
 
     def raise_if_any(self) -> None:
-        """Raise DataError when there is a problem."""
+        """Raise DataError if there is a problem."""
         if self._count:
             raise DataError(self.lines())
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Name the place that a row comes from, counted from 1.
+    """The place of a row in its file.
 
-    `line` is the row's first line; its number in parquet files and in JSON arrays on one line.
+    `line` is the row's first line, counted from 1; the row's number in parquet files and in JSON
+    arrays on one line.
     """
 
     file: str

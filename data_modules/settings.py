@@ -1,6 +1,6 @@
-"""Say what a person may ask of the data, and check it before torch or a tokenizer is there.
+"""The settings of the data, and their checks before torch or a tokenizer is loaded.
 
-Decides which settings there are and which are wrong. Never encodes a row.
+Reads a few rows to check them. Never tokenizes one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data_modules.packing.mixture import MixtureConfig
 from data_modules.tokens.encode import BadRows, Rejected, chunks_of, find_format, read_chunk
 
 CHECKED_BYTES = 16 << 20
-"""what a check of the settings reads at most, of all files together: it must be quick"""
+"""read limit of the check of the rows, over all files together: it must be quick"""
 CACHE_VARIABLE = "LOFT_DATA_CACHE"
 
 
@@ -29,7 +29,7 @@ def _cache_dir() -> str:
 
 @dataclass(kw_only=True, slots=True)
 class DatasetConfig:
-    """Name one data set."""
+    """One data set."""
 
     path: str = setting(resume="content")
     """a file (json, jsonl, csv, tsv, parquet, arrow, txt; .gz or .zst), a folder or glob of them,
@@ -46,24 +46,24 @@ class DatasetConfig:
     """commit, tag or branch of a hub data set; null = the newest"""
     weight: float = setting(1.0, gt=0, note="or leave the data set out", resume="data")
     """how often a row is seen in an epoch: 0.5 = a seeded half of the rows, 2.0 = each twice; or
-    its share, see data.mixture.weights"""
+    the data set's share, see data.mixture.weights"""
     max_rows: int | None = setting(None, ge=1, resume="data")
     """train on at most this many rows, a seeded choice; null = all"""
     columns: dict[str, str] = setting(default_factory=dict, resume="data")
-    """format's field: column that holds it, as in {instruction: question, output: answers.0.text};
-    dots go into nested fields"""
+    """the column of each field of the format, as in {instruction: question, output:
+    answers.0.text}; dots select nested fields"""
 
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Choose what is trained on."""
+    """The training data and how it is prepared."""
 
     datasets: list[DatasetConfig] = setting(default_factory=list, resume="fixed", shown=True)
     """the data sets to train on, mixed by their weights"""
     test_datasets: list[DatasetConfig] = setting(
         default_factory=list, resume="free", shown=("evaluate",)
     )
-    """data sets whose prompts the evaluation asks; none = the validation rows"""
+    """data sets whose prompts the evaluation answers; none = the validation rows"""
     sequence_len: int | None = setting(
         None,
         ge=2,
@@ -71,8 +71,8 @@ class DataConfig:
         shown=("train", "preview"),
         aliases=("cutoff_len", "max_length", "max_seq_length"),
     )
-    """tokens a document and a pack may have; null = the smaller of 2048 and the model's context;
-    more = longer documents, more memory"""
+    """maximum tokens of a document and of a pack; null = the smaller of 2048 and the model's
+    context; more = longer documents, more memory"""
     val_set_size: float = setting(0.05, ge=0, shown=("train",))
     """validation rows of each data set: a share below 1, else a number of rows (1 = one row)"""
     train_on_inputs: bool = setting(False, shown=("preview",))
@@ -80,66 +80,67 @@ class DataConfig:
     roles_to_train: list[str] = setting(
         default_factory=lambda: ["assistant"], choices=("system", "user", "assistant", "tool")
     )
-    """whose turns are trained on: assistant, user, system, tool; a turn's own weight goes first"""
+    """roles whose turns are trained on: assistant, user, system, tool; a turn's own weight takes
+    precedence"""
     train_on_eos: str = setting("turn", choices=("all", "turn", "last", "none"))
-    """which stop tokens are trained on: all in the row, those of trained turns (turn), the last
-    trained turn's (last), or none"""
+    """stop tokens to train on: all in the row, those of trained turns (turn), that of the last
+    trained turn (last), or none"""
     last_turn_only: bool = False
     """train only on the last answer of a conversation"""
     reasoning: str = setting("keep", choices=("keep", "strip", "mask"))
-    """the reasoning in front of an answer: keep (trained on), mask (seen, not trained on) or strip
-    (taken out of the text)"""
+    """the reasoning in front of an answer: keep (trained on), mask (in the context, not trained on)
+    or strip (removed)"""
     control_tokens: str = setting("keep", choices=("keep", "escape", "error"))
-    """control tokens written in a row's own text: keep (they act as such), escape (tokenized as
+    """control tokens that occur in a row's text: keep (as control tokens), escape (tokenized as
     plain text) or error"""
     unsupported_turns: str = setting("rewrite", choices=("rewrite", "refuse"))
-    """turns that the chat template refuses (Gemma 3: tool results, two questions in a row): rewrite
-    (calls and results as text, a system turn or a second question joined to a question) or refuse
-    the row"""
+    """turns that the chat template refuses (Gemma 3: tool results, two user turns in a row):
+    rewrite (calls and results as text, a system turn or second user turn merged into the user
+    turn) or refuse the row"""
     on_long: str = setting(
         "drop",
         choices=("drop", "truncate_left", "truncate_right", "split", "error"),
         shown=("train", "preview"),
     )
-    """a row longer than `sequence_len`: drop, truncate_left (keep its end), truncate_right (keep
-    its beginning), split (into several documents) or error"""
+    """rows longer than `sequence_len`: drop, truncate_left (keep the end), truncate_right (keep the
+    beginning), split (into several documents) or error"""
     on_bad_row: str = setting("error", choices=("error", "quarantine"))
-    """a row that cannot be read: error, or quarantine (left out and written, with its reason,
-    beside the run)"""
+    """rows that cannot be read: error, or quarantine (left out, and written with the reason into
+    the run's folder)"""
     drop_empty: bool = False
-    """leave rows with an empty answer out and count them, instead of an error"""
+    """drop and count rows with an empty answer, instead of an error"""
     max_dropped_share: float | None = setting(None, ge=0, le=1, resume="free")
-    """stop when more than this share of a data set's rows is dropped; null = never"""
+    """stop if more than this share of a data set's rows is dropped; null = never"""
     max_row_bytes: int = setting(source.MAX_ROW_BYTES, ge=1, resume="free")
-    """bytes of a row, and of each text in it, above which it is refused"""
+    """maximum bytes of a row, and of each text in it; larger ones are refused"""
     limits: source.Limits = setting(default_factory=source.Limits, resume="free")
-    """what a file or a URL may hold"""
+    """limits of what a file or a URL may hold"""
     chat_template: str | None = setting(None, resume="content", shown=("train", "preview"))
-    """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, else the one that
-    is named for the model, else plain"""
+    """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, else the one listed
+    for the model, else plain"""
     template_seconds: float = setting(10.0, gt=0, resume="free")
-    """seconds a chat template may take for some small chats at the start"""
+    """time limit for the chat template's trial on small chats at the start, in seconds"""
     template_memory_mb: int = setting(1024, ge=1, resume="free")
-    """memory it may take for them, in MB"""
+    """memory limit of that trial, in MB"""
     mixture: MixtureConfig = setting(default_factory=MixtureConfig)
-    """what the weights of the data sets mean"""
+    """the meaning of the data sets' weights"""
     audit: AuditConfig = setting(default_factory=AuditConfig, resume="free")
-    """what is compared before training, and which shares stop the run"""
+    """the audit before training, and the shares at which it stops the run"""
     streaming: bool = setting(False, resume="fixed")
-    """read while training, for data larger than the disk; needs trainer.max_steps"""
+    """read and tokenize while training, for data larger than the disk; needs trainer.max_steps"""
     cache_dir: str = setting(default_factory=_cache_dir, resume="per_start")
-    """folder that keeps tokenized data sets for the next run"""
+    """folder that caches tokenized data sets for later runs"""
     num_proc: int | None = setting(None, ge=1, resume="free")
     """processes that tokenize large data sets; null = one per core"""
     num_workers: int = setting(0, ge=0, resume="content")
-    """processes that prepare batches ahead; 0 = the training process does it (enough here)"""
+    """processes that collate batches ahead; 0 = the training process does it, which is enough"""
 
 
 def check_datasets(config: DataConfig) -> list[str]:
-    """Return all that is wrong with the settings and the rows, without torch or a tokenizer.
+    """Return the problems of the settings and of the first rows, without torch or a tokenizer.
 
-    Looks at 16 MB of all files together, in equal parts for the data sets, so that it is quick;
-    hub data sets are not fetched.
+    Reads at most 16 MB of all files together, in equal parts per data set, so that it is quick; hub
+    data sets are not fetched.
     """
     problems = _check_settings(config)
     left, unread = CHECKED_BYTES, len(config.datasets) + len(config.test_datasets)
@@ -165,21 +166,21 @@ def _check_settings(config: DataConfig) -> list[str]:
         problems += _check_stream(config)
     if not config.roles_to_train and not config.train_on_inputs:
         problems.append(
-            "data.roles_to_train=[]: nothing of a conversation would be trained on; set "
+            "data.roles_to_train=[]: no part of a conversation would be trained on; set "
             "data.roles_to_train=[assistant]"
         )
     return problems + check_mixture(config.mixture)
 
 
 def check_mixture(config: MixtureConfig) -> list[str]:
-    """List the settings that do not go together, one line a problem."""
+    """Return a problem for each setting of the mixture that does not fit its weights."""
     problems = []
     if config.weights == "epochs":
-        for name, value, plain in (
+        for name, value, default in (
             ("temperature", config.temperature, None),
             ("stop", config.stop, "all"),
         ):
-            if value != plain:
+            if value != default:
                 problems.append(
                     f"data.mixture.{name} is {value}, but with data.mixture.weights=epochs there "
                     "are no shares; set data.mixture.weights=tokens or rows"
@@ -188,30 +189,30 @@ def check_mixture(config: MixtureConfig) -> list[str]:
 
 
 def _check_stream(config: DataConfig) -> list[str]:
-    """Return what of the settings needs to know where the data ends."""
+    """Return a problem for each setting that needs a known number of rows."""
     problems = []
     if 0 < config.val_set_size < 1:
         problems.append(
-            f"data.val_set_size={config.val_set_size} of a stream: nobody knows how long it is; "
-            "give a number of rows (data.val_set_size=200), or 0"
+            f"data.val_set_size={config.val_set_size}: a stream's length is unknown, so a share of "
+            "it is too; give a number of rows (data.val_set_size=200), or 0"
         )
-    useless = {
+    needs_length = {
         "data.max_dropped_share": config.max_dropped_share is not None,
         "data.mixture.temperature": config.mixture.temperature is not None,
         "data.mixture.stop": config.mixture.stop != "all",
     }
     for index, dataset in enumerate(config.datasets):
         key = f"data.datasets[{index}]"
-        useless[f"{key}.max_rows"] = dataset.max_rows is not None
+        needs_length[f"{key}.max_rows"] = dataset.max_rows is not None
         if "[" in dataset.split or "+" in dataset.split:
             problems.append(
                 f"{key}.split is '{dataset.split}': a stream takes a whole split; set "
                 "data.streaming=false"
             )
     problems += [
-        f"{key} means nothing for a stream, whose length nobody knows; leave it out, or set "
+        f"{key} has no effect on a stream, whose length is unknown; leave it out, or set "
         "data.streaming=false"
-        for key, is_given in useless.items()
+        for key, is_given in needs_length.items()
         if is_given
     ]
     if len(config.datasets) > 1 and config.mixture.weights == "epochs":
@@ -247,7 +248,7 @@ def _check_names(datasets: Sequence[DatasetConfig], key: str) -> list[str]:
         for index, name in enumerate(names)
         if name is not None and first[name] < index
     ]
-    # It is part of metrics' names and of files' names.
+    # A data set's name is part of the names of metrics and files.
     problems += [
         f"{key}[{index}].name '{name}' holds a slash, or begins with a dot; give a plain word"
         for index, name in enumerate(names)
@@ -257,7 +258,7 @@ def _check_names(datasets: Sequence[DatasetConfig], key: str) -> list[str]:
 
 
 def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
-    """Return a name for each data set, all different: as given, or made from the path."""
+    """Return a unique name for each data set: the given one, or one derived from the path."""
     given = {config.name for config in datasets if config.name}
     names: dict[str, None] = {}
     numbers: Counter[str] = Counter()
@@ -272,7 +273,7 @@ def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
 
 
 def _check_first_rows(dataset: DatasetConfig, data: DataConfig, budget: source.Budget) -> list[str]:
-    """Return what is wrong with the rows that `budget` allows to look at."""
+    """Return the problems of the rows that `budget` allows to read."""
     if source.is_remote(dataset.path) or source.is_generated(dataset.path):
         return []
     bad = BadRows(data)

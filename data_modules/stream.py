@@ -1,8 +1,8 @@
-"""Read, encode and pack while training, for data larger than the disk.
+"""Streaming: read, tokenize and pack while training, for data larger than the disk.
 
-Decides the order of a stream: rows as they come, shuffled and packed window by window. Each rank
-and each loader's worker reads its own share of the rows; while it trains on a window, a thread
-reads the next one. Never knows how long the stream is.
+Decides the order of a stream: rows in file order, shuffled and packed within a window. Each rank
+and each loader worker reads its own shard of the rows; while it trains on one window, a thread
+reads the next. The length of a stream is never known.
 """
 
 from __future__ import annotations
@@ -35,42 +35,45 @@ if TYPE_CHECKING:
     from data_modules.tokens.datasets import DataSpec
 
 WINDOW_PACKS = 512
+"""packs that are shuffled and packed together"""
 MAX_WINDOW_TOKENS = 1 << 21
-"""tokens that are shuffled and packed together: so many packs, of long ones fewer"""
+"""limit of a window, in tokens, which makes it fewer packs if these are long"""
 MIN_WINDOW_PACKS = 8
+"""packs of a window, however long they are"""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """Say how many steps are taken from a stream."""
+    """The number of steps and packs that a run takes from a stream."""
 
     num_steps: int
     packs_per_step: int
 
     def line(self) -> str:
-        """Say it in words."""
+        """Describe the plan in a sentence."""
         return (
             f"streaming: {self.num_steps:,} steps of {self.packs_per_step:,} packs; rows are read, "
             "shuffled and packed a window at a time"
         )
 
     def brief(self) -> str:
-        """Say it in half a line."""
+        """Describe the plan in half a line."""
         return f"{self.num_steps:,} steps of {self.packs_per_step:,} packs of a stream"
 
     def ends_epoch(self, step: int) -> bool:
-        """Tell whether a tenth of the run is through: the length of a stream's epoch is unknown."""
+        """Return whether a tenth of the run ends here: a stream has no epochs."""
         return step % math.ceil(self.num_steps / 10) == 0
 
 
 class TokenStream(IterableDataset[Batch]):
-    """Yield micro-batches without end: this rank's and this worker's share of the rows.
+    """Yield micro-batches endlessly from this rank's and this worker's shard of the rows.
 
-    Data sets take turns so that their rows, or tokens, stand in proportion to their weights; one
-    that ends begins again. Each data set has its `encoder`. Documents whose digest is in `held_out`
-    are left out. `step_weight` of a batch is its own; `StreamedSteps` makes it the global step's.
+    The data sets alternate so that their rows, or tokens, are in proportion to their weights; one
+    that is exhausted starts again. `encoders` has one per data set. Documents whose digest is in
+    `held_out` are left out. A batch's `step_weight` is its own; `StreamedSteps` replaces it by that
+    of the global step.
     """
 
     def __init__(
@@ -89,21 +92,21 @@ class TokenStream(IterableDataset[Batch]):
         self._micro_batch_size = spec.batching.micro_batch_size
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches; their order depends on the settings, rank and worker only."""
+        """Yield batches, in an order that depends only on the settings, the rank and the worker."""
         worker = get_worker_info()
         if worker is None:
             yield from self._batches(0, 1)
             return
-        # A tokenizer that has used its threads hangs in a forked process.
+        # A tokenizer whose thread pool was started before the fork hangs in the worker.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         try:
             yield from self._batches(worker.id, worker.num_workers)
         except DataError as error:
-            # Raised here, it would reach the trainer as the text of a traceback.
+            # Raised in a worker, it would reach the trainer as the text of a traceback.
             yield error  # type: ignore[misc]
 
     def examples(self, worker_id: int = 0, num_workers: int = 1) -> Iterator[Example]:
-        """Yield this share's documents: the next one of the data set furthest behind its share."""
+        """Yield this shard's documents, each from the data set furthest behind its weight."""
         num_shards = self._spec.batching.num_ranks * num_workers
         shard = (self._rank * num_workers + worker_id, num_shards)
         datasets = self._config.datasets
@@ -127,34 +130,34 @@ class TokenStream(IterableDataset[Batch]):
             return list(self._take_window(examples, capacity))
 
         with ThreadPoolExecutor(1, "stream") as reader:
-            being_read = reader.submit(read)
+            next_window = reader.submit(read)
             for number in itertools.count():
-                window = being_read.result()
-                being_read = reader.submit(read)
+                window = next_window.result()
+                next_window = reader.submit(read)
                 lengths = np.array([example.num_tokens for example in window], dtype=np.int64)
                 packs = pack_documents(lengths, capacity, seed, number, method)
                 for first in range(0, len(packs), self._micro_batch_size):
-                    together = range(first, first + self._micro_batch_size)
-                    chosen = [[window[i] for i in packs[pack]] for pack in together]
+                    micro_batch = range(first, first + self._micro_batch_size)
+                    chosen = [[window[i] for i in packs[pack]] for pack in micro_batch]
                     batch = self._collator(chosen, 1.0)
                     yield dataclasses.replace(batch, step_weight=float(batch.loss_weights.sum()))
 
     def _take_window(self, examples: Iterator[Example], capacity: int) -> Iterator[Example]:
-        most = max(MIN_WINDOW_PACKS * capacity, MAX_WINDOW_TOKENS)
-        left = self._micro_batch_size * min(WINDOW_PACKS * capacity, most)
+        limit = max(MIN_WINDOW_PACKS * capacity, MAX_WINDOW_TOKENS)
+        left = self._micro_batch_size * min(WINDOW_PACKS * capacity, limit)
         while left > 0:
             example = next(examples)
             left -= example.num_tokens
             yield example
 
     def _repeated(self, index: int, shard: tuple[int, int]) -> Iterator[Example]:
-        """Yield a data set's documents round after round."""
+        """Yield a data set's documents, again and again."""
         dataset, encoder = self._config.datasets[index], self._encoders[index]
         while True:
             num_examples = 0
             for chunk in self._chunks(dataset, shard):
                 part = encoder(chunk)
-                self._judge(part)
+                self._check(part)
                 if part.documents is None:
                     continue
                 digests = part.documents.digests.tolist()
@@ -180,8 +183,8 @@ class TokenStream(IterableDataset[Batch]):
             streaming=True,
         )
 
-    def _judge(self, part: EncodedChunk) -> None:
-        """Raise DataError for what stops a run; bad rows that a run goes on without are logged."""
+    def _check(self, part: EncodedChunk) -> None:
+        """Raise DataError for rows that stop a run; log those that it continues without."""
         bad = BadRows(self._config)
         bad.add_all(part.rejected)
         bad.raise_if_any()
@@ -204,15 +207,15 @@ class TokenStream(IterableDataset[Batch]):
 
 
 def validation_slice(dataset: DatasetConfig, config: DataConfig) -> DatasetConfig:
-    """Return the slice of a data set that is for validation: its first rows."""
+    """Return the first rows of a data set, which are its validation rows."""
     return dataclasses.replace(dataset, split=f"{dataset.split}[:{int(config.val_set_size)}]")
 
 
 class StreamedSteps:
-    """Take a run's steps from a stream, and give each batch the weight of its whole global step.
+    """The steps of a run from a stream; each batch gets the weight of its whole global step.
 
-    `total` sums a number over all ranks; each rank calls it once a step, at the same place. What it
-    returns is handed on unread.
+    `total` sums a number over all ranks; each rank calls it once a step, at the same point. The sum
+    is not read here, so a GPU is not waited for.
     """
 
     def __init__(
@@ -231,14 +234,14 @@ class StreamedSteps:
         return (self._num_steps - self._first_step) * self._accumulation_steps
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the micro-batches; those before the first step are read and left out."""
+        """Yield the micro-batches; those before the first step are read and skipped."""
         batches = iter(self._batches)
         for step in range(self._num_steps):
             window = []
             for batch in itertools.islice(batches, self._accumulation_steps):
                 if isinstance(batch, DataError):
-                    # A copy, which no variable of the traceback's frames holds: else workers live
-                    # until this cycle is collected, and the collection waits 5 s for each of them.
+                    # A copy, so that no frame of the traceback refers to itself: such a cycle keeps
+                    # the workers alive until it is collected, which then waits 5 s for each.
                     raise copy.copy(batch)
                 window.append(batch)
             if step < self._first_step:

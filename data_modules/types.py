@@ -1,6 +1,6 @@
-"""Share the words of the data path: what the steps hand to each other, and their one error.
+"""The types that the steps of the data pipeline pass to each other.
 
-No step is imported here, and neither is torch: the settings and the checks need these names first.
+Imports neither a step nor torch, because the settings and their checks need these names first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Hold one row as its file has it."""
+    """A row as read from its file."""
 
     values: dict[str, Any]
     origin: Origin
@@ -26,7 +26,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Hold one call of a tool; `arguments` as the row has them, parsed from JSON."""
+    """A tool call; `arguments` as in the row, parsed from JSON."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -35,11 +35,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Hold one turn; `weight` None means that the role decides its weight.
+    """One turn of a conversation.
 
-    `role` is system, user, assistant or tool. `reasoning` is what an answer thinks before it
-    speaks; `name` and `tool_call_id` say which call a tool turn answers. `input_start` is where the
-    `input` of an alpaca row begins in `content`, 0 where it has none.
+    `role` is system, user, assistant or tool; `weight` None means the weight of its role.
+    `reasoning` is the thinking in front of an answer; `name` and `tool_call_id` name the call that
+    a tool turn answers. `input_start` is the offset of an alpaca row's `input` in `content`, 0
+    without one.
     """
 
     role: str
@@ -54,7 +55,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Hold the turns that go through the chat template, with the tools that it may call.
+    """The turns and tools that the chat template renders.
 
     `weight` multiplies the weight of every trained token of the row.
     """
@@ -67,7 +68,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Hold a stretch of raw text and its weight in the loss (0 = masked)."""
+    """A piece of raw text and its weight in the loss (0 = masked)."""
 
     text: str
     weight: float
@@ -75,7 +76,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Hold raw text that goes through no template; the tokenizer's EOS is appended to it."""
+    """Raw text without a chat template; the tokenizer's EOS is appended."""
 
     segments: tuple[Segment, ...]
     origin: Origin
@@ -83,7 +84,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Hold a row that is tokenized already; `weights` has one number a token (0 = masked)."""
+    """A row that is already tokenized; `weights` has a number per token (0 = masked)."""
 
     input_ids: tuple[int, ...]
     weights: tuple[float, ...]
@@ -91,17 +92,17 @@ class Tokens:
 
 
 Item = Conversation | Document | Tokens
-"""what a row becomes before it is tokenized"""
+"""a converted row, before tokenization"""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Hold one tokenized document.
+    """One tokenized document.
 
     `input_ids` int32 [tokens]; `weights` float32 [tokens], the weight of each token as a label
-    (0 = masked; the first token is never a label); `dataset` is the data set's index.
-    For encoder-decoder models `target_ids` int32 [targets] are the decoder's labels and `weights`
-    float32 [targets] belong to those, all of them labels.
+    (0 = masked; the first token is never a label); `dataset` is the index of its data set.
+    For encoder-decoder models `target_ids` int32 [targets] are the decoder's labels, and `weights`
+    float32 [targets] are theirs.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -112,14 +113,14 @@ class Example:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens it takes in a pack: those of its longer side."""
+        """Return the tokens that it takes in a pack: the longer of input and target."""
         targets = 0 if self.target_ids is None else len(self.target_ids)
         return max(len(self.input_ids), targets)
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Note a fact about a row that is not an error: a kind to count by, and what was seen."""
+    """A remark about a row that is not an error: its kind, for counting, and what was seen."""
 
     kind: str
     seen: str = ""
@@ -127,11 +128,11 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Hold the tokens of one item.
+    """The tokens of one item.
 
     `input_ids` int32 [tokens]; `weights` float32 [tokens], the weight of each token as a label. For
     encoder-decoder models `input_ids` are the encoder's, `target_ids` int32 [targets] the
-    decoder's labels, and `weights` float32 [targets] belong to those.
+    decoder's labels, and `weights` float32 [targets] are theirs.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -142,29 +143,29 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """What the data depends on of the model that is trained on it."""
+    """The properties of the model that the data depends on."""
 
     context_len: int | None
-    """tokens of the longest document; None: no limit is known"""
+    """longest document that the model takes, in tokens; None if no limit is known"""
     vocab_size: int | None = None
-    """rows of the embedding: a token id beyond them is an error"""
+    """rows of the embedding; a token id beyond them is an error"""
     decoder_start_token_id: int | None = None
-    """of an encoder-decoder model; None for a causal one"""
+    """token that starts the decoder's input; None for a causal model"""
     why_not_packed: str | None = None
-    """why the documents of a pack cannot be kept apart in it; None where they can"""
+    """why the model cannot keep the documents of a pack apart; None if it can"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSpec:
-    """How rows become the optimizer steps of a run."""
+    """How rows are grouped into the optimizer steps of a run."""
 
     micro_batch_size: int = 1
     accumulation_steps: int = 1
     num_ranks: int = 1
-    """ranks with data of their own; the trainer must have as many"""
+    """data-parallel ranks; must be those of the trainer"""
     num_epochs: int = 1
     max_steps: int | None = None
     row_multiple: int = 1
     """tokens of a packed row are rounded up to a multiple of this"""
     pad_packs: bool = False
-    """give all packed rows of a causal model the size of a full one"""
+    """pad every packed row of a causal model to the size of a full one"""

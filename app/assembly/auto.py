@@ -132,7 +132,7 @@ def resolve_micro_batch(
         choice, _ = choose_micro_batch(plan)
     if is_first_rank():
         log.log(logging.INFO if is_tried else logging.DEBUG, "micro-batch: %s", choice)
-    data.take_together(choice.size)
+    data.set_micro_batch_size(choice.size)
     env = env.with_micro_batch(choice.size)
     return replace(env, tries_micro_batch=is_tried and choice.size > 1)
 

@@ -55,13 +55,13 @@ def try_micro_batch(module: FinetuneModule, optimizer: str) -> None:
                 batching.micro_batch_size,
                 smaller[-1],
             )
-        _take_together(trainer, smaller[-1])
+        _set_micro_batch_size(trainer, smaller[-1])
 
 
-def _take_together(trainer: Any, size: int) -> None:
+def _set_micro_batch_size(trainer: Any, size: int) -> None:
     """Give the trainer and its data other micro-batches; its steps stay what they are."""
     data, before = trainer.datamodule, trainer.accumulate_grad_batches
-    data.take_together(size)
+    data.set_micro_batch_size(size)
     trainer.accumulate_grad_batches = data.batching.accumulation_steps
     trainer.val_check_interval *= data.batching.accumulation_steps
     trainer.val_check_interval //= before

@@ -1,4 +1,4 @@
-"""The plan of the steps: which documents share a pack, and which rank trains on them when."""
+"""The step plan: which documents share a pack, and in which step and rank they are trained on."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from data_modules.facts import setting
 
 @dataclass(kw_only=True, slots=True)
 class PackingConfig:
-    """Choose how documents share a row."""
+    """How documents are packed."""
 
     method: str = setting("multipack", choices=("multipack", "like_length", "none"))
-    """multipack: documents fill packs of `data.sequence_len` tokens and cannot see each other
-    (fastest); like_length: the same with documents of like length in a pack (cheaper attention,
-    packs less alike); none: one document a row, right-padded (the plain way, slower), which a run
-    takes by itself, and says so, for models whose documents cannot be kept apart in a pack"""
+    """multipack: documents fill packs of `data.sequence_len` tokens, each attending to itself only
+    (fastest); like_length: the same with documents of similar length in a pack (cheaper attention,
+    packs differ more); none: one document a row, right-padded (slower), which is chosen
+    automatically, with a message, for models that cannot keep the documents of a pack apart"""
     window: int | None = setting(None, ge=1)
-    """documents that are packed among themselves; null = all of an epoch (fuller packs)"""
+    """number of documents that are packed together; null = all of an epoch (fuller packs)"""

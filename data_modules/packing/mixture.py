@@ -1,4 +1,4 @@
-"""Decide which rows of several data sets an epoch holds, and how often.
+"""The mixture: which rows of several data sets are in an epoch, and how often; and the holdout.
 
 Never orders the rows of an epoch: packing does that.
 """
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
     Mask = npt.NDArray[np.bool_]
 
 MANY_EPOCHS = 4
-"""times that a row may be seen in an epoch by the choice of others' sizes"""
+"""repetitions of a row in an epoch above which a mixture by shares warns"""
 
 
 @dataclass(kw_only=True, slots=True)
 class MixtureConfig:
-    """Choose what the weights of the data sets mean."""
+    """The meaning of the data sets' weights."""
 
     weights: str = setting("epochs", choices=("epochs", "rows", "tokens"))
     """epochs: how often each row is seen in an epoch; rows: a data set's share of an epoch's rows;
     tokens: its share of an epoch's tokens. Shares need not sum to 1: 7 and 3 are 70 % and 30 %"""
     temperature: float | None = setting(None, gt=0)
-    """null: the weights are the shares, whatever the data sets' sizes; T: shares go with
-    weight * size^(1/T), size in rows or tokens: 1 = as large as they are, more = more equal"""
+    """null: the weights are the shares, regardless of size; T: shares are proportional to
+    weight * size^(1/T), size in rows or tokens: 1 = by size, more = more equal"""
     stop: str = setting("all", choices=("all", "first"))
-    """with shares, an epoch ends when all data sets were seen once (all: the others repeat), or
-    when the first one is used up (first: of the others a part is seen, a new one in each epoch)"""
+    """with shares, an epoch ends when every data set was seen completely (all: smaller ones
+    repeat), or when the first one is exhausted (first: the others continue in the next epoch)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureRow:
-    """Say what one data set gives to an epoch.
+    """One data set's contribution to an epoch.
 
     `rows` and `tokens` are those of the data set, `rows_seen` and `tokens_seen` those of the epoch;
-    `epochs` is how often a row is seen on average. Shares are those of the whole epoch; `requested`
-    is None with weights in epochs. Tokens are 0 without lengths.
+    `epochs` is how often a row is seen on average. Shares are of the whole epoch; `requested` is
+    None with weights in epochs. Tokens are 0 without lengths.
     """
 
     name: str
@@ -73,7 +73,7 @@ class MixtureRow:
     )
 
     def cells(self) -> tuple[str, ...]:
-        """Return it as text, a cell a heading."""
+        """Return a text cell for each heading."""
         return (
             self.name,
             f"{self.rows:,}",
@@ -87,7 +87,7 @@ class MixtureRow:
 
 
 def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
-    """Return a generator that depends on `seed` and `keys` only, on every machine."""
+    """Return a random generator that depends only on `seed` and `keys`."""
     import numpy as np
 
     digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
@@ -95,15 +95,15 @@ def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
 
 
 class Mixture:
-    """Choose the rows of each epoch.
+    """The rows of each epoch.
 
     `groups` are the example indices of each data set, `weights` one number each, `lengths` the
     tokens of each example (for weights in tokens, and for the report).
 
-    Every data set goes round and round in one fixed seeded order of its rows. An epoch goes on
-    where the one before ended, so that all rows are seen equally often (give or take one) and a
-    share that was rounded in one epoch is made good in the next. A data set without rows, or of
-    weight 0, gives nothing and has no share.
+    The rows of a data set are in one fixed seeded order, which is repeated cyclically. An epoch
+    continues where the previous one ended, so that all rows are seen equally often (up to one), and
+    rounding in one epoch is compensated in the next. A data set without rows or with weight 0
+    contributes nothing.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Mixture:
         return np.concatenate([self._seen(index, number) for index in range(len(self._orders))])
 
     def report(self, names: Sequence[str], number: int = 0) -> list[MixtureRow]:
-        """Return what each data set gives to epoch `number`."""
+        """Return each data set's contribution to epoch `number`."""
         seen = [self._seen(index, number) for index in range(len(self._orders))]
         tokens_seen = [self._count_tokens(rows) for rows in seen]
         all_rows = max(1, sum(map(len, seen)))
@@ -160,7 +160,7 @@ class Mixture:
         ]
 
     def _plan(self, weights: list[float]) -> tuple[list[float] | None, list[float]]:
-        """Return the requested shares, and how often each row is seen in an epoch."""
+        """Return the requested shares, and how often a row of each data set is seen in an epoch."""
         kind, temperature, stop = (
             self._config.weights,
             self._config.temperature,
@@ -196,14 +196,14 @@ class Mixture:
         return np.concatenate(rounds)[start : start + last - first]
 
     def _position(self, index: int, number: int) -> int:
-        """Return how many rows of a data set are seen before epoch `number`."""
+        """Return the number of rows of a data set that are seen before epoch `number`."""
         import numpy as np
 
         size = len(self._orders[index])
         if not number or not self._passes[index]:
             return 0
-        # Rounded where 3 * 0.1 would be a little more than 0.3; then up, to one row at least, so
-        # that the first epoch has a row of every data set.
+        # Rounded because 3 * 0.1 is slightly more than 0.3; then up, to at least one row, so that
+        # the first epoch has a row of every data set.
         passes = number * self._passes[index]
         if self._ends is None:
             return max(1, math.ceil(round(passes * size, 6)))
@@ -217,9 +217,9 @@ class Mixture:
 
 
 def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
-    """Return the report as a table, one line a data set under a line of headings.
+    """Format the report as a table with a line per data set.
 
-    A last line warns of data sets that shares make an epoch repeat more than four times.
+    A last line warns of data sets that are repeated more than `MANY_EPOCHS` times.
     """
     cells = [MixtureRow.HEADINGS, *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -234,7 +234,7 @@ def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
     if repeated:
         named = ", ".join(f"{row.name} {row.epochs:.3g} times" for row in repeated)
         lines.append(
-            f"warning: for their shares rows are seen in one epoch again and again: {named}; "
+            f"warning: to reach their shares, rows are repeated within an epoch: {named}; "
             "data.mixture.stop=first ends an epoch before a data set repeats"
         )
     return lines
@@ -242,10 +242,10 @@ def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Say of a data set's documents which are trained on and which are for validation.
+    """The training and the validation documents of a data set, as masks, bool [documents].
 
-    Both are bool [documents]; a document may be neither. `repeated_rows` stand in validation of
-    some data set, word for word, and are left out of the training.
+    A document may be in neither. `repeated_rows` counts the rows that are left out of training
+    because validation has an identical one.
     """
 
     training: Mask
@@ -261,12 +261,12 @@ def hold_out(
     val_set_size: float,
     seed: int,
 ) -> list[Split]:
-    """Return the sides of each data set.
+    """Split each data set into training and validation.
 
-    `val_set_size` is a share of the rows below 1, else a number of rows; a data set of one row
-    holds none out. Rows alike are held out together or not at all, so there may be fewer.
-    `max_rows` caps the training rows. Raises DataError when a number of rows leaves
-    none to train on.
+    `val_set_size` is a share of the rows if below 1, else a number of rows; a data set of one row
+    has no validation rows. Identical rows stay on the same side, so there may be fewer validation
+    rows than requested. `max_rows` limits the training rows. Raises DataError if no row is left to
+    train on.
     """
     import numpy as np
 
@@ -276,7 +276,7 @@ def hold_out(
         if val_set_size >= max(2, len(rows)):
             raise DataError(
                 f"{path}: data.val_set_size={val_set_size:g} leaves none of its {len(rows):,} rows "
-                "to train on; give fewer, or a share below 1"
+                "to train on; set fewer, or a share below 1"
             )
         validation.append(rows.choose(val_set_size, seed, name))
     held_out = [store.digests[mask] for store, mask in zip(stores, validation, strict=True)]
@@ -288,7 +288,7 @@ def hold_out(
 
 
 class _Rows:
-    """Number the rows of a data set that have documents, and tell which are alike."""
+    """The rows of a data set that have documents, and which of them are identical."""
 
     def __init__(self, store: TokenStore) -> None:
         import numpy as np
@@ -302,7 +302,7 @@ class _Rows:
         return len(self._firsts)
 
     def choose(self, val_set_size: float, seed: int, name: str) -> Mask:
-        """Return a seeded choice of rows, all those alike or none, as bool [documents]."""
+        """Return a seeded choice of rows, with all identical rows or none, as bool [documents]."""
         import numpy as np
 
         chosen = np.zeros(len(self), dtype=np.bool_)
@@ -312,7 +312,7 @@ class _Rows:
             _, first_rows, kinds, sizes = np.unique(
                 self._content, return_index=True, return_inverse=True, return_counts=True
             )
-            # Numbered as they come, so that without doubles the choice is one among the rows.
+            # In order of first occurrence, so that without duplicates rows themselves are chosen.
             in_order = np.argsort(first_rows)
             order = in_order[seeded_generator(seed, "split", name).permutation(len(sizes))]
             taken = np.zeros(len(sizes), dtype=np.bool_)

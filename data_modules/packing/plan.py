@@ -1,6 +1,6 @@
-"""Plan which documents share a pack, and in which step and by which rank they are trained on.
+"""The plan of all steps: which documents share a pack, and which step and rank train on them.
 
-A step's documents are a pure function of (lengths, capacity, seed, epoch), the same for every
+A step's documents are a pure function of (lengths, capacity, seed, epoch), independent of the
 number of ranks. Never reads a token.
 """
 
@@ -20,20 +20,20 @@ from data_modules.packing.mixture import seeded_generator
 
 Indices = npt.NDArray[np.int64]
 LIKE_LENGTH_WINDOW = 2000
-"""documents of the shuffled order among which like lengths are brought together"""
+"""number of shuffled documents that `like_length` sorts by length"""
 BLOCK_PACKS = 256
-"""so many packs are a stretch of the epoch in which every data set has its share"""
+"""packs in a block of the epoch in which every data set has its share of the tokens"""
 SHORT_SHARE = 1.1
-"""tokens of short documents kept back to fill the packs, over the room that is expected there"""
+"""tokens of short documents reserved to fill the packs, relative to the expected free room"""
 WELL_FILLED = 0.995
-"""how full packs must be on average for no tighter, less mixed way to be tried"""
+"""average fill of the packs below which best fit over all documents is tried"""
 WORTH_IT = 0.995
-"""a tighter way is taken when it needs at most this share of the packs"""
+"""share of the packs that best fit over all documents may need at most to be used"""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Hold the documents of one rank's micro-batch, one array of example indices a pack."""
+    """The documents of one rank's micro-batch: an array of example indices per pack."""
 
     packs: tuple[Indices, ...]
     step_weight: float
@@ -41,7 +41,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class _EpochPlan:
-    """Hold the packs of an epoch and who does them: `shares` int64 [steps, ranks, packs]."""
+    """The packs of an epoch and their ranks: `shares` int64 [steps, ranks, packs]."""
 
     packs: Packs
     shares: Indices
@@ -49,17 +49,18 @@ class _EpochPlan:
 
 
 class StepPlan:
-    """Plan all global steps of a run, through all its epochs.
+    """The plan of all global steps of a run, over all its epochs.
 
-    A global step is `micro_batch_size * accumulation_steps * world_size` packs; which documents it
-    holds depends on that product only. The last step of an epoch is filled up with empty packs,
-    so every rank has the same number of micro-batches and every accumulation window is full.
-    Ranks get like shares of sum(length^2), the cost of attention: packs that are done side by side
-    are as alike as the step's packs allow, and so are the ranks' totals, in a step and, closer
-    still, over the epoch.
-    `epoch_rows(epoch)` gives the example indices of an epoch. With `max_steps`, epochs repeat
+    A global step has `micro_batch_size * accumulation_steps * world_size` packs; its documents
+    depend only on that product. The last step of an epoch is filled up with empty packs, so every
+    rank has the same number of micro-batches and every accumulation window is full. Ranks get
+    similar shares of sum(length^2), the cost of attention: packs processed at the same time on
+    different ranks are as similar as the step allows, and so are the ranks' totals in a step and
+    over the epoch.
+
+    `epoch_rows(epoch)` returns the example indices of an epoch. With `max_steps`, epochs repeat
     until there are that many steps; else there are `num_epochs`. `window` and `datasets` (the data
-    set of each example) are those of `pack_documents`.
+    set of each example) are passed to `pack_documents`.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class StepPlan:
         self.num_steps = self._first_steps[-1] if max_steps is None else max_steps
 
     def line(self) -> str:
-        """Say how the first epoch's rows become packs and steps, and how many steps there are."""
+        """Describe the packs and steps of the first epoch, and the number of steps."""
         packs, steps = self._epoch(0).packs, len(self._epoch(0).step_weights)
         line = (
             f"{len(packs.documents):,} documents in {_count(len(packs), 'pack')}, "
@@ -109,9 +110,10 @@ class StepPlan:
         return line + self._remarks()
 
     def brief(self) -> str:
-        """Say how many steps there are, of what, in half a line."""
-        each, epochs = _count(self.packs_per_step, "pack"), len(self._epoch(0).step_weights)
-        line = f"{_count(self.num_steps, 'step')} of {each}, {self.num_steps / epochs:.3g} epochs"
+        """Describe the number of steps and packs in half a line."""
+        packs, epoch_steps = _count(self.packs_per_step, "pack"), len(self._epoch(0).step_weights)
+        epochs = f"{self.num_steps / epoch_steps:.3g} epochs"
+        line = f"{_count(self.num_steps, 'step')} of {packs}, {epochs}"
         return f"{line}, packs {self._fill:.1%} full{self._remarks()}"
 
     @property
@@ -131,13 +133,13 @@ class StepPlan:
         return remarks
 
     def ends_epoch(self, step: int) -> bool:
-        """Tell whether an epoch is through when `step` steps are done."""
+        """Return whether an epoch ends after `step` steps."""
         while self._first_steps[-1] < step:
             self._count_another_epoch()
         return step in self._first_steps[1:]
 
     def micro_batches(self, step: int, rank: int) -> list[MicroBatch]:
-        """Return what `rank` does in a global step, `accumulation_steps` micro-batches."""
+        """Return the `accumulation_steps` micro-batches of `rank` in a global step."""
         epoch, index = self._locate(step)
         weight = float(epoch.step_weights[index])
         packs = [epoch.packs[pack] for pack in epoch.shares[index, rank].tolist()]
@@ -176,19 +178,19 @@ class StepPlan:
         costs = np.zeros(steps * self.packs_per_step)
         squares = (lengths * lengths)[plan.documents]
         costs[: len(packs)] = np.add.reduceat(squares, plan.starts[:-1])
-        # Summed in the order of the packs, so that it is the same number for every world size.
+        # Summed in the order of the packs, so that the sum is bit-equal for every world size.
         weights = np.add.reduceat(self._label_weights[packs.documents], packs.starts[:-1])
         step_weights = np.add.reduceat(weights, np.arange(steps) * self.packs_per_step)
         return _EpochPlan(packs, share_out(costs.reshape(steps, -1), self.world_size), step_weights)
 
 
 def share_out(costs: npt.NDArray[np.float64], world_size: int) -> Indices:
-    """Give each rank equally many packs of every step, with totals of `costs` that are alike.
+    """Give each rank the same number of packs of every step, with similar totals of `costs`.
 
-    `costs` [steps, packs a step]. Returns packs int64 [steps, ranks, packs of a rank], counted
-    through all steps. Dearest first: of the next `world_size` packs of a step, the rank that has
-    least in this step gets the dearest; packs at the same place of different ranks are so alike.
-    What is left unequal in a step is evened out by the steps after it.
+    `costs` [steps, packs a step]. Returns pack indices int64 [steps, ranks, packs of a rank], over
+    all steps. Greedy, most expensive first: of the next `world_size` packs of a step, the rank with
+    the lowest total in this step gets the most expensive one, so that ranks process similar packs
+    at the same time. Differences left in one step are evened out by the following steps.
     """
     steps, size = costs.shape
     order = np.argsort(-costs, axis=1, kind="stable")
@@ -199,27 +201,27 @@ def share_out(costs: npt.NDArray[np.float64], world_size: int) -> Indices:
     shares = np.empty((steps, world_size, size // world_size), dtype=np.int64)
     totals = np.zeros((steps, world_size))
     for place in range(size // world_size):
-        here = slice(place * world_size, (place + 1) * world_size)
+        group = slice(place * world_size, (place + 1) * world_size)
         least_first = np.argsort(totals, axis=1, kind="stable")
-        shares[rows, least_first, place] = packs[:, here]
-        totals[rows, least_first] += costs[rows, order[:, here]]
+        shares[rows, least_first, place] = packs[:, group]
+        totals[rows, least_first] += costs[rows, order[:, group]]
     return shares[rows, _even_out(totals)]
 
 
 def _even_out(totals: npt.NDArray[np.float64]) -> Indices:
-    """Return which share of each step goes to each rank [steps, ranks].
+    """Return the share of each step that goes to each rank [steps, ranks].
 
-    The dearest share goes to the rank that has least so far.
+    The most expensive share goes to the rank with the lowest total so far.
     """
     ranks = range(totals.shape[1])
-    dearest_first = np.argsort(-totals, axis=1, kind="stable").tolist()
+    most_expensive_first = np.argsort(-totals, axis=1, kind="stable").tolist()
     so_far = [0.0] * len(ranks)
-    taken = np.empty(totals.shape, dtype=np.int64)
-    for step, (shares, cost) in enumerate(zip(dearest_first, totals.tolist(), strict=True)):
+    share_of = np.empty(totals.shape, dtype=np.int64)
+    for step, (shares, cost) in enumerate(zip(most_expensive_first, totals.tolist(), strict=True)):
         for rank, share in zip(sorted(ranks, key=so_far.__getitem__), shares, strict=True):
-            taken[step, rank] = share
+            share_of[step, rank] = share
             so_far[rank] += cost[share]
-    return taken
+    return share_of
 
 
 def _count(number: int, what: str) -> str:
@@ -227,7 +229,7 @@ def _count(number: int, what: str) -> str:
 
 
 class StepSampler:
-    """Yield one rank's micro-batches from `first_step` on; starting late costs nothing."""
+    """Yield one rank's micro-batches from `first_step` on, to which it seeks in O(1)."""
 
     def __init__(self, plan: StepPlan, rank: int, first_step: int = 0) -> None:
         self._plan, self._rank, self._first_step = plan, rank, first_step
@@ -243,9 +245,9 @@ class StepSampler:
 def shard_packs(
     packs: Packs, micro_batch_size: int, world_size: int, rank: int
 ) -> list[MicroBatch]:
-    """Return `rank`'s share of one pass over `packs`: equally many micro-batches on each rank.
+    """Return `rank`'s share of one pass over `packs`, the same number of micro-batches per rank.
 
-    For validation, where there is no step: the step weight is 1.
+    For validation, so the step weight is 1.
     """
     count = math.ceil(len(packs) / (micro_batch_size * world_size))
     starts = [(index * world_size + rank) * micro_batch_size for index in range(count)]
@@ -257,7 +259,7 @@ def shard_packs(
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """Hold documents in packs: pack i is `documents[starts[i]:starts[i + 1]]`."""
+    """Documents in packs: pack i is `documents[starts[i]:starts[i + 1]]`."""
 
     documents: Indices
     starts: Indices
@@ -285,12 +287,13 @@ def pack_documents(
     """Put each document into one pack of at most `capacity` tokens, in a seeded order.
 
     `lengths` int64 [documents], none above `capacity`. `multipack` cuts the shuffled documents into
-    packs and fills these with the shortest documents, so that packs hold long and short ones alike
-    and each step is a fair sample; `like_length` packs the neighbours of windows sorted by length;
-    `none` gives each document a pack. Whatever the method, a document may be in any step with the
-    same probability, so the gradient is unbiased. With `window`, so many documents of the shuffled
-    order at a time are packed among themselves. With `datasets` [documents], each stretch of about
-    BLOCK_PACKS packs holds every data set's share of the tokens. Returns positions in `lengths`.
+    packs and fills the gaps with the shortest documents, so that packs mix long and short ones and
+    each step is a fair sample; `like_length` packs neighbours within windows sorted by length;
+    `none` gives each document its own pack. With every method a document is in any step with the
+    same probability, so the gradient is unbiased. With `window`, only that many consecutive
+    documents of the shuffled order are packed together. With `datasets` [documents], each block of
+    about BLOCK_PACKS packs has every data set's share of the tokens. Returns positions in
+    `lengths`.
     """
     if not len(lengths):
         return Packs(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
@@ -302,9 +305,9 @@ def pack_documents(
     order = rng.permutation(len(lengths))
     pack_of, num_packs = np.empty(len(order), dtype=np.int64), 0
     for start in range(0, len(order), window or len(order)):
-        here = slice(start, start + (window or len(order)))
-        chosen, count = _choose(lengths[order[here]], capacity, method, rng)
-        pack_of[here] = chosen + num_packs
+        group = slice(start, start + (window or len(order)))
+        chosen, count = _choose(lengths[order[group]], capacity, method, rng)
+        pack_of[group] = chosen + num_packs
         num_packs += count
     tokens = None
     if datasets is not None:
@@ -317,9 +320,9 @@ def pack_documents(
 
 
 def sort_order(keys: Indices) -> Indices:
-    """Return the stable order of `keys`, none negative.
+    """Return the stable argsort of non-negative `keys`.
 
-    numpy sorts 16-bit keys by radix, ten times as fast as wider ones.
+    NumPy radix-sorts 16-bit keys, ten times as fast as wider ones.
     """
     if not len(keys) or int(keys.max()) < 1 << 16:
         return np.argsort(keys.astype(np.uint16), kind="stable")
@@ -332,9 +335,9 @@ def _pack_order(
 ) -> Indices:
     """Return the place of each pack in the epoch, every place equally likely.
 
-    `tokens` [packs, data sets]. The epoch is cut into blocks of about BLOCK_PACKS packs. Each block
-    in turn gets one more of the shuffled packs: the block that holds most of a data set gets the
-    pack that holds least of it, for the data set that blocks differ in most. Then the blocks are
+    `tokens` [packs, data sets]. The epoch is cut into blocks of about BLOCK_PACKS packs. In each
+    round every block gets one of the shuffled packs: for the data set in which the blocks differ
+    most, the block with the most tokens of it gets the pack with the fewest. Then the blocks are
     shuffled, and the packs within each.
     """
     num_blocks = num_packs // BLOCK_PACKS
@@ -375,10 +378,10 @@ def _choose(
 
 
 def _multipack(sizes: Indices, capacity: int, rng: np.random.Generator) -> tuple[Indices, int]:
-    """Cut the longer documents into packs as they come, then best fit for the shorter ones.
+    """Pack the longer documents by next fit, then the shorter ones by best fit.
 
-    Where few short documents leave packs half empty, best fit decreasing of all documents may need
-    fewer packs, at the price of packs of like lengths; it is taken where it saves enough.
+    If there are too few short documents to fill the packs, best fit decreasing over all documents
+    may need fewer packs, at the price of packs of similar lengths; it is used if it saves enough.
     """
     is_short = sizes <= _longest_short(sizes, capacity)
     long = np.flatnonzero(~is_short)
@@ -399,10 +402,10 @@ def _multipack(sizes: Indices, capacity: int, rng: np.random.Generator) -> tuple
 
 
 def _longest_short(sizes: Indices, capacity: int) -> int:
-    """Return the length up to which documents are kept back to fill the ends of packs.
+    """Return the length up to which documents are reserved to fill the gaps in packs.
 
-    A pack that is cut from a row of documents ends with a room of half the document that did not
-    fit; the longer a document, the more often it is that one: sum(length^2) / (2 * sum(length)).
+    A pack filled by next fit has free room of half the document that did not fit, on average; a
+    longer document is more often that one: sum(length^2) / (2 * sum(length)).
     """
     counts = np.bincount(sizes)
     tokens = counts * np.arange(len(counts))
@@ -431,11 +434,10 @@ def best_fit(
 ) -> tuple[Indices, int]:
     """Return the pack of each document, and the number of packs.
 
-    `sizes` decreasing; `rooms` are the tokens that packs already there can take. Each document goes
-    into the fullest pack that has room, else into a new one. Packs with the same room move
-    together, and so do documents of the same length: as many as fit, into as many packs.
-    `open_rooms` has bit r set when `packs[r]` is not empty, so that the tightest fit is the lowest
-    bit from a length up.
+    `sizes` decreasing; `rooms` are the free tokens of existing packs. Each document goes into the
+    fullest pack that has room, else into a new one. Documents of the same length are placed at
+    once, into all packs with the same room. Bit r of `open_rooms` is set if `packs[r]` is not
+    empty, so the tightest fit is the lowest set bit from the document's length up.
     """
     packs: dict[int, list[int]] = {}
     open_rooms = 0
@@ -474,6 +476,6 @@ def best_fit(
 
 
 def _shares(count: int, most: int, num_packs: int) -> tuple[int, int]:
-    """Return how many of `count` documents go into each of how many packs that take `most` each."""
-    into = min(count // most, num_packs)
-    return (most, into) if into else (count, 1)
+    """Return documents per pack and number of packs, for `count` documents and `most` per pack."""
+    num_filled = min(count // most, num_packs)
+    return (most, num_filled) if num_filled else (count, 1)

@@ -1,4 +1,4 @@
-"""Read rows from files, folders, URLs, the hub and the samples; each keeps file and line."""
+"""Reads rows from files, folders, URLs, the hub and the samples; each keeps its file and line."""
 
 from data_modules.source.hub import explain_refusal
 from data_modules.source.limits import MAX_ROW_BYTES, Limits

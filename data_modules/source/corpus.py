@@ -47,7 +47,7 @@ def words() -> dict[str, Any]:
 
 
 class Problem(Protocol):
-    """Name what is to be solved, so that the split can be decided from it alone."""
+    """A task whose `key` alone decides its side of the split."""
 
     @property
     def key(self) -> str: ...
@@ -55,7 +55,7 @@ class Problem(Protocol):
 
 @dataclass(frozen=True)
 class DigitList:
-    """Hold a list of three to five digits; every operation on it shares one side of the split."""
+    """A list of three to five digits; all operations on it are on the same side of the split."""
 
     digits: tuple[str, ...]
 
@@ -64,13 +64,13 @@ class DigitList:
         return " ".join(self.digits)
 
     def solve(self, operation: str, separator: str = " ") -> str:
-        """Return the digits that `operation` leaves, written with `separator`."""
+        """Return the result of `operation`, joined by `separator`."""
         return separator.join(OPERATIONS[operation](list(self.digits)))
 
 
 @dataclass(frozen=True)
 class Person:
-    """Hold the facts of one sentence; name and city together decide the split."""
+    """The facts of one sentence; name and city together decide the split."""
 
     name: str
     city: str
@@ -86,20 +86,20 @@ AnyProblem = TypeVar("AnyProblem", bound=Problem)
 
 
 class Segment(TypedDict):
-    """Weigh a stretch of text in the loss."""
+    """A piece of text and its weight in the loss."""
 
     text: str
     weight: float
 
 
 class Document(TypedDict):
-    """Hold one document: its text is the concatenation of its segments."""
+    """A document: the concatenation of its segments."""
 
     segments: list[Segment]
 
 
 def read_corpus(name: str) -> Iterator[Document]:
-    """Yield the documents of one of CORPORA, always the same."""
+    """Yield the documents of one of CORPORA; deterministic."""
     skill, seed, num_documents = CORPORA[name]
     rng = Random(seed)
     for _ in range(num_documents):
@@ -107,7 +107,7 @@ def read_corpus(name: str) -> Iterator[Document]:
 
 
 def is_held_out(problem: Problem) -> bool:
-    """Tell whether `problem` belongs to the tenth that only tests may show."""
+    """Return whether `problem` is in the tenth reserved for tests."""
     return zlib.crc32(problem.key.encode()) % 10 == 0
 
 

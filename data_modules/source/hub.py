@@ -1,7 +1,7 @@
-"""Read a data set of the Hugging Face hub, or the copy of it that was downloaded before.
+"""Read a data set from the Hugging Face hub, or its downloaded copy.
 
-Decides which commit is read, and how a hub that does not answer is reported: it is queried
-only once. Never looks at what a row means.
+Decides which commit is read, and reports a hub that does not answer, after a single query. Never
+interprets a row.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _VALUE_BYTES = 8
 
 
 class _UnreachableError(Exception):
-    """Say why the hub does not answer."""
+    """Why the hub does not answer."""
 
 
 def commit_of(path: str, revision: str | None) -> str | None:
-    """Return the commit that `revision` means: on the hub, or of the copy downloaded before.
+    """Return the commit that `revision` refers to on the hub, or that of the downloaded copy.
 
-    None where the hub has no such data set, and where it does not answer and there is no copy.
+    None if the hub has no such data set, or if it does not answer and there is no copy.
     """
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
@@ -59,10 +59,10 @@ def read_hub(
     streaming: bool,
     part: Part,
 ) -> Iterator[Chunk]:
-    """Yield the rows of a slice of a hub data set; of a stream those of `shard`.
+    """Yield the rows of a slice of a hub data set, in a stream those of `shard`.
 
-    The place of a row names the split: `owner/name (train):7`. Raises DataError where the hub does
-    not give them.
+    The origin of a row names the split: `owner/name (train):7`. Raises DataError if the hub does
+    not provide them.
     """
     import datasets
 
@@ -81,31 +81,31 @@ def read_hub(
     except DataError:
         raise
     except _errors(ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
-        if slow := _given_up(e):
-            raise slow from e
+        if aborted := _find_remote_error(e):
+            raise aborted from e
         if (why := _why_refused(path, revision)) is not None:
             raise DataError(f"{path}: {why}") from e
         cause = e.__cause__ if isinstance(e, datasets.exceptions.DatasetGenerationError) else None
         requested = f"split '{part.name}'" + (f", revision '{revision}'" if revision else "")
         raise DataError(
-            f"{path}: no such file here, and the hub gave no data set of that name "
+            f"{path}: no such file here, and the hub has no such data set "
             f"({requested}): {reason_of(cause if isinstance(cause, Exception) else e)}"
         ) from e
 
 
 @cache
 def _limit_hub(seconds: float, bytes_per_second: int) -> None:
-    """Limit how slow the hub may be, once: another client would break streams that are read."""
+    """Limit how slow the hub may be, once: replacing the client again would break open streams."""
     limits = Limits(remote_seconds=seconds, remote_bytes_per_second=bytes_per_second)
     HubPace(limits).limit()
-    # `hf_xet` has connections of its own, and reads its limits when it makes the first.
+    # `hf_xet` opens its own connections, and reads its limits at the first one.
     for name in ("CONNECT_TIMEOUT", "READ_TIMEOUT", "RETRY_MAX_DURATION"):
         os.environ.setdefault(f"HF_XET_CLIENT_{name}", f"{seconds * 1000:.0f}ms")
 
 
 @contextmanager
 def _over_http() -> Iterator[None]:
-    """Download without `hf_xet`, whose pace is not seen: it has a limit for silence alone."""
+    """Download without `hf_xet`, which has no limit for a slow server, only for a silent one."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_DISABLE_XET
@@ -116,15 +116,15 @@ def _over_http() -> Iterator[None]:
         constants.HF_HUB_DISABLE_XET = before
 
 
-def _given_up(error: BaseException | None) -> RemoteError | None:
-    """Return the error by which the hub was given up, behind those that libraries made of it."""
+def _find_remote_error(error: BaseException | None) -> RemoteError | None:
+    """Return our RemoteError in the chain of a library's error, None if there is none."""
     while error is not None and not isinstance(error, RemoteError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _query_hub(path: str, revision: str | None) -> str | None:
-    """Return the commit on the hub, None where the hub has no such data set."""
+    """Return the commit on the hub, None if the hub has no such data set."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -132,7 +132,7 @@ def _query_hub(path: str, revision: str | None) -> str | None:
         info = huggingface_hub.HfApi().dataset_info(path, revision=revision, timeout=_TIMEOUT)
     except HFValidationError as error:
         raise DataError(
-            f"{path}: no such file here, and no name of a hub data set: {reason_of(error)}"
+            f"{path}: no such file here, and not a valid hub name: {reason_of(error)}"
         ) from error
     except HfHubHTTPError:
         return None
@@ -144,14 +144,14 @@ def _query_hub(path: str, revision: str | None) -> str | None:
 
 
 def _why_refused(path: str, revision: str | None) -> str | None:
-    """Ask the hub why it gives no rows; None where it says nothing of this data set."""
+    """Query the hub for why it provides no rows; None if it reports no reason."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
     api = huggingface_hub.HfApi()
     try:
         api.dataset_info(path, revision=revision, timeout=_TIMEOUT)
-        # What a data set holds can be listed by those too who may not read its files.
+        # A gated data set can be listed even without access to its files.
         api.auth_check(path, repo_type="dataset")
     except HfHubHTTPError as error:
         response = error.response
@@ -171,14 +171,14 @@ def _why_refused(path: str, revision: str | None) -> str | None:
 def explain_refusal(
     status: int, code: str, *, kind: str, page: str, revision: str, has_token: bool
 ) -> str | None:
-    """Return what an answer of the hub means and what to type, None where it says nothing.
+    """Return what an HTTP error of the hub means and what to type; None if that is unknown.
 
-    `kind`: of what was asked for; `page`: its address; `revision`: the one that was asked for, and
-    what to do where there is none of that name.
+    `kind` is what was requested (data set, model), `page` its address, `revision` the requested one
+    with advice if it does not exist.
     """
     if code == "GatedRepo":
         login = "" if has_token else "; then type hf auth login, or export HF_TOKEN"
-        return f"gated: its owner must let you in; ask at {page}{login}"
+        return f"gated: its owner must grant you access; request it at {page}{login}"
     if code == "RevisionNotFound":
         return f"has no revision {revision}"
     if code == "RepoNotFound" or (status == 404 and code != "EntryNotFound"):
@@ -189,62 +189,62 @@ def explain_refusal(
         )
         return f"no such {kind} on the hub (HTTP {status}); check the name; {login}"
     if status == 401:
-        said = "refuses your token" if has_token else "asks for a token"
-        return f"the hub {said} (HTTP 401); type hf auth login, or export HF_TOKEN"
+        reason = "refuses your token" if has_token else "requires a token"
+        return f"the hub {reason} (HTTP 401); type hf auth login, or export HF_TOKEN"
     if status == 403:
-        return "your token may not read it (HTTP 403); take one with read access to it"
+        return "your token may not read it (HTTP 403); use one with read access to it"
     return None
 
 
 def _errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return `more` and what is raised where a network fails."""
-    # Which library's error it is hangs on the version of huggingface_hub: httpx, httpx2, requests.
+    """Return the exceptions that a failing network raises, and `more`."""
+    # The HTTP library (httpx, httpx2, requests) depends on the version of huggingface_hub.
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     return OSError, HTTPError, *more
 
 
 def _builder_of(path: str, revision: str | None) -> Any:
-    """Return what `datasets` builds the rows with, of the requested commit.
+    """Return the `datasets` builder of the requested commit.
 
-    Where the hub does not answer `datasets` is not called: it would try for half a minute.
+    If the hub does not answer, `datasets` is not called: it would retry for half a minute.
     """
     import datasets
 
     try:
         commit = _query_hub(path, revision)
     except _UnreachableError as error:
-        return _copy_instead(path, revision, error)
+        return _builder_of_copy(path, revision, error)
     builder = datasets.load_dataset_builder(path, revision=revision)
-    # It takes what was downloaded before, of any commit, where the network breaks off.
+    # If the network fails, it returns a downloaded copy of any commit.
     requested = commit or (builder.hash if revision in _NEWEST else revision)
     if builder.hash != requested:
         raise DataError(
-            f"{path}: commit {builder.hash} was given where {requested} was requested; start again"
+            f"{path}: received commit {builder.hash} instead of {requested}; start again"
         )
     return builder
 
 
-def _copy_instead(path: str, revision: str | None, why: _UnreachableError) -> Any:
+def _builder_of_copy(path: str, revision: str | None, why: _UnreachableError) -> Any:
     unreachable = f"the Hugging Face hub cannot be reached ({why})"
     try:
         builder = _copy_of(path)
     except ValueError as error:
         raise RemoteError(
-            f"{path}: no such file here, and {unreachable}, nor is there a copy downloaded before "
+            f"{path}: no such file here, {unreachable}, and there is no downloaded copy "
             f"({reason_of(error)}); give a local file or folder, check the name, or download the "
-            "data set where there is a network and bring the cache (HF_HOME) here"
+            "data set on a machine with network access and copy its cache (HF_HOME) here"
         ) from error
     if revision not in (*_NEWEST, builder.hash):
         raise DataError(
-            f"{path}: {unreachable}; the copy downloaded before is of commit {builder.hash}, "
-            f"revision '{revision}' was requested; give revision: {builder.hash} to take it"
+            f"{path}: {unreachable}; the downloaded copy is of commit {builder.hash}, revision "
+            f"'{revision}' was requested; set revision: {builder.hash} to use the copy"
         )
     return builder
 
 
 def _copy_of(path: str) -> Any:
-    """Return the newest copy downloaded before; raises ValueError where there is none."""
+    """Return the newest downloaded copy; raises ValueError if there is none."""
     from datasets.packaged_modules.cache.cache import Cache
 
     return Cache(repo_id=path, dataset_name=path.rpartition("/")[2], version="auto", hash="auto")
@@ -253,7 +253,7 @@ def _copy_of(path: str) -> Any:
 def _load(path: str, part: Part, rows: Any, max_row_bytes: int, limits: Limits) -> Iterator[Chunk]:
     if not len(rows):
         raise DataError(f"{path}: 0 rows in split '{part.name}'; give one with at least one row")
-    # Its types say which text is JSON; see BatchChunk.
+    # The feature types say which text is JSON; see BatchChunk.
     described = rows.features.arrow_schema.metadata
     name, first = f"{path} ({part.name})", 1
     for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
@@ -273,7 +273,7 @@ def _stream(
     index, count = shard
     name = f"{path} ({part.name})"
     if count > 1 and rows.num_shards % count == 0:
-        # Its files are dealt out: nobody fetches what another one reads.
+        # Each shard reads its own files, so none is downloaded twice.
         from datasets.distributed import split_dataset_by_node
 
         rows = split_dataset_by_node(rows, rank=index, world_size=count)
@@ -283,8 +283,8 @@ def _stream(
         infos = rows.info.splits or {}
         if part.name not in infos or not infos[part.name].num_examples:
             raise DataError(
-                f"{path}: how many rows split '{part.name}' has is not known while it is streamed; "
-                f"give '{part}' in numbers of rows, or set data.streaming=false"
+                f"{path}: the number of rows of split '{part.name}' is unknown while it is "
+                f"streamed; give '{part}' in numbers of rows, or set data.streaming=false"
             )
         total = int(infos[part.name].num_examples)
     read = (
@@ -298,7 +298,7 @@ def _stream(
 
 
 def _sized(values: dict[str, Any], origin: Origin, max_row_bytes: int) -> tuple[int, Row | BadRow]:
-    """Return a row and its size; in characters, of which each takes a byte or more."""
+    """Return a row and its size in characters, which is at most its size in bytes."""
     size = _size_of(values)
     if size <= max_row_bytes:
         return size, Row(values, origin)

@@ -1,4 +1,4 @@
-"""Find the files that a path means, on disk or remote, and what tells that one has changed.
+"""Resolve a path to files, on disk or remote, and detect that a file has changed.
 
 Decides which files belong to a split and how a missing one is reported. Never reads a row.
 """
@@ -40,9 +40,9 @@ READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
 
 
 def name_of(path: str) -> str:
-    """Return what a data set is called where it has no name: the file's without its suffix.
+    """Return the default name of a data set: the file's name without suffix.
 
-    Of a pattern it is what stands before the first wildcard, unless that is a split's name.
+    For a pattern it is the part before the first wildcard, unless that is the name of a split.
     """
     file = Path(str(Url(path)) if is_url(path) else path.removeprefix(SAMPLE_PREFIX))
     while glob.has_magic(file.name):
@@ -57,22 +57,22 @@ def name_of(path: str) -> str:
 
 
 def is_generated(path: str) -> bool:
-    """Tell whether the rows of `path` are made while they are read: one of the base's corpora."""
+    """Return whether the rows of `path` are generated: it is one of the shipped base's corpora."""
     return path.startswith(SAMPLE_PREFIX) and path.removeprefix(SAMPLE_PREFIX) in CORPORA
 
 
 def is_url(path: str) -> bool:
-    """Tell whether `path` is the address of a file that fsspec opens, as in s3://bucket/a.jsonl."""
+    """Return whether `path` is a URL for fsspec, as in s3://bucket/a.jsonl."""
     return "://" in path
 
 
 def is_remote(path: str) -> bool:
-    """Tell whether the rows of `path` have to be fetched: a URL or a hub id."""
+    """Return whether the rows of `path` are downloaded: it is a URL or a hub id."""
     return is_url(path) or is_hub_id(path)
 
 
 def is_hub_id(path: str) -> bool:
-    """Tell whether `path` names a data set of the Hugging Face hub: `owner/name`, not a file."""
+    """Return whether `path` names a data set of the Hugging Face hub: `owner/name`, not a file."""
     if is_url(path) or not _HUB_ID.fullmatch(path) or path.startswith("."):
         return False
     file = Path(path)
@@ -80,7 +80,7 @@ def is_hub_id(path: str) -> bool:
 
 
 def files_of(path: str, split: str, limits: Limits | None = None) -> list[File]:
-    """Return the files of one split; raises DataError when there is none that can be read."""
+    """Return the files of one split; raises DataError if there is none that can be read."""
     if path.startswith(SAMPLE_PREFIX):
         return _named_by_split(path, [_sample_file(path)], split)
     if is_url(path):
@@ -90,7 +90,7 @@ def files_of(path: str, split: str, limits: Limits | None = None) -> list[File]:
         named = [Path(name) for name in sorted(glob.glob(str(file), recursive=True))]
         matches = _regular([match for match in named if is_readable(match.name)])
         if not matches:
-            raise DataError(f"{path}: no file matches (looked from {_here()}){_beside(file)}")
+            raise DataError(f"{path}: no file matches (searched from {_here()}){_beside(file)}")
         return _named_by_split(path, matches, split)
     try:
         if file.is_dir():
@@ -99,13 +99,13 @@ def files_of(path: str, split: str, limits: Limits | None = None) -> list[File]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {reason_of(error)}") from error
     if not exists:
-        raise DataError(f"{path}: no such file (looked from {_here()}){_nearest(file)}")
+        raise DataError(f"{path}: no such file (searched from {_here()}){_nearest(file)}")
     _check_readable(path, file.name)
     return _named_by_split(path, [file], split)
 
 
 def stamp_of(file: File) -> object:
-    """Return what changes when a file does; None where that is not known."""
+    """Return a value that changes with the file's content; None if there is none."""
     if isinstance(file, Path):
         try:
             stat = file.stat()
@@ -113,12 +113,12 @@ def stamp_of(file: File) -> object:
             return str(error)
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
     info = query_remote(file, fresh_info)
-    marks = [str(info[key]) for key in REMOTE_MARKS if info.get(key)]
-    return (info.get("size"), *marks) if marks else None
+    values = [str(info[key]) for key in REMOTE_MARKS if info.get(key)]
+    return (info.get("size"), *values) if values else None
 
 
 def size_of(file: File) -> int:
-    """Return the bytes of a file as it is stored; 0 where that is not known."""
+    """Return the stored size of a file in bytes; 0 if it is unknown."""
     if isinstance(file, Path):
         return file.stat().st_size
     info = query_remote(file, lambda fs, place: fs.info(place))
@@ -164,7 +164,7 @@ def _sample_file(path: str) -> Path:
 def _files_in(folder: Path, split: str) -> list[File]:
     inner = folder / split
     if inner.is_dir():
-        # What DatasetDict.save_to_disk writes, and many a data set on the hub.
+        # The layout of DatasetDict.save_to_disk, and of many data sets on the hub.
         folder = inner
     entries = sorted(folder.iterdir())
     found = _regular(
@@ -177,23 +177,23 @@ def _files_in(folder: Path, split: str) -> list[File]:
 
 
 def _regular(files: Sequence[Path]) -> list[File]:
-    """Return files that a folder or a pattern has; raises DataError for one that is not a file.
+    """Return the files of a folder or a pattern; DataError for entries that are not regular files.
 
-    Left out in silence, it would be a part of the data that nobody misses.
+    Skipping them silently would lose a part of the data.
     """
     problems = Problems()
     for file in files:
         problem = special_file(file)
         if problem is None and not file.exists():
-            problem = f"{file}: is a link to a file that is not there"
+            problem = f"{file}: is a link to a missing file; restore the file"
         if problem is not None:
-            problems.add(f"{problem}, or take it out of the data set")
+            problems.add(f"{problem}, or remove it from the data set")
     problems.raise_if_any()
     return list(files)
 
 
 def _of_split(files: Sequence[File], split: str) -> list[File]:
-    """Return the files named by `split`; all of them where no name tells a split."""
+    """Return the files whose name starts with `split`; all for train, if no name has a split."""
     if any(_split_of(file) for file in files):
         return [file for file in files if _split_of(file) == split]
     return list(files) if split == "train" else []
@@ -205,7 +205,7 @@ def _no_split(folder: str, split: str, names: Sequence[str]) -> str:
 
 
 def _named_by_split(path: str, files: Sequence[File], split: str) -> list[File]:
-    """Return files that were named one by one, which are train whatever their names say."""
+    """Return files given one by one, which are the train split whatever their names are."""
     named = [file for file in files if split in ("train", _split_of(file))]
     if not named:
         raise DataError(only_train(path, split))
@@ -213,10 +213,10 @@ def _named_by_split(path: str, files: Sequence[File], split: str) -> list[File]:
 
 
 def only_train(path: str, split: str) -> str:
-    """Say that a single file, or files named one by one, have no split but train."""
+    """Return the message that a single file, or files given one by one, are the train split."""
     return (
-        f"{path}: no split '{split}' in what is one file, or files named one by one: their split "
-        "is train; give a folder, or the file of that split"
+        f"{path}: no split '{split}': a single file, or files named one by one, are the train "
+        "split; give a folder, or the file of that split"
     )
 
 
@@ -230,7 +230,7 @@ def _here() -> str:
 
 
 def _beside(pattern: Path) -> str:
-    """Say what stands in the folder in which a glob found nothing."""
+    """Describe the content of the folder in which a glob matched nothing."""
     folder = pattern.parent
     while glob.has_magic(str(folder)) or not folder.is_dir():
         if folder == folder.parent:
@@ -247,25 +247,25 @@ def _nearest(file: Path) -> str:
         folder = folder.parent
     missing = file.relative_to(folder).parts[0]
     close = difflib.get_close_matches(missing, [f.name for f in folder.iterdir()], 3, 0.5)
-    if not close or folder == folder.parent:  # what the root has is never meant
+    if not close or folder == folder.parent:  # never suggest an entry of the root folder
         return "; check data.datasets[].path"
     return f"; did you mean {' or '.join(str(folder / name) for name in close)}?"
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """Hold one end of a slice: a row's number, from the end where negative, or a percentage."""
+    """One end of a slice: a row number, counted from the end if negative, or a percentage."""
 
     value: Fraction
     is_percent: bool
 
     @property
     def needs_total(self) -> bool:
-        """Tell whether it depends on how many rows there are."""
+        """Return whether it depends on the number of rows."""
         return self.is_percent or self.value < 0
 
     def resolve(self, total: int) -> int:
-        """Return the row's number from 0; the same share gives the same row at both ends."""
+        """Return the row number, from 0; a percentage gives the same row as start and as stop."""
         if self.is_percent:
             value = self.value + 100 if self.value < 0 else self.value
             return min(total, max(0, round(value * total / 100)))
@@ -275,7 +275,7 @@ class _Bound:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Hold a split's name and the slice of its rows that is meant."""
+    """The name of a split and a slice of its rows."""
 
     name: str
     start: _Bound | None = None
@@ -283,16 +283,16 @@ class Part:
 
     @property
     def needs_total(self) -> bool:
-        """Tell whether the slice depends on how many rows there are."""
+        """Return whether the slice depends on the number of rows."""
         return any(bound is not None and bound.needs_total for bound in (self.start, self.stop))
 
     @property
     def is_sliced(self) -> bool:
-        """Tell whether some rows are left out."""
+        """Return whether it is a slice and not the whole split."""
         return self.start is not None or self.stop is not None
 
     def resolve(self, total: int | None) -> tuple[int, int | None]:
-        """Return first row, from 0, and the row after the last (None = all that follow)."""
+        """Return the first row, from 0, and the row after the last (None: to the end)."""
         known = total if total is not None else 1 << 62
         start = 0 if self.start is None else self.start.resolve(known)
         return start, None if self.stop is None else self.stop.resolve(known)
@@ -313,7 +313,7 @@ def check_split(split: str) -> list[Part]:
 
 
 def rows_of(path: str, part: Part, total: int | None) -> tuple[int, int | None]:
-    """Return first row of the slice, from 0, and the row after its last; raises DataError."""
+    """Return the first row of the slice, from 0, and the row after the last; raises DataError."""
     start, stop = part.resolve(total)
     if part.is_sliced and (start == total or (stop is not None and stop <= start)):
         rows = "" if total is None else f" of {total:,} rows"
@@ -324,9 +324,9 @@ def rows_of(path: str, part: Part, total: int | None) -> tuple[int, int | None]:
 def take(
     chunks: Iterator[Chunk], start: int, stop: int | None, shard: tuple[int, int] = (0, 1)
 ) -> Generator[Chunk, None, int]:
-    """Yield the rows from `start` to `stop`, and of those every count-th; return how many passed.
+    """Yield every count-th of the rows from `start` to `stop`; return the number of rows read.
 
-    Nothing is counted where all rows are taken.
+    Rows are not counted if all of them are taken.
     """
     index, count = shard
     position = 0
@@ -358,14 +358,14 @@ def _parse_part(text: str) -> Part:
     start, stop = (
         None if bound is None else _parse_bound(bound, text) for bound in match.groups()[1:]
     )
-    # -10 and 90 cannot be compared: rows have to be counted first.
+    # -10 and 90 cannot be compared until the rows are counted.
     if (
         start is not None
         and stop is not None
         and (start.is_percent, start.value < 0) == (stop.is_percent, stop.value < 0)
         and start.value >= stop.value
     ):
-        raise ValueError(f"split '{text}' has no row: it ends where it begins, or before")
+        raise ValueError(f"split '{text}' has no row: its end is not after its start")
     return Part(match[1], start, stop)
 
 
@@ -373,12 +373,12 @@ def _parse_bound(text: str, whole: str) -> _Bound:
     is_percent = text.endswith("%")
     value = Fraction(text.removesuffix("%").replace("_", ""))
     if is_percent and abs(value) > 100:
-        raise ValueError(f"split '{whole}' has {text}; give a percentage up to 100")
+        raise ValueError(f"split '{whole}' has {text}; use a percentage up to 100")
     if not is_percent and value.denominator != 1:
-        raise ValueError(f"split '{whole}' has row {text}; give a whole number, or a percentage")
+        raise ValueError(f"split '{whole}' has row {text}; use a whole number, or a percentage")
     return _Bound(value, is_percent)
 
 
 def is_readable(name: str) -> bool:
-    """Tell whether a file of this name can be read."""
+    """Return whether a file of this name can be read."""
     return suffix_of(name) in READERS

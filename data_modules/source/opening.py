@@ -1,8 +1,7 @@
-"""Open one file, on disk or remote, decompressed and only as far as a budget allows.
+"""Open one file, on disk or remote, decompressed and within a budget; the chunks of its rows.
 
-Decides what may be opened under which name, and in which form its rows are handed on: in chunks
-that are parsed when they are needed, in any process, a bad row in its place. Never looks at what a
-row means.
+Decides what may be opened under which name. Rows are passed on in chunks, which are parsed when
+they are needed, in any process, with bad rows in place. Never interprets a row.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _NO_TEXT = {
     b"SQLite format 3\0": "a SQLite data base; export its rows",
 }
 FREE_EXPANSION = 16 << 20
-"""bytes that every compressed file may grow to"""
+"""decompressed bytes that are accepted whatever the ratio"""
 _SPECIAL_FILES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe (FIFO)",
@@ -52,25 +51,25 @@ _SPECIAL_FILES = {
 }
 File = Path | Url
 MAX_RAW = 2000
-"""characters of a bad row's text that are kept"""
+"""characters of a bad row's text that are stored"""
 _CHUNK_ROWS = 1000
 
 
 @dataclass(slots=True)
 class Budget:
-    """Count the bytes that may still be read; what lies beyond them is not looked at."""
+    """The number of bytes that may still be read."""
 
     left: int
 
     @property
     def spent(self) -> bool:
-        """Tell whether nothing more may be read."""
+        """Whether nothing more may be read."""
         return self.left <= 0
 
 
 @dataclass(slots=True)
 class Content:
-    """Read what the budget allows; `cut` says that there is more than that."""
+    """The content of a file, as far as the budget allows; `cut` is set if there is more."""
 
     file: File
     stream: IO[bytes]
@@ -79,7 +78,7 @@ class Content:
     cut: bool = False
 
     def read(self) -> bytes:
-        """Return the next CHUNK_BYTES, or those that are left; b"" at the end."""
+        """Return the next CHUNK_BYTES, fewer before the end; b"" at the end."""
         size = CHUNK_BYTES
         if self.budget is not None:
             size = min(size, max(0, self.budget.left))
@@ -94,26 +93,26 @@ class Content:
         return data
 
     def read_all(self) -> bytes:
-        """Return all bytes that are left."""
+        """Return all remaining bytes."""
         return b"".join(iter(self.read, b""))
 
 
 def suffix_of(name: str) -> str:
-    """Return the suffix of a file's name that says its format: that before .gz or .zst."""
+    """Return the suffix that determines a file's format: the one before .gz or .zst."""
     return PurePosixPath(_without_compression(name.lower())).suffix
 
 
 def stem_of(name: str) -> str:
-    """Return a file's name without the suffixes that say its format."""
+    """Return a file's name without the suffixes of its format and compression."""
     bare = _without_compression(name)
     return bare[: len(bare) - len(suffix_of(name))]
 
 
 def open_regular(file: Path) -> io.BufferedReader:
-    """Open a file on disk without ever waiting for it.
+    """Open a file on disk without ever blocking.
 
-    Raises DataError where it cannot be opened or is not a regular file: a FIFO, a device, a socket
-    or a folder. What is checked is what was opened, whatever the path names a moment later.
+    Raises DataError if it cannot be opened or is not a regular file: a FIFO, a device, a socket or
+    a folder. The opened file itself is checked, not the path, which may change meanwhile.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -127,7 +126,7 @@ def open_regular(file: Path) -> io.BufferedReader:
 
 
 def special_file(file: Path) -> str | None:
-    """Say that `file` is not a regular file; None where it is one, or cannot be looked at."""
+    """Return the message that `file` is not a regular file; None if it is, or on an error."""
     try:
         mode = file.stat().st_mode
     except OSError:
@@ -142,7 +141,7 @@ def _not_a_file(file: Path, mode: int) -> str:
 
 @contextmanager
 def open_text(file: File, budget: Budget | None, limits: Limits) -> Iterator[Content]:
-    """Open a file of text; raises DataError where its first bytes are none."""
+    """Open a text file; raises DataError if its first bytes are those of another format."""
     with open_bytes(file, limits) as stream:
         head = stream.read(_SNIFFED_BYTES)
         if head.startswith(_UTF16_MARKS) or b"\0\0" in (head[:4:2], head[1:4:2]):
@@ -151,13 +150,13 @@ def open_text(file: File, budget: Budget | None, limits: Limits) -> Iterator[Con
             if head.startswith(start):
                 raise DataError(f"{file}: is {what}")
         if b"\r" in head and b"\n" not in head and len(head) > head.index(b"\r") + 1:
-            raise DataError(f"{file}: its lines end in CR alone; save it with LF at line ends")
+            raise DataError(f"{file}: has CR line endings; save it with LF line endings")
         yield Content(file, stream, budget, head.removeprefix(_UTF8_MARK))
 
 
 @contextmanager
 def open_seekable(file: File, limits: Limits) -> Iterator[Any]:
-    """Open a file for the readers of pyarrow, which jump in it."""
+    """Open a file for pyarrow's readers, which seek in it."""
     with open_bytes(file, limits) as stream:
         if file.suffix.lower() in _COMPRESSIONS:
             with tempfile.TemporaryFile() as unpacked:
@@ -165,13 +164,13 @@ def open_seekable(file: File, limits: Limits) -> Iterator[Any]:
                 unpacked.seek(0)
                 yield unpacked
         else:
-            # Not memory-mapped: a file cut while it is read would then end the process.
+            # Not memory-mapped: truncating the file while it is read would crash the process.
             yield stream
 
 
 @contextmanager
 def open_bytes(file: File, limits: Limits) -> Iterator[IO[bytes]]:
-    """Open a file, decompressed as its name says; raises DataError where the bytes say else."""
+    """Open a file, decompressed according to its name; DataError if its bytes contradict that."""
     with open_stored(file) as raw:
         magic = raw.peek(8)[:8]
         found = next((s for s, start in _COMPRESSIONS.items() if magic.startswith(start)), "")
@@ -197,7 +196,7 @@ def open_bytes(file: File, limits: Limits) -> Iterator[IO[bytes]]:
 
 @dataclass(slots=True)
 class _Unpacked:
-    """Read what a compressed file holds; raises DataError where it grows beyond its limit."""
+    """The decompressed content of a file; raises DataError beyond the limit of expansion."""
 
     file: File
     stream: IO[bytes]
@@ -214,15 +213,15 @@ class _Unpacked:
 
 
 def check_expansion(file: File, num_bytes: int, packed_bytes: int, limits: Limits) -> None:
-    """Raise DataError where so many stored bytes have grown beyond `limits.expansion`."""
+    """Raise DataError if a file has expanded by more than `limits.expansion`."""
     if num_bytes > max(FREE_EXPANSION, limits.expansion * packed_bytes):
         seen = f"{num_bytes // max(1, packed_bytes):,} times its size"
-        problem = too_many("grows, decompressed, to", seen, "expansion", limits.expansion)
+        problem = too_many("decompresses to", seen, "expansion", limits.expansion)
         raise DataError(f"{file}: {problem}")
 
 
 def open_stored(file: File) -> io.BufferedReader:
-    """Open the bytes of a file as they are stored; raises DataError where that fails."""
+    """Open a file's bytes as stored; raises DataError if that fails."""
     if isinstance(file, Path):
         return open_regular(file)
     try:
@@ -240,9 +239,9 @@ def _without_compression(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """Stand in place of a row that cannot be read.
+    """A row that cannot be read, in its place.
 
-    `reason` is without the origin; `raw` is at most 2,000 characters of the row's text.
+    `reason` does not include the origin; `raw` is at most 2,000 characters of the row's text.
     """
 
     origin: Origin
@@ -252,16 +251,16 @@ class BadRow:
 
     @property
     def problem(self) -> str:
-        """Return place and reason in one line."""
+        """The origin and the reason in one line."""
         column = "" if self.column is None else f":{self.column}"
         return f"{self.origin}{column} {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk(ABC):
-    """Hold some rows of one file, not parsed yet where that can wait; cheap to pickle.
+    """Some rows of one file, parsed lazily if possible; cheap to pickle.
 
-    `num_bytes` is about what was read for it, decompressed.
+    `num_bytes` is about the decompressed bytes that were read for it.
     """
 
     file: str
@@ -269,20 +268,20 @@ class Chunk(ABC):
 
     @abstractmethod
     def rows(self) -> Iterator[Row | BadRow]:
-        """Parse and yield the rows, in order; one that cannot be read is a BadRow in its place."""
+        """Parse and yield the rows in order, with a BadRow in place of one that cannot be read."""
 
     @abstractmethod
     def count(self) -> int:
-        """Return how many rows there are, good and bad, without parsing them."""
+        """Return the number of rows, good and bad, without parsing them."""
 
     @abstractmethod
     def select(self, kept: range) -> Chunk:
-        """Return a chunk of the rows with these numbers, counted from 0."""
+        """Return a chunk of the rows with these indices, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowChunk(Chunk):
-    """Hold rows that are read already."""
+    """Rows that are already parsed."""
 
     read: tuple[Row | BadRow, ...]
 
@@ -291,16 +290,16 @@ class RowChunk(Chunk):
         return iter(self.read)
 
     def count(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return len(self.read)
 
     def select(self, kept: range) -> Chunk:
-        """Return a chunk of the rows with these numbers, counted from 0."""
+        """Return a chunk of the rows with these indices, from 0."""
         return replace(self, read=tuple(self.read[number] for number in kept))
 
 
 def grouped(rows: Iterator[tuple[int, Row | BadRow]], file: str) -> Iterator[RowChunk]:
-    """Yield rows in chunks of about 1 MB; each row comes with its size."""
+    """Yield `rows`, pairs of size in bytes and row, in chunks of about 1 MB."""
     group: list[Row | BadRow] = []
     total = 0
     try:
@@ -311,7 +310,7 @@ def grouped(rows: Iterator[tuple[int, Row | BadRow]], file: str) -> Iterator[Row
                 yield RowChunk(file, total, tuple(group))
                 group, total = [], 0
     except DataError:
-        # What was read before the break counts too.
+        # The rows before the error count too.
         if group:
             yield RowChunk(file, total, tuple(group))
         raise
@@ -320,16 +319,15 @@ def grouped(rows: Iterator[tuple[int, Row | BadRow]], file: str) -> Iterator[Row
 
 
 def too_large(origin: Origin, size: str, max_row_bytes: int, raw: str) -> BadRow:
-    """Refuse a row; `size` is in bytes, as text."""
+    """Return the BadRow of a row that is too large; `size` is formatted, in bytes."""
     reason = (
-        f"row of {size} bytes; data.max_row_bytes is {max_row_bytes:,}; raise it, or leave the "
-        "row out"
+        f"row of {size} bytes; data.max_row_bytes is {max_row_bytes:,}; raise it, or remove the row"
     )
     return BadRow(origin, reason, raw[:MAX_RAW])
 
 
 def not_utf8(origin: Origin, data: bytes) -> BadRow | None:
-    """Name the first byte that is not UTF-8; None where all are."""
+    """Return a BadRow for the first byte that is not UTF-8; None if there is none."""
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -346,7 +344,7 @@ def not_utf8(origin: Origin, data: bytes) -> BadRow | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """Say how much of a file is read (None: all), and which of its rows are too large."""
+    """How much of a file is read (`budget` None: all), and the limits of its rows."""
 
     budget: Budget | None = None
     max_row_bytes: int = MAX_ROW_BYTES

@@ -1,6 +1,6 @@
-"""Wait for a remote file system no longer than the limits allow.
+"""Time-outs and minimum rates for remote files and the Hugging Face hub.
 
-Decides when a server is too slow or too silent. Knows no addresses and never looks at rows.
+Decides when a server is too slow or silent for too long. Never reads rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from data_modules.messages import DataError, RemoteError, printable, reason_of, 
 from data_modules.source.limits import Limits, too_many
 
 BLOCK_BYTES = 1 << 20
-"""bytes over which the rate of a server is counted"""
-_WHAT_TO_DO = "try again later, download the file and give its path, or raise the limit"
+"""bytes over which the rate of a server is measured"""
+_FIX = "try again later, download the file and give its path, or raise the limit"
 Answer = TypeVar("Answer")
 REMOTE_MARKS = (
     "ETag",
@@ -42,19 +42,19 @@ REMOTE_MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """Name a file that fsspec opens; as text it is shown without password and query."""
+    """The URL of a file for fsspec; its string has no password and no query."""
 
     address: str
     limits: Limits = field(default_factory=Limits, compare=False)
 
     @property
     def name(self) -> str:
-        """Return the last part of its path."""
+        """The last part of its path."""
         return PurePosixPath(str(self)).name
 
     @property
     def suffix(self) -> str:
-        """Return the suffix of its name."""
+        """The suffix of its name."""
         return PurePosixPath(self.name).suffix
 
     def open(self) -> IO[bytes]:
@@ -65,13 +65,13 @@ class Url:
         return stream
 
     def options(self) -> dict[str, Any]:
-        """Return what its file system is made with."""
+        """Return the arguments of its fsspec file system."""
         if not self.address.startswith(("http://", "https://")):
             return {}
         import aiohttp
 
         seconds = self.limits.remote_seconds
-        # Without it a request ends after five minutes, however much comes.
+        # The default aborts a request after five minutes, even one that makes progress.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
         return {"block_size": BLOCK_BYTES, "client_kwargs": {"timeout": timeout}}
 
@@ -86,16 +86,15 @@ def answer_within(limits: Limits, ask: Callable[[], Answer]) -> Answer:
         return _wait(seconds, ask)
     except queue.Empty as error:
         raise TimeoutError(
-            f"no answer within {seconds:g} seconds, which is data.limits.remote_seconds; "
-            f"{_WHAT_TO_DO}"
+            f"no answer within {seconds:g} seconds (data.limits.remote_seconds); {_FIX}"
         ) from error
 
 
 def _wait(seconds: float, ask: Callable[[], Answer]) -> Answer:
     """Return what `ask` returns, or raise what it raises; queue.Empty after `seconds`.
 
-    It runs in a thread of its own, which is left alone when it takes too long: a call of a library
-    that waits for the network cannot be interrupted.
+    It runs in a separate thread, which is abandoned after that time: a library's call that waits
+    for the network cannot be interrupted.
     """
     outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -114,21 +113,21 @@ def _wait(seconds: float, ask: Callable[[], Answer]) -> Answer:
 
 def _too_slow(num_bytes: int, seconds: float, limits: Limits) -> str:
     return (
-        f"{num_bytes:,} bytes came in {seconds:.0f} seconds; "
-        f"data.limits.remote_bytes_per_second is {limits.remote_bytes_per_second:,}; {_WHAT_TO_DO}"
+        f"received {num_bytes:,} bytes in {seconds:.0f} seconds; "
+        f"data.limits.remote_bytes_per_second is {limits.remote_bytes_per_second:,}; {_FIX}"
     )
 
 
 class RemoteStream(io.RawIOBase):
-    """Read a remote file; raises TimeoutError where its server is too slow, OSError beyond a limit.
+    """A remote file; reading raises TimeoutError if the server is too slow, OSError beyond a limit.
 
-    Each MiB may take `remote_seconds` and what it takes at `remote_bytes_per_second`.
+    Each MiB may take `remote_seconds` plus its time at `remote_bytes_per_second`.
     """
 
-    def __init__(self, open_it: Callable[[], IO[bytes]], limits: Limits) -> None:
+    def __init__(self, opener: Callable[[], IO[bytes]], limits: Limits) -> None:
         super().__init__()
         self._limits = limits
-        self._stream = answer_within(limits, open_it)
+        self._stream = answer_within(limits, opener)
         self._position = self._num_bytes = self._block = 0
         self._waited = 0.0
 
@@ -137,20 +136,20 @@ class RemoteStream(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        """Tell whether the remote side can jump."""
+        """Return whether the server supports ranges."""
         return self._stream.seekable()
 
     def tell(self) -> int:
-        """Return the place of the next byte."""
+        """Return the position of the next byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to another place; nothing is fetched yet."""
+        """Set the position; nothing is downloaded yet."""
         self._position = self._stream.seek(offset, whence)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fetch up to `len(buffer)` bytes."""
+        """Download up to `len(buffer)` bytes."""
         limits = self._limits
         allowed = limits.remote_seconds + BLOCK_BYTES / limits.remote_bytes_per_second
         size = min(len(buffer), BLOCK_BYTES)
@@ -182,14 +181,14 @@ class RemoteStream(io.RawIOBase):
 
 
 def fresh_info(file_system: Any, place: str) -> dict[str, Any]:
-    """Return the present facts of a remote file, not those remembered."""
+    """Return the info of a remote file, bypassing the cache."""
     file_system.invalidate_cache(place)
     info: dict[str, Any] = file_system.info(place)
     return info
 
 
 def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
-    """Query the file system of an address; raises DataError with its answer."""
+    """Return `ask(file system, path)` for a URL; raises DataError with the reason of a failure."""
     import fsspec
 
     def answer() -> Any:
@@ -212,12 +211,12 @@ def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
     except DataError:
         raise
     except Exception as error:
-        # Each remote file system has errors of its own.
+        # Each remote file system raises errors of its own.
         raise RemoteError(unreadable(url, error)) from error
 
 
 def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
-    """Word what fsspec calls a missing file: it does so whatever goes wrong over http."""
+    """Return the true reason of a FileNotFoundError: fsspec raises it for any failure over http."""
     if cause is not None and url.address.startswith(("http://", "https://")):
         import asyncio
 
@@ -226,7 +225,8 @@ def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
         if isinstance(cause, aiohttp.ClientResponseError) and cause.status != 404:
             kind = DataError if 400 <= cause.status < 500 else RemoteError
             return kind(
-                f"{url}: cannot be read: the server says {cause.status} {printable(cause.message)}"
+                f"{url}: cannot be read: the server returned {cause.status} "
+                f"{printable(cause.message)}"
             )
         if isinstance(cause, (aiohttp.ClientConnectionError, asyncio.TimeoutError)):
             reason = reason_of(cause) if isinstance(cause, Exception) else ""
@@ -238,10 +238,10 @@ def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
 
 
 class HubPace:
-    """Give up the Hugging Face hub where it drips or is silent, whatever its library would retry.
+    """Abort downloads from the Hugging Face hub that are too slow or silent, before any retries.
 
-    What `hf_xet` fetches of a model is not seen here: it has a limit for silence of its own, none
-    for drips. Data sets are fetched without it.
+    Does not cover models downloaded by `hf_xet`, which has its own limit for silence but none for a
+    low rate. Data sets are downloaded without it.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -250,18 +250,18 @@ class HubPace:
         self._client: Any = None
 
     def limit(self) -> None:
-        """Let huggingface_hub send its requests through here from now on."""
+        """Make huggingface_hub send its requests through this limiter from now on."""
         import huggingface_hub
 
         self._client = huggingface_hub.get_session()
         huggingface_hub.set_client_factory(self._build_client)
 
     def _build_client(self) -> Any:
-        """Return a client as the library makes it, whose answers are timed."""
-        known = self._client
-        # httpx or httpx2, by the version of huggingface_hub.
-        library = importlib.import_module(type(known).__module__.partition(".")[0])
-        client = type(known)(event_hooks=known.event_hooks, follow_redirects=True, timeout=None)
+        """Return a client like the library's own, with timed responses."""
+        default = self._client
+        # httpx or httpx2, depending on the version of huggingface_hub.
+        library = importlib.import_module(type(default).__module__.partition(".")[0])
+        client = type(default)(event_hooks=default.event_hooks, follow_redirects=True, timeout=None)
         send = client.send
 
         class Timed(library.SyncByteStream):  # type: ignore[name-defined]
@@ -292,7 +292,7 @@ class HubPace:
         return client
 
     def timed(self, stream: Any, url: Url, timeout: type[Exception]) -> Iterator[bytes]:
-        """Yield what comes; raises RemoteError where it is too slow."""
+        """Yield the received bytes; raises RemoteError if they are too slow."""
         limits = self._limits
         allowed = limits.remote_seconds + BLOCK_BYTES / limits.remote_bytes_per_second
         block, waited, started = 0, 0.0, time.monotonic()
@@ -305,7 +305,7 @@ class HubPace:
                 if block >= BLOCK_BYTES:
                     block, waited = 0, 0.0
                 yield data
-                started = time.monotonic()  # what the reader took is not the hub's
+                started = time.monotonic()  # excludes the reader's own time
         except timeout as error:
             self._count_silence(url, started, error)
             raise
@@ -316,10 +316,10 @@ class HubPace:
         if self._silent >= seconds:
             raise RemoteError(
                 f"{url}: no answer within {self._silent:.1f} seconds; data.limits.remote_seconds "
-                f"is {seconds:g}; {_WHAT_TO_DO}"
+                f"is {seconds:g}; {_FIX}"
             ) from error
 
 
 def list_urls(folder: Url, file_system: Any, places: Sequence[str]) -> list[Url]:
-    """Return the addresses of files that a remote folder or glob has, sorted."""
+    """Return the URLs of the files in a remote folder or glob, sorted."""
     return [Url(file_system.unstrip_protocol(place), folder.limits) for place in sorted(places)]

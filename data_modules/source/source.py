@@ -1,8 +1,8 @@
-"""Find the files behind a path, on disk or remote, and yield their rows with file and line.
+"""Yield the rows behind a path, on disk or remote, with file and line.
 
-Decides which files, hub rows and samples a path and a split mean, which slice and shard of them is
-read, and that a file stays the same meanwhile. How bytes become rows is in text.py,
-tables.py. Never looks at what a row means.
+Decides which files, hub rows and samples a path and a split refer to and which slice and shard is
+read, and checks that files do not change meanwhile. Parsing is in text.py and tables.py. Never
+interprets a row.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from data_modules.source.tables import count_parquet_rows
 from data_modules.types import Row
 
 _PLAIN_TEXT = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
-_SAMPLE_ROW_BYTES = 1000  # about; only the size of a chunk hangs on it
+_SAMPLE_ROW_BYTES = 1000  # approximate; only determines the size of a chunk
 
 
 def read_chunks(
@@ -76,26 +76,25 @@ def read_chunks(
 ) -> Iterator[Chunk]:
     """Yield the rows of a file, folder, glob, URL, hub id or `sample:` name in chunks.
 
-    A chunk can be sent to another process and parsed there. With a `budget` only about so many
-    bytes are read, of all files together; a slice of a large file that does not begin at its first
-    row is then not looked at. `rows` (start, stop), from 0, are those of `split` that are wanted,
-    as where some are held out; of these `shard` (index, count) takes every count-th, so that the
-    shards have each row once between them. `streaming` fetches a hub data set while it is read.
-    Raises DataError where a file cannot be read to its end, changes meanwhile, or has no row; what
-    is wrong with single rows is in Chunk.rows.
+    A chunk can be sent to another process and parsed there. With a `budget` only about that many
+    bytes are read, of all files together; a slice of a large file that does not start at its first
+    row is then skipped. `rows` (start, stop), from 0, selects rows of `split`; of these `shard`
+    (index, count) takes every count-th, so that all shards together have each row once. `streaming`
+    downloads a hub data set while it is read. Raises DataError if a file cannot be read to its end,
+    changes meanwhile, or has no row; problems of single rows are in Chunk.rows.
     """
     limits = limits or Limits()
     options = ReadOptions(budget=budget, max_row_bytes=max_row_bytes, limits=limits)
     if revision is not None and not is_hub_id(path):
-        raise DataError(f"{path}: revision '{revision}' is given, which only a hub data set has")
+        raise DataError(f"{path}: revision '{revision}' is given, but only a hub data set has one")
     parts = _parts(path, split)
     if is_generated(path):
         chunks = map(functools.partial(_read_sample, path), parts)
     elif is_hub_id(path):
-        # Its files can be dealt out only where all rows of them are wanted.
+        # Whole files can be assigned to shards only if all of their rows are read.
         is_whole = streaming and rows == (0, None) and split == parts[0].name
-        dealt, shard = (shard, (0, 1)) if is_whole else ((0, 1), shard)
-        hub = functools.partial(read_hub, path, revision, max_row_bytes, limits, dealt, streaming)
+        by_file, shard = (shard, (0, 1)) if is_whole else ((0, 1), shard)
+        hub = functools.partial(read_hub, path, revision, max_row_bytes, limits, by_file, streaming)
         chunks = map(hub, parts)
     else:
         chunks = map(functools.partial(_read_files, path, options), parts)
@@ -103,7 +102,7 @@ def read_chunks(
 
 
 def read_rows(path: str, max_rows: int | None = None) -> Iterator[tuple[dict[str, Any], Origin]]:
-    """Yield the first rows behind `path` with their places; DataError at one that is not good."""
+    """Yield the first rows behind `path` with their origins; DataError at a bad row."""
     rows = (row for chunk in read_chunks(path, rows=(0, max_rows)) for row in chunk.rows())
     for row in itertools.islice(rows, max_rows):
         if isinstance(row, BadRow):
@@ -112,7 +111,7 @@ def read_rows(path: str, max_rows: int | None = None) -> Iterator[tuple[dict[str
 
 
 def find_files(path: str, split: str = "train", limits: Limits | None = None) -> list[File]:
-    """Return the files behind `path`; raises DataError when there is none that can be read."""
+    """Return the files behind `path`; raises DataError if there is none that can be read."""
     files: dict[str, File] = {}
     for part in _parts(path, split):
         files |= {str(file): file for file in files_of(path, part.name, limits)}
@@ -120,7 +119,7 @@ def find_files(path: str, split: str = "train", limits: Limits | None = None) ->
 
 
 def num_bytes(path: str, split: str = "train") -> int | None:
-    """Return how many bytes of text are read for `path`; None where only reading tells."""
+    """Return the bytes of text behind `path`; None if that is unknown until they are read."""
     if is_remote(path) or is_generated(path) or "[" in split:
         return None
     files = find_files(path, split)
@@ -130,10 +129,10 @@ def num_bytes(path: str, split: str = "train") -> int | None:
 
 
 def resolved_revision(path: str, revision: str | None = None) -> str | None:
-    """Return the commit that a hub id means now; None for files, and where that is not known.
+    """Return the commit that a hub id currently refers to; None for files, or if it is unknown.
 
-    Where the hub does not answer it is that of the copy that was downloaded before. Given to
-    `read_chunks` as `revision` it makes sure that no other commit is read.
+    If the hub does not answer, it is the commit of the downloaded copy. Passed to `read_chunks` as
+    `revision`, it ensures that no other commit is read.
     """
     return commit_of(path, revision) if is_hub_id(path) else None
 
@@ -146,29 +145,29 @@ def fingerprint(
     by_stamp: bool = False,
     limits: Limits | None = None,
 ) -> str:
-    """Return the sha256 of a file's bytes, or of names and bytes where `path` means several.
+    """Return the sha256 of a file's bytes, or of the names and bytes of several files.
 
-    A copy of the data elsewhere has the same one. For remote files it is that of their etags, or
-    of size and time; for a hub id it is the commit of `resolved_revision`, "" where that is not
-    known. `by_stamp` reads no bytes: files on disk count by name, size and time.
+    It does not depend on where the data is. Remote files are identified by etag, or by size and
+    time; a hub id by the commit of `resolved_revision`, "" if that is unknown. With `by_stamp` no
+    bytes are read: files on disk are identified by name, size and time.
     """
     if is_hub_id(path):
         return commit_of(path, revision) or ""
     digest = hashlib.sha256()
     if is_generated(path):
-        for made_by in (Path(corpus.__file__), WORDS_FILE):
-            digest.update(repr((made_by.name, _sha256_of(made_by))).encode())
+        for generator in (Path(corpus.__file__), WORDS_FILE):
+            digest.update(repr((generator.name, _sha256_of(generator))).encode())
         return digest.hexdigest()
     files = find_files(path, split, limits)
     if not by_stamp and len(files) == 1 and files[0] == Path(path).expanduser():
         return _sha256_of(files[0])
     for file, name in zip(files, _names_of(files), strict=True):
-        digest.update(repr((name, _mark_of(file, by_stamp))).encode())
+        digest.update(repr((name, _identity_of(file, by_stamp))).encode())
     return digest.hexdigest()
 
 
 def _names_of(files: Sequence[File]) -> list[str]:
-    """Return the files' names below the folder that all of them are in."""
+    """Return the files' names relative to their common folder."""
     local = [file.absolute() for file in files if isinstance(file, Path)]
     if len(local) < len(files):
         return [str(file) for file in files]
@@ -176,8 +175,8 @@ def _names_of(files: Sequence[File]) -> list[str]:
     return [str(file.relative_to(root)) for file in local]
 
 
-def _mark_of(file: File, by_stamp: bool) -> object:
-    """Return what a file counts by."""
+def _identity_of(file: File, by_stamp: bool) -> object:
+    """Return what identifies a file's content: a stamp or its hash."""
     if isinstance(file, Url):
         stamp = stamp_of(file)
         if stamp is None:
@@ -228,7 +227,7 @@ def _read_files(path: str, options: ReadOptions, part: Part) -> Iterator[Chunk]:
     total = None
     if part.needs_total:
         if budget is not None and sum(size_of(file) for file in files) > budget.left:
-            # Not to be counted in this short time: what surely is in the slice, or nothing.
+            # Too large to count its rows now: read what is surely in the slice, or nothing.
             if part.start is not None:
                 budget.left = 0
                 return
@@ -266,7 +265,8 @@ def _check_unchanged(
     changed = [file for file, stamp in zip(files, stamps, strict=True) if stamp_of(file) != stamp]
     if changed:
         problems = [
-            f"{file}: changed while it was read; start again when it is written" for file in changed
+            f"{file}: changed while it was being read; start again when it is complete"
+            for file in changed
         ]
         raise DataError(problems[:MAX_PROBLEMS]) from cause
 
@@ -274,7 +274,7 @@ def _check_unchanged(
 def read_file(file: File, options: ReadOptions) -> Iterator[Chunk]:
     """Yield the rows of a file in chunks.
 
-    Raises DataError, after what could be read, where the rest of the file cannot be.
+    Raises DataError after the last readable chunk if the rest of the file cannot be read.
     """
     try:
         yield from READERS[suffix_of(file.name)](file, options)
@@ -283,7 +283,7 @@ def read_file(file: File, options: ReadOptions) -> Iterator[Chunk]:
     except (EOFError, zlib.error) as error:
         raise DataError(f"{file}: cannot be read to its end: {error}; copy it again?") from error
     except Exception as error:
-        # Each remote file system has errors of its own.
+        # Each remote file system raises errors of its own.
         if not isinstance(file, Path):
             raise RemoteError(unreadable(file, error)) from error
         if not isinstance(error, OSError):
@@ -292,7 +292,7 @@ def read_file(file: File, options: ReadOptions) -> Iterator[Chunk]:
 
 
 def count_rows(file: File, options: ReadOptions) -> int:
-    """Return how many rows a file has, good and bad, whatever the budget."""
+    """Return the number of rows of a file, good and bad, regardless of the budget."""
     if file.suffix.lower() == ".parquet":
         return count_parquet_rows(file, options.limits)
     return sum(chunk.count() for chunk in read_file(file, replace(options, budget=None)))

@@ -1,4 +1,4 @@
-"""Read tables: csv and tsv as rows, parquet and arrow files as record batches.
+"""Read tables: csv and tsv row by row, parquet and arrow files as record batches.
 
 Decides how a file is cut into chunks, and which columns hold JSON text.
 """
@@ -33,12 +33,12 @@ from data_modules.source.opening import (
 )
 from data_modules.types import Row
 
-_MOST_ROWS = 4000
+_MAX_CHUNK_ROWS = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class BatchChunk(Chunk):
-    """Hold rows as an arrow record batch; `numbers` count them in their file, from 1."""
+    """Rows as an arrow record batch; `numbers` are their numbers in the file, from 1."""
 
     numbers: range
     batch: Any
@@ -66,11 +66,11 @@ class BatchChunk(Chunk):
             yield self._row(self.batch.slice(index, 1), Origin(self.file, number), features)
 
     def count(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return len(self.numbers)
 
     def select(self, kept: range) -> Chunk:
-        """Return a chunk of the rows with these numbers, counted from 0."""
+        """Return a chunk of the rows with these indices, from 0."""
         if kept.step == 1:
             batch = self.batch.slice(kept.start, len(kept))
         else:
@@ -95,7 +95,7 @@ class BatchChunk(Chunk):
         return Row(values, origin)
 
     def _decoded(self, value: Any, feature: Any) -> Any:
-        """Return a value with its JSON text decoded; raises ValueError where it is too deep."""
+        """Return a value with its JSON text decoded; raises ValueError if it is nested too deep."""
         if feature is None:
             return value
         value = _decode_json(value, feature)
@@ -104,7 +104,7 @@ class BatchChunk(Chunk):
         return value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled slice would carry all of the batch that it was cut from.
+        # Pickling a slice would include the whole batch that it was cut from.
         import pyarrow
 
         sink = pyarrow.BufferOutputStream()
@@ -127,8 +127,8 @@ def _load_batch(
 def json_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
     """Return the columns that Hugging Face `datasets` has written as JSON text, with their types.
 
-    It does so where the values of a field are of several types, as the arguments of tools are.
-    `metadata` is a schema's; raises ValueError where that is not what `datasets` writes.
+    It does so if the values of a field have several types, as the arguments of tools do. `metadata`
+    is that of the schema; raises ValueError if `datasets` did not write it so.
     """
     described = (metadata or {}).get(b"huggingface", b"")
     if b'"Json"' not in described:
@@ -145,7 +145,7 @@ def json_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
 
 
 def _holds_json(kind: Any) -> bool:
-    """Tell whether a type of `datasets` holds JSON text; raises TypeError for anything else."""
+    """Return whether a type of `datasets` holds JSON text; raises TypeError for anything else."""
     if isinstance(kind, list):  # how lists were described in older versions
         return _holds_json(kind[0])
     if not isinstance(kind, dict):
@@ -156,20 +156,22 @@ def _holds_json(kind: Any) -> bool:
 
 
 def _decode_json(value: Any, feature: Any) -> Any:
-    """Return `value` with what is JSON text in it, by its type in `datasets`, as what it says."""
+    """Return `value` with its JSON text parsed, according to its type in `datasets`."""
     if value is None or feature is None:
         return value
     if isinstance(feature, list):
         feature = {"feature": feature[0]}
     if feature.get("_type") == "Json":
         if not isinstance(value, str):
-            raise ValueError(f"its metadata calls it JSON text, it is {type(value).__name__}")
+            raise ValueError(
+                f"its metadata declares JSON text, but it is of type {type(value).__name__}"
+            )
         return json.loads(value)
     inner = feature.get("feature", feature)
     if isinstance(value, list):
-        return [_decode_json(one, inner) for one in value]
+        return [_decode_json(item, inner) for item in value]
     if isinstance(value, dict) and isinstance(inner, dict):
-        return {name: _decode_json(one, inner.get(name)) for name, one in value.items()}
+        return {name: _decode_json(item, inner.get(name)) for name, item in value.items()}
     return value
 
 
@@ -197,26 +199,26 @@ def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
     import pyarrow.parquet
 
     with open_seekable(file, options.limits) as source, _arrow_errors(file, "parquet"):
-        # Else all of a row group is held, which may be the whole file.
+        # Without pre_buffer=False a whole row group, often the whole file, is kept in memory.
         table = pyarrow.parquet.ParquetFile(
             source, buffer_size=opening.CHUNK_BYTES, pre_buffer=False
         )
         _check_schema(file, table.schema_arrow, options.limits)
         groups = [table.metadata.row_group(i) for i in range(table.metadata.num_row_groups)]
         size = sum(group.total_byte_size for group in groups)
-        num_rows = _rows_a_chunk(size, table.metadata.num_rows)
+        num_rows = _rows_per_chunk(size, table.metadata.num_rows)
         stored = source.seek(0, io.SEEK_END)
         batches = table.iter_batches(num_rows)
         found = yield from _batches(file, batches, options, lambda: stored)
         if found is not None and found != table.metadata.num_rows:
             raise DataError(
-                f"{file}: says that it has {table.metadata.num_rows:,} rows and has {found:,}; "
-                "copy it again?"
+                f"{file}: its metadata says {table.metadata.num_rows:,} rows, but it has "
+                f"{found:,}; copy it again?"
             )
 
 
 def count_parquet_rows(file: File, limits: Limits) -> int:
-    """Return how many rows a parquet file says it has."""
+    """Return the number of rows in a parquet file's metadata."""
     import pyarrow.parquet
 
     with open_seekable(file, limits) as source, _arrow_errors(file, "parquet"):
@@ -241,7 +243,7 @@ def read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
 
 
 def _check_schema(file: File, schema: Any, limits: Limits) -> None:
-    """Raise DataError where the columns of a file go beyond a limit, or have the same name."""
+    """Raise DataError if a file's columns exceed a limit or have the same name."""
     if problem := why_names(schema.names, limits):
         raise DataError(f"{file}: {problem}")
     times = Counter(schema.names)
@@ -261,9 +263,9 @@ def _check_schema(file: File, schema: Any, limits: Limits) -> None:
 
 
 def _check_buffers(batch: Any) -> None:
-    """Raise ArrowInvalid where the parts of a batch do not fit together: to read it could crash.
+    """Raise ArrowInvalid if the buffers of a batch are inconsistent: reading it could crash.
 
-    Text that is not UTF-8 in a plain column is its row's problem.
+    Invalid UTF-8 in a plain text column is left to be reported as a bad row.
     """
     import pyarrow
 
@@ -279,16 +281,16 @@ def _check_buffers(batch: Any) -> None:
 def _batches(
     file: File, batches: Iterator[Any], options: ReadOptions, stored: Callable[[], int]
 ) -> Generator[Chunk, None, int | None]:
-    """Yield record batches in pieces of about 1 MB; return how many rows, None if not all.
+    """Yield record batches in pieces of about 1 MB; return the number of rows, None if cut short.
 
-    `stored` tells how many bytes of the file they came from.
+    `stored` returns the bytes of the file that were read for them.
     """
     first, num_bytes, budget = 1, 0, options.budget
     for batch in batches:
         _check_buffers(batch)
         num_bytes += batch.nbytes
         check_expansion(file, num_bytes, stored(), options.limits)
-        width = _rows_a_chunk(batch.nbytes, batch.num_rows)
+        width = _rows_per_chunk(batch.nbytes, batch.num_rows)
         for start in range(0, batch.num_rows, width):
             piece = batch.slice(start, width)
             numbers = range(first, first + piece.num_rows)
@@ -302,8 +304,9 @@ def _batches(
     return first - 1
 
 
-def _rows_a_chunk(num_bytes: int, num_rows: int) -> int:
-    return max(1, min(_MOST_ROWS, opening.CHUNK_BYTES * max(1, num_rows) // max(1, num_bytes)))
+def _rows_per_chunk(num_bytes: int, num_rows: int) -> int:
+    num_fitting = opening.CHUNK_BYTES * max(1, num_rows) // max(1, num_bytes)
+    return max(1, min(_MAX_CHUNK_ROWS, num_fitting))
 
 
 class _RowTooLargeError(Exception):
@@ -312,7 +315,7 @@ class _RowTooLargeError(Exception):
 
 @dataclass(slots=True)
 class _CsvLines:
-    """Hand the lines of a file to the csv reader; `bad` is what was wrong in the present row."""
+    """The lines of a file, for the csv reader; `bad` is set if the current row is invalid."""
 
     data: Content
     max_row_bytes: int
@@ -323,7 +326,7 @@ class _CsvLines:
     _lines: list[bytes] = field(default_factory=list)
 
     def start_row(self) -> None:
-        """Forget what was seen of the row before."""
+        """Reset the state of the current row."""
         self.row_bytes, self.bad = 0, None
 
     def __iter__(self) -> _CsvLines:
@@ -406,8 +409,8 @@ def _csv_rows(
             ) from error
     except _RowTooLargeError as error:
         raise DataError(
-            f"{file}:{start} row of more than {max_row_bytes:,} bytes, which is "
-            "data.max_row_bytes; is a quote not closed? If the row is right, raise it"
+            f"{file}:{start} row of more than {max_row_bytes:,} bytes (data.max_row_bytes); is a "
+            "quote not closed? If the row is right, raise it"
         ) from error
 
 
@@ -422,14 +425,14 @@ def _check_header(
     twice = next((name for name in header if times[name] > 1), None)
     if twice is not None:
         raise DataError(
-            f"{file}:1 column '{shown(twice)}' stands twice in the header ({_names(header)}); "
+            f"{file}:1 column '{shown(twice)}' is twice in the header ({_names(header)}); "
             "rename one of them"
         )
     other = next((mark for mark in ",;\t|" if mark != delimiter and mark in header[0]), None)
     if len(header) == 1 and other is not None:
         fix = "name it .tsv" if other == "\t" else "save it with commas, as .csv"
         raise DataError(
-            f"{file}:1 has one column, '{shown(header[0])}'; are its cells cut at {other!r}? {fix}"
+            f"{file}:1 has one column, '{shown(header[0])}'; is {other!r} its separator? {fix}"
         )
 
 

@@ -1,6 +1,6 @@
 """Read text files in bounded memory: JSON lines, JSON arrays, lines and paragraphs.
 
-Decides where a row begins and ends, and how one that cannot be parsed is reported.
+Decides where a row starts and ends, and how an invalid row is reported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from data_modules.source.opening import (
 )
 from data_modules.types import Row
 
-_BLANKS = " \t\r\n\v\f"  # what bytes.strip takes away
+_BLANKS = " \t\r\n\v\f"  # as for bytes.strip
 _JSON_KINDS = {
     "list": "a list",
     "str": "a string",
@@ -49,14 +49,14 @@ _PARAGRAPH_END = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
 class _RefusedObjectError(ValueError):
-    """Say why an object is refused that is sound JSON."""
+    """Why an object that is valid JSON is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextChunk(Chunk):
-    """Hold whole lines of a file as bytes; `kind` is json, line or paragraph.
+    """Complete lines of a file as bytes; `kind` is json, line or paragraph.
 
-    `kept` are the numbers, from 0, of the chunk's rows that are kept; None = all.
+    `kept` are the indices, from 0, of the chunk's rows that are used; None: all.
     """
 
     first_line: int
@@ -78,7 +78,7 @@ class TextChunk(Chunk):
                 if bad is not None:
                     yield bad
                     continue
-            # Counting bytes takes time: a row with few characters has few bytes too.
+            # Counting bytes takes time, and a character has at most four.
             if len(part) * 4 > self.max_row_bytes:
                 size = len(part.encode())
                 if size > self.max_row_bytes:
@@ -90,7 +90,7 @@ class TextChunk(Chunk):
                 yield Row({"text": part.replace("\r\n", "\n").rstrip("\r\n")}, origin)
 
     def count(self) -> int:
-        """Return how many rows there are, good and bad."""
+        """Return the number of rows, good and bad."""
         if self.kept is not None:
             return len(self.kept)
         if self.kind == "paragraph":
@@ -98,12 +98,12 @@ class TextChunk(Chunk):
         return sum(map(bool, map(bytes.strip, self.data.split(b"\n"))))
 
     def select(self, kept: range) -> Chunk:
-        """Return a chunk of the rows with these numbers, counted from 0."""
+        """Return a chunk of the rows with these indices, from 0."""
         before = range(self.count()) if self.kept is None else self.kept
         return replace(self, kept=before[kept.start : kept.stop : kept.step])
 
     def _decoded(self) -> tuple[str, bool]:
-        """Return the text and whether it is UTF-8; bytes that are not are escaped."""
+        """Return the text, with invalid bytes escaped, and whether it is valid UTF-8."""
         try:
             return self.data.decode(), True
         except UnicodeDecodeError:
@@ -130,14 +130,14 @@ def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: Limits) -
     raw, text = text, text.rstrip("\r\n")
     try:
         decoder = _decoder(limits.columns, limits.key_chars)
-        # Faster than decode(), which looks for blanks around the row first.
+        # Faster than decode(), which strips blanks around the row first.
         values, end = decoder.raw_decode(text)
         if end != len(text):
             values = decoder.decode(text)
     except json.JSONDecodeError as error:
-        at_the_end = error.pos >= len(text) or error.msg.startswith("Unterminated")
+        is_at_end = error.pos >= len(text) or error.msg.startswith("Unterminated")
         is_open = text.startswith("{") and not text.endswith("}")
-        if (at_the_end or is_open) and is_last and origin.line > 1:
+        if (is_at_end or is_open) and is_last and origin.line > 1:
             reason = "line is cut off (no newline); copy the file again?"
             return BadRow(origin, reason, raw[:MAX_RAW])
         return BadRow(origin, invalid_json(error.msg, text, error.pos), raw[:MAX_RAW], error.colno)
@@ -145,7 +145,7 @@ def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: Limits) -
         return BadRow(origin, _unreadable(error, limits), raw[:MAX_RAW])
     if not isinstance(values, dict):
         return BadRow(origin, _not_an_object(values), raw[:MAX_RAW])
-    # Counting letters is fast, and enough for nearly all rows.
+    # Counting brackets is fast, and rules out deep nesting for nearly all rows.
     if text.count("{") + text.count("[") > limits.nesting and (
         problem := why_nested(values, limits)
     ):
@@ -156,9 +156,9 @@ def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: Limits) -
 def parse_element(
     text: str, start: int, origin: Origin, max_row_bytes: int, limits: Limits
 ) -> tuple[Row | BadRow, int]:
-    """Return the row that begins at `start` of an array, and where it ends.
+    """Return the row at `start` of an array, and its end.
 
-    Raises JSONDecodeError, or DataError, where its end cannot be found.
+    Raises JSONDecodeError or DataError if the end cannot be found.
     """
     try:
         values, end = _decoder(limits.columns, limits.key_chars).raw_decode(text, start)
@@ -167,7 +167,7 @@ def parse_element(
     except RecursionError as error:
         raise DataError(f"{origin} {too_deep(limits)}") from error
     except ValueError as error:
-        # Its end can be found all the same.
+        # Only the value is refused; its end can still be found.
         _, end = _LENIENT_DECODER.raw_decode(text, start)
         return BadRow(origin, _unreadable(error, limits), text[start:end][:MAX_RAW]), end
     if (end - start) * 4 > max_row_bytes:
@@ -184,7 +184,7 @@ def parse_element(
 
 @functools.lru_cache(maxsize=4)
 def _decoder(columns: int, key_chars: int) -> json.JSONDecoder:
-    """Return what reads a row and refuses keys that occur twice, or go beyond a limit."""
+    """Return a decoder that refuses duplicate keys and keys beyond a limit."""
     limits = Limits(columns=columns, key_chars=key_chars)
 
     def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def _decoder(columns: int, key_chars: int) -> json.JSONDecoder:
             times = Counter(name for name, _ in pairs)
             twice = next(name for name, count in times.items() if count > 1)
             raise _RefusedObjectError(f"key '{shown(twice)}' occurs twice; keep one of them")
-        # Their letters together are counted fast, and are few enough in nearly all objects.
+        # The total length is counted fast, and small enough in nearly all objects.
         if (len(values) > columns or len("".join(values)) > key_chars) and (
             problem := why_names(values, limits)
         ):
@@ -204,7 +204,7 @@ def _decoder(columns: int, key_chars: int) -> json.JSONDecoder:
 
 
 def invalid_json(what: str, text: str, position: int) -> str:
-    """Say what is wrong at `position` of `text`, and quote what stands there."""
+    """Return the message of a JSON error at `position` of `text`, quoting its surroundings."""
     return f"invalid JSON: {what}, near `{shown(text[max(0, position - 20) : position + 20])}`"
 
 
@@ -213,9 +213,10 @@ def _unreadable(error: Exception, limits: Limits) -> str:
         return str(error)
     if isinstance(error, RecursionError):
         return too_deep(limits)
-    # Python turns no more digits than these into a number.
-    most = sys.get_int_max_str_digits()
-    return f"holds a number of more than {most:,} digits, which cannot be read; write it as text"
+    max_digits = sys.get_int_max_str_digits()
+    return (
+        f"has a number of more than {max_digits:,} digits, which Python refuses; write it as text"
+    )
 
 
 def _not_an_object(value: Any) -> str:
@@ -226,16 +227,16 @@ def _not_an_object(value: Any) -> str:
 
 
 def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chunk]:
-    """Yield chunks of whole rows; one above `max_row_bytes` is passed by, never held."""
+    """Yield chunks of complete rows; a row above `max_row_bytes` is skipped unbuffered."""
     end_of_row = _PARAGRAPH_END if kind == "paragraph" else _LINE_END
     max_row_bytes = options.max_row_bytes
     file, line = str(data.file), 1
     rest = bytearray()
     while block := data.read():
-        # Only what is new, and the blanks before it that may begin the gap, can end a row.
-        looked_at = max(0, len(rest) - _GAP_BYTES)
+        # A row can only end in the new block, or in a gap that started just before it.
+        searched_from = max(0, len(rest) - _GAP_BYTES)
         rest += block
-        end = _last_end(rest, looked_at, kind)
+        end = _last_end(rest, searched_from, kind)
         if end:
             text = bytes(rest[:end])
             if not text.isspace():
@@ -255,7 +256,7 @@ def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chun
 
 
 def _last_end(data: bytearray, start: int, kind: str) -> int:
-    """Return where the last row ends that ends after `start`; 0 where none does."""
+    """Return the end of the last row that ends after `start`; 0 if none does."""
     if kind != "paragraph":
         return data.rfind(b"\n", start) + 1
     end = 0
@@ -265,14 +266,14 @@ def _last_end(data: bytearray, start: int, kind: str) -> int:
 
 
 def _skip_row(data: Content, rest: bytes, end_of_row: re.Pattern[bytes]) -> tuple[int, int, bytes]:
-    """Return the row's size, its lines and what follows it."""
+    """Return the row's size, its number of lines, and the bytes after it."""
     size = num_lines = 0
     while True:
         match = end_of_row.search(rest)
         if match:
             num_lines += rest.count(b"\n", 0, match.end())
             return size + match.start(), num_lines, rest[match.end() :]
-        # The blank line that ends a paragraph may lie across two blocks.
+        # The blank line that ends a paragraph may be split between two blocks.
         at = rest.rfind(b"\n", max(0, len(rest) - _GAP_BYTES))
         tail = rest[at:] if at >= 0 and not rest[at:].strip() else b""
         size += len(rest) - len(tail)
@@ -304,12 +305,12 @@ def read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
 
 
 def _whole_object(data: Content, options: ReadOptions) -> Iterator[Chunk]:
-    """Yield rows a line, unless the file is one object: that raises DataError."""
+    """Yield a row per line; raises DataError if the whole file is one object."""
     budget = None if options.budget is None else Budget(options.budget.left)
-    with open_text(data.file, budget, options.limits) as look:
-        text = _decode(look.read_all(), data.file)
+    with open_text(data.file, budget, options.limits) as copy:
+        text = _decode(copy.read_all(), data.file)
     try:
-        values = None if look.cut else json.loads(text)
+        values = None if copy.cut else json.loads(text)
     except (ValueError, RecursionError):
         values = None
     if values is None:
@@ -339,7 +340,7 @@ def _array_rows(data: Content, options: ReadOptions) -> Iterator[tuple[int, Row 
     one_line, is_ascii = "\n" not in text.strip(), text.isascii()
     line, counted = 1, 0
     while text[position : position + 1] != "]":
-        # In an array on one line the line says nothing: rows are counted there.
+        # In an array on one line, rows are numbered instead of lines.
         line, counted = line + text.count("\n", counted, position), position
         origin, start = Origin(file, line), position
         try:
@@ -348,10 +349,10 @@ def _array_rows(data: Content, options: ReadOptions) -> Iterator[tuple[int, Row 
         except json.JSONDecodeError as error:
             if data.cut:
                 return
-            # Rows after it cannot be delimited any more: this is the file's problem, not a row's.
+            # The rows after it cannot be delimited, so the whole file is refused.
             reason = invalid_json(error.msg, text, error.pos)
             raise DataError(f"{file}:{error.lineno}:{error.colno} {reason}") from error
-        # With what stands between rows: of an indented array that is a large part.
+        # The size includes the space between rows, a large part of an indented array.
         yield position - start if is_ascii else len(text[start:position].encode()), row
         line += one_line
 
@@ -371,7 +372,7 @@ def _skip_blank(text: str, position: int) -> int:
 
 
 def read_txt(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    """Yield a row a paragraph, or a row a line where the beginning has no blank line."""
+    """Yield a row per paragraph, or per line if the first block has no blank line."""
     with open_text(file, options.budget, options.limits) as data:
         kind = "paragraph" if _PARAGRAPH_END.search(data.head.strip()) else "line"
         yield from _split_rows(data, kind, options)

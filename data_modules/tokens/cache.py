@@ -1,6 +1,6 @@
-"""The cache of prepared data sets: a folder each, found by all that its tokens follow from.
+"""The cache of tokenized data sets: a folder each, keyed by everything that determines the tokens.
 
-An entry is whole or it is not there: it is written beside its place, sealed, and then renamed.
+Entries are atomic: each is written to a temporary folder, sealed and renamed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_ROOM = {
     errno.EROFS,
 }
 _NO_LOCK = {errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV}
-"""what opening a lock ends with where something else is in its place"""
+"""errors of opening a lock file if something else is in its place"""
 _LABELS = {
     "data": "the data changed",
     "tokenizer": "the tokenizer changed",
@@ -48,10 +48,7 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Name a prepared data set: what it is of, and a hash or value of each thing that shapes it.
-
-    `parts` has the entries of `_LABELS`.
-    """
+    """The identity of a tokenized data set; `parts` has a hash or value for each of `_LABELS`."""
 
     path: str
     split: str
@@ -59,7 +56,7 @@ class Key:
 
     @property
     def name(self) -> str:
-        """Return the folder's name."""
+        """Return the name of the entry's folder."""
         text = json.dumps([self.path, self.split, self.parts], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -71,7 +68,7 @@ class Key:
 
 
 def code_version() -> str:
-    """Return a hash of the files that decide what a row's tokens are."""
+    """Return a hash of the source files that determine a row's tokens."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[1]
     for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.jinja")]):
@@ -80,10 +77,10 @@ def code_version() -> str:
 
 
 def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Path, str]:
-    """Return the folder of a prepared data set, and whether it was there, in words.
+    """Return the folder of an entry, and in words whether it was found or made.
 
-    Where it is not, or not whole, `make(folder)` writes it into an empty folder. Raises DataError
-    where the cache's own folder cannot be written.
+    If it is missing or damaged, `make(folder)` writes it into an empty folder. Raises DataError if
+    the cache cannot be written.
     """
     folder = root / key.name
     if is_whole(folder):
@@ -94,7 +91,7 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
             if is_whole(folder):
                 return folder, "tokenized by another process"
             reason = "the entry was damaged" if os.path.lexists(folder) else _why_missing(root, key)
-            _remove_left_over(root, key)
+            _remove_leftovers(root, key)
             unfinished = root / f"{key.name}.tmp-{os.getpid()}"
             unfinished.mkdir()
             try:
@@ -109,14 +106,14 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
         if error.errno not in _NO_ROOM:
             raise
         raise DataError(
-            f"{root}: the prepared data cannot be written: {error.strerror}; give a folder with "
-            "room by data.cache_dir=FOLDER"
+            f"{root}: cannot write the tokenized data: {error.strerror}; set data.cache_dir=FOLDER "
+            "to a writable folder with free space"
         ) from error
     return folder, f"tokenized ({reason})"
 
 
 def _seal(folder: Path, key: Key) -> None:
-    """Write what tells a whole folder from a damaged one, when all else is on the disk."""
+    """Sync the files of a folder, then write the key file by which damage is detected."""
     sizes = {}
     for file in sorted(folder.iterdir()):
         sizes[file.name] = file.stat().st_size
@@ -136,7 +133,7 @@ def _sync(path: Path) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Tell whether a folder holds all that was written into it: files, no links and no pipes."""
+    """Return whether a folder has all files that were written into it, and no links or pipes."""
     try:
         sizes = read_note(folder / KEY_FILE)["sizes"]
         entries = [((folder / name).lstat(), size) for name, size in sizes.items()]
@@ -146,7 +143,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def read_note(file: Path) -> Any:
-    """Return the JSON in a file of the cache; raises DataError where there is none or a pipe."""
+    """Return the JSON of a file in the cache; DataError if it is missing or not a regular file."""
     with source.open_regular(file) as stream:
         return json.load(stream)
 
@@ -155,7 +152,7 @@ def read_note(file: Path) -> Any:
 def _locked(file: Path) -> Iterator[None]:
     import fcntl
 
-    # Neither waits for the other side of a pipe nor writes where a link leads.
+    # Neither follows a link nor blocks on a pipe.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(file, flags, 0o666)
@@ -166,8 +163,8 @@ def _locked(file: Path) -> Iterator[None]:
         if error.errno not in _NO_LOCK:
             raise
         raise DataError(
-            f"{file}: the cache needs a file to lock there, and finds a link, a folder, a pipe, a "
-            "socket or a device; remove it, or give another folder by data.cache_dir=FOLDER"
+            f"{file}: the cache needs a regular file there as a lock, and found a link, a folder, "
+            "a pipe, a socket or a device; remove it, or set data.cache_dir to another folder"
         ) from error
     with open(descriptor, "w") as stream:
         try:
@@ -175,20 +172,20 @@ def _locked(file: Path) -> Iterator[None]:
         except BlockingIOError:
             log.info("data: another process prepares the same data; waiting for it (%s)", file)
             fcntl.flock(stream, fcntl.LOCK_EX)
-        # The system lets go of it when the process ends, however it ends.
+        # Released by the kernel when the process ends, however it ends.
         yield
 
 
-def _remove_left_over(root: Path, key: Key) -> None:
-    """Remove what is damaged, or left by a killed process; the lock says that none is at work."""
-    for left in (root / key.name, *root.glob(f"{key.name}.tmp-*")):
-        _remove(left)
+def _remove_leftovers(root: Path, key: Key) -> None:
+    """Remove what is damaged or left over from a killed process; the caller holds the lock."""
+    for path in (root / key.name, *root.glob(f"{key.name}.tmp-*")):
+        _remove(path)
 
 
-def _remove(left: Path) -> None:
+def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
-        # Not by shutil alone: it waits for the other side of a pipe.
-        shutil.rmtree(left) if stat.S_ISDIR(left.lstat().st_mode) else left.unlink()
+        # Not by shutil alone, which blocks on a pipe.
+        shutil.rmtree(path) if stat.S_ISDIR(path.lstat().st_mode) else path.unlink()
 
 
 def _note_newest(root: Path, key: Key) -> None:
@@ -201,23 +198,23 @@ def _note_newest(root: Path, key: Key) -> None:
 
 
 def read_newest(root: Path, key: Key) -> str:
-    """Return the name of the newest entry of the same data; DataError where there is none."""
+    """Return the name of the newest entry of the same data; DataError if there is none."""
     with source.open_regular(root / key.newest) as stream:
         return Path(stream.read(_NAME_BYTES).decode()).name
 
 
 def _why_missing(root: Path, key: Key) -> str:
-    """Say what changed since the newest entry of the same data."""
+    """Describe what changed since the newest entry of the same data."""
     try:
-        # By its name: to look at every entry would take longer with each one that is kept.
+        # Looked up by name: scanning all entries would take longer with each one.
         before = dict(read_note(root / read_newest(root, key) / KEY_FILE)["parts"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return "now cached"  # there was none, or it was removed
+        return "now cached"  # there was no entry, or it was removed
     changed = [part for part in key.parts if before.get(part) != key.parts[part]]
-    return ", ".join(_in_words(part, before.get(part), key.parts[part]) for part in changed)
+    return ", ".join(_describe(part, before.get(part), key.parts[part]) for part in changed)
 
 
-def _in_words(part: str, before: Any, now: Any) -> str:
+def _describe(part: str, before: Any, now: Any) -> str:
     if isinstance(before, dict) and isinstance(now, dict):
         names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
         return f"{_LABELS[part]}: {', '.join(names)}"

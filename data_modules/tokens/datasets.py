@@ -1,7 +1,7 @@
-"""Hold all data sets of a run: tokens on disk, split into training and validation.
+"""All data sets of a run: their tokens on disk, split into training and validation.
 
-Composes prepare, holdout and audit. Of a stream it has the rows held out for validation. Never
-plans a step.
+Composes preparation, holdout and audit. For a stream, holds only the validation rows. Never plans
+a step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEFAULT_SEQUENCE_LEN = 2048
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSpec:
-    """What the data of a run follows from."""
+    """Everything that determines the data of a run."""
 
     config: DataConfig
     packing: PackingConfig
@@ -48,25 +48,25 @@ class DataSpec:
     batching: BatchSpec
     seed: int
     first_rows: int | None = None
-    """read only so many rows of each data set"""
+    """read only this many rows of each data set; None: all"""
 
     @property
     def sequence_len(self) -> int:
-        """Return the tokens that a document may have; DataError above the model's context."""
-        asked, context_len = self.config.sequence_len, self.model.context_len
-        if asked is None:
+        """Return the maximum tokens of a document; DataError above the model's context."""
+        requested, context_len = self.config.sequence_len, self.model.context_len
+        if requested is None:
             return min(DEFAULT_SEQUENCE_LEN, context_len or DEFAULT_SEQUENCE_LEN)
-        if context_len is not None and asked > context_len:
+        if context_len is not None and requested > context_len:
             raise DataError(
-                f"data.sequence_len is {asked:,}, the model's context {context_len:,} tokens; "
+                f"data.sequence_len is {requested:,}, the model's context {context_len:,} tokens; "
                 f"set data.sequence_len={context_len}"
             )
-        return asked
+        return requested
 
 
 @dataclass(kw_only=True, slots=True)
 class DatasetReport:
-    """Describe a data set; tokens are those of training."""
+    """What was read of a data set; `tokens` are those of the training rows."""
 
     name: str
     path: str
@@ -83,15 +83,15 @@ class DatasetReport:
     rejected: int
     is_cut: bool
     is_streamed: bool
-    asks_validation: bool
+    wants_validation: bool
 
     def line(self) -> str:
-        """Return it in one line."""
+        """Return the report in one line."""
         guessed = ", guessed" if self.format_guessed else ""
         if self.is_streamed:
             return (
-                f"{self.name}: streamed ({self.format}{guessed}), {self.validation_rows:,} of its "
-                "first rows are for validation"
+                f"{self.name}: streamed ({self.format}{guessed}), its first "
+                f"{self.validation_rows:,} rows are for validation"
             )
         first = "the first " if self.is_cut else ""
         parts = [
@@ -102,7 +102,7 @@ class DatasetReport:
         return f"{self.name}: {', '.join([*parts, *self._remarks()])}"
 
     def remark(self) -> str:
-        """Return what a table of counts does not say: a line, empty where there is nothing."""
+        """Return a line of what the table of counts does not show; empty if there is nothing."""
         if self.is_streamed:
             return self.line()
         remarks = [f"only its first {self.rows:,} rows were read"] if self.is_cut else []
@@ -111,10 +111,10 @@ class DatasetReport:
 
     def _remarks(self) -> list[str]:
         remarks = []
-        if self.asks_validation and not self.validation_rows:
+        if self.wants_validation and not self.validation_rows:
             remarks.append("too few distinct rows for validation")
         if self.repeated_rows:
-            remarks.append(f"{self.repeated_rows:,} left out that stand in validation")
+            remarks.append(f"{self.repeated_rows:,} left out because they are in validation")
         if self.rejected:
             remarks.append(f"{self.rejected:,} bad rows left out")
         return remarks
@@ -122,7 +122,7 @@ class DatasetReport:
 
 @dataclass(kw_only=True, slots=True)
 class Fingerprint:
-    """Tell which rows the evaluation asks; `sha256` is "" for a hub id."""
+    """The identity of a test data set; `sha256` is "" for a hub id."""
 
     name: str
     path: str
@@ -131,7 +131,7 @@ class Fingerprint:
 
 @dataclass(kw_only=True, slots=True)
 class DataReport:
-    """Say what was read, for the screen and for the run's manifest."""
+    """What was read, for the screen and for the run's manifest."""
 
     datasets: list[DatasetReport]
     template_note: str
@@ -139,14 +139,14 @@ class DataReport:
     test_datasets: list[Fingerprint] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return the lines to log: one a data set, their shares, and how turns are written."""
+        """Return the lines to log: one per data set, the mixture, and the chat template's note."""
         note = [self.template_note] if self.template_note else []
         return [*(report.line() for report in self.datasets), *self.mixture, *note]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadyDataset:
-    """Hold a data set with its name: what was read of it, and which documents are trained on."""
+    """A prepared data set with its name and its split into training and validation."""
 
     name: str
     config: DatasetConfig
@@ -155,10 +155,10 @@ class ReadyDataset:
 
 
 class PreparedData:
-    """Prepare the data sets, or find them in the cache, and split them; raises DataError.
+    """The data sets of a run, tokenized or found in the cache, and split; raises DataError.
 
-    `train_examples` and `val_examples` are the documents of both sides; of a stream all that was
-    read is for validation.
+    `train_examples` and `val_examples` are the documents of the two sides; all rows read of a
+    stream are for validation.
     """
 
     def __init__(self, spec: DataSpec, template: ChatTemplate) -> None:
@@ -170,31 +170,32 @@ class PreparedData:
             spec.tokenizer.pad_token_id,
         )
         self.datasets = self._split(prepared, spec.seed)
-        self.train_examples = self._examples([one.split.training for one in self.datasets])
-        self.val_examples = self._examples([one.split.validation for one in self.datasets])
+        self.train_examples = self._examples([ready.split.training for ready in self.datasets])
+        self.val_examples = self._examples([ready.split.validation for ready in self.datasets])
 
     @property
     def stop_token_ids(self) -> set[int]:
-        """Return the tokens that were seen to end answers."""
-        prepared = [*(one.data for one in self.datasets), *self._tests.values()]
-        return {stop for data in prepared for stop in data.counts.stop_token_ids}
+        """Return the tokens that end answers in the rows."""
+        return {stop for data in self._all_prepared() for stop in data.counts.stop_token_ids}
 
     @property
     def has_chats(self) -> bool:
-        """Tell whether any row goes through the chat template."""
-        prepared = [*(one.data for one in self.datasets), *self._tests.values()]
-        return any(data.counts.chats for data in prepared)
+        """Return whether any row goes through the chat template."""
+        return any(data.counts.chats for data in self._all_prepared())
+
+    def _all_prepared(self) -> list[Prepared]:
+        return [*(ready.data for ready in self.datasets), *self._tests.values()]
 
     @cached_property
     def audit(self) -> Audit:
-        """Return what will be trained on and what is wrong with it; of a stream, the rows read."""
+        """The audit of the training data; for a stream, of the rows read."""
         config = self._config
         is_stream = config.streaming
         stores = [data.store for data in self._tests.values()]
         nothing = Examples([], [])
         audit = audit_documents(
             config.audit,
-            [_facts(one, config.on_long) for one in self.datasets],
+            [_facts(ready, config.on_long) for ready in self.datasets],
             self.val_examples if is_stream else self.train_examples,
             nothing if is_stream else self.val_examples,
             benchmarks=Examples(stores, [np.arange(len(store)) for store in stores]),
@@ -207,33 +208,33 @@ class PreparedData:
             ),
         )
         if is_stream:
-            audit.facts.append("a stream: only the rows held out were looked at")
+            audit.facts.append("a stream: only the validation rows were audited")
         return audit
 
     def report(self) -> DataReport:
-        """Return what was read, a report a data set."""
+        """Return what was read, with a report per data set."""
         reports = []
-        for index, one in enumerate(self.datasets):
-            rows, counts = one.data.store.rows, one.data.counts
-            trained_grams = self.train_examples.datasets == index
+        for index, ready in enumerate(self.datasets):
+            rows, counts = ready.data.store.rows, ready.data.counts
+            of_dataset = self.train_examples.datasets == index
             reports.append(
                 DatasetReport(
-                    name=one.name,
-                    path=redact(one.config.path),
-                    format=one.data.format,
-                    format_guessed=one.data.format_guessed,
-                    sha256=one.data.sha256,
-                    how=one.data.how,
+                    name=ready.name,
+                    path=redact(ready.config.path),
+                    format=ready.data.format,
+                    format_guessed=ready.data.format_guessed,
+                    sha256=ready.data.sha256,
+                    how=ready.data.how,
                     rows=counts.rows,
-                    train_rows=len(np.unique(rows[one.split.training])),
-                    validation_rows=len(np.unique(rows[one.split.validation])),
-                    repeated_rows=one.split.repeated_rows,
-                    tokens=int(self.train_examples.lengths[trained_grams].sum()),
-                    trained_tokens=int(self.train_examples.trained[trained_grams].sum()),
+                    train_rows=len(np.unique(rows[ready.split.training])),
+                    validation_rows=len(np.unique(rows[ready.split.validation])),
+                    repeated_rows=ready.split.repeated_rows,
+                    tokens=int(self.train_examples.lengths[of_dataset].sum()),
+                    trained_tokens=int(self.train_examples.trained[of_dataset].sum()),
                     rejected=counts.rejected,
-                    is_cut=one.data.is_cut,
+                    is_cut=ready.data.is_cut,
                     is_streamed=self._config.streaming,
-                    asks_validation=self._config.val_set_size > 0,
+                    wants_validation=self._config.val_set_size > 0,
                 )
             )
         tests = zip(self._config.test_datasets, self._tests.items(), strict=True)
@@ -247,28 +248,28 @@ class PreparedData:
         )
 
     def prompt_items(self, max_rows: int) -> Iterator[tuple[str, list[Item]]]:
-        """Yield the items of the first rows of each test data set, or else of those held out."""
+        """Yield the items of the first rows of each test data set, else of the validation rows."""
         if self._tests:
             for name, dataset in zip(self._tests, self._config.test_datasets, strict=True):
-                most = min(max_rows, dataset.max_rows or max_rows)
-                yield name, read_items(dataset, self._config, max_rows=most)
+                limit = min(max_rows, dataset.max_rows or max_rows)
+                yield name, read_items(dataset, self._config, max_rows=limit)
             return
-        for one in self.datasets:
-            rows = np.unique(one.data.store.rows[one.split.validation])
+        for ready in self.datasets:
+            rows = np.unique(ready.data.store.rows[ready.split.validation])
             wanted = set(rows[:max_rows].tolist())
-            yield one.name, read_items(one.config, self._config, wanted=wanted)
+            yield ready.name, read_items(ready.config, self._config, wanted=wanted)
 
     def write_rejected(self, folder: Path) -> None:
-        """Copy the rows that a quarantine took to `folder`/quarantine."""
-        read = {one.name: one.data for one in self.datasets}
+        """Copy the quarantined rows to `folder`/quarantine."""
+        trained = {ready.name: ready.data for ready in self.datasets}
         tests = {f"test-{name}": data for name, data in self._tests.items()}
-        for name, data in (read | tests).items():
+        for name, data in (trained | tests).items():
             if data.counts.rejected:
                 (folder / "quarantine").mkdir(exist_ok=True)
                 shutil.copy(data.folder / REJECTED_FILE, folder / "quarantine" / f"{name}.jsonl")
 
     def _prepare_all(self) -> tuple[dict[str, Prepared], dict[str, Prepared]]:
-        """Prepare every data set, by its name; the problems of all of them are listed together."""
+        """Prepare all data sets, by name; raises the problems of all of them together."""
         config, problems, kinds = self._config, list[str](), set[type[DataError]]()
         shared = TokenSpec(
             config=config,
@@ -289,17 +290,18 @@ class PreparedData:
                     kinds.add(type(error))
             return prepared
 
-        read = prepare(self._read(), shared)
-        # Whoever asks a long row is told so when it asks; its tokens are compared all the same.
+        trained = prepare(self._datasets_to_read(), shared)
+        # A long test row is reported when its prompt is built; until then its tokens are only used
+        # by the audit, to find overlaps.
         lenient = dataclasses.replace(config, on_long="truncate_left", max_dropped_share=None)
         tests = prepare(config.test_datasets, dataclasses.replace(shared, config=lenient))
         if problems:
             kind = kinds.pop() if len(kinds) == 1 else DataError
             raise kind(problems)
-        return read, tests
+        return trained, tests
 
-    def _read(self) -> list[DatasetConfig]:
-        """Return what is prepared: the data sets, or of streams the beginning, with their names."""
+    def _datasets_to_read(self) -> list[DatasetConfig]:
+        """Return the data sets to tokenize, named; of a stream only its validation rows."""
         config = self._config
         names = dataset_names(config.datasets)
         named = [
@@ -308,37 +310,41 @@ class PreparedData:
         ]
         if not config.streaming:
             return named
-        return [validation_slice(one, config) for one in named] if config.val_set_size else []
+        if not config.val_set_size:
+            return []
+        return [validation_slice(dataset, config) for dataset in named]
 
     def _split(self, prepared: dict[str, Prepared], seed: int) -> list[ReadyDataset]:
-        config, read = self._config, self._read()
+        config, datasets = self._config, self._datasets_to_read()
         stores = [data.store for data in prepared.values()]
         if config.streaming:
-            every = [np.ones(len(store), np.bool_) for store in stores]
-            splits = [Split(~mask, mask) for mask in every]
+            masks = [np.ones(len(store), np.bool_) for store in stores]
+            splits = [Split(~mask, mask) for mask in masks]
         else:
             splits = hold_out(
                 stores,
                 list(prepared),
-                [dataset.path for dataset in read],
-                [dataset.max_rows for dataset in read],
+                [dataset.path for dataset in datasets],
+                [dataset.max_rows for dataset in datasets],
                 config.val_set_size,
                 seed,
             )
-        parts = zip(prepared.items(), read, splits, strict=True)
-        return [ReadyDataset(name, one, data, side) for (name, data), one, side in parts]
+        return [
+            ReadyDataset(name, dataset, data, split)
+            for (name, data), dataset, split in zip(prepared.items(), datasets, splits, strict=True)
+        ]
 
     def _examples(self, masks: list[np.ndarray[tuple[int], np.dtype[np.bool_]]]) -> Examples:
-        stores = [one.data.store for one in self.datasets]
+        stores = [ready.data.store for ready in self.datasets]
         return Examples(stores, [np.flatnonzero(mask) for mask in masks])
 
 
-def _facts(one: ReadyDataset, on_long: str) -> DatasetFacts:
-    counts = one.data.counts
+def _facts(ready: ReadyDataset, on_long: str) -> DatasetFacts:
+    counts = ready.data.counts
     return DatasetFacts(
-        name=one.name,
-        path=redact(one.config.path),
-        format=one.data.format,
+        name=ready.name,
+        path=redact(ready.config.path),
+        format=ready.data.format,
         is_chat=counts.chats > 0,
         rows=counts.rows,
         bad_rows=counts.rejected,
@@ -348,7 +354,7 @@ def _facts(one: ReadyDataset, on_long: str) -> DatasetFacts:
         empty=counts.empty,
         empty_origins=counts.empty_origins,
         lost_tokens=counts.lost_tokens,
-        kept_tokens=int(one.data.store.lengths.sum()),
+        kept_tokens=int(ready.data.store.lengths.sum()),
         on_long=on_long,
         longest=counts.longest,
         notes=counts.notes,
@@ -358,7 +364,7 @@ def _facts(one: ReadyDataset, on_long: str) -> DatasetFacts:
 def _check_token_ids(
     prepared: list[Prepared], vocab_size: int | None, pad_token_id: int | None
 ) -> None:
-    """Raise DataError where a token has no row in the embedding: a GPU would only crash."""
+    """Raise DataError if a token id has no row in the embedding, which would crash a GPU."""
     if vocab_size is None:
         return
     problems = []
@@ -366,7 +372,7 @@ def _check_token_ids(
     if largest >= vocab_size:
         problems.append(
             f"{origin} holds token id {largest:,}, the model's embedding has {vocab_size:,} rows; "
-            "set model.tokenizer_path to the tokenizer that the model was made with"
+            "set model.tokenizer_path to the tokenizer that the model was trained with"
         )
     if pad_token_id is not None and pad_token_id >= vocab_size:
         problems.append(
@@ -385,15 +391,15 @@ def read_items(
     wanted: Collection[int] | None = None,
     max_rows: int | None = None,
 ) -> list[Item]:
-    """Return the items of the first `max_rows` good rows, or of the rows with numbers `wanted`.
+    """Return the items of the first `max_rows` good rows, or of the rows numbered `wanted`.
 
-    Rows are numbered from 0 in the order of reading, bad ones too. Raises DataError where a row
-    that is wanted is not there.
+    Rows are numbered from 0 in reading order, including bad ones. Raises DataError if a wanted row
+    is missing.
     """
     items: list[Item] = []
     if max_rows == 0 or (wanted is not None and not wanted):
         return items
-    most = len(wanted) if wanted is not None else max_rows
+    limit = len(wanted) if wanted is not None else max_rows
     format_name, chunks = find_format(dataset, chunks_of(dataset, data))
     num_found = 0
     for number, row in enumerate(row for chunk in chunks for row in chunk.rows()):
@@ -404,7 +410,7 @@ def read_items(
             continue
         items += found
         num_found += 1
-        if num_found == most:
+        if num_found == limit:
             return items
     if wanted is not None:
         raise DataError(f"{dataset.path}: changed since it was tokenized; start again")

@@ -1,7 +1,7 @@
-"""Encode rows chunk by chunk: source, format and template together, in one process or in several.
+"""Encode rows chunk by chunk: source -> format -> template, in one process or several.
 
-Decides what becomes of a bad row (an error, a line of a quarantine, or a count), and in which
-process a chunk is encoded. Never keeps a result.
+Decides what happens to a bad row (an error, a line in the quarantine, or a count) and which process
+encodes a chunk. Never stores a result.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _SUMMED = (
     "rejected",
 )
 CHUNKS_IN_PROCESS = 4
-"""data sets of no more chunks are tokenized by this process: others would start for nothing"""
+"""data sets of at most this many chunks are tokenized without starting worker processes"""
 GUESSED_ROWS = 100
-"""so many first rows vote on the format of a data set"""
+"""number of first rows from which the format of a data set is guessed"""
 MAX_FIRST = 5
-"""rows of a kind that are named, of any number"""
+"""number of rows of a kind that are named in reports"""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Count what became of the rows of a data set; origins are file:line."""
+    """Counts of what happened to the rows of a data set; origins are file:line."""
 
     rows: int = 0
     kept: int = 0
@@ -69,23 +69,23 @@ class Counts:
     largest_token: tuple[int, str] = (-1, "")
 
     def add_empty(self, origin: str) -> None:
-        """Count a row that leaves nothing to train on."""
+        """Count a row with nothing to train on."""
         self.empty += 1
         self.empty_origins = [*self.empty_origins, origin][:MAX_FIRST]
 
     def add_length(self, tokens: int, origin: str) -> None:
-        """Remember the row if it is one of the longest."""
+        """Record the row if it is one of the longest."""
         if len(self.longest) < MAX_FIRST or tokens > self.longest[-1][0]:
             longest = sorted([*self.longest, (tokens, origin)], key=itemgetter(0), reverse=True)
             self.longest = longest[:MAX_FIRST]
 
     def add_note(self, kind: str, seen: str, count: int = 1) -> None:
-        """Count a fact about a row; the first one seen is kept."""
-        before, first = self.notes.get(kind, (0, seen))
-        self.notes[kind] = (before + count, first)
+        """Count a note on a row; the first example of its kind is kept."""
+        num_before, first = self.notes.get(kind, (0, seen))
+        self.notes[kind] = (num_before + count, first)
 
     def merge(self, other: Counts) -> None:
-        """Add the counts of the rows that come after these."""
+        """Add the counts of the rows after these."""
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.empty_origins = [*self.empty_origins, *other.empty_origins][:MAX_FIRST]
@@ -98,7 +98,7 @@ class Counts:
 
 
 def check_dropped(counts: Counts, path: str, data: DataConfig, sequence_len: int) -> None:
-    """Raise DataError when no row is left, or more are dropped than `data.max_dropped_share`."""
+    """Raise DataError if no row is left, or more than `data.max_dropped_share` are dropped."""
     tokens, origin = counts.longest[0] if counts.longest else (0, "")
     longest = f"the longest, {origin}, has {tokens:,} tokens"
     if data.on_long == "error" and counts.dropped:
@@ -132,7 +132,7 @@ def check_dropped(counts: Counts, path: str, data: DataConfig, sequence_len: int
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """Hold what became of a chunk of rows; `num_rows` counts the bad ones, too."""
+    """The result of encoding a chunk of rows; `num_rows` includes the bad ones."""
 
     documents: Documents | None
     counts: Counts
@@ -143,7 +143,7 @@ class EncodedChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkEncoder:
-    """Encode chunks of rows; the same in this process and in others."""
+    """Encode chunks of rows, in this process or in a worker."""
 
     format: str
     columns: dict[str, str]
@@ -152,7 +152,7 @@ class ChunkEncoder:
     on_long: str
 
     def __call__(self, chunk: source.Chunk) -> EncodedChunk:
-        """Return the documents of the rows of `chunk`, and what became of the others."""
+        """Return the documents of the rows of `chunk`, the counts, and the rejected rows."""
         counts, rejected, num_rows = Counts(), [], 0
         rows: dict[int, list[Item]] = {}
         for number, found in enumerate(read_chunk(chunk, self.format, self.columns)):
@@ -167,11 +167,11 @@ class ChunkEncoder:
         builder = DocumentBuilder(chunk.file, self.template, self.sequence_len, self.on_long)
         for number, items in rows.items():
             results = [next(encoded) for _ in items]
-            problem = next((one for one in results if isinstance(one, RowProblem)), None)
+            problem = next((found for found in results if isinstance(found, RowProblem)), None)
             if problem is not None:
                 refused[number] = problem.problem
                 continue
-            good = [one for one in results if not isinstance(one, RowProblem)]
+            good = [found for found in results if not isinstance(found, RowProblem)]
             builder.add(good, number, items[0].origin, counts)
         rejected = sorted(rejected + reject(chunk, refused), key=attrgetter("origin.line"))
         counts.rows = len(rows) - len(refused)
@@ -186,7 +186,7 @@ class ChunkEncoder:
 def encode_chunks(
     encoder: ChunkEncoder, chunks: Iterable[source.Chunk], num_proc: int
 ) -> Iterator[EncodedChunk]:
-    """Encode chunks in order; in `num_proc` processes where there are more than a few."""
+    """Encode chunks in order, in `num_proc` processes if there are more than a few."""
     chunks = iter(chunks)
     head = list(itertools.islice(chunks, CHUNKS_IN_PROCESS + 1))
     can_fork = "fork" in multiprocessing.get_all_start_methods()
@@ -196,7 +196,7 @@ def encode_chunks(
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
 
-    # Forked, so that nothing has to be imported or sent again: this process has no GPU yet.
+    # Forked, so that nothing is imported or pickled again; CUDA is not initialized yet.
     with ProcessPoolExecutor(
         num_proc, multiprocessing.get_context("fork"), _start_worker, (encoder,)
     ) as pool:
@@ -204,14 +204,14 @@ def encode_chunks(
         try:
             for chunk in itertools.chain(head, chunks):
                 waiting.append(pool.submit(_encode_in_worker, chunk))
-                # No more than this is read ahead, so that a large file never lies in memory.
+                # Bounds the read-ahead, so that a large file is never in memory as a whole.
                 if len(waiting) > 2 * num_proc:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise DataError(
-                "a process that tokenizes was killed, often for lack of memory; set data.num_proc=1"
+                "a tokenizing process was killed, usually for lack of memory; set data.num_proc=1"
             ) from error
         finally:
             for future in waiting:
@@ -224,14 +224,14 @@ _encoder: ChunkEncoder | None = None
 def _start_worker(encoder: ChunkEncoder) -> None:
     global _encoder
     _encoder = encoder
-    # One process a core, one thread a process; and an interrupt is the parent's to handle.
+    # One process per core with one thread each; the parent handles an interrupt.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Leave when the parent was killed: nobody would ever take the results."""
+    """Exit when the parent has died, since nobody would take the results."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -245,10 +245,10 @@ def _encode_in_worker(chunk: source.Chunk) -> EncodedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Hold a row that cannot be used: where it stands, why, and the beginning of its text.
+    """A row that cannot be used: its place, the reason, and the beginning of its text.
 
-    `columns` are its columns where it lacks one that its format needs. `is_empty` says that only
-    its answer is empty.
+    `columns` are the row's columns if it lacks one that the format needs. `is_empty` means that
+    only its answer is empty.
     """
 
     origin: Origin
@@ -261,7 +261,7 @@ class Rejected:
 def read_chunk(
     chunk: source.Chunk, format_name: str, columns: dict[str, str]
 ) -> Iterator[list[Item] | Rejected]:
-    """Yield the items of each row of a chunk, or why there are none."""
+    """Yield the items of each row of a chunk, or its rejection."""
     for row in chunk.rows():
         if isinstance(row, source.BadRow):
             yield Rejected(row.origin, row.problem, row.raw)
@@ -270,7 +270,7 @@ def read_chunk(
 
 
 def convert(row: Row, format_name: str, columns: dict[str, str]) -> list[Item] | Rejected:
-    """Return the items of a row, or why there are none."""
+    """Return the items of a row, or its rejection."""
     try:
         return formats.convert_row(row, format_name, columns)
     except formats.RowError as error:
@@ -285,7 +285,7 @@ def convert(row: Row, format_name: str, columns: dict[str, str]) -> list[Item] |
 
 
 def reject(chunk: source.Chunk, problems: Mapping[int, str]) -> list[Rejected]:
-    """Return rows of `chunk`, by their numbers from 0, as rejected for what `problems` say."""
+    """Return the rejections of rows of `chunk`; `problems` is by row number, from 0."""
     if not problems:
         return []
     return [
@@ -296,33 +296,33 @@ def reject(chunk: source.Chunk, problems: Mapping[int, str]) -> list[Rejected]:
 
 
 def _text_of(row: Row) -> str:
-    """Return a row as JSON, as far as a quarantine keeps it."""
+    """Return a row as JSON, cut to the length that the quarantine keeps."""
     return json.dumps(row.values, ensure_ascii=False, default=str)[: source.MAX_RAW]
 
 
 def find_format(
     dataset: DatasetConfig, chunks: Iterator[source.Chunk]
 ) -> tuple[str | None, Iterator[source.Chunk]]:
-    """Return the format of a data set, and its chunks, of which the first may have been looked at.
+    """Return the format of a data set, given or guessed, and all its chunks.
 
-    None where no row can be read.
+    The format is None if no row can be read.
     """
     if dataset.format is not None:
         return dataset.format, chunks
-    seen: list[source.Chunk] = []
+    read: list[source.Chunk] = []
     for chunk in chunks:
-        seen.append(chunk)
+        read.append(chunk)
         rows = (row for row in chunk.rows() if isinstance(row, Row))
         first = list(itertools.islice(rows, GUESSED_ROWS))
         if first:
-            return formats.guess_format(first, dataset.columns), itertools.chain(seen, chunks)
-    return None, iter(seen)
+            return formats.guess_format(first, dataset.columns), itertools.chain(read, chunks)
+    return None, iter(read)
 
 
 def chunks_of(
     dataset: DatasetConfig, data: DataConfig, budget: source.Budget | None = None
 ) -> Iterator[source.Chunk]:
-    """Return the chunks of a data set, as its settings ask."""
+    """Return the chunks of a data set, read according to its settings."""
     return source.read_chunks(
         dataset.path,
         split=dataset.split,
@@ -335,18 +335,18 @@ def chunks_of(
 
 
 class FirstRows:
-    """Yield chunks up to so many rows; `is_cut` says afterwards whether there were more."""
+    """Yield chunks of at most `max_rows` rows (None: all); `is_cut` is set if there were more."""
 
-    def __init__(self, chunks: Iterator[source.Chunk], most: int | None) -> None:
-        self._chunks, self._most = chunks, most
+    def __init__(self, chunks: Iterator[source.Chunk], max_rows: int | None) -> None:
+        self._chunks, self._max_rows = chunks, max_rows
         self.is_cut = False
 
     def __iter__(self) -> Iterator[source.Chunk]:
-        """Yield the chunks; None is no limit."""
-        if self._most is None:
+        """Yield the chunks."""
+        if self._max_rows is None:
             yield from self._chunks
             return
-        left = self._most
+        left = self._max_rows
         for chunk in self._chunks:
             num_rows = chunk.count()
             if num_rows > left:
@@ -361,9 +361,9 @@ class FirstRows:
 class BadRows:
     """Collect the rows that cannot be used, and decide whether they stop the run.
 
-    Rows that lack a column are named once for all rows with the same columns, beside how many rows
-    are as they should be. Only the first ones are held: those that a quarantine takes are written
-    to `file`, if there is one, a JSON line each.
+    Rows that lack a column are reported once for all rows with the same columns, with the number of
+    good rows. Only the first problems are kept in memory; quarantined rows are written to `file`,
+    if given, a JSON line each.
     """
 
     def __init__(self, data: DataConfig, file: IO[str] | None = None) -> None:
@@ -375,47 +375,46 @@ class BadRows:
         self._num_good, self._first_good = 0, ""
         self._file = file
         self.first_kept: list[str] = []
-        """problems of the first rows that a quarantine takes"""
+        """problems of the first quarantined rows"""
         self.num_kept = 0
         self.first_empty: list[Origin] = []
-        """the first rows whose answer is empty, where those are dropped"""
+        """the first rows that were dropped for an empty answer"""
         self.num_empty = 0
 
     def add(self, row: Rejected) -> None:
-        """Note one bad row."""
+        """Add a bad row."""
         if row.is_empty and self._drops_empty:
             self.num_empty += 1
             self.first_empty = [*self.first_empty, row.origin][:MAX_FIRST]
         elif self._quarantines:
-            self._set_aside(row)
-        elif row.columns is None or self._is_of_too_many_kinds(row.columns):
+            self._quarantine(row)
+        elif row.columns is None or (
+            row.columns not in self._lacking and len(self._lacking) >= MAX_PROBLEMS
+        ):
             self._problems.add(row.problem)
         else:
             self._lacking.setdefault(row.columns, row.problem)
             self._num_lacking[row.columns] += 1
 
-    def _set_aside(self, row: Rejected) -> None:
+    def _quarantine(self, row: Rejected) -> None:
         self.num_kept += 1
         self.first_kept = [*self.first_kept, row.problem][:MAX_FIRST]
         if self._file is not None:
             line = {"origin": str(row.origin), "problem": row.problem, "row": row.raw}
             self._file.write(json.dumps(line) + "\n")
 
-    def _is_of_too_many_kinds(self, columns: tuple[str, ...]) -> bool:
-        return columns not in self._lacking and len(self._lacking) >= MAX_PROBLEMS
-
     def add_all(self, rows: Iterable[Rejected]) -> None:
-        """Note several bad rows."""
+        """Add several bad rows."""
         for row in rows:
             self.add(row)
 
     def add_good(self, format_name: str, origin: Origin) -> None:
-        """Count a row that can be used."""
+        """Count a good row."""
         self._num_good += 1
         self._first_good = self._first_good or f"of format {format_name}, first {origin}"
 
     def add_problems(self, problems: Iterable[str]) -> None:
-        """Note what stops the run whatever becomes of bad rows."""
+        """Add problems that stop the run even if bad rows are quarantined."""
         for problem in problems:
             self._problems.add(problem)
 

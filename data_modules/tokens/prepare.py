@@ -1,7 +1,7 @@
-"""Turn a data set into tokens on disk: read, convert, encode, fit, and count what became of rows.
+"""Tokenize a data set into the cache: read, convert, encode, fit to length, and count the rows.
 
-Composes source -> format -> template for one data set, in several processes where it is large, and
-keeps the result in the cache. Never plans a step and never splits off a validation share.
+Composes source -> format -> template for one data set, in several processes if it is large. Never
+plans a step and never splits off validation rows.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ TOKEN_SETTINGS = (
     "drop_empty",
     "max_row_bytes",
 )
-"""what of DataConfig shapes the tokens"""
+"""fields of DataConfig that affect the tokens"""
 ROW_LIMITS = ("columns", "key_chars", "nesting")
-"""limits beyond which a row is left out where on_bad_row=quarantine"""
+"""fields of `data.limits` that affect which rows on_bad_row=quarantine leaves out"""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Hold a data set that is ready on disk: its tokens, its counts, and how it came there."""
+    """A data set that is tokenized on disk."""
 
     store: TokenStore
     counts: Counts
@@ -67,32 +67,34 @@ class Prepared:
     sha256: str
     folder: Path
     how: str
+    """whether it was tokenized now or found in the cache, in words"""
     is_cut: bool
+    """whether there are more rows than `first_rows`"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSpec:
-    """What the tokens of a data set follow from, beside its rows."""
+    """Everything besides the rows that determines the tokens of a data set."""
 
     config: DataConfig
     template: ChatTemplate
     sequence_len: int
     tokenizer_hash: str
     tokenizer: str = ""
-    """its path or hub id, by which a plan finds the tokens"""
+    """path or hub id of the tokenizer, by which a plan finds the tokens"""
     first_rows: int | None = None
-    """read only so many rows"""
+    """read only this many rows; None: all"""
 
 
 def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
-    """Return a data set's tokens, from the cache where they stand there.
+    """Return a data set's tokens, from the cache if they are there.
 
-    `is_cut` says whether there are more rows than `first_rows`. The content of a stream's files,
-    and of those read in part, is taken from their size and time: they are not read to the end.
-    Raises DataError with all rows that cannot be read, and where the files change meanwhile.
+    Files of a stream, and files that are read in part, are identified by size and time instead of
+    their content. Raises DataError with all rows that cannot be read, and if the files change while
+    they are read.
     """
     data = spec.config
-    # A branch of the hub moves: what is read is the commit that the key names.
+    # A branch on the hub moves, so the commit that the cache key names is read.
     revision = source.resolved_revision(dataset.path, dataset.revision) or dataset.revision
     dataset = dataclasses.replace(dataset, revision=revision)
 
@@ -120,7 +122,7 @@ def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{folder}: this entry of the cache cannot be read: {reason_of(error)}; remove it, and "
-            "it is made anew"
+            "the data set is tokenized again"
         ) from error
     check_dropped(counts, dataset.path, data, spec.sequence_len)
     return Prepared(
@@ -136,7 +138,7 @@ def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
 
 
 def hash_of(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
-    """Return a hash of all of a tokenizer that shapes tokens."""
+    """Return a hash of everything in a tokenizer that affects tokens."""
     state = [tokenizer.backend_tokenizer.to_str(), sorted(tokenizer.special_tokens_map.items())]
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
@@ -156,13 +158,13 @@ def _key(dataset: DatasetConfig, spec: TokenSpec, sha256: str) -> Key:
         "limits": {name: getattr(data.limits, name) for name in ROW_LIMITS},
     }
     return Key(
-        path=redact(dataset.path),  # a signed URL is another one each day, and so is a password
+        path=redact(dataset.path),  # the signature or password in a URL changes
         split=dataset.split if first_rows is None else f"{dataset.split}, first {first_rows}",
         parts={
-            # What nobody can name is never found again.
+            # Data without a fingerprint is never found in the cache.
             "data": sha256 or uuid.uuid4().hex,
             "tokenizer": spec.tokenizer_hash,
-            # A template that writes the day gives other tokens tomorrow.
+            # A template that writes the date gives different tokens tomorrow.
             "template": f"{template.hash} {template.date_key}".strip(),
             "settings": settings,
             "code": code_version(),
@@ -177,8 +179,8 @@ def _key(dataset: DatasetConfig, spec: TokenSpec, sha256: str) -> Key:
 def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
     """Tokenize a data set into `folder`."""
     data = spec.config
-    read = FirstRows(chunks_of(dataset, data), spec.first_rows)
-    format_name, chunks = find_format(dataset, iter(read))
+    first_rows = FirstRows(chunks_of(dataset, data), spec.first_rows)
+    format_name, chunks = find_format(dataset, iter(first_rows))
     encoder = ChunkEncoder(
         format=format_name or "",
         columns=dataset.columns,
@@ -207,7 +209,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
         except RemoteError:
             raise
         except DataError as error:
-            # The rest of a file cannot be read: said together with its bad rows.
+            # The rest of the file cannot be read; reported together with its bad rows.
             bad.add_problems(error.problems)
     writer.close()
     bad.raise_if_any()
@@ -221,7 +223,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
     note = {
         "format": format_name,
         "counts": dataclasses.asdict(counts),
-        "is_cut": read.is_cut,
+        "is_cut": first_rows.is_cut,
         "tokens": num_tokens,
         "tokenizer": spec.tokenizer,
     }
@@ -230,8 +232,8 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
 
 def _too_many_rows(dataset: DatasetConfig, data: DataConfig) -> str:
     return (
-        f"{dataset.path}: has more than {data.limits.rows:,} rows, which is data.limits.rows; "
-        "raise it if the data is right, or give a part of it: data.datasets[].split=train[:10%]"
+        f"{dataset.path}: has more than {data.limits.rows:,} rows (data.limits.rows); raise it if "
+        "the data is right, or use a part of it: data.datasets[].split=train[:10%]"
     )
 
 
@@ -241,7 +243,7 @@ def _check_rows_left(dataset: DatasetConfig, counts: Counts, bad: BadRows) -> No
     if bad.num_kept:
         raise DataError(
             [
-                f"{dataset.path}: all {bad.num_kept:,} rows are bad, so none is left; the first:",
+                f"{dataset.path}: all {bad.num_kept:,} rows are bad; the first:",
                 *bad.first_kept,
             ]
         )
@@ -249,7 +251,7 @@ def _check_rows_left(dataset: DatasetConfig, counts: Counts, bad: BadRows) -> No
 
 
 class _Progress:
-    """Show how far a data set is prepared, where a person looks on."""
+    """A progress bar of the tokenization, on a terminal."""
 
     def __init__(self, dataset: DatasetConfig) -> None:
         from rich.console import Console
@@ -272,7 +274,7 @@ class _Progress:
         self._bar.stop()
 
     def advance(self, part: EncodedChunk) -> None:
-        """Count a chunk that is done."""
+        """Add a tokenized chunk."""
         self._rows += part.counts.rows
         text = f"tokenizing {self._name}: {self._rows:,} rows"
         self._bar.update(self._task, advance=part.num_bytes, description=text)

@@ -1,6 +1,6 @@
-"""Estimate how many tokens an epoch has, in a second: from the cache, or from the first rows.
+"""Estimate the tokens of an epoch within a second, from the cache or from the first rows.
 
-Never tokenizes a whole data set, fetches anything, or writes.
+Never tokenizes a whole data set, downloads or writes anything.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from data_modules.tokens.prepare import COUNTS_FILE, TOKEN_SETTINGS
 from data_modules.types import Conversation, Document, Item, Tokens
 
 SAMPLE_BYTES = 512 << 10
-"""that are read, of all data sets together"""
+"""bytes read of all data sets together"""
 TURN_TOKENS = 5
-"""that chat templates write around a turn, as ChatML's and Llama 3's do"""
+"""tokens that a chat template adds to a turn, as ChatML and Llama 3's do"""
 
 CountTokens = Callable[[Sequence[str]], Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochTokens:
-    """How many tokens are trained on in an epoch, and by what that is known."""
+    """The estimated tokens of an epoch, and in words what the estimate is based on."""
 
     tokens: int
     how: str
@@ -47,15 +47,16 @@ class _Size:
 def estimate_epoch(
     config: DataConfig, *, sequence_len: int, tokenizer: str, count_tokens: CountTokens
 ) -> EpochTokens:
-    """Estimate the tokens of an epoch; DataError, in a phrase, where the data do not tell.
+    """Estimate the tokens of an epoch; DataError with a short phrase if it cannot be estimated.
 
-    `tokenizer`: path or hub id whose tokens the cache must have. `count_tokens`: tokens of texts.
+    `tokenizer` is the path or hub id with which cached tokens must have been made. `count_tokens`
+    returns the number of tokens of each text.
     """
     datasets = config.datasets
     if not datasets:
         raise DataError("no data set is named")
     if config.streaming:
-        raise DataError("nobody knows how long a stream is")
+        raise DataError("the length of a stream is unknown")
     if config.mixture.weights != "epochs" and len(datasets) > 1:
         raise DataError(f"data.mixture.weights={config.mixture.weights} mixes data sets by shares")
     tokens, sizes = 0.0, list[_Size]()
@@ -77,14 +78,14 @@ def estimate_epoch(
 def _how(sizes: Sequence[_Size]) -> str:
     rows, read = round(sum(size.rows for size in sizes)), sum(size.rows_read for size in sizes)
     if all(size.is_cached for size in sizes):
-        return f"{rows:,} rows that are tokenized in the cache"
+        return f"{rows:,} rows tokenized in the cache"
     return f"all {rows:,} rows" if read == rows else f"the first {read:,} of about {rows:,} rows"
 
 
 def _find_cached(
     dataset: DatasetConfig, data: DataConfig, sequence_len: int, tokenizer: str
 ) -> _Size | None:
-    """Return what the newest entry of the cache says, where it is of these settings and files."""
+    """Return the size in the newest entry of the cache, if its settings and files are the same."""
     root = Path(data.cache_dir).expanduser()
     try:
         folder = root / read_newest(root, Key(redact(dataset.path), dataset.split, {}))
@@ -92,20 +93,20 @@ def _find_cached(
         note = read_note(folder / COUNTS_FILE)
         rows, tokens = int(note["counts"]["rows"]), int(note["tokens"])
         size = _Size(tokens=tokens, rows=rows, rows_read=rows, is_cached=True)
-        asked: dict[str, Any] = {name: getattr(data, name) for name in TOKEN_SETTINGS}
-        asked |= {"format": dataset.format, "columns": dataset.columns}
-        asked |= {"sequence_len": sequence_len}
+        requested: dict[str, Any] = {name: getattr(data, name) for name in TOKEN_SETTINGS}
+        requested |= {"format": dataset.format, "columns": dataset.columns}
+        requested |= {"sequence_len": sequence_len}
         is_same = note["tokenizer"] == tokenizer and all(
-            settings[name] == value for name, value in asked.items()
+            settings[name] == value for name, value in requested.items()
         )
-        is_newer = _written_before(dataset, (folder / KEY_FILE).stat().st_mtime)
+        is_current = _is_unchanged_since(dataset, (folder / KEY_FILE).stat().st_mtime)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return size if is_same and is_newer and is_whole(folder) else None
+    return size if is_same and is_current and is_whole(folder) else None
 
 
-def _written_before(dataset: DatasetConfig, seconds: float) -> bool:
-    """Tell whether no file of a data set changed since; a remote one is not asked."""
+def _is_unchanged_since(dataset: DatasetConfig, seconds: float) -> bool:
+    """Return whether no file of a data set changed since a time; remote files are not checked."""
     if source.is_remote(dataset.path) or source.is_generated(dataset.path):
         return True
     files = source.find_files(dataset.path, dataset.split)
@@ -119,10 +120,10 @@ def _sample(
     count_tokens: CountTokens,
     budget: source.Budget,
 ) -> _Size:
-    """Count the tokens of the first rows, and take the others to be as long for their bytes."""
+    """Count the tokens of the first rows, and extrapolate by bytes."""
     if source.is_remote(dataset.path):
-        raise DataError(f"{redact(dataset.path)} is not on this machine as tokens")
-    most, num_bytes, num_rows = budget.left, 0, 0
+        raise DataError(f"{redact(dataset.path)} is not in the cache of tokenized data")
+    limit, num_bytes, num_rows = budget.left, 0, 0
     items: list[Item] = []
     name, chunks = find_format(dataset, chunks_of(dataset, data, budget))
     is_cut = False
@@ -130,31 +131,33 @@ def _sample(
         for row in read_chunk(chunk, name or "", dataset.columns):
             items += [] if isinstance(row, Rejected) else row
         num_bytes, num_rows = num_bytes + chunk.num_bytes, num_rows + chunk.count()
-        if is_cut := num_bytes >= most:
+        if is_cut := num_bytes >= limit:
             break
     if not items:
-        raise DataError(f"{dataset.path}: no row could be read of its first {most >> 10} KiB")
+        raise DataError(f"{dataset.path}: its first {limit >> 10} KiB hold no row that can be read")
     lengths = _lengths(items, count_tokens)
     tokens = sum(_kept(length, sequence_len, data.on_long) for length in lengths)
     if not (is_cut or budget.spent):
         return _Size(tokens=tokens, rows=num_rows, rows_read=num_rows, is_cached=False)
     total = source.num_bytes(dataset.path, dataset.split)
     if total is None:
-        raise DataError(f"{dataset.path}: how many bytes its rows have only reading tells")
-    times = max(1.0, total / num_bytes)  # not by the budget: the row where it ends was not read
-    return _Size(tokens=tokens * times, rows=num_rows * times, rows_read=num_rows, is_cached=False)
+        raise DataError(f"{dataset.path}: the size of its rows is unknown until they are read")
+    factor = max(1.0, total / num_bytes)  # not the budget, which may end within a row
+    return _Size(
+        tokens=tokens * factor, rows=num_rows * factor, rows_read=num_rows, is_cached=False
+    )
 
 
 def _lengths(items: Sequence[Item], count_tokens: CountTokens) -> list[int]:
     """Return the tokens of each item."""
     counted = iter(count_tokens([text for item in items for text in _texts(item)]))
     return [
-        sum(itertools.islice(counted, len(_texts(item)))) + _tokens_beside(item) for item in items
+        sum(itertools.islice(counted, len(_texts(item)))) + _other_tokens(item) for item in items
     ]
 
 
 def _texts(item: Item) -> list[str]:
-    """Return the texts of an item that become tokens."""
+    """Return the texts of an item that are tokenized."""
     if isinstance(item, Tokens):
         return []
     if isinstance(item, Document):
@@ -168,15 +171,15 @@ def _texts(item: Item) -> list[str]:
     return texts + calls + [json.dumps(tool, default=dict) for tool in item.tools]
 
 
-def _tokens_beside(item: Item) -> int:
-    """Return the tokens of an item that stand in none of its texts."""
+def _other_tokens(item: Item) -> int:
+    """Return the number of an item's tokens that come from none of its texts."""
     if isinstance(item, Tokens):
         return len(item.input_ids)
     return 1 + (TURN_TOKENS * len(item.turns) if isinstance(item, Conversation) else 0)
 
 
 def _kept(length: int, sequence_len: int, on_long: str) -> int:
-    """Return the tokens of a row that are left by what becomes of a long one."""
+    """Return the tokens of a row that are left after `on_long` is applied."""
     if length <= sequence_len or on_long == "split":
         return length
     return sequence_len if on_long.startswith("truncate") else 0

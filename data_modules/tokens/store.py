@@ -1,7 +1,7 @@
-"""Make documents of encoded rows, keep them in one Arrow file, and read them without loading it.
+"""Documents fitted to length, stored in one Arrow file and read through a memory map.
 
-Decides what of a row fits and how documents are stored. Never decides which ones are trained on, or
-when.
+Decides what of a row fits and how documents are stored. Never decides which documents are trained
+on, or when.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _COLUMNS = ("rows", "lines", "trained", "label_weights", "digests", "ends_in_sto
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """Hold the documents of a chunk of rows, side by side, as they cross processes and go to disk.
+    """The concatenated documents of a chunk of rows, as sent between processes and stored.
 
     input_ids      int32 [tokens of all documents], document after document
     lengths        int64 [documents], tokens of each
-    weights        float32 [labels of all documents]; as many as tokens, or as targets where there
-                   are targets
+    weights        float32 [labels of all documents]; one per token, or per target if there are
+                   targets
     target_ids     int32 [targets of all documents], None for causal models
     target_lengths int64 [documents], None for causal models
-    rows           int64 [documents], number of the row that the document comes from, from 0, in
-                   the order of reading, bad rows counted
-    lines          int64 [documents], its line in the chunk's file
-    trained        int64 [documents], labels with a weight
-    label_weights  float64 [documents], sum of the weights of the labels
+    rows           int64 [documents], number of the document's row, from 0 in reading order,
+                   including bad rows
+    lines          int64 [documents], line of the row in the chunk's file
+    trained        int64 [documents], number of labels with a weight
+    label_weights  float64 [documents], sum of the labels' weights
     digests        uint64 [documents], hash of the ids
-    ends_in_stop   bool [documents], the last trained token is a stop token
-    double_bos     bool [documents], begins with two BOS
+    ends_in_stop   bool [documents], whether the last trained token is a stop token
+    double_bos     bool [documents], whether it starts with two BOS tokens
     """
 
     file: str
@@ -66,7 +66,7 @@ class Documents:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of all documents, of both sides where there are targets."""
+        """Return the number of tokens of all documents, targets included."""
         return len(self.input_ids) + (0 if self.target_ids is None else len(self.target_ids))
 
     def examples(self, dataset: int) -> Iterator[Example]:
@@ -86,7 +86,7 @@ class Documents:
             yield Example(ids, weights, dataset, Origin(self.file, line), target_ids)
 
     def largest_token(self) -> tuple[int, str]:
-        """Return the largest token id, and where it stands."""
+        """Return the largest token id and its file:line."""
         sides = [(self.input_ids, self.lengths)]
         if self.target_ids is not None and self.target_lengths is not None:
             sides.append((self.target_ids, self.target_lengths))
@@ -99,7 +99,7 @@ class Documents:
 
 
 class StoreWriter:
-    """Write chunks of documents into `folder`, one after the other, in bounded memory."""
+    """Write chunks of documents into `folder`, one at a time, in bounded memory."""
 
     def __init__(self, folder: Path) -> None:
         import pyarrow
@@ -113,12 +113,12 @@ class StoreWriter:
 
         if not len(documents):
             return
-        columns: dict[str, Any] = {"input_ids": _lists(documents.input_ids, documents.lengths)}
+        columns: dict[str, Any] = {"input_ids": _list_array(documents.input_ids, documents.lengths)}
         labels = documents.lengths
         if documents.target_ids is not None and documents.target_lengths is not None:
             labels = documents.target_lengths
-            columns["target_ids"] = _lists(documents.target_ids, labels)
-        columns["weights"] = _lists(documents.weights, labels)
+            columns["target_ids"] = _list_array(documents.target_ids, labels)
+        columns["weights"] = _list_array(documents.weights, labels)
         columns |= {name: _to_arrow(getattr(documents, name)) for name in _COLUMNS}
         batch = pyarrow.RecordBatch.from_pydict(columns)
         if self._writer is None:
@@ -133,7 +133,7 @@ class StoreWriter:
 
 
 class TokenStore:
-    """Read one prepared data set; the tokens stay on disk until they are used."""
+    """One tokenized data set, memory-mapped; token ids are read when they are used."""
 
     def __init__(self, folder: Path) -> None:
         import numpy as np
@@ -146,7 +146,7 @@ class TokenStore:
         named = [reader.get_batch_with_custom_metadata(number) for number in numbers]
         batches = [batch for batch, _ in named]
         for batch in batches:
-            batch.validate()  # sizes that a damaged file claims would be read beyond its end
+            batch.validate()  # a damaged file may claim sizes beyond its end
         self._parts = [_Part(batch, metadata[b"file"].decode()) for batch, metadata in named]
         sizes = [batch.num_rows for batch in batches]
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
@@ -162,9 +162,9 @@ class TokenStore:
         self.ends_in_stop = column("ends_in_stop")
         self.double_bos = column("double_bos")
         self.lengths = np.concatenate([part.lengths for part in self._parts])
-        """tokens that a document takes in a pack: those of its longer side"""
+        """tokens that a document takes in a pack: the longer of input and target"""
 
-    # Worker processes of a loader open the file again: what is mapped cannot be sent.
+    # A memory map cannot be pickled; the workers of a loader open the file again.
     def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
         return TokenStore, (self._folder,)
 
@@ -172,7 +172,7 @@ class TokenStore:
         return int(self._starts[-1])
 
     def origin(self, index: int) -> Origin:
-        """Return where document `index` comes from."""
+        """Return the file and line of document `index`."""
         part, _ = self._locate(index)
         return Origin(part.file, int(self.lines[index]))
 
@@ -190,22 +190,22 @@ class TokenStore:
     def token_ids(
         self, indices: npt.NDArray[np.int64]
     ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Yield the ids of documents side by side, and how many each has, chunk by chunk."""
+        """Yield the concatenated ids of documents and the length of each, chunk by chunk."""
         import numpy as np
 
         parts = np.searchsorted(self._starts, indices, side="right") - 1
         for run in np.split(np.arange(len(indices)), np.flatnonzero(np.diff(parts)) + 1):
             if len(run):
                 number = int(parts[run[0]])
-                yield self._parts[number].input_ids.many(indices[run] - self._starts[number])
+                yield self._parts[number].input_ids.gather(indices[run] - self._starts[number])
 
     def _locate(self, index: int) -> tuple[_Part, int]:
         number = bisect_right(self._starts, index) - 1
         return self._parts[number], int(index - self._starts[number])
 
 
-class _Lists:
-    """Hand out the lists of an Arrow column as arrays, without copying."""
+class _ListColumn:
+    """The lists of an Arrow column as NumPy arrays, without copying."""
 
     def __init__(self, column: Any) -> None:
         self._values = _to_numpy(column.values)
@@ -214,8 +214,8 @@ class _Lists:
     def __getitem__(self, index: int) -> Any:
         return self._values[self.offsets[index] : self.offsets[index + 1]]
 
-    def many(self, places: npt.NDArray[np.int64]) -> tuple[Any, npt.NDArray[np.int64]]:
-        """Return many lists side by side, and their lengths."""
+    def gather(self, places: npt.NDArray[np.int64]) -> tuple[Any, npt.NDArray[np.int64]]:
+        """Return the concatenated lists at `places`, and their lengths."""
         import numpy as np
 
         starts = self.offsets[places].astype(np.int64)
@@ -226,23 +226,23 @@ class _Lists:
 
 
 class _Part:
-    """Hold one record batch: the documents of one chunk of one file."""
+    """One record batch: the documents of one chunk of one file."""
 
     def __init__(self, batch: Any, file: str) -> None:
         import numpy as np
 
         self.file = file
-        self.input_ids = _Lists(batch["input_ids"])
-        self.weights = _Lists(batch["weights"])
+        self.input_ids = _ListColumn(batch["input_ids"])
+        self.weights = _ListColumn(batch["weights"])
         has_targets = "target_ids" in batch.schema.names
-        self.target_ids = _Lists(batch["target_ids"]) if has_targets else None
+        self.target_ids = _ListColumn(batch["target_ids"]) if has_targets else None
         self.lengths = np.diff(self.input_ids.offsets).astype(np.int64)
         if self.target_ids is not None:
             self.lengths = np.maximum(self.lengths, np.diff(self.target_ids.offsets))
 
 
 class Examples(Sequence[Example]):
-    """Offer chosen documents of several data sets as one sequence, with their columns.
+    """Selected documents of several data sets as one sequence, with their columns.
 
     `lengths` int64 [n], tokens in a pack; `trained` int64 [n], trained labels; `label_weights`
     float64 [n]; `datasets` int64 [n]; `digests` uint64 [n]; `ends_in_stop`, `double_bos` bool [n].
@@ -288,12 +288,12 @@ class Examples(Sequence[Example]):
     def token_ids(
         self, indices: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return the ids of many examples side by side, and how many each has."""
+        """Return the concatenated ids of the examples at `indices`, and the length of each."""
         import numpy as np
 
         ids, sizes = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
         datasets = self.datasets[indices]
-        # Neighbours of one store are copied together.
+        # Consecutive examples of one store are copied together.
         for run in np.split(indices, np.flatnonzero(np.diff(datasets)) + 1):
             if len(run):
                 store = self._stores[int(self.datasets[run[0]])]
@@ -303,11 +303,11 @@ class Examples(Sequence[Example]):
         return np.concatenate(ids), np.concatenate(sizes)
 
     def origin(self, index: int) -> Origin:
-        """Return where example `index` comes from."""
+        """Return the file and line of example `index`."""
         return self._stores[int(self.datasets[index])].origin(int(self._places[index]))
 
 
-def _lists(values: Any, lengths: Any) -> Any:
+def _list_array(values: Any, lengths: Any) -> Any:
     import numpy as np
     import pyarrow
 
@@ -315,7 +315,7 @@ def _lists(values: Any, lengths: Any) -> Any:
     return pyarrow.ListArray.from_arrays(_to_arrow(offsets), _to_arrow(values))
 
 
-# By their buffers: `pyarrow.array` and `to_numpy` import pandas (pyarrow 26), which takes a second.
+# Through buffers: `pyarrow.array` and `to_numpy` import pandas (pyarrow 26), which takes a second.
 def _to_arrow(values: Any) -> Any:
     import numpy as np
     import pyarrow
@@ -326,7 +326,7 @@ def _to_arrow(values: Any) -> Any:
 
 
 def _to_numpy(column: Any) -> Any:
-    """Return an Arrow column without nulls as a NumPy array, of numbers without copying."""
+    """Return an Arrow column without nulls as a NumPy array; numbers are not copied."""
     import numpy as np
 
     name, data = str(column.type), column.buffers()[1]
@@ -338,17 +338,17 @@ def _to_numpy(column: Any) -> Any:
 
 
 class TokenizerFacts(Protocol):
-    """What the documents need to know of the template."""
+    """The part of the chat template that a DocumentBuilder needs."""
 
     bos_token_id: int | None
 
     @property
     def stop_token_ids(self) -> set[int]:
-        """Return the tokens that end answers."""
+        """Return the tokens that end an answer."""
 
 
 class DocumentBuilder:
-    """Collect the documents of one chunk of a file, and count rows without a trained token."""
+    """Build the documents of one chunk of a file, and count rows that are cut or dropped."""
 
     def __init__(
         self, file: str, template: TokenizerFacts, sequence_len: int, on_long: str
@@ -361,11 +361,11 @@ class DocumentBuilder:
         self.num_rows = 0
 
     def add(self, encoded: Sequence[Encoded], number: int, origin: Origin, counts: Counts) -> None:
-        """Add what row `number` of the chunk became: one result an item."""
-        longest = max((_num_tokens(one) for one in encoded), default=0)
+        """Add row `number` of the chunk, with one `Encoded` per item."""
+        longest = max((_num_tokens(item) for item in encoded), default=0)
         counts.add_length(longest, str(origin))
         how = self._sequence_len, self._on_long, self._template.bos_token_id
-        fitting = [piece for one in encoded for piece in fit(one, *how)]
+        fitting = [piece for item in encoded for piece in fit(item, *how)]
         useful = [piece for piece in fitting if is_trained(piece)]
         if longest > self._sequence_len:
             if not fitting or self._on_long == "error":
@@ -383,7 +383,8 @@ class DocumentBuilder:
             if fitting or longest <= self._sequence_len:
                 counts.add_empty(str(origin))
             return
-        for kind, seen in {note.kind: note.seen for one in encoded for note in one.notes}.items():
+        notes = {note.kind: note.seen for item in encoded for note in item.notes}
+        for kind, seen in notes.items():
             counts.add_note(kind, f"{origin} {seen}".rstrip())
         self._pieces += useful
         self._rows += [number] * len(useful)
@@ -391,96 +392,101 @@ class DocumentBuilder:
         self.num_rows += 1
 
     def build(self) -> Documents | None:
-        """Return the documents; None where there is none."""
+        """Return the documents, None if there are none."""
         import numpy as np
 
         pieces = self._pieces
         if not pieces:
             return None
-        targets = [one.target_ids for one in pieces if one.target_ids is not None]
+        targets = [document.target_ids for document in pieces if document.target_ids is not None]
         stops = self._template.stop_token_ids
         return Documents(
             file=self._file,
-            input_ids=np.concatenate([one.input_ids for one in pieces]),
-            lengths=np.array([len(one.input_ids) for one in pieces], dtype=np.int64),
-            weights=np.concatenate([one.weights for one in pieces]),
+            input_ids=np.concatenate([document.input_ids for document in pieces]),
+            lengths=np.array([len(document.input_ids) for document in pieces], dtype=np.int64),
+            weights=np.concatenate([document.weights for document in pieces]),
             target_ids=np.concatenate(targets) if targets else None,
-            target_lengths=np.array([len(one) for one in targets]) if targets else None,
+            target_lengths=np.array([len(document) for document in targets]) if targets else None,
             rows=np.array(self._rows, dtype=np.int64),
             lines=np.array(self._lines, dtype=np.int64),
-            trained=np.array([np.count_nonzero(_labels(one)) for one in pieces], dtype=np.int64),
-            label_weights=np.array([_labels(one).sum(dtype=np.float64) for one in pieces]),
-            digests=np.array([_digest(one) for one in pieces], dtype=np.uint64),
-            ends_in_stop=np.array([_last_trained(one) in stops for one in pieces]),
-            double_bos=np.array([self._has_two_bos(one) for one in pieces]),
+            trained=np.array(
+                [np.count_nonzero(_labels(document)) for document in pieces], dtype=np.int64
+            ),
+            label_weights=np.array(
+                [_labels(document).sum(dtype=np.float64) for document in pieces]
+            ),
+            digests=np.array([_digest(document) for document in pieces], dtype=np.uint64),
+            ends_in_stop=np.array([_last_trained(document) in stops for document in pieces]),
+            double_bos=np.array([self._has_two_bos(document) for document in pieces]),
         )
 
-    def _has_two_bos(self, one: Encoded) -> bool:
+    def _has_two_bos(self, document: Encoded) -> bool:
         bos = self._template.bos_token_id
-        return bos is not None and one.input_ids[:2].tolist() == [bos, bos]
+        return bos is not None and document.input_ids[:2].tolist() == [bos, bos]
 
 
-def fit(one: Encoded, sequence_len: int, on_long: str, bos_token_id: int | None) -> list[Encoded]:
-    """Return the documents of at most `sequence_len` tokens that an encoded item becomes.
+def fit(
+    document: Encoded, sequence_len: int, on_long: str, bos_token_id: int | None
+) -> list[Encoded]:
+    """Return the documents of at most `sequence_len` tokens that an encoded item is cut into.
 
-    What is cut from its left side keeps its BOS; encoder-decoder items are not split.
+    Truncation on the left keeps the BOS; encoder-decoder items are not split.
     """
-
-    if _num_tokens(one) <= sequence_len:
-        return [one]
+    if _num_tokens(document) <= sequence_len:
+        return [document]
     if on_long in ("drop", "error"):
         return []
     keeps_end = on_long == "truncate_left"
     cut = slice(-sequence_len, None) if keeps_end else slice(sequence_len)
-    if one.target_ids is not None:
-        return [Encoded(one.input_ids[cut], one.weights[cut], one.target_ids[cut])]
-    bos = int(bos_token_id is not None and int(one.input_ids[0]) == bos_token_id)
+    if document.target_ids is not None:
+        return [Encoded(document.input_ids[cut], document.weights[cut], document.target_ids[cut])]
+    bos = int(bos_token_id is not None and int(document.input_ids[0]) == bos_token_id)
     if on_long == "split":
-        return _split(one, sequence_len, bos)
-    ids, weights = one.input_ids[cut].copy(), one.weights[cut].copy()
+        return _split(document, sequence_len, bos)
+    ids, weights = document.input_ids[cut].copy(), document.weights[cut].copy()
     if keeps_end and bos:
-        ids[0], weights[0] = one.input_ids[0], 0.0
+        ids[0], weights[0] = document.input_ids[0], 0.0
     return [Encoded(ids, weights)]
 
 
-def _split(one: Encoded, sequence_len: int, bos: int) -> list[Encoded]:
-    """Cut a document into pieces of like length, each with the `bos` tokens that it begins with."""
+def _split(document: Encoded, sequence_len: int, bos: int) -> list[Encoded]:
+    """Cut a document into pieces of similar length, each starting with its first `bos` tokens."""
     import numpy as np
 
-    num_tokens = len(one.input_ids) - bos
+    num_tokens = len(document.input_ids) - bos
     num_pieces = -(-num_tokens // (sequence_len - bos))
     cuts = [bos + num_tokens * piece // num_pieces for piece in range(num_pieces + 1)]
     return [
         Encoded(
-            np.concatenate([one.input_ids[:bos], one.input_ids[start:end]]),
-            np.concatenate([np.zeros(bos, np.float32), one.weights[start:end]]),
+            np.concatenate([document.input_ids[:bos], document.input_ids[start:end]]),
+            np.concatenate([np.zeros(bos, np.float32), document.weights[start:end]]),
         )
         for start, end in itertools.pairwise(cuts)
     ]
 
 
-def is_trained(one: Encoded) -> bool:
-    """Tell whether any label of a document has a weight."""
-    return bool(_labels(one).any())
+def is_trained(document: Encoded) -> bool:
+    """Return whether any label of a document has a weight."""
+    return bool(_labels(document).any())
 
 
-def _num_tokens(one: Encoded) -> int:
-    targets = 0 if one.target_ids is None else len(one.target_ids)
-    return max(len(one.input_ids), targets)
+def _num_tokens(document: Encoded) -> int:
+    targets = 0 if document.target_ids is None else len(document.target_ids)
+    return max(len(document.input_ids), targets)
 
 
-def _labels(one: Encoded) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Return the weights of what is predicted: a causal model never predicts the first token."""
-    return one.weights[1:] if one.target_ids is None else one.weights
+def _labels(document: Encoded) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """Return the labels' weights: a causal model never predicts the first token."""
+    return document.weights[1:] if document.target_ids is None else document.weights
 
 
-def _last_trained(one: Encoded) -> int:
-    ids = one.input_ids if one.target_ids is None else one.target_ids
-    return int(ids[one.weights.nonzero()[0][-1]])
+def _last_trained(document: Encoded) -> int:
+    ids = document.input_ids if document.target_ids is None else document.target_ids
+    return int(ids[document.weights.nonzero()[0][-1]])
 
 
-def _digest(one: Encoded) -> int:
-    content = hashlib.blake2b(one.input_ids.tobytes(), digest_size=8)
-    if one.target_ids is not None:
-        content.update(one.target_ids.tobytes())
+def _digest(document: Encoded) -> int:
+    content = hashlib.blake2b(document.input_ids.tobytes(), digest_size=8)
+    if document.target_ids is not None:
+        content.update(document.target_ids.tobytes())
     return int.from_bytes(content.digest(), "little")

@@ -128,8 +128,11 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     data = make_data(tmp_path / "lists.jsonl")
     (tmp_path / "empty").mkdir()
     for path, told in (
-        ("*.csv", r"\*.csv: no file matches \(looked from main/\); .* has .*lists.jsonl"),
-        ("list.jsonl", r"list.jsonl: no such file \(looked from main/\); did you mean lists.jsonl"),
+        ("*.csv", r"\*.csv: no file matches \(searched from \S+/\); .* has .*lists.jsonl"),
+        (
+            "list.jsonl",
+            r"list.jsonl: no such file \(searched from \S+/\); did you mean lists.jsonl",
+        ),
         ("no/lists.jsonl", "no/lists.jsonl: no such file .*; check data.datasets"),
         ("/nope", r"/nope: no such file .*; check data\.datasets"),  # and not "did you mean /opt"
         ("empty", "empty: no data file for split 'train' in this folder; found nothing"),
@@ -154,7 +157,7 @@ def test_weights_of_data_sets(weight: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chunk_bytes", "told"),
     [
-        (200, "changed while it was read; start again when it is written"),
+        (200, "changed while it was being read; start again when it is complete"),
         (1 << 20, "changed while it was being read; start again"),
     ],
 )
@@ -192,7 +195,7 @@ def test_problems_of_several_files_are_listed_together(tmp_path: Path) -> None:
         '  1. bad.jsonl:5:32 invalid JSON: Expecting value, near `on": "q", "output": }`',
         "  2. bad.jsonl:6 missing 'output'; found ['instruction'] (4 rows are of format alpaca, "
         "first bad.jsonl:1)",
-        f"  3. list.jsonl: no such file (looked from {Path.cwd().name}/); did you mean "
+        f"  3. list.jsonl: no such file (searched from {Path.cwd().name}/); did you mean "
         "lists.jsonl or bad.jsonl?",
         "  4. data.datasets[2].weight=-1.0: expected above 0 (or leave the data set out)",
     ]

@@ -121,7 +121,7 @@ CASES = {
     ),
     "D17 huge": Case(
         LONG,
-        rf":3 row of {len(LONG):,} bytes; data.max_row_bytes is 1,000; raise it, or leave",
+        rf":3 row of {len(LONG):,} bytes; data.max_row_bytes is 1,000; raise it, or remove",
         LONG[:800] + LONG[-5:],
         {"max_row_bytes": 1000},
     ),
@@ -371,7 +371,7 @@ def test_all_problems_of_a_file_come_together(tmp_path: Path, base: Any) -> None
 def test_nothing_but_bad_rows_is_an_error_in_a_quarantine_too(tmp_path: Path, base: Any) -> None:
     file = write(tmp_path, *[chat(("usr", "q"), SAY)] * 7)
     problems = problems_of(file, base, on_bad_row="quarantine")
-    assert problems[0] == "data.jsonl: all 7 rows are bad, so none is left; the first:"
+    assert problems[0] == "data.jsonl: all 7 rows are bad; the first:"
     assert [problem[:20] for problem in problems[1:]] == [
         f"data.jsonl:{line} message"[:20] for line in range(1, 6)
     ]

@@ -83,7 +83,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file: the prepared data cannot be written.*cache_dir"):
+    with pytest.raises(DataError, match=r"file: cannot write the tokenized data.*cache_dir"):
         open_or_make(tmp_path / "file", KEY, make)
 
 
@@ -178,7 +178,7 @@ def test_a_lock_that_is_not_a_file_is_refused_at_once(kind: str, tmp_path: Path)
     victim = tmp_path / "victim"
     victim.write_text("mine")
     put(kind, tmp_path / f"{KEY.name}.lock", victim)
-    with pytest.raises(DataError, match=r"lock: the cache needs a file to lock there"):
+    with pytest.raises(DataError, match=r"lock: the cache needs a regular file there as a lock"):
         open_or_make(tmp_path, KEY, make)
     assert victim.read_text() == "mine"
 

@@ -403,7 +403,7 @@ def test_rows_alike_stay_on_one_side(tmp_path: Path, tokenizer: Any) -> None:
     ]
     assert not sides[0] & sides[1]
     assert [one.validation_rows for one in module.report.datasets] == [12, 3]
-    assert "left out that stand in validation" in " ".join(module.report.lines())
+    assert "left out because they are in validation" in " ".join(module.report.lines())
 
 
 def test_a_cap_is_what_the_report_and_the_audit_count(

@@ -108,8 +108,8 @@ def test_too_many_rows_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(DataError) as caught:
         prepare(file, tokenizer, None, limits=Limits(rows=49))
     assert caught.value.problems == [
-        f"{file}: has more than 49 rows, which is data.limits.rows; raise it if the data is "
-        "right, or give a part of it: data.datasets[].split=train[:10%]"
+        f"{file}: has more than 49 rows (data.limits.rows); raise it if the data is right, "
+        "or use a part of it: data.datasets[].split=train[:10%]"
     ]
     assert prepare(file, tokenizer, None, limits=Limits(rows=50)).counts.rows == 50
 

@@ -92,9 +92,9 @@ def test_refusals_are_told_apart(token: str, hub: str, tmp_path: Path) -> None:
     expected = {
         "org/none": ("no such data set on the hub (HTTP 401)", hidden),
         "org/gone": ("no such data set on the hub (HTTP 404)", hidden),
-        "org/gated": ("gated: its owner must let you in", f"{hub}/datasets/org/gated"),
-        "org/private": ("(HTTP 401)", "refuses your token" if token else "asks for a token"),
-        "org/forbidden": ("(HTTP 403)", "take one with read access"),
+        "org/gated": ("gated: its owner must grant you access", f"{hub}/datasets/org/gated"),
+        "org/private": ("(HTTP 401)", "refuses your token" if token else "requires a token"),
+        "org/forbidden": ("(HTTP 403)", "use one with read access"),
         "org/tagged": ("has no revision v9", "leave revision out"),
     }
     for name, words in expected.items():

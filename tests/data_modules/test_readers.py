@@ -122,10 +122,10 @@ def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> N
         ("d.csv", CONTENTS["d.arrow"], "d.csv: is an arrow file; name it .arrow"),
         ("d.csv", b"PK\x03\x04....", "d.csv: is a zip archive; unpack it"),
         ("d.jsonl", '{"a": 1}'.encode("utf-16-le"), "d.jsonl: is UTF-16; save it as UTF-8"),
-        ("d.csv", b"a,b\r1,2\r", "d.csv: its lines end in CR alone; save it with LF"),
-        ("d.csv", b"a\tb\n1\t2\n", "d.csv:1 has one column, 'a\\tb'; are its cells cut at '\\t'?"),
-        ("d.tsv", b"a,b\n1,2\n", "d.tsv:1 has one column, 'a,b'; are its cells cut at ','?"),
-        ("d.csv", b"a,b,a\n1,2,3\n", "d.csv:1 column 'a' stands twice in the header (a, b, a)"),
+        ("d.csv", b"a,b\r1,2\r", "d.csv: has CR line endings; save it with LF"),
+        ("d.csv", b"a\tb\n1\t2\n", "d.csv:1 has one column, 'a\\tb'; is '\\t' its separator?"),
+        ("d.tsv", b"a,b\n1,2\n", "d.tsv:1 has one column, 'a,b'; is ',' its separator?"),
+        ("d.csv", b"a,b,a\n1,2,3\n", "d.csv:1 column 'a' is twice in the header (a, b, a)"),
         ("d.tsv", b"a\tb\n1\n", "d.tsv:2 1 cells, the header has 2 (a, b); quote cells that hold"),
         ("d.csv", b'a,b\n1,2\n"x"y,2\n', "d.csv:3 broken CSV: ',' expected after '\"'; is a quote"),
         ("d.csv", b'a,b\n"x\n\xe9",2\n', "d.csv:3 byte 0xE9 at column 1 is not UTF-8"),
@@ -136,12 +136,12 @@ def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> N
         (
             "d.jsonl",
             b'{"a": ' + b"1" * 5000 + b"}",
-            "d.jsonl:1 holds a number of more than 4,300 digits",
+            "d.jsonl:1 has a number of more than 4,300 digits",
         ),
         (
             "d.json",
             b'[{"a": ' + b"1" * 5000 + b"}]",
-            "d.json:1 holds a number of more than 4,300 digits",
+            "d.json:1 has a number of more than 4,300 digits",
         ),
         ("d.json", b'[{"a": 1},', "d.json:1:11 invalid JSON"),
         ("d.json", b'[{"a": 1},\n', "d.json:2:1 invalid JSON"),
@@ -354,7 +354,7 @@ def test_large_paragraph_ends_where_it_ends_wherever_chunks_do(
 def test_csv_row_above_the_limit_ends_the_file(tmp_path: Path) -> None:
     content = f'a,b\n1,2\n"{"x" * 5000},2\n3,4\n'.encode()
     (problem,) = problems_of(tmp_path / "d.csv", content, max_row_bytes=1000)
-    assert problem.startswith("d.csv:3 row of more than 1,000 bytes, which is data.max_row_bytes")
+    assert problem.startswith("d.csv:3 row of more than 1,000 bytes (data.max_row_bytes)")
 
 
 def peak_of(file: Path, **settings: Any) -> int:

@@ -90,7 +90,7 @@ def test_check_tells_all_problems_of_all_data_sets(tmp_path: Path) -> None:
         ({"mixture": MixtureConfig(temperature=0.0)}, "mixture.temperature=0.0: expected above 0"),
         ({"train_on_eos": "never"}, "train_on_eos=never: expected all, turn, last or none"),
         ({"roles_to_train": ["gpt"]}, "roles_to_train=['gpt']: expected system, user, assistant"),
-        ({"roles_to_train": []}, "roles_to_train=[]: nothing of a conversation would be trained"),
+        ({"roles_to_train": []}, "roles_to_train=[]: no part of a conversation would be trained"),
     ],
 )
 def test_check_of_settings(settings: dict[str, Any], told: str, tmp_path: Path) -> None:

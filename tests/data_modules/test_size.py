@@ -103,7 +103,7 @@ def test_what_is_in_the_cache_is_exact_until_the_file_or_the_settings_change(
     prepared = prepare_dataset(config.datasets[0], spec)
     cached = estimate(config, "base")
     assert cached.tokens == int(prepared.store.lengths.sum())
-    assert cached.how == "50 rows that are tokenized in the cache"
+    assert cached.how == "50 rows tokenized in the cache"
     of_other = [
         estimate(config, "another base"),
         estimate(config, "base", length=512),
@@ -122,8 +122,8 @@ def test_data_that_are_not_at_hand_are_named(tmp_path: Path) -> None:
 
     assert refusal() == "no data set is named"
     hub = DatasetConfig(path="databricks/databricks-dolly-15k")
-    assert refusal(hub) == f"{hub.path} is not on this machine as tokens"
-    assert "nobody knows how long a stream is" in refusal(hub, streaming=True)
+    assert refusal(hub) == f"{hub.path} is not in the cache of tokenized data"
+    assert "the length of a stream is unknown" in refusal(hub, streaming=True)
     assert "no_such" in refusal(DatasetConfig(path=str(tmp_path / "no_such.jsonl")))
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{\n")

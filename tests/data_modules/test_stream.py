@@ -207,7 +207,7 @@ def test_rows_for_validation_are_never_trained_on(tmp_path: Path, tokenizer: Any
     held_out = {tokenizer.decode(example.input_ids) for example in module.val_examples}
     seen = set(texts(stream_of(module, 60), tokenizer))
     assert len(held_out) == 10 and len(seen) == 90 and not held_out & seen
-    assert "10 of its first rows are for validation" in module.report.lines()[0]
+    assert "its first 10 rows are for validation" in module.report.lines()[0]
     assert [one.train for one in module.audit.datasets] == [10]
 
 

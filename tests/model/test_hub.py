@@ -64,10 +64,14 @@ def test_what_is_not_refused_is_left_to_the_library(name: str, hub: str) -> None
     [
         ("org/none", "no such model on the hub (HTTP 401)", "your token may not see it"),
         ("org/gone", "no such model on the hub (HTTP 404)", "your token may not see it"),
-        ("org/gated", "gated: its owner must let you in; ask at http", "ask at http"),
+        (
+            "org/gated",
+            "gated: its owner must grant you access; request it at http",
+            "request it at http",
+        ),
         ("org/not_yet", "then type hf auth login", "gated: its owner"),
-        ("org/private", "asks for a token (HTTP 401)", "refuses your token (HTTP 401)"),
-        ("org/forbidden", "(HTTP 403)", "take one with read access"),
+        ("org/private", "requires a token (HTTP 401)", "refuses your token (HTTP 401)"),
+        ("org/forbidden", "(HTTP 403)", "use one with read access"),
         ("org/tagged", "has no revision v9", "model.revision"),
     ],
 )

@@ -205,7 +205,7 @@ def data_of(sequence_len: int, taken: list[int] | None = None) -> Any:
     return SimpleNamespace(
         sequence_len=sequence_len,
         total_steps=1000,
-        take_together=([] if taken is None else taken).append,
+        set_micro_batch_size=([] if taken is None else taken).append,
     )
 
 

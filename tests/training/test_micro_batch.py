@@ -65,7 +65,7 @@ def start_with(monkeypatch: pytest.MonkeyPatch, packs: int, limit: int) -> Full:
     """Have the next run choose so many packs and try them, on a device with so much room."""
 
     def resolve(config: Any, data: Any, env: Environment, *_: Any) -> Environment:
-        data.take_together(packs)
+        data.set_micro_batch_size(packs)
         return replace(env.with_micro_batch(packs), tries_micro_batch=True)
 
     full = Full(limit)
@@ -123,7 +123,7 @@ def test_a_rank_that_has_room_takes_what_the_others_have_room_for() -> None:
         def fullest_batch(self) -> Any:
             return SimpleNamespace(to=lambda device: device)
 
-        def take_together(self, size: int) -> None:
+        def set_micro_batch_size(self, size: int) -> None:
             self.batching = SimpleNamespace(micro_batch_size=size, accumulation_steps=6 // size)
 
     trainer: Any = SimpleNamespace(
