@@ -1,6 +1,7 @@
-"""Answer conversations, token by token: what a chat in the terminal and a server share.
+"""Answer conversations token by token, for chat in the terminal and for the server.
 
-A conversation becomes the tokens of training's template, and ends at training's stop tokens.
+A conversation is rendered by the chat template of training, and an answer ends at the stop tokens
+of training.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import override_generation_config
@@ -27,13 +29,14 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True, slots=True)
 class ConversationConfig:
     system: str | None = setting(None, shown=True)
-    """what a conversation begins with, before the first question"""
+    """system prompt at the start of each conversation"""
     max_new_tokens: int = setting(512, ge=1, shown=True)
-    """tokens of an answer at most"""
+    """maximum length of an answer in tokens"""
     temperature: float = setting(0.0, ge=0, le=10, shown=True)
-    """0 = always the likeliest token; more is more varied"""
+    """sampling temperature: 0 = greedy, always the likeliest token; higher is more varied"""
     top_p: float = setting(1.0, gt=0, le=1)
-    """above temperature 0: draw from the likeliest tokens that together have this probability"""
+    """nucleus sampling, if the temperature is above 0: sample from the likeliest tokens whose
+    probabilities add up to this"""
 
 
 SAMPLES = (
@@ -41,14 +44,14 @@ SAMPLES = (
     ("  Write\na haiku.\n", "One\ntwo", "Now the other."),
     ("Ωmega?", "Yes.", "And after it?", "Nothing.", "Thanks!"),
 )
-"""conversations by which a template is checked: question, answer, question, ..."""
+"""conversations that a template is checked with: question, answer, question, ..."""
 
 
 def check_served_tokens(template: ChatTemplate, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """List where `tokenizer`, as others load it, gives other tokens than training and chat.
+    """List the differences between the tokens of training, of chat, and of an exported tokenizer.
 
-    Each sample conversation is rendered by the training path, by the chat, and by the tokenizer's
-    own `apply_chat_template`; a sample that training refuses is left out.
+    Each sample conversation is rendered by the training path, by chat, and by `apply_chat_template`
+    of `tokenizer`; a sample that training rejects is skipped.
     """
     problems = []
     for texts in SAMPLES:
@@ -64,34 +67,28 @@ def check_served_tokens(template: ChatTemplate, tokenizer: PreTrainedTokenizerBa
             template.messages(turns), add_generation_prompt=True, tokenize=False
         )
         served = tokenizer(text, add_special_tokens=template.is_encoder_decoder)["input_ids"]
-        for who, ids in (("chat", chatted), ("the exported tokenizer", served)):
+        for renderer, ids in (("chat", chatted), ("the exported tokenizer", served)):
             if ids != trained.input_ids:
-                place = next(
-                    (
-                        number
-                        for number, pair in enumerate(zip(ids, trained.input_ids, strict=False))
-                        if pair[0] != pair[1]
-                    ),
-                    min(len(ids), len(trained.input_ids)),
-                )
+                pairs = zip(ids, trained.input_ids, strict=False)
+                start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 problems.append(
-                    f"{who} renders a conversation of {len(turns)} turns as other tokens than "
-                    f"training, from token {place + 1} on: {tokenizer.decode(ids[place:])!r} and "
-                    f"not {tokenizer.decode(trained.input_ids[place:])!r}"
+                    f"{renderer} renders a conversation of {len(turns)} turns as other tokens than "
+                    f"training, from token {start + 1} on: {tokenizer.decode(ids[start:])!r} "
+                    f"instead of {tokenizer.decode(trained.input_ids[start:])!r}"
                 )
     return problems
 
 
 @dataclass(slots=True)
 class Reply:
-    """What is known of one answer so far."""
+    """The state of one answer while it is generated."""
 
     prompt_ids: list[int]
-    """what the model reads"""
+    """input tokens of the model"""
     num_tokens: int = 0
-    """generated, with the stop token"""
+    """number of tokens generated so far, including the stop token"""
     is_finished: bool = False
-    """whether a stop token or a stop text has come"""
+    """whether a stop token or a stop text was generated"""
 
 
 class Responder:
@@ -116,19 +113,19 @@ class Responder:
         self.control_texts = tuple(sorted(filter(str.strip, special)))
 
     def prompt_ids(self, turns: Sequence[Turn]) -> list[int]:
-        """Return the tokens that the model reads of a conversation; UserError where too many."""
+        """Return the input tokens of a conversation; raise UserError if they exceed the context."""
         ids = self.template.prompt_ids(turns)
         if self._context_len is not None and len(ids) >= self._context_len:
             raise UserError(
-                f"this conversation has {len(ids):,} tokens, the model's context is "
-                f"{self._context_len:,}: begin a new one"
+                f"this conversation has {len(ids):,} tokens, and the model's context is "
+                f"{self._context_len:,}: start a new one"
             )
         return ids
 
     def stream(self, turns: Sequence[Turn], config: ConversationConfig) -> Iterator[str]:
-        """Yield the answer to a conversation piece by piece; closing the iterator stops it.
+        """Yield the text of an answer piece by piece; closing the iterator stops generation.
 
-        Together they are the tokens up to the first stop token, decoded without special tokens.
+        The pieces join to the tokens before the first stop token, decoded without special tokens.
         """
         return self.answer(Reply(self.prompt_ids(turns)), config)
 
@@ -140,12 +137,12 @@ class Responder:
         stop_texts: Sequence[str] = (),
         seed: int | None = None,
     ) -> Generator[str, None, None]:
-        """Yield what follows `reply.prompt_ids`, a piece a token, and count it in `reply`.
+        """Yield the text that follows `reply.prompt_ids`, one piece per token; update `reply`.
 
-        It ends before the first of `stop_texts`, too. `seed` repeats what a temperature draws.
+        The answer also ends before the first of `stop_texts`. `seed` makes sampling reproducible.
         """
         limit = config.max_new_tokens
-        if self._context_len is not None and not self._is_pair:
+        if self._context_len is not None and not self._is_encoder_decoder:
             limit = min(limit, self._context_len - len(reply.prompt_ids))
         shown, text, tokens = "", "", []
         for token in self._tokens(reply.prompt_ids, limit, config, seed):
@@ -160,31 +157,31 @@ class Responder:
             if reply.is_finished:
                 text = text[: min(ends)]
                 break
-            sure = text[: len(text) - _held_back(text, stop_texts)]
-            # The last character may be half a one, whose other bytes are still to come.
-            if sure.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield sure[len(shown) :]
-                shown = sure
+            final = text[: len(text) - _length_of_stop_start(text, stop_texts)]
+            # The last character may be incomplete: its other bytes are in the next token.
+            if final.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield final[len(shown) :]
+                shown = final
         if rest := text.removeprefix(shown):
             yield rest
 
     @property
-    def _is_pair(self) -> bool:
+    def _is_encoder_decoder(self) -> bool:
         config: Any = self.model.config
         return bool(config.is_encoder_decoder)
 
     def _tokens(
         self, ids: list[int], limit: int, config: ConversationConfig, seed: int | None
     ) -> Iterator[int]:
-        """Yield the tokens that the model goes on with; it works in a thread of its own."""
-        found: queue.Queue[int | BaseException | None] = queue.Queue()
+        """Yield the tokens that the model generates, in a thread, after `ids`."""
+        generated: queue.Queue[int | BaseException | None] = queue.Queue()
         stopped = threading.Event()
         worker = threading.Thread(
-            target=self._generate, args=(ids, limit, config, seed, found, stopped), daemon=True
+            target=self._generate, args=(ids, limit, config, seed, generated, stopped), daemon=True
         )
         worker.start()
         try:
-            while (token := found.get()) is not None:
+            while (token := generated.get()) is not None:
                 if isinstance(token, BaseException):
                     raise token
                 yield token
@@ -198,7 +195,7 @@ class Responder:
         limit: int,
         config: ConversationConfig,
         seed: int | None,
-        found: queue.Queue[int | BaseException | None],
+        generated: queue.Queue[int | BaseException | None],
         stopped: threading.Event,
     ) -> None:
         import torch
@@ -206,30 +203,31 @@ class Responder:
         model: Any = self.model
         if seed is not None:
             torch.manual_seed(seed)
-        how = {"temperature": config.temperature, "top_p": config.top_p}
+        sampling = {"temperature": config.temperature, "top_p": config.top_p}
         pad = self._tokenizer.pad_token_id
+        num_skipped = 1 if self._is_encoder_decoder else len(ids)
         try:
-            # Both contexts of torch hold for one thread only.
+            # no_grad and autocast apply to the current thread only.
             with (
                 torch.no_grad(),
                 self._autocast(),
                 generation_attention(model),
-                override_generation_config(model, self._stops, pad, limit, **how),
+                override_generation_config(model, self._stops, pad, limit, **sampling),
             ):
                 row = torch.tensor([ids], device=model.device)
                 model.generate(
                     input_ids=row,
                     attention_mask=torch.ones_like(row),
-                    streamer=_Streamer(found, num_skipped=1 if self._is_pair else len(ids)),
+                    streamer=_Streamer(generated, num_skipped),
                     stopping_criteria=[lambda rows, _: torch.full((len(rows),), stopped.is_set())],
                 )
-            found.put(None)
-        except Exception as error:  # noqa: BLE001  the thread that waits raises it
-            found.put(error)
+            generated.put(None)
+        except Exception as error:  # noqa: BLE001  raised again in the thread that waits
+            generated.put(error)
 
 
-def _held_back(text: str, stop_texts: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` may begin a stop text."""
+def _length_of_stop_start(text: str, stop_texts: Sequence[str]) -> int:
+    """Return how many characters at the end of `text` may be the start of a stop text."""
     return max(
         (
             length
@@ -242,18 +240,20 @@ def _held_back(text: str, stop_texts: Sequence[str]) -> int:
 
 
 class _Streamer:
-    """Put every token that `generate` gives away into a queue, without those of the prompt."""
+    """Streamer of `generate`: put each token into a queue, except the first `num_skipped`."""
 
-    def __init__(self, found: queue.Queue[int | BaseException | None], num_skipped: int) -> None:
-        self._found, self._left = found, num_skipped
+    def __init__(
+        self, generated: queue.Queue[int | BaseException | None], num_skipped: int
+    ) -> None:
+        self._generated, self._num_skipped = generated, num_skipped
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Take the prompt's tokens at first, then each new one."""
+        """Receive the tokens of the prompt in the first call, then each new token."""
         for token in tokens.flatten().tolist():
-            if self._left:
-                self._left -= 1
+            if self._num_skipped:
+                self._num_skipped -= 1
             else:
-                self._found.put(token)
+                self._generated.put(token)
 
     def end(self) -> None:
-        """Do nothing: the end of `generate` is the end."""
+        """Do nothing: `_generate` marks the end, or the error, in the queue."""

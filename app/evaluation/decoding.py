@@ -1,7 +1,7 @@
-"""Greedy answers to many prompts at once: those that have ended give their places to the next.
+"""Greedy decoding with continuous batching: finished answers give their rows to waiting prompts.
 
-`model.generate` keeps every row of a batch until the last one has ended, and begins the next batch
-then. Here what is computed a step is what is still being answered.
+`model.generate` keeps all rows of a batch until the last answer ends, and only then starts the next
+batch. Here a step mostly computes rows that are still generating.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ from app.evaluation.likelihood import has_growing_cache, padded
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST_ENDED = 0.25
-"""share of a batch's rows that have ended before they are replaced: each time copies the cache"""
-NOT_BY_ROWS = frozenset({"cpmant", "mpt"})
-"""model types whose cache cannot outgrow a row: CPM-Ant puts tokens of its own before a prompt, and
-MPT's ALiBi table ends at its longest row"""
+MIN_FINISHED = 0.25
+"""share of a batch's rows that must be finished before they are replaced: replacing copies the
+cache"""
+UNSUPPORTED_TYPES = frozenset({"cpmant", "mpt"})
+"""model types whose cache cannot be split and joined by row: CPM-Ant prepends its own tokens to a
+prompt, and MPT's ALiBi table ends at the longest row"""
 
 
 @dataclass(slots=True)
 class _Row:
-    """A prompt, and the tokens that answer it so far."""
+    """The answer to one prompt so far."""
 
-    number: int
+    index: int
+    """index of the prompt"""
     tokens: list[int]
-    has_ended: bool = False
+    is_finished: bool = False
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Rows whose last tokens are to be read, and what is cached of all tokens before these."""
+    """Rows that are decoded together; the cache holds all their tokens but the last."""
 
     rows: list[_Row]
     cache: Any
     mask: Tensor
     """[rows, cached positions]; shorter rows are padded on the left"""
 
-    def keep(self, chosen: Sequence[int]) -> None:
-        """Drop all rows but `chosen`, and the columns that none of these has."""
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all other rows, and the columns that are then padding in every row."""
         import torch
 
-        index = torch.tensor(chosen, device=self.mask.device)
-        self.rows = [self.rows[number] for number in chosen]
+        index = torch.tensor(rows, device=self.mask.device)
+        self.rows = [self.rows[row] for row in rows]
         self.mask = self.mask[index]
         first = int(self.mask.any(0).int().argmax())
         self.mask = self.mask[:, first:]
@@ -56,117 +58,119 @@ class _Batch:
             layer.values = layer.values[index, :, first:]
 
     def join(self, other: _Batch) -> None:
-        """Take the rows of `other` too."""
+        """Append the rows of `other`."""
         import torch
         from torch.nn.functional import pad
 
         longest = max(self.mask.shape[1], other.mask.shape[1])
         gaps = [longest - batch.mask.shape[1] for batch in (self, other)]
 
-        def joined(one: Tensor, another: Tensor, after: int) -> Tensor:
-            """Concatenate, with zeros at the left of a dimension that `after` others follow."""
-            wide = [
-                pad(part, (0, 0) * after + (gap, 0))
-                for part, gap in zip((one, another), gaps, strict=True)
+        def concatenate(own: Tensor, others: Tensor, num_trailing: int) -> Tensor:
+            """Concatenate rows, padded on the left of the dimension before `num_trailing` others."""
+            padded_parts = [
+                pad(part, (0, 0) * num_trailing + (gap, 0))
+                for part, gap in zip((own, others), gaps, strict=True)
             ]
-            return torch.cat(wide)
+            return torch.cat(padded_parts)
 
         self.rows += other.rows
-        self.mask = joined(self.mask, other.mask, 0)
-        for layer, its in zip(self.cache.layers, other.cache.layers, strict=True):
-            layer.keys = joined(layer.keys, its.keys, 1)
-            layer.values = joined(layer.values, its.values, 1)
+        self.mask = concatenate(self.mask, other.mask, 0)
+        for layer, other_layer in zip(self.cache.layers, other.cache.layers, strict=True):
+            layer.keys = concatenate(layer.keys, other_layer.keys, 1)
+            layer.values = concatenate(layer.values, other_layer.values, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GreedyDecoder:
-    """Answers prompts with a decoder whose cache is one row apart from another."""
+    """Greedy decoder for models whose key-value cache can be split and joined by row."""
 
     model: Any
-    stops: frozenset[int]
+    stop_ids: frozenset[int]
     """token ids that end an answer"""
     max_new_tokens: int
     batch_size: int
     is_done: Callable[[list[int]], bool] = lambda tokens: False
-    """whether an answer of these tokens needs no more"""
+    """returns whether an answer of these tokens is complete without a stop token"""
 
     @staticmethod
-    def fits(model: Any) -> bool:
-        """Tell whether rows can leave and join the cache of a model."""
+    def supports(model: Any) -> bool:
+        """Return whether rows can be removed from and added to the cache of `model`."""
         config = model.config.get_text_config(decoder=True)
         return (
-            "past_key_values" in _parameters(model)  # else a forward pass ignores the cache
-            and config.model_type not in NOT_BY_ROWS
+            "past_key_values" in _forward_parameters(model)  # else forward ignores the cache
+            and config.model_type not in UNSUPPORTED_TYPES
             and has_growing_cache(model)
         )
 
     def answers(self, prompts: Sequence[list[int]]) -> Iterator[list[tuple[int, list[int]]]]:
-        """Yield (number of a prompt, tokens of its answer) as they end; longest prompts first."""
+        """Yield (index of a prompt, tokens of its answer) as they finish, longest prompts first."""
         waiting = deque(sorted(range(len(prompts)), key=lambda n: -len(prompts[n])))
         batch: _Batch | None = None
         while waiting or batch:
-            free = self.batch_size - (len(batch.rows) if batch else 0)
-            if chosen := [waiting.popleft() for _ in range(min(free, len(waiting)))]:
-                begun = self._begin(chosen, [prompts[number] for number in chosen])
+            num_free = self.batch_size - (len(batch.rows) if batch else 0)
+            if chosen := [waiting.popleft() for _ in range(min(num_free, len(waiting)))]:
+                prefilled = self._prefill(chosen, [prompts[index] for index in chosen])
                 if batch is None:
-                    batch = begun
+                    batch = prefilled
                 else:
-                    batch.join(begun)
+                    batch.join(prefilled)
             assert batch is not None
-            while self._num_ended(batch) < LEAST_ENDED * len(batch.rows):
+            while sum(row.is_finished for row in batch.rows) < MIN_FINISHED * len(batch.rows):
                 self._step(batch)
-            yield [(row.number, row.tokens) for row in batch.rows if row.has_ended]
-            left = [number for number, row in enumerate(batch.rows) if not row.has_ended]
-            if left:
-                batch.keep(left)
+            yield [(row.index, row.tokens) for row in batch.rows if row.is_finished]
+            unfinished = [number for number, row in enumerate(batch.rows) if not row.is_finished]
+            if unfinished:
+                batch.keep(unfinished)
             else:
                 batch = None
 
-    @staticmethod
-    def _num_ended(batch: _Batch) -> int:
-        return sum(row.has_ended for row in batch.rows)
-
-    def _begin(self, numbers: Sequence[int], prompts: Sequence[list[int]]) -> _Batch:
-        """Read prompts, and add the first token of each answer."""
+    def _prefill(self, indices: Sequence[int], prompts: Sequence[list[int]]) -> _Batch:
+        """Compute the cache of prompts, and the first token of each answer."""
         from transformers import DynamicCache
 
         ids, mask = (part.to(self.model.device) for part in padded(prompts, on_the_left=True))
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-        batch = _Batch([_Row(number, []) for number in numbers], cache, mask)
-        self._read(batch, ids, (mask.cumsum(-1) - 1).clamp(min=0))
+        batch = _Batch([_Row(index, []) for index in indices], cache, mask)
+        self._forward(batch, ids, (mask.cumsum(-1) - 1).clamp(min=0))
         return batch
 
     def _step(self, batch: _Batch) -> None:
-        """Read the last token of each row, and add the next.
+        """Append one token to each unfinished row.
 
-        Rows that have ended are read at position 0: there may be none after their last one.
+        Finished rows are computed at position 0: their next position may exceed the model's limit.
         """
         import torch
 
         ids = torch.tensor([[row.tokens[-1]] for row in batch.rows], device=batch.mask.device)
         positions = batch.mask.sum(-1, keepdim=True)
         batch.mask = torch.cat([batch.mask, torch.ones_like(positions)], dim=1)
-        ended = torch.tensor([[row.has_ended] for row in batch.rows], device=positions.device)
-        self._read(batch, ids, positions.masked_fill(ended, 0))
+        finished = torch.tensor([[row.is_finished] for row in batch.rows], device=positions.device)
+        self._forward(batch, ids, positions.masked_fill(finished, 0))
 
-    def _read(self, batch: _Batch, ids: Tensor, positions: Tensor) -> None:
-        inputs = {"input_ids": ids, "attention_mask": batch.mask, "position_ids": positions}
-        how = {"past_key_values": batch.cache, "use_cache": True, "logits_to_keep": 1}
-        known = _parameters(self.model)
-        given = {name: value for name, value in (inputs | how).items() if name in known}
-        logits = self.model(**given).logits
+    def _forward(self, batch: _Batch, ids: Tensor, positions: Tensor) -> None:
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": batch.mask,
+            "position_ids": positions,
+            "past_key_values": batch.cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        accepted = _forward_parameters(self.model)
+        inputs = {name: value for name, value in inputs.items() if name in accepted}
+        logits = self.model(**inputs).logits
         for row, token in zip(batch.rows, logits[:, -1].argmax(-1).tolist(), strict=True):
-            if not row.has_ended:
+            if not row.is_finished:
                 row.tokens.append(token)
-                row.has_ended = (
-                    token in self.stops
+                row.is_finished = (
+                    token in self.stop_ids
                     or len(row.tokens) == self.max_new_tokens
                     or self.is_done(row.tokens)
                 )
 
 
-def _parameters(model: Any) -> Collection[str]:
-    """Return the names of what a model's forward pass takes."""
+def _forward_parameters(model: Any) -> Collection[str]:
+    """Return the parameter names of the model's forward method."""
     from transformers import PreTrainedModel
 
     inner = next(part for part in model.modules() if isinstance(part, PreTrainedModel))

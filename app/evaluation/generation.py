@@ -1,4 +1,4 @@
-"""Greedy answers to held-out prompts."""
+"""Settings of an evaluation, and greedy generation of answers to held-out prompts."""
 
 from __future__ import annotations
 
@@ -24,57 +24,58 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
     exact_match: bool = setting(False, shown=("train",))
-    """answer held-out prompts greedily and compare letter by letter, base vs tuned"""
+    """generate answers to held-out prompts greedily and report the share that equals the reference,
+    base vs tuned"""
     metrics: list[str] = setting(default_factory=list, choices=METRICS, shown=("evaluate",))
-    """what else answers to held-out prompts are measured by: numeric (the last number), f1 (words
-    in common), rouge1, rouge2, rougeL, bleu, chrf; each from 0 to 1"""
+    """further metrics of answers to held-out prompts: numeric (the last number), f1 (words in
+    common), rouge1, rouge2, rougeL, bleu, chrf; each from 0 to 1"""
     metric: str | None = setting(None)
-    """a metric of one's own, FILE.py:function of answer and reference, which returns a number;
-    needs evaluation.allow_code=true"""
+    """custom metric, FILE.py:function: takes answer and reference, returns a number; needs
+    evaluation.allow_code=true"""
     allow_code: bool = setting(False, resume="trust")
-    """let code run: that of `metric`, and in a process with limits what a model answers to
-    programming tasks"""
+    """allow running the code of `metric`, and the programs that a model writes for code tasks, in a
+    process with limits on time and memory"""
     max_rows: int = setting(200, ge=1, shown=("evaluate",))
-    """held-out rows of each data set that are answered"""
+    """maximum number of held-out rows to answer in each data set"""
     max_new_tokens: int = setting(64, ge=1, shown=("evaluate",))
-    """tokens after which an answer is cut off; exact_match counts it as wrong"""
+    """maximum length of an answer in tokens; exact_match counts an answer cut off here as wrong"""
     tasks: list[TaskConfig] = setting(default_factory=list, shown=("evaluate",))
-    """benchmarks, each from a local file: [{name: mmlu}], or of your own, [{name: mine, path: FILE,
-    kind: multiple_choice}]; `evaluation=mmlu` is that task alone"""
+    """benchmarks to run, each read from a local file: [{name: mmlu}], or a custom task,
+    [{name: mine, path: FILE, kind: multiple_choice}]; `evaluation=mmlu` runs that task alone"""
     task_dir: str | None = setting(None, shown=("evaluate",))
-    """folder of the files of named tasks, such as mmlu_test.jsonl; null = small samples of our own,
-    whose scores mean nothing"""
+    """folder with the files of named tasks, such as mmlu_test.jsonl; null = the small samples that
+    ship with loft, whose scores mean nothing"""
     harness: list[str] = setting(default_factory=list)
-    """tasks of lm-evaluation-harness, by its names, through the library itself (`pip install
-    -e '.[harness]'`)"""
+    """names of lm-evaluation-harness tasks, run by that library (`pip install -e '.[harness]'`)"""
     harness_dir: str | None = setting(None)
-    """folder of its task files (YAML), which may name local data; null = those that come with it"""
+    """folder with lm-evaluation-harness task files (YAML), which may name local data; null = the
+    tasks that ship with the library"""
     batch_tokens: int | None = setting(None, ge=1)
-    """tokens of a batch of likelihoods, more takes more memory; null = 8192 on a GPU, 2048 on a
-    CPU, which more than its caches hold makes slower"""
+    """tokens per batch when likelihoods are computed; more memory if larger; null = 8192 on a GPU,
+    2048 on a CPU, where larger batches outgrow the caches and are slower"""
     batch_size: int = setting(64, ge=1)
-    """prompts answered at once; more memory, faster"""
+    """prompts answered at the same time; more memory, faster"""
     max_regression: float | None = setting(None, ge=0, shown=("evaluate",))
-    """ends with exit code 4, after all is written, where the tuned model is worse than its base by
-    more than this beyond chance: 0.02 = 2 points of accuracy, 0.02 nats of loss a token, 0.2 of a
-    judge's 10 points; null = never"""
+    """largest accepted regression: exit with code 4, after all results are written, if the tuned
+    model is significantly worse than its base by more than this: 0.02 = 2 points of accuracy, 0.02
+    nats of loss per token, 0.2 of a judge's 10 points; null = never"""
 
     @property
     def answers_prompts(self) -> bool:
-        """Return whether held-out prompts are answered at all."""
+        """Return whether any setting requires answers to held-out prompts."""
         return self.exact_match or bool(self.metrics) or self.metric is not None
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainEvaluationConfig(EvaluationConfig):
-    """What a training asks its model, at its end and on its way."""
+    """Evaluation at the end of a training run and, optionally, during it."""
 
     every_steps: int | None = setting(None, ge=1)
-    """optimizer steps between measurements of `tasks` and held-out prompts while the model trains,
-    each at the next validation: curves val/METRIC/NAME beside the losses, answers in samples/;
-    null = at the end alone"""
+    """optimizer steps between evaluations of `tasks` and held-out prompts during training, each run
+    at the next validation: adds curves val/METRIC/NAME to the losses, and answers in samples/;
+    null = only at the end"""
     during_rows: int = setting(50, ge=1)
-    """rows of each task and data set that are asked while the model trains, the first"""
+    """maximum number of rows of each task and data set to evaluate during training (the first)"""
 
 
 def answer_prompts(
@@ -85,10 +86,10 @@ def answer_prompts(
     config: EvaluationConfig,
     sharding: StrategyMixin | None = None,
 ) -> list[Answer]:
-    """Answer each prompt as `answer_batches`; answers keep the given order."""
+    """Answer each prompt as `answer_batches` does; return the answers in the order of `prompts`."""
     batches = answer_batches(model, tokenizer, prompts, stop_ids, config, sharding)
-    found = dict(pair for batch in batches for pair in batch)
-    return [found[number] for number in range(len(prompts))]
+    answers = dict(pair for batch in batches for pair in batch)
+    return [answers[number] for number in range(len(prompts))]
 
 
 def answer_batches(
@@ -100,28 +101,29 @@ def answer_batches(
     sharding: StrategyMixin | None = None,
     stop_texts: Sequence[str] = (),
 ) -> Iterator[list[tuple[int, Answer]]]:
-    """Answer each prompt greedily, up to the first of `stop_ids`; yield (number, answer) by batch.
+    """Answer each prompt greedily up to the first of `stop_ids`; yield batches of (index, answer).
 
-    `sharding`: the strategy where each rank holds a part of the weights; all answer together.
-    No more is generated of an answer that has one of `stop_texts`; they are not cut off.
+    `sharding`: the strategy that shards the weights, None if each rank holds the whole model; all
+    ranks must then answer the same prompts. Generation also ends after one of `stop_texts`, which
+    stays in the answer.
     """
     import torch
 
     was_training = model.training
     model.eval()
     with torch.no_grad(), generation_attention(model):
-        if sharding is None and GreedyDecoder.fits(model):
+        if sharding is None and GreedyDecoder.supports(model):
             decoder = GreedyDecoder(
                 model=model,
-                stops=frozenset(stop_ids),
+                stop_ids=frozenset(stop_ids),
                 max_new_tokens=config.max_new_tokens,
                 batch_size=config.batch_size,
                 is_done=lambda tokens: _has_one_of(stop_texts, tokens, tokenizer),
             )
-            found = decoder.answers([prompt.input_ids for prompt in prompts])
+            generated = decoder.answers([prompt.input_ids for prompt in prompts])
         else:
-            found = _generated(model, tokenizer, prompts, stop_ids, config, sharding, stop_texts)
-        for batch in found:
+            generated = _generate(model, tokenizer, prompts, stop_ids, config, sharding, stop_texts)
+        for batch in generated:
             answers = []
             for number, tokens in batch:
                 end = next((n for n, token in enumerate(tokens) if token in stop_ids), None)
@@ -134,16 +136,16 @@ def answer_batches(
 def _has_one_of(
     texts: Sequence[str], tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> bool:
-    """Tell whether one of some texts ends with the last of `tokens`."""
+    """Return whether the end of `tokens` contains one of `texts`."""
     if not texts:
         return False
-    # A text may have as many tokens as bytes, and end within the last one.
+    # A text has at most as many tokens as bytes, and may end inside the last token.
     tail = max(len(text.encode()) for text in texts) + 1
     recent = tokenizer.decode(tokens[-tail:])
     return any(text in recent for text in texts)
 
 
-def _generated(
+def _generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
@@ -152,35 +154,37 @@ def _generated(
     sharding: StrategyMixin | None,
     stop_texts: Sequence[str],
 ) -> Iterator[list[tuple[int, list[int]]]]:
-    """Yield (number, tokens) by batch, through transformers' own loop: for every architecture."""
+    """Yield batches of (index, generated tokens) from `model.generate`, for any architecture."""
     import torch
     from transformers import StoppingCriteriaList
 
     # Prompts of similar length share a batch, for less padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].input_ids))
     device = model.device if sharding is None else sharding.root_device
-    pairs, pad = model.config.is_encoder_decoder, tokenizer.pad_token_id
+    is_encoder_decoder, pad = model.config.is_encoder_decoder, tokenizer.pad_token_id
     with override_generation_config(model, sorted(stop_ids), pad, config.max_new_tokens):
-        for chosen in _batches(order, config.batch_size):
+        for first in range(0, len(order), config.batch_size):
+            chosen = order[first : first + config.batch_size]
             ids = [prompts[i].input_ids for i in chosen]
-            padded, mask = _pad(ids, pad, on_the_right=pairs)
-            start = 1 if pairs else len(padded[0])  # the start token of a decoder, or the prompt
+            padded, mask = _pad(ids, pad, on_the_right=is_encoder_decoder)
+            # Generated tokens follow the decoder's start token, or the prompt.
+            start = 1 if is_encoder_decoder else len(padded[0])
             until = [_StopTexts(tokenizer, stop_texts, start)] if stop_texts else []
-            # `generate` calls encoders and adapted models past the hooks that gather weights.
+            # `generate` bypasses the hooks that gather the weights of encoders and adapted models.
             with nullcontext() if sharding is None else sharding.gathered(model):
                 generated = model.generate(
                     input_ids=torch.tensor(padded, device=device),
                     attention_mask=torch.tensor(mask, device=device),
                     stopping_criteria=StoppingCriteriaList(until),
-                    # Ranks may diverge where two logits are all but equal; one that has finished
-                    # keeps stepping for the others, which need its part of the weights.
+                    # Ranks may choose different tokens when two logits are almost equal. A rank
+                    # that has finished keeps stepping: the others need its shard of the weights.
                     synced_gpus=sharding is not None,
                 )
             yield list(zip(chosen, generated[:, start:].tolist(), strict=True))
 
 
 class _StopTexts:
-    """Ends each answer that has one of some texts."""
+    """Stopping criterion: end each answer that contains one of the stop texts."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: int
@@ -200,15 +204,11 @@ class _StopTexts:
         return self._done
 
 
-def _batches(order: list[int], size: int) -> Iterator[list[int]]:
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
-
-
 def _pad(ids: list[list[int]], pad: int, *, on_the_right: bool) -> tuple[list[list[int]], ...]:
-    """Pad rows to one length; return them with their attention masks.
+    """Pad rows to the same length; return them with their attention masks.
 
-    A decoder continues at the end of its row; an encoder counts positions from the start.
+    A decoder needs its padding on the left, since it continues at the end of the row; an encoder
+    on the right, since it counts positions from the start.
     """
     longest = max(len(row) for row in ids)
     gaps = [longest - len(row) for row in ids]
@@ -229,25 +229,25 @@ def override_generation_config(
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> Iterator[None]:
-    """Make `model.generate` decode so, whatever the model's generation config says; 0 is greedy.
+    """Make `model.generate` ignore the model's own generation config; temperature 0 is greedy.
 
-    A base's own may sample, use beams, penalise repetition, or force an EOS.
+    The config of a base model may sample, use beam search, penalise repetition, or force an EOS.
     """
     from transformers import GenerationConfig, GenerationMixin
 
-    # With an adapter, the base inside generates.
+    # An adapter wraps the model that generates.
     generator: Any = next(part for part in model.modules() if isinstance(part, GenerationMixin))
-    own, numbers = generator.generation_config, generator.config
+    own, model_config = generator.generation_config, generator.config
     start = own.decoder_start_token_id
-    if numbers.is_encoder_decoder and start is None:
-        start = numbers.decoder_start_token_id
-    how: dict[str, Any] = {"do_sample": temperature > 0}
+    if model_config.is_encoder_decoder and start is None:
+        start = model_config.decoder_start_token_id
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
-        how |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
+        sampling |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
     generator.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         num_beams=1,
-        **how,
+        **sampling,
         eos_token_id=stops,
         pad_token_id=pad_token_id,
         decoder_start_token_id=start,

@@ -41,10 +41,10 @@ class Recording(Responder):
     """Keeps the tokens that the model would read, and answers nothing."""
 
     def _generate(
-        self, ids: list[int], limit: int, how: Any, seed: Any, found: Any, _: Any
+        self, ids: list[int], limit: int, config: Any, seed: Any, generated: Any, _: Any
     ) -> None:
         self.read = ids
-        found.put(None)
+        generated.put(None)
 
 
 def ask_server(app: Any, messages: list[dict[str, str]]) -> None:

@@ -313,7 +313,7 @@ def test_a_row_that_has_ended_takes_no_more_positions(build: Any) -> None:
     def answers(size: int, is_done: Any) -> dict[int, list[int]]:
         decoder = GreedyDecoder(
             model=model,
-            stops=frozenset(),
+            stop_ids=frozenset(),
             max_new_tokens=most,
             batch_size=size,
             is_done=is_done,
@@ -352,4 +352,4 @@ def tiny_xlnet() -> Any:
     ],
 )
 def test_rows_leave_and_join_only_a_cache_of_their_own_tokens(build: Any, fits: bool) -> None:
-    assert GreedyDecoder.fits(build()) is fits
+    assert GreedyDecoder.supports(build()) is fits

@@ -1,6 +1,7 @@
-"""Rows of a task's file become questions: prompts with examples, choices, and what is right.
+"""Settings of tasks, and the questions made from the rows of a task's file.
 
-Needs no torch; DataError and UserError name file, line and what to type.
+A question is a prompt with its few-shot examples, its choices and the right answer. Needs no torch;
+DataError and UserError name file, line and what to type.
 """
 
 from __future__ import annotations
@@ -20,38 +21,39 @@ if TYPE_CHECKING:
     from app.evaluation.generation import EvaluationConfig
 
 SAMPLES = Path(__file__).parent / "samples"
-"""small files of our own, in the published forms"""
+"""small files that ship with loft, in the published formats"""
 CHECKED_ROWS = 20
-"""of a task's file that are read before a model is"""
+"""rows of each task file that are checked before a model is loaded"""
 KINDS = ("multiple_choice", "exact_match", "numeric", "likelihood", "perplexity", "code")
 
 
 @dataclass(kw_only=True, slots=True)
 class TaskConfig:
-    """Name one task."""
+    """One task."""
 
     name: str = setting()
-    """its name in metrics; gsm8k, mmlu, arc, openbookqa, hellaswag, winogrande, boolq, lambada,
-    math and humaneval have their published forms"""
+    """name of the task in metrics; gsm8k, mmlu, arc, openbookqa, hellaswag, winogrande, boolq,
+    lambada, math and humaneval select the published form of that benchmark"""
     path: str | None = setting(None)
-    """file of its rows (json, jsonl, csv, parquet; .gz or .zst); null = that of a named task in
-    evaluation.task_dir"""
+    """file with the rows of the task (json, jsonl, csv, parquet; .gz or .zst); null = the published
+    file name of the benchmark, in evaluation.task_dir"""
     form: str | None = setting(None)
-    """published form of its rows and prompts, where `name` is another; null = `name`'s, if it has
-    one"""
+    """benchmark whose published form the rows and prompts have, if `name` is a different word; null
+    = `name`, if that is a benchmark"""
     kind: str | None = setting(None, choices=KINDS)
-    """how it is measured: multiple_choice (the likeliest choice), exact_match or numeric (of an
-    answer), likelihood (of a continuation), perplexity (of a text), code (an answer is run); null =
-    its form's"""
+    """how the task is scored: multiple_choice (the likeliest choice), exact_match or numeric (of a
+    generated answer), likelihood (of a continuation), perplexity (of a text), code (the generated
+    program is run); null = as its form says"""
     columns: dict[str, str] = setting(default_factory=dict)
-    """field: column that holds it, where they differ: question, choices and answer, context and
-    continuation, or text; dots go into nested fields"""
+    """field: column that holds it, if the names differ; fields are question, choices and answer,
+    context and continuation, or text; dots reach nested fields"""
     few_shot: int | None = setting(None, ge=0, le=100)
-    """examples before each question; null = its form's"""
+    """number of few-shot examples before each question; null = as its form says"""
     few_shot_path: str | None = setting(None)
-    """file of the examples; null = its form's, or the first rows of `path`, which are not asked"""
+    """file with the few-shot examples; null = the file of its form, or the first rows of `path`,
+    which are then left out of the evaluation"""
     max_rows: int | None = setting(None, ge=1)
-    """ask at most this many rows, the first; null = all"""
+    """maximum number of rows to evaluate, the first ones; null = all"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
