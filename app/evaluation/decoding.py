@@ -66,7 +66,7 @@ class _Batch:
         gaps = [longest - batch.mask.shape[1] for batch in (self, other)]
 
         def concatenate(own: Tensor, others: Tensor, num_trailing: int) -> Tensor:
-            """Concatenate rows, padded on the left of the dimension before `num_trailing` others."""
+            """Concatenate rows, left-padded in the dimension before the last `num_trailing`."""
             padded_parts = [
                 pad(part, (0, 0) * num_trailing + (gap, 0))
                 for part, gap in zip((own, others), gaps, strict=True)

@@ -1,8 +1,8 @@
-"""How likely a model finds given continuations of given contexts.
+"""Log-likelihoods of given continuations of given contexts.
 
-Rows are batched by tokens and sorted by length, what several begin with is computed once, and
-logits are taken where a continuation is predicted alone. Which contexts are asked is decided
-elsewhere.
+Rows are sorted by length and batched by tokens, shared prefixes are computed once, and logits are
+computed only at positions that predict a continuation. Which contexts are scored is decided by the
+caller.
 """
 
 from __future__ import annotations
@@ -21,45 +21,46 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-MOST_LOGITS = 1 << 28
-"""most logits of a batch: one GiB in fp32"""
-BATCH_TOKENS = {False: 8192, True: 2048}
-"""whether it is on a CPU -> tokens of a batch"""
-FAMILY_TOKENS = 32
-"""contexts that begin with the same so many tokens (a task's examples) are planned together"""
-LEAST_SHARED = 8
-"""tokens below which nothing is gained by computing them once"""
+MAX_LOGITS = 1 << 28
+"""largest number of logits of a batch: 1 GiB in fp32"""
+GPU_BATCH_TOKENS, CPU_BATCH_TOKENS = 8192, 2048
+"""default number of tokens per batch"""
+SAME_START_TOKENS = 32
+"""contexts whose first tokens are equal up to this number (a task's few-shot examples) may share
+one prefix"""
+MIN_SHARED_TOKENS = 8
+"""shortest prefix in tokens that is worth computing separately"""
 
 
 class Request(NamedTuple):
-    """A context and what may follow it, in token ids; neither is empty."""
+    """A context and a continuation to score, as token ids; neither is empty."""
 
     context: list[int]
     continuation: list[int]
 
 
 class Likelihood(NamedTuple):
-    """What a model makes of a continuation."""
+    """The score of a continuation."""
 
     logprob: float
-    """sum over its tokens, in nats"""
+    """log-probability, summed over the continuation's tokens, in nats"""
     num_tokens: int
     is_greedy: bool
-    """whether each of its tokens is the likeliest one"""
+    """whether greedy decoding would generate this continuation"""
 
 
 @dataclass(slots=True)
 class Row:
-    """Tokens that are read at once, and the requests whose continuations end there."""
+    """The input tokens of one forward pass, and the requests that they answer."""
 
     ids: list[int]
-    asked: list[tuple[int, list[int]]]
-    """(number of the request, its targets); the last position predicts the last target"""
+    requests: list[tuple[int, list[int]]]
+    """(index of the request, its target tokens); the last position predicts the last target"""
 
     @property
     def num_targets(self) -> int:
-        """Return how many of the last positions predict something."""
-        return max(len(targets) for _, targets in self.asked)
+        """Return the number of positions, at the end of the row, that predict a target."""
+        return max(len(targets) for _, targets in self.requests)
 
     @property
     def context(self) -> list[int]:
@@ -68,16 +69,16 @@ class Row:
 
 
 @dataclass(slots=True)
-class Unit:
-    """Rows that begin with the same `num_shared` tokens."""
+class PrefixGroup:
+    """Rows whose first `num_shared` tokens are equal."""
 
     rows: list[Row]
     num_shared: int = 0
-    left: list[Row] = field(init=False)
-    """the rows without them"""
+    suffixes: list[Row] = field(init=False)
+    """the rows without the shared tokens"""
 
     def __post_init__(self) -> None:
-        self.left = [Row(row.ids[self.num_shared :], row.asked) for row in self.rows]
+        self.suffixes = [Row(row.ids[self.num_shared :], row.requests) for row in self.rows]
 
     @property
     def prefix(self) -> list[int]:
@@ -86,21 +87,25 @@ class Unit:
 
     @property
     def num_tokens(self) -> int:
-        """Return how many tokens are computed."""
-        return self.num_shared + sum(len(row.ids) for row in self.left)
+        """Return the number of tokens that are computed for this group."""
+        return self.num_shared + sum(len(row.ids) for row in self.suffixes)
 
 
 def encode_pair(
-    tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, *, is_pair: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    context: str,
+    continuation: str,
+    *,
+    is_encoder_decoder: bool = False,
 ) -> Request:
-    """Return the token ids of a context and its continuation, as lm-evaluation-harness has them.
+    """Tokenize a context and its continuation as lm-evaluation-harness does.
 
-    Spaces at the end of the context belong to the continuation. An empty context is the token that
-    begins a text. `is_pair`: the model is an encoder-decoder, which reads them apart.
+    Spaces at the end of the context are moved to the continuation. An empty context becomes the
+    BOS token. An encoder-decoder model gets both tokenized separately.
     """
     stripped = context.rstrip(" \t\n\r") if context.strip() else context
     continuation = context[len(stripped) :] + continuation
-    if is_pair:
+    if is_encoder_decoder:
         own: list[int] = tokenizer.encode(continuation, add_special_tokens=False)
         return Request(tokenizer.encode(stripped), own)
     if not stripped:
@@ -111,7 +116,7 @@ def encode_pair(
 
 
 def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token before a text without context: the first of a text, or the one that ends."""
+    """Return the context of a text that has none: the BOS token, or EOS if there is no BOS."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     return int(eos if bos is None else bos)
 
@@ -124,7 +129,8 @@ def _plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def rolling_requests(ids: Sequence[int], first: int, max_len: int) -> list[Request]:
     """Return requests that predict each token of a text once, in windows of `max_len` tokens.
 
-    The first window begins with token `first`; each other one with as much context as fits.
+    The context of the first window is the token `first`; that of each later one is as much of the
+    preceding text as fits.
     """
     found = []
     for start in range(0, len(ids), max_len):
@@ -144,74 +150,79 @@ def score(
     gathered: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: Any = None,
 ) -> Iterator[list[tuple[int, Likelihood]]]:
-    """Yield batches of (number of a request, its likelihood), in an order of their own.
+    """Yield batches of (index of a request, its likelihood), in no particular order.
 
-    A context is cut at its left where it and its continuation are longer than `max_len` + 1.
-    `batch_tokens`: None takes what suits the device.
-    `gathered` is entered around each forward pass: where weights are sharded, all ranks must call
-    this with the same requests.
+    A context is truncated on the left if it and its continuation exceed `max_len` + 1 tokens.
+    `batch_tokens`: None = the default of the device. `gathered` is entered around each forward
+    pass; if weights are sharded, all ranks must call this with the same requests.
     """
     import torch
 
     was_training = model.training
     model.eval()
     device = device or model.device
-    batch_tokens = batch_tokens or BATCH_TOKENS[device.type == "cpu"]
+    if batch_tokens is None:
+        batch_tokens = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
     scorer = _Scorer(model, gathered, device)
-    is_pair = model.config.is_encoder_decoder
+    is_encoder_decoder = model.config.is_encoder_decoder
     with torch.no_grad(), generation_attention(model):
-        if is_pair:
-            yield from scorer.pairs(requests, batch_tokens)
+        if is_encoder_decoder:
+            yield from scorer.run_encoder_decoder(requests, batch_tokens)
         else:
-            units = plan_units(requests, max_len, shares=can_share(model))
-            yield from scorer.run(units, batch_tokens)
+            groups = plan_groups(requests, max_len, shares_prefixes=can_share_prefixes(model))
+            yield from scorer.run(groups, batch_tokens)
     model.train(was_training)
 
 
-def plan_units(requests: Sequence[Request], max_len: int, *, shares: bool) -> list[Unit]:
-    """Return the rows that answer all requests, with what they share where that saves tokens."""
+def plan_groups(
+    requests: Sequence[Request], max_len: int, *, shares_prefixes: bool
+) -> list[PrefixGroup]:
+    """Return the rows that answer all requests, grouped by prefix where that saves tokens."""
     rows: dict[tuple[int, ...], Row] = {}
     for number, (context, continuation) in enumerate(requests):
         targets = continuation[-max_len:]
         ids = [*context, *continuation][-(max_len + 1) :][:-1]
         row = rows.setdefault(tuple(ids), Row(ids, []))
-        row.asked.append((number, targets))
-    if not shares:
-        return [Unit([row]) for row in rows.values()]
-    families: dict[tuple[int, ...], list[Row]] = defaultdict(list)
+        row.requests.append((number, targets))
+    if not shares_prefixes:
+        return [PrefixGroup([row]) for row in rows.values()]
+    by_start: dict[tuple[int, ...], list[Row]] = defaultdict(list)
     for row in rows.values():
-        families[tuple(row.context[:FAMILY_TOKENS])].append(row)
-    units = []
-    for family in families.values():
-        apart = _by_context(family)
-        together = Unit(family, _num_shared(family))
-        cost = sum(unit.num_tokens for unit in apart)
-        units += [together] if together.num_tokens < cost else apart
-    return units
+        by_start[tuple(row.context[:SAME_START_TOKENS])].append(row)
+    groups = []
+    for same_start in by_start.values():
+        separate = _group_by_context(same_start)
+        joint = PrefixGroup(same_start, _num_shared(same_start))
+        cost = sum(group.num_tokens for group in separate)
+        groups += [joint] if joint.num_tokens < cost else separate
+    return groups
 
 
-def _by_context(rows: Sequence[Row]) -> list[Unit]:
-    """Return a unit for the rows of each context; those of one row share nothing."""
+def _group_by_context(rows: Sequence[Row]) -> list[PrefixGroup]:
+    """Return one group for each context; a context of a single row is not split."""
     by_context: dict[tuple[int, ...], list[Row]] = defaultdict(list)
     for row in rows:
         by_context[tuple(row.context)].append(row)
-    found = []
+    groups = []
     for same in by_context.values():
         shared = _num_shared(same) if len(same) > 1 else 0
-        found += [Unit(same, shared)] if shared else [Unit([row]) for row in same]
-    return found
+        groups += [PrefixGroup(same, shared)] if shared else [PrefixGroup([row]) for row in same]
+    return groups
 
 
 def _num_shared(rows: Sequence[Row]) -> int:
-    """Return how many first tokens rows share; at least one of each, and its targets, are left."""
+    """Return the length of the common prefix of rows, 0 if it is too short to be worth sharing.
+
+    Positions that predict a target are never shared.
+    """
     first, last = min(row.ids for row in rows), max(row.ids for row in rows)
-    most = min(len(row.ids) - row.num_targets for row in rows)
-    same = next((n for n in range(min(most, len(first))) if first[n] != last[n]), most)
-    return same if same >= LEAST_SHARED else 0
+    longest = min(len(row.ids) - row.num_targets for row in rows)
+    same = next((n for n in range(min(longest, len(first))) if first[n] != last[n]), longest)
+    return same if same >= MIN_SHARED_TOKENS else 0
 
 
-def can_share(model: Any) -> bool:
-    """Tell whether the states of a prefix can be used by several rows: attention's alone can."""
+def can_share_prefixes(model: Any) -> bool:
+    """Return whether several rows can use the cache of one prefix: only attention's can be."""
     from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
     return all(
@@ -221,14 +232,14 @@ def can_share(model: Any) -> bool:
 
 
 def has_growing_cache(model: Any) -> bool:
-    """Tell whether every layer caches keys and values of all tokens, and nothing else."""
+    """Return whether every layer caches the keys and values of all tokens, and nothing else."""
     from transformers.cache_utils import DynamicLayer
 
     return all(type(layer) is DynamicLayer for layer in _cache_layers(model))
 
 
 def _cache_layers(model: Any) -> Sequence[Any]:
-    """Return the layers of a decoder's cache; [None] for a model that has another one."""
+    """Return the layers of a decoder's cache, [None] for a model with another kind of cache."""
     from transformers import DynamicCache, GenerationMixin
 
     if model.config.is_encoder_decoder:
@@ -239,7 +250,7 @@ def _cache_layers(model: Any) -> Sequence[Any]:
 
 
 class _Scorer:
-    """Runs batches of a model."""
+    """Runs the forward passes of `score`."""
 
     def __init__(self, model: Any, gathered: Callable[[], Any], device: Any) -> None:
         from transformers import PreTrainedModel
@@ -250,36 +261,42 @@ class _Scorer:
         self.vocab_size = model.get_input_embeddings().num_embeddings
 
     def run(
-        self, units: Sequence[Unit], batch_tokens: int
+        self, groups: Sequence[PrefixGroup], batch_tokens: int
     ) -> Iterator[list[tuple[int, Likelihood]]]:
-        plain = [unit.rows[0] for unit in units if not unit.num_shared]
-        for rows in self._row_batches(plain, batch_tokens):
+        """Score groups of a decoder; first all rows without a shared prefix."""
+        single = [group.rows[0] for group in groups if not group.num_shared]
+        for rows in self._row_batches(single, batch_tokens):
             yield self._forward(rows)
-        shared = [unit for unit in units if unit.num_shared]
-        for batch in self._unit_batches(shared, batch_tokens):
-            cache, mask = self._prefixes([unit.prefix for unit in batch])
-            owner = {id(row): number for number, unit in enumerate(batch) for row in unit.left}
-            left = [row for unit in batch for row in unit.left]
-            most = max(unit.num_shared for unit in batch)
-            # Every row of a batch has a copy of its prefix's cache.
-            batches = list(self._row_batches(left, 4 * batch_tokens, most))
-            for number, chosen in enumerate(batches):
+        shared = [group for group in groups if group.num_shared]
+        for batch in self._group_batches(shared, batch_tokens):
+            cache, mask = self._compute_prefixes([group.prefix for group in batch])
+            prefix_of = {
+                id(row): number for number, group in enumerate(batch) for row in group.suffixes
+            }
+            suffixes = [row for group in batch for row in group.suffixes]
+            longest = max(group.num_shared for group in batch)
+            # Every row of a batch needs its own copy of the prefix's cache.
+            batches = list(self._row_batches(suffixes, 4 * batch_tokens, longest))
+            for number, rows in enumerate(batches):
                 is_last = number == len(batches) - 1
                 used = cache if is_last else copy.deepcopy(cache)
-                yield self._forward(chosen, used, mask, [owner[id(row)] for row in chosen])
+                yield self._forward(rows, used, mask, [prefix_of[id(row)] for row in rows])
 
     def _row_batches(
         self, rows: Sequence[Row], batch_tokens: int, num_shared: int = 0
     ) -> Iterator[list[Row]]:
-        """Yield rows of like lengths, the longest first; each has `num_shared` tokens before it."""
+        """Yield batches of rows of similar length, longest first.
+
+        `num_shared`: length of the cached prefix before each row, which counts as tokens too.
+        """
         batch: list[Row] = []
         widest = targets = 0
         for row in sorted(rows, key=lambda row: -len(row.ids)):
             widest, targets = max(widest, len(row.ids)), max(targets, row.num_targets)
             size = len(batch) + 1
-            # Logits are taken of the columns from the first target of any row on.
+            # Logits are computed for all columns from the first target of any row on.
             columns = min(widest, targets + widest - len(row.ids))
-            too_many = size * columns * self.vocab_size > MOST_LOGITS
+            too_many = size * columns * self.vocab_size > MAX_LOGITS
             if batch and (size * (num_shared + widest) > batch_tokens or too_many):
                 yield batch
                 batch, widest, targets = [], len(row.ids), row.num_targets
@@ -287,22 +304,24 @@ class _Scorer:
         if batch:
             yield batch
 
-    def _unit_batches(self, units: Sequence[Unit], batch_tokens: int) -> Iterator[list[Unit]]:
-        """Yield units whose prefixes are of like lengths, with rows that fit one batch together."""
-        batch: list[Unit] = []
-        for unit in sorted(units, key=lambda unit: -unit.num_shared):
-            every = [*batch, unit]
-            rows = [row for one in every for row in one.left]
-            widest = every[0].num_shared + max(len(row.ids) for row in rows)
+    def _group_batches(
+        self, groups: Sequence[PrefixGroup], batch_tokens: int
+    ) -> Iterator[list[PrefixGroup]]:
+        """Yield groups with prefixes of similar length whose suffixes fit into one batch."""
+        batch: list[PrefixGroup] = []
+        for group in sorted(groups, key=lambda group: -group.num_shared):
+            candidates = [*batch, group]
+            rows = [row for candidate in candidates for row in candidate.suffixes]
+            widest = candidates[0].num_shared + max(len(row.ids) for row in rows)
             if batch and len(rows) * widest > 4 * batch_tokens:
                 yield batch
                 batch = []
-            batch.append(unit)
+            batch.append(group)
         if batch:
             yield batch
 
-    def _prefixes(self, prefixes: Sequence[Sequence[int]]) -> tuple[Any, Tensor]:
-        """Return the cache of prefixes, padded at their left, and their mask."""
+    def _compute_prefixes(self, prefixes: Sequence[Sequence[int]]) -> tuple[Any, Tensor]:
+        """Return the cache of left-padded prefixes, and their mask [prefixes, positions]."""
         import torch
         from transformers import DynamicCache
 
@@ -312,12 +331,12 @@ class _Scorer:
         inner = self.model.config.get_text_config(decoder=True)
         cache = DynamicCache(config=inner)
         with self.gathered():
-            kept = torch.tensor([ids.shape[1] - 1], device=self.device)
-            self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=kept)
+            last = torch.tensor([ids.shape[1] - 1], device=self.device)
+            self.model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=last)
         return cache, mask
 
     def _inputs(self, ids: Tensor, mask: Tensor, own_mask: Tensor) -> dict[str, Any]:
-        """Return inputs of a forward pass; `mask` covers the cache too, `own_mask` the ids."""
+        """Return the inputs of a forward pass; unlike `own_mask`, `mask` also covers the cache."""
         inputs = {"input_ids": ids, "attention_mask": mask}
         if "position_ids" in self.parameters:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -329,85 +348,84 @@ class _Scorer:
         rows: Sequence[Row],
         cache: Any = None,
         prefix_mask: Tensor | None = None,
-        owners: Sequence[int] = (),
+        prefix_indices: Sequence[int] = (),
     ) -> list[tuple[int, Likelihood]]:
+        """Score rows, each after the cached prefix with its index in `prefix_indices`, if any."""
         import torch
 
         ids, own_mask = padded([row.ids for row in rows], on_the_left=False)
         ids, own_mask = ids.to(self.device), own_mask.to(self.device)
         mask = own_mask
-        how: dict[str, Any] = {"use_cache": False}
+        cache_inputs: dict[str, Any] = {"use_cache": False}
         if cache is not None and prefix_mask is not None:
-            index = torch.tensor(owners, device=self.device)
+            index = torch.tensor(prefix_indices, device=self.device)
             cache.batch_select_indices(index)
             mask = torch.cat([prefix_mask[index], own_mask], dim=1)
-            how = {"use_cache": True, "past_key_values": cache}
+            cache_inputs = {"use_cache": True, "past_key_values": cache}
         first = min(len(row.ids) - row.num_targets for row in rows)
         columns = torch.arange(first, ids.shape[1], device=self.device)
         with self.gathered():
             inputs = self._inputs(ids, mask, own_mask)
-            logits = self.model(**inputs, **how, logits_to_keep=columns).logits
-        ends = [len(row.ids) - first for row in rows]
-        return likelihoods_of(
-            logits, [(row.asked, end) for row, end in zip(rows, ends, strict=True)]
-        )
+            logits = self.model(**inputs, **cache_inputs, logits_to_keep=columns).logits
+        return gather_likelihoods(logits, [(row.requests, len(row.ids) - first) for row in rows])
 
-    def pairs(
+    def run_encoder_decoder(
         self, requests: Sequence[Request], batch_tokens: int
     ) -> Iterator[list[tuple[int, Likelihood]]]:
-        """Yield the likelihoods that an encoder-decoder gives; continuations end without EOS."""
+        """Score requests with an encoder-decoder; no EOS is appended to continuations."""
         start = self.model.config.decoder_start_token_id
         order = sorted(range(len(requests)), key=lambda n: -sum(map(len, requests[n])))
         widest = 1 if not order else sum(map(len, requests[order[0]]))
-        size = max(1, min(batch_tokens // widest, MOST_LOGITS // (widest * self.vocab_size)))
+        size = max(1, min(batch_tokens // widest, MAX_LOGITS // (widest * self.vocab_size)))
         for begin in range(0, len(order), size):
             chosen = order[begin : begin + size]
             ids, mask = padded([requests[n].context for n in chosen], on_the_left=False)
             targets = [requests[n].continuation for n in chosen]
-            read, _ = padded([[start, *one[:-1]] for one in targets], on_the_left=False)
+            decoder_ids, _ = padded([[start, *ids[:-1]] for ids in targets], on_the_left=False)
             with self.gathered():
                 logits = self.model(
                     input_ids=ids.to(self.device),
                     attention_mask=mask.to(self.device),
-                    decoder_input_ids=read.to(self.device),
+                    decoder_input_ids=decoder_ids.to(self.device),
                     use_cache=False,
                 ).logits
-            asked = [([(n, one)], len(one)) for n, one in zip(chosen, targets, strict=True)]
-            yield likelihoods_of(logits, asked)
+            rows = [([(n, ids)], len(ids)) for n, ids in zip(chosen, targets, strict=True)]
+            yield gather_likelihoods(logits, rows)
 
 
-def likelihoods_of(
+def gather_likelihoods(
     logits: Tensor, rows: Sequence[tuple[Sequence[tuple[int, list[int]]], int]]
 ) -> list[tuple[int, Likelihood]]:
-    """Return the likelihoods of requests from logits [rows, columns, vocabulary].
+    """Return (index, likelihood) of each request from logits [rows, columns, vocabulary].
 
-    Of each row: its requests (number, targets), and the column after that of the last target.
+    `rows` has for each row its requests as (index, targets), and the column after the one that
+    predicts the last target.
     """
     import torch
 
-    places = [
+    positions = [
         (index, end - len(targets) + offset, target)
-        for index, (asked, end) in enumerate(rows)
-        for _, targets in asked
+        for index, (requests, end) in enumerate(rows)
+        for _, targets in requests
         for offset, target in enumerate(targets)
     ]
-    row, column, target = torch.tensor(places, device=logits.device).T
+    row, column, target = torch.tensor(positions, device=logits.device).T
     chosen = logits[row, column].float()
     logprobs = torch.log_softmax(chosen, -1).gather(1, target.unsqueeze(1)).squeeze(1)
-    # A sum in fp64, of which the order does not matter.
+    # Summed in fp64, so that the order does not matter.
     values, greedy = logprobs.double().cpu(), (chosen.argmax(-1) == target).cpu()
-    found, position = [], 0
-    for asked, _ in rows:
-        for number, targets in asked:
-            part = slice(position, position + len(targets))
+    likelihoods, start = [], 0
+    for requests, _ in rows:
+        for number, targets in requests:
+            part = slice(start, start + len(targets))
             total, is_greedy = float(values[part].sum()), bool(greedy[part].all())
-            found.append((number, Likelihood(total, len(targets), is_greedy)))
-            position += len(targets)
-    return found
+            likelihoods.append((number, Likelihood(total, len(targets), is_greedy)))
+            start += len(targets)
+    return likelihoods
 
 
 def padded(rows: Sequence[Sequence[int]], *, on_the_left: bool) -> tuple[Tensor, Tensor]:
-    """Return ids and mask [rows, longest]; masked tokens are 0."""
+    """Return ids and mask, both [rows, longest]; padding is 0."""
     import torch
 
     longest = max(map(len, rows))

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 from app.evaluation.likelihood import (
     Likelihood,
     Request,
-    can_share,
+    can_share_prefixes,
     encode_pair,
-    plan_units,
+    plan_groups,
     rolling_requests,
     score,
 )
@@ -69,7 +69,7 @@ def test_likelihoods_are_those_of_one_row_at_a_time(
 ) -> None:
     requests = questions(ids(few_shot))
     requests += [Request(ids(3), ids(2)), Request(requests[0].context, requests[0].continuation)]
-    assert can_share(model)
+    assert can_share_prefixes(model)
     found = scored(model, requests, batch_tokens=batch_tokens)
     assert_same(found, one_at_a_time(model, requests))
 
@@ -92,13 +92,13 @@ def test_a_long_context_loses_its_left() -> None:
 def test_what_rows_begin_with_is_computed_once() -> None:
     zero_shot, few_shot = questions([], 6), questions(ids(60), 6)
     whole = sum(len(context) + len(end) - 1 for context, end in zero_shot)
-    units = plan_units(zero_shot, 128, shares=True)
-    assert len(units) == 6  # a question each
-    assert sum(unit.num_tokens for unit in units) < whole / 2.5
-    (unit,) = plan_units(few_shot, 128, shares=True)
-    assert unit.num_shared >= 60
+    groups = plan_groups(zero_shot, 128, shares_prefixes=True)
+    assert len(groups) == 6  # a question each
+    assert sum(group.num_tokens for group in groups) < whole / 2.5
+    (group,) = plan_groups(few_shot, 128, shares_prefixes=True)
+    assert group.num_shared >= 60
     letters = [Request(context, [n]) for context in (ids(9), ids(9)) for n in (5, 6, 7)]
-    assert [len(unit.rows) for unit in plan_units(letters, 128, shares=True)] == [1, 1]
+    assert [len(group.rows) for group in plan_groups(letters, 128, shares_prefixes=True)] == [1, 1]
 
 
 def test_an_encoder_decoder_is_asked_for_its_decoders_targets() -> None:

@@ -184,7 +184,7 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
     from lm_eval.api.model import LM
 
     tokenizer, config, max_len = harness.tokenizer, harness.config, harness.max_len
-    is_pair = model.config.is_encoder_decoder
+    is_encoder_decoder = model.config.is_encoder_decoder
 
     def likelihoods(key: str, groups: Sequence[Sequence[Request]]) -> list[list[Any]]:
         work = _summing(harness, model, groups)
@@ -212,7 +212,10 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             pairs = [request.args for request in requests]
-            groups = [[encode_pair(tokenizer, *pair, is_pair=is_pair)] for pair in pairs]
+            groups = [
+                [encode_pair(tokenizer, *pair, is_encoder_decoder=is_encoder_decoder)]
+                for pair in pairs
+            ]
             found = likelihoods(f"{variant}-harness-{_tasks_of(requests)}", groups)
             return [(logprob, is_greedy) for logprob, is_greedy in found]
 

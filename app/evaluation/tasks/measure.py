@@ -166,14 +166,15 @@ class TaskRunner:
     ) -> Iterator[list[tuple[int, Any]]]:
         requests: list[Request] = []
         places: list[range] = []
-        is_pair = model.config.is_encoder_decoder
+        is_encoder_decoder = model.config.is_encoder_decoder
         for question in questions:
             start = len(requests)
             if task.form.kind == "perplexity":
                 requests += self._rolling(question)
             else:
                 pairs = (
-                    encode_pair(self._tokenizer, *pair, is_pair=is_pair) for pair in question.pairs
+                    encode_pair(self._tokenizer, *pair, is_encoder_decoder=is_encoder_decoder)
+                    for pair in question.pairs
                 )
                 requests += pairs
             places.append(range(start, len(requests)))
