@@ -81,7 +81,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     metrics |= change_metrics([*changes, *groups])
     write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
     save_config(config, folder / CONFIG_FILE)
-    runner.clear()
+    runner.remove_partial_results()
     print_samples(evaluator)
     print_comparison(metrics, data.dataset_names)
     if verdicts is not None:
@@ -121,7 +121,7 @@ def measure_models(
     from app.assembly.evaluation import build_evaluator
     from app.assembly.tuned import adapter_of, place_as_trained
     from app.evaluation.progress import Progress
-    from app.evaluation.row_runner import build_row_runner, sum_over_ranks
+    from app.evaluation.row_runner import build_row_runner, build_sum_over_ranks
     from app.evaluation.tasks.questions import build_tasks
 
     adapter = adapter_of(config)
@@ -134,7 +134,7 @@ def measure_models(
             data,
             build_tasks(config.evaluation),
             runner=runner,
-            sum_over_ranks=sum_over_ranks(runner),
+            sum_over_ranks=build_sum_over_ranks(runner),
         )
         if not evaluator.measures_answers and not len(data.val_examples) and bench is None:
             raise UserError(nothing_to_measure(config))

@@ -1,4 +1,4 @@
-"""Base vs tuned, data set by data set: the figures of both, and what is printed of them."""
+"""Compare a tuned model with its base, and print the metrics of both by data set and task."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-MAX_SAMPLE = 160
-"""characters of a text that the terminal shows"""
+MAX_SAMPLE_LENGTH = 160
+"""characters of a sample text that are shown in the terminal"""
 SHOWN = {name: MEASURES[name] for name in ("val/loss", "val/perplexity", *METRICS)}
-"""of a data set, by its name in metrics.json; judges and tasks have tables of their own"""
+"""metrics in the table of data sets; those of a judge and of tasks have their own tables"""
 TASK_MEASURES = {
     "accuracy": ("accuracy", "{:.1%}"),
     "accuracy_norm": ("accuracy by length", "{:.1%}"),
     "passed": ("passed", "{:.1%}"),
-    "loss": ("loss of a token", "{:.4f}"),
+    "loss": ("loss per token", "{:.4f}"),
     "perplexity": ("perplexity", "{:.4g}"),
     "bits_per_byte": ("bits per byte", "{:.4f}"),
 }
+"""metric in the table of tasks -> its heading and number format"""
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,13 @@ def compare_trained(
     row_losses: Sequence[Tensor | None] = (None, None),
     is_as_trained: bool,
 ) -> dict[str, float]:
-    """Compare a model that was just trained with its base, reusing what training has measured.
+    """Compare a model that was just trained with its base, reusing the validations of the run.
 
-    `validations` are those of the training, the first before its first step; `row_losses` are the
-    first and the last one's as `Evaluator.row_losses`, None where this start of the run has not
-    measured it. `is_as_trained`: `model` is the one that was trained, not one that was loaded
-    again. `load_base` is None for a model that was trained from scratch.
+    `validations`: validation losses of the run, the first from before its first step.
+    `row_losses`: the row losses of the first and the last validation, as in `Evaluator.row_losses`;
+    None for one that this process did not measure, because the run was resumed.
+    `is_as_trained`: `model` is the trained object itself, not one reloaded from its saved weights.
+    `load_base`: None for a model that was trained from scratch.
     """
     is_whole = saves_whole_model(adapter)
     metrics: dict[str, float] = {}
@@ -60,14 +62,14 @@ def compare_trained(
             for variant, rows in zip(VARIANTS, row_losses, strict=True)
             if rows is not None and rows.shape[1] == num_rows
         }
-        # Saving rounds a full model to its base's dtype: its last validation was before that.
+        # Saving rounds a fully trained model to the dtype of its base, after the last validation.
         if is_as_trained and not is_whole:
             tuned = validations[-1]
         else:
             tuned = evaluator.measure_losses("tuned", model)
         if is_whole or (is_as_trained and not continued_from(adapter)):
             base = validations[0]
-        else:  # the run did not start as its base
+        else:  # the first validation did not measure the base of `model`
             with model.disable_adapter():
                 base = evaluator.measure_losses("base", model)
         metrics |= prefix_metrics("base", base) | prefix_metrics("tuned", tuned)
@@ -78,16 +80,19 @@ def compare_trained(
         with model.disable_adapter():
             metrics |= evaluator.measure_answers("base", model)
     elif evaluator.sharding is not None:
-        log.info("evaluation: no exact match of the base: no memory for it beside a sharded model")
+        log.info(
+            "evaluation: answers of the base are not measured: it would not fit into memory next "
+            "to the sharded model"
+        )
     elif load_base is not None:
         metrics |= evaluator.measure_answers("base", load_base().to(model.device))
     return metrics
 
 
 def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Table:
-    """Table of every measure that `metrics` holds for a data set; `-` where one is missing.
+    """Return a table of the metrics of each data set; a missing value is `-`.
 
-    Held-out files with names of their own come after `dataset_names`.
+    Data sets that exist only as held-out files come after `dataset_names`.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -103,17 +108,17 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
     ]
     names = list(dict.fromkeys([*dataset_names, *answered]))
     shown = {
-        measure: how
-        for measure, how in SHOWN.items()
+        measure: spec
+        for measure, spec in SHOWN.items()
         if any(f"{variant}/{measure}/{name}" in metrics for variant in VARIANTS for name in names)
     }
-    for how in shown.values():
-        table.add_column(f"{how.heading}: base", justify="right")
+    for spec in shown.values():
+        table.add_column(f"{spec.heading}: base", justify="right")
         table.add_column("tuned", justify="right")
     for name in names:
         cells = [
-            "-" if value is None else how.form.format(value)
-            for measure, how in shown.items()
+            "-" if value is None else spec.number_format.format(value)
+            for measure, spec in shown.items()
             for value in (metrics.get(f"{variant}/{measure}/{name}") for variant in VARIANTS)
         ]
         table.add_row(escape(name), *cells)
@@ -121,7 +126,7 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
 
 
 def task_table(metrics: dict[str, float]) -> Table:
-    """Table of what tasks are measured by alone, a row a task, or a group of one, and a measure."""
+    """Return a table with a row for each metric of each task, or of each group of a task."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -137,10 +142,10 @@ def task_table(metrics: dict[str, float]) -> Table:
         for name in _names_after(f"{variant}/{measure}/", metrics)
     ]
     order = list(dict.fromkeys(name for name, _ in found))
-    for name, measure in sorted(dict.fromkeys(found), key=lambda one: order.index(one[0])):
-        heading, form = TASK_MEASURES[measure]
+    for name, measure in sorted(dict.fromkeys(found), key=lambda pair: order.index(pair[0])):
+        heading, number_format = TASK_MEASURES[measure]
         values = [metrics.get(f"{variant}/{measure}/{name}") for variant in VARIANTS]
-        cells = ["-" if value is None else form.format(value) for value in values]
+        cells = ["-" if value is None else number_format.format(value) for value in values]
         table.add_row(escape(name), heading, *cells)
     return table
 
@@ -150,7 +155,7 @@ def _names_after(prefix: str, metrics: dict[str, float]) -> list[str]:
 
 
 def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
-    """Print the tables of `metrics` that have a row, or why there is none."""
+    """Print the tables of `metrics` that have a row, or why nothing is compared."""
     from rich.console import Console
 
     if not any(name.startswith(VARIANTS) for name in metrics):
@@ -164,23 +169,24 @@ def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> Non
 
 
 def print_samples(evaluator: Evaluator, count: int = 3) -> None:
-    """Print `count` lines of predictions.jsonl, the first of each data set and task, then the next.
+    """Print `count` lines of predictions.jsonl, taken from the data sets and tasks in turn.
 
-    Each text is cut to a line.
+    Each text is shortened to one line.
     """
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
-    first: dict[str, list[dict[str, Any]]] = {}
+    by_dataset: dict[str, list[dict[str, Any]]] = {}
     for line in evaluator.prediction_lines():
-        if len(of_one := first.setdefault(line["data_set"], [])) < count:
-            of_one.append(line)
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*first.values()))
+        if len(lines := by_dataset.setdefault(line["data_set"], [])) < count:
+            lines.append(line)
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_dataset.values()))
     for line in itertools.islice(filter(None, in_turn), count):
         console.print(Text(f"\n{line['data_set']} ({line['source']})"), soft_wrap=True)
         for name in ("prompt", "reference", *VARIANTS):
             if line.get(name) is not None:
                 text = " ".join(str(line[name]).split())
-                short = text if len(text) <= MAX_SAMPLE else f"...{text[3 - MAX_SAMPLE :]}"
-                console.print(Text(f"  {name}: {printable(short)}"), soft_wrap=True)
+                if len(text) > MAX_SAMPLE_LENGTH:
+                    text = f"...{text[3 - MAX_SAMPLE_LENGTH :]}"
+                console.print(Text(f"  {name}: {printable(text)}"), soft_wrap=True)

@@ -1,7 +1,7 @@
-"""Measure models on the same rows: losses, metrics of answers, tasks; each model's row by row.
+"""Evaluate base and tuned model on the same rows: losses, metrics of answers, and tasks.
 
-`predictions.jsonl` has one line per prompt: the row of the user's file that it comes from, the
-answers of base and tuned side by side, and each metric of both.
+Scores are kept by row, so that both models can be compared row by row. `predictions.jsonl` has a
+line for each prompt: where the row comes from, the answers of both models, and their metrics.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 
 PREDICTIONS_FILE = "predictions.jsonl"
 VARIANTS = ("base", "tuned")
+"""names of the compared models in metrics.json and predictions.jsonl"""
 log = logging.getLogger(__name__)
 
 
 class Predictions:
-    """Answer the same prompts, by data set, with several models, and keep their answers."""
+    """Answers of several models to the prompts of each data set, and their scores."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Predictions:
         self._metrics = build_metrics(config) if self._prompts else []
         self._answers: dict[str, dict[str, list[Answer]]] = {}
         self._scores: dict[tuple[str, str, str], list[float]] = {}
-        """(variant, metric, data set) -> a score a row"""
+        """(variant, metric, data set) -> score of each row"""
 
     def answer(
         self,
@@ -61,23 +62,25 @@ class Predictions:
         sharding: StrategyMixin | None = None,
         runner: RowRunner | None = None,
     ) -> dict[str, float]:
-        """Answer every prompt; return `{variant}/<metric>/<data set>` of every metric.
+        """Answer every prompt; return `{variant}/<metric>/<data set>` for every metric.
 
-        `sharding`: the strategy where each rank holds a part of the weights; all answer together.
+        `sharding`: the strategy that shards the weights, None if each rank holds the whole model.
         """
 
-        def work(chosen: list[int], rows: Sequence[Prompt]) -> Iterator[list[tuple[int, Any]]]:
-            asked = [rows[number] for number in chosen]
+        def work(numbers: list[int], prompts: list[Prompt]) -> Iterator[list[tuple[int, Any]]]:
+            chosen = [prompts[number] for number in numbers]
             yield from answer_batches(
-                model, self._tokenizer, asked, self._stop_ids, self._config, sharding
+                model, self._tokenizer, chosen, self._stop_ids, self._config, sharding
             )
 
         self._answers[variant] = {}
-        for name, rows in self._prompts.items():
-            content = [self._config.max_new_tokens, [row.input_ids for row in rows]]
+        for name, prompts in self._prompts.items():
+            content = [self._config.max_new_tokens, [prompt.input_ids for prompt in prompts]]
             key = f"{variant}-answers-{name}"
-            found = (runner or RowRunner()).run(key, content, len(rows), partial(work, rows=rows))
-            self._answers[variant][name] = [Answer(*one) for one in found]
+            answers = (runner or RowRunner()).run(
+                key, content, len(prompts), partial(work, prompts=prompts)
+            )
+            self._answers[variant][name] = [Answer(*answer) for answer in answers]
         for name, answers in self._answers[variant].items():
             if num_empty := sum(not answer.text.strip() for answer in answers):
                 log.warning(
@@ -90,8 +93,10 @@ class Predictions:
         }
 
     def metric_names(self, variant: str) -> list[str]:
-        """Return the names of what `answer` returns."""
-        return [f"{variant}/{one.name}/{name}" for one in self._metrics for name in self._prompts]
+        """Return the names of the metrics that `answer` returns."""
+        return [
+            f"{variant}/{metric.name}/{name}" for metric in self._metrics for name in self._prompts
+        ]
 
     def _measure(self, variant: str, metric: Metric, name: str) -> float:
         rows = list(zip(self._answers[variant][name], self._prompts[name], strict=True))
@@ -105,14 +110,16 @@ class Predictions:
         )
 
     def prediction_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of predictions.jsonl; none where no model has answered."""
+        """Yield the lines of predictions.jsonl, none if no model has answered."""
         if self._answers:
             for name, rows in self._prompts.items():
                 yield from (self._line(name, number) for number in range(len(rows)))
 
     def _line(self, dataset: str, number: int) -> dict[str, Any]:
         prompt = self._prompts[dataset][number]
-        answers = {variant: found[dataset][number] for variant, found in self._answers.items()}
+        answers = {
+            variant: by_dataset[dataset][number] for variant, by_dataset in self._answers.items()
+        }
         return {
             "data_set": dataset,
             "source": redact(str(prompt.origin)),
@@ -131,10 +138,10 @@ class Predictions:
 
 
 class Evaluator:
-    """Measure models on the same held-out rows: loss per data set, metrics of answers, tasks.
+    """Evaluates models on the same held-out rows: loss per data set, metrics of answers, tasks.
 
-    `sharding` and `sum_over_ranks` are given where each rank holds a part of the weights: then all
-    ranks measure together, each its share of the validation rows.
+    `sharding`: the strategy that shards the weights, None if each rank holds the whole model.
+    `sum_over_ranks` is needed if several ranks evaluate together, each a share of the rows.
     """
 
     def __init__(
@@ -156,73 +163,73 @@ class Evaluator:
         self.prompts = data.prompts(config.max_rows) if config.answers_prompts else {}
         self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
         self.row_losses: dict[str, Tensor] = {}
-        """of base and tuned: weighted losses and weights of every validation row [2, rows]"""
+        """variant -> weighted loss and weight of every validation row [2, rows]"""
         self.runner = runner or RowRunner()
         self.tasks = TaskRunner(config, tasks, tokenizer, stop_ids, max_len)
         self.harness = None
         self.harness_lines: dict[tuple[str, str], dict[str, Any]] = {}
-        """of predictions.jsonl, by task and row"""
+        """(task, source of the row) -> line of predictions.jsonl"""
         if config.harness:
             self.harness = Harness(
                 config=config, tokenizer=tokenizer, stop_ids=stop_ids, max_len=max_len
             )
-            self.harness.manager()  # names what it does not know, before a model is read
+            self.harness.load_tasks()  # reports unknown tasks before a model is loaded
 
     @property
     def measures_answers(self) -> bool:
-        """Return whether anything is asked of a model beside the validation rows."""
+        """Whether anything besides the validation loss is measured."""
         return bool(self.prompts or self.tasks.tasks or self.harness)
 
     def measure_losses(self, variant: str, model: Any) -> dict[str, float]:
-        """Return the exact validation loss of every data set; nothing without validation rows."""
+        """Return the exact validation loss of every data set, empty without validation rows."""
         from app.training.objective import DocumentSums, validate
 
         names, num_rows = self.data.dataset_names, len(self.data.val_examples)
         if not num_rows:
             return {}
         documents, is_packed = DocumentSums(), self.data.is_packed
-        total: Callable[[Tensor], Tensor] | None = self.sum_over_ranks
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = self.sum_over_ranks
         if self.sharding is None:
             batches: Any = self.data.whole_val_dataloader(self.runner.num_ranks, self.runner.rank)
-            device, total = None, total if self.runner.num_ranks > 1 else None
+            device, sum_over_ranks = None, sum_over_ranks if self.runner.num_ranks > 1 else None
         else:
             batches, device = self.data.val_dataloader(), self.sharding.root_device
         losses = validate(
             model,
-            self._shown(f"{variant}-losses", batches, num_rows),
+            self._with_progress(f"{variant}-losses", batches, num_rows),
             self.backend,
             names,
             device,
-            total,
+            sum_over_ranks,
             is_packed=is_packed,
             documents=documents,
         )
         rows = documents.take(self.data.val_order, num_rows)
-        self.row_losses[variant] = (rows if total is None else total(rows)).cpu()
+        self.row_losses[variant] = (rows if sum_over_ranks is None else sum_over_ranks(rows)).cpu()
         return losses
 
-    def _shown(self, key: str, batches: Any, num_rows: int) -> Iterator[Any]:
-        """Go over batches, and show about how many of the rows in them are done."""
+    def _with_progress(self, key: str, batches: Any, num_rows: int) -> Iterator[Any]:
+        """Yield batches, and show the progress as an estimated number of rows."""
         for done, batch in enumerate(batches):
             self.runner.show(key, num_rows * done // len(batches), num_rows)
             yield batch
         self.runner.show(key, num_rows, num_rows)
 
     def measure_answers(self, variant: str, model: Any) -> dict[str, float]:
-        """Return the metrics of every data set and task, named by `variant`."""
-        found = self.tasks.measure(variant, model, self.runner, self.sharding)
+        """Return the metrics of answers and tasks, prefixed with `variant`."""
+        metrics = self.tasks.measure(variant, model, self.runner, self.sharding)
         if self.prompts:
-            found = self.predictions.answer(variant, model, self.sharding, self.runner) | found
+            metrics = self.predictions.answer(variant, model, self.sharding, self.runner) | metrics
         if self.harness is not None:
-            metrics, lines = self.harness.measure(variant, model, self.runner)
-            found |= metrics
+            of_harness, lines = self.harness.measure(variant, model, self.runner)
+            metrics |= of_harness
             for line in lines:
                 key = (line["data_set"], line["source"])
-                self.harness_lines[key] = _merged(self.harness_lines.get(key), line)
-        return found
+                self.harness_lines[key] = _merge_lines(self.harness_lines.get(key), line)
+        return metrics
 
     def metric_names(self, variant: str) -> list[str]:
-        """Return the names of what `answers` returns, but for the harness's."""
+        """Return the names of the metrics of `measure_answers`, without the harness's."""
         return [*self.predictions.metric_names(variant), *self.tasks.metric_names(variant)]
 
     def prediction_lines(self) -> Iterator[dict[str, Any]]:
@@ -232,7 +239,7 @@ class Evaluator:
         yield from self.harness_lines.values()
 
     def measure(self, variant: str, model: Any) -> dict[str, float]:
-        """Return all figures of a model, named by `variant`: base or tuned."""
+        """Return all metrics of a model, prefixed with `variant`: base or tuned."""
         import torch
 
         def work() -> list[Any]:
@@ -243,7 +250,7 @@ class Evaluator:
         columns = (examples.digests, examples.label_weights, examples.datasets)
         digests = [hashlib.sha256(column.tobytes()).hexdigest() for column in columns]
         content = [self.data.dataset_names, self.data.is_packed, digests]
-        losses, rows = self.runner.once(f"{variant}-losses", content, work)
+        losses, rows = self.runner.run_once(f"{variant}-losses", content, work)
         if losses:
             self.row_losses[variant] = torch.tensor(rows, dtype=torch.double)
         return prefix_metrics(variant, losses) | self.measure_answers(variant, model)
@@ -253,10 +260,10 @@ class Evaluator:
         trained: Collection[str] | None,
         others: Mapping[str, Mapping[str, Mapping[str, RowScores]]] | None = None,
     ) -> list[Change]:
-        """Compare base and tuned row by row, where both were measured.
+        """Compare base and tuned row by row, on everything that both were measured on.
 
-        `trained`: the data sets that the tuned model was trained on, None where nobody knows.
-        `others`: what else was scored, base and tuned -> measure -> data set or task -> rows.
+        `trained`: the data sets that the tuned model was trained on, None if unknown.
+        `others`: further scores, variant -> measure -> data set or task -> scores of its rows.
         """
         lines = list(self.prediction_lines())
         base, tuned = (
@@ -272,7 +279,7 @@ class Evaluator:
     def group_changes(self) -> list[Change]:
         """Compare base and tuned on each group of a task, such as MMLU's subjects and categories.
 
-        Their intervals hold all at once as well, apart from those of `changes`.
+        The intervals are simultaneous among the groups, independently of those of `changes`.
         """
         lines = list(self.tasks.group_lines())
         base, tuned = (scores_in_lines(lines, variant) for variant in VARIANTS)
@@ -284,48 +291,43 @@ class Evaluator:
         losses, weights = self.row_losses[variant].numpy()
         scores = {}
         for number, name in enumerate(self.data.dataset_names):
-            # A row without a trained token has no loss.
-            of_name = (self.data.val_examples.datasets == number) & (weights > 0)
-            scores[name] = RowScores(
-                scores=losses[of_name] / weights[of_name], weights=weights[of_name]
-            )
+            # A row without a token to train on has no loss.
+            rows = (self.data.val_examples.datasets == number) & (weights > 0)
+            scores[name] = RowScores(scores=losses[rows] / weights[rows], weights=weights[rows])
         return scores
 
     def write_predictions(self, folder: Path) -> None:
-        """Write `predictions.jsonl`, a line a prompt; nothing where no model was asked."""
+        """Write `predictions.jsonl`, unless no prompt was answered."""
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.prediction_lines()]
         if lines:
             write_whole(folder / PREDICTIONS_FILE, "".join(lines))
 
 
-def _merged(line: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of one model with that of another on the same row."""
-    if line is None:
-        return other
-    names = {*line["metrics"], *other["metrics"]}
+def _merge_lines(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
+    """Merge the lines of two models on the same row."""
+    if first is None:
+        return second
+    names = {*first["metrics"], *second["metrics"]}
     return {
-        **line,
-        **other,
-        "finished": line["finished"] | other["finished"],
+        **first,
+        **second,
+        "finished": first["finished"] | second["finished"],
         "metrics": {
-            name: line["metrics"].get(name, {}) | other["metrics"].get(name, {}) for name in names
+            name: first["metrics"].get(name, {}) | second["metrics"].get(name, {}) for name in names
         },
     }
 
 
 def prefix_metrics(variant: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Name a model's figures `base/...` or `tuned/...`; the tuned one's losses keep theirs too.
+    """Prefix metric names with `base/` or `tuned/`, and add the perplexity of each loss.
 
-    Beside each loss comes its perplexity.
+    The losses of the tuned model are also kept under their own names.
     """
-    own_names = {name: value for name, value in metrics.items() if name.startswith("val/")}
-    found = {f"{variant}/{name}": value for name, value in metrics.items()}
+    prefixed = {f"{variant}/{name}": value for name, value in metrics.items()}
     for name, loss in metrics.items():
         if name.startswith("val/loss"):
-            found[f"{variant}/{name.replace('loss', 'perplexity', 1)}"] = perplexity_of(loss)
-    return found | (own_names if variant == "tuned" else {})
-
-
-def perplexity_of(loss: float) -> float:
-    """Return e to the mean loss of a token in nats; above e^700, which no float holds, that."""
-    return math.exp(min(loss, 700.0))
+            perplexity = math.exp(min(loss, 700.0))  # larger numbers overflow
+            prefixed[f"{variant}/{name.replace('loss', 'perplexity', 1)}"] = perplexity
+    if variant == "tuned":
+        prefixed |= {name: value for name, value in metrics.items() if name.startswith("val/")}
+    return prefixed

@@ -1,4 +1,4 @@
-"""Progress of an evaluation: a bar on a terminal, else a line for each data set or task."""
+"""Progress of an evaluation: a bar in a terminal, otherwise a line for each data set or task."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from app.process.launch import is_first_rank
 
 
 class Progress:
-    """Shows what the first rank has done of its share; the others do as much."""
+    """Shows the progress of the first rank, which stands for the others: their shares are equal."""
 
     def __init__(self, *, prints_lines: bool = True) -> None:
         self.prints_lines = prints_lines
         self.console = Console(file=sys.stdout, highlight=False)
-        self.is_quiet = not is_first_rank()
+        self.is_silent = not is_first_rank()
         self.bar: Bar | None = None
         self.tasks: dict[str, TaskID] = {}
         self.started = 0.0
 
     def __enter__(self) -> Progress:
-        if not self.is_quiet and self.console.is_terminal:
+        if not self.is_silent and self.console.is_terminal:
             self.bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=16),
@@ -48,8 +48,8 @@ class Progress:
             self.bar.stop()
 
     def show(self, key: str, done: int, total: int) -> None:
-        """Show that `done` of `total` rows of a data set or task are done; the first call is 0."""
-        if self.is_quiet:
+        """Show that `done` of `total` rows of a data set or task are done; the first call has 0."""
+        if self.is_silent:
             return
         if not done:
             self.started = time.monotonic()

@@ -1,6 +1,6 @@
-"""The rows of an evaluation: divided among ranks, each kept as it is done, gathered at the end.
+"""Run the rows of an evaluation on all ranks, and save each result as soon as it is computed.
 
-An evaluation that was killed goes on where it was, on any number of ranks.
+An evaluation that was killed resumes from the saved results, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -20,126 +20,128 @@ from app.process.launch import local_rank, read_launch
 if TYPE_CHECKING:
     from torch import Tensor
 
-WAITS = timedelta(hours=12)
-"""how long ranks wait for each other: the first one alone asks a judge"""
+RANK_TIMEOUT = timedelta(hours=12)
+"""timeout of a collective operation: other ranks wait while the first one queries a judge"""
 PARTIAL = "partial"
-"""folder of the results so far, in the evaluation's; removed when all is written"""
+"""subfolder of the evaluation's folder with the results so far; removed at the end"""
 Batches = Iterator[list[tuple[int, Any]]]
-"""(row, its result as JSON has it), a list a batch"""
+"""batches of (row index, JSON-serializable result)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowRunner:
-    """Who does which rows, and where they are kept."""
+    """Divides rows among ranks, and saves and reuses their results."""
 
     folder: Path | None = None
-    """the evaluation's, in which results are kept; None keeps none"""
+    """folder of the evaluation, in which results are saved; None = results are not saved"""
     identity: str = ""
-    """identifies the models that are measured: results of others are not reused"""
+    """identifies the measured models: saved results of other models are not reused"""
     rank: int = 0
     num_ranks: int = 1
     gather: Callable[[dict[int, Any]], Sequence[dict[int, Any]]] = lambda own: [own]
-    """returns what every rank has given, on every rank"""
+    """collective that returns the argument of every rank, on every rank"""
     show: Callable[[str, int, int], None] = lambda key, done, total: None
-    """shows how much of this rank's share is done"""
+    """shows the progress of this rank: (key, number of rows done, total)"""
 
     def run(
         self, key: str, content: Any, count: int, work: Callable[[list[int]], Batches]
     ) -> list[Any]:
-        """Return a result for each of `count` rows, on every rank; `work` does those it is given.
+        """Return the results of rows 0 to `count` - 1, on every rank.
 
-        `key` names them in the folder, `content` is what they are made of.
+        `work` computes the rows whose indices it gets, and yields (position in that list, result).
+        `key` names the file of the results; saved results are reused if `content`, all that they
+        depend on besides the model, is unchanged.
         """
-        stamp = self._stamp(content)
-        done = self._done(key, stamp)
-        left = [row for row in range(count) if row not in done]
-        own = left[self.rank :: self.num_ranks]
-        kept = {row: result for row, result in done.items() if row < count}
-        found: dict[int, Any] = {}
+        fingerprint = self._fingerprint(content)
+        saved = self._saved_on_any_rank(key, fingerprint)
+        remaining = [row for row in range(count) if row not in saved]
+        own = remaining[self.rank :: self.num_ranks]
+        results = {row: result for row, result in saved.items() if row < count}
+        computed: dict[int, Any] = {}
         self.show(key, 0, len(own))
         if own:
-            with self._writer(key, stamp) as write:
+            with self._writer(key, fingerprint) as write:
                 for batch in work(own):
                     numbered = [(own[index], result) for index, result in batch]
                     write(numbered)
-                    found.update(numbered)
-                    self.show(key, len(found), len(own))
-        for part in self.gather(found):
-            kept.update(part)
-        return [kept[row] for row in range(count)]
+                    computed.update(numbered)
+                    self.show(key, len(computed), len(own))
+        for of_rank in self.gather(computed):
+            results.update(of_rank)
+        return [results[row] for row in range(count)]
 
-    def once(self, key: str, content: Any, work: Callable[[], Any]) -> Any:
-        """Return the result of `work`, which all ranks do together; it is kept."""
-        stamp = self._stamp(content)
-        done = self._done(key, stamp)
-        if 0 in done:
-            return done[0]
+    def run_once(self, key: str, content: Any, work: Callable[[], Any]) -> Any:
+        """Return the saved result of `work`; if there is none, run it on all ranks and save it."""
+        fingerprint = self._fingerprint(content)
+        saved = self._saved_on_any_rank(key, fingerprint)
+        if 0 in saved:
+            return saved[0]
         result = work()
         if self.rank == 0:
-            with self._writer(key, stamp) as write:
+            with self._writer(key, fingerprint) as write:
                 write([(0, result)])
         return result
 
-    def clear(self) -> None:
-        """Remove what was kept: all of it is written elsewhere."""
+    def remove_partial_results(self) -> None:
+        """Remove the saved results, once the evaluation has written its own files."""
         if self.folder is None or not (self.folder / PARTIAL).is_dir():
             return
         for file in (self.folder / PARTIAL).glob("*.jsonl"):
             file.unlink()
         (self.folder / PARTIAL).rmdir()
 
-    def _stamp(self, content: Any) -> str:
+    def _fingerprint(self, content: Any) -> str:
         text = json.dumps([self.identity, content], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _file(self, key: str, rank: int | str) -> str:
         return f"{re.sub(r'[^A-Za-z0-9._-]', '_', key)}.{rank}.jsonl"
 
-    def _done(self, key: str, stamp: str) -> dict[int, Any]:
-        """Return what any rank has read as done, the same on every rank.
+    def _saved_on_any_rank(self, key: str, fingerprint: str) -> dict[int, Any]:
+        """Return the saved results that any rank has read, the same on every rank.
 
-        Without that a rank that comes late reads what another has just written, and divides fewer
-        rows than the others.
+        Otherwise a late rank would read what another has just written, and would divide fewer rows
+        than the others.
         """
-        done: dict[int, Any] = {}
-        for part in self.gather(self._read(key, stamp)):
-            done.update(part)
-        return done
+        saved: dict[int, Any] = {}
+        for of_rank in self.gather(self._read_saved(key, fingerprint)):
+            saved.update(of_rank)
+        return saved
 
-    def _read(self, key: str, stamp: str) -> dict[int, Any]:
-        """Return the rows that are done, of every rank; a line that was cut off is not."""
-        found: dict[int, Any] = {}
+    def _read_saved(self, key: str, fingerprint: str) -> dict[int, Any]:
+        """Return the results in the files of all ranks; an incomplete last line is ignored."""
+        saved: dict[int, Any] = {}
         if self.folder is None:
-            return found
+            return saved
         for file in sorted((self.folder / PARTIAL).glob(self._file(key, "*"))):
             with open_no_follow(file, "r", encoding="utf-8") as stream:
                 for line in stream:
                     if not line.endswith("\n"):
                         break
-                    one = json.loads(line)
-                    if one["stamp"] == stamp:
-                        found[one["row"]] = one["result"]
-        return found
+                    entry = json.loads(line)
+                    if entry["stamp"] == fingerprint:
+                        saved[entry["row"]] = entry["result"]
+        return saved
 
-    def _writer(self, key: str, stamp: str) -> _Writer:
+    def _writer(self, key: str, fingerprint: str) -> _Writer:
         if self.folder is None:
-            return _Writer(None, stamp)
+            return _Writer(None, fingerprint)
         (self.folder / PARTIAL).mkdir(exist_ok=True)
-        return _Writer(self.folder / PARTIAL / self._file(key, self.rank), stamp)
+        return _Writer(self.folder / PARTIAL / self._file(key, self.rank), fingerprint)
 
 
 class _Writer:
-    """Appends results to a file, a flush a batch."""
+    """Appends results to a file, flushed after each batch; without a file, does nothing."""
 
-    def __init__(self, file: Path | None, stamp: str) -> None:
-        self._file, self._stamp = file, stamp
+    def __init__(self, file: Path | None, fingerprint: str) -> None:
+        self._file, self._fingerprint = file, fingerprint
         self._stream: Any = None
 
     def __enter__(self) -> Callable[[list[tuple[int, Any]]], None]:
         if self._file is not None:
-            cut = self._file.is_file() and not self._file.read_bytes().endswith(b"\n")
+            is_cut = self._file.is_file() and not self._file.read_bytes().endswith(b"\n")
             self._stream = open_no_follow(self._file, "a", encoding="utf-8")
-            if cut:  # a kill has cut off the last line: it is done again
+            if is_cut:  # the process was killed while it wrote the last line
                 lines = self._file.read_bytes().splitlines(keepends=True)[:-1]
                 self._stream.truncate(sum(map(len, lines)))
         return self._write
@@ -152,7 +154,7 @@ class _Writer:
         if self._stream is None:
             return
         for row, result in results:
-            line = {"stamp": self._stamp, "row": row, "result": result}
+            line = {"stamp": self._fingerprint, "row": row, "result": result}
             self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
 
@@ -160,20 +162,20 @@ class _Writer:
 def build_row_runner(
     folder: Path, identity: Any, show: Callable[[str, int, int], None], *, on_gpu: bool
 ) -> RowRunner:
-    """Join the other ranks that were started with this one; a rank on GPUs takes its own."""
+    """Build the runner of this rank; with several ranks, initialize the process group."""
     num_ranks = read_launch().num_ranks or 1
-    stamp = json.dumps(identity, sort_keys=True, default=str)
+    identity_text = json.dumps(identity, sort_keys=True, default=str)
     if num_ranks == 1:
-        return RowRunner(folder=folder, identity=stamp, show=show)
+        return RowRunner(folder=folder, identity=identity_text, show=show)
     import torch
     import torch.distributed as dist
 
     if on_gpu:
         torch.cuda.set_device(local_rank())
-    dist.init_process_group("gloo", rank=local_rank(), world_size=num_ranks, timeout=WAITS)
+    dist.init_process_group("gloo", rank=local_rank(), world_size=num_ranks, timeout=RANK_TIMEOUT)
     return RowRunner(
         folder=folder,
-        identity=stamp,
+        identity=identity_text,
         rank=local_rank(),
         num_ranks=num_ranks,
         gather=gather_results,
@@ -182,23 +184,23 @@ def build_row_runner(
 
 
 def gather_results(own: dict[int, Any]) -> Sequence[dict[int, Any]]:
-    """Return what every rank has done, on every rank."""
+    """Return the results of every rank, on every rank."""
     import torch.distributed as dist
 
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    return parts
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
 
 
-def sum_over_ranks(runner: RowRunner) -> Callable[[Tensor], Tensor] | None:
-    """Return what sums a tensor over all ranks, on the host; None for a single rank."""
+def build_sum_over_ranks(runner: RowRunner) -> Callable[[Tensor], Tensor] | None:
+    """Return a collective that sums a tensor over all ranks, on the CPU; None for one rank."""
     if runner.num_ranks == 1:
         return None
     import torch.distributed as dist
 
-    def total(values: Tensor) -> Tensor:
-        on_host = values.cpu()
-        dist.all_reduce(on_host)
-        return on_host
+    def sum_over_ranks(values: Tensor) -> Tensor:
+        on_cpu = values.cpu()
+        dist.all_reduce(on_cpu)
+        return on_cpu
 
-    return total
+    return sum_over_ranks

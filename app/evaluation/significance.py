@@ -1,8 +1,8 @@
-"""Is it more than noise: base vs tuned on the same rows, with paired bootstrap intervals.
+"""Statistical significance of base vs tuned on the same rows, by paired bootstrap intervals.
 
-Both models have answered the same rows, so that what is resampled is the difference of each row.
-Decides what counts as better, as worse and as forgotten; never how a row is scored. Rows are
-resampled with a fixed seed and in an order of their own: the same rows give the same interval.
+Both models are scored on the same rows, so the differences of rows are resampled. Decides what
+counts as better, worse and forgotten; never how a row is scored. The seed is fixed and rows are
+sorted before they are resampled: the same rows give the same interval in any order.
 """
 
 from __future__ import annotations
@@ -26,37 +26,39 @@ if TYPE_CHECKING:
 
 NUM_RESAMPLES, SEED = 10_000, 0
 CONFIDENCE = 0.95
-"""probability that all intervals of a table hold at once"""
+"""probability that all intervals of a table are right at the same time"""
 MAX_UNITS = 10_000
-"""rows that are resampled one by one; more are joined at random into as many groups"""
+"""maximum number of units to resample; more rows are joined at random into this many groups"""
 MIN_CHANGED = 6
-"""fewest rows with different scores for a verdict of better or worse: a 5 % sign test has none with
-fewer, either, though all resamples may have one sign"""
-SMALLEST = 1e-4
-"""smallest difference that means anything: batch sizes and precision change the digits below"""
-CELLS = 2**20
-"""random numbers that are drawn at a time"""
+"""minimum number of rows with different scores for a verdict of better or worse: with fewer, a sign
+test at the 5 % level never rejects, even if all resamples have the same sign"""
+MIN_DIFFERENCE = 1e-4
+"""smallest meaningful difference: batch size and precision change the digits below"""
+MAX_DRAWS = 2**20
+"""random numbers that are drawn at a time, to bound memory"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSpec:
-    """What a row's score is, and how it is shown."""
+    """How the values of a measure are shown and compared."""
 
     heading: str
-    form: str
+    number_format: str
     is_lower_better: bool = False
     scale: float = 1.0
-    """what evaluation.max_regression counts as 1"""
-    largest: float = math.inf
-    """largest difference that is possible"""
+    """difference that evaluation.max_regression counts as 1"""
+    max_difference: float = math.inf
+    """largest possible difference of two values"""
 
 
 MEASURES = {
-    "val/loss": MeasureSpec(heading="loss", form="{:.4f}", is_lower_better=True),
-    "val/perplexity": MeasureSpec(heading="perplexity", form="{:.4g}", is_lower_better=True),
-    "exact_match": MeasureSpec(heading="exact match", form="{:.1%}", largest=1.0),
+    "val/loss": MeasureSpec(heading="loss", number_format="{:.4f}", is_lower_better=True),
+    "val/perplexity": MeasureSpec(
+        heading="perplexity", number_format="{:.4g}", is_lower_better=True
+    ),
+    "exact_match": MeasureSpec(heading="exact match", number_format="{:.1%}", max_difference=1.0),
     **{
-        name: MeasureSpec(heading=heading, form="{:.1%}", largest=1.0)
+        name: MeasureSpec(heading=heading, number_format="{:.1%}", max_difference=1.0)
         for name, heading in {
             "numeric": "numeric match",
             "f1": "F1",
@@ -70,46 +72,52 @@ MEASURES = {
             "passed": "passed",
         }.items()
     },
-    "loss": MeasureSpec(heading="loss", form="{:.4f}", is_lower_better=True),
-    "judge": MeasureSpec(heading="judge's score", form="{:.2f}", scale=10, largest=9.0),
+    "loss": MeasureSpec(heading="loss", number_format="{:.4f}", is_lower_better=True),
+    "judge": MeasureSpec(
+        heading="judge's score", number_format="{:.2f}", scale=10, max_difference=9.0
+    ),
 }
-OTHER = MeasureSpec(heading="", form="{:.4f}")
-"""a measure that is not listed: more is better, under its own name"""
+OTHER = MeasureSpec(heading="", number_format="{:.4f}")
+"""spec of a measure that is not in `MEASURES`: higher is better, and its name is its heading"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowScores:
-    """What a model scored on each row of a data set or task, in the order of the rows.
-
-    `scores` [rows]; `weights` [rows], such as the trained tokens of each row whose loss per token
-    is scored, None where each row counts the same.
-    """
+    """The scores of one model on the rows of a data set or task, in the order of the rows."""
 
     scores: Sequence[float] | Floats
+    """[rows]"""
     weights: Sequence[float] | Floats | None = None
+    """[rows], such as the number of tokens of each row if scores are losses per token; None = rows
+    count equally"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Base vs tuned by one measure on one data set or task."""
+    """The change from base to tuned of one measure on one data set or task."""
 
     measure: str
     name: str
-    """of the data set or task"""
+    """name of the data set or task"""
     base: float
     tuned: float
     low: float
-    """`low` to `high`: the interval of tuned - base"""
+    """lower end of the confidence interval of tuned - base"""
     high: float
+    """upper end of the confidence interval of tuned - base"""
     num_rows: int
     num_changed: int
-    """rows whose scores differ"""
+    """number of rows whose scores differ"""
     is_trained: bool | None = None
-    """whether the tuned model was trained on such data; None where nobody knows"""
+    """whether the tuned model was trained on this data set, None if unknown"""
 
     @property
     def spec(self) -> MeasureSpec:
         return MEASURES.get(self.measure, OTHER)
+
+    @property
+    def heading(self) -> str:
+        return self.spec.heading or self.measure
 
     @property
     def difference(self) -> float:
@@ -117,16 +125,16 @@ class Change:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the interval excludes zero, by rows and digits enough to say so."""
+        """Whether the interval excludes zero and enough rows differ."""
         return self.excludes_zero and self.num_changed >= MIN_CHANGED
 
     @property
     def excludes_zero(self) -> bool:
-        return max(self.low, -self.high) > SMALLEST / 2
+        return max(self.low, -self.high) > MIN_DIFFERENCE / 2
 
     @property
     def is_broken(self) -> bool:
-        """Whether the tuned model gives no number where its base does."""
+        """Whether the tuned model's value is not finite, while the base's is."""
         return math.isfinite(self.base) and not math.isfinite(self.tuned)
 
     @property
@@ -139,7 +147,7 @@ class Change:
 
     @property
     def regression(self) -> float:
-        """The least regression that the interval leaves open; 0 where it holds zero."""
+        """The smallest regression within the interval; 0 if it contains zero."""
         if self.is_broken:
             return math.inf
         if not self.is_worse:
@@ -148,15 +156,15 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """The verdict of this line."""
+        """The verdict in words."""
         if not (self.is_significant or self.is_broken):
             return "too few differ" if self.excludes_zero else "no difference"
         if self.is_better:
             return "better"
         return "worse" if self.is_trained is not False else "forgotten"
 
-    def figures(self) -> dict[str, float]:
-        """Return its figures by their names in metrics.json."""
+    def metrics(self) -> dict[str, float]:
+        """Return the difference and its interval by their names in metrics.json."""
         key = f"change/{self.measure}/{self.name}"
         return {key: self.difference, f"{key}/low": self.low, f"{key}/high": self.high}
 
@@ -166,12 +174,12 @@ def compare_rows(
     tuned: Mapping[str, Mapping[str, RowScores]],
     trained: Collection[str] | None = None,
 ) -> list[Change]:
-    """Compare what both models scored on the same rows: measure -> data set or task -> scores.
+    """Compare the scores of both models on the same rows: measure -> data set or task -> scores.
 
-    `trained`: the data sets that the tuned model was trained on, None where nobody knows. What one
-    of the models has no scores of is left out. The intervals hold all at once with `CONFIDENCE`:
-    of many that each hold with 95 %, a few would exclude zero by chance. ValueError where the
-    models have scored different rows.
+    `trained`: the data sets that the tuned model was trained on, None if unknown. Measures that
+    only one model has are left out. The intervals are simultaneous with `CONFIDENCE` (Bonferroni):
+    of many separate 95 % intervals, a few would exclude zero by chance. Raises ValueError if the
+    models were scored on different rows.
     """
     pairs = [
         (measure, name, scores, tuned[measure][name])
@@ -182,26 +190,32 @@ def compare_rows(
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(pairs))
     return [
         _compare(
-            measure, name, one, other, confidence, None if trained is None else name in trained
+            measure,
+            name,
+            base_scores,
+            tuned_scores,
+            confidence,
+            None if trained is None else name in trained,
         )
-        for measure, name, one, other in pairs
+        for measure, name, base_scores, tuned_scores in pairs
     ]
 
 
 def scores_in_lines(
     lines: Iterable[Mapping[str, Any]], variant: str
 ) -> dict[str, dict[str, RowScores]]:
-    """Return a model's scores in the lines of predictions.jsonl, by metric and data set or task.
+    """Return the scores of `variant` in predictions.jsonl: metric -> data set or task -> scores.
 
-    The loss of a row counts by its tokens. A metric is left out where a row has none of `variant`.
+    Losses are weighted by the number of tokens. A metric is left out if a row of the data set has
+    no score of `variant`.
     """
-    found: dict[tuple[str, str], list[tuple[float | None, float]]] = defaultdict(list)
+    by_metric: dict[tuple[str, str], list[tuple[float | None, float]]] = defaultdict(list)
     for line in lines:
         for metric, values in line["metrics"].items():
             weight = float(line.get("tokens", 1)) if metric == "loss" else 1.0
-            found[metric, line["data_set"]].append((values.get(variant), weight))
+            by_metric[metric, line["data_set"]].append((values.get(variant), weight))
     scores: dict[str, dict[str, RowScores]] = defaultdict(dict)
-    for (metric, name), rows in found.items():
+    for (metric, name), rows in by_metric.items():
         own = [score for score, _ in rows if score is not None]
         if len(own) == len(rows):
             scores[metric][name] = RowScores(scores=own, weights=[weight for _, weight in rows])
@@ -218,21 +232,24 @@ def _compare(
 ) -> Change:
     import numpy as np
 
-    one, other = (np.asarray(scores.scores, np.float64) for scores in (base, tuned))
-    if one.shape != other.shape:
-        raise ValueError(f"{measure} of {name}: {len(one)} rows of the base, {len(other)} tuned")
-    weights = np.ones_like(one) if base.weights is None else np.asarray(base.weights, np.float64)
-    low, high = paired_bootstrap(other - one, weights, confidence)
-    largest = MEASURES.get(measure, OTHER).largest
+    before, after = (np.asarray(scores.scores, np.float64) for scores in (base, tuned))
+    if before.shape != after.shape:
+        raise ValueError(
+            f"{measure} of {name}: {len(before)} rows of the base, but {len(after)} of the tuned "
+            "model"
+        )
+    weights = np.ones_like(before) if base.weights is None else np.asarray(base.weights, np.float64)
+    low, high = paired_bootstrap(after - before, weights, confidence)
+    limit = MEASURES.get(measure, OTHER).max_difference
     return Change(
         measure=measure,
         name=name,
-        base=float(np.average(one, weights=weights)),
-        tuned=float(np.average(other, weights=weights)),
-        low=max(low, -largest),
-        high=min(high, largest),
-        num_rows=len(one),
-        num_changed=int(np.count_nonzero(one != other)),
+        base=float(np.average(before, weights=weights)),
+        tuned=float(np.average(after, weights=weights)),
+        low=max(low, -limit),
+        high=min(high, limit),
+        num_rows=len(before),
+        num_changed=int(np.count_nonzero(before != after)),
         is_trained=is_trained,
     )
 
@@ -244,44 +261,44 @@ def paired_bootstrap(
 
     Rows are drawn with replacement together with their weights, so that the mean of a resample is a
     ratio of sums (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13). Resamples
-    of few rows vary too little: their deviations are widened as Student's t is wider than the
+    of few rows vary too little, so the interval is widened by the ratio of Student's t to the
     normal distribution (Hesterberg, What Teachers Should Know About the Bootstrap, 2015, 4.3).
     """
     import numpy as np
 
     order = np.lexsort((weights, differences))
     sums = np.stack([(differences * weights)[order], weights[order]])
-    draw = np.random.default_rng(SEED)
+    generator = np.random.default_rng(SEED)
     if sums.shape[1] > MAX_UNITS:
-        groups = draw.permutation(np.arange(sums.shape[1]) % MAX_UNITS)
+        groups = generator.permutation(np.arange(sums.shape[1]) % MAX_UNITS)
         sums = np.stack([np.bincount(groups, row, MAX_UNITS) for row in sums])
     num_units = sums.shape[1]
-    at_once = max(1, CELLS // num_units)
+    batch_size = max(1, MAX_DRAWS // num_units)
     means = []
-    for start in range(0, NUM_RESAMPLES, at_once):
-        size = (min(at_once, NUM_RESAMPLES - start), num_units)
-        drawn = draw.integers(0, num_units, size, dtype=np.int32)
-        top, bottom = (row[drawn].sum(axis=1) for row in sums)
-        means.append(top / bottom)
-    tail, free = (1 - confidence) / 2, max(1, len(differences) - 1)
+    for start in range(0, NUM_RESAMPLES, batch_size):
+        size = (min(batch_size, NUM_RESAMPLES - start), num_units)
+        drawn = generator.integers(0, num_units, size, dtype=np.int32)
+        numerator, denominator = (row[drawn].sum(axis=1) for row in sums)
+        means.append(numerator / denominator)
+    tail, degrees_of_freedom = (1 - confidence) / 2, max(1, len(differences) - 1)
     normal = NormalDist().inv_cdf(1 - tail)
-    student = normal + (normal**3 + normal) / (4 * free)
-    wider = student / normal * math.sqrt(1 + 1 / free)
+    student = normal + (normal**3 + normal) / (4 * degrees_of_freedom)
+    widening = student / normal * math.sqrt(1 + 1 / degrees_of_freedom)
     mean = sums[0].sum() / sums[1].sum()
-    low, high = mean + wider * (np.quantile(np.concatenate(means), [tail, 1 - tail]) - mean)
+    low, high = mean + widening * (np.quantile(np.concatenate(means), [tail, 1 - tail]) - mean)
     return float(low), float(high)
 
 
 def change_metrics(changes: Iterable[Change]) -> dict[str, float]:
-    """Return the figures of all lines by their names in metrics.json."""
-    return {name: value for change in changes for name, value in change.figures().items()}
+    """Return the metrics of all changes by their names in metrics.json."""
+    return {name: value for change in changes for name, value in change.metrics().items()}
 
 
 def verdict_line(changes: Sequence[Change]) -> str:
-    """Say in one line what became better and worse, and what of it was forgotten."""
-    better = _named(change for change in changes if change.is_better)
-    forgotten = _named(c for c in changes if c.is_worse and c.is_trained is False)
-    worse = _named(c for c in changes if c.is_worse and c.is_trained is not False)
+    """Summarize in one line what became better, what became worse, and what was forgotten."""
+    better = _list_names(change for change in changes if change.is_better)
+    forgotten = _list_names(c for c in changes if c.is_worse and c.is_trained is False)
+    worse = _list_names(c for c in changes if c.is_worse and c.is_trained is not False)
     parts = [
         f"{words} {names}"
         for words, names in (
@@ -294,30 +311,30 @@ def verdict_line(changes: Sequence[Change]) -> str:
     return "; ".join(parts) or "no difference"
 
 
-def _named(changes: Iterable[Change]) -> str:
+def _list_names(changes: Iterable[Change]) -> str:
     by_name: dict[str, list[str]] = {}
     for change in changes:
-        by_name.setdefault(change.name, []).append(change.spec.heading or change.measure)
+        by_name.setdefault(change.name, []).append(change.heading)
     return ", ".join(f"{name} ({', '.join(measures)})" for name, measures in by_name.items())
 
 
 def changes_table(changes: Sequence[Change], title: str = "from base to tuned") -> Table:
-    """Table of all lines: both figures, their difference, its interval and a verdict each."""
+    """Return a table with a row for each change: its difference, interval and verdict."""
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"{title}: {CONFIDENCE:.0%} that all intervals hold", title_justify="left")
+    table = Table(title=f"{title}: simultaneous {CONFIDENCE:.0%} intervals", title_justify="left")
     for heading in ("data set", "measure"):
         table.add_column(heading)
     for heading in ("rows", "change", "interval"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for change in changes:
-        form = change.spec.form
-        signed = form.replace(":", ":+")
+        number_format = change.spec.number_format
+        signed = number_format.replace(":", ":+")
         table.add_row(
             escape(change.name),
-            escape(change.spec.heading or change.measure),
+            escape(change.heading),
             f"{change.num_rows:,}",
             signed.format(change.difference),
             f"{signed.format(change.low)} to {signed.format(change.high)}",
@@ -327,9 +344,9 @@ def changes_table(changes: Sequence[Change], title: str = "from base to tuned") 
 
 
 def print_changes(changes: Sequence[Change], groups: Sequence[Change] = ()) -> None:
-    """Print the table and the verdict; nothing where nothing was compared.
+    """Print the table and the verdict, nothing without changes.
 
-    Of `groups` of tasks those that differ are printed, the others counted.
+    Only those `groups` of tasks that differ are printed; the others are counted.
     """
     if not changes:
         return
@@ -337,27 +354,29 @@ def print_changes(changes: Sequence[Change], groups: Sequence[Change] = ()) -> N
 
     Console(highlight=False).print(changes_table(changes))
     if groups:
-        real = [change for change in groups if change.is_significant or change.is_broken]
-        if real:
-            Console(highlight=False).print(changes_table(real, "groups of tasks that differ"))
-        print(f"groups of tasks: {len(real)} of {len(groups)} differ; metrics.json has all")
+        differing = [change for change in groups if change.is_significant or change.is_broken]
+        if differing:
+            Console(highlight=False).print(changes_table(differing, "groups of tasks that differ"))
+        print(f"groups of tasks: {len(differing)} of {len(groups)} differ; metrics.json has all")
     print(f"verdict: {printable(verdict_line(changes))}")
 
 
-def check_regression(changes: Iterable[Change], most: float | None) -> None:
-    """TrainingFault where a line is worse by more than `most`, beyond what chance explains."""
-    if most is None:
+def check_regression(changes: Iterable[Change], max_regression: float | None) -> None:
+    """Raise TrainingFault if a change is significantly worse by more than `max_regression`."""
+    if max_regression is None:
         return
-    problems = [
-        f"{change.name}: {change.spec.heading or change.measure} "
-        f"{change.spec.form.format(change.base)} -> {change.spec.form.format(change.tuned)}, worse "
-        f"by at least {change.spec.form.format(change.regression * change.spec.scale)}"
-        for change in changes
-        if change.regression > most
-    ]
+    problems = []
+    for change in changes:
+        if change.regression > max_regression:
+            number_format = change.spec.number_format
+            problems.append(
+                f"{change.name}: {change.heading} {number_format.format(change.base)} -> "
+                f"{number_format.format(change.tuned)}, worse by at least "
+                f"{number_format.format(change.regression * change.spec.scale)}"
+            )
     if problems:
         listed = "\n".join(map(printable, problems))
         raise TrainingFault(
             f"the tuned model is worse than its base by more than "
-            f"evaluation.max_regression={most:g}\n{listed}"
+            f"evaluation.max_regression={max_regression:g}\n{listed}"
         )

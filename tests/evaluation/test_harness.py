@@ -78,7 +78,7 @@ def test_an_unknown_task_is_named_with_the_nearest(folder: Path) -> None:
     config = EvaluationConfig(harness=["own_arcs"], harness_dir=str(folder))
     harness = Harness(config=config, tokenizer=None, stop_ids=set(), max_len=1)  # type: ignore
     with pytest.raises(UserError, match="unknown task own_arcs; did you mean own_arc"):
-        harness.manager()
+        harness.load_tasks()
 
 
 def test_tasks_can_run_code_and_are_refused_unless_it_is_allowed(folder: Path) -> None:
@@ -95,7 +95,7 @@ def test_rows_that_cannot_be_read_are_said_before_a_model_is_read(folder: Path) 
     config = EvaluationConfig(harness=["own_arc", "own_lost"], harness_dir=str(folder))
     harness = Harness(config=config, tokenizer=None, stop_ids=set(), max_len=1)  # type: ignore
     with pytest.raises(OSError, match=r"harness=\[own_lost\]: its rows cannot be read .*_dir=FOLD"):
-        harness.manager()
+        harness.load_tasks()
 
 
 @pytest.mark.slow
@@ -110,5 +110,5 @@ def test_without_network_a_task_of_the_hub_is_refused_without_retries(
     config = EvaluationConfig(harness=["arc_easy"])
     harness = Harness(config=config, tokenizer=None, stop_ids=set(), max_len=1)  # type: ignore
     with pytest.raises(OSError, match=r"harness=\[arc_easy\]: its rows cannot be read"):
-        harness.manager()
+        harness.load_tasks()
     assert constants.HF_HUB_OFFLINE  # its client asks no more

@@ -70,7 +70,7 @@ def test_rouge_is_that_of_rouge_score() -> None:
     pytest.importorskip("rouge_score")
     # By hand, Lin 2004: 3 of 4 words, 2 of 3 pairs, 3 in order.
     for name, expected in (("rouge1", 3 / 4), ("rouge2", 2 / 3), ("rougeL", 3 / 4)):
-        found = metric(name).of_row(answer("the small cat ran"), "the small cat slept")
+        found = metric(name).score_row(answer("the small cat ran"), "the small cat slept")
         assert found == pytest.approx(expected)
 
 
@@ -87,45 +87,45 @@ def test_bleu_and_chrf_of_a_data_set_are_sacrebleus_corpus_figures() -> None:
         assert one.score(answer(""), "a reference", "") == 0.0
 
 
-OWN = "def half(answer, reference):\n    return len(answer) / (2 * len(reference))\n"
+CUSTOM = "def half(answer, reference):\n    return len(answer) / (2 * len(reference))\n"
 
 
-def own_metric(tmp_path: Path, code: str, function: str = "half") -> EvaluationConfig:
+def custom_metric(tmp_path: Path, code: str, function: str = "half") -> EvaluationConfig:
     file = tmp_path / "mine.py"
     file.write_text(code)
     return EvaluationConfig(metric=f"{file}:{function}", allow_code=True)
 
 
-def test_a_metric_of_ones_own_is_a_function_of_answer_and_reference(tmp_path: Path) -> None:
-    config = own_metric(tmp_path, OWN)
+def test_a_custom_metric_is_a_function_of_answer_and_reference(tmp_path: Path) -> None:
+    config = custom_metric(tmp_path, CUSTOM)
     assert check_metrics(config) == []
     (one,) = build_metrics(config)
     assert (one.name, one.score(answer("ab"), "abcd", "")) == ("half", 0.25)
 
 
-def test_code_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
-    config = own_metric(tmp_path, "raise SystemExit('it ran')")
+def test_a_custom_metric_needs_allow_code(tmp_path: Path) -> None:
+    config = custom_metric(tmp_path, "raise SystemExit('it ran')")
     config.allow_code = False
     (problem,) = check_metrics(config)
-    assert "is code, which runs as you do" in problem
+    assert "is code that runs with your permissions" in problem
     assert "evaluation.allow_code=true" in problem
 
 
 @pytest.mark.parametrize(
     ("code", "function", "words"),
     [
-        (OWN, "hafl", "has no function hafl; did you mean half?"),
+        (CUSTOM, "hafl", "has no function hafl; did you mean half?"),
         ("def half(answer, reference): return 'much'", "half", "returned 'much'"),
         ("def half(answer, reference): return float('nan')", "half", "returned nan"),
         ("def half(answer, reference): return 1 / 0", "half", "ZeroDivisionError"),
         ("import not_there_at_all", "half", "ModuleNotFoundError"),
     ],
 )
-def test_what_is_wrong_with_a_metric_of_ones_own_is_said(
+def test_errors_of_a_custom_metric_name_their_cause(
     code: str, function: str, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="evaluation") as refused:
-        build_metrics(own_metric(tmp_path, code, function))[0].score(answer("a"), "b", "rows:3")
+        build_metrics(custom_metric(tmp_path, code, function))[0].score(answer("a"), "b", "rows:3")
     assert words in str(refused.value)
 
 

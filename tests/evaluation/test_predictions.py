@@ -88,7 +88,11 @@ def test_losses_count_rows_and_not_the_packs_they_are_in() -> None:
     shown: list[tuple[str, int, int]] = []
     runner = SimpleNamespace(show=lambda *what: shown.append(what))
     evaluator = cast(Evaluator, SimpleNamespace(runner=runner))
-    assert list(Evaluator._shown(evaluator, "base-losses", ["a", "b", "c"], 150)) == ["a", "b", "c"]
+    assert list(Evaluator._with_progress(evaluator, "base-losses", ["a", "b", "c"], 150)) == [
+        "a",
+        "b",
+        "c",
+    ]
     assert [done for _, done, _ in shown] == [0, 50, 100, 150]
     assert {(key, total) for key, _, total in shown} == {("base-losses", 150)}
 

@@ -1,4 +1,4 @@
-"""Rows are divided among ranks, kept as they are done, and never done twice."""
+"""Rows are divided among ranks, saved as they are computed, and never computed twice."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from app.evaluation.row_runner import PARTIAL, RowRunner
 
 
 class Work:
-    """Squares rows, two a batch, the last first; dies after `most` batches."""
+    """Squares rows in batches of two, last batch first; interrupted after `max_batches`."""
 
-    def __init__(self, most: int = 99) -> None:
-        self.most, self.done = most, []
+    def __init__(self, max_batches: int = 99) -> None:
+        self.max_batches, self.done = max_batches, []
 
-    def __call__(self, chosen: list[int]) -> Iterator[list[tuple[int, Any]]]:
-        for number, index in enumerate(reversed(range(0, len(chosen), 2))):
-            if number == self.most:
+    def __call__(self, rows: list[int]) -> Iterator[list[tuple[int, Any]]]:
+        for number, index in enumerate(reversed(range(0, len(rows), 2))):
+            if number == self.max_batches:
                 raise KeyboardInterrupt
-            batch = list(range(index, min(index + 2, len(chosen))))
-            self.done += [chosen[i] for i in batch]
-            yield [(i, chosen[i] ** 2) for i in batch]
+            batch = list(range(index, min(index + 2, len(rows))))
+            self.done += [rows[i] for i in batch]
+            yield [(i, rows[i] ** 2) for i in batch]
 
 
 SQUARES = [n**2 for n in range(7)]
 
 
-def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
-    first, again = Work(most=2), Work()
+def test_a_killed_evaluation_resumes(tmp_path: Path) -> None:
+    first, again = Work(max_batches=2), Work()
     with pytest.raises(KeyboardInterrupt):
         RowRunner(folder=tmp_path, identity="a").run("task", ["rows"], 7, first)
     assert RowRunner(folder=tmp_path, identity="a").run("task", ["rows"], 7, again) == SQUARES
@@ -41,7 +41,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(first.done) == 3
 
 
-def test_a_line_that_a_kill_cut_off_is_done_again(tmp_path: Path) -> None:
+def test_a_row_with_an_incomplete_line_is_computed_again(tmp_path: Path) -> None:
     runner = RowRunner(folder=tmp_path)
     runner.run("task", [], 7, Work())
     (file,) = (tmp_path / PARTIAL).iterdir()
@@ -53,21 +53,23 @@ def test_a_line_that_a_kill_cut_off_is_done_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"identity": "b"}, {"content": ["others"]}, {"key": "other"}])
-def test_what_others_have_given_is_not_taken(change: dict[str, Any], tmp_path: Path) -> None:
-    how = {"identity": "a", "content": ["rows"], "key": "task"}
-    for one in (how, how | change):
+def test_results_of_another_evaluation_are_not_reused(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    first = {"identity": "a", "content": ["rows"], "key": "task"}
+    for run in (first, first | change):
         work = Work()
-        runner = RowRunner(folder=tmp_path, identity=one["identity"])
-        assert runner.run(one["key"], one["content"], 7, work) == SQUARES
+        runner = RowRunner(folder=tmp_path, identity=run["identity"])
+        assert runner.run(run["key"], run["content"], 7, work) == SQUARES
         assert sorted(work.done) == list(range(7))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 7])
-def test_ranks_that_come_at_their_own_times_have_each_row_once(
+def test_ranks_that_start_at_different_times_compute_each_row_once(
     num_ranks: int, tmp_path: Path
 ) -> None:
-    parts: list[list[Any]] = [[None] * num_ranks for _ in range(2)]  # a list a call of gather
-    meet = threading.Barrier(num_ranks, timeout=20)
+    parts: list[list[Any]] = [[None] * num_ranks for _ in range(2)]  # one list per call of gather
+    barrier = threading.Barrier(num_ranks, timeout=20)
     works = [Work() for _ in range(num_ranks)]
 
     def run(rank: int) -> list[Any]:
@@ -77,7 +79,7 @@ def test_ranks_that_come_at_their_own_times_have_each_row_once(
         def gather(own: dict[int, Any]) -> list[dict[int, Any]]:
             call = next(calls)
             call[rank] = own
-            meet.wait()
+            barrier.wait()
             return call
 
         runner = RowRunner(folder=tmp_path, rank=rank, num_ranks=num_ranks, gather=gather)
@@ -88,9 +90,9 @@ def test_ranks_that_come_at_their_own_times_have_each_row_once(
     assert sorted(row for work in works for row in work.done) == list(range(7))
 
 
-def test_all_is_gone_once_it_is_written_elsewhere(tmp_path: Path) -> None:
+def test_partial_results_are_removed_at_the_end(tmp_path: Path) -> None:
     runner = RowRunner(folder=tmp_path)
-    assert runner.once("losses", [], lambda: {"val/loss": 1.5}) == {"val/loss": 1.5}
-    assert runner.once("losses", [], lambda: 1 / 0) == {"val/loss": 1.5}
-    runner.clear()
+    assert runner.run_once("losses", [], lambda: {"val/loss": 1.5}) == {"val/loss": 1.5}
+    assert runner.run_once("losses", [], lambda: 1 / 0) == {"val/loss": 1.5}
+    runner.remove_partial_results()
     assert list(tmp_path.iterdir()) == []

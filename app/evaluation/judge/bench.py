@@ -64,7 +64,7 @@ class Bench:
             [[question.id, *question.turns] for question in self.questions],
             [self.config.max_new_tokens, sorted(stop_ids), context_len, template.hash],
         ]
-        self.answers[variant] = (runner or RowRunner()).once(f"{variant}-judge", content, work)
+        self.answers[variant] = (runner or RowRunner()).run_once(f"{variant}-judge", content, work)
 
     def _answers(
         self,

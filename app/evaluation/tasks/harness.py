@@ -61,7 +61,7 @@ class Harness:
     stop_ids: set[int]
     max_len: int
 
-    def manager(self) -> Any:
+    def load_tasks(self) -> Any:
         """Return the library's tasks, after their rows were read once.
 
         UserError where a name is none of them, OSError where the rows of one cannot be read.
@@ -98,7 +98,7 @@ class Harness:
             found = lm_eval.simple_evaluate(
                 model=language_model,
                 tasks=list(self.config.harness),
-                task_manager=self.manager(),
+                task_manager=self.load_tasks(),
                 bootstrap_iters=0,
                 confirm_run_unsafe_code=self.config.allow_code,
             )
