@@ -1,4 +1,4 @@
-"""Turn conversations and documents into token ids, and say which of them are trained on."""
+"""Turn conversations and documents into token ids and their loss weights."""
 
 from data_modules.template.checks import Limits
 from data_modules.template.masking import MaskConfig

@@ -1,7 +1,7 @@
-"""Make the encoder's and the decoder's tokens of a row, for models that have both.
+"""Encode rows for encoder-decoder models, as a source and a target.
 
-Decides what is source (all before the last answer) and what is target. Both sides get the special
-tokens that the tokenizer itself adds, and a target always ends in the EOS.
+The target is the last answer, the source everything before it. Both get the special tokens that
+the tokenizer adds, and a target always ends with the EOS.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_modules.messages import DataError
 from data_modules.template.masking import LayoutBuilder, MaskConfig
-from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
+from data_modules.template.rendering import REASONING_BLOCK, Chat, Renderer, RowRefusedError
 from data_modules.types import Conversation, Document, Encoded, Item, Note, Tokens
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Pair(NamedTuple):
-    """Hold source and target as text; `num_masked` characters of the target come first, masked."""
+    """The texts of source and target; `num_masked` leading characters of the target are masked."""
 
     source: str
     target: str
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
 
 
 class PairEncoder:
-    """Encode rows as pairs of a source and a target."""
+    """Encode rows as a source and a target."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class PairEncoder:
         mask: MaskConfig,
     ) -> None:
         problems = [
-            f"data.{name}={value}: not for an encoder-decoder model, which is trained on the last "
-            f"answer only; set data.{name}={instead}"
+            f"data.{name}={value}: an encoder-decoder model is trained on the last answer only; "
+            f"set data.{name}={instead}"
             for name, value, instead in (
                 ("train_on_inputs", mask.train_on_inputs, False),
                 ("roles_to_train", mask.roles_to_train, "[assistant]"),
@@ -54,57 +54,60 @@ class PairEncoder:
         self._layout_builder, self._mask = layout_builder, mask
 
     def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
-        """Yield the encoder's ids of each item, and the decoder's with their weights."""
+        """Yield the encoder's ids of each item, and the decoder's ids with their weights."""
         pairs = self._pairs(items)
         encoded = iter(self._encode([pair for pair in pairs if isinstance(pair, Pair)]))
         for pair in pairs:
             yield next(encoded) if isinstance(pair, Pair) else pair
 
     def prompt_ids(self, item: Item) -> list[int]:
-        """Return the encoder's ids of an item, none where it has not both sides."""
+        """Return the encoder's ids of an item; none if it lacks a source or a target."""
         (pair,) = self._pairs([item])
         return self.source_ids([pair.source])[0] if isinstance(pair, Pair) else []
 
     def _pairs(self, items: Sequence[Item]) -> list[Pair | RowRefusedError]:
-        """Return the texts of both sides of each item, all sources rendered together."""
-        given = [self._given(item) for item in items]
-        prompts = [Chat(one.turns[:-1], one.tools) for one in given if isinstance(one, Chat)]
-        sources = iter(self._renderer.render(prompts, True))
+        """Return source and target of each item; all sources are rendered together."""
+        prepared = [self._prepare(item) for item in items]
+        chats = [chat for chat in prepared if isinstance(chat, Chat)]
+        prompts = [Chat(chat.turns[:-1], chat.tools) for chat in chats]
+        sources = iter(self._renderer.render(prompts, add_prompt=True))
         pairs: list[Pair | RowRefusedError] = []
-        for item, one in zip(items, given, strict=True):
-            pair = self._pair_of_chat(item, one, next(sources)) if isinstance(one, Chat) else one
-            pairs.append(self._noted(item, pair) if isinstance(pair, Pair) else pair)
+        for item, pair in zip(items, prepared, strict=True):
+            if isinstance(pair, Chat):
+                pair = self._pair_of_chat(item, pair, next(sources))
+            pairs.append(self._with_notes(item, pair) if isinstance(pair, Pair) else pair)
         return pairs
 
-    def _noted(self, item: Item, pair: Pair) -> Pair | RowRefusedError:
+    def _with_notes(self, item: Item, pair: Pair) -> Pair | RowRefusedError:
         token = self._layout_builder.control_token(item)
+        contents = [(token, 0, 0)] if token else []
         try:
-            notes, _ = self._layout_builder.control_in([(token, 0, 0)] if token else [], "")
-        except RowRefusedError as refused:
-            return refused
+            notes, _ = self._layout_builder.find_control_tokens(contents, "")
+        except RowRefusedError as error:
+            return error
         return pair._replace(notes=(*pair.notes, *notes))
 
-    def _given(self, item: Item) -> Chat | Pair | RowRefusedError:
-        """Return a chat up to its last answer, or the pair that a document is."""
+    def _prepare(self, item: Item) -> Chat | Pair | RowRefusedError:
+        """Return a chat up to its last answer, or the pair of a document."""
         if isinstance(item, Tokens):
             return RowRefusedError(
-                "an encoder-decoder model needs a prompt and an answer, and this row is tokenized "
-                "already; give it as text"
+                "an encoder-decoder model needs a prompt and an answer, and this row is already "
+                "tokenized; give it as text"
             )
         if isinstance(item, Document):
             return _pair_of_document(item)
-        given = self._renderer.given(item, self._mask.reasoning)
-        last = max((i for i, t in enumerate(given.turns) if t.role == "assistant"), default=0)
+        chat = self._renderer.prepare(item, self._mask.reasoning)
+        last = max((i for i, t in enumerate(chat.turns) if t.role == "assistant"), default=0)
         if not last:
             return RowRefusedError(
                 "an encoder-decoder model needs a prompt and an answer; this row has no answer"
             )
-        if given.turns[last].tool_calls:
+        if chat.turns[last].tool_calls:
             return RowRefusedError(
-                "the last answer calls a tool, which no encoder-decoder template writes; remove "
-                "the row, or write the call into its content"
+                "the last answer calls a tool, which encoder-decoder templates do not support; "
+                "remove the row, or write the call into its content"
             )
-        return Chat(given.turns[: last + 1], given.tools)
+        return Chat(chat.turns[: last + 1], chat.tools)
 
     def _encode(self, pairs: Sequence[Pair]) -> list[Encoded]:
         import numpy as np
@@ -145,23 +148,23 @@ class PairEncoder:
         return [encoding.ids for encoding in encodings]
 
     def _pair_of_chat(
-        self, item: Item, given: Chat, source: str | RowRefusedError
+        self, item: Item, chat: Chat, source: str | RowRefusedError
     ) -> Pair | RowRefusedError:
         if isinstance(source, RowRefusedError):
             return source
-        turn = given.turns[-1]
+        turn = chat.turns[-1]
         target = turn.content
         if turn.reasoning:
             target = f"<think>\n{turn.reasoning}\n</think>\n\n{target}"
-        thought = THOUGHT.match(target) if self._mask.reasoning == "mask" else None
-        first = given.turns[0]
+        masked = REASONING_BLOCK.match(target) if self._mask.reasoning == "mask" else None
+        first = chat.turns[0]
         is_lost = first.role == "system" and first.content.strip() not in source
         weight = 1.0 if turn.weight is None else turn.weight
         return Pair(
             source,
             target,
             weight * (item.weight if isinstance(item, Conversation) else 1.0),
-            thought.end() if thought else 0,
+            masked.end() if masked else 0,
             (Note("lost_system"),) if is_lost else (),
         )
 
@@ -170,7 +173,7 @@ def _pair_of_document(document: Document) -> Pair | RowRefusedError:
     source = "".join(segment.text for segment in document.segments[:-1])
     if not source:
         return RowRefusedError(
-            "an encoder-decoder model needs a prompt and an answer; this row is one text: give it "
+            "an encoder-decoder model needs a prompt and an answer; this row is one text; give it "
             "as prompt and completion"
         )
     last = document.segments[-1]

@@ -1,7 +1,7 @@
-"""Turn texts into token ids, and characters into tokens.
+"""Tokenize texts, and map their characters to tokens.
 
-Decides which token holds a character: one that lies over a border belongs to what comes after it.
-Never renders, and never adds a token that is not in the text.
+A token that spans the border of two ranges belongs to the later one. Never renders, and never adds
+a token that is not in the text.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     import transformers
 
 LONG_TEXT = 4096
-"""characters from which on it is found out once for all where each of them stands"""
+"""characters of a text from which the positions of all characters are computed at once"""
 
 
 class TokenizedText(Protocol):
-    """Hold the token ids of a text, int32 [tokens], and say which of them hold its characters."""
+    """The token ids of a text, int32 [tokens], and the map from its characters to tokens."""
 
     ids: npt.NDArray[np.int32]
 
     def first(self, start: int, end: int) -> int | None:
-        """Return the first token that holds a character of [start, end); blanks may hold none."""
+        """Return the first token of the characters [start, end); None if no token holds them."""
 
     def after(self, end: int) -> int:
         """Return the index after the last token that holds a character before `end`."""
@@ -40,13 +40,13 @@ class TokenizedText(Protocol):
 class TextTokenizer:
     """Tokenize many texts at once with a fast tokenizer; no special token is added.
 
-    Byte-level tokenizers are asked for ids only: the bytes of each token say which characters it
-    holds, and asking for the offsets costs more than the rest of the mask.
+    Of byte-level tokenizers only the ids are computed: the number of bytes of each token tells
+    which characters it holds, and computing offsets costs more than the rest of the mask.
     """
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-        # TokenizersBackend's Rust tokenizer: its encodings answer char_to_token without building
-        # a Python list of offsets, which costs more than the tokenizing.
+        # The Rust tokenizer: char_to_token of its encodings does not build a Python list of
+        # offsets, which takes longer than tokenizing.
         self._backend: Any = tokenizer.backend_tokenizer
         self._widths: npt.NDArray[np.int64] | None = None
         self._is_nfc = False
@@ -60,11 +60,11 @@ class TextTokenizer:
             self._words = WordTokenizer.of(self._backend)
 
     def tokenize(
-        self, texts: Sequence[str], plain: Mapping[int, Sequence[tuple[int, int]]]
+        self, texts: Sequence[str], plain_ranges: Mapping[int, Sequence[tuple[int, int]]]
     ) -> list[TokenizedText | RowRefusedError]:
         """Return the tokens of each text.
 
-        `plain[i]` are the stretches of text i that hold a control token, in their order: they are
+        `plain_ranges[i]` are the ranges of the control tokens in text i, in order, that are
         tokenized as plain text.
         """
         self._backend.no_truncation()
@@ -79,8 +79,9 @@ class TextTokenizer:
             ]
         else:
             tokenized = self._tokenize_bytes(texts, self._widths)
-        for index, stretches in plain.items():
-            tokenized[index] = self._tokenize_escaped(texts[index], stretches)
+        for index, ranges in plain_ranges.items():
+            if ranges:
+                tokenized[index] = self._tokenize_escaped(texts[index], ranges)
         return tokenized
 
     def _tokenize_bytes(
@@ -88,55 +89,58 @@ class TextTokenizer:
     ) -> list[TokenizedText | RowRefusedError]:
         import numpy as np
 
-        ids = [self._words.ids(text) if self._words else None for text in texts]
-        if not self._agrees(texts, ids):
+        word_ids = [self._words.ids(text) if self._words else None for text in texts]
+        if not self._matches_backend(texts, word_ids):
             self._words = None
             return self._tokenize_bytes(texts, widths)
-        left = [text for text, known in zip(texts, ids, strict=True) if known is None]
-        encodings = iter(self._encode(left, self._backend.encode_batch_fast))
+        others = [text for text, ids in zip(texts, word_ids, strict=True) if ids is None]
+        encodings = iter(self._encode(others, self._backend.encode_batch_fast))
         tokenized: list[TokenizedText | RowRefusedError] = []
-        for text, known in zip(texts, ids, strict=True):
-            own = np.array(next(encodings).ids if known is None else known, np.int32)
-            ends = widths[own].cumsum()
+        for text, ids in zip(texts, word_ids, strict=True):
+            text_ids = np.array(next(encodings).ids if ids is None else ids, np.int32)
+            ends = widths[text_ids].cumsum()
             is_ascii = text.isascii()
             num_bytes = len(text) if is_ascii else len(text.encode())
-            changed = self._is_nfc and not is_ascii and not unicodedata.is_normalized("NFC", text)
-            if changed or (ends[-1] if len(ends) else 0) != num_bytes:
+            is_changed = (
+                self._is_nfc and not is_ascii and not unicodedata.is_normalized("NFC", text)
+            )
+            if is_changed or (ends[-1] if len(ends) else 0) != num_bytes:
                 tokenized.append(_Offsets(self._backend.encode(text, add_special_tokens=False)))
             else:
-                tokenized.append(_Bytes(own, ends, "" if is_ascii else text))
+                tokenized.append(_Bytes(text_ids, ends, "" if is_ascii else text))
         return tokenized
 
     def _encode(self, texts: Sequence[str], batch: Callable[..., Any]) -> Sequence[Any]:
-        """Encode texts as a batch, which takes threads; none are taken for one text."""
+        """Encode texts as a batch, which uses threads; a single text is encoded without them."""
         if len(texts) > 1:
             return list(batch(list(texts), add_special_tokens=False))
         return [self._backend.encode(text, add_special_tokens=False) for text in texts]
 
-    def _agrees(self, texts: Sequence[str], ids: Sequence[list[int] | None]) -> bool:
-        """Compare one text of each batch with the tokenizer: the ids here must never differ."""
+    def _matches_backend(self, texts: Sequence[str], ids: Sequence[list[int] | None]) -> bool:
+        """Compare the ids of one text of a batch with the tokenizer's: they must never differ."""
         known = next((pair for pair in zip(texts, ids, strict=True) if pair[1] is not None), None)
         if known is None:
             return True
-        own: list[int] = self._backend.encode(known[0], add_special_tokens=False).ids
-        return own == known[1]
+        text, word_ids = known
+        backend_ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return backend_ids == word_ids
 
     def _tokenize_escaped(
-        self, text: str, plain: Sequence[tuple[int, int]]
+        self, text: str, ranges: Sequence[tuple[int, int]]
     ) -> TokenizedText | RowRefusedError:
-        """Take the text apart behind the first character of each control token."""
+        """Tokenize the text in parts, split after the first character of each control token."""
         import numpy as np
 
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
-        borders = [0, *(start + 1 for start, _ in plain), len(text)]
+        borders = [0, *(start + 1 for start, _ in ranges), len(text)]
         for start, end in itertools.pairwise(borders):
             part_ids, part_offsets = self._tokenize_part(text[start:end], is_first=start == 0)
             ids += part_ids
             offsets += [(start + first, start + last) for first, last in part_offsets]
         starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
         tokenized = _Arrays(np.array(ids, np.int32), starts, ends)
-        for start, end in plain:
+        for start, end in ranges:
             if self._control_ids.intersection(
                 ids[tokenized.first(start, end) : tokenized.after(end)]
             ):
@@ -148,18 +152,18 @@ class TextTokenizer:
 
     def _tokenize_part(self, part: str, is_first: bool) -> tuple[list[int], list[tuple[int, int]]]:
         if not is_first:
-            # After a newline: some tokenizers write a blank before whatever comes first.
+            # After a newline: some tokenizers put a space before the start of a text.
             encoding = self._backend.encode("\n" + part, add_special_tokens=False)
             offsets = encoding.offsets
-            own = next((i for i, (start, _) in enumerate(offsets) if start >= 1), len(offsets))
-            if all(end <= 1 for _, end in offsets[:own]):
-                return encoding.ids[own:], [(a - 1, b - 1) for a, b in offsets[own:]]
+            first = next((i for i, (start, _) in enumerate(offsets) if start >= 1), len(offsets))
+            if all(end <= 1 for _, end in offsets[:first]):
+                return encoding.ids[first:], [(a - 1, b - 1) for a, b in offsets[first:]]
         encoding = self._backend.encode(part, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
 
 class _Offsets:
-    """Ask the tokenizer's own encoding where a character is."""
+    """Map characters to tokens by the tokenizer's encoding."""
 
     def __init__(self, encoding: Any) -> None:
         import numpy as np
@@ -179,7 +183,7 @@ class _Offsets:
             token: int | None = self._encoding.char_to_token(position)
             if token is not None:
                 last = token
-                # One character can be several byte tokens.
+                # One character may be several byte tokens.
                 while last + 1 < len(self.ids) and self._starts_before(last + 1, end):
                     last += 1
                 return last + 1
@@ -191,7 +195,10 @@ class _Offsets:
 
 
 class _Bytes:
-    """Count bytes: `ends` int64 [tokens] is where each token ends; `text` "" when it is ASCII."""
+    """Map characters to tokens by bytes.
+
+    `ends` int64 [tokens] is the byte at which each token ends; `text` is "" if it is ASCII.
+    """
 
     def __init__(self, ids: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], text: str) -> None:
         self.ids, self._ends, self._text = ids, ends, text
@@ -215,7 +222,7 @@ class _Bytes:
 
 
 class _Arrays:
-    """Look characters up in offsets: `starts` and `ends` int64 [tokens], neither falling."""
+    """Map characters to tokens by offsets: `starts` and `ends` int64 [tokens], not decreasing."""
 
     def __init__(
         self,
@@ -234,9 +241,9 @@ class _Arrays:
 
 
 def _sorted_offsets(encoding: Any) -> _Arrays | None:
-    """Return the offsets of a long text as arrays; None where they fall.
+    """Return the offsets of a long text as arrays; None if they decrease anywhere.
 
-    Asking an encoding for one character goes through all its tokens.
+    Looking up one character in an encoding scans all of its tokens.
     """
     import numpy as np
 
@@ -247,7 +254,7 @@ def _sorted_offsets(encoding: Any) -> _Arrays | None:
 
 
 def _bytes_before(text: str) -> npt.NDArray[np.int64]:
-    """Return how many bytes of UTF-8 stand before each character, and before the end."""
+    """Return the number of UTF-8 bytes before each character and before the end."""
     import numpy as np
 
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -256,9 +263,10 @@ def _bytes_before(text: str) -> npt.NDArray[np.int64]:
 
 
 def stop_texts(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return what can end an answer, by text, longest first: special and other added tokens.
+    """Return text -> id of the tokens that can end an answer, longest first.
 
-    Not every tokenizer marks its turn's end as special; some add runs of blanks, which end nothing.
+    These are all added tokens, as not every tokenizer marks its end of turn as special; but not
+    runs of blanks, which some tokenizers add.
     """
     ids = {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items()}
     ids.update(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
@@ -267,23 +275,23 @@ def stop_texts(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, int
 
 
 def control_texts(tokenizer: transformers.PreTrainedTokenizerBase) -> list[str]:
-    """Return the texts that the tokenizer reads as control tokens, longest first."""
+    """Return the texts that the tokenizer parses as control tokens, longest first."""
     added = tokenizer.added_tokens_decoder.values()
     texts = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
     return sorted(filter(str.strip, texts), key=len, reverse=True)
 
 
 def _is_byte_level(backend: Any) -> bool:
-    """Tell whether all tokens of a tokenizer are the bytes of the text, one after the other."""
-    described = _described(backend.pre_tokenizer)
-    steps: list[dict[str, Any]] = described.get("pretokenizers") or [described]
+    """Return whether the tokens of a text are always its bytes, in order."""
+    settings = _settings_of(backend.pre_tokenizer)
+    steps: list[dict[str, Any]] = settings.get("pretokenizers") or [settings]
     model = backend.model
-    levels = [step for step in steps if step.get("type") == "ByteLevel"]
+    byte_levels = [step for step in steps if step.get("type") == "ByteLevel"]
     return (
         type(model).__name__ == "BPE"
-        and _described(backend.normalizer).get("type", "NFC") == "NFC"
-        and len(levels) == 1
-        and not levels[0]["add_prefix_space"]
+        and _settings_of(backend.normalizer).get("type", "NFC") == "NFC"
+        and len(byte_levels) == 1
+        and not byte_levels[0]["add_prefix_space"]
         and all(step.get("type") in ("ByteLevel", "Split", "Digits") for step in steps)
         and all(step.get("behavior") != "Removed" for step in steps)
         and not (model.continuing_subword_prefix or model.end_of_word_suffix)
@@ -294,13 +302,16 @@ def _is_byte_level(backend: Any) -> bool:
     )
 
 
-def _described(part: Any) -> dict[str, Any]:
+def _settings_of(part: Any) -> dict[str, Any]:
     """Return the settings of a normalizer or pre-tokenizer, {} for None."""
     return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _byte_widths(backend: Any) -> npt.NDArray[np.int64]:
-    """Return the bytes of each token, int64 [vocabulary]: a character of a token is a byte."""
+    """Return the number of bytes of each token, int64 [vocabulary].
+
+    A character of a vocabulary entry is one byte.
+    """
     import numpy as np
 
     vocab = backend.get_vocab(with_added_tokens=False)
@@ -315,8 +326,8 @@ def _byte_widths(backend: Any) -> npt.NDArray[np.int64]:
 
 MAX_WORDS = 100_000
 MAX_WORD = 40
-# Letters and numbers (Unicode's L and N) among the characters that are handled here. U+017F is
-# none of them: it is an `s` to patterns that ignore case.
+# Letters and numbers (Unicode's L and N) among the supported characters. U+017F is not supported:
+# it matches `s` in patterns that ignore case.
 _LETTERS = r"A-Za-z\u00aa\u00b5\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u017e\u0180-\u024f"
 _NUMBERS = r"0-9\u00b2\u00b3\u00b9\u00bc-\u00be"
 _OTHER = re.compile(r"[^\t\n\r\x20-\x7e\u00a1-\u017e\u0180-\u024f\u2010-\u2027\u20ac]")
@@ -327,17 +338,17 @@ _CL100K = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+" + _END
 )
 _KNOWN = {_GPT2, _CL100K % "{1,3}", _CL100K % ""}
-"""how GPT-2, Llama 3 and Qwen split words"""
+"""patterns by which GPT-2, Llama 3 and Qwen split words"""
 
 
 class WordTokenizer:
-    """Tokenize plain Western text with `backend` a word at a time, and cache the words.
+    """Tokenize Western text one word at a time, and cache the ids of words.
 
-    `backend` is a byte-level BPE with a well-known `pattern` to split words; the characters handled
-    are split alike by every Unicode version. A word's tokens never depend on its neighbours there,
-    so the ids are those of the tokenizer itself, several times faster: splitting and merging the
-    same words again is what tokenizing costs (20,000 chats took 12.9 s of CPU time with it, 19.9 s
-    without). All else is left to the tokenizer (`ids` is None).
+    `backend` is a byte-level BPE tokenizer that splits words by a well-known `pattern`; the
+    supported characters are split the same way by every Unicode version. The tokens of a word never
+    depend on other words, so the ids are those of the tokenizer itself, without splitting and
+    merging the same words again (20,000 chats took 12.9 s of CPU time with the cache, 19.9 s
+    without). Texts with other characters are left to the tokenizer (`ids` returns None).
     """
 
     def __init__(self, backend: Any, pattern: str) -> None:
@@ -345,16 +356,19 @@ class WordTokenizer:
         self._words = _Words(backend)
         added = backend.get_added_tokens_decoder().items()
         self._ids = {token.content: id_ for id_, token in added}
-        # As the tokenizer does it: first the tokens of the text as it is, then all others.
-        self._passes = [
-            _Cutter(token.content for _, token in added if token.normalized is normalized)
+        # In the tokenizer's order: first the tokens sought in the original text, then those sought
+        # in the normalized text.
+        self._splitters = [
+            _AddedTokenSplitter(
+                token.content for _, token in added if token.normalized is normalized
+            )
             for normalized in (False, True)
         ]
 
     @classmethod
     def of(cls, backend: Any) -> WordTokenizer | None:
-        """Return one for the tokenizer, None where its words cannot be split here."""
-        pattern = _pattern_of(backend.pre_tokenizer)
+        """Return a WordTokenizer for `backend`; None if it may split words in another way."""
+        pattern = _word_pattern(backend.pre_tokenizer)
         added = backend.get_added_tokens_decoder().values()
         if pattern not in _KNOWN or backend.model.dropout or backend.encode_special_tokens:
             return None
@@ -363,7 +377,7 @@ class WordTokenizer:
             or token.lstrip
             or token.rstrip
             or not token.content
-            # It is sought as the normalizer writes it, in another form than its own.
+            # The tokenizer seeks its normalized form, which differs from its text.
             or (token.normalized and not unicodedata.is_normalized("NFC", token.content))
             for token in added
         ):
@@ -371,12 +385,16 @@ class WordTokenizer:
         return cls(backend, pattern)
 
     def ids(self, text: str) -> list[int] | None:
-        """Return the ids of `text`, None where it has characters that are not handled here."""
+        """Return the ids of `text`; None if it has unsupported characters."""
         if _OTHER.search(text):
             return None
         parts = [text]
-        for cutter in self._passes:
-            parts = [piece for part in parts for piece in self._cut(cutter, part)]
+        for splitter in self._splitters:
+            parts = [
+                piece
+                for part in parts
+                for piece in ([part] if part in self._ids else splitter.split(part))
+            ]
         words, known = self._words, self._ids
         ids: list[int] = []
         for part in parts:
@@ -386,12 +404,9 @@ class WordTokenizer:
                 ids.extend(chain.from_iterable(map(words.__getitem__, self._split(part))))
         return ids
 
-    def _cut(self, cutter: _Cutter, part: str) -> list[str]:
-        return [part] if part in self._ids else cutter.cut(part)
-
 
 class _Words(dict[str, tuple[int, ...]]):
-    """Remember the ids of words, up to MAX_WORDS."""
+    """Cache the ids of up to MAX_WORDS words."""
 
     def __init__(self, backend: Any) -> None:
         import tokenizers
@@ -408,31 +423,31 @@ class _Words(dict[str, tuple[int, ...]]):
         return ids
 
 
-class _Cutter:
-    """Cut a text at added tokens; only those whose first two characters it holds are sought."""
+class _AddedTokenSplitter:
+    """Split texts at added tokens; only tokens whose first two characters occur are sought."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         self._tokens = sorted(tokens, key=len, reverse=True)
         self._heads = sorted({token[:2] for token in self._tokens})
         self._patterns: dict[tuple[str, ...], re.Pattern[str]] = {}
 
-    def cut(self, text: str) -> list[str]:
-        """Return the pieces of `text`: added tokens and what stands between them."""
-        held = tuple([head for head in self._heads if head in text])
-        if not held:
+    def split(self, text: str) -> list[str]:
+        """Return the pieces of `text`: added tokens, and the texts between them."""
+        heads = tuple([head for head in self._heads if head in text])
+        if not heads:
             return [text] if text else []
-        pattern = self._patterns.get(held)
+        pattern = self._patterns.get(heads)
         if pattern is None:
-            tokens = [token for token in self._tokens if token[:2] in held]
+            tokens = [token for token in self._tokens if token[:2] in heads]
             pattern = re.compile("(" + "|".join(map(re.escape, tokens)) + ")")
-            self._patterns[held] = pattern
+            self._patterns[heads] = pattern
         return [piece for piece in pattern.split(text) if piece]
 
 
-def _pattern_of(pre_tokenizer: Any) -> str:
-    """Return the pattern that splits words, "" where it has none of these."""
-    described = json.loads(pre_tokenizer.__getstate__())
-    steps = described.get("pretokenizers") or [described]
+def _word_pattern(pre_tokenizer: Any) -> str:
+    """Return the pattern that splits words; "" if words are not split by one pattern alone."""
+    settings = _settings_of(pre_tokenizer)
+    steps = settings.get("pretokenizers") or [settings]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"] and steps[0]["use_regex"]:
         return _GPT2
@@ -444,7 +459,7 @@ def _pattern_of(pre_tokenizer: Any) -> str:
 
 
 def _translate(pattern: str) -> str:
-    """Write a known pattern with the letters and numbers as ranges."""
-    for ends in (r"[^\s", r"[^\r\n"):
-        pattern = pattern.replace(rf"{ends}\p{{L}}\p{{N}}]", f"{ends}{_LETTERS}{_NUMBERS}]")
+    """Replace \\p{L} and \\p{N}, which `re` does not know, by character ranges."""
+    for negated in (r"[^\s", r"[^\r\n"):
+        pattern = pattern.replace(rf"{negated}\p{{L}}\p{{N}}]", f"{negated}{_LETTERS}{_NUMBERS}]")
     return pattern.replace(r"\p{L}", f"[{_LETTERS}]").replace(r"\p{N}", f"[{_NUMBERS}]")

@@ -1,37 +1,42 @@
-"""Put marks in a conversation, and find them in its render.
+"""Mark the texts of a conversation, and match the marked render against the renders of rows.
 
-A mark is a text of private-use characters that says whose it is. Either marks take the place of all
-that is a row's own, or they are put around it. Decides how turns are marked; never renders.
+A mark is a short string of private-use characters that names a turn and a part of it. Marks either
+replace all texts of a conversation, or are put around them. The render of a conversation with all
+texts replaced is a skeleton: the template's own text, with slots for the texts of a row. Rows with
+the same roles, calls and ids share a skeleton; it must match a row's render to the last character.
+Never renders.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from data_modules.template.rendering import Chat
 from data_modules.types import ToolCall, Turn
 
 TOOLS = -1
-"""the turn that the marks of declared tools belong to"""
-# The letter says what a mark stands for: a turn's content (c), reasoning (r) or name (n), the name
-# (f) and arguments (k) of its calls, the tools (t), an id (i). Opened ones end at a CLOSE. Ids are
-# nine letters and digits, which is all that some templates take.
+"""turn number of the marks in declared tools"""
+# The letter of a mark names the part: a turn's content (c), reasoning (r) or name (n), the name (f)
+# and arguments (k) of a call, declared tools (t), an id (i). An opening mark ends at _CLOSE. Ids
+# are nine letters and digits, because some templates accept no others.
 _POINT, _OPEN, _CLOSE = "\ue0f2", "\ue0f4", "\ue0f3"
 _MARK = re.compile(
     "\ue0f1(?P<part>[a-zA-Z])(?P<turn>\\d+)(?:[.](?P<call>\\d+))?(?P<kind>[\ue0f2\ue0f4])"
     "|\ue0f3|Zq7k(?P<id>\\d{5})"
 )
-_THOUGHT = re.compile(r"(<think>\s*)(.*?)(\s*</think>\s*)(.*?)(\s*)", re.DOTALL)
+_REASONING_AND_ANSWER = re.compile(r"(<think>\s*)(.*?)(\s*</think>\s*)(.*?)(\s*)", re.DOTALL)
 PRIVATE = re.compile("[\ue0f1-\ue0f4]")
 CALL_PARTS = "fki"
+_GAP_PARTS = "kt"
 
 
 class Mark(NamedTuple):
-    """Say whose a stretch of a text is: `call` numbers a turn's calls, or the ids of a chat."""
+    """A mark in a text: `call` is the number of the call in its turn, or of the id in its chat."""
 
     turn: int
     part: str
@@ -40,38 +45,38 @@ class Mark(NamedTuple):
     end: int
 
     @property
-    def what(self) -> tuple[str, int]:
-        """Return what of its turn it is."""
+    def key(self) -> tuple[str, int]:
+        """Return the part of the turn that is marked."""
         return self.part, self.call
 
 
-def marked_chat(chat: Chat) -> Chat:
-    """Return `chat` with marks in place of all that is its own."""
-    ids = {id_: f"Zq7k{number:05d}" for number, id_ in enumerate(ids_of(chat))}
-    turns = tuple(_marked(turn, number, ids) for number, turn in enumerate(chat.turns))
+def replace_with_marks(chat: Chat) -> Chat:
+    """Return `chat` with marks in place of all its texts."""
+    ids = {id_: f"Zq7k{number:05d}" for number, id_ in enumerate(call_ids_of(chat))}
+    turns = tuple(_marked_turn(turn, number, ids) for number, turn in enumerate(chat.turns))
     return Chat(turns, (_marked_tool(),) if chat.tools else ())
 
 
-def wrapped_chat(chat: Chat, wraps: Sequence[Wrap | None]) -> Chat:
-    """Return `chat` with marks around what is each turn's own; its tools are as they are."""
+def wrap_in_marks(chat: Chat, wraps: Sequence[Wrap | None]) -> Chat:
+    """Return `chat` with marks around the texts of each turn; its tools are not changed."""
     turns = enumerate(zip(chat.turns, wraps, strict=True))
     return Chat(tuple(wrap(turn, n) if wrap else turn for n, (turn, wrap) in turns), chat.tools)
 
 
-def marks_in(text: str, chat: Chat) -> list[Mark] | None:
-    """Return the marks of a text, in order; None where an opened one is not closed.
+def find_marks(text: str, chat: Chat) -> list[Mark] | None:
+    """Return the marks in a text, in order; None if an opening mark is not closed.
 
-    `chat` is the one that was marked: it says whose an id is.
+    `chat` is the marked chat: it tells which turn an id belongs to.
     """
     marks: list[Mark] = []
     opened: tuple[int, str, int, int] | None = None
-    owners = _owners_of_ids(chat)
+    turns_of_ids = _turns_of_ids(chat)
     for found in _MARK.finditer(text):
         start, end = found.span()
         if found["id"]:
             number = int(found["id"])
-            if number < len(owners):
-                marks.append(Mark(owners[number], "i", number, start, end))
+            if number < len(turns_of_ids):
+                marks.append(Mark(turns_of_ids[number], "i", number, start, end))
             continue
         if found["kind"] is None:
             if opened is None:
@@ -81,88 +86,88 @@ def marks_in(text: str, chat: Chat) -> list[Mark] | None:
             continue
         if opened is not None:
             return None
-        part = found["part"].lower()  # a template may write all in capitals
+        part = found["part"].lower()  # a template may convert text to upper case
         turn = TOOLS if part == "t" else int(found["turn"])
-        whose = turn, part, int(found["call"] or 0), start
+        fields = turn, part, int(found["call"] or 0), start
         if found["kind"] == _OPEN:
-            opened = whose
+            opened = fields
         else:
-            marks.append(Mark(*whose, end))
+            marks.append(Mark(*fields, end))
     return None if opened else marks
 
 
-def holds_content(text: str) -> bool:
-    """Tell whether the mark of a content stands in a text."""
+def has_content_mark(text: str) -> bool:
+    """Return whether a text contains the mark of a content."""
     return any(found["part"] in ("c", "C") for found in _MARK.finditer(text))
 
 
-def unmarked(text: str) -> tuple[str, Callable[[int], int]]:
-    """Return `text` without marks, and where in it a character of the marked text stands."""
+def remove_marks(text: str) -> tuple[str, Callable[[int], int]]:
+    """Return `text` without marks, and a function from old character positions to new ones."""
     pieces: list[str] = []
     ends: list[int] = []
     removed: list[int] = []
-    position = gone = 0
+    position = num_removed = 0
     for found in _MARK.finditer(text):
         if found["id"]:
             continue
         pieces.append(text[position : found.start()])
         position = found.end()
-        gone += position - found.start()
+        num_removed += position - found.start()
         ends.append(position)
-        removed.append(gone)
+        removed.append(num_removed)
     pieces.append(text[position:])
 
-    def place(offset: int) -> int:
-        before = bisect_right(ends, offset)
-        return offset - (removed[before - 1] if before else 0)
+    def new_position(offset: int) -> int:
+        num_before = bisect_right(ends, offset)
+        return offset - (removed[num_before - 1] if num_before else 0)
 
-    return "".join(pieces), place
+    return "".join(pieces), new_position
 
 
-def form_of(chat: Chat) -> tuple[object, ...]:
-    """Return what decides how the template writes `chat`, its contents aside."""
-    form: list[object] = [bool(chat.tools)]
+def skeleton_key(chat: Chat) -> tuple[object, ...]:
+    """Return the properties of `chat` that decide how the template writes it, except its texts."""
+    key: list[object] = [bool(chat.tools)]
     has_ids = False
     for turn in chat.turns:
         content = turn.content
-        parts = thought_and_answer(turn) if "</think>" in content else None
-        blanks = parts and (*parts[::2], str(bool(parts[1])), str(bool(parts[3])))
-        form.append((turn.role, bool(content), blanks))
+        parts = split_reasoning(turn) if "</think>" in content else None
+        tags = parts and (*parts[::2], str(bool(parts[1])), str(bool(parts[3])))
+        key.append((turn.role, bool(content), tags))
         if turn.reasoning is not None or turn.tool_calls or turn.name or turn.tool_call_id:
-            form.append((turn.reasoning and True, len(turn.tool_calls)))
-            form.append((turn.name and True, turn.tool_call_id and True))
+            key.append((turn.reasoning and True, len(turn.tool_calls)))
+            key.append((turn.name and True, turn.tool_call_id and True))
             has_ids = has_ids or bool(turn.tool_call_id) or any(c.id for c in turn.tool_calls)
     if has_ids:
-        numbers = {id_: number for number, id_ in enumerate(ids_of(chat))}
-        form += [numbers[id_] if id_ else None for id_ in _all_ids(chat)]
-    return tuple(form)
+        numbers = {id_: number for number, id_ in enumerate(call_ids_of(chat))}
+        key += [numbers[id_] if id_ else None for id_ in _all_ids(chat)]
+    return tuple(key)
 
 
-def thought_and_answer(turn: Turn) -> tuple[str, ...] | None:
-    """Take an answer apart whose content is a thought in tags and what is said after it.
+def split_reasoning(turn: Turn) -> tuple[str, ...] | None:
+    """Split a content that is reasoning in tags and an answer into five parts; None for others.
 
-    The second and fourth parts are the thought and what is said, without the blanks around them.
+    The second part is the reasoning and the fourth the answer, without surrounding white space.
     """
     content = turn.content
     if turn.role != "assistant" or content.count("</think>") != 1:
         return None
-    parts = _THOUGHT.fullmatch(content)
+    parts = _REASONING_AND_ANSWER.fullmatch(content)
     return parts and parts.groups()
 
 
-def ids_of(chat: Chat) -> list[str]:
-    """Return the ids of calls and of results, each once."""
+def call_ids_of(chat: Chat) -> list[str]:
+    """Return the distinct ids of calls and results."""
     return [id_ for id_ in dict.fromkeys(_all_ids(chat)) if id_]
 
 
-def part_of(turn: Turn, part: str, call: int) -> str:
-    """Return what of a turn stands where a mark stood."""
+def text_of_part(turn: Turn, part: str, call: int) -> str:
+    """Return the text of `turn` that a mark of this part and call stands for."""
     if part == "n":
         return turn.name or ""
     if part == "f":
         return turn.tool_calls[call].name
     content = turn.content
-    parts = thought_and_answer(turn) if "</think>" in content else None
+    parts = split_reasoning(turn) if "</think>" in content else None
     if parts:
         return parts[3] if part == "c" else parts[1]
     return content if part == "c" else turn.reasoning or ""
@@ -182,10 +187,11 @@ def strings_in(value: object) -> Iterable[str]:
 
 
 Wrap = Callable[[Turn, int], Turn]
+"""puts marks around the texts of a turn, given its number"""
 
 
-def _around(part: str, text: str, number: int, call: int = 0) -> str:
-    """Put a mark around what templates keep of a text when they strip it."""
+def _mark_around(part: str, text: str, number: int, call: int = 0) -> str:
+    """Put a mark around a text without its surrounding white space, which templates may strip."""
     core = text.strip()
     if not core:
         return text
@@ -194,66 +200,67 @@ def _around(part: str, text: str, number: int, call: int = 0) -> str:
     return f"{text[:start]}{opened}{core}{_CLOSE}{text[start + len(core) :]}"
 
 
-def _behind(part: str, text: str, number: int, call: int = 0) -> str:
-    """Put a mark behind what templates keep of a text when they strip it."""
+def _mark_after(part: str, text: str, number: int, call: int = 0) -> str:
+    """Put a mark after a text without its trailing white space, which templates may strip."""
     core = text.rstrip()
     return f"{core}{_mark(part, number, call)}{text[len(core) :]}" if core else text
 
 
-def _whole(put: Callable[..., str]) -> Wrap:
+def _wrap_content(put_mark: Callable[..., str]) -> Wrap:
     def wrap(turn: Turn, number: int) -> Turn:
-        return _wrapped_rest(turn, number, put("c", turn.content, number))
+        return _wrap_fields(turn, number, put_mark("c", turn.content, number))
 
     return wrap
 
 
-def _thought_and_answer(find: Callable[[str, str], int]) -> Wrap:
-    """Mark the thought in a content and what is said after it, parted at a closing tag."""
+def _wrap_reasoning_and_answer(find_tag: Callable[[str, str], int]) -> Wrap:
+    """Wrap the reasoning in a content and the answer after it, split at a closing tag."""
 
     def wrap(turn: Turn, number: int) -> Turn:
         content, tag = turn.content, "</think>"
-        at = find(content, tag) if turn.role == "assistant" else -1
+        at = find_tag(content, tag) if turn.role == "assistant" else -1
         if at < 0:
-            return _wrapped_rest(turn, number, _around("c", content, number))
+            return _wrap_fields(turn, number, _mark_around("c", content, number))
         before, answer = content[:at], content[at + len(tag) :]
-        head = before.find("<think>")
-        first = head + len("<think>") if head >= 0 else 0
-        thought = before[:first] + _around("r", before[first:], number)
-        return _wrapped_rest(turn, number, thought + tag + _around("c", answer, number))
+        opening = before.find("<think>")
+        first = opening + len("<think>") if opening >= 0 else 0
+        reasoning = before[:first] + _mark_around("r", before[first:], number)
+        return _wrap_fields(turn, number, reasoning + tag + _mark_around("c", answer, number))
 
     return wrap
 
 
-def _wrapped_rest(turn: Turn, number: int, content: str) -> Turn:
+def _wrap_fields(turn: Turn, number: int, content: str) -> Turn:
+    """Return `turn` with this wrapped content, and its reasoning and calls wrapped."""
     calls = tuple(
         replace(
             call,
-            name=_around("f", call.name, number, index),
+            name=_mark_around("f", call.name, number, index),
             arguments={
-                key: _around("k", value, number, index) if isinstance(value, str) else value
+                key: _mark_around("k", value, number, index) if isinstance(value, str) else value
                 for key, value in call.arguments.items()
             },
         )
         for index, call in enumerate(turn.tool_calls)
     )
-    reasoning = turn.reasoning and _around("r", turn.reasoning, number)
+    reasoning = turn.reasoning and _mark_around("r", turn.reasoning, number)
     return replace(turn, content=content, reasoning=reasoning, tool_calls=calls)
 
 
 WRAPS: tuple[Wrap, ...] = (
-    _whole(_around),
-    _thought_and_answer(str.find),
-    _thought_and_answer(str.rfind),
-    _whole(_behind),
+    _wrap_content(_mark_around),
+    _wrap_reasoning_and_answer(str.find),
+    _wrap_reasoning_and_answer(str.rfind),
+    _wrap_content(_mark_after),
 )
-"""the ways to mark a row's own texts, tried in this order: templates look at some of them"""
+"""ways to wrap a row's texts, in the order in which they are tried: some templates inspect texts"""
 
 
 def _mark(part: str, number: int, call: int = 0) -> str:
     return f"\ue0f1{part}{number}.{call}{_POINT}"
 
 
-def _marked(turn: Turn, number: int, ids: Mapping[str, str]) -> Turn:
+def _marked_turn(turn: Turn, number: int, ids: Mapping[str, str]) -> Turn:
     calls = []
     for index, call in enumerate(turn.tool_calls):
         argument = _mark("k", number, index)
@@ -265,15 +272,16 @@ def _marked(turn: Turn, number: int, ids: Mapping[str, str]) -> Turn:
         name=_mark("n", number) if turn.name else turn.name,
         tool_call_id=ids[turn.tool_call_id] if turn.tool_call_id else turn.tool_call_id,
     )
-    said, thought = _mark("c", number), _mark("r", number)
-    if parts := thought_and_answer(turn):
-        first, own, middle, rest, last = parts
-        content = first + (thought if own else "") + middle + (said if rest else "") + last
-        return replace(turn, content=content)
+    content_mark, reasoning_mark = _mark("c", number), _mark("r", number)
+    if parts := split_reasoning(turn):
+        opening, reasoning, closing, answer, end = parts
+        reasoning = reasoning_mark if reasoning else ""
+        answer = content_mark if answer else ""
+        return replace(turn, content=opening + reasoning + closing + answer + end)
     return replace(
         turn,
-        content=said if turn.content else "",
-        reasoning=thought if turn.reasoning else turn.reasoning,
+        content=content_mark if turn.content else "",
+        reasoning=reasoning_mark if turn.reasoning else turn.reasoning,
     )
 
 
@@ -297,10 +305,252 @@ def _all_ids(chat: Chat) -> list[str | None]:
     return ids
 
 
-def _owners_of_ids(chat: Chat) -> list[int]:
-    owners: dict[str, int] = {}
+def _turns_of_ids(chat: Chat) -> list[int]:
+    """Return the number of the first turn that has each distinct id."""
+    turns: dict[str, int] = {}
     for number, turn in enumerate(chat.turns):
         for id_ in (*(call.id for call in turn.tool_calls), turn.tool_call_id):
             if id_:
-                owners.setdefault(id_, number)
-    return list(owners.values())
+                turns.setdefault(id_, number)
+    return list(turns.values())
+
+
+class MarkRun(NamedTuple):
+    """Consecutive marks of one turn, and the marks of other turns before and after them."""
+
+    marks: list[Mark]
+    before: Mark | None
+    after: Mark | None
+
+
+def runs_by_turn(marks: Sequence[Mark]) -> dict[int, list[MarkRun]]:
+    """Return the runs of each turn's marks, in order."""
+    runs: dict[int, list[MarkRun]] = {}
+    first = 0
+    for index, mark in enumerate(marks):
+        after = marks[index + 1] if index + 1 < len(marks) else None
+        if after is None or after.turn != mark.turn:
+            before = marks[first - 1] if first else None
+            runs.setdefault(mark.turn, []).append(
+                MarkRun(list(marks[first : index + 1]), before, after)
+            )
+            first = index + 1
+    return runs
+
+
+def call_ranges(marks: Sequence[Mark]) -> list[tuple[int, int]]:
+    """Return the character ranges of the calls among the marks of an answer."""
+    ranges: list[tuple[int, int]] = []
+    is_call = False
+    for mark in marks:
+        if mark.part in CALL_PARTS:
+            start = ranges.pop()[0] if is_call else mark.start
+            ranges.append((start, mark.end))
+        is_call = mark.part in CALL_PARTS
+    return ranges
+
+
+class TurnSpan(NamedTuple):
+    """The characters of a turn in a text: `start` to `end`, its stop token up to `stop_end`.
+
+    The span of an answer starts at the first character that the model has to generate. `stop` is
+    the text of the stop token, "" without one. A turn that is interrupted by another one has a span
+    for each of its parts.
+    """
+
+    turn: int
+    start: int
+    end: int
+    stop_end: int
+    stop: str
+
+
+class AnswerSpans(NamedTuple):
+    """The spans of the answers in a marked text.
+
+    `suffix` is the stop token of a template that writes it only before the next message: it is
+    appended to the text. `calls` are the character ranges of calls, from mark to mark.
+    """
+
+    spans: list[TurnSpan]
+    suffix: str
+    calls: list[tuple[int, int]]
+
+
+class RenderedChat(NamedTuple):
+    """A rendered conversation: its text, its turns, and what the template omitted (note kinds)."""
+
+    text: str
+    spans: list[TurnSpan]
+    lost: tuple[str, ...]
+
+
+class Slot(NamedTuple):
+    """The place of a row's text between two pieces of a skeleton; positions in the marked text.
+
+    Slots of calls (k) and tools (t) are gaps: the template writes their texts in its own way.
+    """
+
+    turn: int
+    part: str
+    call: int
+    start: int
+    end: int
+
+
+class _Position(NamedTuple):
+    piece: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """The pieces of a marked text, and the slots between them."""
+
+    pieces: list[str]
+    slots: list[Slot]
+
+    @classmethod
+    def split(
+        cls,
+        text: str,
+        marks: Sequence[Mark],
+        calls: Iterable[tuple[int, int]],
+        special: re.Pattern[str],
+    ) -> MarkedText | None:
+        """Split a marked text into pieces and slots; None if a gap has no end.
+
+        `calls` are the character ranges of calls. A gap ends at the next special token, which no
+        call and no tool changes; without one, at the end of the line.
+        """
+        slots = _find_slots(marks, dict(calls))
+        for index, slot in enumerate(slots):
+            if slot.part in _GAP_PARTS:
+                until = slots[index + 1].start if index + 1 < len(slots) else len(text)
+                ends = special.search(text, slot.end, until)
+                end = ends.start() if ends else text.find("\n", slot.end, until)
+                if end < 0:
+                    return None
+                slots[index] = slot._replace(end=end)
+        starts = [0, *(slot.end for slot in slots)]
+        piece_ends = [*(slot.start for slot in slots), len(text)]
+        pieces = [text[start:end] for start, end in zip(starts, piece_ends, strict=True)]
+        return cls(pieces, slots)
+
+    def locate(self, offset: int) -> _Position | None:
+        """Return the piece that holds a character of the marked text; None inside a slot."""
+        piece = bisect_right(self.slots, offset, key=lambda slot: slot.end)
+        start = self.slots[piece - 1].end if piece else 0
+        return (
+            _Position(piece, offset - start) if offset - start <= len(self.pieces[piece]) else None
+        )
+
+
+class Skeleton:
+    """A marked text that is matched against the renders of rows, to find their turns."""
+
+    def __init__(self, marked: MarkedText, answers: AnswerSpans, lost: tuple[str, ...]) -> None:
+        self._first = marked.pieces[0]
+        self._steps = [
+            (slot, piece) for slot, piece in zip(marked.slots, marked.pieces[1:], strict=True)
+        ]
+        self._spans: list[tuple[TurnSpan, _Position, _Position, _Position]] = []
+        self.is_whole = True
+        """whether every span starts and ends outside of the slots"""
+        for span in answers.spans:
+            start, end, stop_end = map(marked.locate, (span.start, span.end, span.stop_end))
+            if start and end and stop_end:
+                self._spans.append((span, start, end, stop_end))
+            else:
+                self.is_whole = False
+        self._suffix, self._lost = answers.suffix, lost
+
+    def match(self, text: str, chat: Chat) -> RenderedChat | None:
+        """Return the turns in the render of `chat`; None if any character differs."""
+        if not text.startswith(self._first):
+            return None
+        starts = [0]
+        position = len(self._first)
+        ids: list[str] | None = None
+        for slot, piece in self._steps:
+            if slot.part in _GAP_PARTS:
+                end = _gap_end(text, position, piece, slot, chat)
+                if end < 0:
+                    return None
+            else:
+                if slot.part == "i":
+                    ids = call_ids_of(chat) if ids is None else ids
+                    value = ids[slot.call]
+                else:
+                    value = text_of_part(chat.turns[slot.turn], slot.part, slot.call)
+                end = position + len(value)
+                if not (text.startswith(value, position) and text.startswith(piece, end)):
+                    for variant in _written_variants(value):
+                        end = position + len(variant)
+                        if text.startswith(variant, position) and text.startswith(piece, end):
+                            break
+                    else:
+                        return None
+            starts.append(end)
+            position = end + len(piece)
+        if position != len(text):
+            return None
+        spans = [
+            TurnSpan(
+                span.turn,
+                starts[start.piece] + start.offset,
+                starts[end.piece] + end.offset,
+                starts[stop_end.piece] + stop_end.offset,
+                span.stop,
+            )
+            for span, start, end, stop_end in self._spans
+        ]
+        return RenderedChat(*append_stop(text, spans, self._suffix), self._lost)
+
+
+def append_stop(text: str, spans: list[TurnSpan], suffix: str) -> tuple[str, list[TurnSpan]]:
+    """Append the stop token that the template writes only before a next message."""
+    if not suffix:
+        return text, spans
+    last = max(spans, key=lambda span: span.stop_end)
+    whole = text + suffix
+    return whole, [span._replace(stop_end=len(whole)) if span is last else span for span in spans]
+
+
+def _find_slots(marks: Sequence[Mark], calls: dict[int, int]) -> list[Slot]:
+    """Return the slots of a marked text: one for each mark, but one for all marks of a gap."""
+    slots: list[Slot] = []
+    for mark in marks:
+        if slots and mark.end <= slots[-1].end:
+            continue  # inside a call
+        end = calls.get(mark.start)
+        if end is not None:
+            slots.append(Slot(mark.turn, "k", 0, mark.start, end))
+        elif slots and mark.turn == TOOLS == slots[-1].turn:
+            slots[-1] = slots[-1]._replace(end=mark.end)
+        else:
+            slots.append(Slot(*mark))
+    return slots
+
+
+def _gap_end(text: str, position: int, piece: str, slot: Slot, chat: Chat) -> int:
+    """Return where a gap ends; -1 if `piece` does not follow, or occurs in the gap's own texts."""
+    values: Iterable[object] = (
+        chat.tools
+        if slot.turn == TOOLS
+        else ((call.name, call.arguments) for call in chat.turns[slot.turn].tool_calls)
+    )
+    if any(piece in string for string in strings_in(list(values))):
+        return -1
+    return text.find(piece, position)
+
+
+def _written_variants(value: str) -> Iterable[str]:
+    """Yield the variants in which templates write a content that they do not copy unchanged."""
+    yield value.strip()
+    yield value.rstrip()
+    yield value.lstrip()
+    yield value.strip("\n")
+    yield value.lstrip("\n")
+    yield value.rstrip("\n")
+    yield json.dumps(value, ensure_ascii=False)[1:-1]  # tool results written as JSON strings

@@ -1,7 +1,7 @@
-"""Find the text of a chat template: by its name, in a file, or in a tokenizer.
+"""Load the text of a chat template by its name (a file in `named/`) or from a file.
 
-Decides which tokens a tokenizer needs for the named ones, each a file in `named/`. Never
-renders: that is the renderer's.
+Knows which tokens a tokenizer needs for each named template, and how to make a template write the
+BOS.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _NEEDED = {
     "vicuna": (),
     "zephyr": (),
 }
-"""the control tokens that each template writes; without any it ends answers with the EOS"""
+"""name -> control tokens that the template writes; one without any ends answers with the EOS"""
 TEMPLATE_NAMES = tuple(_NEEDED)
 TEMPLATES_WITH_TOOLS = ("plain", "gemma4", "granite", "qwen3")
-"""those that write tools, the calls of an answer and what the tools gave back"""
+"""templates that write declared tools, tool calls and tool results"""
 MAX_TEMPLATE_BYTES = 1 << 20
 _FOLDER = Path(__file__).parent / "named"
 _QUESTION, _ANSWER = Turn("user", "a"), Turn("assistant", "b")
@@ -59,8 +59,9 @@ _PROBES = (
     Chat((_QUESTION, _CALL, Turn("tool", "e"), _ANSWER), (_TOOL,)),
     Chat((Turn("system", "d"), _QUESTION), (_TOOL,)),
 )
-# Blanks before a block are taken out at the beginning of a line only, which this is no longer.
-_BLANKS = re.compile(r"\A[ \t]+(?=\{[%#](?!\+))")
+# Jinja's lstrip_blocks removes blanks before a block only at the start of a line; once the BOS is
+# written before the block, they have to be removed here.
+_LEADING_BLANKS = re.compile(r"\A[ \t]+(?=\{[%#](?!\+))")
 _LAST_NEWLINE = re.compile(r"(?:\r\n|\r|\n)\Z")
 
 
@@ -70,8 +71,8 @@ def named_template(name: str) -> str:
 
 
 def check_named(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> None:
-    """Raise DataError when `tokenizer` lacks a token that the template `name` writes."""
-    if missing := _missing(tokenizer, name):
+    """Raise DataError if `tokenizer` lacks a token that the template `name` writes."""
+    if missing := _missing_tokens(tokenizer, name):
         raise DataError(
             f"data.chat_template={name} needs the tokens {' and '.join(missing)}, which this "
             "tokenizer does not have; use data.chat_template=plain"
@@ -83,36 +84,36 @@ def check_named(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> N
         )
 
 
-def templates_alike(
+def equivalent_templates(
     tokenizer: transformers.PreTrainedTokenizerBase, renderer: Renderer
 ) -> Iterator[tuple[str, str]]:
     """Yield name and text of each named template that renders small chats as `renderer` does.
 
-    Some begin with the BOS only in the text given here.
+    The text may be changed to start with the BOS.
     """
     bos = tokenizer.bos_token
-    own = renderer.render(_PROBES[:3], False)
+    expected = renderer.render(_PROBES[:3])
     for name in TEMPLATE_NAMES:
-        if _missing(tokenizer, name):
+        if _missing_tokens(tokenizer, name):
             continue
         plain = named_template(name)
         for text in (plain,) if bos is None else (plain, "{{ bos_token }}" + plain):
-            if Renderer(tokenizer, text).render(_PROBES[:3], False) == own:
+            if Renderer(tokenizer, text).render(_PROBES[:3]) == expected:
                 yield name, text
 
 
-def _missing(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> list[str]:
+def _missing_tokens(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> list[str]:
     known = tokenizer.get_added_vocab()
     return [token for token in _NEEDED[name] if token not in known]
 
 
 def read_template(name: str) -> str:
-    """Return the text of the .jinja file `name`; raises DataError where it is not one."""
+    """Return the text of the .jinja file `name`; raise DataError if it is not one."""
     file = Path(name).expanduser()
     if file.suffix != ".jinja" or not file.is_file():
-        what = "no such file" if file.suffix == ".jinja" else "unknown chat template"
+        problem = "no such file" if file.suffix == ".jinja" else "unknown chat template"
         raise DataError(
-            f"data.chat_template={name}: {what}; use {', '.join(TEMPLATE_NAMES)}, a .jinja "
+            f"data.chat_template={name}: {problem}; use {', '.join(TEMPLATE_NAMES)}, a .jinja "
             "file, or null for the tokenizer's own"
         )
     if file.stat().st_size > MAX_TEMPLATE_BYTES:
@@ -124,25 +125,25 @@ def read_template(name: str) -> str:
         return file.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"data.chat_template={name}: is not UTF-8 text (byte {error.start}); save it as UTF-8"
+            f"data.chat_template={name}: not UTF-8 text (byte {error.start}); save it as UTF-8"
         ) from error
 
 
 def add_bos(text: str, bos: str, renderer: Renderer) -> str:
-    """Return the template `text` so that it begins every chat with `bos`, once.
+    """Return the template `text`, changed so that every chat starts with `bos` once.
 
-    `renderer` renders `text` itself. A template that begins all chats so is returned as it is; one
-    that does so for some chats is rendered first, and the BOS added where it lacks.
+    `renderer` renders `text`. A template that starts all chats with the BOS is returned unchanged;
+    one that does so for some chats is rendered into a variable first, and the BOS added if missing.
     """
-    rendered = [one for prompt in (False, True) for one in renderer.render(_PROBES, prompt)]
-    begins = [one.lstrip().startswith(bos) for one in rendered if isinstance(one, str)]
-    if begins and all(begins):
+    rendered = renderer.render(_PROBES) + renderer.render(_PROBES, add_prompt=True)
+    has_bos = [chat.lstrip().startswith(bos) for chat in rendered if isinstance(chat, str)]
+    if has_bos and all(has_bos):
         return text
-    if any(begins) or "bos_token" in text or bos in text:
-        # Its own line, so that blanks and newlines at both ends mean what they meant before.
+    if any(has_bos) or "bos_token" in text or bos in text:
+        # On its own line, so that white space at both ends of the template keeps its meaning.
         return (
             "{% set chat_of_template %}\n" + _LAST_NEWLINE.sub("", text) + "{%+ endset %}"
             "{% if not chat_of_template.lstrip().startswith(bos_token) %}{{ bos_token }}{% endif %}"
             "{{ chat_of_template }}"
         )
-    return "{{ bos_token }}" + _BLANKS.sub("", text)
+    return "{{ bos_token }}" + _LEADING_BLANKS.sub("", text)

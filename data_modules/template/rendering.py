@@ -1,17 +1,24 @@
-"""Write turns as text through the chat template, and hide or show what an answer thinks.
+"""Render conversations as text through a chat template.
 
-Decides what the template is given, and in which of the forms in use: templates differ in the key of
-a thought, in arguments as an object or as JSON, in the content of a message that only calls, and in
-the ids of calls. Templates run in the sandbox of `tokenizer.apply_chat_template` only; a row that
-the template refuses is handed back, not raised.
+Decides what the template receives. Templates differ in the message format that they read: the key
+of the reasoning, arguments as an object or as JSON, the content of a message that only calls tools,
+the ids of calls; `Renderer.message_format` finds it by rendering small probe chats. Turns that a
+template rejects are rewritten, as users of these models do: Gemma 2 and 3, Cohere's and LLaVA's
+templates reject tool results, two user turns in a row, or a system turn; calls and results become
+text between `<tool_call>` and `<tool_response>` tags, a system turn is put in front of the next
+question, and turns of one role are joined.
+
+Templates run only in the sandbox of `tokenizer.apply_chat_template`. For a row that the template
+rejects, a RowRefusedError is returned, not raised.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -24,26 +31,30 @@ if TYPE_CHECKING:
     import transformers
 
 
-THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
+REASONING_BLOCK = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 INPUT_HEADER = "\n\n### Input:\n"
-"""what alpaca's form writes between an instruction and its input; its preamble depends on it"""
-CALL_IDS = ("given", "nine", "named")
-# Private-use characters that no text and no template holds.
+"""separates instruction and input in Alpaca's prompt; its preamble depends on whether it occurs"""
+CALL_ID_STYLES = ("given", "nine", "named")
+# Private-use characters, which neither rows nor templates contain.
 _PROBE, _PROBE_ARGUMENT = "\ue0f1probe\ue0f2", "\ue0f1argument\ue0f2"
-NO_MEMORY = "it takes more memory than there is"
+_TOOLS_TEXT = (
+    "<tools>\n{tools}\n</tools>\n"
+    'Call a tool by <tool_call>{{"name": NAME, "arguments": OBJECT}}</tool_call>.'
+)
+OUT_OF_MEMORY = "it ran out of memory"
 
 
 class RowRefusedError(ValueError):
-    """Say why a row cannot be encoded, without its place: the caller knows that."""
+    """Why a row cannot be encoded; the caller adds the row's file and line."""
 
 
 class TemplateRefusedError(RowRefusedError):
-    """Say what the template raised for a row."""
+    """The chat template raised an error for a row."""
 
 
 class Chat(NamedTuple):
-    """Hold what the template is given of one row."""
+    """The part of a conversation that the template receives."""
 
     turns: tuple[Turn, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -51,12 +62,12 @@ class Chat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """Say how messages are written for a template.
+    """The message format that a template reads.
 
-    `reasoning_key` is the key of a thought, "" where the template reads none; `has_parts`: contents
-    are lists of parts; `arguments_as_json`: a call's arguments are a JSON string; `null_content`: a
-    message that only calls has the content None; `call_ids` are those of the row (given), nine
-    characters long (nine), or `functions.NAME:NUMBER` (named).
+    `reasoning_key` is the key of the reasoning, "" if the template reads none; `has_parts`:
+    contents are lists of parts; `arguments_as_json`: a call's arguments are a JSON string;
+    `null_content`: a message that only calls tools has the content None; `call_ids`: the row's ids
+    (given), ids of nine characters (nine), or `functions.NAME:NUMBER` (named).
     """
 
     reasoning_key: str = ""
@@ -67,135 +78,145 @@ class MessageFormat:
 
 
 class Renderer:
-    """Render chats through the template `text`, None = the one that the tokenizer holds."""
+    """Render chats through the template `text`; None = the tokenizer's template."""
 
     def __init__(
         self, tokenizer: transformers.PreTrainedTokenizerBase, text: str | None = None
     ) -> None:
         self._tokenizer, self._text = tokenizer, text
 
-    def given(self, chat: Conversation, reasoning: str) -> Chat:
-        """Return what the template is given of `chat`.
+    def prepare(self, chat: Conversation, reasoning: str) -> Chat:
+        """Return the part of `chat` that the template receives.
 
-        With `reasoning` "strip" no thought is left in it. Else `Turn.reasoning` stays for a
-        template that writes it, and stands in `<think>` tags before the content for all others. An
-        input follows its header where the template looks for that.
+        With `reasoning` "strip" all reasoning is removed. Otherwise `Turn.reasoning` is kept for a
+        template that reads it, and moved into `<think>` tags before the content for all others.
+        INPUT_HEADER is put before an input if the template looks for it.
         """
         turns = chat.turns
-        header = INPUT_HEADER.replace("\n", "\\n")  # as the source of a template writes it
+        header = INPUT_HEADER.replace("\n", "\\n")  # as it is written in a template's source
         if any(turn.input_start for turn in turns) and header in str(self._tokenizer.chat_template):
-            turns = tuple(_with_header(turn) for turn in turns)
+            turns = tuple(_with_input_header(turn) for turn in turns)
         if any(
             turn.reasoning is not None or (reasoning == "strip" and "</think>" in turn.content)
             for turn in turns
         ):
-            turns = tuple(self._with_thought(turn, reasoning) for turn in turns)
+            turns = tuple(self._with_reasoning(turn, reasoning) for turn in turns)
         return Chat(turns, chat.tools)
 
-    def render(self, chats: Sequence[Chat], prompt: bool) -> list[str | RowRefusedError]:
-        """Return the text of each chat, in order; `prompt` adds the generation prompt."""
-        by_tools: dict[str, list[int]] = {}
+    def render(
+        self, chats: Sequence[Chat], *, add_prompt: bool = False
+    ) -> list[str | RowRefusedError]:
+        """Return the text of each chat, in order; `add_prompt` appends the generation prompt."""
+        indices_by_tools: dict[str, list[int]] = {}
         for index, chat in enumerate(chats):
             key = json.dumps(chat.tools, default=str) if chat.tools else ""
-            by_tools.setdefault(key, []).append(index)
+            indices_by_tools.setdefault(key, []).append(index)
         texts: list[str | RowRefusedError] = [""] * len(chats)
-        for indices in by_tools.values():
-            rendered = self._render_alike([chats[index] for index in indices], prompt)
+        for indices in indices_by_tools.values():
+            rendered = self._render_same_tools([chats[index] for index in indices], add_prompt)
             for index, text in zip(indices, rendered, strict=True):
                 texts[index] = text
         return texts
 
-    def apply(
-        self, chats: Sequence[Chat], prompt: bool, written: MessageFormat | None = None
+    def apply_template(
+        self,
+        chats: Sequence[Chat],
+        *,
+        add_prompt: bool = False,
+        message_format: MessageFormat | None = None,
     ) -> list[str]:
-        """Render chats that have the tools of the first one; raises what the template raises."""
+        """Render chats with the tools of the first one; raise what the template raises."""
         tools = [dict(tool) for tool in chats[0].tools] or None
-        written = written or self.format
+        message_format = message_format or self.message_format
         texts: list[str] = self._tokenizer.apply_chat_template(
-            [_messages(chat, written) for chat in chats],
+            [_messages(chat, message_format) for chat in chats],
             tools=tools,
             chat_template=self._text,
             tokenize=False,
-            add_generation_prompt=prompt,
+            add_generation_prompt=add_prompt,
         )
         return texts
 
     def messages(self, chat: Chat) -> list[dict[str, Any]]:
-        """Return the turns of a chat as the template reads them."""
-        return _messages(chat, self.format)
+        """Return the turns of a chat in the message format of the template."""
+        return _messages(chat, self.message_format)
 
-    def _with_thought(self, turn: Turn, reasoning: str) -> Turn:
+    def _with_reasoning(self, turn: Turn, reasoning: str) -> Turn:
         if turn.role != "assistant" or (turn.reasoning is None and reasoning != "strip"):
             return turn
         if reasoning == "strip":
-            return replace(turn, content=THOUGHT.sub("", turn.content), reasoning=None)
-        if self.format.reasoning_key:
+            return replace(turn, content=REASONING_BLOCK.sub("", turn.content), reasoning=None)
+        if self.message_format.reasoning_key:
             return turn
         content = f"<think>\n{turn.reasoning}\n</think>\n\n{turn.content}"
         return replace(turn, content=content, reasoning=None)
 
     @cached_property
-    def format(self) -> MessageFormat:
-        """Return the first format in which the template writes the small chats it is given."""
-        asks = Turn("user", "a")
+    def message_format(self) -> MessageFormat:
+        """Return the first message format in which the template renders the probe chats."""
+        question = Turn("user", "a")
         found = MessageFormat()
-        plain = Chat((asks, Turn("assistant", _PROBE)))
+        plain = Chat((question, Turn("assistant", _PROBE)))
         parts = replace(found, has_parts=True)
-        if not self._writes(plain, found) and self._writes(plain, parts):
+        if not self._renders_probe(plain, found) and self._renders_probe(plain, parts):
             found = parts
-        thinks = Chat((asks, Turn("assistant", "b", reasoning=_PROBE)))
-        found = self._with_reasoning_key(found, thinks)
-        for ids, null, as_json in product(CALL_IDS, (False, True), (False, True)):
-            one = replace(found, call_ids=ids, null_content=null, arguments_as_json=as_json)
-            if all(self._writes(chat, one) for chat in _calling()):
-                found = one
+        reasoned = Chat((question, Turn("assistant", "b", reasoning=_PROBE)))
+        found = self._with_reasoning_key(found, reasoned)
+        for call_ids, null, as_json in product(CALL_ID_STYLES, (False, True), (False, True)):
+            candidate = replace(
+                found, call_ids=call_ids, null_content=null, arguments_as_json=as_json
+            )
+            if all(self._renders_probe(chat, candidate) for chat in _tool_call_probes()):
+                found = candidate
                 break
         if found.reasoning_key:
             return found
-        # Some write the thoughts before calls only.
+        # Some templates write the reasoning only before calls.
         turn = Turn(
             "assistant", "", reasoning=_PROBE, tool_calls=(ToolCall("f", {"x": _PROBE_ARGUMENT}),)
         )
-        return self._with_reasoning_key(found, Chat((asks, turn)))
+        return self._with_reasoning_key(found, Chat((question, turn)))
 
-    def _with_reasoning_key(self, found: MessageFormat, thinks: Chat) -> MessageFormat:
-        keyed = (replace(found, reasoning_key=key) for key in REASONING_KEYS)
-        return next((one for one in keyed if self._writes(thinks, one)), found)
+    def _with_reasoning_key(self, found: MessageFormat, probe: Chat) -> MessageFormat:
+        candidates = (replace(found, reasoning_key=key) for key in REASONING_KEYS)
+        return next((known for known in candidates if self._renders_probe(probe, known)), found)
 
-    def _writes(self, chat: Chat, written: MessageFormat) -> bool:
+    def _renders_probe(self, chat: Chat, message_format: MessageFormat) -> bool:
         try:
-            (text,) = self.apply([chat], False, written)
+            (text,) = self.apply_template([chat], message_format=message_format)
         except render_errors():
             return False
-        if written.null_content and "None" in text:
+        if message_format.null_content and "None" in text:
             return False
         has_call = any(turn.tool_calls for turn in chat.turns)
         return _PROBE in text and (not has_call or _PROBE_ARGUMENT in text)
 
-    def _render_alike(self, chats: list[Chat], prompt: bool) -> list[str | RowRefusedError]:
+    def _render_same_tools(
+        self, chats: list[Chat], add_prompt: bool
+    ) -> list[str | RowRefusedError]:
         errors = render_errors()
         try:
-            return list(self.apply(chats, prompt))
+            return list(self.apply_template(chats, add_prompt=add_prompt))
         except errors:
-            pass  # Once more one by one, to find the rows.
+            pass  # Render them one by one, to find the rows that fail.
         texts: list[str | RowRefusedError] = []
         for chat in chats:
             try:
-                texts.append(self.apply([chat], prompt)[0])
+                texts += self.apply_template([chat], add_prompt=add_prompt)
             except errors as error:
                 roles = ", ".join(turn.role for turn in chat.turns)
-                why = NO_MEMORY if isinstance(error, MemoryError) else shown(str(error))
+                reason = OUT_OF_MEMORY if isinstance(error, MemoryError) else shown(str(error))
                 texts.append(
                     TemplateRefusedError(
                         f"the chat template refuses this row (turns: {roles}): "
-                        f"{why}; change the row, or set data.chat_template=plain"
+                        f"{reason}; change the row, or set data.chat_template=plain"
                     )
                 )
         return texts
 
 
 def render_errors() -> tuple[type[Exception], ...]:
-    """Return what a template can raise: Jinja's own errors, and those of Python's operators."""
+    """Return the errors that a template can raise: Jinja's, and those of Python's operators."""
     import jinja2
 
     return (
@@ -210,15 +231,15 @@ def render_errors() -> tuple[type[Exception], ...]:
     )
 
 
-def _with_header(turn: Turn) -> Turn:
+def _with_input_header(turn: Turn) -> Turn:
     if not turn.input_start:
         return turn
-    instruction, given = turn.content[: turn.input_start - 2], turn.content[turn.input_start :]
-    return replace(turn, content=instruction + INPUT_HEADER + given, input_start=0)
+    instruction, row_input = turn.content[: turn.input_start - 2], turn.content[turn.input_start :]
+    return replace(turn, content=instruction + INPUT_HEADER + row_input, input_start=0)
 
 
-def _calling() -> Iterator[Chat]:
-    """Yield small chats that call a tool: with an id and without."""
+def _tool_call_probes() -> Iterator[Chat]:
+    """Yield small chats that call a tool: with a call id and without."""
     function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
     tool = {"type": "function", "function": function}
     for id_ in (None, "call_a"):
@@ -232,24 +253,25 @@ def _calling() -> Iterator[Chat]:
         yield Chat(turns, (tool,))
 
 
-def _messages(chat: Chat, written: MessageFormat) -> list[dict[str, Any]]:
-    """Return the turns of a chat as templates expect them: in the form of OpenAI."""
+def _messages(chat: Chat, message_format: MessageFormat) -> list[dict[str, Any]]:
+    """Return the turns of a chat as OpenAI messages, in the variant of `message_format`."""
     turns: Sequence[Turn] = chat.turns
-    if written.call_ids != "given":
-        turns = _with_ids(turns, written.call_ids)
-    return [_message(turn, written) for turn in turns]
+    if message_format.call_ids != "given":
+        turns = _with_call_ids(turns, message_format.call_ids)
+    return [_message(turn, message_format) for turn in turns]
 
 
-def _message(turn: Turn, written: MessageFormat) -> dict[str, Any]:
+def _message(turn: Turn, message_format: MessageFormat) -> dict[str, Any]:
     message: dict[str, Any] = {"role": turn.role, "content": turn.content}
-    if written.has_parts:
+    if message_format.has_parts:
         message["content"] = [{"type": "text", "text": turn.content}]
     if turn.reasoning is not None:
-        message[written.reasoning_key or REASONING_KEYS[0]] = turn.reasoning
+        message[message_format.reasoning_key or REASONING_KEYS[0]] = turn.reasoning
     if turn.tool_calls:
-        if written.null_content and not turn.content:
+        if message_format.null_content and not turn.content:
             message["content"] = None
-        message["tool_calls"] = [_call(call, written.arguments_as_json) for call in turn.tool_calls]
+        as_json = message_format.arguments_as_json
+        message["tool_calls"] = [_call(call, as_json) for call in turn.tool_calls]
     if turn.name is not None:
         message["name"] = turn.name
     if turn.tool_call_id is not None:
@@ -260,7 +282,7 @@ def _message(turn: Turn, written: MessageFormat) -> dict[str, Any]:
 def _call(call: ToolCall, as_json: bool) -> dict[str, Any]:
     arguments: object = dict(call.arguments)
     if as_json:
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        arguments = _json(arguments)
     function = {"name": call.name, "arguments": arguments}
     return {
         "type": "function",
@@ -269,28 +291,184 @@ def _call(call: ToolCall, as_json: bool) -> dict[str, Any]:
     }
 
 
-def _with_ids(turns: Sequence[Turn], kind: str) -> list[Turn]:
-    """Return the turns with other ids for their calls, and each result with that of its call."""
-    ids: dict[str, str] = {}
-    waiting: deque[str] = deque()
-    written, count = [], 0
+def _with_call_ids(turns: Sequence[Turn], style: str) -> list[Turn]:
+    """Return the turns with new ids of `style` for calls and for the results that answer them."""
+    new_ids: dict[str, str] = {}
+    unanswered: deque[str] = deque()
+    renamed: list[Turn] = []
+    num_calls = 0
     for turn in turns:
         if turn.tool_calls:
             calls = []
             for call in turn.tool_calls:
-                new = f"call{count:05d}" if kind == "nine" else f"functions.{call.name}:{count}"
-                count += 1
-                waiting.append(new)
+                new_id = (
+                    f"call{num_calls:05d}"
+                    if style == "nine"
+                    else f"functions.{call.name}:{num_calls}"
+                )
+                num_calls += 1
+                unanswered.append(new_id)
                 if call.id is not None:
-                    ids[call.id] = new
-                calls.append(replace(call, id=new))
+                    new_ids[call.id] = new_id
+                calls.append(replace(call, id=new_id))
             turn = replace(turn, tool_calls=tuple(calls))
         elif turn.role == "tool":
-            answered = ids.get(turn.tool_call_id or "")
+            answered = new_ids.get(turn.tool_call_id or "")
             if answered is None:
-                answered = waiting.popleft() if waiting else None
-            elif answered in waiting:
-                waiting.remove(answered)
+                answered = unanswered.popleft() if unanswered else None
+            elif answered in unanswered:
+                unanswered.remove(answered)
             turn = replace(turn, tool_call_id=answered)
-        written.append(turn)
-    return written
+        renamed.append(turn)
+    return renamed
+
+
+@dataclass(frozen=True, slots=True)
+class UnsupportedTurns:
+    """The turns that a template rejects.
+
+    Tool turns, system turns at all or after the first turn (`later_system`), and two user turns
+    (`questions`) or two assistant turns (`answers`) in a row.
+    """
+
+    tools: bool = False
+    system: bool = False
+    later_system: bool = False
+    questions: bool = False
+    answers: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the turns that are rejected."""
+        names = {
+            "tool turns": self.tools,
+            "system turns": self.system,
+            "later system turns": self.later_system and not self.system,
+            "user after user": self.questions,
+            "answer after answer": self.answers,
+        }
+        return [name for name, is_rejected in names.items() if is_rejected]
+
+
+def rewrite_turns(
+    chat: Conversation,
+    unsupported: UnsupportedTurns,
+    roles_to_train: Collection[str] = ("assistant",),
+) -> Conversation:
+    """Return `chat` without `unsupported` turns; `chat` itself if it has none.
+
+    Turns of one role are not joined if that would lose the weight or the reasoning of the second.
+    A turn that becomes a user turn keeps the weight that its role has by `roles_to_train`.
+    """
+    turns, tools = chat.turns, chat.tools
+    if unsupported.tools and (
+        tools or any(turn.role == "tool" or turn.tool_calls for turn in turns)
+    ):
+        is_tool_trained = "tool" in roles_to_train
+        weight = None if is_tool_trained == ("user" in roles_to_train) else float(is_tool_trained)
+        turns = tuple(_without_tool_turns(turns, weight))
+        if tools:
+            turns, tools = _with_declared_tools(turns, tools, unsupported.system), ()
+    same_weight = ("system" in roles_to_train) == ("user" in roles_to_train)
+    if same_weight and (unsupported.system or unsupported.later_system):
+        turns = tuple(_without_system_turns(turns, keep_first=not unsupported.system))
+    if unsupported.questions or unsupported.answers:
+        turns = tuple(_join_turns(turns, unsupported))
+    is_same = len(turns) == len(chat.turns) and all(map(operator.is_, turns, chat.turns))
+    return chat if is_same else replace(chat, turns=turns, tools=tools)
+
+
+def _without_tool_turns(turns: Iterable[Turn], weight: float | None) -> Iterable[Turn]:
+    """Write calls as text of their answers, and consecutive tool results as one user turn.
+
+    `weight` is given to a result without a weight; None = the weight of the user role.
+    """
+    pending: Turn | None = None
+    for turn in turns:
+        if turn.role == "tool":
+            text = f"<tool_response>\n{turn.content}\n</tool_response>"
+            result_weight = weight if turn.weight is None else turn.weight
+            if pending is not None and pending.weight == result_weight:
+                pending = replace(pending, content=f"{pending.content}\n{text}")
+                continue
+            if pending is not None:
+                yield pending
+            pending = Turn("user", text, result_weight)
+            continue
+        if pending is not None:
+            yield pending
+            pending = None
+        if turn.tool_calls:
+            calls = [
+                {"name": call.name, "arguments": dict(call.arguments)} for call in turn.tool_calls
+            ]
+            texts = [f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls]
+            content = "\n".join([turn.content, *texts] if turn.content else texts)
+            turn = replace(turn, content=content, tool_calls=())
+        yield turn
+    if pending is not None:
+        yield pending
+
+
+def _with_declared_tools(
+    turns: tuple[Turn, ...], tools: Iterable[object], rejects_system: bool
+) -> tuple[Turn, ...]:
+    """Write the declared tools into the system turn, or in front of the first question."""
+    text = _TOOLS_TEXT.format(tools="\n".join(map(_json, tools)))
+    if turns[0].role == "system":
+        return (replace(turns[0], content=f"{turns[0].content}\n\n{text}"), *turns[1:])
+    if not rejects_system:
+        return (Turn("system", text), *turns)
+    first = next((n for n, turn in enumerate(turns) if turn.role == "user"), None)
+    if first is None:
+        return turns
+    return (*turns[:first], _prepend(text, turns[first]), *turns[first + 1 :])
+
+
+def _without_system_turns(turns: Iterable[Turn], keep_first: bool) -> Iterable[Turn]:
+    """Put system turns in front of the question that follows; one without a question is kept."""
+    pending: list[Turn] = []
+    for number, turn in enumerate(turns):
+        if turn.role == "system" and not (keep_first and number == 0) and not turn.weight:
+            pending.append(turn)
+            continue
+        if pending and turn.role == "user":
+            turn = _prepend("\n\n".join(system.content for system in pending), turn)
+            pending = []
+        yield from pending
+        pending = []
+        yield turn
+    yield from pending
+
+
+def _join_turns(turns: Iterable[Turn], unsupported: UnsupportedTurns) -> Iterable[Turn]:
+    """Join consecutive turns of a role that must not follow itself."""
+    is_joined = {"user": unsupported.questions, "assistant": unsupported.answers}
+    last: Turn | None = None
+    for turn in turns:
+        if last is None:
+            last = turn
+        elif (
+            is_joined.get(turn.role)
+            and last.role == turn.role
+            and last.weight == turn.weight
+            and turn.reasoning is None
+            and not (last.tool_calls or turn.tool_calls)
+            and last.content.strip()
+            and turn.content.strip()
+        ):
+            last = replace(last, content=f"{last.content}\n\n{turn.content}")
+        else:
+            yield last
+            last = turn
+    if last is not None:
+        yield last
+
+
+def _prepend(head: str, turn: Turn) -> Turn:
+    start = turn.input_start + len(head) + 2 if turn.input_start else 0
+    return replace(turn, content=f"{head}\n\n{turn.content}", input_start=start)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,398 +1,598 @@
-"""Find where each turn stands in a rendered conversation.
+"""Find the characters of each turn in a rendered conversation; never uses `{% generation %}`.
 
-A skeleton, made once for all conversations of a form by rendering one whose contents are marks, is
-matched against the row's text, to the last character. Where none fits a row, marks are put around
-the row's own texts (`search`), and the text without them must be the row's. Never calls
-`{% generation %}`.
+An answer starts where the generation prompt ends, and ends with the stop token that the template
+writes after it whatever comes next. AnswerFinder reads both off renders of a marked conversation
+that are cut before or after the answer; as all turns are marked, an answer that contains text of
+another turn is noticed. It renders each kind of place once, however many turns have it.
+
+SpanFinder builds a skeleton for each kind of conversation and matches rows against it. For a row
+that no skeleton matches, it puts marks around the row's own texts (`search`); without the marks,
+that render must equal the row's.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
+from typing import Any, NamedTuple
 
 from data_modules.messages import shown
-from data_modules.template.bounds import BoundFinder, Bounds, TurnSpan
 from data_modules.template.marks import (
     PRIVATE,
     TOOLS,
     WRAPS,
+    AnswerSpans,
     Mark,
+    MarkedText,
+    MarkRun,
+    RenderedChat,
+    Skeleton,
+    TurnSpan,
     Wrap,
-    form_of,
-    holds_content,
-    ids_of,
-    marked_chat,
-    marks_in,
-    part_of,
+    append_stop,
+    call_ranges,
+    find_marks,
+    has_content_mark,
+    remove_marks,
+    replace_with_marks,
+    runs_by_turn,
+    skeleton_key,
     strings_in,
-    unmarked,
-    wrapped_chat,
+    wrap_in_marks,
 )
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError
+from data_modules.types import Turn
 
-_GAPS = "kt"
 MAX_SKELETONS = 1024
 MAX_TRIED_TURNS = 64
+MAX_PLACES = 4096
 LOST = {
     "system": "lost_system",
     "user": "lost_user",
     "assistant": "lost_content",
     "tool": "lost_tool_turn",
 }
-"""role -> the note on a row whose template does not write the content of such a turn"""
+"""role -> note on a row whose template does not write the content of such a turn"""
+_QUESTION, _ANSWER = Turn("user", "\ue0f1c0\ue0f2"), Turn("assistant", "\ue0f1c1\ue0f2")
+Tails = list[tuple[tuple[str, int], str]]
+"""the key of each mark of a turn, with the text between it and the next mark"""
 
 
-class RenderedChat(NamedTuple):
-    """Hold a rendered conversation: its text, its turns, and what the template left out."""
+class _Ending(NamedTuple):
+    """The end of a run of marks: the number of its last mark, and offsets from that mark's end."""
 
-    text: str
-    spans: list[TurnSpan]
-    lost: tuple[str, ...]
+    last: int
+    end: int
+    stop_end: int
+    stop: str
+    suffix: str = ""
 
 
-class Slot(NamedTuple):
-    """Name what stands between two pieces, and its place in the marked text.
+_NO_STOP = _Ending(0, 0, 0, "")
 
-    Of the parts that marks name, calls (k) and tools (t) are gaps, which the template writes in its
-    own way.
+
+class _Style(NamedTuple):
+    """How a template writes a small chat.
+
+    `header` precedes an answer although the generation prompt does not end with it; `added` is the
+    generation prompt alone, or the end of a question if the template has none. `usual_stop` is the
+    stop token of a template that writes it only before the next message, None for other templates.
+    `openers` are the tokens that start a message.
     """
 
-    turn: int
-    part: str
-    call: int
-    start: int
-    end: int
+    header: str = ""
+    added: str = ""
+    usual_stop: str | None = None
+    openers: frozenset[str] = frozenset()
 
 
-class _Position(NamedTuple):
-    piece: int
-    offset: int
+class AnswerFinder:
+    """Find the answers in marked texts.
 
+    `specials` are the texts that can end a turn, `framing` the tokenizer's BOS and EOS.
+    """
 
-@dataclass(frozen=True, slots=True)
-class MarkedText:
-    """Hold the pieces of a marked text, and the slots between them."""
+    def __init__(self, renderer: Renderer, specials: Iterable[str], framing: Iterable[str]) -> None:
+        self._renderer = renderer
+        self.special = re.compile("|".join(map(re.escape, specials)) or "(?!)")
+        self._follows = re.compile(rf"\s*({self.special.pattern})")
+        self._starts: dict[object, int] = {}
+        self._endings: dict[object, _Ending] = {}
+        self._framing = frozenset(framing)
 
-    pieces: list[str]
-    slots: list[Slot]
+    def find(self, chat: Chat, text: str, marks: Sequence[Mark]) -> AnswerSpans:
+        """Return the spans of the answers of `chat` in its marked `text`.
 
-    @classmethod
-    def of(
-        cls,
-        text: str,
-        marks: Sequence[Mark],
-        calls: Iterable[tuple[int, int]],
-        special: re.Pattern[str],
-    ) -> MarkedText | None:
-        """Take a marked text apart; None where a gap has no end.
-
-        `calls` are the stretches that calls take. A gap ends at the next special token, which no
-        call and no tool changes; where there is none, at the next line.
+        Raises RowRefusedError, with turn and reason, if the span of an answer cannot be determined.
         """
-        slots = _slots(marks, dict(calls))
-        for index, slot in enumerate(slots):
-            if slot.part in _GAPS:
-                until = slots[index + 1].start if index + 1 < len(slots) else len(text)
-                ends = special.search(text, slot.end, until)
-                end = ends.start() if ends else text.find("\n", slot.end, until)
-                if end < 0:
-                    return None
-                slots[index] = slot._replace(end=end)
-        starts = [0, *(slot.end for slot in slots)]
-        ends_at = [*(slot.start for slot in slots), len(text)]
-        pieces = [text[start:end] for start, end in zip(starts, ends_at, strict=True)]
-        return cls(pieces, slots)
+        runs = runs_by_turn(marks)
+        spans: list[TurnSpan] = []
+        calls: list[tuple[int, int]] = []
+        suffix = ""
+        for number, turn in enumerate(chat.turns):
+            if turn.role != "assistant":
+                continue
+            own_runs = runs.get(number, [])
+            written = {mark.part for run in own_runs for mark in run.marks}
+            if "c" not in written and not turn.tool_calls and has_content_mark(turn.content):
+                answer = remove_marks(turn.content)[0] or "..."
+                reason = f"the chat template does not write the answer `{shown(answer)}`"
+                raise _unusable_template(number, turn, reason)
+            if not own_runs:
+                continue
+            first_run, *later_runs = own_runs
+            start, ending = self._find_answer(chat, number, text, first_run)
+            suffix = ending.suffix or suffix
+            last = first_run.marks[ending.last].end
+            stop_end = last + ending.stop_end
+            spans.append(TurnSpan(number, start, last + ending.end, stop_end, ending.stop))
+            calls += call_ranges(first_run.marks[: ending.last + 1])
+            seen = {mark.key for mark in first_run.marks}
+            for run in later_runs:
+                if not seen.issuperset(mark.key for mark in run.marks):
+                    spans.append(self._later_part(number, text, run))
+                    calls += call_ranges(run.marks)
+                seen.update(mark.key for mark in run.marks)
+        for span in spans:
+            _check_no_other_turn(span, marks)
+        return AnswerSpans(spans, suffix, calls)
 
-    def place(self, offset: int) -> _Position | None:
-        """Return the piece that holds a character of the marked text; None inside a slot."""
-        piece = bisect_right(self.slots, offset, key=lambda slot: slot.end)
-        start = self.slots[piece - 1].end if piece else 0
-        return (
-            _Position(piece, offset - start) if offset - start <= len(self.pieces[piece]) else None
+    def stop_at(self, text: str, position: int) -> re.Match[str] | None:
+        """Return the special token (group 1) at `position` in `text`, after white space at most."""
+        return self._follows.match(text, position)
+
+    def _find_answer(self, chat: Chat, number: int, text: str, run: MarkRun) -> tuple[int, _Ending]:
+        """Return where an answer starts, and the end of the run of its marks."""
+        first = run.marks[0]
+        before_start = run.before.end if run.before else 0
+        before = text[before_start : first.start]
+        surroundings = _surroundings(chat, number)
+        start_key = surroundings, _relative_turn(run.before, number), before, first.key
+        if start_key not in self._starts:
+            _evict_oldest(self._starts, MAX_PLACES)
+            self._starts[start_key] = self._find_start(chat, number, run, before)
+        start = before_start + self._starts[start_key]
+        tails = _tails_of(text, run)
+        end_key = surroundings, _relative_turn(run.after, number), tuple(tails)
+        if end_key not in self._endings:
+            _evict_oldest(self._endings, MAX_PLACES)
+            self._endings[end_key] = self._find_ending(chat, number, run, tails)
+        return start, self._endings[end_key]
+
+    def _find_start(self, chat: Chat, number: int, run: MarkRun, before: str) -> int:
+        """Return how many characters of `before` belong to the prompt."""
+        before_answer = Chat(chat.turns[:number], chat.tools)
+        (prompt,) = self._renderer.render([before_answer], add_prompt=True)
+        (no_prompt,) = self._renderer.render([before_answer])
+        style = self._style
+        if isinstance(prompt, RowRefusedError) or isinstance(no_prompt, RowRefusedError):
+            # The template cannot prompt for this answer.
+            return self._end_of_prompt(before, style.added)
+        marks = find_marks(prompt, chat) or []
+        last = marks[-1] if marks else None
+        if _relative_turn(last, number) != _relative_turn(run.before, number):
+            raise _unusable_template(
+                number,
+                chat.turns[number],
+                "the text before this answer differs from the text before the generation prompt, "
+                "so the start of the answer cannot be determined",
+            )
+        expected = prompt[last.end if last else 0 :] + style.header
+        num_shared = _common_prefix(expected, before)
+        if num_shared in (len(expected), len(before)):
+            return num_shared
+        # The text before an answer may differ, by a count of turns or by reasoning left out.
+        added = prompt[_common_prefix(prompt, no_prompt) :] + style.header or style.added
+        return max(self._boundary(before, num_shared), self._end_of_prompt(before, added))
+
+    def _end_of_prompt(self, before: str, added: str) -> int:
+        """Return where the longest prefix of a generation prompt last ends in `before`."""
+        for most in range(len(added), 0, -1):
+            if most == len(added) or self._boundary(added, most) == most:
+                found = before.rfind(added[:most])
+                if found >= 0:
+                    return found + most
+        return 0
+
+    def _boundary(self, text: str, most: int) -> int:
+        """Return the last position up to `most` that is not inside a special token or a word."""
+        token_end = 0
+        for token in self.special.finditer(text):
+            if token.end() > most:
+                most = min(most, token.start())
+                break
+            token_end = token.end()
+        while most > token_end and not text[most - 1].isspace():
+            most -= 1
+        return most
+
+    def _find_ending(self, chat: Chat, number: int, run: MarkRun, own: Tails) -> _Ending:
+        """Return where a turn ends: after the text that follows its marks in all renders."""
+        turns = chat.turns[: number + 1]
+        closed = self._tails(Chat(turns, chat.tools), number)
+        continued = self._tails(Chat((*turns, *_next_turns(turns[-1])), chat.tools), number)
+        is_written = [{key for key, _ in tails} for tails in (closed, continued)]
+        if continued and ("c", 0) in is_written[0] - is_written[1]:
+            # Some templates write the content after the tool results; without results, it hides
+            # the end of the call.
+            no_content = replace(turns[-1], content="")
+            closed = self._tails(Chat((*turns[:-1], no_content), chat.tools), number) or closed
+        shared = _only_common([tails for tails in (own, closed, continued) if tails])
+        num_shared = _common_prefix(*([key for key, _ in tails] for tails in shared))
+        if not num_shared:
+            raise _no_stop(number, turns[-1])
+        is_shared = [index for index, tail in enumerate(own) if tail in shared[0]]
+        after, *after_elsewhere = (tails[num_shared - 1][1] for tails in shared)
+        ending = self._find_stop(after, after_elsewhere, bool(closed), run.after is None)
+        if ending is not None:
+            return ending._replace(last=is_shared[num_shared - 1])
+        if run.after and chat.turns[run.after.turn].role == "assistant":
+            # The next answer continues this one.
+            return _NO_STOP._replace(last=is_shared[num_shared - 1])
+        raise _no_stop(number, turns[-1])
+
+    def _find_stop(
+        self, after: str, after_elsewhere: Sequence[str], is_closed: bool, is_last: bool
+    ) -> _Ending | None:
+        """Find the stop token in the text after an answer; None without one.
+
+        `after_elsewhere` is the text after it in other renders: at the end of a conversation (if
+        `is_closed`), then before a next message. `is_last`: in `after`, no message follows.
+        """
+        style = self._style
+        if style.usual_stop is not None:
+            return self._find_open_stop(after, after_elsewhere, style.usual_stop, is_last)
+        tokens = [list(self.special.finditer(text)) for text in (after, *after_elsewhere)]
+        num_shared = _common_prefix(*([token[0] for token in found] for found in tokens))
+        # Some templates always end a conversation with the header of the next answer.
+        headers = (n for n in range(1, num_shared) if tokens[0][n][0] in style.openers)
+        num_shared = next(headers, num_shared)
+        if num_shared:
+            # If the end alone cannot be rendered, the next header may be shared as well.
+            stop = tokens[0][num_shared - 1 if is_closed else 0]
+            return _Ending(0, stop.start(), stop.end(), stop[0])
+        stop_here = self._follows.match(after)
+        if stop_here is None or is_last or not is_closed:
+            return stop_here and _Ending(0, stop_here.start(1), stop_here.end(), stop_here[1])
+        # This token ends past messages only; the model is to end its own with another one.
+        return _NO_STOP
+
+    def _find_open_stop(
+        self, after: str, after_elsewhere: Sequence[str], usual: str, is_last: bool
+    ) -> _Ending | None:
+        """Find the stop token of a template that writes the `usual` one before messages only."""
+        shared = after[: _common_prefix(after, *after_elsewhere)]
+        usual_stops = [token for token in self.special.finditer(shared) if token[0] == usual]
+        if usual_stops:
+            return _Ending(0, usual_stops[-1].start(), usual_stops[-1].end(), usual)
+        position = len(shared)
+        for token in self.special.finditer(after):
+            if token.start() < position < token.end():
+                position = token.start()
+        follows = self._follows.match(after, position)
+        expected = self._follows.match(after_elsewhere[-1], position) if after_elsewhere else None
+        if follows and expected and follows[1] != expected[1]:
+            return _NO_STOP  # the next message is not one that usually follows an answer
+        if follows is not None:
+            return _Ending(0, follows.start(1), follows.end(), follows[1])
+        if expected is not None and is_last:
+            return _Ending(0, len(after), len(after), expected[1], expected[1])
+        tokens = list(self.special.finditer(shared))
+        if not tokens:
+            return None
+        return _Ending(0, tokens[-1].start(), tokens[-1].end(), tokens[-1][0])
+
+    def _later_part(self, number: int, text: str, run: MarkRun) -> TurnSpan:
+        """Return the span of a part of an answer that follows another turn written inside it."""
+        start, end = run.marks[0].start, run.marks[-1].end
+        until = run.after.start if run.after else len(text)
+        stop = self._follows.match(text, end, until)
+        if stop is None or stop[1] not in {ending.stop for ending in self._endings.values()}:
+            return TurnSpan(number, start, end, end, "")
+        return TurnSpan(number, start, stop.start(1), stop.end(1), stop[1])
+
+    def _tails(self, chat: Chat, number: int) -> Tails:
+        """Render `chat` and return the tails of a turn's first run; none if it is rejected."""
+        (text,) = self._renderer.render([chat])
+        if isinstance(text, RowRefusedError):
+            return []
+        runs = runs_by_turn(find_marks(text, chat) or []).get(number)
+        return _tails_of(text, runs[0]) if runs else []
+
+    @cached_property
+    def _style(self) -> _Style:
+        question, dialog = Chat((_QUESTION,)), Chat((_QUESTION, _ANSWER))
+        (prompt,) = self._renderer.render([question], add_prompt=True)
+        no_prompt, whole = (self._renderer.render([chat])[0] for chat in (question, dialog))
+        if not (isinstance(no_prompt, str) and isinstance(prompt, str) and isinstance(whole, str)):
+            return _Style()
+        marks = [mark for mark in find_marks(whole, dialog) or [] if mark.turn == 1]
+        if not marks:
+            return _Style()
+        header = question_end = ""
+        if no_prompt == prompt:
+            question_end = no_prompt[no_prompt.rfind("\ue0f2") + 1 :]
+            before = whole[whole.find("\ue0f2") + 1 : marks[0].start]
+            header = before[_common_prefix(question_end, before) :]
+        header = header if header.strip() else ""
+        return _Style(
+            header,
+            prompt[_common_prefix(no_prompt, prompt) :] or header or question_end,
+            self._usual_stop(dialog, whole[marks[-1].end :]),
+            frozenset(self._openers(no_prompt)),
         )
 
-
-class Skeleton:
-    """Lay the pieces of a marked text over rendered rows; `bounds` are those of the marked text."""
-
-    def __init__(self, marked: MarkedText, bounds: Bounds, lost: tuple[str, ...]) -> None:
-        self._first = marked.pieces[0]
-        self._steps = [
-            (slot, piece) for slot, piece in zip(marked.slots, marked.pieces[1:], strict=True)
-        ]
-        self._extents: list[tuple[TurnSpan, _Position, _Position, _Position]] = []
-        self.is_whole = True
-        """whether every span begins and ends between the slots"""
-        for span in bounds.spans:
-            start, end, stop_end = map(marked.place, (span.start, span.end, span.stop_end))
-            if start and end and stop_end:
-                self._extents.append((span, start, end, stop_end))
-            else:
-                self.is_whole = False
-        self._suffix, self._lost = bounds.suffix, lost
-
-    def fit(self, text: str, chat: Chat) -> RenderedChat | None:
-        """Return the turns in `text`; None where skeleton and text differ in any character."""
-        if not text.startswith(self._first):
+    def _usual_stop(self, dialog: Chat, end: str) -> str | None:
+        if self.special.search(end):
             return None
-        starts = [0]
-        position = len(self._first)
-        ids: list[str] | None = None
-        for slot, piece in self._steps:
-            if slot.part in _GAPS:
-                end = _gap_end(text, position, piece, slot, chat)
-                if end < 0:
-                    return None
-            else:
-                if slot.part == "i":
-                    ids = ids_of(chat) if ids is None else ids
-                    value = ids[slot.call]
-                else:
-                    value = part_of(chat.turns[slot.turn], slot.part, slot.call)
-                end = position + len(value)
-                if not (text.startswith(value, position) and text.startswith(piece, end)):
-                    for form in _forms(value):
-                        end = position + len(form)
-                        if text.startswith(form, position) and text.startswith(piece, end):
-                            break
-                    else:
-                        return None
-            starts.append(end)
-            position = end + len(piece)
-        if position != len(text):
-            return None
-        spans = [
-            TurnSpan(
-                span.turn,
-                starts[start.piece] + start.offset,
-                starts[end.piece] + end.offset,
-                starts[stop_end.piece] + stop_end.offset,
-                span.stop,
+        tails = self._tails(Chat((*dialog.turns, *_next_turns(dialog.turns[-1]))), 1)
+        if not tails:
+            return ""
+        after = tails[-1][1]
+        stop = self._follows.match(after, _common_prefix(end, after))
+        return stop[1] if stop else ""
+
+    def _openers(self, text: str) -> Iterator[str]:
+        """Yield the special token that starts the first message, and therefore ends none."""
+        position = 0
+        while found := self._follows.match(text, position):
+            position = found.end()
+            if found[1] not in self._framing:
+                yield found[1]
+                return
+
+
+def _no_stop(number: int, turn: Turn) -> RowRefusedError:
+    answer = remove_marks(turn.content)[0].strip()
+    what = f"the answer `{shown(answer)}`" if answer else "its call"
+    reason = (
+        f"the chat template writes no stop token after {what}, so the model would not learn to end "
+        "its answers"
+    )
+    return _unusable_template(number, turn, reason)
+
+
+def _unusable_template(number: int, turn: Turn, reason: str) -> RowRefusedError:
+    fix = "set data.chat_template=plain, or give a .jinja file that does"
+    return RowRefusedError(f"turn {number + 1} ({turn.role}): {reason}; {fix}")
+
+
+def _evict_oldest(cache: dict[object, Any], max_size: int) -> None:
+    if len(cache) >= max_size:
+        del cache[next(iter(cache))]
+
+
+def _common_prefix(first: Sequence[object], *others: Sequence[object]) -> int:
+    """Return the length of the longest common prefix of sequences."""
+    most = min(map(len, others), default=len(first))
+    for index, element in enumerate(first[:most]):
+        if any(other[index] != element for other in others):
+            return index
+    return min(len(first), most)
+
+
+def _check_no_other_turn(span: TurnSpan, marks: Sequence[Mark]) -> None:
+    """Raise RowRefusedError if a span contains a mark of another turn."""
+    first = bisect_right(marks, span.start, key=lambda mark: mark.end)
+    for mark in islice(marks, first, None):
+        if mark.start >= span.stop_end:
+            return
+        if mark.turn != span.turn:
+            raise RowRefusedError(
+                f"turn {span.turn + 1} (assistant): the chat template writes turn {mark.turn + 1} "
+                "inside it, so its span cannot be determined; set data.chat_template=plain"
             )
-            for span, start, end, stop_end in self._extents
-        ]
-        return RenderedChat(*with_suffix(text, spans, self._suffix), self._lost)
 
 
-def with_suffix(text: str, spans: list[TurnSpan], suffix: str) -> tuple[str, list[TurnSpan]]:
-    """End a text with the stop token that the template writes in front of a next message only."""
-    if not suffix:
-        return text, spans
-    last = max(spans, key=lambda span: span.stop_end)
-    whole = text + suffix
-    return whole, [span._replace(stop_end=len(whole)) if span is last else span for span in spans]
+def _tails_of(text: str, run: MarkRun) -> Tails:
+    """Return the key of each mark of a run, with the text up to the next mark."""
+    until = run.after.start if run.after else len(text)
+    ends = [*(mark.start for mark in run.marks[1:]), until]
+    return [(mark.key, text[mark.end : end]) for mark, end in zip(run.marks, ends, strict=True)]
 
 
-def _slots(marks: Sequence[Mark], calls: dict[int, int]) -> list[Slot]:
-    """Return the slots of a marked text: one for each mark, one for all marks of a gap."""
-    slots: list[Slot] = []
-    for mark in marks:
-        if slots and mark.end <= slots[-1].end:
-            continue  # in a call
-        end = calls.get(mark.start)
-        if end is not None:
-            slots.append(Slot(mark.turn, "k", 0, mark.start, end))
-        elif slots and mark.turn == TOOLS == slots[-1].turn:
-            slots[-1] = slots[-1]._replace(end=mark.end)
-        else:
-            slots.append(Slot(*mark))
-    return slots
+def _only_common(renders: Sequence[Tails]) -> list[Tails]:
+    """Drop the marks that one of the renders lacks: reasoning is not always written."""
+    shared = set.intersection(*({key for key, _ in tails} for tails in renders))
+    return [[tail for tail in tails if tail[0] in shared] for tails in renders]
 
 
-def _gap_end(text: str, position: int, piece: str, slot: Slot, chat: Chat) -> int:
-    """Return where a gap ends; -1 where nothing ends it, or its own text could."""
-    own: Iterable[object] = (
-        chat.tools
-        if slot.turn == TOOLS
-        else ((call.name, call.arguments) for call in chat.turns[slot.turn].tool_calls)
+def _next_turns(turn: Turn) -> tuple[Turn, ...]:
+    """Return the turns that usually follow an answer: the results of its calls, or a question."""
+    content = "\ue0f1c99999999\ue0f2"
+    if not turn.tool_calls:
+        return (Turn("user", content),)
+    return tuple(Turn("tool", content, tool_call_id=call.id) for call in turn.tool_calls)
+
+
+def _relative_turn(mark: Mark | None, number: int) -> tuple[int, str] | None:
+    """Return the turn of a mark, counted from turn `number`, and its part."""
+    if mark is None:
+        return None
+    return (mark.turn if mark.turn == TOOLS else mark.turn - number), mark.part
+
+
+def _surroundings(chat: Chat, number: int) -> tuple[object, ...]:
+    """Return the properties of a turn and its neighbours that a template may depend on."""
+    turn = chat.turns[number]
+    neighbours = (
+        chat.turns[n] if 0 <= n < len(chat.turns) else None for n in (number - 1, number + 1)
     )
-    if any(piece in string for string in strings_in(list(own))):
-        return -1
-    return text.find(piece, position)
-
-
-def _forms(value: str) -> Iterable[str]:
-    """Yield the forms in which templates write a content that they do not write as it is."""
-    yield value.strip()
-    yield value.rstrip()
-    yield value.lstrip()
-    yield value.strip("\n")
-    yield value.lstrip("\n")
-    yield value.rstrip("\n")
-    yield json.dumps(value, ensure_ascii=False)[1:-1]  # results that are written as JSON strings
-
-
-def _same_text(
-    text: str | RowRefusedError, placed: RenderedChat | RowRefusedError
-) -> RenderedChat | RowRefusedError:
-    """Return the turns that the twin found, where its text is the row's own."""
-    if isinstance(text, RowRefusedError) or isinstance(placed, RowRefusedError):
-        return text if isinstance(text, RowRefusedError) else placed
-    if placed.text == text:
-        return placed
-    return RowRefusedError(
-        "the chat template writes this row otherwise than the named one by which its answers are "
-        "found, so they cannot be located; set data.chat_template=plain"
-    )
+    roles = tuple(turn and (turn.role, bool(turn.tool_calls)) for turn in neighbours)
+    return roles, bool(turn.content), bool(turn.reasoning), len(turn.tool_calls), bool(chat.tools)
 
 
 class SpanFinder:
     """Render conversations and find their turns.
 
-    `specials` are the texts that can end a turn, `framing` the tokenizer's BOS and EOS. Once
-    `twin` is set, it finds the turns: in texts of another template, for rows that both write alike.
+    `specials` are the texts that can end a turn, `framing` the tokenizer's BOS and EOS. If
+    `equivalent` is set, the turns are found in its renders, which must equal this template's.
     """
 
     def __init__(
         self, renderer: Renderer, specials: Iterable[str], framing: Iterable[str] = ()
     ) -> None:
         self._renderer = renderer
-        self._bounds = BoundFinder(renderer, specials, framing)
+        self._answers = AnswerFinder(renderer, specials, framing)
         self._skeletons: dict[object, Skeleton | None] = {}
-        self.twin: SpanFinder | None = None
+        self.equivalent: SpanFinder | None = None
 
-    def place(self, chats: Sequence[Chat]) -> list[RenderedChat | RowRefusedError]:
-        """Render each chat once, and say where its turns stand."""
-        if self.twin is not None:
-            texts = self._renderer.render(chats, False)
-            return list(map(_same_text, texts, self.twin.place(chats)))
-        placed: list[RenderedChat | RowRefusedError] = []
-        for chat, text in zip(chats, self._renderer.render(chats, False), strict=True):
+    def render(self, chats: Sequence[Chat]) -> list[RenderedChat | RowRefusedError]:
+        """Render each chat once, and find its turns."""
+        texts = self._renderer.render(chats)
+        if self.equivalent is not None:
+            return list(map(_check_same_text, texts, self.equivalent.render(chats)))
+        rendered: list[RenderedChat | RowRefusedError] = []
+        for chat, text in zip(chats, texts, strict=True):
             if isinstance(text, RowRefusedError):
-                placed.append(text)
+                rendered.append(text)
                 continue
             skeleton = self._skeleton(chat)
-            found = skeleton.fit(text, chat) if skeleton else None
+            found = skeleton.match(text, chat) if skeleton else None
             try:
-                placed.append(found or self.search(chat, text))
-            except RowRefusedError as refused:
-                placed.append(refused)
-        return placed
+                rendered.append(found or self.search(chat, text))
+            except RowRefusedError as error:
+                rendered.append(error)
+        return rendered
 
     def search(self, chat: Chat, text: str) -> RenderedChat:
-        """Find the turns with marks around the row's own texts: slow, and right for any row."""
-        if any(PRIVATE.search(own) for own in strings_in(_own_texts(chat))):
+        """Find the turns by marks around the row's own texts: slow, but correct for any row."""
+        if any(PRIVATE.search(string) for string in strings_in(_texts_of(chat))):
             raise RowRefusedError(
-                "its text holds one of the private characters U+E0F1 to U+E0F4, and the chat "
-                "template does not write that text as it is; remove them"
+                "its text contains a private-use character (U+E0F1 to U+E0F4), and the chat "
+                "template does not copy that text unchanged; remove the character"
             )
-        refused: RowRefusedError | None = None
+        first_error: RowRefusedError | None = None
         for wrap in WRAPS:
             try:
-                placed = self._searched(chat, [wrap] * len(chat.turns), text)
+                rendered = self._search(chat, [wrap] * len(chat.turns), text)
             except RowRefusedError as error:
-                refused = refused or error
+                first_error = first_error or error
                 continue
-            if placed is not None:
-                return placed
-        if refused is None:
-            placed = self._searched(chat, self._wraps_by_turn(chat, text), text)
-            if placed is not None:
-                return placed
-        raise refused or RowRefusedError(
-            "the chat template writes its turns otherwise when one of their texts is another, so "
-            "its answers cannot be located; set data.chat_template=plain"
+            if rendered is not None:
+                return rendered
+        if first_error is None:
+            rendered = self._search(chat, self._wraps_by_turn(chat, text), text)
+            if rendered is not None:
+                return rendered
+        raise first_error or RowRefusedError(
+            "the chat template renders this row differently when a text in it changes, so its "
+            "answers cannot be located; set data.chat_template=plain"
         )
 
-    def _searched(self, chat: Chat, wraps: Sequence[Wrap | None], text: str) -> RenderedChat | None:
-        """Return the turns that marks show; None where `text` is another one without them."""
-        wrapped = wrapped_chat(chat, wraps)
-        (rendered,) = self._renderer.render([wrapped], False)
-        marks = None if isinstance(rendered, RowRefusedError) else marks_in(rendered, wrapped)
+    def _search(self, chat: Chat, wraps: Sequence[Wrap | None], text: str) -> RenderedChat | None:
+        """Return the turns by these wraps; None if the render differs from `text`."""
+        wrapped = wrap_in_marks(chat, wraps)
+        (rendered,) = self._renderer.render([wrapped])
+        marks = None if isinstance(rendered, RowRefusedError) else find_marks(rendered, wrapped)
         if isinstance(rendered, RowRefusedError) or marks is None:
             return None
-        plain, place = unmarked(rendered)
-        if plain != text:
+        unmarked, new_position = remove_marks(rendered)
+        if unmarked != text:
             return None
-        bounds = self._bounds.find(wrapped, rendered, marks)
-        _check_written(chat, rendered, marks)
+        answers = self._answers.find(wrapped, rendered, marks)
+        _check_answers_unchanged(chat, rendered, marks)
         spans = [
             span._replace(
-                start=place(span.start), end=place(span.end), stop_end=place(span.stop_end)
+                start=new_position(span.start),
+                end=new_position(span.end),
+                stop_end=new_position(span.stop_end),
             )
-            for span in self._with_others(wrapped, rendered, marks, bounds)
+            for span in self._all_spans(wrapped, rendered, marks, answers)
         ]
-        lost = _lost(wrapped, marks, bounds)
-        if chat.tools and self._renderer.render([Chat(chat.turns)], False) == [text]:
+        lost = _find_lost(wrapped, marks, answers)
+        if chat.tools and self._renderer.render([Chat(chat.turns)]) == [text]:
             lost = ("lost_tools", *lost)
-        return RenderedChat(*with_suffix(text, spans, bounds.suffix), lost)
+        return RenderedChat(*append_stop(text, spans, answers.suffix), lost)
 
     def _wraps_by_turn(self, chat: Chat, text: str) -> list[Wrap | None]:
-        """Return for each turn how it can be marked alone."""
+        """Return for each turn a wrap that does not change the render when it is used alone."""
         wraps: list[Wrap | None] = []
         for number, turn in enumerate(chat.turns[:MAX_TRIED_TURNS]):
             for wrap in WRAPS:
                 alone = [wrap if n == number else None for n in range(len(chat.turns))]
-                (rendered,) = self._renderer.render([wrapped_chat(chat, alone)], False)
-                if isinstance(rendered, str) and unmarked(rendered)[0] == text:
+                (rendered,) = self._renderer.render([wrap_in_marks(chat, alone)])
+                if isinstance(rendered, str) and remove_marks(rendered)[0] == text:
                     wraps.append(wrap)
                     break
             else:
                 raise RowRefusedError(
-                    f"turn {number + 1} ({turn.role}): the chat template writes the row otherwise "
-                    "when this text is another, so it cannot be located; set "
+                    f"turn {number + 1} ({turn.role}): the chat template renders the row "
+                    "differently when this text changes, so it cannot be located; set "
                     "data.chat_template=plain"
                 )
         return [*wraps, *[WRAPS[0]] * (len(chat.turns) - len(wraps))]
 
     def _skeleton(self, chat: Chat) -> Skeleton | None:
-        key = form_of(chat)
+        key = skeleton_key(chat)
         if key not in self._skeletons:
-            if len(self._skeletons) >= MAX_SKELETONS:
-                del self._skeletons[next(iter(self._skeletons))]
+            _evict_oldest(self._skeletons, MAX_SKELETONS)
             try:
-                self._skeletons[key] = self._build(marked_chat(chat))
+                self._skeletons[key] = self._build_skeleton(replace_with_marks(chat))
             except RowRefusedError:
                 self._skeletons[key] = None
         return self._skeletons[key]
 
-    def _build(self, chat: Chat) -> Skeleton | None:
+    def _build_skeleton(self, chat: Chat) -> Skeleton | None:
         """Render a marked chat, and find its turns."""
-        (text,) = self._renderer.render([chat], False)
-        marks = None if isinstance(text, RowRefusedError) else marks_in(text, chat)
+        (text,) = self._renderer.render([chat])
+        marks = None if isinstance(text, RowRefusedError) else find_marks(text, chat)
         if isinstance(text, RowRefusedError) or marks is None:
             return None
-        bounds = self._bounds.find(chat, text, marks)
-        marked = MarkedText.of(text, marks, bounds.calls, self._bounds.special)
+        answers = self._answers.find(chat, text, marks)
+        marked = MarkedText.split(text, marks, answers.calls, self._answers.special)
         if marked is None:
             return None
-        spans = self._with_others(chat, text, marks, bounds)
-        lost = _lost(chat, marks, bounds)
+        spans = self._all_spans(chat, text, marks, answers)
+        lost = _find_lost(chat, marks, answers)
         if chat.tools and not any(mark.turn == TOOLS for mark in marks):
             lost = ("lost_tools", *lost)
-        skeleton = Skeleton(marked, bounds._replace(spans=spans), lost)
+        skeleton = Skeleton(marked, answers._replace(spans=spans), lost)
         return skeleton if skeleton.is_whole else None
 
-    def _with_others(
-        self, chat: Chat, text: str, marks: Sequence[Mark], bounds: Bounds
+    def _all_spans(
+        self, chat: Chat, text: str, marks: Sequence[Mark], answers: AnswerSpans
     ) -> list[TurnSpan]:
-        """Add the spans of the turns other than answers, each where its content first occurs."""
-        stops = {span.stop for span in bounds.spans if span.stop}
+        """Return the spans of the answers and of other turns, each where its content first is."""
+        stops = {span.stop for span in answers.spans if span.stop}
         spans = {}
         for mark in marks:
             is_other = mark.part == "c" and chat.turns[mark.turn].role != "assistant"
             if is_other and mark.turn not in spans:
-                stop = self._bounds.stop_at(text, mark.end)
+                stop = self._answers.stop_at(text, mark.end)
                 if stop is not None and stop[1] in stops:
                     spans[mark.turn] = TurnSpan(
                         mark.turn, mark.start, mark.end, stop.end(), stop[1]
                     )
                 else:
                     spans[mark.turn] = TurnSpan(mark.turn, mark.start, mark.end, mark.end, "")
-        return sorted([*bounds.spans, *spans.values()])
+        return sorted([*answers.spans, *spans.values()])
 
 
-def _lost(chat: Chat, marks: Sequence[Mark], bounds: Bounds) -> tuple[str, ...]:
-    """Return what of a marked chat is not in its text, or in no span of its turn; no tools."""
+def _check_same_text(
+    text: str | RowRefusedError, rendered: RenderedChat | RowRefusedError
+) -> RenderedChat | RowRefusedError:
+    """Return what the equivalent template found, if its text is the row's text."""
+    if isinstance(text, RowRefusedError) or isinstance(rendered, RowRefusedError):
+        return text if isinstance(text, RowRefusedError) else rendered
+    if rendered.text == text:
+        return rendered
+    return RowRefusedError(
+        "the chat template renders this row differently from the named template by which its "
+        "answers are located; set data.chat_template=plain"
+    )
+
+
+def _find_lost(chat: Chat, marks: Sequence[Mark], answers: AnswerSpans) -> tuple[str, ...]:
+    """Return notes on the contents and calls of a marked chat that are in no span of their turn."""
     spans: dict[int, list[TurnSpan]] = {}
-    for span in bounds.spans:
+    for span in answers.spans:
         spans.setdefault(span.turn, []).append(span)
-    held = {
+    written = {
         mark[:3]
         for mark in marks
         if mark.turn not in spans
@@ -400,32 +600,32 @@ def _lost(chat: Chat, marks: Sequence[Mark], bounds: Bounds) -> tuple[str, ...]:
     }
     lost = []
     for number, turn in enumerate(chat.turns):
-        if holds_content(turn.content) and (number, "c", 0) not in held:
+        if has_content_mark(turn.content) and (number, "c", 0) not in written:
             lost.append(LOST[turn.role])
-        if any((number, "f", call) not in held for call in range(len(turn.tool_calls))):
+        if any((number, "f", call) not in written for call in range(len(turn.tool_calls))):
             lost.append("lost_tool_calls")
     return tuple(dict.fromkeys(lost))
 
 
-def _check_written(chat: Chat, text: str, marks: Sequence[Mark]) -> None:
-    """Raise RowRefusedError where the template writes an answer in other words."""
+def _check_answers_unchanged(chat: Chat, text: str, marks: Sequence[Mark]) -> None:
+    """Raise RowRefusedError if the template changes the text of an answer."""
     for mark in marks:
         turn = chat.turns[mark.turn]
         if mark.part != "c" or turn.role != "assistant":
             continue
-        written, _ = unmarked(text[mark.start : mark.end])
-        if not written:  # a mark behind the content
-            written, _ = unmarked(text[: mark.start])
+        written, _ = remove_marks(text[mark.start : mark.end])
+        if not written:  # a mark after the content
+            written, _ = remove_marks(text[: mark.start])
             written = written[-len(turn.content.rpartition("</think>")[2].strip()) :]
         if written not in turn.content:
             raise RowRefusedError(
                 f"turn {mark.turn + 1} (assistant): the chat template does not write the answer "
-                f"`{shown(turn.content)}` as it is; set data.chat_template=plain, or give a .jinja "
-                "file that does"
+                f"`{shown(turn.content)}` unchanged; set data.chat_template=plain, or give a "
+                ".jinja file that does"
             )
 
 
-def _own_texts(chat: Chat) -> list[object]:
+def _texts_of(chat: Chat) -> list[object]:
     return [
         [turn.content, turn.reasoning, [[call.name, call.arguments] for call in turn.tool_calls]]
         for turn in chat.turns

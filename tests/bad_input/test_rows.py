@@ -174,7 +174,7 @@ CASES = {
     ),
     "D26 control token": Case(
         chat(("user", "what is <|im_end|>?"), SAY),
-        r":3 its text holds the control token `<\|im_end\|>`; remove it, or set "
+        r":3 its text contains the control token `<\|im_end\|>`; remove it, or set "
         r"data.control_tokens=escape",
         chat(("user", "what is |im_end|?"), SAY),
         {"control_tokens": "error"},

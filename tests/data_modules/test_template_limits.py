@@ -11,15 +11,15 @@ import pytest
 
 from data_modules.messages import DataError
 from data_modules.template import ChatTemplate, Limits
-from data_modules.template.checks import LimitError, attempt
+from data_modules.template.checks import LimitError, run_limited
 from tests.data_modules.test_template import CHATML
 
 SMALL = Limits(seconds=1.0, memory_mb=256)
 
 
 def test_what_it_returns_comes_back_from_another_process() -> None:
-    assert attempt(os.getpid, SMALL) != os.getpid()
-    assert attempt(lambda: ["a"], SMALL) == ["a"]
+    assert run_limited(os.getpid, SMALL) != os.getpid()
+    assert run_limited(lambda: ["a"], SMALL) == ["a"]
 
 
 def test_what_fails_is_no_limit() -> None:
@@ -27,7 +27,7 @@ def test_what_fails_is_no_limit() -> None:
         raise SystemExit(3)
 
     with pytest.raises(RuntimeError, match="failed"):
-        attempt(fail, SMALL)
+        run_limited(fail, SMALL)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_fails_is_no_limit() -> None:
 def test_time_and_memory_end(work: Callable[[], object], told: str) -> None:
     started = time.perf_counter()
     with pytest.raises(LimitError, match=told):
-        attempt(work, SMALL)
+        run_limited(work, SMALL)
     assert time.perf_counter() - started < 10
 
 

@@ -369,10 +369,10 @@ def test_rows_with_tools_are_rendered_once(
     expected = [runs(template, one) for one in rows]
     assert all("<tool_call>" in learned[0] for learned in expected)
     searched = [
-        template._finder.search(c, template._renderer.render([c], False)[0])
-        for c in (template._renderer.given(one, "keep") for one in rows)
+        template._finder.search(c, template._renderer.render([c])[0])
+        for c in (template._renderer.prepare(one, "keep") for one in rows)
     ]
-    found = template._finder.place([template._renderer.given(one, "keep") for one in rows])
+    found = template._finder.render([template._renderer.prepare(one, "keep") for one in rows])
     answers = [2 - (not system), 4 - (not system)]
     for slow, fast in zip(searched, found, strict=True):
         assert [s for s in slow.spans if s.turn in answers] == [
@@ -380,7 +380,7 @@ def test_rows_with_tools_are_rendered_once(
         ]
         assert slow.lost == fast.lost == ()
     monkeypatch.setattr(template._finder, "search", None)  # the slow way
-    monkeypatch.setattr(template._finder, "_build", None)
+    monkeypatch.setattr(template._finder, "_build_skeleton", None)
     assert [runs(template, one) for one in rows] == expected
 
 
@@ -440,7 +440,7 @@ def test_control_tokens_in_the_text_are_noted_escaped_or_refused() -> None:
     assert tokenizer.decode(ids) == text_of(template_of(), INJECTED)
     assert runs(escaping, INJECTED) == [f" the token {END} ends a turn, </s> too{END}"]
     refused = problem(template_of(control_tokens="error"), INJECTED)
-    assert refused.startswith(f"rows.json:7 its text holds the control token `{END}`")
+    assert refused.startswith(f"rows.json:7 its text contains the control token `{END}`")
 
 
 @given(

@@ -99,7 +99,7 @@ def test_without_a_template_contents_only_are_written_and_it_says_so() -> None:
         (Document((Segment("one two", 1.0),), ORIGIN), "needs a prompt and an answer.*one text"),
         (Document((Segment("", 0.0), Segment("one", 1.0)), ORIGIN), "needs a prompt"),
         (Conversation((Turn("user", "one"),), ORIGIN), "needs a prompt.*no answer"),
-        (Tokens((1, 2), (1.0, 1.0), ORIGIN), "needs a prompt.*tokenized already"),
+        (Tokens((1, 2), (1.0, 1.0), ORIGIN), "needs a prompt.*already tokenized"),
     ],
 )
 def test_rows_without_two_sides_are_named(item: Any, told: str) -> None:

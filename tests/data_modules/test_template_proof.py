@@ -19,10 +19,17 @@ import pytest
 from data_modules.format import convert_row
 from data_modules.messages import DataError, Origin
 from data_modules.template import ChatTemplate
-from data_modules.template.checks import FORMS, Traced, conversation, faults_of, prove
+from data_modules.template.checks import (
+    TEST_CHATS,
+    TracedChat,
+    build_test_chat,
+    find_mask_faults,
+    run_test_chats,
+)
+from data_modules.template.marks import RenderedChat
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError, _messages
-from data_modules.template.spans import RenderedChat, SpanFinder
+from data_modules.template.spans import SpanFinder
 from data_modules.types import Conversation, Encoded, ToolCall, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer, read_rows
 from tests.data_modules.published import published_templates, tokenizer_for
@@ -173,17 +180,17 @@ def is_own_refusal(reason: str) -> bool:
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in TRAINING])
 def test_no_published_template_trains_on_another_turn(name: str) -> None:
     template = published(name)
-    proof = prove(template.trace)
+    proof = run_test_chats(template.trace)
     assert proof.faults == []
-    assert proof.num_proven + len(proof.refused) == len(FORMS)
+    assert proof.num_correct + len(proof.refused) == len(TEST_CHATS)
     # What is refused, the template itself refuses.
     assert [reason for reason in proof.refused.values() if is_own_refusal(reason)] == []
-    assert proof.num_proven >= 9
+    assert proof.num_correct >= 9
 
 
 @pytest.mark.parametrize("name", BEHAVIOURS)
 def test_no_way_to_write_turns_trains_on_another_turn(name: str) -> None:
-    proof = prove(behaving(name).trace)
+    proof = run_test_chats(behaving(name).trace)
     assert proof.faults == []
     assert [reason for reason in proof.refused.values() if is_own_refusal(reason)] == []
     assert len(proof.refused) == REFUSED.get(name, 0)
@@ -192,7 +199,7 @@ def test_no_way_to_write_turns_trains_on_another_turn(name: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_no_named_template_trains_on_another_turn(name: str) -> None:
     tokenizer = build_tokenizer(["<s>", "</s>", *CONTROLS], bos="<s>", eos="</s>")
-    proof = prove(ChatTemplate.resolve(tokenizer, name).trace)
+    proof = run_test_chats(ChatTemplate.resolve(tokenizer, name).trace)
     assert proof.faults == []
     assert [reason for reason in proof.refused.values() if is_own_refusal(reason)] == []
 
@@ -265,22 +272,22 @@ def test_answers_end_with_the_token_that_ends_them(
     name: str, form: str, trained: list[str], stops: set[str]
 ) -> None:
     template = ChatTemplate(behaving(name)._tokenizer, BEHAVIOURS[name], "")
-    assert runs(template, conversation(form)) == trained
+    assert runs(template, build_test_chat(form)) == trained
     ids = {template.stop_texts[stop] for stop in stops}
     assert ids <= template.stop_token_ids
     assert template._layout_builder.seen_stops == stops
 
 
 def test_a_call_that_is_dropped_is_noted() -> None:
-    item = conversation("T u cc tt a")
+    item = build_test_chat("T u cc tt a")
     kinds = {note.kind for note in encode(behaving(CHANNELS), item).notes}
     assert kinds == {"lost_tools", "lost_tool_calls"}, "of two calls one is written"
-    kinds = {note.kind for note in encode(behaving(CHANNELS), conversation("T u ac t a")).notes}
+    kinds = {note.kind for note in encode(behaving(CHANNELS), build_test_chat("T u ac t a")).notes}
     assert "lost_content" in kinds
 
 
 def test_words_behind_a_call_without_results_are_noted() -> None:
-    kinds = [note.kind for note in encode(behaving(BEHIND), conversation("u ac")).notes]
+    kinds = [note.kind for note in encode(behaving(BEHIND), build_test_chat("u ac")).notes]
     assert kinds == ["lost_content"]
 
 
@@ -291,7 +298,7 @@ def test_a_row_is_refused_by_the_number_of_its_turn_and_the_reason() -> None:
     )
     template = ChatTemplate.resolve(tokenizer, None)
     told = "turn 3 (assistant): the chat template writes no stop token after the answer `c2vq0`"
-    assert problem(template, conversation("s u a u a")).startswith(f"proof:1 {told}")
+    assert problem(template, build_test_chat("s u a u a")).startswith(f"template check:1 {told}")
 
 
 ASCII_ONLY = (
@@ -313,7 +320,7 @@ def test_a_named_template_that_renders_the_same_text_locates_the_answers(
     tokenizer.chat_template = bos + ASCII_ONLY
     template = ChatTemplate.resolve(tokenizer, None)
     assert template.note.endswith(LOCATED)
-    chat = conversation("s u a u a")
+    chat = build_test_chat("s u a u a")
     assert runs(template, chat) == ["c2vq0<|im_end|>", "c4vq0<|im_end|>"]
     assert template.stop_token_ids == {3}
     messages = [{"role": turn.role, "content": turn.content} for turn in chat.turns]
@@ -323,7 +330,7 @@ def test_a_named_template_that_renders_the_same_text_locates_the_answers(
     assert (encoded[0] == 0) == bool(bos or adds_bos)
     # A row that the two write otherwise is refused: the own template decides what is trained on.
     other = Conversation((Turn("user", "wh\u00e4t?"), Turn("assistant", "one")), ORIGIN)
-    assert "otherwise than the named one" in problem(template, other)
+    assert "differently from the named template" in problem(template, other)
 
 
 def test_no_named_template_takes_the_place_of_one_that_renders_another_text() -> None:
@@ -331,11 +338,11 @@ def test_no_named_template_takes_the_place_of_one_that_renders_another_text() ->
     tokenizer.chat_template = ASCII_ONLY.replace("m.role", "m.role|upper")
     template = ChatTemplate.resolve(tokenizer, None)
     assert template.note == "chat template: the tokenizer's"
-    assert "so it cannot be located" in problem(template, conversation("u a"))
+    assert "so it cannot be located" in problem(template, build_test_chat("u a"))
 
 
 def test_a_mask_that_lies_ends_the_run_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = SpanFinder.place
+    place = SpanFinder.render
 
     def to_the_end(finder: SpanFinder, chats: Sequence[Chat]) -> list[Any]:
         return [
@@ -345,28 +352,27 @@ def test_a_mask_that_lies_ends_the_run_before_it_begins(monkeypatch: pytest.Monk
             for one in place(finder, chats)
         ]
 
-    monkeypatch.setattr(SpanFinder, "place", to_the_end)
+    monkeypatch.setattr(SpanFinder, "render", to_the_end)
     tokenizer = build_tokenizer(["</s>", "<|im_start|>", "<|im_end|>"], eos="</s>")
     tokenizer.chat_template = named_template("chatml") + "{# not proven yet #}"
     with pytest.raises(DataError) as caught:
         ChatTemplate.resolve(tokenizer, None)
-    assert (
-        "the tokenizer's own chat template: in the form `two answers` turn 3 (user) is trained on"
-        in str(caught.value)
-    )
+    fault = "in the test chat `two answers` turn 3 (user) is trained on"
+    assert f"the tokenizer's own chat template: {fault}" in str(caught.value)
 
 
 def test_the_proof_sees_what_is_left_out_and_what_is_too_much() -> None:
     template = behaving("two tokens end a turn")
-    chat = conversation("T u rac t a")
+    chat = build_test_chat("T u rac t a")
     traced = template.trace(chat)
-    assert isinstance(traced, Traced) and list(faults_of(chat, traced)) == []
+    assert isinstance(traced, TracedChat) and list(find_mask_faults(chat, traced)) == []
     nothing = traced._replace(weights=np.zeros_like(traced.weights))
-    assert "turn 4 (assistant) is not trained on whole: `c3vq0` is left out" in list(
-        faults_of(chat, nothing)
+    assert "`c3vq0` of turn 4 (assistant) is not trained on" in list(
+        find_mask_faults(chat, nothing)
     )
     everything = traced._replace(weights=np.ones_like(traced.weights))
-    assert [fault for fault in faults_of(chat, everything) if "left out" not in fault] == [
+    faults = list(find_mask_faults(chat, everything))
+    assert [fault for fault in faults if "not trained on" not in fault] == [
         "turn 1 (user) is trained on",
         "turn 3 (tool) is trained on",
     ]
@@ -376,7 +382,7 @@ def test_the_proof_takes_less_than_a_second_and_is_made_once() -> None:
     tokenizer = tokenizer_for(named_template("qwen3"))
     tokenizer.chat_template = named_template("qwen3") + "{# another hash #}"
     started = time.process_time()
-    prove(ChatTemplate(tokenizer, tokenizer.chat_template, "").trace)
+    run_test_chats(ChatTemplate(tokenizer, tokenizer.chat_template, "").trace)
     assert time.process_time() - started < 1.0
     ChatTemplate.resolve(tokenizer, None)
     started = time.process_time()
@@ -395,8 +401,8 @@ def test_masks_are_those_of_the_generation_blocks(name: str) -> None:
     the model. Neither is ever a word of a row.
     """
     template = published(name)
-    for form in FORMS.values():
-        chat = template._written(conversation(form))
+    for form in TEST_CHATS.values():
+        chat = template._rewrite(build_test_chat(form))
         traced = template.trace(chat)
         if isinstance(traced, RowRefusedError):
             continue
@@ -423,9 +429,9 @@ def test_masks_are_those_of_the_generation_blocks(name: str) -> None:
 
 
 def generation_mask(template: ChatTemplate, chat: Conversation, length: int) -> Any:
-    given = template._renderer.given(chat, "keep")
+    given = template._renderer.prepare(chat, "keep")
     encoded = template._tokenizer.apply_chat_template(
-        _messages(given, template._renderer.format),
+        _messages(given, template._renderer.message_format),
         tools=[dict(tool) for tool in chat.tools] or None,
         return_assistant_tokens_mask=True,
         return_dict=True,
@@ -497,10 +503,10 @@ def test_real_conversations_are_usable(name: str) -> None:
 
 
 def test_thoughts_that_a_template_drops_are_counted() -> None:
-    item = conversation("u ra u ra")
+    item = build_test_chat("u ra u ra")
     notes = encode(behaving("thoughts of the past dropped"), item).notes
     assert [(note.kind, note.seen) for note in notes] == [("lost_reasoning", "r1vq0")]
-    kept = encode(behaving("thoughts of the past dropped"), conversation("u ra"))
+    kept = encode(behaving("thoughts of the past dropped"), build_test_chat("u ra"))
     assert kept.notes == ()
 
 

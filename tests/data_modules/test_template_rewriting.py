@@ -11,12 +11,13 @@ import pytest
 
 from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.template.checks import FORMS, Refused, conversation, rewrite
+from data_modules.template.checks import TEST_CHATS, build_test_chat
+from data_modules.template.rendering import UnsupportedTurns, rewrite_turns
 from data_modules.template.template import RowProblem
 from data_modules.types import Conversation, Encoded, ToolCall, Turn
 from tests.data_modules.conftest import build_tokenizer
 
-ALL = Refused(tools=True, system=True, later_system=True, questions=True, answers=True)
+ALL = UnsupportedTurns(tools=True, system=True, later_system=True, questions=True, answers=True)
 WORD = re.compile(r"[a-z]\d+vq\d")
 STRICT = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -58,10 +59,10 @@ def words_of(chat: Conversation, is_answer: bool) -> list[str]:
     return words(texts)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", TEST_CHATS)
 def test_every_form_keeps_its_words_and_whose_they_are(name: str) -> None:
-    chat = conversation(FORMS[name])
-    written = rewrite(chat, ALL)
+    chat = build_test_chat(TEST_CHATS[name])
+    written = rewrite_turns(chat, ALL)
     assert words_of(written, True) == words_of(chat, True)
     declared = words([json.dumps(chat.tools)])
     questions = words_of(written, False)
@@ -74,18 +75,18 @@ def test_every_form_keeps_its_words_and_whose_they_are(name: str) -> None:
         assert one.role != other.role or not (one.content and other.content)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", TEST_CHATS)
 def test_a_chat_that_a_template_takes_stays_itself(name: str) -> None:
-    chat = conversation(FORMS[name])
-    assert rewrite(chat, Refused()) is chat
-    if FORMS[name] in ("u a", "u a u a", "u ra"):
-        assert rewrite(chat, ALL) is chat
+    chat = build_test_chat(TEST_CHATS[name])
+    assert rewrite_turns(chat, UnsupportedTurns()) is chat
+    if TEST_CHATS[name] in ("u a", "u a u a", "u ra"):
+        assert rewrite_turns(chat, ALL) is chat
 
 
 def test_weights_and_the_place_of_an_input_are_kept() -> None:
     given = Turn("user", "add\n\n1 2", input_start=5)
     turns = (Turn("system", "s"), given, Turn("assistant", "3", 0.5), Turn("assistant", "4", 0.0))
-    written = rewrite(Conversation(turns, Origin("rows.json", 1), weight=2.0), ALL)
+    written = rewrite_turns(Conversation(turns, Origin("rows.json", 1), weight=2.0), ALL)
     assert written.weight == 2.0
     question = written.turns[0]
     assert question.content[question.input_start :] == "1 2"
@@ -113,11 +114,11 @@ def test_a_result_is_trained_on_as_its_role_says(
             Turn("assistant", "b"),
         ),
     )
-    written = rewrite(Conversation(turns, Origin("rows.json", 1)), ALL, roles)
+    written = rewrite_turns(Conversation(turns, Origin("rows.json", 1)), ALL, roles)
     assert [turn.weight for turn in written.turns if turn.role == "user"][1:] == weights
     given = replace(turns[2], weight=0.5)
     row = Conversation((*turns[:2], given, *turns[3:]), Origin("rows.json", 1))
-    assert rewrite(row, ALL, roles).turns[2].weight == 0.5
+    assert rewrite_turns(row, ALL, roles).turns[2].weight == 0.5
 
 
 def test_what_is_learned_of_a_call_is_the_call_and_the_answers() -> None:

@@ -142,7 +142,7 @@ def template_of(style: str, adds_bos: bool = False) -> ChatTemplate:
     return ChatTemplate.resolve(tokenizer, None)
 
 
-def learned_texts(template: ChatTemplate, encoded: Encoded) -> str:
+def trained_texts(template: ChatTemplate, encoded: Encoded) -> str:
     ids, weights = encoded.input_ids, encoded.weights
     return str(template._tokenizer.decode(ids[weights > 0].tolist()))
 
@@ -184,7 +184,7 @@ def test_answers_and_their_stop_tokens_are_learned(
     encoded = encode(template, chat)
     answers = [turn.content for turn in chat.turns if turn.role == "assistant"]
     wanted = "".join(chosen.written(answer) + chosen.stop for answer in answers)
-    assert learned_texts(template, encoded) == wanted
+    assert trained_texts(template, encoded) == wanted
 
     ids, weights = encoded.input_ids, encoded.weights
     stop = template._tokenizer.convert_tokens_to_ids(chosen.stop)
@@ -194,7 +194,7 @@ def test_answers_and_their_stop_tokens_are_learned(
     assert (ids[ends] == stop).all() and learned[-1]
 
     first = next(i for i, turn in enumerate(chat.turns) if turn.role == "assistant")
-    before = template._renderer.render([Chat(chat.turns[:first])], False)[0]
+    before = template._renderer.render([Chat(chat.turns[:first])])[0]
     num_before = len(template._tokenizer(before, add_special_tokens=False)["input_ids"])
     # One token less: the last may have grown together with what follows.
     assert not learned[: max(num_before - 1, 0)].any()
@@ -222,25 +222,25 @@ def test_ids_are_those_of_apply_chat_template(
 @pytest.mark.parametrize("style", cases(*STYLES, *OTHERS))
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(chat=conversations())
-def test_scaffold_and_prefixes_find_the_same_turns(style: str, chat: Conversation) -> None:
+def test_skeleton_and_search_find_the_same_turns(style: str, chat: Conversation) -> None:
     finder = template_of(style)._finder
-    given_chat = Chat((fitted(style, chat) if style in STYLES else chat).turns)
-    (text,) = finder._renderer.render([given_chat], False)
+    chat_input = Chat((fitted(style, chat) if style in STYLES else chat).turns)
+    (text,) = finder._renderer.render([chat_input])
     assert isinstance(text, str)
-    skeleton = finder._skeleton(given_chat)
-    fast = skeleton.fit(text, given_chat) if skeleton else None
-    slow = finder.search(given_chat, text)
+    skeleton = finder._skeleton(chat_input)
+    fast = skeleton.match(text, chat_input) if skeleton else None
+    slow = finder.search(chat_input, text)
     if style in STYLES:
         assert fast is not None
     if fast is not None:
-        answers = {n for n, turn in enumerate(given_chat.turns) if turn.role == "assistant"}
+        answers = {n for n, turn in enumerate(chat_input.turns) if turn.role == "assistant"}
         assert [s for s in fast.spans if s.turn in answers] == [
             s for s in slow.spans if s.turn in answers
         ]
         assert fast.lost == slow.lost
 
 
-def test_the_end_of_a_question_without_words_is_not_learned() -> None:
+def test_the_end_of_an_empty_question_is_not_trained_on() -> None:
     """Without a generation prompt, where the last question is written in another way."""
     tokenizer = build_tokenizer(["</s>", "[INST]", "[/INST]"], eos="</s>")
     tokenizer.chat_template = (
@@ -252,7 +252,7 @@ def test_the_end_of_a_question_without_words_is_not_learned() -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     turns = (Turn("system", ""), Turn("user", ""), Turn("assistant", "yes"))
     chat = Conversation((*turns, Turn("user", ""), Turn("assistant", "no")), ORIGIN)
-    assert learned_texts(template, encode(template, chat)) == " yes</s> no</s>"
+    assert trained_texts(template, encode(template, chat)) == " yes</s> no</s>"
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -279,15 +279,15 @@ def test_each_row_is_rendered_once(style: str, monkeypatch: pytest.MonkeyPatch) 
     assert rendered == 9
 
 
-def test_scaffold_fits_exactly_or_not_at_all() -> None:
+def test_skeleton_matches_exactly_or_not_at_all() -> None:
     finder = template_of("chatml")._finder
     chat = Chat((Turn("user", "yes"), Turn("assistant", "no")))
-    (text,) = finder._renderer.render([chat], False)
+    (text,) = finder._renderer.render([chat])
     skeleton = finder._skeleton(chat)
     assert skeleton is not None and isinstance(text, str)
-    assert skeleton.fit(text, chat) is not None
+    assert skeleton.match(text, chat) is not None
     for other in (f"{text} ", f" {text}", text[:-1], text.replace("no", "yes"), ""):
-        assert skeleton.fit(other, chat) is None
+        assert skeleton.match(other, chat) is None
 
 
 @pytest.mark.parametrize("style", STYLES)
