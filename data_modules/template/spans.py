@@ -504,6 +504,7 @@ class SpanFinder:
             )
             for span in self._all_spans(wrapped, rendered, marks, answers)
         ]
+        spans = [_with_trailing_space(span, chat.turns[span.turn], text) for span in spans]
         lost = _find_lost(wrapped, marks, answers)
         if chat.tools and self._renderer.render([Chat(chat.turns)]) == [text]:
             lost = ("lost_tools", *lost)
@@ -605,6 +606,17 @@ def _find_lost(chat: Chat, marks: Sequence[Mark], answers: AnswerSpans) -> tuple
         if any((number, "f", call) not in written for call in range(len(turn.tool_calls))):
             lost.append("lost_tool_calls")
     return tuple(dict.fromkeys(lost))
+
+
+def _with_trailing_space(span: TurnSpan, turn: Turn, text: str) -> TurnSpan:
+    """Extend an answer without a stop token over the white space at its end, outside of marks."""
+    core = turn.content.rstrip()
+    start = span.end - len(core)
+    is_answer = turn.role == "assistant" and bool(core) and not span.stop
+    if not is_answer or start < 0 or not text.startswith(turn.content, start):
+        return span
+    end = start + len(turn.content)
+    return span._replace(end=end, stop_end=end)
 
 
 def _check_answers_unchanged(chat: Chat, text: str, marks: Sequence[Mark]) -> None:

@@ -240,6 +240,18 @@ def test_skeleton_and_search_find_the_same_turns(style: str, chat: Conversation)
         assert fast.lost == slow.lost
 
 
+def test_search_includes_the_white_space_at_the_end_of_an_answer_without_stop_token() -> None:
+    finder = template_of("harmony")._finder
+    chat = Chat((Turn("user", "yes"), Turn("assistant", "no \n")) * 2)
+    (text,) = finder._renderer.render([chat])
+    assert isinstance(text, str)
+    spans = [span for span in finder.search(chat, text).spans if span.turn in (1, 3)]
+    assert [text[span.start : span.end] for span in spans] == [
+        "<|channel|>final<|message|>no \n" for _ in spans
+    ]
+    assert [span.stop for span in spans] == ["", "<|return|>"]
+
+
 def test_the_end_of_an_empty_question_is_not_trained_on() -> None:
     """Without a generation prompt, where the last question is written in another way."""
     tokenizer = build_tokenizer(["</s>", "[INST]", "[/INST]"], eos="</s>")
