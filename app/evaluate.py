@@ -145,7 +145,9 @@ def measure_models(
                 if bench is not None and is_first_rank():
                     stops, limit = evaluator.stop_ids, base.spec.context_len
                     alone = replace(runner, rank=0, num_ranks=1, gather=lambda own: [own])
-                    bench.ask(variant, placed, base.tokenizer, data.template, stops, limit, alone)
+                    bench.answer(
+                        variant, placed, base.tokenizer, data.template, stops, limit, alone
+                    )
                 return evaluator.measure(variant, placed)
 
         metrics: dict[str, float] = {}

@@ -1,1 +1,1 @@
-"""Did it learn: losses, metrics of answers, tasks and a judge, base vs tuned."""
+"""Evaluation of base vs tuned model: losses, metrics of answers, tasks, and an LLM judge."""

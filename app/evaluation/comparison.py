@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.evaluator import VARIANTS, Evaluator, prefix_metrics
+from app.evaluation.evaluator import Evaluator, prefix_metrics
 from app.evaluation.metrics import METRICS
-from app.evaluation.significance import MEASURES
+from app.evaluation.significance import MEASURES, VARIANTS
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
 from data_modules import printable
 

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from app.evaluation.generation import EvaluationConfig, answer_batches
 from app.evaluation.metrics import Answer, Metric, build_metrics
 from app.evaluation.row_runner import RowRunner
-from app.evaluation.significance import Change, RowScores, compare_rows, scores_in_lines
+from app.evaluation.significance import (
+    VARIANTS,
+    Change,
+    RowScores,
+    compare_rows,
+    scores_in_lines,
+)
 from app.evaluation.tasks.harness import Harness
 from app.evaluation.tasks.measure import TaskRunner
 from app.evaluation.tasks.questions import Task
@@ -33,8 +39,6 @@ if TYPE_CHECKING:
     from data_modules import FinetuneDataModule, Prompt
 
 PREDICTIONS_FILE = "predictions.jsonl"
-VARIANTS = ("base", "tuned")
-"""names of the compared models in metrics.json and predictions.jsonl"""
 log = logging.getLogger(__name__)
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
+VARIANTS = ("base", "tuned")
+"""the compared models, as named in metrics.json and predictions.jsonl"""
 NUM_RESAMPLES, SEED = 10_000, 0
 CONFIDENCE = 0.95
 """probability that all intervals of a table are right at the same time"""

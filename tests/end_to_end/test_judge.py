@@ -94,7 +94,7 @@ def test_an_evaluation_that_is_killed_while_it_is_judged_goes_on_there(
     folder = tmp_path / "out"
     with serving(Counts) as url:
         with monkeypatch.context() as first, pytest.raises(KeyboardInterrupt):
-            first.setattr(grading, "_report", killed)
+            first.setattr(grading, "_log_progress", killed)
             judged(url, adapter, folder)
         assert asked.count("answers") == 2 * 2  # base and tuned, a time for each turn
         assert not (folder / "metrics.json").exists()

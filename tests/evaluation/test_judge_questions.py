@@ -1,4 +1,4 @@
-"""Questions and references in MT-bench's form; what is wrong with them by file and line."""
+"""Questions and references in MT-bench's format, their errors by file and line, and the page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLE = ROOT / "data_modules" / "samples" / "mt_bench"
 SHARED = ROOT.parent / "shared" / "data" / "eval" / "mt_bench"
 
 
-def written(file: Path, *rows: Any) -> Path:
+def write_lines(file: Path, *rows: Any) -> Path:
     file.parent.mkdir(exist_ok=True)
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     file.write_text("\n".join(lines) + "\n")
@@ -38,10 +38,10 @@ def test_a_folder_has_questions_and_their_references(
 ) -> None:
     one = {"question_id": 81, "category": "math", "turns": ["2 + 2?", "And 1 more?"]}
     other = {"question_id": 82, "turns": ["Hello"]}
-    file = written(tmp_path / "bench" / "question.jsonl", one, "", other)
+    file = write_lines(tmp_path / "bench" / "question.jsonl", one, "", other)
     answers = {"question_id": 81, "choices": [{"index": 0, "turns": ["4", "5"]}]}
     unused = {"question_id": 99, "choices": [{"turns": ["4"]}]}
-    written(tmp_path / "bench" / "reference_answer_x.jsonl", answers, unused)
+    write_lines(tmp_path / "bench" / "reference_answer_x.jsonl", answers, unused)
     expected = [
         Question("81", "math", ("2 + 2?", "And 1 more?"), ("4", "5")),
         Question("82", "general", ("Hello",)),
@@ -54,13 +54,13 @@ def test_a_folder_has_questions_and_their_references(
     assert bench.name == "bench"
 
 
-def test_everything_that_is_wrong_is_listed_by_its_line(tmp_path: Path) -> None:
+def test_all_problems_are_listed_by_line(tmp_path: Path) -> None:
     good = {"question_id": 1, "turns": ["Hello", "Again"]}
     rows: list[Any] = [good, "{", [1], {"id": 1}, good]
     rows += [{**good, "question_id": 2, "turns": ["Hi", " "]}]
     rows += [{**good, "question_id": 3, "reference": ["one"]}]
-    file = written(tmp_path / "q.jsonl", *rows)
-    references = written(
+    file = write_lines(tmp_path / "q.jsonl", *rows)
+    references = write_lines(
         tmp_path / "r.jsonl", {"question_id": 1, "choices": [{"turns": ["x"]}]}, {}
     )
     with pytest.raises(UserError) as failed:
@@ -71,18 +71,18 @@ def test_everything_that_is_wrong_is_listed_by_its_line(tmp_path: Path) -> None:
     assert problems[1:] == [
         "3 is a JSON list; expected an object",
         "4 has no question_id and no turns; found ['id']",
-        "5 question_id 1 is there twice",
-        "6 turns: expected a list of questions, none of them empty",
-        "7 reference: expected 2 answers, one a turn",
-        "1 has 1 answers, question 1 has 2 turns",
-        "2 is no reference answer: expected question_id and choices[0].turns, found []",
+        "5 duplicate question_id 1",
+        "6 turns: expected a list of non-empty questions",
+        "7 reference: expected 2 answers, one for each turn",
+        "1 has 1 answers, but question 1 has 2 turns",
+        "2 is not a reference answer: expected question_id and choices[0].turns, found []",
     ]
     assert problems[0].startswith("2 is not JSON")
-    with pytest.raises(UserError, match="there are no questions in it"):
-        read_questions(written(tmp_path / "empty.jsonl"))
+    with pytest.raises(UserError, match="contains no questions"):
+        read_questions(write_lines(tmp_path / "empty.jsonl"))
 
 
-def test_the_sample_has_a_question_of_each_category_and_references_where_they_are_needed() -> None:
+def test_the_sample_has_a_question_of_each_category_and_the_needed_references() -> None:
     questions = read_questions(SAMPLE)
     assert len({question.category for question in questions}) == len(questions) == 8
     assert all(len(question.turns) == 2 for question in questions)
@@ -95,7 +95,7 @@ def test_mt_benchs_own_files_are_read() -> None:
     assert (len(questions), sum(bool(question.reference) for question in questions)) == (80, 40)
 
 
-def test_the_rule_that_stands_in_for_a_judge_answers_in_the_form_that_is_asked_for() -> None:
+def test_the_sample_judge_replies_in_the_requested_format() -> None:
     from app.evaluation.judge.prompts import (
         choosing_messages,
         grading_messages,
@@ -108,11 +108,11 @@ def test_the_rule_that_stands_in_for_a_judge_answers_in_the_form_that_is_asked_f
     for answers, expected in ((right, 10), (wrong, 1)):
         assert read_grade(judge(grading_messages(question, 1, answers)[1]["content"])) == expected
     for pair, choice in (((right, wrong), "1"), ((wrong, right), "2"), ((right, right), "tie")):
-        asked = choosing_messages(question, 0, *pair)[1]["content"]
-        assert read_choice(judge(asked)) == choice
+        request = choosing_messages(question, 0, *pair)[1]["content"]
+        assert read_choice(judge(request)) == choice
 
 
-def test_a_radar_has_its_first_category_at_the_top_and_its_scale_from_the_centre() -> None:
+def test_the_first_category_of_a_radar_is_at_the_top() -> None:
     assert outline([10, 0, 5, 2.5]) == "210.0,60.0 210.0,210.0 210.0,285.0 172.5,210.0"
     assert [spoke.anchor for spoke in spokes(["a", "b", "c", "d"])] == [
         "middle",
@@ -122,17 +122,17 @@ def test_a_radar_has_its_first_category_at_the_top_and_its_scale_from_the_centre
     ]
 
 
-def test_the_page_escapes_what_models_and_judges_say_and_needs_no_network() -> None:
-    said = "<script>alert(1)</script>"
+def test_the_page_escapes_model_and_judge_output_and_needs_no_network() -> None:
+    hostile = "<script>alert(1)</script>"
     answers = [
-        AnswerView(variant="base", text=said, score=None, judge=""),
-        AnswerView(variant="tuned", text="", score=7.0, judge=said),
+        AnswerView(variant="base", text=hostile, score=None, judge=""),
+        AnswerView(variant="tuned", text="", score=7.0, judge=hostile),
     ]
-    turn = TurnView(question=said, reference=said, answers=answers)
-    scores = {"base": {said: 1.0, "b": 2.0, "c": 3.0}, "tuned": {"b": 10.0}}
-    table = [["category", "base"], [said, "1"]]
+    turn = TurnView(question=hostile, reference=hostile, answers=answers)
+    scores = {"base": {hostile: 1.0, "b": 2.0, "c": 3.0}, "tuned": {"b": 10.0}}
+    table = [["category", "base"], [hostile, "1"]]
     page = render_judge_page(
-        said, [said], table, scores, [QuestionView(name=said, turns=[turn] * 2)]
+        hostile, [hostile], table, scores, [QuestionView(name=hostile, turns=[turn] * 2)]
     )
     assert "<script" not in page and "http" not in page.replace("http-equiv", "")
     assert page.count("&lt;script&gt;") == 1 + 1 + 1 + 1 + 1 + 1 + 2 * 4

@@ -176,7 +176,7 @@ def test_what_one_model_has_no_scores_of_is_left_out_and_other_rows_are_refused(
     one, none = {"exact_match": {"a": RowScores(scores=[1.0])}}, {"exact_match": {}}
     assert compare_rows(one, none) == compare_rows(none, one) == compare_rows(one, {}) == []
     assert compare_rows({"exact_match": {"a": RowScores(scores=[])}}, one) == []
-    with pytest.raises(ValueError, match="1 rows of the base, 2 tuned"):
+    with pytest.raises(ValueError, match="1 rows of the base, but 2 of the tuned model"):
         compare_rows(one, {"exact_match": {"a": RowScores(scores=[1.0, 0.0])}})
 
 

@@ -1,1 +1,1 @@
-"""How good are its answers: an LLM as judge, in the style of MT-bench."""
+"""Grading of answers by an LLM judge, in the style of MT-bench."""

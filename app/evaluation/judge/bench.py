@@ -1,4 +1,4 @@
-"""Questions of several turns to base and tuned: their answers, then a judge's verdicts on them."""
+"""Collect the answers of base and tuned model to multi-turn questions, and have them judged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWERS_FILE = "judge_answers.jsonl"
 
 
 class Bench:
-    """Ask models the same questions, greedily, and have all their answers judged at the end."""
+    """Generates answers of several models to the same questions, and has them judged at the end."""
 
     def __init__(self, config: JudgeConfig, batch_size: int) -> None:
         self.config, self._batch_size = config, batch_size
@@ -38,11 +38,11 @@ class Bench:
 
     @property
     def name(self) -> str:
-        """The questions' name: their file's, or its folder's where that is a question.jsonl."""
+        """Name of the questions: that of their file, or of the folder of a question.jsonl."""
         path = Path(str(self.config.questions))
         return path.absolute().parent.name if path.name == QUESTIONS_FILE else path.stem
 
-    def ask(
+    def answer(
         self,
         variant: str,
         model: Any,
@@ -52,9 +52,9 @@ class Bench:
         context_len: int | None,
         runner: RowRunner | None = None,
     ) -> None:
-        """Have a model answer each turn of each question; a turn beyond its context has no answer.
+        """Generate the answer to each turn of each question; empty if the context is too short.
 
-        `runner` keeps them where the evaluation is killed before its judge has said all.
+        `runner` saves the answers, in case the evaluation is killed before all are judged.
         """
 
         def work() -> dict[str, list[str]]:
@@ -77,29 +77,33 @@ class Bench:
         answers: dict[str, list[str]] = {question.id: [] for question in self.questions}
         longest = max(len(question.turns) for question in self.questions)
         for turn in range(longest):
-            asked = [question for question in self.questions if turn < len(question.turns)]
+            questions = [question for question in self.questions if turn < len(question.turns)]
             prompts = {
                 question.id: template.prompt_ids(_turns(question, answers[question.id]))
-                for question in asked
+                for question in questions
             }
-            room = self.config.max_new_tokens
+            max_new_tokens = self.config.max_new_tokens
             if context_len is not None and not template.is_encoder_decoder:
-                # What one answer takes, the next turns have not.
+                # The remaining turns share the context that is left.
                 fitting = [len(ids) for ids in prompts.values() if len(ids) < context_len]
                 left = context_len - max(fitting, default=0)
-                room = max(1, min(room, left // (longest - turn)))
-                prompts = {id: ids for id, ids in prompts.items() if len(ids) + room <= context_len}
+                max_new_tokens = max(1, min(max_new_tokens, left // (longest - turn)))
+                prompts = {
+                    id: ids
+                    for id, ids in prompts.items()
+                    if len(ids) + max_new_tokens <= context_len
+                }
             origin = Origin(str(self.config.questions), 0)
             rows = [Prompt(ids, "", origin) for ids in prompts.values()]
-            how = EvaluationConfig(max_new_tokens=room, batch_size=self._batch_size)
-            found = answer_prompts(model, tokenizer, rows, stop_ids, how)
-            texts = dict(zip(prompts, (answer.text for answer in found), strict=True))
-            for question in asked:
+            config = EvaluationConfig(max_new_tokens=max_new_tokens, batch_size=self._batch_size)
+            generated = answer_prompts(model, tokenizer, rows, stop_ids, config)
+            texts = dict(zip(prompts, (answer.text for answer in generated), strict=True))
+            for question in questions:
                 answers[question.id].append(texts.get(question.id, ""))
         return answers
 
     def judge(self, folder: Path, cache: Path) -> Judgement:
-        """Write all answers to `folder`, and ask for every verdict on them."""
+        """Write all answers to `folder`, and request a verdict on each."""
         lines = [
             {
                 "question_id": question.id,
@@ -117,7 +121,7 @@ class Bench:
 
 
 def _turns(question: Question, answers: Sequence[str]) -> list[Turn]:
-    """Return the conversation up to the question that follows `answers`."""
+    """Return the conversation with `answers`, up to the question that comes next."""
     turns = []
     for text, answer in zip(question.turns, answers, strict=False):
         turns += [Turn("user", text), Turn("assistant", answer)]

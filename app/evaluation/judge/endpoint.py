@@ -1,6 +1,6 @@
-"""Ask an OpenAI-compatible endpoint: within a rate, with retries, and each question once.
+"""Client of an OpenAI-compatible endpoint, with a rate limit, retries and a cache.
 
-Answers are kept on disk by their request: the same question is never paid for twice.
+Replies are cached on disk by their request, so the same request is never paid for twice.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from app.process.files import write_whole
 from app.process.launch import is_loopback
 from data_modules import printable, redact
 
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-"""seconds before a request is sent again"""
+FIRST_WAIT, MAX_WAIT = 1.0, 60.0
+"""shortest and longest delay before a retry, in seconds"""
 MAX_BYTES = 2**22
-"""largest answer that is read"""
-REFUSALS = (400, 401, 403, 404, 405, 413, 422)
-"""statuses that another try would not change"""
+"""largest response in bytes"""
+PERMANENT_ERRORS = (400, 401, 403, 404, 405, 413, 422)
+"""status codes for which a retry is useless"""
 Message = dict[str, str]
 
 
 class JudgeError(OSError):
-    """The judge could not be asked: no fault of the answers that it should have judged."""
+    """The judge could not be reached or its replies could not be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a judge has said, and the tokens that it took."""
+    """A judge's reply, and the number of tokens that were read and written for it."""
 
     text: str
     read_tokens: int = 0
@@ -51,82 +51,83 @@ class Reply:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key to another host."""
+    """Follows no redirect, which could send the key to another host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class Endpoint:
-    """One judge; several threads may ask it at a time."""
+    """One judge model at one endpoint; safe to use from several threads."""
 
     def __init__(self, config: JudgeConfig, key: str | None, cache: Path) -> None:
         self._config, self._key, self._cache = config, key, cache
         self._url = f"{str(config.url).rstrip('/')}/chat/completions"
         handlers: list[Any] = [_NoRedirects]
         if is_loopback(urlsplit(self._url).hostname or ""):
-            handlers.append(urllib.request.ProxyHandler({}))  # nobody else sees what stays here
+            handlers.append(urllib.request.ProxyHandler({}))  # local requests bypass a proxy
         self._opener = urllib.request.build_opener(*handlers)
         self._lock = threading.Lock()
-        self._asked: dict[Path, threading.Lock] = {}
+        self._request_locks: dict[Path, threading.Lock] = {}
         self._next_start = 0.0
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Send nothing any more, and wake up whoever waits to."""
+        """Send no more requests; requests that wait for a retry or the rate limit fail at once."""
         self._stopped.set()
 
-    def ask(self, messages: Sequence[Message]) -> Reply:
-        """Return what the judge says; from the disk where it has said it before.
+    def complete(self, messages: Sequence[Message]) -> Reply:
+        """Return the judge's reply to a conversation, from the cache if it is there.
 
-        UserError where it refuses the request, JudgeError where it fails again and again.
+        Raises UserError if the endpoint rejects the request, JudgeError if all retries fail.
         """
         body = self._body(messages)
-        file = self._file_of(body)
+        file = self._cache_file(body)
         with self._lock:
-            alone = self._asked.setdefault(file, threading.Lock())
-        with alone:  # two models that answered alike are judged once
-            if (kept := _read(file)) is not None:
-                return kept
-            reply = self._ask_again_and_again(json.dumps(body).encode())
+            request_lock = self._request_locks.setdefault(file, threading.Lock())
+        with request_lock:  # equal answers of two models are judged once
+            if (cached := _read_cached(file)) is not None:
+                return cached
+            reply = self._request_with_retries(json.dumps(body).encode())
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(asdict(reply), ensure_ascii=False) + "\n")
             return reply
 
     def forget(self, messages: Sequence[Message]) -> None:
-        """Remove what the judge has said to these messages."""
-        self._file_of(self._body(messages)).unlink(missing_ok=True)
+        """Remove the reply to a conversation from the cache."""
+        self._cache_file(self._body(messages)).unlink(missing_ok=True)
 
     def _body(self, messages: Sequence[Message]) -> dict[str, Any]:
-        given = {
+        parameters = {
             name: value for name, value in self._config.parameters.items() if value is not None
         }
-        return {"model": self._config.model, "messages": list(messages), **given}
+        return {"model": self._config.model, "messages": list(messages), **parameters}
 
-    def _file_of(self, body: Mapping[str, Any]) -> Path:
-        asked = json.dumps([self._url, body], sort_keys=True)
-        return self._cache / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
+    def _cache_file(self, body: Mapping[str, Any]) -> Path:
+        key = json.dumps([self._url, body], sort_keys=True)
+        return self._cache / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
-    def _ask_again_and_again(self, body: bytes) -> Reply:
+    def _request_with_retries(self, body: bytes) -> Reply:
         wait, problem = FIRST_WAIT, ""
         for number in range(self._config.max_retries + 1):
             if number:
                 self._pause(wait)
-            self._wait_for_turn()
+            self._wait_for_rate_limit()
             try:
-                return self._ask_once(body)
-            except _Retry as failure:
+                return self._request(body)
+            except _TemporaryFailure as failure:
                 problem = str(failure)
-                if failure.wait is not None and failure.wait > LONGEST_WAIT:
+                if failure.wait is not None and failure.wait > MAX_WAIT:
                     raise JudgeError(
-                        self._words(f"{problem}, and asks to wait {failure.wait:.0f} s")
+                        self._message(f"{problem} with a requested delay of {failure.wait:.0f} s")
                     ) from None
-                doubled = FIRST_WAIT * 2**number * random.uniform(1, 1.25)  # not all at once
-                wait = min(LONGEST_WAIT, doubled) if failure.wait is None else failure.wait
+                # Jitter keeps the threads from retrying at the same time.
+                backoff = FIRST_WAIT * 2**number * random.uniform(1, 1.25)
+                wait = min(MAX_WAIT, backoff) if failure.wait is None else failure.wait
         tries = self._config.max_retries + 1
-        raise JudgeError(self._words(f"{problem} ({tries} {'try' if tries == 1 else 'tries'})"))
+        raise JudgeError(self._message(f"{problem} ({tries} {'try' if tries == 1 else 'tries'})"))
 
-    def _ask_once(self, body: bytes) -> Reply:
+    def _request(self, body: bytes) -> Reply:
         headers = {"content-type": "application/json", "user-agent": "loft"}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
@@ -135,42 +136,46 @@ class Endpoint:
         deadline = time.monotonic() + limit
         try:
             with self._opener.open(request, timeout=limit) as response:
-                data = _read_whole(response, deadline)
+                data = _read_response(response, deadline)
                 if response.length:
-                    raise _Retry(f"broke off, {response.length} bytes before its end")
-                return _reply(data)
+                    raise _TemporaryFailure(
+                        f"the connection broke off {response.length} bytes before the end"
+                    )
+                return _parse_reply(data)
         except urllib.error.HTTPError as error:
-            self._raise_for(error, deadline)
+            self._raise_for_status(error, deadline)
         except TimeoutError as error:
-            raise _Retry(f"no answer within {limit:g} s") from error
+            raise _TemporaryFailure(f"no answer within {limit:g} s") from error
         except urllib.error.URLError as error:
             if isinstance(error.reason, TimeoutError):
-                raise _Retry(f"no answer within {limit:g} s") from error
-            raise _Retry(f"cannot be reached: {error.reason}") from error
+                raise _TemporaryFailure(f"no answer within {limit:g} s") from error
+            raise _TemporaryFailure(f"cannot be reached: {error.reason}") from error
         except (OSError, http.client.HTTPException) as error:
-            raise _Retry(f"broke off: {error or type(error).__name__}") from error
+            raise _TemporaryFailure(
+                f"the connection broke off: {error or type(error).__name__}"
+            ) from error
 
-    def _raise_for(self, error: urllib.error.HTTPError, deadline: float) -> NoReturn:
-        """Raise UserError or _Retry, by a status that is not 200."""
-        said = ""
-        with contextlib.suppress(OSError, http.client.HTTPException, _Retry), error:
-            said = _error_text(_read_whole(error, deadline))
-        problem = f"status {error.code}{': ' * bool(said)}{said}"
+    def _raise_for_status(self, error: urllib.error.HTTPError, deadline: float) -> NoReturn:
+        """Raise UserError or _TemporaryFailure, depending on the status code."""
+        text = ""
+        with contextlib.suppress(OSError, http.client.HTTPException, _TemporaryFailure), error:
+            text = _error_text(_read_response(error, deadline))
+        problem = f"status {error.code}{': ' * bool(text)}{text}"
         if error.code in (401, 403):
             raise UserError(
-                self._words(f"{problem}; set the key: {KEY_VARIABLE}=... in the environment")
+                self._message(f"{problem}; set the key: {KEY_VARIABLE}=... in the environment")
             )
-        if error.code in REFUSALS or 300 <= error.code < 400:
+        if error.code in PERMANENT_ERRORS or 300 <= error.code < 400:
             fix = "evaluation.judge.url, evaluation.judge.model or evaluation.judge.parameters"
-            raise UserError(self._words(f"{problem}; type another {fix}"))
-        raise _Retry(problem, _retry_after(error.headers.get("retry-after")))
+            raise UserError(self._message(f"{problem}; type another {fix}"))
+        raise _TemporaryFailure(problem, _retry_after(error.headers.get("retry-after")))
 
-    def _words(self, problem: str) -> str:
+    def _message(self, problem: str) -> str:
         if self._key:
             problem = problem.replace(self._key, "<redacted>")
         return f"judge {self._config.model} at {self._config.url}: {printable(redact(problem))}"
 
-    def _wait_for_turn(self) -> None:
+    def _wait_for_rate_limit(self) -> None:
         if self._config.requests_per_minute is None:
             return
         with self._lock:
@@ -181,38 +186,38 @@ class Endpoint:
 
     def _pause(self, seconds: float) -> None:
         if self._stopped.wait(max(0.0, seconds)):
-            raise JudgeError(self._words("not asked any more"))
+            raise JudgeError(self._message("no more requests are sent"))
 
 
-class _Retry(Exception):
-    """A failure that may pass; `wait` is the seconds that the endpoint asks for."""
+class _TemporaryFailure(Exception):
+    """A failure worth a retry; `wait` is the delay in seconds requested by the endpoint, if any."""
 
     def __init__(self, problem: str, wait: float | None = None) -> None:
         self.wait = wait
         super().__init__(problem)
 
 
-def _read(file: Path) -> Reply | None:
-    """Return what a judge has said before; None where there is nothing, or half of it."""
+def _read_cached(file: Path) -> Reply | None:
+    """Return a cached reply, None if there is none or it is incomplete."""
     try:
         return replace(Reply(**json.loads(file.read_text(encoding="utf-8"))), is_cached=True)
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _read_whole(response: Any, deadline: float) -> bytes:
+def _read_response(response: Any, deadline: float) -> bytes:
     data = b""
     while chunk := response.read1(2**16):
         data += chunk
         if len(data) > MAX_BYTES:
-            raise _Retry(f"an answer of more than {MAX_BYTES // 2**20} MiB")
+            raise _TemporaryFailure(f"the answer is larger than {MAX_BYTES // 2**20} MiB")
         if time.monotonic() > deadline:
             raise TimeoutError
     return data
 
 
-def _reply(data: bytes) -> Reply:
-    """Read a chat completion; _Retry where it is something else."""
+def _parse_reply(data: bytes) -> Reply:
+    """Parse a chat completion; raise _TemporaryFailure if it is not one."""
     try:
         answer = json.loads(data)
         text = answer["choices"][0]["message"]["content"]
@@ -220,7 +225,7 @@ def _reply(data: bytes) -> Reply:
         text = None
     if not isinstance(text, str):
         start = data[:80].decode("utf-8", "replace")
-        raise _Retry(f"answered with something else than a chat completion: {start!r}")
+        raise _TemporaryFailure(f"the answer is not a chat completion: {start!r}")
     usage = answer.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     read, written = (
@@ -231,7 +236,7 @@ def _reply(data: bytes) -> Reply:
 
 
 def _error_text(data: bytes) -> str:
-    """Return what an endpoint says of an error, in OpenAI's form or as it stands."""
+    """Return the message of an error in OpenAI's format, or the response itself."""
     text = data.decode("utf-8", "replace")
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         text = str(json.loads(data)["error"]["message"])
@@ -239,7 +244,7 @@ def _error_text(data: bytes) -> str:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Return the seconds of a Retry-After header: a number, or a date."""
+    """Return the delay of a Retry-After header, a number or a date, in seconds."""
     if value is None:
         return None
     with contextlib.suppress(ValueError):

@@ -1,8 +1,8 @@
-"""Have the answers of base and tuned judged, keep every verdict, and sum them up.
+"""Have the answers of base and tuned model judged, save every verdict, and average the grades.
 
-Single: each answer is graded from 1 to 10. Pairwise: base and tuned are compared twice with their
-places swapped, and a model wins where it is better in both; a judge that changes its mind with the
-order has seen a tie.
+Single: each answer is graded from 1 to 10. Pairwise: base and tuned are compared twice, with their
+order swapped; a model wins if it is preferred both times, and a preference that changes with the
+order counts as a tie.
 """
 
 from __future__ import annotations
@@ -27,47 +27,50 @@ from app.evaluation.judge.prompts import (
 )
 from app.evaluation.judge.questions import Question
 from app.evaluation.judge.settings import JudgeConfig
-from app.evaluation.significance import RowScores
+from app.evaluation.significance import VARIANTS, RowScores
 from app.process.errors import UserError
 from data_modules import printable
 
 VERDICTS_FILE = "verdicts.jsonl"
 MAX_FAILED = 3
-"""failed requests in a row, each after all its retries, after which no more are sent"""
-EMPTY = "an empty answer: the lowest grade, without asking"
-REPORTS = 10
-"""progress lines of one judging"""
+"""consecutive failed requests, each after all its retries, after which judging stops"""
+EMPTY = "empty answer: lowest grade, without a request"
+NUM_PROGRESS_LINES = 10
+"""lines of progress that are logged"""
 Answers = Mapping[str, Mapping[str, Sequence[str]]]
-"""base and tuned -> question -> the answer to each of its turns"""
+"""variant -> question id -> the answer to each turn"""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeRequest:
-    """One request to a judge: about whom and which turn, from 0."""
+    """One request to a judge."""
 
     question: Question
     turn: int
+    """the turn that is judged, from 0"""
     variant: str
-    """base or tuned; of a comparison the one that stands first"""
+    """base or tuned: the model that is graded, or the first one of a comparison"""
     is_pairwise: bool
     messages: list[Message]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a request: `score` 1 to 10, or 1, 0.5 or 0 for tuned against base."""
+    """The result of one request."""
 
     request: JudgeRequest
     score: float | None
+    """grade from 1 to 10; of a comparison 1 if tuned is better, 0 if base is, 0.5 for a tie; None
+    if the reply could not be parsed"""
     text: str
-    """the judge's own words, or why there is no verdict"""
+    """the judge's reply"""
     read_tokens: int = 0
     written_tokens: int = 0
     is_cached: bool = False
 
     def line(self) -> str:
-        """Return its line of verdicts.jsonl."""
+        """Return the line in verdicts.jsonl."""
         request = self.request
         row = {
             "question_id": request.question.id,
@@ -86,15 +89,15 @@ class Verdict:
 
 @dataclass(slots=True)
 class Judgement:
-    """All verdicts so far, and why there are no more."""
+    """All verdicts, and the failure that ended judging early, if any."""
 
     verdicts: list[Verdict] = field(default_factory=list)
     num_requests: int = 0
     failure: Exception | None = None
-    """what ended the judging before its end"""
+    """why judging ended before all requests were sent"""
 
     def scores(self, variant: str) -> dict[str, dict[str, float]]:
-        """Return a model's mean grade of each question that was graded whole, by category."""
+        """Return category -> question id -> mean grade, for questions with a grade in each turn."""
         return self._by_question(
             verdict
             for verdict in self.verdicts
@@ -102,17 +105,18 @@ class Judgement:
         )
 
     def wins(self) -> dict[str, dict[str, float]]:
-        """Return the share of each question's turns that tuned wins, a tie for a half."""
+        """Return category -> question id -> share of turns that tuned wins; a tie counts 0.5."""
         by_turn: dict[tuple[str, int], list[Verdict]] = defaultdict(list)
         for verdict in self._comparisons():
             by_turn[verdict.request.question.id, verdict.request.turn].append(verdict)
-        both = (pair for pair in by_turn.values() if len(pair) == 2)
+        both_orders = (pair for pair in by_turn.values() if len(pair) == 2)
         return self._by_question(
-            Verdict(one.request, _agreed(one.score, other.score), "") for one, other in both
+            Verdict(first.request, _combine_orders(first.score, second.score), "")
+            for first, second in both_orders
         )
 
-    def num_undecided(self) -> int:
-        """Count the comparisons whose winner changed with the places."""
+    def num_inconsistent(self) -> int:
+        """Return the number of comparisons whose winner changed when the order was swapped."""
         by_turn: dict[tuple[str, int], set[float | None]] = defaultdict(set)
         for verdict in self._comparisons():
             by_turn[verdict.request.question.id, verdict.request.turn].add(verdict.score)
@@ -133,10 +137,10 @@ class Judgement:
         return dict(means)
 
     def metrics(self) -> dict[str, float]:
-        """Return the means by their names in metrics.json: overall, by category and by turn."""
-        found: dict[str, float] = {}
-        for variant in ("base", "tuned"):
-            found |= _means(f"{variant}/judge", self.scores(variant))
+        """Return the mean grades by their names in metrics.json: overall, by category and turn."""
+        metrics: dict[str, float] = {}
+        for variant in VARIANTS:
+            metrics |= _means(f"{variant}/judge", self.scores(variant))
             for turn in sorted({verdict.request.turn for verdict in self.verdicts}):
                 graded = [
                     verdict.score
@@ -146,16 +150,16 @@ class Judgement:
                     and verdict.score is not None
                 ]
                 if graded:
-                    found[f"{variant}/judge/turn_{turn + 1}"] = fmean(graded)
-        return found | _means("tuned/judge_wins", self.wins())
+                    metrics[f"{variant}/judge/turn_{turn + 1}"] = fmean(graded)
+        return metrics | _means("tuned/judge_wins", self.wins())
 
     def row_scores(self, name: str) -> dict[str, dict[str, dict[str, RowScores]]]:
-        """Return the grades of the questions that both models have, to be compared by row."""
+        """Return the grades of the questions that both models have, for a comparison by row."""
         flat = {
             variant: {
                 id: score for rows in self.scores(variant).values() for id, score in rows.items()
             }
-            for variant in ("base", "tuned")
+            for variant in VARIANTS
         }
         shared = [id for id in flat["base"] if id in flat["tuned"]]
         return {
@@ -164,21 +168,21 @@ class Judgement:
         }
 
     def state(self) -> str:
-        """Say how many verdicts there are, of how many."""
-        read = sum(verdict.score is not None for verdict in self.verdicts)
-        return f"{read:,} of {self.num_requests:,} verdicts"
+        """Describe how many verdicts could be parsed, of how many requests."""
+        parsed = sum(verdict.score is not None for verdict in self.verdicts)
+        return f"{parsed:,} of {self.num_requests:,} verdicts"
 
     def cost(self, config: JudgeConfig) -> str:
-        """Say how many tokens were read and written, and what they cost."""
+        """Describe how many tokens were read and written, and their price."""
         paid = [verdict for verdict in self.verdicts if not verdict.is_cached]
         read = sum(verdict.read_tokens for verdict in paid)
         written = sum(verdict.written_tokens for verdict in paid)
-        words = f"{len(paid):,} verdicts for {read:,} tokens read and {written:,} written"
+        text = f"{len(paid):,} verdicts for {read:,} tokens read and {written:,} written"
         if config.input_price is not None or config.output_price is not None:
             dollars = read * (config.input_price or 0) + written * (config.output_price or 0)
-            words += f", ${dollars / 1e6:,.4f}"
-        cached = len(self.verdicts) - len(paid)
-        return words + f"; {cached:,} from the disk" * (cached > 0)
+            text += f", ${dollars / 1e6:,.4f}"
+        num_cached = len(self.verdicts) - len(paid)
+        return text + f"; {num_cached:,} from the cache" * (num_cached > 0)
 
 
 def judge_answers(
@@ -188,77 +192,79 @@ def judge_answers(
     config: JudgeConfig,
     folder: Path,
 ) -> Judgement:
-    """Ask for every verdict; each is added to `folder`/verdicts.jsonl when it comes.
+    """Request a verdict on every answer; write each to `folder`/verdicts.jsonl as it arrives.
 
-    What ends it early is in `failure`, beside the verdicts that there are.
+    Does not raise if judging fails: the failure is returned with the verdicts received so far.
     """
     requests = list(_requests(questions, answers, config))
     judged = Judgement(num_requests=len(requests))
-    failed_in_a_row = 0
-    waiting: set[Future[Verdict]] = set()
-    rest = iter(requests)
+    num_failed = 0
+    pending: set[Future[Verdict]] = set()
+    unsent = iter(requests)
     pool = ThreadPoolExecutor(config.num_parallel)
     with (folder / VERDICTS_FILE).open("w", encoding="utf-8") as file:
         try:
             while True:
-                while judged.failure is None and len(waiting) < config.num_parallel:
-                    if (request := next(rest, None)) is None:
+                while judged.failure is None and len(pending) < config.num_parallel:
+                    if (request := next(unsent, None)) is None:
                         break
-                    waiting.add(pool.submit(_verdict, endpoint, request))
-                if not waiting:
+                    pending.add(pool.submit(_verdict, endpoint, request))
+                if not pending:
                     return judged
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
                     try:
                         verdict = future.result()
                     except JudgeError as error:
-                        failed_in_a_row += 1
-                        if failed_in_a_row >= MAX_FAILED or len(requests) < MAX_FAILED:
+                        num_failed += 1
+                        if num_failed >= MAX_FAILED or len(requests) < MAX_FAILED:
                             judged.failure = judged.failure or error
                         else:
                             log.warning("%s", error)
-                    except UserError as error:  # the next request would be refused, too
+                    except UserError as error:  # the next request would be rejected, too
                         judged.failure = judged.failure or error
                     else:
-                        failed_in_a_row = 0
+                        num_failed = 0
                         judged.verdicts.append(verdict)
                         file.write(verdict.line())
                         file.flush()
-                        _report(len(judged.verdicts), len(requests))
+                        _log_progress(len(judged.verdicts), len(requests))
         finally:
             endpoint.stop()
             pool.shutdown(wait=False)
 
 
 def check_judgement(judged: Judgement, config: JudgeConfig) -> None:
-    """Say what is missing; raise the failure that ended it, or JudgeError without any verdict."""
-    unread = [verdict for verdict in judged.verdicts if verdict.score is None]
-    if unread:
+    """Warn about missing verdicts; raise the failure that ended judging, if any.
+
+    Raises JudgeError if no verdict could be parsed.
+    """
+    unparsed = [verdict for verdict in judged.verdicts if verdict.score is None]
+    if unparsed:
         log.warning(
-            "judge: %d of %d verdicts could not be read, and count for nothing; the first: %s",
-            len(unread),
+            "judge: %d of %d verdicts could not be parsed and are ignored; the first: %s",
+            len(unparsed),
             len(judged.verdicts),
-            printable(unread[0].text[:120]),
+            printable(unparsed[0].text[:120]),
         )
-    missing = judged.num_requests - len(judged.verdicts)
+    num_missing = judged.num_requests - len(judged.verdicts)
     if judged.failure is not None:
-        kept = f"{len(judged.verdicts)} of {judged.num_requests} verdicts are kept"
         raise type(judged.failure)(
-            f"{judged.failure}\n{kept}: type the command again without "
-            "output.dir: what the judge has said is not asked again"
+            f"{judged.failure}\n{len(judged.verdicts)} of {judged.num_requests} verdicts are "
+            "saved: type the command again without output.dir, and only the others are requested"
         ) from judged.failure
-    if missing:
-        log.warning("judge: %d of %d verdicts are missing", missing, judged.num_requests)
-    if len(unread) + missing == judged.num_requests:
+    if num_missing:
+        log.warning("judge: %d of %d verdicts are missing", num_missing, judged.num_requests)
+    if len(unparsed) + num_missing == judged.num_requests:
         raise JudgeError(
-            f"judge {config.model} at {config.url} gave no verdict that could be read: it should "
-            "end with a line `Verdict: N`; is it a model that follows instructions?"
+            f"judge {config.model} at {config.url} returned no readable verdict: its replies "
+            "should end with a line `Verdict: N`; does this model follow instructions?"
         )
 
 
 def judge_table(judged: Judgement) -> list[list[str]]:
-    """Return the grades and wins of every category as text, the headings first, all of it last."""
-    columns = {f"{variant}: 1 to 10": judged.scores(variant) for variant in ("base", "tuned")}
+    """Return a table as text: a heading row, a row for each category, and the overall means."""
+    columns = {f"{variant}: 1 to 10": judged.scores(variant) for variant in VARIANTS}
     columns["tuned wins"] = judged.wins()
     columns = {heading: scores for heading, scores in columns.items() if scores}
     names = list(dict.fromkeys(name for scores in columns.values() for name in scores))
@@ -274,7 +280,7 @@ def judge_table(judged: Judgement) -> list[list[str]]:
 
 
 def print_judgement(judged: Judgement, config: JudgeConfig, page: str) -> None:
-    """Print the table of a judge's grades, what it cost, and where its words are."""
+    """Print the table of grades, the cost, and the path of the page with all verdicts."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -287,8 +293,11 @@ def print_judgement(judged: Judgement, config: JudgeConfig, page: str) -> None:
         table.add_row(*map(Text, row))
     Console(highlight=False).print(table)
     print(f"judge: {judged.state()}; {judged.cost(config)}")
-    if undecided := judged.num_undecided():
-        print(f"judge: {undecided} comparisons changed with the places, and count as ties")
+    if num_inconsistent := judged.num_inconsistent():
+        print(
+            f"judge: {num_inconsistent} comparisons changed when the order was swapped, and count "
+            "as ties"
+        )
     print(f"judge: {printable(page)}")
 
 
@@ -296,24 +305,24 @@ def _requests(
     questions: Sequence[Question], answers: Answers, config: JudgeConfig
 ) -> Iterator[JudgeRequest]:
     for question in questions:
-        given = {variant: of_model[question.id] for variant, of_model in answers.items()}
+        texts = {variant: by_question[question.id] for variant, by_question in answers.items()}
         for turn in range(len(question.turns)):
             if "single" in config.grading:
-                for variant, texts in given.items():
-                    has_answer = bool(texts[turn].strip())
-                    messages = grading_messages(question, turn, texts) if has_answer else []
+                for variant, own in texts.items():
+                    has_answer = bool(own[turn].strip())
+                    messages = grading_messages(question, turn, own) if has_answer else []
                     yield JudgeRequest(question, turn, variant, False, messages)
-            if "pairwise" in config.grading and len(given) == 2:
-                for variant, other in (("base", "tuned"), ("tuned", "base")):
-                    messages = choosing_messages(question, turn, given[variant], given[other])
-                    yield JudgeRequest(question, turn, variant, True, messages)
+            if "pairwise" in config.grading and len(texts) == 2:
+                for first, second in (VARIANTS, VARIANTS[::-1]):
+                    messages = choosing_messages(question, turn, texts[first], texts[second])
+                    yield JudgeRequest(question, turn, first, True, messages)
 
 
 def _verdict(endpoint: Endpoint, request: JudgeRequest) -> Verdict:
-    """Ask once, and once more where the words hold no verdict."""
+    """Request a verdict, and once more if the reply contains none."""
     if not request.messages:
         return Verdict(request, float(LOWEST), EMPTY, is_cached=True)
-    reply = endpoint.ask(request.messages)
+    reply = endpoint.complete(request.messages)
     replies = [reply]
     score = _score(request, reply.text)
     if score is None:
@@ -322,18 +331,18 @@ def _verdict(endpoint: Endpoint, request: JudgeRequest) -> Verdict:
             {"role": "assistant", "content": reply.text},
             {"role": "user", "content": REMINDER},
         ]
-        replies.append(endpoint.ask(again))
+        replies.append(endpoint.complete(again))
         score = _score(request, replies[-1].text)
-        if score is None:  # the next evaluation asks again
+        if score is None:  # the next evaluation requests both again
             endpoint.forget(request.messages)
             endpoint.forget(again)
-    paid: list[Reply] = [one for one in replies if not one.is_cached]
+    paid: list[Reply] = [reply for reply in replies if not reply.is_cached]
     return Verdict(
         request,
         score,
-        reply.text,
-        sum(one.read_tokens for one in paid),
-        sum(one.written_tokens for one in paid),
+        replies[0].text,
+        sum(reply.read_tokens for reply in paid),
+        sum(reply.written_tokens for reply in paid),
         is_cached=not paid,
     )
 
@@ -344,14 +353,14 @@ def _score(request: JudgeRequest, text: str) -> float | None:
     choice = read_choice(text)
     if choice in (None, "tie"):
         return None if choice is None else 0.5
-    tuned_place = "1" if request.variant == "tuned" else "2"
-    return float(choice == tuned_place)
+    tuned_number = "1" if request.variant == "tuned" else "2"
+    return float(choice == tuned_number)
 
 
-def _agreed(one: float | None, other: float | None) -> float | None:
-    if one is None or other is None:
+def _combine_orders(first: float | None, second: float | None) -> float | None:
+    if first is None or second is None:
         return None
-    return one if one == other else 0.5
+    return first if first == second else 0.5
 
 
 def _means(key: str, scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -361,6 +370,6 @@ def _means(key: str, scores: Mapping[str, Mapping[str, float]]) -> dict[str, flo
     return {key: fmean(score for rows in scores.values() for score in rows.values())} | by_category
 
 
-def _report(count: int, total: int) -> None:
-    if count * REPORTS // total > (count - 1) * REPORTS // total:
-        log.info("judge: %d of %d verdicts", count, total)
+def _log_progress(num_done: int, total: int) -> None:
+    if num_done * NUM_PROGRESS_LINES // total > (num_done - 1) * NUM_PROGRESS_LINES // total:
+        log.info("judge: %d of %d verdicts", num_done, total)

@@ -1,7 +1,7 @@
-"""What a judge is asked, and how its verdict is read.
+"""The prompts of a judge, and the parsing of its verdicts.
 
-Decides the words of a request. An answer is material to judge, whatever it says: it stands between
-marks that it cannot contain, since they are made from it.
+Whatever an answer says, it is material to judge: it is enclosed in markers that it cannot contain,
+because they include a hash of the text between them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CHOICE = re.compile(_VERDICT + r"(?:assistant\s*)?(1|2|tie)[\W_]*$")
 
 
 def grading_messages(question: Question, turn: int, answers: Sequence[str]) -> list[Message]:
-    """Ask for the grade of one answer, given the conversation up to it; `turn` from 0."""
+    """Return the request to grade the answer to `turn`, from 0, with the conversation up to it."""
     parts = [*_reference(question, turn), _conversation("conversation", question, turn, answers)]
     return _messages(question, turn, parts, GRADE)
 
@@ -49,7 +49,7 @@ def grading_messages(question: Question, turn: int, answers: Sequence[str]) -> l
 def choosing_messages(
     question: Question, turn: int, first: Sequence[str], second: Sequence[str]
 ) -> list[Message]:
-    """Ask which of two assistants gave the better answer to a turn."""
+    """Return the request to choose the better of two answers to `turn`, from 0."""
     parts = [
         *_reference(question, turn),
         _conversation("assistant 1", question, turn, first),
@@ -59,24 +59,24 @@ def choosing_messages(
 
 
 def read_grade(text: str) -> float | None:
-    """Return the last grade in a judge's words; None where there is none in range."""
-    found = _GRADE.findall(text)
-    grade = float(found[-1]) if found else 0.0
+    """Return the last grade in a judge's reply, None if there is none in range."""
+    grades = _GRADE.findall(text)
+    grade = float(grades[-1]) if grades else 0.0
     return grade if LOWEST <= grade <= HIGHEST else None
 
 
 def read_choice(text: str) -> str | None:
-    """Return the last choice in a judge's words, 1, 2 or tie; None where there is none."""
-    found = _CHOICE.findall(text)
-    return found[-1].lower() if found else None
+    """Return the last choice in a judge's reply: 1, 2 or tie; None if there is none."""
+    choices = _CHOICE.findall(text)
+    return choices[-1].lower() if choices else None
 
 
-def _messages(question: Question, turn: int, parts: Sequence[str], asks: str) -> list[Message]:
+def _messages(question: Question, turn: int, parts: Sequence[str], task: str) -> list[Message]:
     which = "the answer"
     if len(question.turns) > 1:
         which = f"the answer to question {turn + 1} alone"
     role = ROLE + WITH_REFERENCE * bool(question.reference)
-    text = "\n\n".join([*parts, asks.format(which=which)])
+    text = "\n\n".join([*parts, task.format(which=which)])
     return [{"role": "system", "content": role}, {"role": "user", "content": text}]
 
 

@@ -1,4 +1,4 @@
-"""Read questions of several turns, and the answers to them that are known to be right."""
+"""Read multi-turn questions and their reference answers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from data_modules import open_regular
 
 QUESTIONS_FILE, REFERENCE_FILES = "question.jsonl", "reference_answer*"
 MAX_BYTES = 2**26
-"""of a file of questions"""
+"""largest file of questions in bytes"""
 MAX_LISTED = 20
+"""problems listed in an error message"""
 NEED_REFERENCES = ("math", "reasoning", "coding")
-"""categories in which a judge is seldom right by itself"""
+"""categories in which a judge is unreliable without a reference answer"""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question of one turn or more; `reference` has an answer a turn, or none."""
+    """A question of one or more turns; `reference` has one answer for each turn, or is empty."""
 
     id: str
     category: str
@@ -35,29 +36,29 @@ class Question:
 def read_questions(
     path: Path, references: Path | None = None, max_questions: int | None = None
 ) -> list[Question]:
-    """Read MT-bench's form: `{question_id, category, turns: [...], reference: [...]}` a line.
+    """Read lines in MT-bench's format: `{question_id, category, turns: [...], reference: [...]}`.
 
-    A folder has them in question.jsonl, and answers in reference_answer*. UserError with every
-    problem, by file and line.
+    A folder has the questions in question.jsonl and reference answers in reference_answer*. Raises
+    UserError with all problems by file and line.
     """
     if path.is_dir():
         folder, path = path, path / QUESTIONS_FILE
-        found = sorted(file for file in folder.glob(REFERENCE_FILES) if file.is_file())
-        found += sorted(folder.glob("reference_answer/*.jsonl"))
-        references = references or (found[0] if found else None)
+        files = sorted(file for file in folder.glob(REFERENCE_FILES) if file.is_file())
+        files += sorted(folder.glob("reference_answer/*.jsonl"))
+        references = references or (files[0] if files else None)
     problems: list[str] = []
     questions: dict[str, Question] = {}
     for where, row in _rows(path, problems):
-        question = _question(row, where, problems)
+        question = _parse_question(row, where, problems)
         if question and question.id in questions:
-            problems.append(f"{where} question_id {question.id} is there twice")
+            problems.append(f"{where} duplicate question_id {question.id}")
         elif question:
             questions[question.id] = question
     if references is not None:
         for where, row in _rows(references, problems):
             _add_reference(row, where, questions, problems)
     if not questions and not problems:
-        problems.append(f"{path}: there are no questions in it")
+        problems.append(f"{path}: contains no questions")
     if problems:
         more = len(problems) - MAX_LISTED
         raise UserError(problems[:MAX_LISTED] + [f"and {more} more"] * (more > 0))
@@ -65,8 +66,8 @@ def read_questions(
     without = [q.id for q in chosen if q.category in NEED_REFERENCES and not q.reference]
     if without:
         log.warning(
-            "judge: %d questions of %s have no reference answer (question_id %s ...): a judge "
-            "without one is often wrong there; type evaluation.judge.references=FILE",
+            "judge: %d questions of %s have no reference answer (question_id %s ...); without one, "
+            "a judge is often wrong in these categories: type evaluation.judge.references=FILE",
             len(without),
             ", ".join(NEED_REFERENCES),
             without[0],
@@ -75,11 +76,13 @@ def read_questions(
 
 
 def _rows(file: Path, problems: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the objects of a file, each with its place."""
+    """Yield the JSON objects of a file, each with its `file:line`."""
     with open_regular(file) as stream:
         data = stream.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise UserError(f"{file}: larger than {MAX_BYTES // 2**20} MiB, too large for questions")
+        raise UserError(
+            f"{file}: larger than {MAX_BYTES // 2**20} MiB, the limit for a file of questions"
+        )
     for number, line in enumerate(data.split(b"\n"), 1):
         where = f"{file}:{number}"
         if not line.strip():
@@ -95,18 +98,18 @@ def _rows(file: Path, problems: list[str]) -> Iterator[tuple[str, Mapping[str, A
             problems.append(f"{where} is a JSON {type(row).__name__}; expected an object")
 
 
-def _question(row: Mapping[str, Any], where: str, problems: list[str]) -> Question | None:
+def _parse_question(row: Mapping[str, Any], where: str, problems: list[str]) -> Question | None:
     missing = [name for name in ("question_id", "turns") if name not in row]
     if missing:
         problems.append(f"{where} has no {' and no '.join(missing)}; found {sorted(row)}")
         return None
     turns = _texts(row["turns"])
     if not turns or not all(map(str.strip, turns)):
-        problems.append(f"{where} turns: expected a list of questions, none of them empty")
+        problems.append(f"{where} turns: expected a list of non-empty questions")
         return None
     reference = _texts(row.get("reference") or [])
     if reference is None or len(reference) not in (0, len(turns)):
-        problems.append(f"{where} reference: expected {len(turns)} answers, one a turn")
+        problems.append(f"{where} reference: expected {len(turns)} answers, one for each turn")
         return None
     category = str(row.get("category") or "general")
     return Question(str(row["question_id"]), category, turns, reference)
@@ -127,13 +130,13 @@ def _add_reference(
     question = questions.get(str(row.get("question_id")))
     if "question_id" not in row or turns is None:
         problems.append(
-            f"{where} is no reference answer: expected question_id and choices[0].turns, found "
+            f"{where} is not a reference answer: expected question_id and choices[0].turns, found "
             f"{sorted(row)}"
         )
     elif question and len(turns) != len(question.turns):
         problems.append(
-            f"{where} has {len(turns)} answers, question {question.id} has {len(question.turns)} "
-            "turns"
+            f"{where} has {len(turns)} answers, but question {question.id} has "
+            f"{len(question.turns)} turns"
         )
     elif question:
         questions[question.id] = replace(question, reference=turns)
