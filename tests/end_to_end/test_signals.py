@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -132,5 +133,6 @@ def test_a_killed_loader_worker_is_named(person: Person, tmp_path: Path) -> None
     words = ("data.num_workers=1", "faults=[worker_killed@3]")
     said = person.train_into(tmp_path / "run", *small_run(*RUN, *words), code=3)
     assert said.count("error") == 1 and "Traceback" not in said
-    assert "DataLoader worker" in said and "killed by signal: Killed" in said
+    # PyTorch notices by a signal or by the silence of the worker, whichever comes first.
+    assert re.search(r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)", said)
     assert "type a smaller data.num_workers" in said

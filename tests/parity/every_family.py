@@ -507,24 +507,25 @@ def write_table(found: dict[str, str]) -> None:
 
 HEAD = """# Models
 
-Every causal and encoder-decoder family that transformers {version} registers, made tiny from its
-config class. Loss and all gradients of the first step, in fp32 on a CPU, are compared with plain
-transformers run one document at a time; then two steps, saved, opened again, evaluated.
-`python -m tests.parity.every_family` writes this table; the tests compare it.
+Every causal and encoder-decoder family in transformers {version}, as a tiny model made from its
+config class. The loss and all gradients of the first step, in fp32 on a CPU, are compared with
+plain transformers run one document at a time; then the model is trained for two steps, saved,
+reopened and evaluated. `python -m tests.parity.every_family` writes this table, and the tests
+compare it.
 
 {counts}
 
-Equal: to 1e-5, packed and in padded rows. Recurrent layers and convolutions (Mamba, Gated DeltaNet,
-lightning attention, RWKV, short convolutions) are found by a probe at the start of a run, so that
-no state crosses a boundary: they get the boundaries of documents where kernels take them (those
-installed on a GPU: flash-linear-attention, causal-conv1d, mamba-ssm; our own on a CPU: Gated
-DeltaNet, short convolutions), and else run document by document. These kernels are tried in
-training as well, gradients included. Where a fused one would read the weight of a module that has
-an adapter, or is quantized, the layer runs its parts instead. Linear modules whose weights layers
-multiply by themselves (`dt_proj` of Mamba, LongCat's router) get no LoRA or IA3, and are not
-quantized.
+Equal means within 1e-5, packed and in padded rows. Recurrent layers and convolutions (Mamba, Gated
+DeltaNet, lightning attention, RWKV, short convolutions) are detected by a probe at the start of a
+run, so that no state crosses a document boundary: kernels that support boundaries get them (on a
+GPU the installed ones of flash-linear-attention, causal-conv1d and mamba-ssm; on a CPU our own for
+Gated DeltaNet and short convolutions), all others run document by document. These kernels are
+verified in training mode too, with gradients. If a fused kernel would read the weight of a module
+that has an adapter or is quantized, the layer uses the unfused operations instead. Linear modules
+whose weight is used without calling the module (`dt_proj` of Mamba, LongCat's router) get no LoRA
+or IA3, and are not quantized.
 
-| family | what a run does |
+| family | result |
 |---|---|
 """
 
