@@ -1,4 +1,4 @@
-"""Turn rows into conversations, documents or tokens, by the name of their format."""
+"""Convert rows of named formats to conversations, documents or tokens."""
 
 from data_modules.format.fields import EmptyAnswerError, MissingColumnError, RowError
 from data_modules.format.format import (

@@ -1,12 +1,12 @@
-"""Turn a row into conversations, documents or tokens, by the name of its format.
+"""Convert a row of a named format to conversations, documents or tokens.
 
-Decides which columns a format reads and what they become: a conversation, raw text or tokens.
-Never tokenizes and never reads files.
+Decides which columns a format reads, which format a row has, and which settings to suggest if no
+format is recognized. Never tokenizes and never reads files.
 
-Rules for conversations: roles go by their usual names (`human`, `gpt`, ...); neighbours of one
-role are joined (turns.py says how); a system turn comes first; a user turn comes before the first
-answer; the result of a tool follows its call. `columns` in the settings maps a format's field to
-the column that holds it, or to a dotted path into one.
+Rules for conversations: roles have their usual names (`human`, `gpt`, ...); consecutive turns of
+one role are joined (see turns.py); a system turn comes first; a user turn comes before the first
+answer; a tool result follows its call. `columns` in the settings maps a field of the format to a
+column, or to a dotted path into one.
 """
 
 from __future__ import annotations
@@ -20,38 +20,46 @@ from data_modules.format.fields import (
     MissingColumnError,
     RowError,
     is_turns,
-    kind,
-    misnamed,
-    nearest,
-    quoted,
+    nearest_hint,
+    quote,
     read_answer,
     read_optional_text,
     read_path,
     read_text,
     read_weight,
     row_weight,
-    suggest_settings,
+    type_of,
+    typo_hint,
 )
-from data_modules.format.turns import arrange, read_tools, read_tree, read_turns
+from data_modules.format.turns import normalize_turns, read_tools, read_tree, read_turns
 from data_modules.messages import DataError, Origin, listed
 from data_modules.types import Conversation, Document, Item, Row, Segment, Tokens, Turn
 
-_ANSWERS = ("output", "response", "completion")
+_ALPACA_ANSWERS = ("output", "response", "completion")
 _COMPLETIONS = ("completion", "response", "output")
 _TURNS = ("messages", "conversations", "conversation")
 _SLIP = 0.9
-"""how alike two names are that differ by one letter"""
+"""similarity of two names that differ by one letter"""
 _FLAT_TREE = {"parent_id", "role", "text"}
+_QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input", "user", "human")
+_ANSWERS = (
+    *("output", "answer", "response", "completion", "solution", "answers", "target", "reply"),
+    *("assistant", "gpt", "summary"),
+)
+_EXTRAS = ("input", "context", "passage")
+_TEXTS = ("text", "content", "body", "document", "article", "code", "markdown")
+_MAX_DEPTH = 3
+"""nesting below a column to which texts are searched for suggestions"""
 IGNORED = -100
-"""the label of a token that is not trained on"""
+"""label of a token that is not trained on"""
 _MAX_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Describe a format: its fields with their aliases, and the function that reads a row.
+    """A row format: its fields with their aliases, and the function that reads a row.
 
-    `guessed_by` are columns that no other format has: without them it is not guessed.
+    `guessed_by` are columns of this format only: it is not guessed without them.
     """
 
     name: str
@@ -66,16 +74,16 @@ class Format:
         return [*names, *self.optional, "weight"]
 
     def fits(self, columns: Iterable[str]) -> bool:
-        """Tell whether `columns` hold every required field, and what it is guessed by."""
+        """Return whether `columns` include all required fields and the columns of `guessed_by`."""
         present = set(columns)
-        known = all(present.intersection(names) for names in self.required)
-        return known and present.issuperset(self.guessed_by)
+        is_complete = all(present.intersection(names) for names in self.required)
+        return is_complete and present.issuperset(self.guessed_by)
 
 
 def format_of(columns: Iterable[str]) -> str | None:
     """Return the name of the first format whose required fields are all in `columns`.
 
-    Rows that are single messages of a tree are of none: each alone says nothing to train on.
+    None for rows that are single messages of a tree: one message alone is nothing to train on.
     """
     present = set(columns)
     if present >= _FLAT_TREE:
@@ -87,7 +95,7 @@ _PREFERENCES = {"chosen", "rejected"}
 
 
 def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
-    """Return the format of most rows; raises DataError where the first, and most, are of none."""
+    """Return the format of most rows; raise DataError if the first row and most rows have none."""
     votes: Counter[str] = Counter()
     unknown: dict[int, str] = {}
     for number, row in enumerate(rows):
@@ -100,8 +108,8 @@ def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
         if name is None:
             if _PREFERENCES.issubset(values):
                 raise DataError(
-                    f"{row.origin} columns {listed(row.values)}: preference pairs, as for DPO, "
-                    "which are not trained on here; to train on the answers that were chosen, type "
+                    f"{row.origin} columns {listed(row.values)}: preference pairs (as for DPO) are "
+                    "not supported; to train on the chosen answers, set "
                     "{path: ..., format: prompt_completion, columns: {completion: chosen}}"
                 )
             suggestion = suggest_settings(row.values)
@@ -109,7 +117,7 @@ def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
             unknown[number] = (
                 f"{row.origin} columns {listed(row.values)}: format not recognized"
                 f"{_near_field(values)}; set data.datasets[].format to one of "
-                f"{', '.join(FORMATS)}, and name the columns by data.datasets[].columns"
+                f"{', '.join(FORMATS)}, and name the columns in data.datasets[].columns"
                 + (f"; try {suggestion}" if suggestion else f", {example}")
             )
         else:
@@ -121,21 +129,21 @@ def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
 
 
 def _near_field(columns: Iterable[str]) -> str:
-    """Return "; 'message' is near: did you mean 'messages'?" for a slip in a column's name."""
+    """Return a hint if a column differs from a required field of a format by one letter."""
     found = list(columns)
-    lacking = (names for form in FORMATS.values() for names in form.required)
-    names = [name for group in lacking if not set(group) & set(found) for name in group]
-    return next((hint for name in names if (hint := misnamed(name, found, _SLIP))), "")
+    required = (names for form in FORMATS.values() for names in form.required)
+    names = [name for aliases in required if not set(aliases) & set(found) for name in aliases]
+    return next((hint for name in names if (hint := typo_hint(name, found, _SLIP))), "")
 
 
 def check_format(name: str) -> None:
-    """Raise ValueError with the nearest name when there is no format `name`."""
+    """Raise ValueError, with the nearest name, if there is no format `name`."""
     if name not in FORMATS:
         raise ValueError(f"format: unknown format '{name}'{_did_you_mean(name, FORMATS)}")
 
 
 def check_columns(name: str, columns: Mapping[str, str]) -> None:
-    """Raise ValueError when `columns` maps a field that format `name` does not have."""
+    """Raise ValueError if `columns` maps a field that the format `name` does not have."""
     fields = FORMATS[name].fields()
     for field in columns:
         if field not in fields:
@@ -146,10 +154,10 @@ def check_columns(name: str, columns: Mapping[str, str]) -> None:
 
 
 def convert_row(row: Row, name: str, columns: Mapping[str, str]) -> list[Item]:
-    """Read `row` as format `name`: one item, or several from a tree.
+    """Convert `row` by the format `name` to one item, or to several for a tree.
 
-    Raises RowError when the row does not hold it; MissingColumnError, which counts by columns, and
-    EmptyAnswerError are kinds of it.
+    Raises RowError if the row does not have this format, or its subclasses MissingColumnError and
+    EmptyAnswerError.
     """
     form = FORMATS[name]
     values = row.values
@@ -165,9 +173,9 @@ def convert_row(row: Row, name: str, columns: Mapping[str, str]) -> list[Item]:
 
 
 def apply_columns(values: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return `values` with the mapped columns under their field's name.
+    """Return `values` with the mapped columns renamed to their fields.
 
-    Raises MissingColumnError, which names the deepest part of a dotted path that is there.
+    Raises MissingColumnError, which names the deepest existing part of a dotted path.
     """
     if not columns:
         return values
@@ -182,7 +190,7 @@ def apply_columns(values: dict[str, Any], columns: Mapping[str, str]) -> dict[st
 def _without_aliases(
     values: dict[str, Any], form: Format, columns: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return `values` without the other names of a field that `columns` maps: that one counts."""
+    """Return `values` without the aliases of fields that `columns` maps."""
     others = {
         name
         for names in form.required
@@ -194,16 +202,16 @@ def _without_aliases(
 
 
 def _missing(names: tuple[str, ...], columns: Mapping[str, Any]) -> MissingColumnError:
-    hint = next((hint for name in names if (hint := misnamed(name, columns))), "")
+    hint = next((hint for name in names if (hint := typo_hint(name, columns))), "")
     return MissingColumnError(f"missing '{names[0]}'; found {listed(columns)}{hint}", columns)
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     known = list(dict.fromkeys(known))
-    return nearest(name, known, otherwise=f"; use one of {', '.join(known)}")
+    return nearest_hint(name, known, otherwise=f"; use one of {', '.join(known)}")
 
 
-def _first(values: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any]:
+def _first_present(values: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any]:
     return next((name, values[name]) for name in names if name in values)
 
 
@@ -213,7 +221,7 @@ def _read_alpaca(values: Mapping[str, Any], origin: Origin) -> list[Item]:
         question, input_start = (
             (f"{question}\n\n{extra}", len(question) + 2) if question else (extra, 0)
         )
-    name, answer = _first(values, _ANSWERS)
+    name, answer = _first_present(values, _ALPACA_ANSWERS)
     turns = [
         Turn("user", question, input_start=input_start),
         Turn("assistant", read_answer(answer, name)),
@@ -227,26 +235,26 @@ def _read_alpaca(values: Mapping[str, Any], origin: Origin) -> list[Item]:
 
 def _read_history(history: Any) -> list[Turn]:
     if not isinstance(history, list):
-        raise RowError(f"history is {kind(history)}, not a list of [question, answer]")
+        raise RowError(f"history is {type_of(history)}, not a list of [question, answer]")
     turns = []
     for index, pair in enumerate(history):
         where = f"history[{index}]"
         if not isinstance(pair, list) or len(pair) != 2:
-            raise RowError(f"{where} is {kind(pair)}, not [question, answer]")
+            raise RowError(f"{where} is {type_of(pair)}, not [question, answer]")
         turns.append(Turn("user", read_text(pair[0], f"{where}[0]")))
         turns.append(Turn("assistant", read_answer(pair[1], f"{where}[1]")))
     return turns
 
 
 def _read_messages(values: Mapping[str, Any], origin: Origin) -> list[Item]:
-    name, items = _first(values, _TURNS)
-    turns = arrange(read_turns(items, name), name, read_optional_text(values, "system"))
+    name, items = _first_present(values, _TURNS)
+    turns = normalize_turns(read_turns(items, name), name, read_optional_text(values, "system"))
     return [Conversation(turns, origin, read_tools(values), row_weight(values))]
 
 
 def _read_prompt_completion(values: Mapping[str, Any], origin: Origin) -> list[Item]:
     prompt = values["prompt"]
-    name, answer = _first(values, _COMPLETIONS)
+    name, answer = _first_present(values, _COMPLETIONS)
     if is_turns(prompt) or is_turns(answer):
         return [_read_prompt_turns(prompt, answer, name, values, origin)]
     question = Segment(read_text(prompt, "prompt"), 0.0)
@@ -256,26 +264,28 @@ def _read_prompt_completion(values: Mapping[str, Any], origin: Origin) -> list[I
 def _read_prompt_turns(
     prompt: Any, answer: Any, name: str, values: Mapping[str, Any], origin: Origin
 ) -> Conversation:
-    """Return prompt and completion as one conversation; answers in the prompt are masked."""
+    """Return a conversation of prompt and completion; answers in the prompt are masked."""
     if not (is_turns(prompt) and is_turns(answer)):
-        raise RowError(f"prompt is {kind(prompt)} and {name} {kind(answer)}; give turns in both")
+        raise RowError(
+            f"prompt is {type_of(prompt)} and {name} {type_of(answer)}; give turns in both"
+        )
     prompt_turns = [
         Turn(turn.role, turn.content, 0.0, turn.reasoning, turn.tool_calls)
         if turn.role == "assistant"
         else turn
         for turn in read_turns(prompt, "prompt")
     ]
-    turns = arrange(prompt_turns + read_turns(answer, name), f"prompt + {name}")
+    turns = normalize_turns(prompt_turns + read_turns(answer, name), f"prompt + {name}")
     return Conversation(turns, origin, read_tools(values), row_weight(values))
 
 
 def _read_completion(values: Mapping[str, Any], origin: Origin) -> list[Item]:
-    name, value = _first(values, ("segments", "text", "content"))
+    name, value = _first_present(values, ("segments", "text", "content"))
     weight = row_weight(values)
     if name != "segments":
         return [Document((Segment(read_text(value, name), weight),), origin)]
     if not isinstance(value, list) or not value:
-        raise RowError("segments is not a list with at least one {text, weight}")
+        raise RowError("segments is not a list of at least one {text, weight}")
     return [Document(tuple(_read_segment(item, i, weight) for i, item in enumerate(value)), origin)]
 
 
@@ -295,6 +305,71 @@ def _read_oasst(values: Mapping[str, Any], origin: Origin) -> list[Item]:
     return [*read_tree(values["prompt"], origin, row_weight(values))]
 
 
+def suggest_settings(values: Mapping[str, Any]) -> str:
+    """Return settings for a row, as in `format: alpaca, columns: {instruction: question}`.
+
+    Returns "" if no column looks like a question, an answer or a text.
+    """
+    for name, value in values.items():
+        if is_turns(value):
+            return f"format: messages, columns: {{messages: {name}}}"
+    question = _find_text(values, _QUESTIONS)
+    answer = _find_text(values, _ANSWERS, but=question) or _find_nested_text(values, _ANSWERS)
+    if question and answer:
+        extra = _find_text(values, _EXTRAS, but=question)
+        if not extra and "." in answer:
+            extra = _input_next_to(values, answer)
+        columns = {"instruction": question, "input": extra, "output": answer}
+        named = [f"{field}: {path}" for field, path in columns.items() if path not in ("", field)]
+        return f"format: alpaca, columns: {{{', '.join(named)}}}"
+    texts = [name for name, value in values.items() if isinstance(value, str)]
+    text = _find_text(values, _TEXTS) or (texts[0] if len(texts) == 1 and not answer else "")
+    return f"format: completion, columns: {{text: {text}}}" if text and not question else ""
+
+
+def _find_text(values: Mapping[str, Any], names: Sequence[str], but: str = "") -> str:
+    """Return the path of the text under the first of `names`, not in column `but`; "" without."""
+    for known in names:
+        for name in values:
+            if name.lower() == known and name != but.split(".")[0]:
+                path = _text_path(values[name], name, (*_ANSWERS, *_TEXTS))
+                if path:
+                    return path
+    return ""
+
+
+def _find_nested_text(values: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return the path of a text under one of `names` inside a list or an object; "" without."""
+    for name, value in values.items():
+        if isinstance(value, (list, dict)) and (path := _text_path(value, name, names)):
+            return path
+    return ""
+
+
+def _text_path(value: Any, path: str, names: Sequence[str], depth: int = 0) -> str:
+    if isinstance(value, str):
+        return path if depth or value.strip() else ""
+    if depth == _MAX_DEPTH:
+        return ""
+    if isinstance(value, list):
+        return _text_path(value[0], f"{path}.0", names, depth + 1) if value else ""
+    if isinstance(value, dict):
+        for name in names:
+            if found := _text_path(value.get(name), f"{path}.{name}", names, depth + 1):
+                return found
+    return ""
+
+
+def _input_next_to(values: Mapping[str, Any], answer: str) -> str:
+    """Return the path of an `input` in the same object as a nested answer; "" without."""
+    found: Any = values
+    *steps, _ = answer.split(".")
+    for step in steps:
+        found = found[int(step)] if isinstance(found, list) else found[step]
+    has_input = isinstance(found, dict) and isinstance(found.get("input"), str)
+    return ".".join([*steps, "input"]) if has_input else ""
+
+
 FORMATS: dict[str, Format] = {
     form.name: form
     for form in (
@@ -307,7 +382,7 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             "alpaca",
-            (("instruction",), _ANSWERS),
+            (("instruction",), _ALPACA_ANSWERS),
             ("input", "system", "history"),
             _read_alpaca,
         ),
@@ -330,10 +405,10 @@ FORMATS: dict[str, Format] = {
 
 
 def read_tokens(values: Mapping[str, Any], origin: Origin) -> Tokens:
-    """Return ids and weights; `labels`, `loss_mask` and `weights` multiply where several are given.
+    """Return ids and weights; the weights of `labels`, `loss_mask` and `weights` are multiplied.
 
-    Tokens that `attention_mask` hides are padding, at either end, and are cut off. Labels stand at
-    the place of their token (not shifted), -100 where nothing is trained on.
+    Tokens masked by `attention_mask` are padding at either end, which is removed. Labels are not
+    shifted: each has the position of its own token, -100 for tokens that are not trained on.
     """
     ids = _integers(values["input_ids"], "input_ids")
     if not ids:
@@ -341,9 +416,9 @@ def read_tokens(values: Mapping[str, Any], origin: Origin) -> Tokens:
     if min(ids) < 0 or max(ids) > _MAX_ID:
         place = next(i for i, token in enumerate(ids) if not 0 <= token <= _MAX_ID)
         raise RowError(
-            f"input_ids[{place}] is {quoted(ids[place])}; an id is a number from 0 to {_MAX_ID}"
+            f"input_ids[{place}] is {quote(ids[place])}; an id is a number from 0 to {_MAX_ID}"
         )
-    first, end = _visible(values, len(ids))
+    first, end = _find_padding(values, len(ids))
     weights = [row_weight(values)] * len(ids)
     if values.get("labels") is not None:
         weights = _label_weights(values["labels"], ids, weights, first, end)
@@ -354,19 +429,19 @@ def read_tokens(values: Mapping[str, Any], origin: Origin) -> Tokens:
     return Tokens(tuple(ids[first:end]), tuple(weights[first:end]), origin)
 
 
-def _visible(values: Mapping[str, Any], count: int) -> tuple[int, int]:
-    """Return where the tokens begin and end that are not padding."""
+def _find_padding(values: Mapping[str, Any], count: int) -> tuple[int, int]:
+    """Return the end of the padding before the tokens, and the start of that after them."""
     if values.get("attention_mask") is None:
         return 0, count
     mask = _integers(values["attention_mask"], "attention_mask")
     _check_length(mask, "attention_mask", count)
     if 1 not in mask:
-        raise RowError("attention_mask hides every token; drop the row")
+        raise RowError("attention_mask masks every token; drop the row")
     first, end = mask.index(1), count - mask[::-1].index(1)
     if any(mask[:first]) or any(mask[end:]) or mask[first:end] != [1] * (end - first):
         raise RowError(
-            "attention_mask is not one run of 1 with 0 at its ends; give one document a row, for "
-            "documents are packed here"
+            "attention_mask is not one run of 1 with 0 at its ends; give one document per row: "
+            "loft packs documents itself"
         )
     return first, end
 
@@ -378,31 +453,31 @@ def _label_weights(
     _check_length(labels, "labels", len(ids))
     if labels == ids:
         return weights
-    labelled = [
+    label_weights = [
         0.0 if label == IGNORED else weight if label == token else -1.0
         for label, token, weight in zip(labels, ids, weights, strict=True)
     ]
-    if -1.0 in labelled[first:end]:
-        place = labelled.index(-1.0, first)
+    if -1.0 in label_weights[first:end]:
+        place = label_weights.index(-1.0, first)
         raise RowError(
-            f"labels[{place}] is {labels[place]} and input_ids[{place}] is {ids[place]}; a label "
-            f"is its own token, not the next one, or {IGNORED}"
+            f"labels[{place}] is {labels[place]} and input_ids[{place}] is {ids[place]}; labels "
+            f"must equal input_ids (they are not shifted) or be {IGNORED}"
         )
-    return labelled
+    return label_weights
 
 
 def _integers(value: Any, name: str) -> list[int]:
     if not isinstance(value, list):
-        raise RowError(f"{name} is {kind(value)}, not a list of numbers")
+        raise RowError(f"{name} is {type_of(value)}, not a list of numbers")
     if not set(map(type, value)) <= {int}:
         place = next(i for i, number in enumerate(value) if type(number) is not int)
-        raise RowError(f"{name}[{place}] is {kind(value[place])}, not a whole number")
+        raise RowError(f"{name}[{place}] is {type_of(value[place])}, not a whole number")
     return value
 
 
 def _numbers(value: Any, name: str, count: int) -> list[float]:
     if not isinstance(value, list):
-        raise RowError(f"{name} is {kind(value)}, not a list of numbers")
+        raise RowError(f"{name} is {type_of(value)}, not a list of numbers")
     _check_length(value, name, count)
     return [read_weight(number, name) for number in value]
 
@@ -410,5 +485,5 @@ def _numbers(value: Any, name: str, count: int) -> list[float]:
 def _check_length(value: list[Any], name: str, count: int) -> None:
     if len(value) != count:
         raise RowError(
-            f"{name} has {len(value):,} numbers and input_ids {count:,}; give one a token"
+            f"{name} has {len(value):,} numbers and input_ids {count:,}; give one per token"
         )

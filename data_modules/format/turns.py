@@ -1,12 +1,11 @@
-"""Read the turns of a conversation: roles, parts, thinking, calls of tools and their results.
+"""Read the turns of a conversation: roles, parts, reasoning, tool calls and tool results.
 
-Decides which turns belong together and in which order they may stand, and which paths of a tree of
-replies are conversations. Knows no format.
+Decides which turns are joined, which order of turns is valid, and which paths of a reply tree are
+conversations. Does not depend on the format.
 
-Turns of one role that follow each other are joined, by an empty line, where the joined turn says
-the same in the same order (thinking, text, calls): so texts are joined, a call comes to the text
-before it, and calls side by side become one turn. Results of tools are never joined, nor turns of
-unlike weights.
+Consecutive turns of one role are joined by an empty line if the joined turn keeps the order of
+reasoning, text and calls: texts are joined, a call is added to the text before it, and consecutive
+calls become one turn. Tool results are never joined, and neither are turns of different weights.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data_modules.format.fields import (
-    LEAVE_OUT,
+    SKIP_EMPTY,
     EmptyAnswerError,
     RowError,
     check_json,
     check_text,
     is_blank,
-    kind,
-    misnamed,
-    quoted,
+    quote,
     read_json,
     read_optional_string,
     read_part,
     read_text,
     read_text_part,
     read_weight,
+    type_of,
+    typo_hint,
 )
 from data_modules.messages import Origin, listed, shown
 from data_modules.types import Conversation, ToolCall, Turn
@@ -57,14 +56,14 @@ _CONTENT_FIELDS = ("content", "value", "text")
 _CALL_ROLES = ("function_call", "tool_call")
 _REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
 _REASONING_PARTS = ("reasoning", "thinking")
-# Calls written into the text of an answer, as Hermes, Mistral, Glaive and Llama write them.
+# Calls in the text of an answer, as written for Hermes, Mistral, Glaive and Llama.
 _CALLS_IN_TEXT = ("<tool_call", "<function", "[TOOL_CALLS]", "<|python_tag|>")
 
 
 def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools of `tools` or `functions`, all in the form {type, function}.
+    """Return the tools in the column `tools` or `functions`, each as {type, function}.
 
-    Each column may be a list or the JSON text of one.
+    The column may be a list or the JSON text of one.
     """
     name, value = next(
         ((name, values[name]) for name in ("tools", "functions") if values.get(name)), ("tools", [])
@@ -72,7 +71,7 @@ def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     if isinstance(value, str):
         value = [] if is_blank(value) else read_json(value, name) or []
     if not isinstance(value, list):
-        raise RowError(f"{name} is {kind(value)}, not a list of tools, nor the JSON text of one")
+        raise RowError(f"{name} is {type_of(value)}, not a list of tools or the JSON text of one")
     return tuple(_read_tool(tool, f"{name}[{index}]") for index, tool in enumerate(value))
 
 
@@ -80,33 +79,33 @@ def _read_tool(tool: Any, where: str) -> Mapping[str, Any]:
     if isinstance(tool, str):
         tool = read_json(tool, where)
     if not isinstance(tool, dict):
-        raise RowError(f"{where} is {kind(tool)}; a tool is {{name, description, parameters}}")
+        raise RowError(f"{where} is {type_of(tool)}; a tool is {{name, description, parameters}}")
     if "function" not in tool and isinstance(tool.get("name"), str):
         tool = {"type": "function", "function": tool}
     elif "function" not in tool and "type" not in tool:
-        raise RowError(f"{where} has no name; found {listed(tool)}{misnamed('name', tool)}")
+        raise RowError(f"{where} has no name; found {listed(tool)}{typo_hint('name', tool)}")
     check_json(tool, where)
     return tool
 
 
 def read_call_part(part: dict[str, Any], where: str) -> ToolCall:
-    """Return the call of a typed part: its own fields, or what is under `tool_call` or `text`."""
+    """Return the call of a typed part: its own fields, or those under `tool_call` or `text`."""
     for key in ("tool_call", "text", "value"):
         if part.get(key) is not None:
             call = _read_call(part[key], f"{where}.{key}")
-            own = call.id or read_optional_string(part, "id", where)
-            return ToolCall(call.name, call.arguments, own)
+            call_id = call.id or read_optional_string(part, "id", where)
+            return ToolCall(call.name, call.arguments, call_id)
     return _read_call(part, where)
 
 
 def read_call_fields(item: dict[str, Any], where: str) -> list[ToolCall]:
-    """Return the calls in `tool_calls`, or in `function_call`, its older form."""
+    """Return the calls in `tool_calls`, or in the older `function_call`."""
     if value := item.get("tool_calls"):
         where = f"{where}.tool_calls"
         if isinstance(value, str):
             value = read_json(value, where)
         if not isinstance(value, list):
-            raise RowError(f"{where} is {kind(value)}, not a list of calls")
+            raise RowError(f"{where} is {type_of(value)}, not a list of calls")
         return [_read_call(call, f"{where}[{index}]") for index, call in enumerate(value)]
     if value := item.get("function_call"):
         return [_read_call(value, f"{where}.function_call")]
@@ -114,7 +113,7 @@ def read_call_fields(item: dict[str, Any], where: str) -> list[ToolCall]:
 
 
 def read_call_text(value: Any, where: str) -> list[ToolCall]:
-    """Return the calls of a turn that is nothing but calls: JSON text of one or of a list."""
+    """Return the calls of a turn of calls only: one call or a list of them, or its JSON text."""
     if isinstance(value, str):
         value = read_json(value, where)
     if not isinstance(value, list):
@@ -128,20 +127,22 @@ def _read_call(value: Any, where: str) -> ToolCall:
     if isinstance(value, str):
         value = read_json(value, where)
     if not isinstance(value, dict):
-        raise RowError(f"{where} is {kind(value)}; a call is {{name, arguments}}")
+        raise RowError(f"{where} is {type_of(value)}; a call is {{name, arguments}}")
     inner = value.get("function")
     if not isinstance(inner, dict):
         inner = value
     name = inner.get("name")
     if not isinstance(name, str) or is_blank(name):
-        raise RowError(f"{where} names no tool; found {listed(inner)}{misnamed('name', inner)}")
+        raise RowError(f"{where} has no tool name; found {listed(inner)}{typo_hint('name', inner)}")
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
         arguments = read_json(arguments, f"{where}.arguments")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise RowError(f"{where}.arguments is {kind(arguments)}, not an object of names and values")
+        raise RowError(
+            f"{where}.arguments is {type_of(arguments)}, not an object of names and values"
+        )
     check_json(arguments, f"{where}.arguments")
     return ToolCall(
         check_text(name, f"{where}.name"), arguments, read_optional_string(value, "id", where)
@@ -149,18 +150,18 @@ def _read_call(value: Any, where: str) -> ToolCall:
 
 
 def read_turns(items: Any, name: str) -> list[Turn]:
-    """Return the turns in column `name`, one for each, as they stand there."""
+    """Return the turns in the column `name`, without joining any."""
     if not isinstance(items, list):
-        raise RowError(f"{name} is {kind(items)}, not a list of turns")
+        raise RowError(f"{name} is {type_of(items)}, not a list of turns")
     if not items:
         raise RowError(f"{name} is empty; give at least a user and an assistant turn")
     return [_read_turn(item, f"{name}[{index}]") for index, item in enumerate(items)]
 
 
-def arrange(turns: list[Turn], name: str, system: str = "") -> tuple[Turn, ...]:
-    """Return the turns in order, neighbours of one role joined, `system` before them.
+def normalize_turns(turns: list[Turn], name: str, system: str = "") -> tuple[Turn, ...]:
+    """Return the turns with `system` before them, and consecutive turns of one role joined.
 
-    Raises RowError for an order that no template takes.
+    Raises RowError for an order of turns that no template supports.
     """
     _check_order(turns, name)
     if system and not (turns[0].role == "system" and turns[0].content == system):
@@ -168,15 +169,15 @@ def arrange(turns: list[Turn], name: str, system: str = "") -> tuple[Turn, ...]:
     joined = turns[:1]
     for turn in turns[1:]:
         last = joined[-1]
-        if last.role == turn.role and _belong_together(last, turn):
+        if last.role == turn.role and _can_join(last, turn):
             joined[-1] = _join(last, turn)
         else:
             joined.append(turn)
     for turn in joined:
         if turn.reasoning and is_blank(turn.content) and not turn.tool_calls and turn.weight != 0:
             raise EmptyAnswerError(
-                f"{name}: a turn thinks ('{shown(turn.reasoning)}') and says nothing; drop the "
-                f"row, {LEAVE_OUT}"
+                f"{name}: an assistant turn has reasoning ('{shown(turn.reasoning)}') but no "
+                f"answer; drop the row, {SKIP_EMPTY}"
             )
     return tuple(joined)
 
@@ -191,9 +192,9 @@ def _read_turn(item: Any, where: str) -> Turn:
     if role is None:
         raise RowError(_unknown_role(item, name, where))
     field = None
-    for known in _CONTENT_FIELDS:
-        if known in item:
-            field = known
+    for content_field in _CONTENT_FIELDS:
+        if content_field in item:
+            field = content_field
             break
     value = None if field is None else item[field]
     if len(item) == 2 and isinstance(value, str) and name not in _CALL_ROLES:
@@ -201,21 +202,21 @@ def _read_turn(item: Any, where: str) -> Turn:
     else:
         turn = _read_full_turn(item, str(name), field, where)
     if turn.role == "assistant" and is_blank(turn.content):
-        _check_empty(turn, where)
+        _check_not_empty(turn, where)
     return turn
 
 
 def _unknown_role(item: dict[str, Any], name: Any, where: str) -> str:
     if name is None:
-        return f"{where} has no role; found {listed(item)}{misnamed('role', item)}"
-    return f"{where} has role {quoted(name)}; known roles are {', '.join(ROLES)}"
+        return f"{where} has no role; found {listed(item)}{typo_hint('role', item)}"
+    return f"{where} has role {quote(name)}; known roles are {', '.join(ROLES)}"
 
 
-def _check_empty(turn: Turn, where: str) -> None:
+def _check_not_empty(turn: Turn, where: str) -> None:
     if not turn.tool_calls and not turn.reasoning and turn.weight != 0:
         raise EmptyAnswerError(
             f"{where} is an empty answer: there is nothing to train on; drop the row, or set "
-            f"'train: false' on the turn, {LEAVE_OUT}"
+            f"'train: false' on the turn, {SKIP_EMPTY}"
         )
 
 
@@ -223,49 +224,51 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
     role = ROLES[name]
     value = None if field is None else item[field]
     calls = read_call_fields(item, where)
-    content, thought = "", ""
+    content, reasoning = "", ""
     if name in _CALL_ROLES and not calls:
         calls = read_call_text(value, f"{where}.{field or 'content'}")
     elif isinstance(value, list):
-        content, thought, more = _read_parts(value, f"{where}.{field}")
-        calls += more
+        content, reasoning, part_calls = _read_parts(value, f"{where}.{field}")
+        calls += part_calls
     elif value is not None or not calls:
         if field is None:
             raise RowError(
-                f"{where} has no content; found {listed(item)}{misnamed('content', item)}"
+                f"{where} has no content; found {listed(item)}{typo_hint('content', item)}"
             )
         content = read_text(value, f"{where}.{field}")
-    thought = _read_reasoning(item, thought, where)
-    if role != "assistant" and (calls or thought):
+    reasoning = _read_reasoning(item, reasoning, where)
+    if role != "assistant" and (calls or reasoning):
         raise RowError(
-            f"{where} is a turn of {role} with {'a call' if calls else 'thinking'}; only an "
-            "assistant turn calls tools and thinks"
+            f"{where} is a {role} turn with {'a tool call' if calls else 'reasoning'}; only an "
+            "assistant turn may have tool calls or reasoning"
         )
     return Turn(
         role,
         content,
         weight=_turn_weight(item, where),
-        reasoning=None if is_blank(thought) else thought,
+        reasoning=None if is_blank(reasoning) else reasoning,
         tool_calls=tuple(calls),
         name=read_optional_string(item, "name", where) if role == "tool" else None,
         tool_call_id=read_optional_string(item, "tool_call_id", where) if role == "tool" else None,
     )
 
 
-def _read_reasoning(item: dict[str, Any], thought: str, where: str) -> str:
+def _read_reasoning(item: dict[str, Any], part_reasoning: str, where: str) -> str:
     for field in _REASONING_FIELDS:
         if item.get(field):
             found = read_text(item[field], f"{where}.{field}")
-            if thought and thought != found:
-                raise RowError(f"{where} thinks twice, in its parts and in {field}; keep one")
+            if part_reasoning and part_reasoning != found:
+                raise RowError(
+                    f"{where} has reasoning twice, in its parts and in {field}; keep one"
+                )
             return found
-    return thought
+    return part_reasoning
 
 
 def _read_parts(parts: list[Any], where: str) -> tuple[str, str, list[ToolCall]]:
-    """Return text, thinking and calls of a list of typed parts."""
+    """Return text, reasoning and calls of a list of typed parts."""
     texts: list[str] = []
-    thoughts: list[str] = []
+    reasonings: list[str] = []
     calls: list[ToolCall] = []
     for index, part in enumerate(parts):
         place = f"{where}[{index}]"
@@ -275,13 +278,13 @@ def _read_parts(parts: list[Any], where: str) -> tuple[str, str, list[ToolCall]]
         elif name in _REASONING_PARTS:
             if texts or calls:
                 raise RowError(f"{place} is {name} after text or a call; put it first")
-            thoughts.append(read_part(part, str(name), place))
+            reasonings.append(read_part(part, str(name), place))
         else:
             text = read_text_part(part, place)
             if calls and text:
                 raise RowError(f"{place} is text after a call; put it before the call")
             texts.append(text)
-    return "".join(texts), "".join(thoughts), calls
+    return "".join(texts), "".join(reasonings), calls
 
 
 def _turn_weight(item: dict[str, Any], where: str) -> float | None:
@@ -292,13 +295,14 @@ def _turn_weight(item: dict[str, Any], where: str) -> float | None:
     if train is None:
         return weight
     if train not in (0, 1):
-        raise RowError(f"{where}.train is {quoted(train)}; give true or false")
+        raise RowError(f"{where}.train is {quote(train)}; give true or false")
     if not train:
         return 0.0
     return 1.0 if weight is None else weight
 
 
 def _first_part(turn: Turn) -> int:
+    """Return the first part of a turn: 0 reasoning, 1 text, 2 calls."""
     if turn.reasoning:
         return 0
     return 2 if turn.tool_calls and not turn.content else 1
@@ -310,7 +314,7 @@ def _last_part(turn: Turn) -> int:
     return 0 if turn.reasoning and not turn.content else 1
 
 
-def _belong_together(last: Turn, turn: Turn) -> bool:
+def _can_join(last: Turn, turn: Turn) -> bool:
     if turn.role == "tool" or last.weight != turn.weight:
         return False
     return _last_part(last) <= _first_part(turn)
@@ -331,26 +335,26 @@ def _joined(*texts: str | None) -> str:
 
 
 def _check_order(turns: Sequence[Turn], name: str) -> None:
-    before = {"system"}
+    earlier_roles = {"system"}
     calls: set[str | None] = set()
     for index, turn in enumerate(turns):
         role = turn.role
         if role == "system":
-            if before != {"system"}:
+            if earlier_roles != {"system"}:
                 raise RowError(f"{name}: a system turn comes after others; put it first")
-        elif role == "assistant" and "user" not in before:
+        elif role == "assistant" and "user" not in earlier_roles:
             raise RowError(
                 f"{name}: an assistant turn comes before any user turn; put a user turn first"
             )
         elif role == "tool":
             if not index or turns[index - 1].role != "tool":
-                calls = _calls_before(turns, index)
-            _check_result(turn, calls, f"{name}[{index}]")
-        before.add(role)
+                calls = _call_ids_before(turns, index)
+            _check_tool_result(turn, calls, f"{name}[{index}]")
+        earlier_roles.add(role)
 
 
-def _calls_before(turns: Sequence[Turn], index: int) -> set[str | None]:
-    """Return the ids of the calls in the answer before turn `index`, None for those without."""
+def _call_ids_before(turns: Sequence[Turn], index: int) -> set[str | None]:
+    """Return the ids of the calls in the answer before turn `index`, None for calls without id."""
     calls: set[str | None] = set()
     while index and turns[index - 1].role == "assistant":
         index -= 1
@@ -360,11 +364,11 @@ def _calls_before(turns: Sequence[Turn], index: int) -> set[str | None]:
     return calls
 
 
-def _check_result(turn: Turn, calls: set[str | None], where: str) -> None:
+def _check_tool_result(turn: Turn, calls: set[str | None], where: str) -> None:
     if not calls:
         raise RowError(
-            f"{where} is the result of a tool that no turn before it calls; give the call as "
-            "tool_calls of the assistant turn before"
+            f"{where} is the result of a tool that no turn before it calls; give the call in "
+            "tool_calls of the assistant turn before it"
         )
     if turn.tool_call_id is not None and not calls & {turn.tool_call_id, None}:
         known = ", ".join(sorted(call for call in calls if call is not None))
@@ -380,35 +384,37 @@ class _Node:
     parent: int
     where: str
     leads_to_answer: bool
-    goes_on: bool = False
+    is_continued: bool = False
 
 
 def read_tree(prompt: Any, origin: Origin, weight: float) -> list[Conversation]:
-    """Return every path from the root to an answer that no further answer follows.
+    """Return every path from the root to an answer without further answers below it.
 
-    Each turn has its weight in the shortest path that holds it, in characters, and weight 0 in the
-    others: where any of them is short enough to be kept, that one is. Replies that are deleted or
-    were refused in review are left out, with all that follows them. A tree without an answer gives
-    its prompt alone, in which there is nothing to train on.
+    A turn has its weight only in the shortest path (in characters) that contains it, and weight 0
+    in the others: if any of these paths is short enough to be kept, the shortest one is. Replies
+    that are deleted or failed review are left out, with everything below them. A tree without an
+    answer gives its prompt alone, which has nothing to train on.
     """
     nodes = _flatten(prompt)
     for node in reversed(nodes):
         if node.leads_to_answer and node.parent >= 0:
-            nodes[node.parent].leads_to_answer = nodes[node.parent].goes_on = True
-    ends = [i for i, node in enumerate(nodes) if node.leads_to_answer and not node.goes_on] or [0]
+            nodes[node.parent].leads_to_answer = nodes[node.parent].is_continued = True
+    ends = [
+        i for i, node in enumerate(nodes) if node.leads_to_answer and not node.is_continued
+    ] or [0]
     paths = [_path(nodes, end) for end in ends]
     return [
-        Conversation(arrange(turns, "prompt"), origin, weight=weight)
-        for turns in _weighed(nodes, paths)
+        Conversation(normalize_turns(turns, "prompt"), origin, weight=weight)
+        for turns in _weigh_paths(nodes, paths)
     ]
 
 
-def _weighed(nodes: list[_Node], paths: list[list[int]]) -> list[list[Turn]]:
-    """Return the turns of each path, with their weight in one of the paths that share them."""
+def _weigh_paths(nodes: list[_Node], paths: list[list[int]]) -> list[list[Turn]]:
+    """Return the turns of each path; shared turns have their weight in one path only."""
     lengths = [sum(len(nodes[i].turn.content) for i in path) for path in paths]
     seen: set[int] = set()
     turns: dict[int, list[Turn]] = {}
-    # The shortest first: what is too long for it is too long for the others that hold it.
+    # The shortest first: if it is too long to be kept, so are the others.
     for number in sorted(range(len(paths)), key=lengths.__getitem__):
         turns[number] = [
             replace(nodes[i].turn, weight=0.0) if i in seen else nodes[i].turn
@@ -433,20 +439,20 @@ def _flatten(prompt: Any) -> list[_Node]:
     while todo:
         value, parent, where = todo.pop()
         if not isinstance(value, dict):
-            raise RowError(f"{where} is {kind(value)}; a message is {{role, text, replies}}")
-        left_out = bool(value.get("deleted")) or value.get("review_result") is False
-        if left_out and parent >= 0:
+            raise RowError(f"{where} is {type_of(value)}; a message is {{role, text, replies}}")
+        is_excluded = bool(value.get("deleted")) or value.get("review_result") is False
+        if is_excluded and parent >= 0:
             continue
         turn = _read_message(value, where)
-        if left_out:
+        if is_excluded:
             return [_Node(replace(turn, weight=0.0), -1, where, leads_to_answer=False)]
         nodes.append(_Node(turn, parent, where, leads_to_answer=turn.role == "assistant"))
         replies = value.get("replies") or []
         if not isinstance(replies, list):
-            raise RowError(f"{where}.replies is {kind(replies)}, not a list of messages")
-        here = len(nodes) - 1
+            raise RowError(f"{where}.replies is {type_of(replies)}, not a list of messages")
+        parent = len(nodes) - 1
         todo += [
-            (reply, here, f"{where}.replies[{i}]")
+            (reply, parent, f"{where}.replies[{i}]")
             for i, reply in reversed(list(enumerate(replies)))
         ]
     return nodes
@@ -456,16 +462,16 @@ def _read_message(value: dict[str, Any], where: str) -> Turn:
     for field in ("role", "text"):
         if field not in value:
             raise RowError(
-                f"{where} has no '{field}'; found {listed(value)}{misnamed(field, value)}"
+                f"{where} has no '{field}'; found {listed(value)}{typo_hint(field, value)}"
             )
     name = value["role"]
     role = ROLES.get(name) if isinstance(name, str) else None
     if role not in ("user", "assistant"):
-        raise RowError(f"{where} has role {quoted(name)}; use prompter or assistant")
+        raise RowError(f"{where} has role {quote(name)}; use prompter or assistant")
     text = read_text(value["text"], f"{where}.text")
     if role == "assistant" and is_blank(text):
         raise EmptyAnswerError(
             f"{where} is an empty answer: there is nothing to train on; mark it deleted, "
-            f"{LEAVE_OUT}"
+            f"{SKIP_EMPTY}"
         )
     return Turn(role, text)

@@ -60,8 +60,8 @@ from tests.reliability.person import Person
         (
             "d.csv",
             b"instruction,ouput\nq,one\n",
-            "d.csv:2 columns ['instruction', 'ouput']: format not recognized; 'ouput' is near: did "
-            "you mean 'output'?",
+            "d.csv:2 columns ['instruction', 'ouput']: format not recognized; did "
+            "you mean 'output' instead of 'ouput'?",
             b"instruction,output\nq,one\n",
         ),
         (

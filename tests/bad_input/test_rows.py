@@ -62,8 +62,8 @@ CASES = {
     "D1 no object": Case('["one"]', ":3 is a list, not an object; a row is", GOOD),
     "D4 wrong key": Case(
         GOOD.replace('"messages"', '"message"'),
-        r":3 missing 'messages'; found \['message'\]; 'message' is near: did you mean 'messages'\? "
-        r"\(3 rows are of format messages, first data.jsonl:1\)$",
+        r":3 missing 'messages'; found \['message'\]; did you mean 'messages' instead of "
+        r"'message'\? \(3 rows are of format messages, first data.jsonl:1\)$",
         GOOD,
     ),
     "D4 missing key": Case('{"id": 7}', r":3 missing 'messages'; found \['id'\] \(3 rows", GOOD),
@@ -115,7 +115,7 @@ CASES = {
     ),
     "D13 thinks only": Case(
         chat(ASK, {**TURN, "content": "", "reasoning": "hm"}),
-        ":3 messages: a turn thinks .* and says nothing",
+        ":3 messages: an assistant turn has reasoning .* but no answer",
         chat(ASK, {**TURN, "reasoning": "hm"}),
         {"reasoning": "strip"},
     ),
@@ -191,7 +191,7 @@ CASES = {
     ),
     "D27 half a character": Case(
         chat(("user", "so \ud83d"), SAY),
-        r":3 messages\[0\].content has half of a character pair, '\\ud83d', at character 4",
+        r":3 messages\[0\].content has an unpaired surrogate, '\\ud83d', at character 4",
         chat(("user", "so \ud83d\ude00"), SAY),
     ),
     "refused by the template": Case(
@@ -245,7 +245,7 @@ def test_a_bad_row_is_named_or_quarantined(name: str, tmp_path: Path, base: Any)
         ),
         (
             {"input_ids": [5, 6], "labels": [6, -100]},
-            r":2 labels\[0\] is 6 and input_ids\[0\] is 5; a label is its own token, not the next",
+            r":2 labels\[0\] is 6 and input_ids\[0\] is 5; labels must equal input_ids",
             {"input_ids": [5, 6], "labels": [-100, 6]},
         ),
         (
@@ -255,7 +255,7 @@ def test_a_bad_row_is_named_or_quarantined(name: str, tmp_path: Path, base: Any)
         ),
         (
             {"input_ids": [5, 6], "labels": [5]},
-            ":2 labels has 1 numbers and input_ids 2; give one a token",
+            ":2 labels has 1 numbers and input_ids 2; give one per token",
             {"input_ids": [5, 6], "labels": [5, 6]},
         ),
     ],
@@ -308,7 +308,7 @@ def test_empty_answers_can_be_dropped_and_counted(tmp_path: Path, base: Any) -> 
     assert counts.empty_origins == [f"{file}:2"]
     assert problems_of(file, base) == [
         "data.jsonl:2 messages[1] is an empty answer: there is nothing to train on; drop the row, "
-        "or set 'train: false' on the turn, or leave such rows out by data.drop_empty=true or "
+        "or set 'train: false' on the turn, or skip such rows with data.drop_empty=true or "
         "data.on_bad_row=quarantine"
     ]
 
@@ -341,12 +341,12 @@ def test_a_first_row_like_no_other_hides_no_format(tmp_path: Path, base: Any) ->
     assert "data.jsonl:1 columns ['msgs']: format not recognized; set" in problem
 
 
-def test_a_slip_in_every_row_is_seen(tmp_path: Path, base: Any) -> None:
+def test_a_misspelled_column_in_every_row_is_reported(tmp_path: Path, base: Any) -> None:
     bad = GOOD.replace('"messages"', '"message"')
     (problem,) = problems_of(write(tmp_path, bad, bad), base)
     assert problem.startswith(
-        "data.jsonl:1 columns ['message']: format not recognized; 'message' is near: did you mean "
-        "'messages'?; set data.datasets[].format to one of messages, sharegpt, alpaca,"
+        "data.jsonl:1 columns ['message']: format not recognized; did you mean 'messages' "
+        "instead of 'message'?; set data.datasets[].format to one of messages, sharegpt, alpaca,"
     )
     assert problem.endswith("columns; try format: messages, columns: {messages: message}")
     # No guess where the columns only resemble one that is known.

@@ -1,4 +1,4 @@
-"""What rows mean, tokenized or not, and what is said about rows that mean nothing."""
+"""Conversion of rows, tokenized or not, and the errors of rows that cannot be converted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAY = {"role": "assistant", "content": "a"}
 
 
 def convert(values: dict[str, Any], name: str | None = None, **columns: str) -> Any:
-    """Convert a row that is one item, by its guessed format when none is named."""
+    """Convert a row that is one item, by its guessed format unless `name` is given."""
     name = name or format_of(values)
     assert name is not None
     (item,) = convert_row(Row(values, ORIGIN), name, columns)
@@ -62,14 +62,14 @@ def test_alpaca(answer: str) -> None:
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations", "conversation"])
-def test_turns_in_either_dialect(column: str) -> None:
-    said = [("system", "s"), ("user", "q"), ("assistant", "a")]
-    roles = [{"role": role, "content": content} for role, content in said]
-    assert turns(convert({column: roles})) == said
+def test_turns_in_openai_and_sharegpt_form(column: str) -> None:
+    fields = [("system", "s"), ("user", "q"), ("assistant", "a")]
+    roles = [{"role": role, "content": content} for role, content in fields]
+    assert turns(convert({column: roles})) == fields
     dialect = {"system": "system", "user": "human", "assistant": "gpt"}
-    froms = [{"from": dialect[role], "value": content} for role, content in said]
-    assert turns(convert({column: froms})) == said
-    assert turns(convert({column: froms[1:], "system": "s"})) == said
+    froms = [{"from": dialect[role], "value": content} for role, content in fields]
+    assert turns(convert({column: froms})) == fields
+    assert turns(convert({column: froms[1:], "system": "s"})) == fields
 
 
 def test_turns_of_one_role_are_joined() -> None:
@@ -83,8 +83,8 @@ def test_a_blank_text_adds_no_empty_lines() -> None:
 
 
 def test_a_system_column_comes_before_the_system_turn_unless_it_is_the_same() -> None:
-    for said, joined in (("s", "s"), ("t", "t\n\ns")):
-        row = {"messages": [{"role": "system", "content": "s"}, ASK, SAY], "system": said}
+    for fields, joined in (("s", "s"), ("t", "t\n\ns")):
+        row = {"messages": [{"role": "system", "content": "s"}, ASK, SAY], "system": fields}
         assert turns(convert(row))[0] == ("system", joined)
 
 
@@ -95,7 +95,7 @@ def test_history_of_alpaca_comes_before_the_question() -> None:
     assert len(turns(convert({"instruction": "c", "output": "d", "history": []}))) == 2
 
 
-def test_turns_of_unlike_weights_stay_apart() -> None:
+def test_turns_of_different_weights_are_not_joined() -> None:
     item = convert({"messages": [ASK, {**SAY, "weight": 0}, SAY]})
     assert turns(item) == [("user", "q"), ("assistant", "a"), ("assistant", "a")]
 
@@ -106,7 +106,7 @@ def test_weight_of_a_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "weight"),
+    ("fields", "weight"),
     [
         ({"train": False}, 0.0),
         ({"train": False, "weight": 2}, 0.0),
@@ -115,8 +115,8 @@ def test_weight_of_a_turn() -> None:
         ({"train": None}, None),
     ],
 )
-def test_train_and_weight_of_a_turn(said: dict[str, Any], weight: float | None) -> None:
-    assert convert({"messages": [ASK, {**SAY, **said}]}).turns[1].weight == weight
+def test_train_and_weight_of_a_turn(fields: dict[str, Any], weight: float | None) -> None:
+    assert convert({"messages": [ASK, {**SAY, **fields}]}).turns[1].weight == weight
 
 
 def test_weight_of_a_row_multiplies() -> None:
@@ -166,7 +166,7 @@ def test_an_empty_answer_has_its_own_error(values: dict[str, Any]) -> None:
         convert(values)
 
 
-def test_an_empty_answer_that_is_masked_is_no_error() -> None:
+def test_a_masked_empty_answer_is_no_error() -> None:
     row = {"messages": [ASK, {**SAY, "content": "", "train": False}, ASK, SAY]}
     assert turns(convert(row))[1] == ("assistant", "")
 
@@ -211,12 +211,12 @@ def test_columns_map_a_field_to_its_column() -> None:
         convert({"question": "q", "output": "a"}, "alpaca", instruction="questoin")
 
 
-def test_a_mapped_field_counts_before_its_other_names() -> None:
+def test_a_mapped_field_takes_precedence_over_its_aliases() -> None:
     row = {"instruction": "i", "output": "not this", "a": "this"}
     assert turns(convert(row, response="a"))[1] == ("assistant", "this")
 
 
-def test_a_missing_column_carries_the_columns_of_its_row_also_between_processes() -> None:
+def test_missing_column_error_keeps_the_columns_of_its_row_when_pickled() -> None:
     with pytest.raises(MissingColumnError) as caught:
         convert({"instruction": "i", "answer": "a"}, "alpaca")
     # A copy is made as a pickle is: from the arguments and the attributes.
@@ -226,9 +226,13 @@ def test_a_missing_column_carries_the_columns_of_its_row_also_between_processes(
 
 
 @pytest.mark.parametrize(
-    ("values", "name", "told"),
+    ("values", "name", "expected"),
     [
-        ({"instruction": "i", "respons": "a"}, "alpaca", r"'respons' is near: .* 'response'\?"),
+        (
+            {"instruction": "i", "respons": "a"},
+            "alpaca",
+            r"did you mean 'response' instead of 'respons'\?",
+        ),
         ({"instruction": "i"}, "alpaca", r"missing 'output'; found \['instruction'\]"),
         ({"instruction": None, "output": "a"}, None, "instruction is null, not text"),
         ({"instruction": "i", "output": 42}, None, "output is int 42, not text"),
@@ -237,9 +241,9 @@ def test_a_missing_column_carries_the_columns_of_its_row_also_between_processes(
         (
             {"messages": [ASK, {**SAY, "tool_calls": [{}]}]},
             None,
-            r"messages\[1\].tool_calls\[0\] names no tool; found \[\]",
+            r"messages\[1\].tool_calls\[0\] has no tool name; found \[\]",
         ),
-        ({"messages": [{"rol": "user", "content": "q"}]}, None, r"no role.*: did you mean 'role'"),
+        ({"messages": [{"rol": "user", "content": "q"}]}, None, r"no role.*; did you mean 'role'"),
         ({"messages": [{"role": "user", "contnet": "q"}]}, None, "did you mean 'content'"),
         ({"messages": [ASK, {**SAY, "weight": 10**400}]}, None, r"\[1\].weight is 10000"),
         ({"messages": [ASK, {**SAY, "train": "false"}]}, None, r"\[1\].train is 'false'; give"),
@@ -253,8 +257,8 @@ def test_a_missing_column_carries_the_columns_of_its_row_also_between_processes(
         ({"text": None}, None, "text is null"),
     ],
 )
-def test_problems_of_a_row(values: dict[str, Any], name: str | None, told: str) -> None:
-    with pytest.raises(RowError, match=told):
+def test_problems_of_a_row(values: dict[str, Any], name: str | None, expected: str) -> None:
+    with pytest.raises(RowError, match=expected):
         convert(values, name)
 
 
@@ -287,8 +291,8 @@ ANYTHING = st.recursive(
 
 @settings(max_examples=200)
 @given(st.sampled_from(list(FORMATS)), st.data())
-def test_any_row_is_read_or_reported_about(name: str, data: st.DataObject) -> None:
-    """Anything else than RowError would end a run without the row's place."""
+def test_any_row_is_converted_or_raises_row_error(name: str, data: st.DataObject) -> None:
+    """Any other error would end a run without naming the row."""
     form = FORMATS[name]
     turns = st.lists(st.dictionaries(NAMES, ANYTHING), max_size=4)
     fields = {names[0]: turns | ANYTHING for names in form.required}
@@ -302,7 +306,7 @@ def test_any_row_is_read_or_reported_about(name: str, data: st.DataObject) -> No
         assert items and all(item.origin == ORIGIN for item in items)
 
 
-def test_unknown_names_are_reported_with_the_nearest() -> None:
+def test_unknown_names_are_an_error_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match=r"unknown format 'alpacca'; did you mean 'alpaca'\?"):
         check_format("alpacca")
     with pytest.raises(
@@ -324,11 +328,11 @@ def to_ids(values: dict[str, Any], **columns: str) -> Tokens:
 
 
 @given(FLAGS, st.floats(0, 10), st.integers(0, 5), st.integers(0, 5))
-def test_masked_tokens_weigh_nothing_and_padding_is_cut(
-    learned: list[bool], weight: float, left: int, right: int
+def test_masked_tokens_have_weight_0_and_padding_is_removed(
+    is_trained: list[bool], weight: float, left: int, right: int
 ) -> None:
-    ids = list(range(5, 5 + len(learned)))
-    labels = [i if flag else -100 for i, flag in zip(ids, learned, strict=True)]
+    ids = list(range(5, 5 + len(is_trained)))
+    labels = [i if flag else -100 for i, flag in zip(ids, is_trained, strict=True)]
     row = {
         "input_ids": [0] * left + ids + [0] * right,
         "labels": [-100] * left + labels + [1] * right,
@@ -338,17 +342,19 @@ def test_masked_tokens_weigh_nothing_and_padding_is_cut(
     assert format_of(row) == "pretokenized"
     item = to_ids(row)
     assert item.input_ids == tuple(ids)
-    assert item.weights == tuple(weight * flag for flag in learned)
+    assert item.weights == tuple(weight * flag for flag in is_trained)
 
 
 @given(FLAGS)
-def test_a_loss_mask_says_the_same_as_labels(learned: list[bool]) -> None:
-    ids = list(range(5, 5 + len(learned)))
-    labels = [i if flag else -100 for i, flag in zip(ids, learned, strict=True)]
+def test_a_loss_mask_equals_labels(is_trained: list[bool]) -> None:
+    ids = list(range(5, 5 + len(is_trained)))
+    labels = [i if flag else -100 for i, flag in zip(ids, is_trained, strict=True)]
     from_labels = to_ids({"input_ids": ids, "labels": labels})
-    assert to_ids({"input_ids": ids, "loss_mask": [int(flag) for flag in learned]}) == from_labels
-    assert to_ids({"input_ids": ids, "loss_mask": learned}) == from_labels
-    assert to_ids({"input_ids": ids, "labels": ids, "weights": learned}) == from_labels
+    assert (
+        to_ids({"input_ids": ids, "loss_mask": [int(flag) for flag in is_trained]}) == from_labels
+    )
+    assert to_ids({"input_ids": ids, "loss_mask": is_trained}) == from_labels
+    assert to_ids({"input_ids": ids, "labels": ids, "weights": is_trained}) == from_labels
 
 
 def test_masks_and_weights_multiply() -> None:
@@ -356,14 +362,14 @@ def test_masks_and_weights_multiply() -> None:
     assert to_ids(row).weights == (0.0, 1.5, 6.0)
 
 
-def test_all_is_trained_on_when_the_labels_are_the_ids() -> None:
+def test_all_tokens_are_trained_on_if_labels_equal_ids() -> None:
     assert to_ids({"input_ids": [5, 6]}, input_ids="input_ids", labels="input_ids") == Tokens(
         (5, 6), (1.0, 1.0), TOKENS_ORIGIN
     )
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "expected"),
     [
         ({"input_ids": []}, "input_ids is empty"),
         ({"input_ids": "5 6"}, "input_ids is str 5 6, not a list"),
@@ -373,9 +379,9 @@ def test_all_is_trained_on_when_the_labels_are_the_ids() -> None:
         ({"input_ids": [5, -1]}, r"input_ids\[1\] is -1; an id is"),
         ({"input_ids": [2**31, 5]}, r"input_ids\[0\] is 2147483648"),
         ({"labels": [5]}, "labels has 1 numbers and input_ids 2"),
-        ({"labels": [6, -100]}, r"labels\[0\] is 6 and input_ids\[0\] is 5; a label is its own"),
+        ({"labels": [6, -100]}, r"labels\[0\] is 6 and input_ids\[0\] is 5; labels must equal"),
         ({"labels": [5, -1]}, r"labels\[1\] is -1 and"),
-        ({"attention_mask": [0, 0]}, "hides every token"),
+        ({"attention_mask": [0, 0]}, "masks every token"),
         ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "not one run of 1"),
         ({"attention_mask": [1, 2]}, "not one run of 1"),
         ({"attention_mask": [1]}, "attention_mask has 1 numbers"),
@@ -385,13 +391,13 @@ def test_all_is_trained_on_when_the_labels_are_the_ids() -> None:
         ({"loss_mask": [1]}, "loss_mask has 1 numbers"),
     ],
 )
-def test_problems_of_tokens(values: dict[str, Any], told: str) -> None:
+def test_problems_of_tokens(values: dict[str, Any], expected: str) -> None:
     row = {"input_ids": [5, 6], **values}
     row.setdefault("labels", row["input_ids"])
-    with pytest.raises(RowError, match=told):
+    with pytest.raises(RowError, match=expected):
         to_ids(row)
 
 
-def test_ids_alone_do_not_say_what_is_trained_on() -> None:
+def test_ids_alone_are_not_a_format() -> None:
     with pytest.raises(MissingColumnError, match="missing 'labels'; found"):
         to_ids({"input_ids": [5, 6]})

@@ -21,9 +21,8 @@ from data_modules.format.fields import (
     read_json,
     read_path,
     read_weight,
-    suggest_settings,
 )
-from data_modules.format.format import format_of
+from data_modules.format.format import format_of, suggest_settings
 from data_modules.messages import Origin
 from data_modules.types import Conversation, Row
 
@@ -36,7 +35,7 @@ NESTED = st.recursive(
 
 
 def paths(value: Any) -> list[tuple[str, Any]]:
-    """Return every path into `value` with what lies there."""
+    """Return every path into `value`, with the value at its end."""
     if isinstance(value, dict):
         steps = list(value.items())
     elif isinstance(value, list):
@@ -57,7 +56,7 @@ def test_every_path_is_found(values: dict[str, Any]) -> None:
 
 
 @given(st.dictionaries(KEYS, NESTED, min_size=1, max_size=4), st.data())
-def test_a_broken_path_is_reported_with_its_deepest_part(
+def test_error_of_a_broken_path_names_its_deepest_existing_part(
     values: dict[str, Any], data: st.DataObject
 ) -> None:
     path, value = data.draw(st.sampled_from(paths(values)))
@@ -66,33 +65,33 @@ def test_a_broken_path_is_reported_with_its_deepest_part(
     assert f"missing '{path}.no such step'; '{path}' " in str(caught.value)
     assert str(caught.value).endswith("(columns.output)")
     assert caught.value.columns == tuple(values)
-    assert isinstance(value, (dict, list)) or "nothing in it" in str(caught.value)
+    assert isinstance(value, (dict, list)) or "which has no fields" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "expected"),
     [
         ("mata.q", "missing 'mata'; found ['meta', 'list']; did you mean 'meta'?"),
         ("meta.qestion", "'meta' has ['question', 'empty']; did you mean 'question'?"),
         ("list.2.a", "missing 'list.2'; 'list' is a list of 2: give a number, counted from 0"),
         ("list.-1", "missing 'list.-1'; 'list' is a list of 2"),
-        ("list.1.a", "missing 'list.1.a'; 'list.1' is int 7, with nothing in it to name"),
-        ("meta.empty.x", "missing 'meta.empty.x'; 'meta.empty' is null, with"),
+        ("list.1.a", "missing 'list.1.a'; 'list.1' is int 7, which has no fields"),
+        ("meta.empty.x", "missing 'meta.empty.x'; 'meta.empty' is null, which has no fields"),
     ],
 )
-def test_problems_of_a_path(path: str, told: str) -> None:
+def test_problems_of_a_path(path: str, expected: str) -> None:
     values = {"meta": {"question": "q", "empty": None}, "list": [{"a": 1}, 7]}
     with pytest.raises(MissingColumnError) as caught:
         read_path(values, path, "columns.output")
-    assert told in str(caught.value)
+    assert expected in str(caught.value)
 
 
-def test_a_column_with_a_dot_in_its_name_comes_before_a_path() -> None:
+def test_column_with_a_dot_in_its_name_takes_precedence_over_a_path() -> None:
     assert read_path({"a.b": 1, "a": {"b": 2}}, "a.b", "") == 1
 
 
 @given(st.text())
-def test_text_passes_unless_it_has_a_control_character(text: str) -> None:
+def test_control_characters_are_an_error_with_their_position(text: str) -> None:
     bad = [(i, c) for i, c in enumerate(text) if ord(c) < 32 and c not in "\t\n\r"]
     if not bad:
         assert check_text(text, "output") == text
@@ -100,18 +99,22 @@ def test_text_passes_unless_it_has_a_control_character(text: str) -> None:
     place, character = bad[0]
     with pytest.raises(RowError) as caught:
         check_text(text, "output")
-    told = f"output has a control character, {character!r}, at character {place + 1}; remove it, "
-    assert str(caught.value) == told + "or set such rows aside by data.on_bad_row=quarantine"
+    expected = (
+        f"output has a control character, {character!r}, at character {place + 1}; remove it, "
+    )
+    assert str(caught.value) == expected + "or set such rows aside with data.on_bad_row=quarantine"
 
 
 @given(st.text(), st.characters(categories=["Cs"]), st.text())
-def test_half_of_a_pair_is_refused_at_its_place(before: str, half: str, after: str) -> None:
-    with pytest.raises(RowError, match=f"half of a character.* at character {len(before) + 1}"):
-        check_text(before + half + after, "output")
+def test_unpaired_surrogate_is_an_error_with_its_position(
+    before: str, surrogate: str, after: str
+) -> None:
+    with pytest.raises(RowError, match=f"an unpaired surrogate.* at character {len(before) + 1}"):
+        check_text(before + surrogate + after, "output")
 
 
 @given(st.floats() | st.integers())
-def test_a_weight_is_finite_and_not_negative_or_refused(value: float) -> None:
+def test_a_weight_must_be_finite_and_not_negative(value: float) -> None:
     try:
         weight = read_weight(value, "weight")
     except RowError:
@@ -121,12 +124,12 @@ def test_a_weight_is_finite_and_not_negative_or_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", ["1", None, [1], {}])
-def test_what_is_no_number_is_no_weight(value: Any) -> None:
+def test_a_weight_must_be_a_number(value: Any) -> None:
     with pytest.raises(RowError, match="a weight is a number from 0 up"):
         read_weight(value, "weight")
 
 
-def test_json_is_read_or_its_fault_reported() -> None:
+def test_read_json_and_its_errors() -> None:
     assert read_json('{"a": [1]}', "x") == {"a": [1]}
     with pytest.raises(RowError, match=r"x is not JSON: Expecting value at character 7 of '\{"):
         read_json('{"a": }', "x")
@@ -137,7 +140,7 @@ def test_json_is_read_or_its_fault_reported() -> None:
 
 
 @pytest.mark.parametrize("value", [{"a": math.nan}, {"a": b"x"}, {"a": "\ud800"}, {"a": {1, 2}}])
-def test_what_json_cannot_hold_is_refused(value: Any) -> None:
+def test_values_that_json_cannot_hold_are_an_error(value: Any) -> None:
     with pytest.raises(RowError, match="x cannot be written as JSON"):
         check_json(value, "x")
     check_json({"a": [1, "é", None, 0.5]}, "x")
@@ -148,7 +151,7 @@ SQUAD = {"id": "7", "context": "c", "question": "q", "answers": {"text": ["a"], 
 
 
 def read(values: dict[str, Any]) -> list[str]:
-    """Return the texts that the suggested settings read."""
+    """Return the texts that are read with the suggested settings."""
     assert format_of(values) is None
     found = yaml.safe_load("{" + suggest_settings(values) + "}")
     (item,) = convert_row(Row(values, Origin("d.json", 1)), found["format"], found["columns"])
@@ -172,7 +175,7 @@ def read(values: dict[str, Any]) -> list[str]:
         ({"line": "once"}, ["once"]),
     ],
 )
-def test_what_is_suggested_reads_the_row(values: dict[str, Any], texts: list[str]) -> None:
+def test_the_suggested_settings_read_the_row(values: dict[str, Any], texts: list[str]) -> None:
     assert read(values) == texts
 
 
@@ -187,7 +190,7 @@ def test_what_is_suggested_reads_the_row(values: dict[str, Any], texts: list[str
         {"question": "q", "answer": None},
     ],
 )
-def test_nothing_is_suggested_where_nothing_is_known(values: dict[str, Any]) -> None:
+def test_no_suggestion_without_a_known_column(values: dict[str, Any]) -> None:
     assert suggest_settings(values) == ""
 
 
@@ -200,7 +203,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=5))
-def test_every_column_suggested_is_there(values: dict[str, Any]) -> None:
+def test_every_suggested_column_exists(values: dict[str, Any]) -> None:
     found = yaml.safe_load("{" + suggest_settings(values) + "}")
     for path in found.get("columns", {}).values():
         assert isinstance(read_path(values, path, ""), str)

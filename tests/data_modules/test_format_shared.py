@@ -1,4 +1,4 @@
-"""The real data sets: every row of each is read, and what is in them is there."""
+"""Every row of the real data sets is converted, without losing calls, tools or answers."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_calls_and_tools_of_glaive() -> None:
     _, items = convert("chat/glaive_toolcall_en.json")
     for (item,), row in zip(items, load("chat/glaive_toolcall_en.json"), strict=True):
         assert isinstance(item, Conversation)
-        said = [
+        expected = [
             json.loads(turn["value"])
             for turn in row["conversations"]
             if turn["from"] == "function_call"
         ]
         calls = [call for turn in item.turns for call in turn.tool_calls]
-        assert [{"name": call.name, "arguments": call.arguments} for call in calls] == said
+        assert [{"name": call.name, "arguments": call.arguments} for call in calls] == expected
         assert [tool["function"] for tool in item.tools] == json.loads(row["tools"])
         assert len(item.turns) == len(row["conversations"])
 

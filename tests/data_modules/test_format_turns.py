@@ -1,4 +1,4 @@
-"""Turns: their parts, which belong together, and which paths of a tree are conversations."""
+"""Turns: their parts, which are joined, and which paths of a tree are conversations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def answer(*turns: Any) -> Turn:
 
 
 def call(number: str | None = None, arguments: Any = None) -> dict[str, Any]:
-    """Return a call as OpenAI has it."""
+    """Return a call in OpenAI's form."""
     arguments = '{"a": 1}' if arguments is None else arguments
     return {
         "id": number,
@@ -56,7 +56,7 @@ def call(number: str | None = None, arguments: Any = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
 @pytest.mark.parametrize("key", ["text", "value", None])
-def test_parts_of_text(kind: str, key: str | None) -> None:
+def test_text_parts(kind: str, key: str | None) -> None:
     assert answer(say([{"type": kind, key or kind: "a"}, {"type": None, "text": "b"}])) == Turn(
         "assistant", "ab"
     )
@@ -64,7 +64,7 @@ def test_parts_of_text(kind: str, key: str | None) -> None:
 
 @pytest.mark.parametrize("kind", ["reasoning", "thinking"])
 @pytest.mark.parametrize("key", ["text", "value", None])
-def test_parts_of_thinking(kind: str, key: str | None) -> None:
+def test_reasoning_parts(kind: str, key: str | None) -> None:
     parts = [{"type": kind, key or kind: "hm"}, {"type": kind, "text": "m"}, "a"]
     assert answer(say(parts)) == Turn("assistant", "a", reasoning="hmm")
 
@@ -80,7 +80,7 @@ def test_parts_of_thinking(kind: str, key: str | None) -> None:
         {"tool_call": {**CALL, "id": "1"}, "id": None},
     ],
 )
-def test_parts_that_call(part: dict[str, Any]) -> None:
+def test_tool_call_parts(part: dict[str, Any]) -> None:
     turn = answer(say(["a", {"type": "tool_call", "id": "1", **part}]))
     assert turn == Turn("assistant", "a", tool_calls=(ToolCall("add", {"a": 1}, "1"),))
 
@@ -101,7 +101,7 @@ def test_no_part_is_lost(thoughts: list[str], texts: list[str], calls: int) -> N
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "thinking"])
-def test_thinking_beside_the_content(field: str) -> None:
+def test_reasoning_next_to_the_content(field: str) -> None:
     assert answer(say(**{field: "hm"})) == Turn("assistant", "a", reasoning="hm")
     assert answer(say(**{field: None})) == answer(say(**{field: ""})) == Turn("assistant", "a")
     twice = say([{"type": "reasoning", "text": "hm"}, "a"], **{field: "hm"})
@@ -110,7 +110,7 @@ def test_thinking_beside_the_content(field: str) -> None:
 
 @pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
 @pytest.mark.parametrize("content", [None, ""])
-def test_calls_and_results_as_openai_has_them(arguments: Any, content: str | None) -> None:
+def test_calls_and_results_in_openai_form(arguments: Any, content: str | None) -> None:
     made = say(content, tool_calls=[call("x", arguments), call("y", arguments)])
     results = [
         {"role": "tool", "tool_call_id": "x", "content": "2"},
@@ -150,7 +150,7 @@ def test_a_call_without_arguments(arguments: Any) -> None:
     assert [call.arguments for call in answer(made).tool_calls] == [{}, {}]
 
 
-def test_a_call_comes_to_the_text_before_it_and_calls_stand_together() -> None:
+def test_a_call_is_added_to_the_text_before_it_and_calls_are_joined() -> None:
     calls = {"from": "function_call", "value": json.dumps(CALL)}
     gpt = {"from": "gpt", "value": "a"}
     seen = {"from": "observation", "value": "2"}
@@ -163,7 +163,7 @@ def test_a_call_comes_to_the_text_before_it_and_calls_stand_together() -> None:
     )
 
 
-def test_text_after_a_call_and_thinking_after_text_stay_apart() -> None:
+def test_text_after_a_call_and_reasoning_after_text_are_not_joined() -> None:
     made = say("a", tool_calls=[CALL])
     assert len(convert(ASK, made, say("b")).turns) == 3
     assert len(convert(ASK, say(), say("b", reasoning="hm")).turns) == 3
@@ -193,7 +193,7 @@ def test_joining_keeps_every_part_in_its_order(pieces: list[str]) -> None:
 
 
 @pytest.mark.parametrize("column", ["tools", "functions"])
-def test_tools_of_a_row_have_one_form(column: str) -> None:
+def test_tools_are_converted_to_one_form(column: str) -> None:
     bare = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
     whole = {"type": "function", "function": bare}
     for tools in ([bare], [whole], json.dumps([bare]), [json.dumps(whole)]):
@@ -202,25 +202,25 @@ def test_tools_of_a_row_have_one_form(column: str) -> None:
         assert convert(ASK, say(), **{column: tools}).tools == ()
 
 
-def test_a_call_written_into_the_text_has_results_too() -> None:
+def test_a_call_in_the_text_of_an_answer_may_have_a_result() -> None:
     written = say(f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>")
     assert convert(ASK, written, RESULT, say()).turns[2] == Turn("tool", "2")
 
 
-def test_the_result_of_a_call_without_a_number_needs_none() -> None:
+def test_the_result_of_a_call_without_id_needs_none() -> None:
     made = say(None, tool_calls=[CALL])
     assert convert(ASK, made, {**RESULT, "tool_call_id": "x"}).turns[2].tool_call_id == "x"
     assert convert(ASK, say(None, tool_calls=[call("x")]), RESULT).turns[2].tool_call_id is None
 
 
 @pytest.mark.parametrize(
-    ("turns", "told"),
+    ("turns", "expected"),
     [
         ([ASK, say(None, tool_calls=[])], r"messages\[1\].content is null, not text"),
         ([ASK, say(3, tool_calls=[CALL])], r"messages\[1\].content is int 3"),
         ([ASK, say(None, tool_calls=CALL)], r"\[1\].tool_calls is dict, not a list"),
         ([ASK, say(None, tool_calls=["x"])], r"tool_calls\[0\] is not JSON: Exp.* at character 1"),
-        ([ASK, say(None, tool_calls=[{"nam": "x"}])], r"names no tool; .*did you mean 'name'"),
+        ([ASK, say(None, tool_calls=[{"nam": "x"}])], r"has no tool name; .*did you mean 'name'"),
         (
             [ASK, say(None, tool_calls=[call("x", "a=1")])],
             r"tool_calls\[0\].arguments is not JSON: Expecting value at character 1 of 'a=1'",
@@ -228,8 +228,8 @@ def test_the_result_of_a_call_without_a_number_needs_none() -> None:
         ([ASK, say(None, tool_calls=[call("x", "")])], r"arguments is not JSON: Expecting value"),
         ([ASK, say(None, tool_calls=[call("x", '{"a": NaN}')])], "cannot be written as JSON"),
         ([ASK, say(None, tool_calls=[{**call(), "id": 1}])], r"tool_calls\[0\].id is int 1; give"),
-        ([{**ASK, "tool_calls": [CALL]}, say()], r"messages\[0\] is a turn of user with a call"),
-        ([{**ASK, "thinking": "hm"}, say()], r"messages\[0\] is a turn of user with thinking"),
+        ([{**ASK, "tool_calls": [CALL]}, say()], r"messages\[0\] is a user turn with a tool call"),
+        ([{**ASK, "thinking": "hm"}, say()], r"messages\[0\] is a user turn with reasoning"),
         ([ASK, {"from": "function_call", "value": "add"}], r"\[1\].value is not JSON"),
         ([ASK, {"from": "function_call", "value": "[]"}], r"\[1\].value is an empty list"),
         ([ASK, {"from": "function_call"}], r"\[1\].content is null; a call is"),
@@ -241,24 +241,24 @@ def test_the_result_of_a_call_without_a_number_needs_none() -> None:
             [ASK, say(None, tool_calls=[call("x")]), RESULT, {**RESULT, "tool_call_id": "y"}],
             r"messages\[3\].tool_call_id is 'y'; the calls before it are x",
         ),
-        ([ASK, say([{"type": "text"}])], r"content\[0\] has no text; give it under 'text'"),
-        ([ASK, say([{"type": "text", "text": 3}])], r"content\[0\] has int 3 where its text"),
+        ([ASK, say([{"type": "text"}])], r"content\[0\] has no text; give a string under 'text'"),
+        ([ASK, say([{"type": "text", "text": 3}])], r"content\[0\] has int 3 instead of text"),
         ([ASK, say([3])], r"content\[0\] is int: not supported"),
         ([ASK, say(["a", {"type": "thinking", "text": "hm"}])], r"\[1\] is thinking after text"),
         ([ASK, say([{"type": "tool_call", **CALL}, "a"])], r"content\[1\] is text after a call"),
         (
             [ASK, say([{"type": "thinking", "text": "hm"}, "a"], reasoning="oh")],
-            "thinks twice, in its parts and in reasoning",
+            "has reasoning twice, in its parts and in reasoning",
         ),
     ],
 )
-def test_problems_of_turns(turns: list[Any], told: str) -> None:
-    with pytest.raises(RowError, match=told):
+def test_problems_of_turns(turns: list[Any], expected: str) -> None:
+    with pytest.raises(RowError, match=expected):
         convert(*turns)
 
 
 @pytest.mark.parametrize(
-    ("tools", "told"),
+    ("tools", "expected"),
     [
         ("[{", r"tools is not JSON: Expecting property name .* at character 3 of '\[\{'"),
         ({"name": "add"}, "tools is dict, not a list"),
@@ -268,8 +268,8 @@ def test_problems_of_turns(turns: list[Any], told: str) -> None:
         ([{"name": "add", "x": float("inf")}], r"tools\[0\] cannot be written as JSON"),
     ],
 )
-def test_problems_of_tools(tools: Any, told: str) -> None:
-    with pytest.raises(RowError, match=told):
+def test_problems_of_tools(tools: Any, expected: str) -> None:
+    with pytest.raises(RowError, match=expected):
         convert(ASK, say(), tools=tools)
 
 
@@ -295,7 +295,7 @@ def says(text: str, *replies: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "text": text, "replies": list(replies), **more}
 
 
-def told(items: list[Conversation]) -> list[list[tuple[str, float | None]]]:
+def texts_and_weights(items: list[Conversation]) -> list[list[tuple[str, float | None]]]:
     """Return text and weight of each turn."""
     return [[(turn.content, turn.weight) for turn in item.turns] for item in items]
 
@@ -306,7 +306,7 @@ def test_each_path_is_a_conversation_and_each_turn_has_its_weight_once() -> None
         says("a", asks("r", says("b"), says("c"))),
         says("d", asks("s")),
     )
-    assert told(paths_of(tree)) == [
+    assert texts_and_weights(paths_of(tree)) == [
         [("q", 0.0), ("a", None), ("r", None), ("b", None)],
         [("q", 0.0), ("a", 0.0), ("r", 0.0), ("c", None)],
         [("q", None), ("d", None)],
@@ -323,24 +323,26 @@ def test_a_shared_answer_is_trained_on_in_its_shortest_path() -> None:
             asks("s", says("b"), says("long")),
         ),
     )
-    assert told(paths_of(tree)) == [
+    assert texts_and_weights(paths_of(tree)) == [
         [("q", 0.0), ("a", 0.0), ("r", None), ("long " * 9, None)],
         [("q", None), ("a", None), ("s", None), ("b", None)],
         [("q", 0.0), ("a", 0.0), ("s", 0.0), ("long", None)],
     ]
 
 
-def test_what_is_deleted_or_refused_is_left_out_with_its_replies() -> None:
+def test_deleted_and_rejected_messages_are_left_out_with_their_replies() -> None:
     gone = says("x", asks("y", says("z")), deleted=True)
     refused = says("x", review_result=False)
     open_ = says("a", review_result=None, deleted=False)
-    assert told(paths_of(asks("q", gone, refused, open_))) == [[("q", None), ("a", None)]]
+    assert texts_and_weights(paths_of(asks("q", gone, refused, open_))) == [
+        [("q", None), ("a", None)]
+    ]
 
 
 def test_a_tree_without_an_answer_is_its_prompt() -> None:
-    assert told(paths_of(asks("q"))) == [[("q", None)]]
-    assert told(paths_of(asks("q", says("a", deleted=True)))) == [[("q", None)]]
-    assert told(paths_of(asks("q", says("a"), deleted=True))) == [[("q", 0.0)]]
+    assert texts_and_weights(paths_of(asks("q"))) == [[("q", None)]]
+    assert texts_and_weights(paths_of(asks("q", says("a", deleted=True)))) == [[("q", None)]]
+    assert texts_and_weights(paths_of(asks("q", says("a"), deleted=True))) == [[("q", 0.0)]]
 
 
 def trees(answers: bool) -> st.SearchStrategy[dict[str, Any]]:
