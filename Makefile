@@ -1,4 +1,4 @@
-# Every target installs what it needs first: a fresh clone needs nothing but `make train`.
+# Every target first installs what it needs, so that `make train` works in a fresh clone.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,10 +7,10 @@ RUN ?=
 ARGS ?=
 ONLY ?=
 WORKERS ?= 2
-# A file is one worker's, for what its tests share; the files with the longest tests come first.
+# A file's tests share fixtures, so one worker runs them all; files with the longest tests come first.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SHELL := /bin/bash
-# Tests start hundreds of processes: each would compile the program anew.
+# Tests start hundreds of processes, which would compile the program again each.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
-# The stamp is written last: an install that was interrupted is finished by the next call.
+# The stamp is written last, so that an interrupted install is completed by the next call.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a minute or two"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
@@ -29,18 +29,18 @@ $(STAMP): pyproject.toml constraints.txt
 		--constraint constraints.txt --editable ".[dev$$($(BIN)/python -m tools.gpu_packages extra)]"
 	@touch $@
 
-install: $(STAMP)  ## .venv with the pinned dependencies, and those of a GPU that is here
+install: $(STAMP)  ## .venv with the pinned dependencies, and those of a GPU if there is one
 
 train: $(STAMP)  ## fine-tune the shipped tiny base; ARGS="+experiment=llama8b" for another run
 	$(BIN)/python -m app.train $(ARGS)
 
-preview: $(STAMP)  ## what a run would learn from: rows, loss mask, packs, audit
+preview: $(STAMP)  ## what a run would be trained on: rows, loss mask, packs, audit
 	$(BIN)/python -m app.preview $(ARGS)
 
 plan: $(STAMP)  ## will it fit, how fast, what to change; ARGS="+experiment=llama70b hardware=8xa100_80gb"
 	$(BIN)/python -m app.plan $(if $(ARGS),$(ARGS),+experiment=llama8b hardware=h100)
 
-# A run to evaluate: the one that is typed, or the newest; the default is trained where there is none.
+# The run to evaluate: the one given, or the newest; the default run is trained if there is none.
 A_RUN = @$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
 	"import sys; from app.run.find import finished_runs; sys.exit(not finished_runs())" \
 	|| $(BIN)/python -m app.train)
@@ -50,20 +50,20 @@ eval: $(STAMP)  ## base vs tuned of RUN=FOLDER, or of the newest run; trains the
 	$(A_RUN)
 	$(EVALUATE) $(ARGS)
 
-eval-compare: $(STAMP)  ## the same as a gate: ends with exit code 4 where tuned is worse; MAX_REGRESSION=0.02 DATA=FILE
+eval-compare: $(STAMP)  ## the same as a gate: exit code 4 if tuned is worse; MAX_REGRESSION=0.02 DATA=FILE
 	$(A_RUN)
 	$(EVALUATE) evaluation.max_regression=$(or $(MAX_REGRESSION),0) $(if $(DATA),'data.datasets=[{path: $(DATA)}]' \
 		data.test_datasets=[] data.val_set_size=0.99 evaluation.exact_match=true) $(ARGS)
 
-eval-mmlu: $(STAMP)  ## MMLU by subject, base vs tuned; DATA=FOLDER with its published files, else rows of our own
+eval-mmlu: $(STAMP)  ## MMLU by subject, base vs tuned; DATA=FOLDER with the published files, else sample rows
 	$(A_RUN)
 	$(EVALUATE) evaluation=mmlu $(if $(DATA),evaluation.task_dir=$(DATA)) $(ARGS)
 
-eval-gsm8k: $(STAMP)  ## GSM8K, base vs tuned; DATA=FOLDER with its published file, else rows of our own
+eval-gsm8k: $(STAMP)  ## GSM8K, base vs tuned; DATA=FOLDER with the published file, else sample rows
 	$(A_RUN)
 	$(EVALUATE) evaluation=gsm8k $(if $(DATA),evaluation.task_dir=$(DATA)) $(ARGS)
 
-eval-harness: $(STAMP)  ## tasks of lm-evaluation-harness: TASKS=arc_easy,boolq; DATA=FOLDER of its task files; else one of our own
+eval-harness: $(STAMP)  ## lm-evaluation-harness: TASKS=arc_easy,boolq; DATA=FOLDER of its task files; else a sample task
 	@$(BIN)/python -c "import lm_eval" 2>/dev/null || $(BIN)/python -m pip install --quiet \
 		--disable-pip-version-check --constraint constraints.txt --editable ".[harness]"
 	$(A_RUN)
@@ -71,38 +71,38 @@ eval-harness: $(STAMP)  ## tasks of lm-evaluation-harness: TASKS=arc_easy,boolq;
 		evaluation.harness=[loft_sample] evaluation.harness_dir=app/evaluation/tasks/samples/harness \
 		evaluation.allow_code=true) $(ARGS)
 
-eval-mt-bench: $(STAMP)  ## answers graded by an LLM: JUDGE_URL=https://HOST/v1 JUDGE=NAME DATA=FOLDER; without, by a rule
+eval-mt-bench: $(STAMP)  ## answers graded by an LLM: JUDGE_URL=https://HOST/v1 JUDGE=NAME DATA=FOLDER; without them by a rule
 	$(A_RUN)
 	$(if $(JUDGE_URL),,$(BIN)/python -m tools.sample_judge )$(EVALUATE) evaluation=mt_bench \
 		$(if $(DATA),evaluation.judge.questions=$(DATA)) \
 		$(if $(JUDGE_URL),evaluation.judge.url=$(JUDGE_URL) evaluation.judge.model=$(JUDGE)) $(ARGS)
 
-merge: $(STAMP)  ## adapter into base of RUN=FOLDER, or of the newest run: a Hugging Face folder
+merge: $(STAMP)  ## merge the adapter of RUN=FOLDER, or of the newest run, into a Hugging Face folder
 	$(BIN)/python -m app.merge $(if $(RUN),run=$(RUN)) $(ARGS)
 
-chat: $(STAMP)  ## talk to RUN=FOLDER, or to the newest run, in the terminal
+chat: $(STAMP)  ## chat with RUN=FOLDER, or the newest run, in the terminal
 	$(BIN)/python -m app.chat $(if $(RUN),run=$(RUN)) $(ARGS)
 
-serve: $(STAMP)  ## OpenAI's chat API and a page at 127.0.0.1:8000, for RUN=FOLDER or the newest run
+serve: $(STAMP)  ## OpenAI-compatible API and chat page at 127.0.0.1:8000, for RUN=FOLDER or the newest run
 	$(BIN)/python -m app.serve $(if $(RUN),run=$(RUN)) $(ARGS)
 
-sweep: $(STAMP)  ## a small grid of runs, each in a process of its own, and a table by val/loss
+sweep: $(STAMP)  ## a small grid of runs, each in its own process, and a table by val/loss
 	$(BIN)/python -m app.train -m \
 		$(if $(ARGS),$(ARGS),+experiment=quickstart adapter.r=4$(comma)8 trainer.max_steps=20)
 comma := ,
 
-sweep-lr: $(STAMP)  ## a learning rate by short runs: `+sweep=find_lr`; ARGS="+experiment=..."
+sweep-lr: $(STAMP)  ## find a learning rate in short runs: `+sweep=find_lr`; ARGS="+experiment=..."
 	$(BIN)/python -m app.train -m $(if $(ARGS),$(ARGS),+experiment=quickstart) +sweep=find_lr
 
-doctor: $(STAMP)  ## what is wrong with this machine: versions, GPUs, links, memory, disks; ends with 3 where a run would stop
+doctor: $(STAMP)  ## check this machine: versions, GPUs, links, memory, disks; exit code 3 if a run would stop
 	$(BIN)/python -m app.doctor $(ARGS)
 
 RANKS ?= $(if $(GPUS),$(words $(GPUS)),2)
 GPUS = $(wildcard /dev/nvidia[0-9] /dev/nvidia[0-9][0-9])
-bandwidth: $(STAMP)  ## how fast RANKS=2 ranks of this machine talk, a rank a GPU; ARGS="+experiment=llama8b strategy=fsdp"
+bandwidth: $(STAMP)  ## bandwidth between RANKS=2 ranks of this machine (or one per GPU); ARGS="+experiment=llama8b strategy=fsdp"
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) -m app.doctor $(ARGS)
 
-tiny-base: $(STAMP)  ## make the shipped base again: train from random weights, probe, install
+tiny-base: $(STAMP)  ## rebuild the shipped base: train from random weights, probe, install
 	$(BIN)/python -m tools.tiny_base.write
 	$(BIN)/python -m app.train +experiment=tiny_base output.dir=outputs/tiny_base/newest
 	$(BIN)/python -m tools.tiny_base.install outputs/tiny_base/newest
@@ -113,52 +113,52 @@ check: $(STAMP)  ## format, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 
-test: $(STAMP)  ## the tests of every day, in minutes; WORKERS=2 processes of one thread each
+test: $(STAMP)  ## the fast tests, in minutes; WORKERS=2 processes of one thread each
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# A third of their time is waiting: for hosts that are lost, links that are cut, runs that stop.
+# A third of their time is spent waiting: for lost hosts, cut links, runs that stop.
 test-slow: WORKERS = 3
-test-slow: $(STAMP)  ## matrices of strategies, kills, whole runs: what `make test` leaves out
+test-slow: $(STAMP)  ## the slow tests: matrices of strategies, kills, whole runs
 	$(PYTEST) -m slow $(ARGS)
 
 test-all:  ## every test that this machine can run
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-slow
 
-test-strategies: $(STAMP)  ## the same run under every strategy gives the same numbers (`make test-all`: a part)
+test-strategies: $(STAMP)  ## the same run under every strategy gives the same numbers (test-all runs a part of it)
 	$(PYTEST) -m "slow or strategies" tests/parity/strategies $(ARGS)
 
 FLOOR ?= 5.3.0
 FLOOR_DIR = outputs/cache/transformers-$(FLOOR)
 FLOOR_FAMILIES = bart falcon_h1 gemma2 gemma3 gpt_oss jamba llama llama4_text mamba2 mixtral nemotron_h qwen3 \
 	qwen3_5_text qwen3_next t5 umt5
-test-floor: $(STAMP)  ## families on the oldest transformers: equal, or refused in words; FLOOR=5.17.0 ARGS="llama t5"
+test-floor: $(STAMP)  ## families on the oldest transformers: equal, or refused; FLOOR=5.17.0 ARGS="llama t5"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(FLOOR_DIR) \
 		--constraint <(grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt) transformers==$(FLOOR)
 	PYTHONPATH=$(FLOOR_DIR) $(BIN)/python -m tests.parity.every_family $(or $(ARGS),$(FLOOR_FAMILIES))
 
-chaos: $(STAMP)  ## kill runs, fill their disks, go on: bit for bit the same? SEED=N; FULL=1 for all
+chaos: $(STAMP)  ## kill runs, fill their disks, resume them: bit for bit the same? SEED=N; FULL=1 for all
 	$(BIN)/python -m tests.reliability $(if $(SEED),seed=$(SEED)) $(if $(FULL),full)
 
-seeded-bugs: $(STAMP)  ## sow bugs that lose runs, each must make its test fail; ARGS="word of a name"
+seeded-bugs: $(STAMP)  ## inject bugs one at a time, each must make its test fail; ARGS="word of a name"
 	$(BIN)/python -m tests.reliability.seeded_bugs $(ARGS)
 
-bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop|packing|prepare|loss|checkpoint|strategies|hybrids|gpu_ops|plan|evaluate
+bench: $(STAMP)  ## benchmarks: a table and a JSON line per figure; ONLY=startup|loop|packing|prepare|loss|checkpoint|strategies|hybrids|gpu_ops|plan|evaluate
 	$(BIN)/python -m benchmarks $(ONLY)
 
-bench-peers: $(STAMP)  ## training speed and memory beside peers; ONLY="lora_fp32|lora_bf16|full with=all"
+bench-peers: $(STAMP)  ## training speed and memory compared with peers; ONLY="lora_fp32|lora_bf16|full with=all"
 	$(BIN)/python -m benchmarks.training $(ONLY)
 
-bench-gpu: $(STAMP)  ## an 8B model on one GPU in eight minutes: speed, memory, and where the time goes
+bench-gpu: $(STAMP)  ## an 8B model on one GPU, in eight minutes: speed, memory, time by part
 	$(BIN)/python -m benchmarks.gpu
 
 settings: $(STAMP)  ## write docs/settings.md from the settings' fields
 	$(BIN)/python -m tools.settings docs
 
-schema: $(STAMP)  ## write conf/experiment/schema.json, with which editors complete experiments
+schema: $(STAMP)  ## write conf/experiment/schema.json, by which editors complete experiments
 	$(BIN)/python -m tools.settings schema
 
-clean:  ## remove caches; runs under outputs/ stay
+clean:  ## remove caches; runs under outputs/ are kept
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
 .PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr doctor bandwidth tiny-base check test test-slow test-all test-strategies test-floor chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

@@ -140,7 +140,7 @@ def test_the_readme_goes_in_the_order_of_what_a_person_wants() -> None:
         "Two commands",
         "Your model, your data",
         "Use the result",
-        "Look at a run",
+        "Evaluate a run",
         "On a GPU machine",
         "Many GPUs, many machines",
         "Resume",
