@@ -1,6 +1,5 @@
-"""Tasks: what published benchmarks ask, from local files, and what a model makes of it.
+"""Tasks: published benchmarks and custom tasks, read from local files.
 
-`settings` and `questions` need no torch: rows become questions, and what is wrong with them is
-said. `measure` asks a model, `code` runs what it has programmed, `harness` is the one door to
-lm-evaluation-harness.
+`forms` and `questions` turn rows into questions and report invalid ones, without torch. `measure`
+runs a model on the questions and scores it. Only `harness` uses lm-evaluation-harness.
 """

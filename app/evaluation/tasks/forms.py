@@ -1,6 +1,6 @@
-"""The published forms of benchmarks: what a row means, and how it is asked.
+"""The published forms of benchmarks: how rows are parsed and prompts are built.
 
-Prompts are those of lm-evaluation-harness 0.4.13, so that figures can be compared.
+Prompts are those of lm-evaluation-harness 0.4.13, so that scores are comparable.
 """
 
 from __future__ import annotations
@@ -18,65 +18,67 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """A row of a task, before the examples of other rows."""
+class Item:
+    """A parsed row of a task."""
 
     contexts: tuple[str, ...]
-    """one for all choices, or one for each where a choice is part of the context"""
+    """one prompt for all choices, or one for each choice that is part of its prompt"""
     continuations: tuple[str, ...] = ()
-    """one for each choice, or one for all contexts; none where the model writes an answer"""
-    right: int = 0
-    """number of the right choice"""
+    """one for each choice, or one for all contexts; empty if the model generates an answer"""
+    correct: int = 0
+    """index of the correct choice"""
     reference: str = ""
-    """what an example answers: the right choice, or a worked answer"""
+    """the correct choice or a worked answer, as few-shot examples show it"""
     delimiter: str = " "
-    """between context and continuation, or answer"""
+    """text between the context and a continuation or answer"""
     group: str = ""
-    """which of several groups in a task it is of, such as MMLU's subject"""
+    """group within the task, such as MMLU's subject"""
     program: str = ""
-    """checks that run after an answer which is code"""
+    """tests that run after a generated program"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """How the rows of a benchmark are read and asked."""
+    """How a benchmark's rows are parsed, prompted and scored."""
 
     kind: str
     fields: tuple[str, ...]
     """columns that a row must have"""
-    read: Callable[[Values], Asked]
-    """read a row; ValueError says in words which value is not what it should be"""
+    parse: Callable[[Values], Item]
+    """parses a row; raises ValueError naming the value that is wrong"""
     file: str = ""
-    """name in evaluation.task_dir"""
+    """file name in evaluation.task_dir"""
     few_shot: int = 0
+    """default number of few-shot examples"""
     few_shot_file: str = ""
-    describe: Callable[[str], str] = lambda group: ""
+    """file name of the few-shot examples in evaluation.task_dir"""
+    describe_group: Callable[[str], str] = lambda group: ""
     """group -> text before the examples"""
-    stops: tuple[str, ...] = ()
+    stop_texts: tuple[str, ...] = ()
     """texts that end an answer"""
     max_new_tokens: int | None = None
-    """of an answer; None = evaluation.max_new_tokens"""
+    """maximum length of an answer in tokens; None = evaluation.max_new_tokens"""
     extract: Callable[[str], object] = str.strip
-    """what of an answer, and of its reference, is compared; None where there is nothing"""
+    """returns the part of an answer or reference that is compared, None if there is none"""
     categories: Mapping[str, str] | None = None
     """group -> category"""
 
 
-def _right_of(answer: Any, choices: tuple[str, ...], labels: tuple[str, ...] = ()) -> int:
-    """Return the number of the right choice: an index, a label, or the choice's text."""
+def _correct_index(answer: Any, choices: tuple[str, ...], labels: tuple[str, ...] = ()) -> int:
+    """Return the index of the correct choice, given as an index, a label, or the choice's text."""
     text = str(answer).strip()
-    if isinstance(answer, int):  # 2 is the third choice, also where one of them is "2"
+    if isinstance(answer, int):  # 2 is the third choice, even if the text of another one is "2"
         index = int(answer)
-    elif named := [names for names in (labels, choices) if text in names]:
-        index = named[0].index(text)
+    elif matching := [names for names in (labels, choices) if text in names]:
+        index = matching[0].index(text)
     elif text.isdecimal():
         index = int(text)
     else:
         index = LETTERS.find(text) if len(text) == 1 else -1
     if not 0 <= index < len(choices):
         raise ValueError(
-            f"answer {text[:40]!r} is none of the {len(choices)} choices: give its number from 0, "
-            "its letter, or its text"
+            f"answer {text[:40]!r} is not one of the {len(choices)} choices: give its index from "
+            "0, its letter, or its text"
         )
     return index
 
@@ -88,43 +90,43 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _labelled(value: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return texts and labels of choices as ARC has them: {text: [...], label: [...]}."""
+    """Return the texts and labels of choices in ARC's format: {text: [...], label: [...]}."""
     if isinstance(value, dict) and "text" in value and "label" in value:
         return _texts(value["text"]), _texts(value["label"])
     return _texts(value), ()
 
 
-def _choice(question: str, choices: tuple[str, ...], right: int, group: str = "") -> Asked:
-    return Asked(
+def _choice(question: str, choices: tuple[str, ...], correct: int, group: str = "") -> Item:
+    return Item(
         contexts=(question,),
         continuations=choices,
-        right=right,
-        reference=choices[right],
+        correct=correct,
+        reference=choices[correct],
         group=group,
     )
 
 
-def _multiple_choice(values: Values) -> Asked:
+def _multiple_choice(values: Values) -> Item:
     choices, labels = _labelled(values["choices"])
-    right = _right_of(values["answer"], choices, labels)
-    return _choice(str(values["question"]), choices, right, str(values.get("group", "")))
+    correct = _correct_index(values["answer"], choices, labels)
+    return _choice(str(values["question"]), choices, correct, str(values.get("group", "")))
 
 
-def _answer(values: Values) -> Asked:
+def _answer(values: Values) -> Item:
     reference = str(values["answer"])
     if not reference.strip():
         raise ValueError("answer is empty: there is no reference to compare with")
     group = str(values.get("group", ""))
-    return Asked(contexts=(str(values["question"]),), reference=reference, group=group)
+    return Item(contexts=(str(values["question"]),), reference=reference, group=group)
 
 
-def _likelihood(values: Values) -> Asked:
+def _likelihood(values: Values) -> Item:
     continuation = str(values["continuation"])
     if not continuation.strip():
         raise ValueError("continuation is empty: there is nothing to measure")
     context = str(values["context"])
     has_space = not context or context[-1].isspace() or continuation[0].isspace()
-    return Asked(
+    return Item(
         contexts=(context,),
         continuations=(continuation,),
         reference=continuation,
@@ -132,69 +134,69 @@ def _likelihood(values: Values) -> Asked:
     )
 
 
-def _text(values: Values) -> Asked:
+def _text(values: Values) -> Item:
     text = str(values["text"])
     if not text:
         raise ValueError("text is empty: there is nothing to measure")
-    return Asked(contexts=("",), continuations=(text,), reference=text, delimiter="")
+    return Item(contexts=("",), continuations=(text,), reference=text, delimiter="")
 
 
-def _gsm8k(values: Values) -> Asked:
-    return Asked(
+def _gsm8k(values: Values) -> Item:
+    return Item(
         contexts=(f"Question: {values['question']}\nAnswer:",), reference=str(values["answer"])
     )
 
 
-def _mmlu(values: Values) -> Asked:
+def _mmlu(values: Values) -> Item:
     choices = _texts(values["choices"])
     listed = "".join(f"\n{LETTERS[n]}. {choice}" for n, choice in enumerate(choices))
     question = f"{str(values['question']).strip()}{listed}\nAnswer:"
     letters = tuple(LETTERS[: len(choices)])
-    right = _right_of(values["answer"], letters)
-    return _choice(question, letters, right, str(values["subject"]))
+    correct = _correct_index(values["answer"], letters)
+    return _choice(question, letters, correct, str(values["subject"]))
 
 
-def _arc(values: Values) -> Asked:
+def _arc(values: Values) -> Item:
     choices, labels = _labelled(values["choices"])
-    right = _right_of(values["answerKey"], choices, labels)
-    return _choice(f"Question: {values['question']}\nAnswer:", choices, right)
+    correct = _correct_index(values["answerKey"], choices, labels)
+    return _choice(f"Question: {values['question']}\nAnswer:", choices, correct)
 
 
-def _openbookqa(values: Values) -> Asked:
+def _openbookqa(values: Values) -> Item:
     choices, labels = _labelled(values["choices"])
-    right = _right_of(str(values["answerKey"]).lstrip(), choices, labels)
-    return _choice(str(values["question_stem"]), choices, right)
+    correct = _correct_index(str(values["answerKey"]).lstrip(), choices, labels)
+    return _choice(str(values["question_stem"]), choices, correct)
 
 
 def _wikihow(text: str) -> str:
-    """Return a text of HellaSwag without the marks of its WikiHow pages."""
+    """Remove the markup of WikiHow pages from a text of HellaSwag."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
 
-def _hellaswag(values: Values) -> Asked:
+def _hellaswag(values: Values) -> Item:
     context = f"{values['ctx_a']} {str(values['ctx_b']).capitalize()}"
     endings = tuple(map(_wikihow, _texts(values["endings"])))
-    right = _right_of(int(values["label"]), endings)
-    return _choice(_wikihow(f"{values['activity_label']}: {context}"), endings, right)
+    correct = _correct_index(int(values["label"]), endings)
+    return _choice(_wikihow(f"{values['activity_label']}: {context}"), endings, correct)
 
 
-def _winogrande(values: Values) -> Asked:
+def _winogrande(values: Values) -> Item:
     sentence = str(values["sentence"])
     before, blank, after = sentence.partition("_")
     if not blank:
         raise ValueError(f"sentence has no _ for the blank: {sentence[:40]!r}")
     options = (str(values["option1"]), str(values["option2"]))
-    right = _right_of(values["answer"], options, ("1", "2"))
-    return Asked(
+    correct = _correct_index(values["answer"], options, ("1", "2"))
+    return Item(
         contexts=tuple(before + option for option in options),
         continuations=(after.strip(),),
-        right=right,
+        correct=correct,
         reference=after.strip(),
     )
 
 
-def _boolq(values: Values) -> Asked:
+def _boolq(values: Values) -> Item:
     question = f"{values['passage']}\nQuestion: {values['question']}?\nAnswer:"
     answer = values["answer"]
     if str(answer).lower() not in ("true", "false", "yes", "no", "0", "1"):
@@ -202,25 +204,25 @@ def _boolq(values: Values) -> Asked:
     return _choice(question, ("no", "yes"), int(str(answer).lower() in ("true", "yes", "1")))
 
 
-def _lambada(values: Values) -> Asked:
+def _lambada(values: Values) -> Item:
     context, continuation = values.get("context"), values.get("continuation")
     if continuation is None:
         context, _, continuation = str(values["text"]).rpartition(" ")
     return _likelihood({"context": context, "continuation": continuation})
 
 
-def _math(values: Values) -> Asked:
+def _math(values: Values) -> Item:
     if boxed(str(values["solution"])) is None:
         raise ValueError("solution has no \\boxed{...}: there is no reference to compare with")
-    return Asked(
+    return Item(
         contexts=(f"Problem:\n{values['problem']}\n\nSolution:",),
         reference=str(values["solution"]),
         group=str(values.get("type", "")),
     )
 
 
-def _humaneval(values: Values) -> Asked:
-    return Asked(
+def _humaneval(values: Values) -> Item:
+    return Item(
         contexts=(str(values["prompt"]),),
         reference=str(values["canonical_solution"]),
         delimiter="",
@@ -229,35 +231,35 @@ def _humaneval(values: Values) -> Asked:
 
 
 def boxed(text: str) -> str | None:
-    """Return what stands in the last \\boxed{...} of a solution, its braces balanced."""
+    """Return the content of the last \\boxed{...} in a solution, up to the matching brace."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
-    begin, depth = text.index("{", start) + 1, 1
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    first, depth = text.index("{", start) + 1, 1
+    for index in range(first, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
         if not depth:
-            return text[begin:place]
+            return text[first:index]
     return None
 
 
 def math_answer(text: str) -> str | None:
-    """Return the final answer of a solution, written one way (as Lewkowycz et al. 2022 do)."""
-    found = boxed(text)
-    if found is None:
-        said = re.search(r"[Ff]inal answer is:?\s*(.+?)(?:\. I hope|\.?\s*$)", text, re.MULTILINE)
-        found = said and said[1]
-    if found is None:
+    """Return the final answer of a solution in normalized form (Lewkowycz et al. 2022)."""
+    answer = boxed(text)
+    if answer is None:
+        match = re.search(r"[Ff]inal answer is:?\s*(.+?)(?:\. I hope|\.?\s*$)", text, re.MULTILINE)
+        answer = match and match[1]
+    if answer is None:
         return None
-    found = re.sub(r"\\(?:text|mbox|mathrm|textbf)\s*\{(.*?)\}", r"\1", found)
-    found = re.sub(r"\\[dt]frac", r"\\frac", found)
-    found = re.sub(r"\\frac\s*([0-9a-z])\s*([0-9a-z])", r"\\frac{\1}{\2}", found)
-    found = re.sub(r"\\(?:left|right|[!,;: ]|%|\$)|[$%]|\^\{?\\circ\}?", "", found)
-    found = re.sub(r"(?<=\d),(?=\d{3})", "", re.sub(r"\s+", "", found))
-    return found.rstrip(".")
+    answer = re.sub(r"\\(?:text|mbox|mathrm|textbf)\s*\{(.*?)\}", r"\1", answer)
+    answer = re.sub(r"\\[dt]frac", r"\\frac", answer)
+    answer = re.sub(r"\\frac\s*([0-9a-z])\s*([0-9a-z])", r"\\frac{\1}{\2}", answer)
+    answer = re.sub(r"\\(?:left|right|[!,;: ]|%|\$)|[$%]|\^\{?\\circ\}?", "", answer)
+    answer = re.sub(r"(?<=\d),(?=\d{3})", "", re.sub(r"\s+", "", answer))
+    return answer.rstrip(".")
 
 
-def _mmlu_describes(group: str) -> str:
+def _describe_mmlu_subject(group: str) -> str:
     subject = group.replace("_", " ")
     return f"The following are multiple choice questions (with answers) about {subject}.\n\n"
 
@@ -285,77 +287,77 @@ MMLU_CATEGORIES = {
 
 BY_KIND = {
     "multiple_choice": Form(
-        kind="multiple_choice", fields=("question", "choices", "answer"), read=_multiple_choice
+        kind="multiple_choice", fields=("question", "choices", "answer"), parse=_multiple_choice
     ),
     "exact_match": Form(
-        kind="exact_match", fields=("question", "answer"), read=_answer, stops=("\n",)
+        kind="exact_match", fields=("question", "answer"), parse=_answer, stop_texts=("\n",)
     ),
     "numeric": Form(
-        kind="numeric", fields=("question", "answer"), read=_answer, extract=last_number
+        kind="numeric", fields=("question", "answer"), parse=_answer, extract=last_number
     ),
-    "likelihood": Form(kind="likelihood", fields=("context", "continuation"), read=_likelihood),
-    "perplexity": Form(kind="perplexity", fields=("text",), read=_text),
+    "likelihood": Form(kind="likelihood", fields=("context", "continuation"), parse=_likelihood),
+    "perplexity": Form(kind="perplexity", fields=("text",), parse=_text),
 }
-"""what a task without a published form is: its kind"""
+"""kind of a custom task, one without a published form -> its form"""
 _choices = partial(Form, kind="multiple_choice")
 FORMS = {
     "gsm8k": Form(
         kind="numeric",
         fields=("question", "answer"),
-        read=_gsm8k,
+        parse=_gsm8k,
         file="gsm8k_test.jsonl",
         few_shot=5,
-        stops=("Question:", "</s>", "<|im_end|>"),
+        stop_texts=("Question:", "</s>", "<|im_end|>"),
         max_new_tokens=256,
         extract=last_number,
     ),
     "mmlu": _choices(
         fields=("question", "choices", "answer", "subject"),
-        read=_mmlu,
+        parse=_mmlu,
         file="mmlu_test.jsonl",
         few_shot=5,
         few_shot_file="mmlu_dev.jsonl",
-        describe=_mmlu_describes,
+        describe_group=_describe_mmlu_subject,
         categories=MMLU_CATEGORIES,
     ),
     "arc": _choices(
-        fields=("question", "choices", "answerKey"), read=_arc, file="arc_easy_validation.jsonl"
+        fields=("question", "choices", "answerKey"), parse=_arc, file="arc_easy_validation.jsonl"
     ),
     "openbookqa": _choices(
         fields=("question_stem", "choices", "answerKey"),
-        read=_openbookqa,
+        parse=_openbookqa,
         file="openbookqa_validation.jsonl",
     ),
     "hellaswag": _choices(
         fields=("activity_label", "ctx_a", "ctx_b", "endings", "label"),
-        read=_hellaswag,
+        parse=_hellaswag,
         file="hellaswag_val.jsonl",
     ),
     "winogrande": _choices(
         fields=("sentence", "option1", "option2", "answer"),
-        read=_winogrande,
+        parse=_winogrande,
         file="winogrande_dev.jsonl",
     ),
     "boolq": _choices(
-        fields=("question", "passage", "answer"), read=_boolq, file="boolq_dev.jsonl"
+        fields=("question", "passage", "answer"), parse=_boolq, file="boolq_dev.jsonl"
     ),
-    "lambada": Form(kind="likelihood", fields=(), read=_lambada, file="lambada_openai.jsonl"),
+    "lambada": Form(kind="likelihood", fields=(), parse=_lambada, file="lambada_openai.jsonl"),
     "math": Form(
         kind="exact_match",
         fields=("problem", "solution"),
-        read=_math,
+        parse=_math,
         file="math_test.jsonl",
         few_shot=4,
-        stops=("Problem:",),
+        stop_texts=("Problem:",),
         max_new_tokens=512,
         extract=math_answer,
     ),
     "humaneval": Form(
         kind="code",
         fields=("prompt", "canonical_solution", "test", "entry_point"),
-        read=_humaneval,
+        parse=_humaneval,
         file="HumanEval.jsonl.gz",
-        stops=("\nclass", "\ndef", "\n#", "\nif", "\nprint"),
+        stop_texts=("\nclass", "\ndef", "\n#", "\nif", "\nprint"),
         max_new_tokens=512,
     ),
 }

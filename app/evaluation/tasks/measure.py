@@ -1,4 +1,4 @@
-"""Ask a model the questions of tasks, and measure what it makes of them."""
+"""Run models on the questions of tasks, and score their likelihoods, answers and programs."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from app.strategy.mixin import StrategyMixin
 
 MIN_CONTEXT = 16
-"""tokens of a question that are left beside the longest answer"""
+"""minimum number of prompt tokens kept when a prompt and its longest answer exceed the context"""
 PROGRAM_SECONDS, PROGRAM_MEMORY_BYTES, PROGRAM_FILE_BYTES = 10, 1 << 30, 1 << 20
-"""limits of a process that runs a program which a model has written"""
+"""limits of a process that runs a generated program"""
 METRICS_OF = {
     "multiple_choice": ("accuracy", "accuracy_norm", "loss"),
     "likelihood": ("accuracy", "loss", "perplexity"),
     "perplexity": ("loss", "perplexity", "bits_per_byte"),
     "code": ("passed",),
 }
-"""kind of a task: what `totals` returns of it, where that is not its own name alone"""
+"""kind of a task -> names of its metrics; a kind that is not listed has one metric of its name"""
 
 
 class TaskRunner:
-    """Ask several models the same tasks, and keep what they answer."""
+    """Runs the same tasks with several models, and keeps the result of each question."""
 
     def __init__(
         self,
@@ -61,38 +61,41 @@ class TaskRunner:
         self.tasks = {task.name: task for task in tasks}
         self.questions = {task.name: task.questions() for task in tasks}
         self.results: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        """variant -> task -> a result a question: answer, metrics, logprob, tokens, bytes"""
+        """variant -> task -> result of each question: answer, metrics, logprob, tokens, bytes"""
 
     def measure(
         self, variant: str, model: Any, runner: RowRunner, sharding: StrategyMixin | None = None
     ) -> dict[str, float]:
-        """Ask a model all tasks; return `{variant}/<metric>/<task>`, and of each group of a task.
+        """Run all tasks; return `{variant}/<metric>/<task>`, also for each group of a task.
 
-        `sharding`: the strategy where each rank holds a part of the weights; all do the same then.
+        `sharding`: the strategy that shards the weights, None if each rank holds the whole model;
+        with one, all ranks run the same questions.
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         self.results[variant] = {}
         for name, task in self.tasks.items():
             questions = self.questions[name]
             content = [
                 task.form.kind,
                 self._max_len,
-                [task.form.stops, self._config.max_new_tokens],
-                [asdict(question.asked) for question in questions],
+                [task.form.stop_texts, self._config.max_new_tokens],
+                [asdict(question.item) for question in questions],
             ]
 
-            def work(chosen: list[int], task: Task = task) -> Iterator[list[tuple[int, Any]]]:
-                asked = [self.questions[task.name][number] for number in chosen]
+            def work(numbers: list[int], task: Task = task) -> Iterator[list[tuple[int, Any]]]:
+                chosen = [self.questions[task.name][number] for number in numbers]
                 if task.form.kind in ("multiple_choice", "likelihood", "perplexity"):
-                    return self._likelihoods(task, asked, model, sharding)
-                return self._answers(task, asked, model, sharding)
+                    return self._run_likelihoods(task, chosen, model, sharding)
+                return self._run_generation(task, chosen, model, sharding)
 
             results = runner.run(f"{variant}-{name}", content, len(questions), work)
             self.results[variant][name] = results
-            found |= {
-                f"{variant}/{key}": value for key, value in self._totals(task, results).items()
-            }
-        return found
+            for group, numbers in self._groups(task).items():
+                of_group = aggregate(task.form.kind, [results[number] for number in numbers])
+                metrics |= {
+                    f"{variant}/{metric}/{group}": value for metric, value in of_group.items()
+                }
+        return metrics
 
     def prediction_lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of predictions.jsonl."""
@@ -101,7 +104,7 @@ class TaskRunner:
                 yield self._line(name, number)
 
     def group_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the same lines under the name of each group that they are in."""
+        """Yield the same lines with the name of a group as data set, once for each group."""
         for name, task in self.tasks.items():
             groups = self._groups(task)
             del groups[name]
@@ -111,30 +114,32 @@ class TaskRunner:
 
     def _line(self, name: str, number: int) -> dict[str, Any]:
         question = self.questions[name][number]
-        found = {
-            variant: results[name][number]
-            for variant, results in self.results.items()
-            if name in results
+        results = {
+            variant: by_task[name][number]
+            for variant, by_task in self.results.items()
+            if name in by_task
         }
         metrics: dict[str, dict[str, float]] = defaultdict(dict)
-        for variant, result in found.items():
+        for variant, result in results.items():
             for metric, value in result["metrics"].items():
                 metrics[metric][variant] = value
-        asked = question.asked
+        item = question.item
+        # The number of tokens that the loss is averaged over is the same for every model.
+        num_tokens = next((r["tokens"] for r in results.values() if "tokens" in r), None)
         return {
             "data_set": name,
-            **({"group": asked.group} if asked.group else {}),
+            **({"group": item.group} if item.group else {}),
             "source": redact(str(question.origin)),
-            "prompt": asked.contexts[0],
-            "reference": asked.reference,
-            **{variant: result["answer"] for variant, result in found.items()},
-            "finished": {variant: result["finished"] for variant, result in found.items()},
-            **tokens_of(found),
+            "prompt": item.contexts[0],
+            "reference": item.reference,
+            **{variant: result["answer"] for variant, result in results.items()},
+            "finished": {variant: result["finished"] for variant, result in results.items()},
+            **({} if num_tokens is None else {"tokens": num_tokens}),
             "metrics": metrics,
         }
 
     def metric_names(self, variant: str) -> list[str]:
-        """Return the names of what `measure` returns."""
+        """Return the names of the metrics that `measure` returns."""
         return [
             f"{variant}/{metric}/{name}"
             for task in self.tasks.values()
@@ -143,44 +148,38 @@ class TaskRunner:
         ]
 
     def _groups(self, task: Task) -> dict[str, list[int]]:
-        """Return the numbers of the questions of a task, and of each of its groups, by name."""
+        """Return the indices of the questions of a task and of each of its groups, by name."""
         questions = self.questions[task.name]
         groups: dict[str, list[int]] = {task.name: list(range(len(questions)))}
         categories = task.form.categories or {}
         for number, question in enumerate(questions):
-            if group := question.asked.group:
+            if group := question.item.group:
                 for name in (categories.get(group), group):
                     if name is not None:
                         groups.setdefault(f"{task.name}/{name}", []).append(number)
         return groups
 
-    def _totals(self, task: Task, results: Sequence[dict[str, Any]]) -> dict[str, float]:
-        return {
-            f"{metric}/{name}": value
-            for name, numbers in self._groups(task).items()
-            for metric, value in totals(task.form.kind, [results[n] for n in numbers]).items()
-        }
-
-    def _likelihoods(
+    def _run_likelihoods(
         self, task: Task, questions: Sequence[Question], model: Any, sharding: StrategyMixin | None
     ) -> Iterator[list[tuple[int, Any]]]:
+        """Yield batches of (index of a question, result), by the likelihoods of its choices."""
         requests: list[Request] = []
-        places: list[range] = []
+        requests_of: list[range] = []
         is_encoder_decoder = model.config.is_encoder_decoder
         for question in questions:
             start = len(requests)
             if task.form.kind == "perplexity":
-                requests += self._rolling(question)
+                ids = self._tokenizer.encode(question.item.continuations[0])
+                requests += rolling_requests(ids, first_token(self._tokenizer), self._max_len)
             else:
-                pairs = (
+                requests += (
                     encode_pair(self._tokenizer, *pair, is_encoder_decoder=is_encoder_decoder)
                     for pair in question.pairs
                 )
-                requests += pairs
-            places.append(range(start, len(requests)))
-        owner = [number for number, place in enumerate(places) for _ in place]
-        found: dict[int, Likelihood] = {}
-        left = [len(place) for place in places]
+            requests_of.append(range(start, len(requests)))
+        question_of = [number for number, own in enumerate(requests_of) for _ in own]
+        likelihoods: dict[int, Likelihood] = {}
+        num_pending = [len(own) for own in requests_of]
         batches = score(
             model,
             requests,
@@ -191,131 +190,128 @@ class TaskRunner:
         )
         for batch in batches:
             finished = []
-            for number, likelihood in batch:
-                found[number] = likelihood
-                left[owner[number]] -= 1
-                if not left[owner[number]]:
-                    finished.append(owner[number])
-            yield [
-                (number, result_of(task, questions[number], [found[n] for n in places[number]]))
-                for number in finished
-            ]
+            for index, likelihood in batch:
+                likelihoods[index] = likelihood
+                number = question_of[index]
+                num_pending[number] -= 1
+                if not num_pending[number]:
+                    own = [likelihoods[n] for n in requests_of[number]]
+                    finished.append((number, score_likelihoods(task, questions[number], own)))
+            yield finished
 
-    def _rolling(self, question: Question) -> list[Request]:
-        ids = self._tokenizer.encode(question.asked.continuations[0])
-        return rolling_requests(ids, first_token(self._tokenizer), self._max_len)
-
-    def _answers(
+    def _run_generation(
         self, task: Task, questions: Sequence[Question], model: Any, sharding: StrategyMixin | None
     ) -> Iterator[list[tuple[int, Any]]]:
-        form = task.form
-        most = min(form.max_new_tokens or self._config.max_new_tokens, self._max_len - MIN_CONTEXT)
-        config = replace(self._config, max_new_tokens=most)
+        """Yield batches of (index of a question, result), by its generated answer."""
+        max_new_tokens = min(
+            task.form.max_new_tokens or self._config.max_new_tokens, self._max_len - MIN_CONTEXT
+        )
+        max_prompt = self._max_len - max_new_tokens
+        config = replace(self._config, max_new_tokens=max_new_tokens)
         prompts = []
         for question in questions:
-            ids = self._tokenizer.encode(question.asked.contexts[0])[-(self._max_len - most) :]
-            prompts.append(Prompt(ids, question.asked.reference, question.origin))
-        stops = form.stops
+            ids = self._tokenizer.encode(question.item.contexts[0])[-max_prompt:]
+            prompts.append(Prompt(ids, question.item.reference, question.origin))
+        stop_texts = task.form.stop_texts
         for batch in answer_batches(
-            model, self._tokenizer, prompts, self._stop_ids, config, sharding, stops
+            model, self._tokenizer, prompts, self._stop_ids, config, sharding, stop_texts
         ):
             yield [
-                (number, answered(task, questions[number], answer.text, answer.is_finished))
+                (number, score_answer(task, questions[number], answer.text, answer.is_finished))
                 for number, answer in batch
             ]
 
 
-def tokens_of(found: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Return the tokens that the loss of a row is a mean over, the same for every model."""
-    counts = [result["tokens"] for result in found.values() if "tokens" in result]
-    return {"tokens": counts[0]} if counts else {}
-
-
-def result_of(task: Task, question: Question, found: Sequence[Likelihood]) -> dict[str, Any]:
-    """Return what a model makes of a question by the likelihoods of its choices, or of a text."""
-    kind, asked = task.form.kind, question.asked
-    if kind == "perplexity":
-        logprob = math.fsum(one.logprob for one in found)
-        tokens = sum(one.num_tokens for one in found)
-        return _scored(None, {}, logprob, tokens, len(asked.reference.encode()))
-    if kind == "likelihood":
-        (one,) = found
-        metrics = {"accuracy": float(one.is_greedy)}
-        return _scored(None, metrics, one.logprob, one.num_tokens, len(asked.reference.encode()))
-    best = max(range(len(found)), key=lambda n: found[n].logprob)
-    ends = [
-        asked.continuations[n if len(asked.continuations) > 1 else 0] for n in range(len(found))
-    ]
-    by_length = max(range(len(found)), key=lambda n: found[n].logprob / max(1, len(ends[n])))
-    metrics = {
-        "accuracy": float(best == asked.right),
-        "accuracy_norm": float(by_length == asked.right),
-    }
-    right = found[asked.right]
-    return _scored(question.choices[best], metrics, right.logprob, right.num_tokens, 0)
-
-
-def _scored(
-    answer: str | None, metrics: dict[str, float], logprob: float, tokens: int, num_bytes: int
+def score_likelihoods(
+    task: Task, question: Question, likelihoods: Sequence[Likelihood]
 ) -> dict[str, Any]:
-    loss = -logprob / max(1, tokens)
+    """Return the result of a question from the likelihoods of its choices, or of a text."""
+    kind, item = task.form.kind, question.item
+    answer, num_bytes = None, 0
+    if kind == "perplexity":
+        metrics = {}
+        logprob = math.fsum(likelihood.logprob for likelihood in likelihoods)
+        num_tokens = sum(likelihood.num_tokens for likelihood in likelihoods)
+        num_bytes = len(item.reference.encode())
+    elif kind == "likelihood":
+        ((logprob, num_tokens, is_greedy),) = likelihoods
+        metrics = {"accuracy": float(is_greedy)}
+        num_bytes = len(item.reference.encode())
+    else:
+        choices = range(len(likelihoods))
+        lengths = [
+            len(item.continuations[n if len(item.continuations) > 1 else 0]) for n in choices
+        ]
+        best = max(choices, key=lambda n: likelihoods[n].logprob)
+        best_by_length = max(choices, key=lambda n: likelihoods[n].logprob / max(1, lengths[n]))
+        answer = question.choices[best]
+        metrics = {
+            "accuracy": float(best == item.correct),
+            "accuracy_norm": float(best_by_length == item.correct),
+        }
+        logprob, num_tokens, _ = likelihoods[item.correct]
     return {
         "answer": answer,
         "finished": True,
-        "metrics": {**metrics, "loss": loss},
+        "metrics": {**metrics, "loss": -logprob / max(1, num_tokens)},
         "logprob": logprob,
-        "tokens": tokens,
+        "tokens": num_tokens,
         "bytes": num_bytes,
     }
 
 
-def answered(task: Task, question: Question, text: str, is_finished: bool) -> dict[str, Any]:
-    """Return how right an answer is, cut off where a stop text begins."""
-    form, asked = task.form, question.asked
-    ends = [place for stop in form.stops if (place := text.find(stop)) >= 0]
+def score_answer(task: Task, question: Question, text: str, is_finished: bool) -> dict[str, Any]:
+    """Return the result of a question from a generated answer, cut at the first stop text."""
+    form, item = task.form, question.item
+    ends = [start for stop in form.stop_texts if (start := text.find(stop)) >= 0]
     if ends:
         text, is_finished = text[: min(ends)], True
     if form.kind == "code":
-        is_right = passes(f"{asked.contexts[0]}{text}\n{asked.program}")
+        is_correct = program_passes(f"{item.contexts[0]}{text}\n{item.program}")
         metric = "passed"
     else:
-        expected = form.extract(asked.reference)
-        is_right = expected is not None and form.extract(text) == expected
+        expected = form.extract(item.reference)
+        is_correct = expected is not None and form.extract(text) == expected
         metric = form.kind
-    return {"answer": text, "finished": is_finished, "metrics": {metric: float(is_right)}}
+    return {"answer": text, "finished": is_finished, "metrics": {metric: float(is_correct)}}
 
 
-def totals(kind: str, results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of all questions: means over rows, and losses over tokens."""
-    runner = {
-        metric: math.fsum(one["metrics"][metric] for one in results) / len(results)
+def aggregate(kind: str, results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of a task from the results of its questions.
+
+    A loss is the mean over tokens, every other metric the mean over questions.
+    """
+    metrics = {
+        metric: math.fsum(result["metrics"][metric] for result in results) / len(results)
         for metric in results[0]["metrics"]
         if metric != "loss"
     }
     if "logprob" not in results[0]:
-        return runner
-    logprob = math.fsum(one["logprob"] for one in results)
-    tokens = sum(one["tokens"] for one in results)
-    runner["loss"] = -logprob / max(1, tokens)
-    if kind == "likelihood":  # of a whole continuation, as lm-evaluation-harness has it
-        runner["perplexity"] = math.exp(min(700.0, -logprob / len(results)))
+        return metrics
+    logprob = math.fsum(result["logprob"] for result in results)
+    num_tokens = sum(result["tokens"] for result in results)
+    metrics["loss"] = -logprob / max(1, num_tokens)
+    if kind == "likelihood":  # per continuation instead of per token, as lm-evaluation-harness does
+        metrics["perplexity"] = math.exp(min(700.0, -logprob / len(results)))
     if kind == "perplexity":
-        runner["perplexity"] = math.exp(min(700.0, runner["loss"]))
-        num_bytes = sum(one["bytes"] for one in results)
-        runner["bits_per_byte"] = -logprob / max(1, num_bytes) / math.log(2)
-    return runner
+        metrics["perplexity"] = math.exp(min(700.0, metrics["loss"]))
+        num_bytes = sum(result["bytes"] for result in results)
+        metrics["bits_per_byte"] = -logprob / max(1, num_bytes) / math.log(2)
+    return metrics
 
 
-def passes(program: str, seconds: int = PROGRAM_SECONDS) -> bool:
-    """Return whether a program runs to its end within the limits, without an error.
+def program_passes(program: str, seconds: int = PROGRAM_SECONDS) -> bool:
+    """Run a generated program in a process with limits; return whether it ends without an error.
 
-    A random word, written behind its last line, proves it: a program that exits early writes none.
+    The limits on time, memory, files and environment prevent accidents. They do not stop malicious
+    code: the process runs with the user's permissions and has network access. The program must
+    print a random word that is appended to it, so that one which exits early does not pass.
     """
     word = secrets.token_hex(8)
     program += f"\n__import__('os').write(1, b'{word}')\n"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ended = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-I", "-S", "-"],
                 input=program.encode("utf-8", "replace"),
                 cwd=folder,
@@ -323,20 +319,20 @@ def passes(program: str, seconds: int = PROGRAM_SECONDS) -> bool:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 timeout=seconds,
-                preexec_fn=_limit,
+                preexec_fn=_set_limits,
                 start_new_session=True,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             return False
-    return ended.returncode == 0 and ended.stdout.endswith(word.encode())
+    return process.returncode == 0 and process.stdout.endswith(word.encode())
 
 
-def _limit() -> None:
-    for what, most in (
+def _set_limits() -> None:
+    for kind, limit in (
         (resource.RLIMIT_CPU, PROGRAM_SECONDS),
         (resource.RLIMIT_AS, PROGRAM_MEMORY_BYTES),
         (resource.RLIMIT_FSIZE, PROGRAM_FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(kind, (limit, limit))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.tasks.forms import BY_KIND, FORMS, Asked, Form
+from app.evaluation.tasks.forms import BY_KIND, FORMS, Form, Item
 from app.process.errors import UserError, nearest
 from data_modules import Origin, printable, read_rows, setting
 
@@ -58,26 +58,26 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is asked of a model, with the examples before it, and what is right."""
+    """A prompt with its few-shot examples, and the correct answer."""
 
-    asked: Asked
-    """contexts have the examples before them"""
+    item: Item
+    """the row; its contexts start with the few-shot examples"""
     origin: Origin
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Return (context, continuation) of each choice; none where the model answers itself."""
-        asked = self.asked
+        """Return (context, continuation) of each choice, empty if the model generates an answer."""
+        item = self.item
         return [
-            (context, asked.delimiter + end)
-            for context, end in itertools.product(asked.contexts, asked.continuations)
+            (context, item.delimiter + continuation)
+            for context, continuation in itertools.product(item.contexts, item.continuations)
         ]
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Return the texts that tell the choices apart."""
-        asked = self.asked
-        return asked.continuations if len(asked.contexts) == 1 else asked.contexts
+        """Return the text of each choice."""
+        item = self.item
+        return item.continuations if len(item.contexts) == 1 else item.contexts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,112 +92,113 @@ class Task:
     columns: dict[str, str]
     max_rows: int | None
     is_sample: bool
-    """whether it is a sample of our own, in which a score means nothing"""
+    """whether the rows are those that ship with loft, whose scores mean nothing"""
 
     def questions(self) -> list[Question]:
-        """Read all questions; UserError or DataError in words where a row cannot be asked."""
+        """Read all questions; raise UserError or DataError if a row is invalid."""
         rows = self._read(self.path)
         if self.few_shot_path is None:
             examples, rows = rows[: self.few_shot], rows[self.few_shot :]
         else:
             examples = self._read(self.few_shot_path)
-        asked = rows[: self.max_rows]
-        if not asked:
+        evaluated = rows[: self.max_rows]
+        if not evaluated:
             raise UserError(
-                f"{self.path}: no row is left to ask of task {self.name} beside its "
-                f"{self.few_shot} examples; give evaluation.tasks a few_shot_path, or few_shot: 0"
+                f"{self.path}: task {self.name} uses all rows as its {self.few_shot} few-shot "
+                "examples, so none is left to evaluate; give evaluation.tasks a few_shot_path, or "
+                "few_shot: 0"
             )
-        before = self._examples(examples)
+        preamble = self._build_preamble(examples)
         return [
             Question(
-                asked=replace(
-                    one,
-                    contexts=tuple(before(one.group) + context for context in one.contexts),
+                item=replace(
+                    item,
+                    contexts=tuple(preamble(item.group) + context for context in item.contexts),
                 ),
                 origin=origin,
             )
-            for one, origin in asked
+            for item, origin in evaluated
         ]
 
     def check(self) -> None:
-        """Read the first rows; UserError or DataError where one cannot be asked."""
+        """Read the first rows; raise UserError or DataError if one is invalid."""
         self._read(self.path, CHECKED_ROWS)
         if self.few_shot and self.few_shot_path is not None:
             self._read(self.few_shot_path, CHECKED_ROWS)
 
-    def _examples(self, rows: Sequence[tuple[Asked, Origin]]) -> Any:
-        """Return a function from a group to the text before its questions."""
-        by_group: dict[str, list[Asked]] = defaultdict(list)
+    def _build_preamble(self, rows: Sequence[tuple[Item, Origin]]) -> Callable[[str], str]:
+        """Return a function that returns the text before the questions of a group."""
+        by_group: dict[str, list[Item]] = defaultdict(list)
         has_groups = self.few_shot_path is not None
-        for one, _ in rows:
-            by_group[one.group if has_groups else ""].append(one)
+        for item, _ in rows:
+            by_group[item.group if has_groups else ""].append(item)
 
-        def before(group: str) -> str:
-            chosen = by_group[group if has_groups else ""][: self.few_shot]
-            if len(chosen) < self.few_shot:
+        def preamble(group: str) -> str:
+            examples = by_group[group if has_groups else ""][: self.few_shot]
+            if len(examples) < self.few_shot:
                 raise UserError(
-                    f"{self.few_shot_path or self.path}: task {self.name} asks for "
-                    f"{self.few_shot} examples{f' of {group}' if group else ''}, and there are "
-                    f"{len(chosen)}; type few_shot: {len(chosen)}"
+                    f"{self.few_shot_path or self.path}: task {self.name} needs {self.few_shot} "
+                    f"few-shot examples{f' of {group}' if group else ''}, but there are "
+                    f"{len(examples)}; type few_shot: {len(examples)}"
                 )
-            shots = "".join(f"{_with_answer(one)}\n\n" for one in chosen)
-            return self.form.describe(group) + shots
+            shots = "".join(f"{_with_answer(item)}\n\n" for item in examples)
+            return self.form.describe_group(group) + shots
 
-        return before
+        return preamble
 
-    def _read(self, path: str, max_rows: int | None = None) -> list[tuple[Asked, Origin]]:
-        found = []
+    def _read(self, path: str, max_rows: int | None = None) -> list[tuple[Item, Origin]]:
+        items = []
         for values, origin in read_rows(path, max_rows):
             row = {field: _value_at(values, column) for field, column in self.columns.items()}
             row = values | row
             missing = [field for field in self.form.fields if row.get(field) is None]
             if missing:
-                raise UserError(self._missing(missing[0], values, origin))
+                raise UserError(self._describe_missing(missing[0], values, origin))
             try:
-                found.append((self.form.read(row), origin))
+                items.append((self.form.parse(row), origin))
             except (ValueError, TypeError, KeyError) as error:
                 why = f"no {error}" if isinstance(error, KeyError) else str(error)
                 raise UserError(f"{origin}: task {self.name}: {why}") from error
-        return found
+        return items
 
-    def _missing(self, field: str, values: dict[str, Any], origin: Origin) -> str:
+    def _describe_missing(self, field: str, values: dict[str, Any], origin: Origin) -> str:
         column = self.columns.get(field, field)
         what = "reference" if field in ("answer", "solution", "answerKey") else "column"
-        there = ", ".join(printable(str(name))[:40] for name in list(values)[:12])
+        existing = ", ".join(printable(str(name))[:40] for name in list(values)[:12])
         return (
             f"{origin}: task {self.name} has no {what} '{column}'{nearest(column, values)} "
-            f"(it reads {', '.join(self.form.fields)}; the row has {there}); type columns: "
+            f"(it reads {', '.join(self.form.fields)}; the row has {existing}); type columns: "
             f"{{{field}: COLUMN}} in evaluation.tasks"
         )
 
 
-def _with_answer(one: Asked) -> str:
-    context = one.contexts[one.right if len(one.contexts) > 1 else 0]
-    return f"{context}{one.delimiter}{one.reference}"
+def _with_answer(item: Item) -> str:
+    context = item.contexts[item.correct if len(item.contexts) > 1 else 0]
+    return f"{context}{item.delimiter}{item.reference}"
 
 
 def _value_at(values: dict[str, Any], column: str) -> Any:
-    """Return the value of a column, or of a field in it: `choices.text`."""
-    found: Any = values
-    for step in [column] if column in values else column.split("."):
-        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
+    """Return the value of a column or of a nested field, such as `choices.text`."""
+    value: Any = values
+    for key in [column] if column in values else column.split("."):
+        if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
         else:
-            found = found.get(step) if isinstance(found, dict) else None
-    return found
+            value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def build_tasks(config: EvaluationConfig) -> list[Task]:
-    """Return the tasks of a configuration; UserError lists all that is wrong with their names."""
+    """Return the configured tasks; raise UserError with all problems of their settings."""
     tasks, problems = [], []
-    for index, one in enumerate(config.tasks):
+    for index, task in enumerate(config.tasks):
         key = f"evaluation.tasks[{index}]"
         try:
-            tasks.append(_build(one, key, config))
+            tasks.append(_build(task, key, config))
         except UserError as error:
             problems += error.problems
-        if one.name in [before.name for before in config.tasks[:index]]:
-            problems.append(f"{key}.name={one.name}: another task has this name; give another")
+        if task.name in [other.name for other in config.tasks[:index]]:
+            problems.append(f"{key}.name={task.name}: another task has this name; give another")
     if problems:
         raise UserError(problems)
     return tasks
@@ -205,29 +206,32 @@ def build_tasks(config: EvaluationConfig) -> list[Task]:
 
 def _build(config: TaskConfig, key: str, evaluation: EvaluationConfig) -> Task:
     if "/" in config.name or not config.name.strip():
-        raise UserError(f"{key}.name={config.name!r}: it is part of metrics' names; give a word")
-    named = config.form or config.name
-    form = FORMS.get(named)
+        raise UserError(
+            f"{key}.name={config.name!r}: expected a word without /, since it becomes part of "
+            "metric names"
+        )
+    form_name = config.form or config.name
+    form = FORMS.get(form_name)
     if form is None and config.form is None and config.kind in BY_KIND:
         form = BY_KIND[config.kind]
     if form is None:
         where = "form" if config.form else "name"
         raise UserError(
-            f"{key}.{where}={named}: not a known task{nearest(named, FORMS)}; there are "
-            f"{', '.join(FORMS)}; a task of your own needs a kind: {', '.join(BY_KIND)}"
+            f"{key}.{where}={form_name}: not a known task{nearest(form_name, FORMS)}; known are "
+            f"{', '.join(FORMS)}; a custom task needs a kind: {', '.join(BY_KIND)}"
         )
     if config.kind not in (None, form.kind):
         raise UserError(
-            f"{key}.kind={config.kind}: {named} is {form.kind}; leave kind out, or give the task "
-            "another name"
+            f"{key}.kind={config.kind}: {form_name} is {form.kind}; leave kind out, or give the "
+            "task another name"
         )
     if form.kind == "code" and not evaluation.allow_code:
         raise UserError(
-            f"{key}: {config.name} runs programs that the model has written, in a process with "
-            "limits but as you; type evaluation.allow_code=true to let it"
+            f"{key}: {config.name} runs programs that the model writes, in a process with limits "
+            "but with your permissions; type evaluation.allow_code=true to allow it"
         )
     if config.path is None and not form.file:
-        raise UserError(f"{key}.path: type the file of {config.name}'s rows")
+        raise UserError(f"{key}.path: type the file with the rows of {config.name}")
     folder = SAMPLES if evaluation.task_dir is None else Path(evaluation.task_dir).expanduser()
     few_shot = form.few_shot if config.few_shot is None else config.few_shot
     few_shot_path = config.few_shot_path
@@ -250,7 +254,7 @@ def _build(config: TaskConfig, key: str, evaluation: EvaluationConfig) -> Task:
 
 
 def check_tasks(config: EvaluationConfig) -> list[str]:
-    """List what is wrong with the tasks and with their first rows."""
+    """List the problems of the configured tasks and of their first rows."""
     try:
         tasks = build_tasks(config)
     except UserError as error:
