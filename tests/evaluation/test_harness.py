@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness go through the library, offline, by one door."""
+"""Tasks of lm-evaluation-harness, run by the library, offline."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_the_librarys_figures_are_those_of_our_own_task(folder: Path, tmp_path: Path) -> None:
+def test_scores_of_the_library_equal_those_of_the_built_in_task(
+    folder: Path, tmp_path: Path
+) -> None:
     metrics = evaluated(
         tmp_path / "out",
         f"model.path={TINY_BASE}",
@@ -81,16 +83,18 @@ def test_an_unknown_task_is_named_with_the_nearest(folder: Path) -> None:
         harness.load_tasks()
 
 
-def test_tasks_can_run_code_and_are_refused_unless_it_is_allowed(folder: Path) -> None:
+def test_a_folder_of_tasks_needs_allow_code(folder: Path) -> None:
     config = EvaluationConfig(harness=["own_arc"], harness_dir=str(folder))
-    assert "can run code as you" in check_harness(config)[0]  # by !function, without a .py file
+    assert (
+        "can run code with your permissions" in check_harness(config)[0]
+    )  # by !function, without a .py file
     config.allow_code = True
     assert check_harness(config) == []
     config.harness_dir = "not_there"
     assert "there is no such folder" in check_harness(config)[0]
 
 
-def test_rows_that_cannot_be_read_are_said_before_a_model_is_read(folder: Path) -> None:
+def test_unreadable_rows_are_reported_before_a_model_is_loaded(folder: Path) -> None:
     (folder / "own_lost.yaml").write_text(HEAD.format(name="own_lost", file="/nope.jsonl") + WORDS)
     config = EvaluationConfig(harness=["own_arc", "own_lost"], harness_dir=str(folder))
     harness = Harness(config=config, tokenizer=None, stop_ids=set(), max_len=1)  # type: ignore
@@ -99,7 +103,7 @@ def test_rows_that_cannot_be_read_are_said_before_a_model_is_read(folder: Path) 
 
 
 @pytest.mark.slow
-def test_without_network_a_task_of_the_hub_is_refused_without_retries(
+def test_without_network_a_hub_task_fails_without_retries(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants

@@ -1,7 +1,7 @@
-"""The one door to lm-evaluation-harness: its tasks, by name or from a folder, asked of our models.
+"""Run tasks of lm-evaluation-harness, by name or from a folder of task files.
 
-The library makes prompts and metrics; likelihoods and answers are computed as those of our own
-tasks, by all ranks, and kept. Nothing is downloaded where its task files name local data.
+The library builds prompts and computes metrics; likelihoods and answers are computed here as for
+other tasks, on all ranks, and saved. Nothing is downloaded if the task files name local data.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from data_modules import Origin, Prompt, redact
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_NAMED = 30
-"""tasks that a message names"""
-NAMES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
-"""metrics of the harness that have a name of ours"""
+MAX_LISTED = 30
+"""largest number of tasks that a message lists by name"""
+METRIC_NAMES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
+"""metric of the harness -> its name in metrics.json, if that differs"""
 
 
 def check_harness(config: EvaluationConfig) -> list[str]:
-    """List what is wrong with the settings of harness tasks; their names are checked later."""
+    """List the problems of the settings of harness tasks; task names are checked on loading."""
     if not config.harness:
         return []
     if importlib.util.find_spec("lm_eval") is None:
@@ -44,17 +44,17 @@ def check_harness(config: EvaluationConfig) -> list[str]:
     folder = Path(config.harness_dir).expanduser()
     if not folder.is_dir():
         return [f"evaluation.harness_dir={config.harness_dir}: there is no such folder"]
-    if not config.allow_code:  # by !function in a YAML, or in a template that is no sandbox's
+    if not config.allow_code:  # !function in a YAML file, or an unsandboxed template
         return [
             f"evaluation.harness_dir={config.harness_dir}: tasks of lm-evaluation-harness can run "
-            "code as you; read them, then type evaluation.allow_code=true"
+            "code with your permissions; read them, then type evaluation.allow_code=true"
         ]
     return []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Harness:
-    """Tasks of lm-evaluation-harness that are to be asked."""
+    """Runs the configured tasks of lm-evaluation-harness."""
 
     config: EvaluationConfig
     tokenizer: PreTrainedTokenizerBase
@@ -62,9 +62,9 @@ class Harness:
     max_len: int
 
     def load_tasks(self) -> Any:
-        """Return the library's tasks, after their rows were read once.
+        """Load the rows of all tasks once, and return the library's task manager.
 
-        UserError where a name is none of them, OSError where the rows of one cannot be read.
+        Raises UserError for an unknown task, OSError if the rows of a task cannot be read.
         """
         from lm_eval.tasks import TaskManager
 
@@ -74,15 +74,18 @@ class Harness:
             include_defaults=folder is None,
         )
         known = [str(name) for name in manager.all_tasks]
+        available = f"available are {', '.join(known)}"
+        if len(known) > MAX_LISTED:
+            available = f"lm-evaluation-harness has {len(known):,} (lm-eval ls tasks lists them)"
         problems = [
-            f"evaluation.harness: unknown task {name}{nearest(name, known)}; {_list(known)}"
+            f"evaluation.harness: unknown task {name}{nearest(name, known)}; {available}"
             for name in self.config.harness
             if name not in known
         ]
         if problems:
             raise UserError(problems)
         if folder is None:
-            _read_cache_alone_without_network()
+            _use_only_cache_without_network()
         for name in self.config.harness:
             _check_rows(manager, name)
         return manager
@@ -90,12 +93,12 @@ class Harness:
     def measure(
         self, variant: str, model: Any, runner: RowRunner
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Ask a model all tasks; return `{variant}/<metric>/<task>`, and a line a question."""
+        """Run all tasks; return `{variant}/<metric>/<task>`, and the lines of predictions.jsonl."""
         import lm_eval
 
         language_model = _language_model(self, variant, model, runner)
         with contextlib.redirect_stdout(sys.stderr):
-            found = lm_eval.simple_evaluate(
+            output = lm_eval.simple_evaluate(
                 model=language_model,
                 tasks=list(self.config.harness),
                 task_manager=self.load_tasks(),
@@ -103,29 +106,22 @@ class Harness:
                 confirm_run_unsafe_code=self.config.allow_code,
             )
         metrics = {
-            f"{variant}/{_name_of(key)}/{task}": float(value)
-            for task, values in found["results"].items()
+            f"{variant}/{_metric_name(key)}/{task}": float(value)
+            for task, values in output["results"].items()
             for key, value in values.items()
             if isinstance(value, (int, float)) and "," in key and "_stderr" not in key
         }
-        higher = found["higher_is_better"]
+        higher_is_better = output["higher_is_better"]
         lines = [
-            _line(task, variant, one, higher.get(task, {}))
-            for task, some in found["samples"].items()
-            for one in some
+            _line(task, variant, sample, higher_is_better.get(task, {}))
+            for task, samples in output["samples"].items()
+            for sample in samples
         ]
         return metrics, lines
 
 
-def _list(known: Sequence[str]) -> str:
-    """Return the names of tasks for a message: of a folder all, of the library's some."""
-    if len(known) <= MAX_NAMED:
-        return f"there are {', '.join(known)}"
-    return f"lm-evaluation-harness has {len(known):,} (lm-eval ls tasks lists them)"
-
-
-def _read_cache_alone_without_network() -> None:
-    """Keep the hub's libraries from retrying without a network: tasks in its cache still run."""
+def _use_only_cache_without_network() -> None:
+    """Keep the hub's client from retrying without a network; cached tasks still run."""
     if is_offline_by_setting() or reach_hub()[1] is None:
         return
     from huggingface_hub import constants
@@ -134,38 +130,37 @@ def _read_cache_alone_without_network() -> None:
 
 
 def _check_rows(manager: Any, name: str) -> None:
-    """Read the rows of a task; OSError says what to type where that fails."""
+    """Read the rows of a task; raise OSError with what to type if that fails."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             manager.load([name])
     except OSError as error:
         raise OSError(
             f"evaluation.harness=[{name}]: its rows cannot be read ({redact(str(error))}); type "
-            "evaluation.harness_dir=FOLDER with task files that name rows of this machine, or "
-            "evaluation=arc (gsm8k, mmlu, ...), which reads its published file: "
-            "evaluation.task_dir=FOLDER"
+            "evaluation.harness_dir=FOLDER with task files that name local rows, or evaluation=arc "
+            "(gsm8k, mmlu, ...) evaluation.task_dir=FOLDER with the published file of the benchmark"
         ) from error
 
 
-def _name_of(key: str) -> str:
-    """Return a metric's name of ours for that of the harness: `acc,none`."""
-    metric, _, choice = key.partition(",")
-    name = NAMES.get(metric, metric)
-    return name if choice == "none" else f"{name}.{choice}"
+def _metric_name(key: str) -> str:
+    """Return the name in metrics.json of the harness's `<metric>,<filter>`, such as `acc,none`."""
+    metric, _, filter_name = key.partition(",")
+    name = METRIC_NAMES.get(metric, metric)
+    return name if filter_name == "none" else f"{name}.{filter_name}"
 
 
 def _line(
-    task: str, variant: str, sample: dict[str, Any], is_better_higher: Mapping[str, bool]
+    task: str, variant: str, sample: dict[str, Any], higher_is_better: Mapping[str, bool]
 ) -> dict[str, Any]:
-    """Return a line of predictions.jsonl, with what is better the higher it is.
+    """Return a line of predictions.jsonl, with the metrics for which higher is better.
 
-    The library's perplexity of a row is a log-likelihood, and is left out.
+    The library's perplexity of a row is left out, since it is a log-likelihood.
     """
     scores = {
-        _name_of(f"{name},{sample.get('filter', 'none')}"): {variant: float(sample[name])}
+        _metric_name(f"{name},{sample.get('filter', 'none')}"): {variant: float(sample[name])}
         for name in sample.get("metrics", [])
         if isinstance(sample.get(name), (bool, int, float))
-        and is_better_higher.get(name, True)
+        and higher_is_better.get(name, True)
         and name != "perplexity"
     }
     return {
@@ -180,35 +175,37 @@ def _line(
 
 
 def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunner) -> Any:
-    """Return a model as the harness wants it; the class needs the library."""
+    """Wrap a model in a subclass of the library's `LM`, which can only be defined in here."""
     from lm_eval.api.model import LM
 
     tokenizer, config, max_len = harness.tokenizer, harness.config, harness.max_len
     is_encoder_decoder = model.config.is_encoder_decoder
 
     def likelihoods(key: str, groups: Sequence[Sequence[Request]]) -> list[list[Any]]:
-        work = _summing(harness, model, groups)
+        work = _likelihood_work(harness, model, groups)
         return runner.run(key, [list(group) for group in groups], len(groups), work)
 
-    def answers(key: str, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-        found: dict[int, str] = {}
-        for how in {repr(settings): settings for _, settings in asked}.values():
-            stops = how.get("until") or []
+    def answers(key: str, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+        """Answer (prompt, generation settings); requests with equal settings run together."""
+        texts: dict[int, str] = {}
+        for settings in {repr(settings): settings for _, settings in requests}.values():
+            stops = settings.get("until") or []
             stops = [stops] if isinstance(stops, str) else list(stops)
-            most = int(how.get("max_gen_toks") or config.max_new_tokens)
-            numbers = [n for n, (_, settings) in enumerate(asked) if settings == how]
+            max_new_tokens = int(settings.get("max_gen_toks") or config.max_new_tokens)
+            max_prompt = max_len - max_new_tokens
+            numbers = [n for n, (_, own) in enumerate(requests) if own == settings]
             prompts = [
-                Prompt(tokenizer.encode(asked[n][0])[-(max_len - most) :], "", Origin(key, n + 1))
+                Prompt(tokenizer.encode(requests[n][0])[-max_prompt:], "", Origin(key, n + 1))
                 for n in numbers
             ]
-            work = _answering(harness, model, prompts, most, stops)
-            content = [most, stops, [prompt.input_ids for prompt in prompts]]
-            texts = runner.run(f"{key}-{len(found)}", content, len(prompts), work)
-            found.update(zip(numbers, texts, strict=True))
-        return [found[number] for number in range(len(asked))]
+            work = _generation_work(harness, model, prompts, max_new_tokens, stops)
+            content = [max_new_tokens, stops, [prompt.input_ids for prompt in prompts]]
+            generated = runner.run(f"{key}-{len(texts)}", content, len(prompts), work)
+            texts.update(zip(numbers, generated, strict=True))
+        return [texts[number] for number in range(len(requests))]
 
     class LanguageModel(LM):
-        """Answers the library's requests."""
+        """Answers the requests of the library."""
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             pairs = [request.args for request in requests]
@@ -216,8 +213,8 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
                 [encode_pair(tokenizer, *pair, is_encoder_decoder=is_encoder_decoder)]
                 for pair in pairs
             ]
-            found = likelihoods(f"{variant}-harness-{_tasks_of(requests)}", groups)
-            return [(logprob, is_greedy) for logprob, is_greedy in found]
+            results = likelihoods(f"{variant}-harness-{_task_names(requests)}", groups)
+            return [(logprob, is_greedy) for logprob, is_greedy in results]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
             first = first_token(tokenizer)
@@ -225,54 +222,62 @@ def _language_model(harness: Harness, variant: str, model: Any, runner: RowRunne
                 rolling_requests(tokenizer.encode(request.args[0]), first, max_len)
                 for request in requests
             ]
-            found = likelihoods(f"{variant}-harness-texts-{_tasks_of(requests)}", groups)
-            return [logprob for logprob, _ in found]
+            results = likelihoods(f"{variant}-harness-texts-{_task_names(requests)}", groups)
+            return [logprob for logprob, _ in results]
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            key = f"{variant}-harness-answers-{_tasks_of(requests)}"
+            key = f"{variant}-harness-answers-{_task_names(requests)}"
             return answers(key, [request.args for request in requests])
 
     return LanguageModel()
 
 
-def _summing(
+def _likelihood_work(
     harness: Harness, model: Any, groups: Sequence[Sequence[Request]]
 ) -> Callable[[list[int]], Iterator[list[tuple[int, Any]]]]:
-    """Return what yields (group, [logprob, is_greedy]) of the requests of each group together."""
+    """Return the work of `RowRunner.run` whose rows are groups of requests.
 
-    def work(chosen: list[int]) -> Iterator[list[tuple[int, Any]]]:
-        requests = [request for number in chosen for request in groups[number]]
-        owner = [index for index, number in enumerate(chosen) for _ in groups[number]]
-        left = [len(groups[number]) for number in chosen]
-        sums: list[list[Any]] = [[0.0, True] for _ in chosen]
-        of_batch = harness.config.batch_tokens
-        for batch in score(model, requests, max_len=harness.max_len, batch_tokens=of_batch):
+    Its result for a group is [sum of log-probabilities, whether all requests are greedy].
+    """
+
+    def work(numbers: list[int]) -> Iterator[list[tuple[int, Any]]]:
+        requests = [request for number in numbers for request in groups[number]]
+        group_of = [index for index, number in enumerate(numbers) for _ in groups[number]]
+        num_pending = [len(groups[number]) for number in numbers]
+        sums: list[list[Any]] = [[0.0, True] for _ in numbers]
+        batch_tokens = harness.config.batch_tokens
+        for batch in score(model, requests, max_len=harness.max_len, batch_tokens=batch_tokens):
             finished = []
-            for number, found in batch:
-                index = owner[number]
-                sums[index][0] += found.logprob
-                sums[index][1] &= found.is_greedy
-                left[index] -= 1
-                if not left[index]:
+            for number, likelihood in batch:
+                index = group_of[number]
+                sums[index][0] += likelihood.logprob
+                sums[index][1] &= likelihood.is_greedy
+                num_pending[index] -= 1
+                if not num_pending[index]:
                     finished.append((index, sums[index]))
             yield finished
 
     return work
 
 
-def _tasks_of(requests: Sequence[Any]) -> str:
+def _task_names(requests: Sequence[Any]) -> str:
     return "-".join(dict.fromkeys(str(request.task_name) for request in requests))[:80]
 
 
-def _answering(
-    harness: Harness, model: Any, prompts: Sequence[Prompt], most: int, stops: Sequence[str]
+def _generation_work(
+    harness: Harness,
+    model: Any,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    stops: Sequence[str],
 ) -> Callable[[list[int]], Iterator[list[tuple[int, Any]]]]:
-    config = replace(harness.config, max_new_tokens=most)
+    """Return the work of `RowRunner.run` that answers prompts, up to the first stop text."""
+    config = replace(harness.config, max_new_tokens=max_new_tokens)
 
-    def work(chosen: list[int]) -> Iterator[list[tuple[int, Any]]]:
-        asked = [prompts[number] for number in chosen]
+    def work(numbers: list[int]) -> Iterator[list[tuple[int, Any]]]:
+        chosen = [prompts[number] for number in numbers]
         for batch in answer_batches(
-            model, harness.tokenizer, asked, harness.stop_ids, config, None, stops
+            model, harness.tokenizer, chosen, harness.stop_ids, config, None, stops
         ):
             yield [(number, _cut(answer.text, stops)) for number, answer in batch]
 
@@ -280,5 +285,5 @@ def _answering(
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:
-    ends = [place for stop in stops if stop and (place := text.find(stop)) >= 0]
+    ends = [start for stop in stops if stop and (start := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
