@@ -1,4 +1,4 @@
-"""Audit before training which tokens are trained on, and what is wrong with the data."""
+"""Audit the data before training: what is trained on, what overlaps, what is wrong with it."""
 
 from data_modules.audit.audit import audit_documents
 from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit

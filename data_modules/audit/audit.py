@@ -1,7 +1,7 @@
-"""Audit before training: counts per data set of what is trained on, and what is wrong with it.
+"""Audit the data before training: count each data set, and compare training with held-out rows.
 
-Compares the two sides and hands the counts to the rules. Never changes a row, and never raises by
-itself: `Audit.check` does, so that a preview can show what it complains of.
+rules.py decides what the counts mean. Never changes a row, and never raises: `Audit.check` does, so
+that a preview can show the rows with problems.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from data_modules.audit.figures import (
     count_of,
 )
 from data_modules.audit.overlap import Columns, find_overlap
-from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, judge
+from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, apply_rules
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 NUM_LONGEST = 5
 NUM_PAIRS = 3
 MAX_TRAIN_TOKENS, MAX_HELD_OUT_TOKENS = 50_000_000, 2_000_000
-"""tokens that are searched for overlap, for seconds and some hundred megabytes; of more, evenly
-spread documents stand for all"""
+"""tokens that are searched for overlap, which takes seconds and some hundred megabytes; of more
+tokens, evenly spaced documents are searched"""
 
 
 def audit_documents(
@@ -42,25 +42,25 @@ def audit_documents(
     benchmark_names: Sequence[str] = (),
     run: RunSettings | None = None,
 ) -> Audit:
-    """Count what both sides hold, compare them and judge.
+    """Count the documents of both sides, compare them, and apply the rules.
 
-    `datasets` of `train` and `validation` index `facts`, those of `benchmarks` (the documents of
-    the test data sets) `benchmark_names`.
+    The `datasets` of `train` and `validation` are indices of `facts`, those of `benchmarks` (the
+    documents of the test data sets) of `benchmark_names`.
     """
     audit = Audit(
         datasets=_count(facts, train, validation), longest=_longest(facts, train, validation)
     )
     _find_duplicates(audit, train)
     _find_repeated(audit, train, validation)
+    names = [dataset.name for dataset in audit.datasets]
     if config.overlap and len(validation):
-        names = [dataset.name for dataset in audit.datasets]
         overlapping = _find_overlap(audit, config, train, validation, "validation", names)
         for dataset, count in zip(audit.datasets, overlapping, strict=True):
             dataset.overlapping = count
     if config.overlap and benchmarks is not None and len(benchmarks):
         overlapping = _find_overlap(audit, config, train, benchmarks, "test", benchmark_names)
         audit.benchmarks = _count_benchmarks(train, benchmarks, benchmark_names, overlapping)
-    judge(audit, facts, config, run or RunSettings())
+    apply_rules(audit, facts, config, run or RunSettings())
     return audit
 
 
@@ -69,19 +69,20 @@ def _count(
 ) -> list[DatasetAudit]:
     import numpy as np
 
-    def each(side: Columns, values: npt.NDArray[Any] | None = None) -> list[int]:
+    def sums(side: Columns, values: npt.NDArray[Any] | None = None) -> list[int]:
+        """Return the documents of each data set, or the sums of their `values`."""
         counts = np.bincount(side.datasets, weights=values, minlength=len(facts))
         return [round(count) for count in counts.tolist()]
 
     rows = zip(
         facts,
-        each(train),
-        each(validation),
-        each(train, train.lengths),
-        each(train, train.trained),
-        each(train, ~train.ends_in_stop),
-        each(train, train.double_bos),
-        each(validation, validation.lengths),
+        sums(train),
+        sums(validation),
+        sums(train, train.lengths),
+        sums(train, train.trained),
+        sums(train, ~train.ends_in_stop),
+        sums(train, train.double_bos),
+        sums(validation, validation.lengths),
         strict=True,
     )
     return [
@@ -89,8 +90,8 @@ def _count(
             name=fact.name,
             path=fact.path,
             rows=fact.rows,
-            train=of_train,
-            validation=of_validation,
+            train=num_train,
+            validation=num_validation,
             tokens=tokens,
             trained=trained,
             bad_rows=fact.bad_rows,
@@ -107,7 +108,7 @@ def _count(
             double_bos=double_bos,
             notes={kind: count for kind, (count, _) in fact.notes.items()},
         )
-        for fact, of_train, of_validation, tokens, trained, no_stop, double_bos, held_out in rows
+        for fact, num_train, num_validation, tokens, trained, no_stop, double_bos, held_out in rows
     ]
 
 
@@ -118,7 +119,7 @@ def _share(part: int, rest: int) -> float:
 def _longest(
     facts: Sequence[DatasetFacts], train: Columns, validation: Columns
 ) -> list[tuple[int, str]]:
-    """Return (tokens, origin) of the longest rows, those before any cut included."""
+    """Return (tokens, origin) of the longest rows, including rows as they were before a cut."""
     import numpy as np
 
     found = {origin: tokens for fact in facts for tokens, origin in fact.longest}
@@ -131,62 +132,68 @@ def _longest(
 
 
 def _find_duplicates(audit: Audit, train: Columns) -> None:
-    """Count documents of training that stand there already, to the token.
+    """Count training documents with the same tokens as an earlier one.
 
-    Pieces of one row that was split may be alike: they are not duplicates of each other.
+    Equal pieces of one split row are not duplicates of each other.
     """
     import numpy as np
 
     _, first, group = np.unique(train.digests, return_index=True, return_inverse=True)
-    again = np.flatnonzero(first[group] != np.arange(len(train)))
-    others = [train.origin(one) != train.origin(int(first[group[one]])) for one in again.tolist()]
-    again = again[np.array(others, dtype=np.bool_)]
+    repeats = np.flatnonzero(first[group] != np.arange(len(train)))
+    is_other_row = [
+        train.origin(document) != train.origin(int(first[group[document]]))
+        for document in repeats.tolist()
+    ]
+    repeats = repeats[np.array(is_other_row, dtype=np.bool_)]
     for index, dataset in enumerate(audit.datasets):
-        own = again[train.datasets[again] == index]
-        dataset.duplicates = len(own)
-        if len(own):
-            place, earlier = train.origin(int(own[0])), train.origin(int(first[group[own[0]]]))
+        duplicates = repeats[train.datasets[repeats] == index]
+        dataset.duplicates = len(duplicates)
+        if len(duplicates):
+            document = int(duplicates[0])
+            origin, earlier = train.origin(document), train.origin(int(first[group[document]]))
             audit.findings.append(
                 AuditWarning(
                     dataset=dataset.name,
-                    count=len(own),
+                    count=len(duplicates),
                     total=dataset.train,
-                    what="training examples",
+                    unit="training examples",
                     statement="are duplicates",
-                    first=(str(place), str(earlier)),
+                    first=(str(origin), str(earlier)),
                     joiner=", the same as ",
                     advice="remove them",
-                    advice_in_full="remove them, or type data.audit.max_duplicate_share=0 to stop "
-                    "on them",
+                    full_advice="remove them, or set data.audit.max_duplicate_share=0 to make this "
+                    "an error",
                 )
             )
 
 
 def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
-    """Count validation documents that also stand in training, to the token."""
+    """Count validation documents with the same tokens as a training document."""
     import numpy as np
 
     if not len(train) or not len(validation):
         return
     digests, first = np.unique(train.digests, return_index=True)
-    place = np.minimum(np.searchsorted(digests, validation.digests), len(digests) - 1)
-    found = np.flatnonzero(digests[place] == validation.digests)
+    position = np.minimum(np.searchsorted(digests, validation.digests), len(digests) - 1)
+    found = np.flatnonzero(digests[position] == validation.digests)
     for index, dataset in enumerate(audit.datasets):
-        own = found[validation.datasets[found] == index]
-        dataset.repeated = len(own)
-        if len(own):
-            here, there = validation.origin(int(own[0])), train.origin(int(first[place[own[0]]]))
+        repeated = found[validation.datasets[found] == index]
+        dataset.repeated = len(repeated)
+        if len(repeated):
+            document = int(repeated[0])
+            origin = validation.origin(document)
+            train_origin = train.origin(int(first[position[document]]))
             audit.findings.append(
                 AuditWarning(
                     dataset=dataset.name,
-                    count=len(own),
+                    count=len(repeated),
                     total=dataset.validation,
-                    what="validation documents",
-                    statement="also stand in training",
-                    first=(str(here), str(there)),
+                    unit="validation documents",
+                    statement="are also in the training data",
+                    first=(str(origin), str(train_origin)),
                     joiner=", the same as ",
                     advice="remove them",
-                    advice_in_full="remove them: their loss does not show generalization",
+                    full_advice="remove them: their loss does not measure generalization",
                 )
             )
 
@@ -196,10 +203,13 @@ def _find_overlap(
     config: AuditConfig,
     train: Columns,
     held_out: Columns,
-    what: str,
+    side: str,
     names: Sequence[str],
 ) -> list[int]:
-    """Return for each data set of `held_out` how many documents share words with training."""
+    """Return the number of overlapping documents of each data set of `held_out`.
+
+    `side` is what messages call the held-out documents: validation or test.
+    """
     import numpy as np
 
     found = find_overlap(
@@ -210,43 +220,43 @@ def _find_overlap(
         max_train_tokens=MAX_TRAIN_TOKENS,
         max_held_out_tokens=MAX_HELD_OUT_TOKENS,
     )
-    _note_searched_share(audit, what, found)
+    _add_searched_share(audit, side, found)
     counts = []
     for index, name in enumerate(names):
-        own = held_out.datasets == index
-        flagged = np.flatnonzero(found.flagged & own)
+        is_in_dataset = held_out.datasets == index
+        flagged = np.flatnonzero(found.flagged & is_in_dataset)
         counts.append(len(flagged))
         if len(flagged):
             pairs = [
-                (str(held_out.origin(one)), str(train.origin(int(found.partner[one]))))
-                for one in flagged[:NUM_PAIRS].tolist()
+                (str(held_out.origin(document)), str(train.origin(int(found.partner[document]))))
+                for document in flagged[:NUM_PAIRS].tolist()
             ]
             named = ", ".join(" with ".join(pair) for pair in pairs)
-            total = int(own.sum())
+            total = int(is_in_dataset.sum())
             audit.findings.append(
                 AuditWarning(
                     dataset=name,
                     count=len(flagged),
                     total=total,
-                    what=f"{what} documents",
+                    unit=f"{side} documents",
                     statement="overlap with training",
                     first=pairs[0],
-                    advice="data.audit.max_overlap_share=0 stops on them",
-                    written=f"{name}: {count_of(len(flagged), total)} {what} documents overlap "
-                    f"with training (share {config.overlap_share:.0%} of their runs of "
-                    f"{config.ngram} tokens), first {named}; look at these pairs, or type "
-                    "data.audit.max_overlap_share=0 to stop on them",
+                    advice="data.audit.max_overlap_share=0 makes this an error",
+                    full_text=f"{name}: {count_of(len(flagged), total)} {side} documents overlap "
+                    f"with training (share {config.overlap_share:.0%} of their n-grams of "
+                    f"{config.ngram} tokens), first {named}; look at these pairs, or set "
+                    "data.audit.max_overlap_share=0 to make this an error",
                 )
             )
     return counts
 
 
-def _note_searched_share(audit: Audit, what: str, found: Overlap) -> None:
-    for share, side in ((found.train_share, "training"), (found.held_out_share, what)):
+def _add_searched_share(audit: Audit, held_out: str, found: Overlap) -> None:
+    for share, side in ((found.train_share, "training"), (found.held_out_share, held_out)):
         if share < 1:
             audit.facts.append(
-                f"overlap with {what} documents: searched in {share:.0%} of the {side} tokens, "
-                "evenly spread documents; all of them would take long"
+                f"overlap with {held_out} documents: searched in {share:.0%} of the {side} tokens "
+                "(evenly spaced documents), to save time"
             )
 
 

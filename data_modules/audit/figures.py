@@ -1,6 +1,6 @@
-"""Hold what an audit has found, and lay it out: a table, lines for the screen, files for the run.
+"""The results of an audit, as a table, as lines for the screen, and as files of the run folder.
 
-Never counts and never judges.
+audit.py counts, and rules.py adds warnings and problems.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from data_modules.messages import DataError, printable, redact, redacted
 
 MAX_FILE = 32
-"""letters of a file's path that are shown as they are"""
-_PLACE = re.compile(r"(.+?):(\d+)(?= |$)")
+"""characters of the longest path that is printed in full"""
+_ORIGIN = re.compile(r"(.+?):(\d+)(?= |$)")
 HEADINGS = {
     "rows": "rows",
     "train": "train",
@@ -36,65 +36,70 @@ HEADINGS = {
     "repeated": "in both",
     "overlapping": "overlap",
 }
-"""count -> heading; a note on rows is headed by its kind"""
-ALWAYS = ("rows", "train", "validation", "tokens", "trained")
-"""columns that are shown even where they are zero"""
-ON_SCREEN = (*ALWAYS, "lost_tokens")
-"""columns that a screen shows; warnings say the others"""
+"""count -> heading of its column; the heading of a note is its kind"""
+ALWAYS_SHOWN = ("rows", "train", "validation", "tokens", "trained")
+"""columns that are shown even if they are zero"""
+ON_SCREEN = (*ALWAYS_SHOWN, "lost_tokens")
+"""columns of the table on the screen; warnings report the other counts"""
 SHORT_HEADINGS = {"validation": "val"}
-"""where a run's start has further columns"""
+"""headings in the table at the start of a run, which has further columns"""
 MAX_LINE = 160
-"""letters of a line on the screen, where two data sets go into so many"""
+"""characters of a line of warnings on the screen, if at least two data sets fit into it"""
 
 
 def relative(text: str) -> str:
-    """Return `text` with the paths in it that lie below the working directory relative to it."""
+    """Return `text` with paths below the working directory written relative to it."""
     return text.replace(f"{os.getcwd()}{os.sep}", "")
 
 
 def short_file(file: str) -> str:
-    """Return a file's path relative to here, or of a long one that lies elsewhere its end."""
+    """Return a path relative to the working directory, or the end of a long path elsewhere."""
     parts = file.replace("\\", "/").rsplit("/", 2)
-    below = relative(file)
-    if below != file or len(file) <= MAX_FILE or len(parts) < 3:
-        return below
+    relative_file = relative(file)
+    if relative_file != file or len(file) <= MAX_FILE or len(parts) < 3:
+        return relative_file
     return f".../{parts[1]}/{parts[2]}"
 
 
-def short_paths(places: Iterable[str]) -> list[str]:
-    """Return places, `file:line` and what follows, short; a file that was just named only `:line`.
+def short_origins(origins: Iterable[str]) -> list[str]:
+    """Return texts that start with `file:line` with short paths; other texts are not changed.
 
-    Other texts stay as they are.
+    A file that was just named is left out, as in `:12`.
     """
-    named, shown = "", []
-    for place in places:
-        found = _PLACE.match(place)
+    last_file, shown = "", []
+    for origin in origins:
+        found = _ORIGIN.match(origin)
         if found is None:
-            shown.append(place)
+            shown.append(origin)
             continue
         file, line = found.groups()
-        shown.append(f"{'' if file == named else short_file(file)}:{line}{place[found.end() :]}")
-        named = file
+        name = "" if file == last_file else short_file(file)
+        shown.append(f"{name}:{line}{origin[found.end() :]}")
+        last_file = file
     return shown
 
 
 @dataclass(kw_only=True, slots=True)
 class DatasetAudit:
-    """Count what a data set teaches. Tokens, `no_stop` and `duplicates` are those of training.
+    """The counts of a data set. Tokens, `no_stop` and `duplicates` count training documents only.
 
-    rows          all that were read
-    train         documents of training; a row is several where it was split
-    trained       trained tokens
-    bad_rows      rows that could not be read, in quarantine
-    dropped       rows above the sequence length that were left out
-    lost_tokens   tokens that were lost with long rows, left out or cut away
-    lost_share    these as a share of all tokens of the data set, from 0 to 1
-    empty         rows with nothing to train on, left out
-    no_stop       documents whose last trained token is no stop token
-    duplicates    documents that stand in training already, to the token
-    repeated      validation documents that also stand in training, to the token
-    overlapping   validation documents that share words with training
-    notes         kind of a note -> rows
+    rows          rows that were read
+    train         training documents; a row that was split is several documents
+    validation    validation documents
+    trained       tokens that are trained on
+    bad_rows      quarantined rows
+    dropped       rows longer than the sequence length that were left out
+    truncated     rows longer than the sequence length that were cut
+    lost_tokens   tokens of dropped rows, and tokens cut from truncated ones
+    lost_share    share of `lost_tokens` in all tokens of the data set, from 0 to 1
+    split         rows that were split into several documents
+    empty         rows without anything to train on, left out
+    no_stop       documents whose last trained token is not a stop token
+    double_bos    documents that begin with two BOS tokens
+    duplicates    documents with the same tokens as an earlier training document
+    repeated      validation documents with the same tokens as a training document
+    overlapping   validation documents that share n-grams with a training document
+    notes         kind of note -> rows
     """
 
     name: str
@@ -120,14 +125,16 @@ class DatasetAudit:
 
     @property
     def trained_share(self) -> float:
-        """Return the share of its tokens that is trained on, from 0 to 1."""
+        """Return the share of the tokens that are trained on, from 0 to 1."""
         return self.trained / max(1, self.tokens)
 
 
 @dataclass(kw_only=True, slots=True)
 class BenchmarkAudit:
-    """Count the documents of a test data set that are the same as one of training, to the token
-    (`repeated`), and those that share words with one (`overlapping`).
+    """The counts of a test data set.
+
+    repeated      documents with the same tokens as a training document
+    overlapping   documents that share n-grams with a training document
     """
 
     name: str
@@ -137,57 +144,54 @@ class BenchmarkAudit:
 
 
 def count_of(count: int, total: int) -> str:
-    """Word a count and what it is a part of."""
+    """Return "1,234 of 5,678"."""
     return f"{count:,} of {total:,}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditWarning:
-    """Hold a warning about one data set: in parts for a screen, and in full as `text` for a file.
+    """A warning about one data set: in parts for the screen, and as `text` for a file.
 
-    It reads `count` of `total` `what` (rows, documents) `statement`; `share` is that of the tokens,
-    from 0 to 1; `first` are the origins (file:line) of one example, joined by `joiner`; `advice`
-    says what to do, `advice_in_full` at more length. `written` is a text of its own.
+    It reads "`count` of `total` `unit` `statement`". `unit` is rows or documents; `share` is the
+    share of the tokens, from 0 to 1; `first` are the origins (file:line) of one example, joined by
+    `joiner`; `advice` is the fix, `full_advice` a longer one for the file. `full_text` replaces
+    the whole text in the file.
     """
 
     dataset: str
     count: int
     total: int
-    what: str
+    unit: str
     statement: str
     share: float | None = None
     first: tuple[str, ...] = ()
     joiner: str = " with "
     advice: str = ""
-    advice_in_full: str = ""
-    written: str = ""
+    full_advice: str = ""
+    full_text: str = ""
 
     @property
     def text(self) -> str:
-        """Return it in full: whole paths, and all that can be done."""
-        whole = self.sentence(self.joiner.join(self.first), self.advice_in_full or self.advice)
-        return self.written or whole
+        """Return the warning for a file, with whole paths and the full advice."""
+        example = self.joiner.join(self.first)
+        return self.full_text or self.sentence(example, self.full_advice or self.advice)
 
     def sentence(self, example: str, advice: str) -> str:
-        """Return it in words, with the places of an example."""
-        amount = "" if self.share is None else f" ({self.share:.0%} of the tokens)"
-        first, then = example and f", first {example}", advice and f"; {advice}"
-        return f"{self.dataset}: {self.counted} {self.what}{amount} {self.statement}{first}{then}"
-
-    @property
-    def counted(self) -> str:
-        """Return the count and what it is a part of."""
-        return count_of(self.count, self.total)
+        """Return the warning as a sentence with this example and advice."""
+        count = count_of(self.count, self.total)
+        share = "" if self.share is None else f" ({self.share:.0%} of the tokens)"
+        first, fix = example and f", first {example}", advice and f"; {advice}"
+        return f"{self.dataset}: {count} {self.unit}{share} {self.statement}{first}{fix}"
 
     @property
     def example(self) -> str:
-        """Return the places of its example, short."""
-        return self.joiner.join(short_paths(self.first))
+        """Return the origins of the example, with short paths."""
+        return self.joiner.join(short_origins(self.first))
 
 
 @dataclass(kw_only=True, slots=True)
 class Audit:
-    """Hold what was found: `problems` stop a run, `findings` is said, `facts` only explain.
+    """The results: `problems` stop a run, `findings` are warnings, `facts` are information.
 
     `longest` are (tokens, file:line) of the longest rows, before any cut.
     """
@@ -201,22 +205,23 @@ class Audit:
 
     @property
     def warnings(self) -> list[str]:
-        """Return the warnings in full, one a data set and kind."""
-        return [findings.text for findings in self.findings]
+        """Return the full warnings, one per data set and kind."""
+        return [finding.text for finding in self.findings]
 
     def cells(self) -> list[list[str]]:
-        """Return the whole table as text: headings, a row a data set, their total where several
-        are. Columns that are zero everywhere are left out.
+        """Return the whole table: headings, a row per data set, and a total of several.
+
+        Columns that are zero everywhere are left out.
         """
         return _cells([asdict(dataset) for dataset in self.datasets], on_screen=False)
 
     def notes(self) -> list[str]:
-        """Return what is said besides the table, in full, a line each."""
+        """Return the full lines below the table: longest rows, facts, warnings and problems."""
         longest = ", ".join(f"{origin} {tokens:,}" for tokens, origin in self.longest)
         lines = [f"longest rows, in tokens: {longest}"] if longest else []
         lines += [
             f"test data {test.name}: {test.overlapping:,} of {test.rows:,} documents overlap with "
-            f"training, {test.repeated:,} are the same to the token"
+            f"training, {test.repeated:,} have the same tokens"
             for test in self.benchmarks
         ]
         lines += self.facts
@@ -224,51 +229,50 @@ class Audit:
         lines += [f"problem: {problem}" for problem in self.problems]
         return [printable(relative(line)) for line in lines]
 
-    def remarks(self, *, warnings_alone: bool = False) -> list[str]:
-        """Return what a screen shows besides the table, a line a kind of warning.
+    def remarks(self, *, only_warnings: bool = False) -> list[str]:
+        """Return the lines below the table on the screen, with one line per kind of warning.
 
-        `warnings_alone`: neither facts, nor the problems that `check` raises.
+        `only_warnings` leaves out facts, and the problems that `check` raises.
         """
-        longest = (
-            [] if warnings_alone else [f"{where} {tokens:,}" for tokens, where in self.longest]
-        )
-        lines = [f"longest rows, in tokens: {', '.join(short_paths(longest))}"] if longest else []
+        longest = [] if only_warnings else [f"{origin} {num:,}" for num, origin in self.longest]
+        lines = [f"longest rows, in tokens: {', '.join(short_origins(longest))}"] if longest else []
         same = [
             f"{test.name} {test.repeated:,} of {test.rows:,}"
             for test in self.benchmarks
             if test.repeated
         ]
         if same:
-            named = ", ".join(same)
-            lines.append(f"test documents are the same as one of training, to the token: {named}")
-        lines += [] if warnings_alone else self.facts
-        lines += [f"warning: {line}" for line in compact(self.findings)]
-        lines += [] if warnings_alone else [f"problem: {problem}" for problem in self.problems]
+            lines.append(
+                f"test documents with the same tokens as a training document: {', '.join(same)}"
+            )
+        lines += [] if only_warnings else self.facts
+        lines += [f"warning: {line}" for line in group_warnings(self.findings)]
+        lines += [] if only_warnings else [f"problem: {problem}" for problem in self.problems]
         return [printable(line) for line in lines]
 
     def lines(self) -> list[str]:
-        """Return what a screen shows: a narrow table, and the remarks."""
+        """Return the lines for the screen: a narrow table, and the remarks."""
         cells = _cells([asdict(dataset) for dataset in self.datasets], on_screen=True)
         return [*(aligned(cells) if self.datasets else []), *self.remarks()]
 
     def brief(self, columns: Mapping[str, Sequence[str]]) -> list[str]:
-        """Return what a run says at its start: the table, and what is wrong with the data.
+        """Return the lines that are logged at the start of a run: a narrow table and warnings.
 
-        `columns`: heading -> a cell a data set, of what others know of them.
+        `columns` are further columns: heading -> one cell per data set.
         """
         cells = _cells([asdict(dataset) for dataset in self.datasets], on_screen=True)
         cells[0] = [SHORT_HEADINGS.get(heading, heading) for heading in cells[0]]
         for heading, texts in columns.items():
-            below = [*map(printable, texts), *[""] * (len(cells) - 1 - len(texts))]
-            cells = [[*row, cell] for row, cell in zip(cells, [heading, *below], strict=True)]
-        return [*(aligned(cells) if self.datasets else []), *self.remarks(warnings_alone=True)]
+            column = [heading, *map(printable, texts), *[""] * (len(cells) - 1 - len(texts))]
+            cells = [[*row, cell] for row, cell in zip(cells, column, strict=True)]
+        return [*(aligned(cells) if self.datasets else []), *self.remarks(only_warnings=True)]
 
     def full_lines(self) -> list[str]:
-        """Return the whole table, aligned, and all that is said, in full."""
+        """Return the lines for a file: the whole table, and all notes in full."""
         return [*(aligned(self.cells()) if self.datasets else []), *self.notes()]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
+        """Return the audit as JSON values."""
         values = asdict(self)
         for dataset, counts in zip(self.datasets, values["datasets"], strict=True):
             counts["trained_share"] = round(dataset.trained_share, 6)
@@ -286,47 +290,48 @@ class Audit:
         )
 
     def check(self) -> None:
-        """Raise DataError with all problems, if there are any."""
+        """Raise DataError with all problems, if there is any."""
         if self.problems:
             raise DataError(self.problems)
 
 
-def compact(findings: Sequence[AuditWarning]) -> list[str]:
-    """Return a line a kind of warning: of one data set a sentence, of several their counts."""
+def group_warnings(findings: Sequence[AuditWarning]) -> list[str]:
+    """Return one line per kind of warning: a sentence, or the counts of several data sets."""
     kinds: dict[tuple[str, str, str], list[AuditWarning]] = {}
-    for one in findings:
-        kinds.setdefault((one.what, one.statement, one.advice), []).append(one)
+    for finding in findings:
+        kinds.setdefault((finding.unit, finding.statement, finding.advice), []).append(finding)
     return [
-        several[0].sentence(several[0].example, several[0].advice)
-        if len(several) == 1
-        else _listing(several)
-        for several in kinds.values()
+        group[0].sentence(group[0].example, group[0].advice)
+        if len(group) == 1
+        else _counts_by_dataset(group)
+        for group in kinds.values()
     ]
 
 
-def _listing(several: Sequence[AuditWarning]) -> str:
-    """Return the counts of several data sets in a line, the largest ones where it grows long."""
-    ordered = sorted(several, key=lambda one: (-(one.share or 0), -one.count))
+def _counts_by_dataset(group: Sequence[AuditWarning]) -> str:
+    """Return a line with the counts of several data sets; only the largest if it gets too long."""
+    ordered = sorted(group, key=lambda finding: (-(finding.share or 0), -finding.count))
     first = ordered[0]
     example = f" (first {first.example})" if first.first else ""
     end = example + (f"; {first.advice}" if first.advice else "")
-    of_tokens = "" if first.share is None else " (tokens lost)"
-    start = f"{first.what} {first.statement}{of_tokens}: "
-    for shown in range(len(ordered), 1, -1):
-        listed = [
-            f"{one.dataset} {one.counted}" + ("" if one.share is None else f" ({one.share:.0%})")
-            for one in ordered[:shown]
+    share_note = "" if first.share is None else " (tokens lost)"
+    start = f"{first.unit} {first.statement}{share_note}: "
+    for num_shown in range(len(ordered), 1, -1):
+        counts = [
+            f"{finding.dataset} {count_of(finding.count, finding.total)}"
+            + ("" if finding.share is None else f" ({finding.share:.0%})")
+            for finding in ordered[:num_shown]
         ]
-        if shown < len(ordered):
-            listed.append(f"and {len(ordered) - shown} more")
-        line = start + ", ".join(listed) + end
+        if num_shown < len(ordered):
+            counts.append(f"and {len(ordered) - num_shown} more")
+        line = start + ", ".join(counts) + end
         if len(line) <= MAX_LINE - len("warning: "):
             break
     return line
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: the first column to the left, the others to the right."""
+    """Return the lines of a table with the first column left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
@@ -341,13 +346,16 @@ def _cells(datasets: Sequence[Mapping[str, Any]], *, on_screen: bool) -> list[li
     kinds = list(dict.fromkeys(kind for dataset in datasets for kind in dataset["notes"]))
     counts = [{**dataset, **dataset["notes"]} for dataset in datasets]
     headings = HEADINGS | {kind: kind.replace("_", " ") for kind in kinds}
-    known = ON_SCREEN if on_screen else tuple(headings)
-    shown = [key for key in known if key in ALWAYS or any(each.get(key, 0) for each in counts)]
+    keys = [
+        key
+        for key in (ON_SCREEN if on_screen else tuple(headings))
+        if key in ALWAYS_SHOWN or any(row.get(key, 0) for row in counts)
+    ]
     if len(counts) > 1:
-        total = {key: sum(each.get(key, 0) for each in counts) for key in shown}
+        total = {key: sum(row.get(key, 0) for row in counts) for key in keys}
         counts.append({"name": "all", **total})
-    cells = [["data set", *(printable(headings[key]) for key in shown)]]
-    cells += [[printable(each["name"]), *(_cell(key, each) for key in shown)] for each in counts]
+    cells = [["data set", *(printable(headings[key]) for key in keys)]]
+    cells += [[printable(row["name"]), *(_cell(key, row) for key in keys)] for row in counts]
     return cells
 
 
@@ -357,4 +365,4 @@ def _cell(key: str, counts: Mapping[str, Any]) -> str:
         return f"{number:,} ({number / max(1, counts['tokens']):.0%})"
     if key == "lost_tokens" and "lost_share" in counts and number:
         return f"{number:,} ({counts['lost_share']:.0%})"
-    return f"{number:,}" if number or key in ALWAYS else "-"
+    return f"{number:,}" if number or key in ALWAYS_SHOWN else "-"

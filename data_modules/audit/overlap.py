@@ -1,13 +1,13 @@
-"""Find documents that share a run of tokens with documents of training.
+"""Find held-out documents that overlap with training documents.
 
-Decides what counts as the same words: n-grams of token ids that are not boilerplate (a system
-prompt, a template's header), and how many of them. One alone says little: of unrelated real data
-up to nine documents in ten share one, two or three in a hundred share a fifth of theirs. Never
-decides what it means for a run. Compares `input_ids`; a decoder's labels are not searched.
+Decides which n-grams of token ids count (not boilerplate: system prompts, template headers), and
+how many of them make an overlap. One n-gram alone means little: in unrelated real data up to nine
+of ten documents share one with another document, but only 2 to 3 % share a fifth of theirs. Never
+decides what an overlap means for a run. Compares `input_ids`; decoder labels are not searched.
 
-Boilerplate is found by counting: it occurs in many documents. Of few documents the count says
-little, so there the loss mask helps: what is trained on was written for its row, while a prompt's
-words are boilerplate as soon as two rows share them (or there is one row alone).
+Boilerplate is found by counting: it occurs in many documents. With few documents counts are not
+reliable, so the loss mask is used too: text that is trained on was written for its row, while
+n-grams of prompts are boilerplate as soon as two rows share them (or there is only one row).
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ if TYPE_CHECKING:
 
 _BASE, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 CHUNK_TOKENS = 1 << 20
-"""tokens that are hashed at a time: about 60 MB with what comes of them"""
+"""tokens that are hashed at once, which takes about 60 MB with all intermediate arrays"""
 BOILERPLATE_SHARE, BOILERPLATE_DOCUMENTS = 0.10, 2
-"""an n-gram in more documents of a data set than the larger of the two is boilerplate"""
-WHOLE_SHARE = 0.6
-"""share of a question's n-grams from which on it is the other one, whatever its answer"""
+"""an n-gram is boilerplate in a data set if more than this share, and this number, of its
+documents contain it"""
+SAME_QUESTION_SHARE = 0.6
+"""share of common n-grams from which two questions are the same, whatever their answers"""
 FEW_DOCUMENTS = 20
-"""in data sets of up to so many documents of training the loss mask is looked at too"""
+"""training documents of a data set up to which the loss mask is used to find boilerplate"""
 _MAX_TABLE_BITS = 27
 
 
 def hash_grams(ids: npt.NDArray[np.int32], ngram: int) -> Hashes:
-    """Return a hash of the `ngram` ids from each position on, uint64 [len(ids) - ngram + 1].
+    """Return a hash of the n-gram at each position, uint64 [len(ids) - ngram + 1].
 
-    A polynomial in the mixed ids, mod 2^64; blocks of 1, 2, 4, ... ids are put together from the
-    halves, so that 13 ids cost 5 passes.
+    A polynomial of the mixed ids, mod 2^64; blocks of 1, 2, 4, ... ids are combined from halves, so
+    that 13-grams take 5 passes.
     """
     import numpy as np
 
@@ -63,7 +64,7 @@ def hash_grams(ids: npt.NDArray[np.int32], ngram: int) -> Hashes:
 
 
 def _mixed(words: Hashes) -> Hashes:
-    """Spread each word's bits over all 64 of them (splitmix64's finaliser)."""
+    """Mix the bits of each word (finalizer of splitmix64)."""
     import numpy as np
 
     words = words + np.uint64(_BASE)
@@ -76,7 +77,7 @@ def _mixed(words: Hashes) -> Hashes:
 
 
 class Columns(Protocol):
-    """Offer the documents of one side, one by one and as columns of `n` documents."""
+    """The `n` documents of training or of a held-out side, as columns and one by one."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -84,7 +85,7 @@ class Columns(Protocol):
 
     @property
     def trained(self) -> npt.NDArray[np.int64]:
-        """Return the trained tokens of each document, int64 [n]; the first one never is."""
+        """Return the trained tokens of each document, int64 [n]; its first token never counts."""
 
     @property
     def datasets(self) -> npt.NDArray[np.int64]:
@@ -107,16 +108,19 @@ class Columns(Protocol):
     def __getitem__(self, index: int, /) -> Example: ...
 
     def origin(self, index: int) -> Origin:
-        """Return where a document comes from."""
+        """Return the file and line of a document's row."""
 
     def token_ids(self, indices: Indices) -> tuple[npt.NDArray[np.int32], Indices]:
-        """Return the ids of these documents one after the other, and how many each has."""
+        """Return the concatenated ids of these documents, and the number of ids of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Hold what was found: `partner` int64 [n] is the document of training that held-out document i
-    shares most with, or -1. `train_share` and `held_out_share` say how much was searched.
+    """The overlap of a held-out side with training.
+
+    `partner` int64 [n] is the training document that shares most with each held-out document, -1
+    for documents without overlap. `train_share` and `held_out_share` are the shares of the tokens
+    that were searched.
     """
 
     partner: Indices
@@ -125,16 +129,16 @@ class Overlap:
 
     @property
     def flagged(self) -> Flags:
-        """Return which held-out documents overlap with training, bool [n]."""
+        """Return whether each held-out document overlaps with training, bool [n]."""
         return self.partner >= 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Hold the n-grams of the held-out side: sorted and different, and who has them.
+    """The distinct n-grams of the held-out side, sorted, and the documents that contain them.
 
-    Gram i stands in documents `documents[starts[i]:starts[i + 1]]`. `table` is a filter that lets
-    all known n-grams through and few others.
+    N-gram i occurs in `documents[starts[i]:starts[i + 1]]`. `table` is a filter by the leading bits
+    of the hash, which all known n-grams pass and few others.
     """
 
     grams: Hashes
@@ -143,7 +147,7 @@ class _Index:
     table: Flags
 
     def find(self, hashes: Hashes) -> tuple[Indices, Indices]:
-        """Return the positions of known hashes, and the gram that each of them is."""
+        """Return the positions of the known hashes, and the n-gram of each."""
         import numpy as np
 
         shift = np.uint64(64 - (len(self.table).bit_length() - 1))
@@ -163,45 +167,46 @@ def find_overlap(
     max_train_tokens: int,
     max_held_out_tokens: int,
 ) -> Overlap:
-    """Find the held-out documents of whose n-grams at least `min_share` stand in training.
+    """Find held-out documents that share at least `min_share` of their n-grams with training.
 
-    Not where both have a question and the two differ, unless their answers share an n-gram.
+    A pair of documents with different questions does not overlap, unless the answers share an
+    n-gram. Documents shorter than `ngram` tokens are compared as a whole, as are exact copies.
 
-    Documents shorter than `ngram` tokens are compared whole, and so are copies to the token.
-    N-grams in more than 10 % of the documents of a data set of either side (and in more than 2) are
-    boilerplate and do not count, wherever they stand. In data sets of up to 20 documents of
-    training those without a trained token are boilerplate already in the second document, or in
-    the only one. Above the maxima, evenly spread documents stand for all.
+    N-grams in more than 10 % of the documents (and more than 2) of a data set of either side are
+    boilerplate and do not count anywhere. In data sets of up to 20 training documents, n-grams
+    without a trained token are boilerplate if a second document has them, or there is only one
+    document. Above the maxima, evenly spaced documents are searched.
     """
     import numpy as np
 
     partner = np.full(len(held_out), -1, dtype=np.int64)
-    searched, train_share = _spread(train.lengths, max_train_tokens)
-    run, held_out_share = _spread(held_out.lengths, max_held_out_tokens)
+    searched, train_share = _sample_documents(train.lengths, max_train_tokens)
+    sampled, held_out_share = _sample_documents(held_out.lengths, max_held_out_tokens)
     _match_copies(train, held_out, partner)
-    index = _index_grams(held_out, run, ngram)
+    index = _index_grams(held_out, sampled, ngram)
     known = np.full(len(index.grams), -1, dtype=np.int64)
     boilerplate = np.zeros(len(index.grams), dtype=np.bool_)
     if len(index.grams):
         for dataset in np.unique(train.datasets[searched]):
             chosen = searched[train.datasets[searched] == dataset]
-            first, is_common = _search(train, chosen, index, ngram)
+            first, is_common = _find_in_training(train, chosen, index, ngram)
             known = np.where(known < 0, first, known)
             boilerplate |= is_common
     known[boilerplate] = -1
     matched = _match_shares(index, known, min_share, len(train), partner)
-    for one in np.flatnonzero(matched >= 0).tolist() if min_share else ():
-        own, other = held_out[one], train[int(matched[one])]
-        if _asks_another(own, other, ngram, index, boilerplate):
-            matched[one] = -1
+    for document in np.flatnonzero(matched >= 0).tolist() if min_share else ():
+        held_out_example, train_example = held_out[document], train[int(matched[document])]
+        if _is_other_exercise(held_out_example, train_example, ngram, index, boilerplate):
+            matched[document] = -1
     partner = np.where(partner < 0, matched, partner)
     return Overlap(partner, train_share, held_out_share)
 
 
-def _spread(lengths: Indices, max_tokens: int) -> tuple[Indices, float]:
-    """Return evenly spread documents of about `max_tokens` tokens, and their share of all.
+def _sample_documents(lengths: Indices, max_tokens: int) -> tuple[Indices, float]:
+    """Return evenly spaced documents of about `max_tokens` tokens, and their share of all tokens.
 
-    Neighbours, a thousand at a time: what lies between them is then never read from the disk.
+    Documents are taken in blocks of up to 1,000, so that the blocks between them are not read from
+    disk.
     """
     import numpy as np
 
@@ -213,23 +218,25 @@ def _spread(lengths: Indices, max_tokens: int) -> tuple[Indices, float]:
 
 
 def _match_copies(train: Columns, held_out: Columns, partner: Indices) -> None:
-    """Match documents that are the same to the token, by their digests."""
+    """Match documents with the same tokens, by their digests."""
     import numpy as np
 
     if not len(train) or not len(held_out):
         return
     digests, first = np.unique(train.digests, return_index=True)
-    place = np.minimum(np.searchsorted(digests, held_out.digests), len(digests) - 1)
-    same = digests[place] == held_out.digests
-    partner[same] = first[place[same]]
+    position = np.minimum(np.searchsorted(digests, held_out.digests), len(digests) - 1)
+    same = digests[position] == held_out.digests
+    partner[same] = first[position[same]]
 
 
 def _match_shares(
     index: _Index, known: Indices, min_share: float, num_train: int, partner: Indices
 ) -> Indices:
-    """Return a training document of each enough of whose n-grams are `known`, or -1, int64 [n].
+    """Return the training document that shares most n-grams with each held-out document, int64 [n].
 
-    Those that have a `partner` are left out. `num_train`: documents of training.
+    -1 for documents with less than `min_share` of their n-grams in training, or with a `partner`
+    already. `known` is a training document of each n-gram, or -1; `num_train` the number of
+    training documents.
     """
     import numpy as np
 
@@ -237,7 +244,7 @@ def _match_shares(
     shared = owners >= 0
     counts = np.bincount(index.documents, minlength=len(partner))
     found = np.bincount(index.documents[shared], minlength=len(partner))
-    # Pairs of documents as one number, the one that stands there most often last.
+    # Pairs of documents as one number, the most frequent pair last.
     pairs, times = np.unique(
         index.documents[shared] * num_train + owners[shared], return_counts=True
     )
@@ -248,33 +255,32 @@ def _match_shares(
     return np.where(enough, matched, -1)
 
 
-def _asks_another(
-    own: Example, other: Example, ngram: int, index: _Index, boilerplate: Flags
+def _is_other_exercise(
+    held_out: Example, train: Example, ngram: int, index: _Index, boilerplate: Flags
 ) -> bool:
-    """Tell whether two documents have different questions, and answers without common words.
+    """Return whether two documents have different questions, and answers without common n-grams.
 
-    Exercises of one kind share most of their words. A text without a question is its own answer.
+    Exercises of one kind share most of their words. False for texts without a question.
     """
     import numpy as np
 
-    (question, answer), (other_question, other_answer) = _parts(own), _parts(other)
-    if not all(map(len, (question, answer, other_question, other_answer))):
+    question, answer = _split_trained(held_out)
+    train_question, train_answer = _split_trained(train)
+    if not all(map(len, (question, answer, train_question, train_answer))):
         return False
-    if np.array_equal(question, other_question) or _share(answer, other_answer, ngram):
+    if np.array_equal(question, train_question):
+        return False
+    if len(answer) >= ngram and _shared(hash_grams(answer, ngram), train_answer, ngram):
         return False
     if len(question) < ngram:
         return True
     _, grams = index.find(hash_grams(question, ngram))
-    telling = index.grams[grams[~boilerplate[grams]]]
-    return _share_of(telling, other_question, ngram) < WHOLE_SHARE
+    distinctive = index.grams[grams[~boilerplate[grams]]]
+    return _shared(distinctive, train_question, ngram) < SAME_QUESTION_SHARE
 
 
-def _share(ids: npt.NDArray[np.int32], others: npt.NDArray[np.int32], ngram: int) -> float:
-    return _share_of(hash_grams(ids, ngram), others, ngram) if len(ids) >= ngram else 0.0
-
-
-def _share_of(hashes: Hashes, others: npt.NDArray[np.int32], ngram: int) -> float:
-    """Return the share of n-grams that stand in `others`; 0 where there are none."""
+def _shared(hashes: Hashes, others: npt.NDArray[np.int32], ngram: int) -> float:
+    """Return the share of the n-grams `hashes` that occur in the ids `others`; 0 without any."""
     import numpy as np
 
     if not len(hashes) or len(others) < ngram:
@@ -282,47 +288,49 @@ def _share_of(hashes: Hashes, others: npt.NDArray[np.int32], ngram: int) -> floa
     return float(np.isin(hashes, hash_grams(others, ngram)).mean())
 
 
-def _parts(example: Example) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return the ids that are not trained on, and those that are."""
+def _split_trained(example: Example) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return the ids that are masked, and the ids that are trained on."""
     if example.target_ids is not None:
         return example.input_ids, example.target_ids
     is_trained = example.weights > 0
     return example.input_ids[~is_trained], example.input_ids[is_trained]
 
 
-def _index_grams(held_out: Columns, run: Indices, ngram: int) -> _Index:
+def _index_grams(held_out: Columns, sampled: Indices, ngram: int) -> _Index:
     import numpy as np
 
     hashes: list[Hashes] = []
     documents: list[Indices] = []
     boilerplate: list[Hashes] = []
-    for dataset in np.unique(held_out.datasets[run]):
-        chosen = run[held_out.datasets[run] == dataset]
-        parts = [_different(*part) for part in _grams(held_out, chosen, ngram)]
+    for dataset in np.unique(held_out.datasets[sampled]):
+        chosen = sampled[held_out.datasets[sampled] == dataset]
+        parts = [_unique_per_document(*part) for part in _grams(held_out, chosen, ngram)]
         if not parts:
             continue
         grams = np.concatenate([part[0] for part in parts])
         hashes.append(grams)
         documents.append(np.concatenate([part[1] for part in parts]))
-        each, counts = np.unique(grams, return_counts=True)
-        boilerplate.append(each[counts > _most(len(chosen))])
+        distinct, counts = np.unique(grams, return_counts=True)
+        boilerplate.append(distinct[counts > _boilerplate_limit(len(chosen))])
     grams = np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
     owners = np.concatenate(documents) if documents else np.zeros(0, np.int64)
     if boilerplate:
         kept = ~np.isin(grams, np.concatenate(boilerplate))
         grams, owners = grams[kept], owners[kept]
     order = np.argsort(grams, kind="stable")
-    each, starts = np.unique(grams[order], return_index=True)
-    bits = min(max(16, len(each).bit_length() + 4), _MAX_TABLE_BITS)
+    distinct, starts = np.unique(grams[order], return_index=True)
+    bits = min(max(16, len(distinct).bit_length() + 4), _MAX_TABLE_BITS)
     table = np.zeros(1 << bits, dtype=np.bool_)
-    table[each >> np.uint64(64 - bits)] = True
-    return _Index(each, np.append(starts, len(order)), owners[order], table)
+    table[distinct >> np.uint64(64 - bits)] = True
+    return _Index(distinct, np.append(starts, len(order)), owners[order], table)
 
 
-def _search(train: Columns, chosen: Indices, index: _Index, ngram: int) -> tuple[Indices, Flags]:
-    """Return for each gram of `index` a training document that has it, or -1.
+def _find_in_training(
+    train: Columns, chosen: Indices, index: _Index, ngram: int
+) -> tuple[Indices, Flags]:
+    """Return the first of the `chosen` training documents with each n-gram of `index`, or -1.
 
-    And which of them stand in too many of the `chosen` documents, bool [grams].
+    Also returns which n-grams are boilerplate in these documents, bool [grams].
     """
     import numpy as np
 
@@ -338,9 +346,9 @@ def _search(train: Columns, chosen: Indices, index: _Index, ngram: int) -> tuple
         grams, owners = grams[new], owners[new]
         counts += np.bincount(grams, minlength=len(counts))
         unseen = first[grams] < 0
-        # Written backwards, so that the first document of a gram is the one that stays.
+        # In reverse order, so that the first document of an n-gram is written last.
         first[grams[unseen][::-1]] = owners[unseen][::-1]
-    is_common = counts > _most(len(chosen))
+    is_common = counts > _boilerplate_limit(len(chosen))
     if len(chosen) <= FEW_DOCUMENTS:
         is_prompt = ~_trained_grams(train, chosen, index, ngram)
         first[is_prompt & (counts > min(1, len(chosen) - 1))] = -1
@@ -348,15 +356,15 @@ def _search(train: Columns, chosen: Indices, index: _Index, ngram: int) -> tuple
 
 
 def _trained_grams(train: Columns, chosen: Indices, index: _Index, ngram: int) -> Flags:
-    """Return which grams of `index` hold a trained token in one of the `chosen` documents."""
+    """Return which n-grams of `index` have a trained token in one of the `chosen` documents."""
     import numpy as np
 
     trained_grams = np.zeros(len(index.grams), dtype=np.bool_)
-    for one in chosen[train.lengths[chosen] >= ngram].tolist():
-        example = train[one]
+    for document in chosen[train.lengths[chosen] >= ngram].tolist():
+        example = train[document]
         if len(example.input_ids) < ngram:
             continue
-        # The weights of a decoder's labels belong to other tokens: all that is read may count.
+        # The weights of an encoder-decoder example belong to its targets: all inputs may count.
         weights = (
             example.weights
             if example.target_ids is None
@@ -368,12 +376,12 @@ def _trained_grams(train: Columns, chosen: Indices, index: _Index, ngram: int) -
     return trained_grams
 
 
-def _most(num_documents: int) -> float:
+def _boilerplate_limit(num_documents: int) -> float:
     return max(BOILERPLATE_DOCUMENTS, BOILERPLATE_SHARE * num_documents)
 
 
-def _different(hashes: Hashes, documents: Indices) -> tuple[Hashes, Indices]:
-    """Keep each n-gram of a document once; `documents` is sorted."""
+def _unique_per_document(hashes: Hashes, documents: Indices) -> tuple[Hashes, Indices]:
+    """Return each n-gram of a document once; `documents` is sorted."""
     import numpy as np
 
     order = np.lexsort((hashes, documents))
@@ -384,7 +392,7 @@ def _different(hashes: Hashes, documents: Indices) -> tuple[Hashes, Indices]:
 
 
 def _grams(side: Columns, chosen: Indices, ngram: int) -> Iterator[tuple[Hashes, Indices]]:
-    """Yield the n-grams' hashes of `chosen` documents and whose they are, chunk by chunk."""
+    """Yield the hashes of the n-grams of `chosen` documents, and their documents, in chunks."""
     import numpy as np
 
     chosen = chosen[side.lengths[chosen] >= ngram]
@@ -400,5 +408,5 @@ def _grams(side: Columns, chosen: Indices, ngram: int) -> Iterator[tuple[Hashes,
         numbers = np.repeat(np.arange(len(part)), sizes)
         hashes = hash_grams(flat, ngram)
         count = len(hashes)
-        whole = numbers[:count] == numbers[ngram - 1 :]
-        yield hashes[whole], owners[:count][whole]
+        is_inside = numbers[:count] == numbers[ngram - 1 :]  # within one document
+        yield hashes[is_inside], owners[:count][is_inside]

@@ -1,6 +1,6 @@
-"""Judge what an audit has counted: what stops a run, what is a warning, and the fix.
+"""The rules of an audit: which counts stop a run, which are warnings, and the fix for each.
 
-Holds the audit's settings. Never counts.
+Holds the settings of the audit. Never counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from data_modules.audit.figures import Audit, AuditWarning, DatasetAudit, count_
 from data_modules.facts import setting
 
 REPORTED_ABOVE = 0.01
-"""share of a data set's tokens that may be lost with long rows unsaid"""
+"""share of a data set's tokens that may be lost with long rows without a warning"""
 NOTES = {
     "lost_system": (
         "the chat template drops their system turn",
@@ -25,13 +25,13 @@ NOTES = {
         "set data.chat_template to one that writes them",
     ),
     "lost_tool_turn": (
-        "the chat template drops what their tools answered",
+        "the chat template drops their tool results",
         "have tool results that the chat template drops",
         "set data.chat_template to one that writes them, such as qwen3",
     ),
     "lost_content": (
-        "the chat template drops what is said beside their tool calls",
-        "have words beside tool calls that the chat template drops",
+        "the chat template drops the text next to their tool calls",
+        "have text next to tool calls that the chat template drops",
         "set data.chat_template to one that writes them, such as qwen3",
     ),
     "lost_tools": (
@@ -50,56 +50,57 @@ NOTES = {
         "set data.chat_template to one that writes it, or data.reasoning=strip",
     ),
     "control_token": (
-        "control tokens stand in their text and act as such",
-        "have control tokens in their text that act as such",
+        "their text contains control tokens, which act as such",
+        "have control tokens in their text, which act as such",
         "set data.control_tokens=escape, or remove them",
     ),
     "rewritten_turns": (
-        "turns that the chat template refuses are written in turns that it takes",
-        "have turns that the chat template refuses, written in turns that it takes",
-        "look at them by app.preview, or set data.unsupported_turns=refuse",
+        "the chat template rejects some of their turns, which are rewritten",
+        "have turns that the chat template rejects, which are rewritten",
+        "look at them with python -m app.preview, or set data.unsupported_turns=refuse",
     ),
     "reasoning_in_tags": (
-        "their answers hold reasoning in tags, as part of the text",
-        "have answers with reasoning in tags, as part of the text",
+        "their reasoning is written in <think> tags, as part of the answer",
+        "have reasoning that is written in <think> tags, as part of the answer",
         "",
     ),
 }
-"""kind of a note on a row -> what it means, the same after `rows`, and what to do"""
+"""kind of a note on rows -> its meaning, the same as a statement after "rows", and the fix"""
 
 
 @dataclass(kw_only=True, slots=True)
 class AuditConfig:
-    """Choose what is compared before training, and which shares stop the run."""
+    """The settings of the audit before training."""
 
     overlap: bool = True
-    """look for n-grams of the validation rows and of data.test_datasets in the training rows;
-    takes about as long as reading all tokens once"""
+    """search the training rows for n-grams of the validation rows and of data.test_datasets; takes
+    about as long as reading all tokens once"""
     ngram: int = setting(13, ge=2, note="13 is usual")
-    """tokens of an n-gram that is looked for, about 10 words with a large vocabulary; shorter
-    documents are compared whole"""
+    """tokens per n-gram in the search for overlap, about 10 words with a large vocabulary; shorter
+    documents are compared as a whole"""
     overlap_share: float = setting(0.2, ge=0, le=1)
-    """share of a document's n-grams that must stand in training for it to overlap (those that a
-    tenth of the documents have apart); 0 = one is enough"""
+    """share of its n-grams, from 0 to 1, that must occur in the training rows for a document to
+    overlap; n-grams of over a tenth of the documents do not count; 0 = one n-gram is enough"""
     max_truncated_share: float | None = setting(None, ge=0, le=1)
-    """stop when more than this share of a data set's rows is truncated; null = never"""
+    """stop the run if more than this share of a data set's rows is truncated; null = never"""
     max_duplicate_share: float | None = setting(None, ge=0, le=1)
-    """stop when more than this share of a data set's documents are duplicates; null = never"""
+    """stop the run if more than this share of a data set's documents are duplicates; null =
+    never"""
     max_overlap_share: float | None = setting(None, ge=0, le=1)
-    """stop when more than this share of the validation or test rows of a data set overlaps with
+    """stop the run if more than this share of a data set's validation or test rows overlaps with
     training; null = never"""
     min_trained_share: float | None = setting(None, ge=0, le=1)
-    """stop when less than this share of a data set's tokens is trained on; null = never"""
+    """stop the run if less than this share of a data set's tokens is trained on; null = never"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetFacts:
-    """Hold what became of a data set's rows before the audit sees them; origins are file:line.
+    """What happened to a data set's rows before the audit; origins are file:line.
 
-    `lost_tokens` were lost with long rows, dropped or truncated (`on_long`); `kept_tokens` are all
-    that are left, None = those of both sides. `longest` are (tokens, origin) before anything was
-    cut. `notes`: kind -> (rows, first origin with what was seen). `is_chat`: its rows went through
-    the chat template.
+    `lost_tokens` were dropped or truncated with long rows (`on_long`); `kept_tokens` are all other
+    tokens, None = the tokens of training and validation. `longest` are (tokens, origin) before any
+    cut. `notes` maps a kind to (rows, first origin and what was found there). `is_chat`: the rows
+    went through the chat template.
     """
 
     name: str
@@ -122,10 +123,10 @@ class DatasetFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """Hold settings of a run that would otherwise be taken for a mistake.
+    """Settings of the run that explain unusual counts.
 
-    `trains_prompts`: data.train_on_inputs, or data.roles_to_train beyond the assistant.
-    `sequence_len`: the tokens that a document may have; None = not known.
+    `trains_prompts`: data.train_on_inputs is set, or data.roles_to_train has other roles than the
+    assistant. `sequence_len`: most tokens of a document; None = unknown.
     """
 
     trains_prompts: bool = False
@@ -134,57 +135,55 @@ class RunSettings:
     sequence_len: int | None = None
 
 
-def judge(
+def apply_rules(
     audit: Audit, facts: Sequence[DatasetFacts], config: AuditConfig, run: RunSettings
 ) -> None:
-    """Add to `audit` the warnings about its counts, and what stops the run."""
-    # What costs most comes first.
-    long = [_warn_of_long(*pair, run) for pair in zip(audit.datasets, facts, strict=True)]
-    audit.findings[:0] = [findings for findings in long if findings is not None]
+    """Add warnings and problems to `audit`."""
+    # Lost tokens first: they cost most.
+    long_rows = [_warn_of_long(*pair, run) for pair in zip(audit.datasets, facts, strict=True)]
+    audit.findings[:0] = [finding for finding in long_rows if finding is not None]
     for dataset, fact in zip(audit.datasets, facts, strict=True):
-        _judge_rows(audit, dataset, fact)
+        _apply_row_rules(audit, dataset, fact)
         if fact.is_chat and dataset.train:
-            _judge_mask(audit, dataset, run)
-            _judge_stops(audit, dataset, run.train_on_eos)
-        _judge_shares(audit, dataset, config)
-        _judge_overlap(audit, config, dataset.path, dataset.overlapping, dataset.validation)
+            _apply_mask_rules(audit, dataset, run)
+            _apply_stop_rules(audit, dataset, run.train_on_eos)
+        _apply_share_limits(audit, dataset, config)
+        _apply_overlap_limit(audit, config, dataset.path, dataset.overlapping, dataset.validation)
     for test in audit.benchmarks:
-        _judge_overlap(audit, config, f"test data {test.name}", test.overlapping, test.rows)
+        _apply_overlap_limit(audit, config, f"test data {test.name}", test.overlapping, test.rows)
 
 
 def _warn_of_long(
     dataset: DatasetAudit, fact: DatasetFacts, run: RunSettings
 ) -> AuditWarning | None:
-    """Return what to say of the tokens that a data set loses with long rows."""
+    """Return a warning if a data set loses many tokens with long rows."""
     if dataset.lost_share <= REPORTED_ABOVE:
         return None
     if fact.on_long == "drop":
-        # Of a tree of conversations some may fit: the others are dropped.
-        count, done = dataset.dropped + dataset.truncated, "dropped"
+        # A tree whose paths fit only in part counts as truncated; its other paths are dropped.
+        count, action = dataset.dropped + dataset.truncated, "dropped"
     else:
-        count, done = dataset.truncated, "cut"
+        count, action = dataset.truncated, "cut"
     limit = "" if run.sequence_len is None else f"={run.sequence_len}"
-    statement = f"are longer than data.sequence_len{limit} and {done}"
-    if fact.is_chat or run.is_encoder_decoder:
-        advice = "a larger data.sequence_len keeps them"
-    else:
-        advice = "data.on_long=split keeps them, or a larger data.sequence_len"
+    statement = f"are longer than data.sequence_len{limit} and {action}"
+    can_split = not (fact.is_chat or run.is_encoder_decoder)
+    advice = f"{'data.on_long=split or ' if can_split else ''}a larger data.sequence_len keeps them"
     if fact.on_long == "drop":
-        advice += ", or data.on_long=truncate_right a part"
+        advice += ", data.on_long=truncate_right keeps a part"
     longest = f"; the longest has {fact.longest[0][0]:,} tokens" if fact.longest else ""
     return AuditWarning(
         dataset=fact.name,
         count=count,
         total=dataset.rows,
-        what="rows",
+        unit="rows",
         share=dataset.lost_share,
         statement=statement,
         advice=advice,
-        advice_in_full=f"{advice}{longest}",
+        full_advice=f"{advice}{longest}",
     )
 
 
-def _judge_rows(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None:
+def _apply_row_rules(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None:
     if not dataset.train:
         audit.problems.append(
             f"{fact.path}: no document of data set {dataset.name} is left to train on "
@@ -199,13 +198,13 @@ def _judge_rows(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None
                 dataset=dataset.name,
                 count=dataset.empty,
                 total=dataset.rows,
-                what="rows",
-                statement="have nothing to train on (no answer, or it was cut away) and are left "
+                unit="rows",
+                statement="have nothing to train on (no answer, or it was cut off) and are left "
                 "out",
                 first=tuple(fact.empty_origins),
                 joiner=", ",
-                written=f"{dataset.name}: {count_of(dataset.empty, dataset.rows)} rows have "
-                f"nothing to train on and are left out ({first}: no answer, or it was cut away)",
+                full_text=f"{dataset.name}: {count_of(dataset.empty, dataset.rows)} rows have "
+                f"nothing to train on and are left out ({first}: no answer, or it was cut off)",
             )
         )
     for kind, (count, first) in fact.notes.items():
@@ -216,56 +215,57 @@ def _judge_rows(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None
                 dataset=dataset.name,
                 count=dataset.double_bos,
                 total=dataset.train,
-                what="documents",
+                unit="documents",
                 statement="begin with two BOS tokens",
-                advice="remove the one that stands in the rows, or the chat template's",
+                advice="remove the BOS from the rows, or from the chat template",
             )
         )
 
 
 def _warn_of_note(dataset: DatasetAudit, kind: str, count: int, first: str) -> AuditWarning:
-    plain = kind.replace("_", " ")
-    meaning, statement, advice = NOTES.get(kind, (plain, f"are noted: {plain}", ""))
-    what_to_do = f"; {advice}" if advice else ""
-    number = count_of(count, dataset.rows)
+    words = kind.replace("_", " ")
+    meaning, statement, advice = NOTES.get(kind, (words, f"have the note: {words}", ""))
+    fix = f"; {advice}" if advice else ""
+    counted = count_of(count, dataset.rows)
     return AuditWarning(
         dataset=dataset.name,
         count=count,
         total=dataset.rows,
-        what="rows",
+        unit="rows",
         statement=statement,
         first=(first,),
         advice=advice,
-        written=f"{dataset.name}: {number} rows, first {first}: {meaning}{what_to_do}",
+        full_text=f"{dataset.name}: {counted} rows, first {first}: {meaning}{fix}",
     )
 
 
-def _judge_mask(audit: Audit, dataset: DatasetAudit, run: RunSettings) -> None:
+def _apply_mask_rules(audit: Audit, dataset: DatasetAudit, run: RunSettings) -> None:
     if not dataset.trained:
         audit.problems.append(
             f"{dataset.path}: 0 % of the {dataset.tokens:,} tokens of chat data set {dataset.name} "
             "are trained on; set data.roles_to_train=[assistant], and look at its rows with "
             "python -m app.preview"
         )
-    # A causal model never predicts the first token; a decoder's targets are trained on whole.
+    # A causal model never predicts the first token; a decoder is trained on all of its targets.
     labels = dataset.tokens - dataset.train
     may_train_all = run.trains_prompts or run.is_encoder_decoder
     if dataset.trained and dataset.trained >= labels and not may_train_all:
         audit.problems.append(
             f"{dataset.path}: 100 % of the {dataset.tokens:,} tokens of chat data set "
-            f"{dataset.name} are trained on, its prompts too; set data.chat_template to one that "
-            "shows where answers begin, or data.train_on_inputs=true if this is meant"
+            f"{dataset.name} are trained on, including its prompts; set data.chat_template to one "
+            "that shows where answers begin, or data.train_on_inputs=true if this is intended"
         )
 
 
-def _judge_stops(audit: Audit, dataset: DatasetAudit, train_on_eos: str) -> None:
+def _apply_stop_rules(audit: Audit, dataset: DatasetAudit, train_on_eos: str) -> None:
     if not dataset.no_stop or not dataset.trained:
         return
-    number = count_of(dataset.no_stop, dataset.train)
+    counted = count_of(dataset.no_stop, dataset.train)
     num_cut = dataset.truncated + dataset.split
     if train_on_eos == "none":
         statement = (
-            "train on no stop token (data.train_on_eos=none), so the model will not learn to end"
+            "train on no stop token (data.train_on_eos=none), so the model will not learn to end "
+            "an answer"
         )
         advice = "data.train_on_eos=turn trains on it"
         text = (
@@ -276,7 +276,7 @@ def _judge_stops(audit: Audit, dataset: DatasetAudit, train_on_eos: str) -> None
         statement = "end their trained tokens without a stop token"
         advice = "raise data.sequence_len, or look at them with python -m app.preview"
         text = (
-            f"{dataset.name}: in {number} documents the last trained token is no stop token "
+            f"{dataset.name}: in {counted} documents the last trained token is not a stop token "
             f"({num_cut:,} rows were cut); {advice}"
         )
     else:
@@ -292,15 +292,15 @@ def _judge_stops(audit: Audit, dataset: DatasetAudit, train_on_eos: str) -> None
             dataset=dataset.name,
             count=dataset.no_stop,
             total=dataset.train,
-            what="documents",
+            unit="documents",
             statement=statement,
             advice=advice,
-            written=text,
+            full_text=text,
         )
     )
 
 
-def _judge_shares(audit: Audit, dataset: DatasetAudit, config: AuditConfig) -> None:
+def _apply_share_limits(audit: Audit, dataset: DatasetAudit, config: AuditConfig) -> None:
     limit = config.max_truncated_share
     if limit is not None and dataset.truncated > limit * dataset.rows:
         audit.problems.append(
@@ -323,7 +323,9 @@ def _judge_shares(audit: Audit, dataset: DatasetAudit, config: AuditConfig) -> N
         )
 
 
-def _judge_overlap(audit: Audit, config: AuditConfig, where: str, count: int, total: int) -> None:
+def _apply_overlap_limit(
+    audit: Audit, config: AuditConfig, where: str, count: int, total: int
+) -> None:
     limit = config.max_overlap_share
     if limit is not None and count > limit * total:
         audit.problems.append(

@@ -150,7 +150,7 @@ def test_rows_of_the_test_that_are_learned(tmp_path: Path, base: Any) -> None:
     new = [chat(f"name a colour, number {i}", "blue") for i in range(2)]
     write(test, [*ROWS[:4], *new])
     text = said(build(file, tokenizer=base, val_set_size=0, test_datasets=[named(test)]))
-    assert "asked: 4 of 6 documents overlap with training, 4 are the same to the token" in text
+    assert "asked: 4 of 6 documents overlap with training, 4 have the same tokens" in text
     assert f"first {test}:1 with {file}:1" in text
     text = said(
         build(file, tokenizer=base, val_set_size=0, test_datasets=[named(write(test, new))])

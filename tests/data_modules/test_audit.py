@@ -1,4 +1,4 @@
-"""What is learned is counted, compared and judged before training."""
+"""The audit: counts, duplicates, overlap, and the rules that make warnings and errors of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from data_modules.audit import (
     audit_documents,
     overlap,
 )
-from data_modules.audit.figures import short_file, short_paths
+from data_modules.audit.figures import short_file, short_origins
 from data_modules.audit.overlap import find_overlap, hash_grams
 from data_modules.messages import Origin
 from data_modules.types import Example
@@ -43,7 +43,7 @@ class Doc:
 
 
 class Side:
-    """One side's documents with their columns, computed here the plain way."""
+    """The documents of one side, with columns computed in the simplest way."""
 
     def __init__(self, docs: Sequence[Doc], file: str) -> None:
         self.docs, self.file = list(docs), file
@@ -57,8 +57,8 @@ class Side:
 
     @staticmethod
     def _stops(doc: Doc) -> bool:
-        trained_grams = np.flatnonzero(doc.weights)
-        return bool(len(trained_grams)) and doc.ids[trained_grams[-1]] == STOP
+        trained = np.flatnonzero(doc.weights)
+        return bool(len(trained)) and doc.ids[trained[-1]] == STOP
 
     def __len__(self) -> int:
         return len(self.docs)
@@ -78,7 +78,7 @@ class Side:
 
 
 def chat(num: int = 30, dataset: int = 0, **changes: Any) -> Doc:
-    """A prompt of 10 tokens that is not trained on, an answer that is, and its stop token."""
+    """Return a masked prompt of 10 tokens, and a trained answer with its stop token."""
     ids = [*RANDOM.integers(100, 30_000, num - 1).tolist(), STOP]
     doc = Doc(ids, [0.0] * 10 + [1.0] * (num - 10), dataset)
     return replace(doc, **changes)
@@ -109,7 +109,7 @@ def run_audit(
     )
 
 
-def test_clean_data_says_nothing_and_shows_a_small_table() -> None:
+def test_clean_data_has_no_warnings_and_a_small_table() -> None:
     found = run_audit([chat() for _ in range(6)], [chat(), chat()])
     assert (found.problems, found.warnings, found.facts) == ([], [], [])
     found.check()
@@ -139,20 +139,22 @@ def test_every_count_has_its_column_and_the_total_adds_up() -> None:
     assert rows["a"] == of_a
     assert rows["b"] == of_b
     assert rows["all"][:5] == ["17", "5", "1", "150", "100 (67%)"]
-    said = "\n".join(found.warnings)
-    assert "a: 1 of 10 rows have nothing to train on and are left out (a.jsonl:3" in said
-    assert "b: 2 of 7 rows, first b.jsonl:5: the chat template drops their system turn" in said
-    assert "b: 1 of 2 documents begin with two BOS tokens" in said
-    assert "a: 1 of 3 training examples are duplicates, first train.jsonl:3, the same as" in said
-    assert "b: 1 of 1 validation documents also stand in training, first val.jsonl:1" in said
+    lines = "\n".join(found.warnings)
+    assert "a: 1 of 10 rows have nothing to train on and are left out (a.jsonl:3" in lines
+    assert "b: 2 of 7 rows, first b.jsonl:5: the chat template drops their system turn" in lines
+    assert "b: 1 of 2 documents begin with two BOS tokens" in lines
+    assert "a: 1 of 3 training examples are duplicates, first train.jsonl:3, the same as" in lines
+    assert (
+        "b: 1 of 1 validation documents are also in the training data, first val.jsonl:1" in lines
+    )
     assert found.problems == []
 
 
-def test_the_longest_rows_are_those_before_the_cut() -> None:
+def test_the_longest_rows_are_measured_before_the_cut() -> None:
     cut = facts(longest=[(900, "a.jsonl:7"), (20, "a.jsonl:1")])
     found = run_audit([chat(40), chat(30)], [chat(50)], datasets=[cut])
-    wanted = [(900, "a.jsonl:7"), (50, "val.jsonl:1"), (40, "train.jsonl:1")]
-    assert found.longest[:3] == wanted
+    expected = [(900, "a.jsonl:7"), (50, "val.jsonl:1"), (40, "train.jsonl:1")]
+    assert found.longest[:3] == expected
     assert len(found.longest) == 5
 
 
@@ -174,7 +176,7 @@ MASKS: list[tuple[str, list[Doc], str]] = [
 
 
 @pytest.mark.parametrize(("docs", "problem"), [m[1:] for m in MASKS], ids=[m[0] for m in MASKS])
-def test_a_mask_that_cannot_be_meant_stops_the_run(docs: list[Doc], problem: str) -> None:
+def test_an_implausible_mask_stops_the_run(docs: list[Doc], problem: str) -> None:
     found = run_audit(docs, [chat()])
     with pytest.raises(DataError) as caught:
         found.check()
@@ -182,12 +184,12 @@ def test_a_mask_that_cannot_be_meant_stops_the_run(docs: list[Doc], problem: str
     assert caught.value.problems[0].startswith(f"a.jsonl: {problem}")
     assert any(line.startswith("problem: a.jsonl: ") for line in found.lines())
     assert found.full_lines()[-1] == f"problem: {caught.value.problems[0]}"
-    if docs:  # the same tokens are right where they went through no template
+    if docs:  # the same weights are plausible for rows without a chat template
         raw = facts(is_chat=False, format="completion")
         assert run_audit(docs, [chat()], datasets=[raw]).problems == []
 
 
-def test_what_was_requested_is_not_a_mistake() -> None:
+def test_an_intended_mask_is_no_problem() -> None:
     everything, no_stop = chat(weights=[1.0] * 30), chat(weights=[0.0] * 10 + [1.0] * 19 + [0.0])
     assert run_audit([everything], run=RunSettings(trains_prompts=True)).problems == []
     assert run_audit([everything], run=RunSettings(is_encoder_decoder=True)).problems == []
@@ -196,7 +198,7 @@ def test_what_was_requested_is_not_a_mistake() -> None:
     assert "no stop token is trained on (data.train_on_eos=none)" in found.warnings[0]
     some = run_audit([no_stop, chat()])
     assert some.problems == []
-    assert "in 1 of 2 documents the last trained token is no stop token" in some.warnings[0]
+    assert "in 1 of 2 documents the last trained token is not a stop token" in some.warnings[0]
 
 
 SHARED_WORDS = list(range(50_000, 50_020))
@@ -208,7 +210,7 @@ def with_words(words: Sequence[int], at: int = 5) -> Doc:
 
 
 THRESHOLDS: list[tuple[str, float, float, dict[str, Any]]] = [
-    # the setting, a value that stops this data, one that lets it pass, the data
+    # setting, a value that stops the run, a value that does not, the data
     (
         "max_truncated_share",
         0.3,
@@ -232,7 +234,7 @@ THRESHOLDS: list[tuple[str, float, float, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("name", "stops", "passes", "data"), THRESHOLDS, ids=[row[0] for row in THRESHOLDS]
 )
-def test_a_threshold_stops_the_run_only_where_it_is_set(
+def test_a_threshold_stops_the_run_only_if_it_is_set(
     name: str, stops: float, passes: float, data: dict[str, Any]
 ) -> None:
     assert run_audit(**data).problems == []
@@ -241,28 +243,28 @@ def test_a_threshold_stops_the_run_only_where_it_is_set(
     assert run_audit(**data, config=AuditConfig(**{name: passes})).problems == []
 
 
-def test_shared_words_are_found_wherever_they_stand() -> None:
+def test_shared_ngrams_are_found_at_any_position() -> None:
     train = [chat(60), with_words(SHARED_WORDS, at=19), chat(60)]
     held_out = [chat(60), with_words(SHARED_WORDS), with_words(SHARED_WORDS[:12])]
     found = run_audit(train, held_out, benchmarks=held_out)
     assert found.datasets[0].overlapping == 1
     assert (found.benchmarks[0].overlapping, found.benchmarks[0].rows) == (1, 3)
     assert found.benchmarks[0].repeated == 0
-    said = "\n".join(found.full_lines())
+    lines = "\n".join(found.full_lines())
     for what, side in (("validation", "val"), ("test", "bench")):
-        assert f"1 of 3 {what} documents overlap with training" in said
-        assert f"first {side}.jsonl:2 with train.jsonl:2" in said
-    # A screen names the test data of which rows are learned as they stand.
-    assert not any("the same as one of training" in line for line in found.lines())
+        assert f"1 of 3 {what} documents overlap with training" in lines
+        assert f"first {side}.jsonl:2 with train.jsonl:2" in lines
+    # The screen names test data with rows that are trained on.
+    assert not any("as a training document" in line for line in found.lines())
     found = run_audit(train, held_out, benchmarks=[train[0], train[2], chat()])
-    wanted = "test documents are the same as one of training, to the token: bench 2 of 3"
-    assert wanted in found.lines()
+    expected = "test documents with the same tokens as a training document: bench 2 of 3"
+    assert expected in found.lines()
     found = run_audit(train, held_out, config=AuditConfig(overlap=False))
     assert (found.datasets[0].overlapping, found.warnings) == (0, [])
 
 
-def test_one_run_of_words_alone_says_little() -> None:
-    few = SHARED_WORDS[:13]  # 1 of the 28 runs of a document of 40 tokens
+def test_one_shared_ngram_is_no_overlap() -> None:
+    few = SHARED_WORDS[:13]  # 1 of the 28 n-grams of a document of 40 tokens
     train, held_out = [with_words(few, at=19)], [with_words(few)]
     assert run_audit(train, held_out).datasets[0].overlapping == 0
     config = AuditConfig(overlap_share=0)
@@ -276,18 +278,18 @@ def test_the_document_that_shares_most_is_named() -> None:
     assert "first val.jsonl:1 with train.jsonl:2" in found.warnings[0]
 
 
-def test_words_that_many_documents_share_are_boilerplate() -> None:
+def test_ngrams_of_many_documents_are_boilerplate() -> None:
     system = RANDOM.integers(100, 30_000, 20).tolist()
     prompted = [with_words(system, at=0) for _ in range(8)]
     assert run_audit(prompted[:5], prompted[5:]).datasets[0].overlapping == 0
-    # One held-out document alone cannot show it, but training does.
+    # One held-out document cannot show this, but the training documents do.
     assert run_audit(prompted[:5], prompted[5:6]).datasets[0].overlapping == 0
-    # A few documents share what was copied, not what all are told.
+    # Text that was copied to a few documents is not boilerplate.
     copied = replace(prompted[5], ids=[*system, *prompted[0].ids[20:]])
     assert run_audit(prompted[:5], [copied, *prompted[6:]]).datasets[0].overlapping == 1
 
 
-def test_a_question_that_is_near_another_one_overlaps_by_its_answer() -> None:
+def test_a_similar_question_overlaps_only_with_a_similar_answer() -> None:
     story, answer, other = words(60), words(20), words(20)
     asked = answered(story, answer)
     changed = [*story[:30], *words(30)]
@@ -298,7 +300,7 @@ def test_a_question_that_is_near_another_one_overlaps_by_its_answer() -> None:
         (answered(changed, [*words(3), *answer]), True),
         (answered(story, other), True),  # the question itself
         (answered([*words(10), *story], other), True),
-        (Doc([*HEADER, *changed], [1] * 90), True),  # text, of which all is trained on
+        (Doc([*HEADER, *changed], [1] * 90), True),  # a text, trained on as a whole
     ):
         found = run_audit([asked, *others], [held_out])
         assert found.datasets[0].overlapping == is_overlap
@@ -308,11 +310,11 @@ def test_a_question_that_is_near_another_one_overlaps_by_its_answer() -> None:
 
 
 HEADER = list(range(40_000, 40_030))
-"""what a chat template writes before every prompt"""
+"""the chat template's text before every prompt"""
 
 
 def answered(run: Sequence[int], answer: Sequence[int], dataset: int = 0) -> Doc:
-    """A document as a template writes it: header, prompt, a few words more, and a trained answer"""
+    """Return a document as a template writes it: header, prompt, separator, and trained answer."""
     prompt = [*HEADER, *run, *range(41_000, 41_005)]
     return Doc([*prompt, *answer, STOP], [0] * len(prompt) + [1] * (len(answer) + 1), dataset)
 
@@ -322,14 +324,14 @@ def words(num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("num_train", [1, 2, 3, 19, 21, 60])
-def test_a_template_is_no_overlap_however_few_the_documents(num_train: int) -> None:
+def test_template_text_is_no_overlap_even_with_few_documents(num_train: int) -> None:
     train = [answered([7, i], [9, i, 10]) for i in range(num_train)]
     for num_held_out in (1, 2, 5):
         held_out = [answered([7, 500 + i], [9, 500 + i, 10]) for i in range(num_held_out)]
         found = run_audit(train, held_out, benchmarks=held_out)
         assert found.datasets[0].overlapping == 0, (num_train, num_held_out)
         assert found.benchmarks[0].overlapping == 0
-    # Nor is it one for a large data set beside a small one.
+    # Also for a small data set next to a large one.
     several = [facts("a"), facts("b")]
     mixed = [*train, *(answered(words(8), words(30), 1) for _ in range(60))]
     held_out = [answered([7, 800 + i], [9, i, 8], i % 2) for i in range(4)]
@@ -338,22 +340,22 @@ def test_a_template_is_no_overlap_however_few_the_documents(num_train: int) -> N
 
 
 @pytest.mark.parametrize("num_train", [1, 2, 3, 8, 21, 60])
-def test_a_planted_leak_is_found_however_few_the_documents(num_train: int) -> None:
+def test_a_leak_is_found_even_with_few_documents(num_train: int) -> None:
     run, answer = words(25), words(40)
     others = [answered(words(25), words(40)) for _ in range(num_train - 1)]
     held_out = [answered(words(25), words(40)), answered(run, [*answer[:-1], 5])]
     for leaked in (answered(run, answer), answered(words(10), answer)):
         assert run_audit([*others, leaked], held_out).datasets[0].overlapping == 1
-    # A question with another answer is told from the header when there is another row.
+    # A question with another answer can be told from the header if there is another row.
     same_question = answered(run, words(40))
-    wanted = int(num_train > 1)
-    assert run_audit([*others, same_question], held_out).datasets[0].overlapping == wanted
-    # To the token it is found at any length and in any number.
+    expected = int(num_train > 1)
+    assert run_audit([*others, same_question], held_out).datasets[0].overlapping == expected
+    # An exact copy is found at any length and in any number of documents.
     short = answered([7], [8])
     assert run_audit([*others, short], [short]).datasets[0].overlapping == 1
 
 
-def test_documents_shorter_than_the_words_are_compared_whole() -> None:
+def test_documents_shorter_than_an_ngram_are_compared_as_a_whole() -> None:
     short = Doc([5, 6, 7, STOP], [0, 0, 1, 1])
     longer = Doc([5, 6, 7, *range(200, 230)], [0, 0] + [1] * 31)
     assert run_audit([short, longer], [short]).datasets[0].overlapping == 1
@@ -361,7 +363,7 @@ def test_documents_shorter_than_the_words_are_compared_whole() -> None:
 
 
 def grams_of(doc: Doc, ngram: int) -> dict[tuple[int, ...], bool]:
-    """Return a document's n-grams, and whether any of each holds a trained token."""
+    """Return the n-grams of a document, and whether an occurrence has a trained token."""
     found: dict[tuple[int, ...], bool] = {}
     for i in range(len(doc.ids) - ngram + 1):
         gram = tuple(doc.ids[i : i + ngram])
@@ -372,7 +374,7 @@ def grams_of(doc: Doc, ngram: int) -> dict[tuple[int, ...], bool]:
 def reference(
     train: list[Doc], held_out: list[Doc], ngram: int, min_share: float, few: int
 ) -> list[bool]:
-    """Which held-out documents share enough n-grams that are no boilerplate, by Python sets."""
+    """Return which held-out documents share enough n-grams with training, by Python sets."""
     known: set[tuple[int, ...]] = set()
     common: set[tuple[int, ...]] = set()
     for side in ([doc for doc in train if doc.dataset == number] for number in (0, 1)):
@@ -413,7 +415,7 @@ def documents(draw: st.DrawFn, num_datasets: int) -> list[Doc]:
     st.sampled_from([8, 1 << 20]),
     st.sampled_from([0, 3, 20]),
 )
-def test_overlap_is_that_of_plain_sets(
+def test_overlap_equals_the_reference_with_sets(
     train: list[Doc], held_out: list[Doc], ngram: int, min_share: float, chunk: int, few: int
 ) -> None:
     sides = [Side(docs, "f") for docs in (train, held_out)]
@@ -421,7 +423,7 @@ def test_overlap_is_that_of_plain_sets(
     with (
         mock.patch.object(overlap, "CHUNK_TOKENS", chunk),
         mock.patch.object(overlap, "FEW_DOCUMENTS", few),
-        mock.patch.object(overlap, "WHOLE_SHARE", 0),  # questions are compared above
+        mock.patch.object(overlap, "SAME_QUESTION_SHARE", 0),  # tested above
     ):
         found = find_overlap(*sides, ngram, min_share=min_share, **limits)
         bulk = find_overlap(*map(BulkSide.count_of, sides), ngram, min_share=min_share, **limits)
@@ -430,7 +432,7 @@ def test_overlap_is_that_of_plain_sets(
 
 
 class BulkSide(Side):
-    """A side that gives the ids of many documents at once."""
+    """A side that returns the ids of many documents at once."""
 
     @classmethod
     def count_of(cls, side: Side) -> BulkSide:
@@ -443,7 +445,7 @@ class BulkSide(Side):
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=40), st.integers(2, 20))
-def test_hashes_depend_on_the_words_alone(ids: list[int], ngram: int) -> None:
+def test_hashes_depend_on_the_ngram_only(ids: list[int], ngram: int) -> None:
     if len(ids) < ngram:
         return
     hashes = hash_grams(np.array(ids, np.int32), ngram)
@@ -457,7 +459,7 @@ def test_hashes_depend_on_the_words_alone(ids: list[int], ngram: int) -> None:
     assert len(set(hashes.tolist())) == len(set(words))
 
 
-def test_pieces_of_one_row_are_no_duplicates_of_each_other() -> None:
+def test_pieces_of_one_row_are_not_duplicates() -> None:
     piece = chat()
     train, validation = Side([piece, piece, chat(), piece], "t.jsonl"), Side([], "v.jsonl")
     lines = [1, 1, 2, 3]
@@ -466,8 +468,8 @@ def test_pieces_of_one_row_are_no_duplicates_of_each_other() -> None:
     assert found.datasets[0].duplicates == 1
     assert "first t.jsonl:3, the same as t.jsonl:1" in found.warnings[0]
     (line,) = [line for line in found.lines() if line.startswith("warning")]
-    wanted = "warning: a: 1 of 4 training examples are duplicates, first t.jsonl:3, the same as"
-    assert line == f"{wanted} :1; remove them"
+    expected = "warning: a: 1 of 4 training examples are duplicates, first t.jsonl:3, the same as"
+    assert line == f"{expected} :1; remove them"
 
 
 def long_rows(name: str = "a", **changes: Any) -> DatasetFacts:
@@ -479,40 +481,40 @@ LOST: list[tuple[DatasetFacts, bool, str]] = [
     (
         long_rows(is_chat=False),
         False,
-        "are longer than data.sequence_len=512 and dropped; data.on_long=split keeps them, or a "
-        "larger data.sequence_len, or data.on_long=truncate_right a part",
+        "are longer than data.sequence_len=512 and dropped; data.on_long=split or a larger "
+        "data.sequence_len keeps them, data.on_long=truncate_right keeps a part",
     ),
     (
         long_rows(),
         False,
         "are longer than data.sequence_len=512 and dropped; a larger data.sequence_len keeps them, "
-        "or data.on_long=truncate_right a part",
+        "data.on_long=truncate_right keeps a part",
     ),
     (
         long_rows(is_chat=False, on_long="truncate_left", dropped_long=0, truncated=419),
         False,
-        "are longer than data.sequence_len=512 and cut; data.on_long=split keeps them, or a larger "
-        "data.sequence_len",
+        "are longer than data.sequence_len=512 and cut; data.on_long=split or a larger "
+        "data.sequence_len keeps them",
     ),
     (
         long_rows(is_chat=False),
         True,
         "are longer than data.sequence_len=512 and dropped; a larger data.sequence_len keeps them, "
-        "or data.on_long=truncate_right a part",
+        "data.on_long=truncate_right keeps a part",
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("lost", "is_pair", "said"), LOST, ids=["text", "chat", "cut", "encoder-decoder"]
+    ("lost", "is_pair", "expected"), LOST, ids=["text", "chat", "cut", "encoder-decoder"]
 )
 def test_tokens_lost_with_long_rows_are_reported_first(
-    lost: DatasetFacts, is_pair: bool, said: str
+    lost: DatasetFacts, is_pair: bool, expected: str
 ) -> None:
     noted = replace(lost, notes={"lost_system": (3, "a.jsonl:2")})
     run = RunSettings(sequence_len=512, is_encoder_decoder=is_pair)
     found = run_audit([chat(), chat()], [chat()], datasets=[noted], run=run)
-    sentence = f"a: 419 of 1,160 rows (93% of the tokens) {said}"
+    sentence = f"a: 419 of 1,160 rows (93% of the tokens) {expected}"
     assert found.warnings[0] == f"{sentence}; the longest has 2,201 tokens"
     lines = found.lines()
     assert lines[2:] == found.remarks()
@@ -523,7 +525,7 @@ def test_tokens_lost_with_long_rows_are_reported_first(
     assert "9,300 (93%)" in found.full_lines()[1]
 
 
-def test_rows_of_which_a_part_is_dropped_count_as_dropped() -> None:
+def test_rows_that_are_dropped_in_part_count_as_dropped() -> None:
     tree = long_rows(dropped_long=2, truncated=21)
     found = run_audit([chat()], [chat()], datasets=[tree])
     assert found.warnings[0].startswith(
@@ -532,22 +534,22 @@ def test_rows_of_which_a_part_is_dropped_count_as_dropped() -> None:
 
 
 def test_a_few_lost_tokens_are_only_counted() -> None:
-    for lost, is_said in ((long_rows(lost_tokens=7), False), (long_rows(lost_tokens=8), True)):
+    for lost, is_warned in ((long_rows(lost_tokens=7), False), (long_rows(lost_tokens=8), True)):
         found = run_audit([chat()], [chat()], datasets=[replace(lost, kept_tokens=693)])
-        assert bool(found.warnings) == is_said
+        assert bool(found.warnings) == is_warned
         assert found.full_lines()[0].split()[-3:] == ["lost", "too", "long"]
-    # Unless it is said otherwise, what both sides hold is what is kept.
+    # By default, the tokens of both sides are the tokens that are kept.
     found = run_audit([chat()], [chat()], datasets=[long_rows(lost_tokens=60, kept_tokens=None)])
     assert found.datasets[0].lost_share == 0.5
 
 
-def test_many_data_sets_take_a_line_a_kind() -> None:
+def test_warnings_of_many_data_sets_take_one_line_per_kind() -> None:
     names = [f"data_set_number_{number}" for number in range(11)]
     held_out = [chat(dataset=number) for number in range(11) for _ in range(number)]
     train = [replace(doc, ids=[7, *doc.ids[1:]]) for doc in held_out]
     train += [chat(dataset=number) for number in range(11)]
     several = [long_rows(name, is_chat=name.endswith("0")) for name in names]
-    several = [replace(one, notes={"lost_tools": (2, f"{one.path}:5")}) for one in several]
+    several = [replace(fact, notes={"lost_tools": (2, f"{fact.path}:5")}) for fact in several]
     found = run_audit(train, held_out, datasets=several, run=RunSettings(sequence_len=512))
     lines = [line for line in found.lines() if line.startswith("warning")]
     assert len(lines) == 4, "too long: chat and text; tools; overlap"
@@ -555,20 +557,20 @@ def test_many_data_sets_take_a_line_a_kind() -> None:
     assert lines[0] == (
         "warning: rows are longer than data.sequence_len=512 and dropped (tokens lost): "
         "data_set_number_0 419 of 1,160 (93%), data_set_number_10 419 of 1,160 (93%); a larger "
-        "data.sequence_len keeps them, or data.on_long=truncate_right a part"
+        "data.sequence_len keeps them, data.on_long=truncate_right keeps a part"
     )
     (overlapping,) = [line for line in lines if "overlap" in line]
     assert overlapping == (
         "warning: validation documents overlap with training: data_set_number_10 10 of 10, "
         "data_set_number_9 9 of 9, and 8 more (first val.jsonl:46 with train.jsonl:46); "
-        "data.audit.max_overlap_share=0 stops on them"
+        "data.audit.max_overlap_share=0 makes this an error"
     )
-    # In full, each data set has a line of its own.
+    # In full, each data set has its own line.
     assert len(found.warnings) == 11 + 11 + 10
     assert all(any(name in line for line in found.full_lines()) for name in names)
 
 
-def test_places_are_short_and_a_file_is_named_once(
+def test_origins_are_short_and_a_file_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -576,11 +578,11 @@ def test_places_are_short_and_a_file_is_named_once(
     deep = f"{tmp_path}/a/folder/below/the/working/directory/d.jsonl"
     assert short_file(deep) == "a/folder/below/the/working/directory/d.jsonl"
     far = "/somewhere/that/is/far/away/from/here/or/there/text/c4 demo.jsonl"
-    assert short_paths([f"{here}:23 68", f"{here}:27 68", f"{far}:3 <s>:1", f"{here}:1"]) == [
+    assert short_origins([f"{here}:23 68", f"{here}:27 68", f"{far}:3 <s>:1", f"{here}:1"]) == [
         *("data/orders.jsonl:23 68", ":27 68", ".../text/c4 demo.jsonl:3 <s>:1"),
         "data/orders.jsonl:1",
     ]
-    assert short_paths(["/a/b/c.json:1", "no place", "s3://bucket/x.json:2"]) == [
+    assert short_origins(["/a/b/c.json:1", "no place", "s3://bucket/x.json:2"]) == [
         *("/a/b/c.json:1", "no place", "s3://bucket/x.json:2")
     ]
     longest = [(90, f"{far}:7"), (80, f"{far}:9"), (70, f"{here}:1")]
@@ -592,22 +594,22 @@ def test_places_are_short_and_a_file_is_named_once(
     assert f"{far}:9 80, data/orders.jsonl:1 70" in found.full_lines()[2]
 
 
-def test_of_nothing_there_is_no_table() -> None:
+def test_no_table_without_data_sets() -> None:
     assert audit.Audit(datasets=[]).lines() == audit.Audit(datasets=[]).full_lines() == []
 
 
-def test_too_many_tokens_are_searched_in_part_and_this_is_reported() -> None:
+def test_a_search_of_a_sample_is_reported() -> None:
     train = [chat(50) for _ in range(40)]
     with mock.patch.object(audit, "MAX_TRAIN_TOKENS", 1000):
         near = [replace(doc, ids=[7, *doc.ids[1:]]) for doc in train[:2]]
         found = run_audit([*train, chat(50)], [train[0], train[1], *near])
-    assert found.datasets[0].repeated == 2, "digests are compared all the same"
+    assert found.datasets[0].repeated == 2, "all digests are compared"
     assert found.datasets[0].overlapping == 3, "every third document, and copies in all of them"
-    (said,) = found.facts
-    assert "searched in 34% of the training tokens" in said
+    (fact,) = found.facts
+    assert "searched in 34% of the training tokens" in fact
 
 
-def test_what_a_file_says_cannot_steer_the_terminal() -> None:
+def test_control_characters_of_a_file_are_escaped() -> None:
     evil = facts("a\x1b[31m", notes={"control_token": (1, "a.jsonl:2 \x1b]0;x\x07")})
     found = run_audit([chat()], datasets=[evil])
     text = "\n".join(found.lines())
@@ -616,7 +618,7 @@ def test_what_a_file_says_cannot_steer_the_terminal() -> None:
     assert "\\x1b" in text
 
 
-def test_it_is_kept_beside_the_run(tmp_path: Path) -> None:
+def test_audit_is_written_to_the_run_folder(tmp_path: Path) -> None:
     found = run_audit([chat(), chat(weights=[0.0] * 29 + [1.0])], [chat()])
     found.write(tmp_path)
     assert (tmp_path / "audit.txt").read_text().splitlines() == found.full_lines()
