@@ -1,1 +1,1 @@
-"""Measured figures against their bars. `python -m benchmarks [NAME]`."""
+"""Benchmarks with bars: `python -m benchmarks [NAME]`."""

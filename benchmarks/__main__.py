@@ -1,4 +1,4 @@
-"""Run all benchmarks, or the one that is named; exit code 1 when a bar is missed."""
+"""Run all benchmarks, or the named one; exit code 1 if a bar is missed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_BENCHMARKS = {"__init__", "__main__", "figure", "peers"}
 
 
 def main(names: list[str]) -> int:
-    """Measure `names` (all when empty)."""
+    """Run the benchmarks `names`; all if empty."""
     known = sorted({file.stem for file in Path(__file__).parent.glob("*.py")} - NOT_BENCHMARKS)
     unknown = sorted(set(names) - set(known))
     if unknown:

@@ -1,10 +1,10 @@
-"""What checkpoints cost a run: the time of a save, the stall beside training, the memory.
+"""The cost of checkpoints: time of a save, stall of the training, memory.
 
-Real trainings by the ordinary verb, of all weights of a Llama with their AdamW moments, each in a
-process of its own. Their steps take about half a second on one core, and every sixth saves, so that
-there are many saves to take the median of. The share of the time is that of one save in fifty steps
-of half a second, whatever a step takes here. The stall is taken of a state as large as a LoRA of
-rank 16 for 8B weights: for a small one the same milliseconds are a larger part of less.
+Full tuning of a Llama with AdamW by the ordinary command, each run in a separate process. Steps
+take about half a second on one core and every sixth one saves, so that there are many saves for a
+median. The share of the time is that of one save per fifty steps of half a second, whatever a step
+takes here. The stall is measured with a state as large as a LoRA of rank 16 for 8B weights: with a
+small state the same milliseconds would be a larger share.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from benchmarks.figure import Figure
 
 SECONDS_BETWEEN_SAVES = 50 * 0.5
 EVERY = 6
-"""steps from one save to the next"""
+"""steps between saves"""
 WAYS = {"at once": "false", "beside training": "true"}
-"""how a save is written, and `trainer.checkpoint.async` of it"""
+"""kind of save -> `trainer.checkpoint.async`"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """A model and its step."""
+    """A model and the size of its step."""
 
     shape: dict[str, int]
-    """what is not as in the task of the speed against peers"""
+    """overrides of the task that bench-peers uses"""
     tokens: int
     """of a step"""
     steps: int
@@ -46,7 +46,7 @@ SIZES = {
 
 
 def measure() -> list[Figure]:
-    """Measure the share of the time that saves take, a step's stall beside one, and the memory."""
+    """Measure the share of time spent in saves, the stall of a step during one, and the memory."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for size in SIZES:
@@ -65,7 +65,7 @@ def measure() -> list[Figure]:
 
 
 def in_words(one: dict[str, Any]) -> str:
-    """Say how long saves hold a training up."""
+    """Print how long saves block the training."""
     saves = [seconds * 1e3 for seconds in one["saves"]]
     on_a_core, step, step_after = (
         median(one[name]) * 1e3 for name in ("computed", "steps", "steps_after")
@@ -78,7 +78,7 @@ def in_words(one: dict[str, Any]) -> str:
 
 
 def one_run(folder: Path, size: str, way: str) -> dict[str, Any]:
-    """Train in a process of its own."""
+    """Train in a separate process."""
     from benchmarks.training.task import write_files
 
     task, note = folder / size, folder / "note.json"
@@ -94,7 +94,7 @@ def one_run(folder: Path, size: str, way: str) -> dict[str, Any]:
 
 
 def run(folder: Path, size: Size, asynchronous: str) -> dict[str, Any]:
-    """Train, and note how long each step and each save took, and what memory a save rose by."""
+    """Train, and record the time of each step and save, and the memory that a save adds."""
     from app.config import load_config
     from app.train import train
     from app.training.checkpoint.saving import CheckpointSaver
@@ -151,13 +151,13 @@ def run(folder: Path, size: Size, asynchronous: str) -> dict[str, Any]:
 
 
 def forget_peak() -> int:
-    """Let the peak of this process's memory be what it holds now; returns that in bytes."""
+    """Reset the peak memory of this process to its current memory; return that in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
 
 def memory(name: str) -> int:
-    """Return a line of this process's memory in bytes: VmRSS now, VmHWM at the most."""
+    """Return a memory figure of this process in bytes: VmRSS (current) or VmHWM (peak)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 

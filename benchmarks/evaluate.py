@@ -1,9 +1,10 @@
-"""Likelihoods beside lm-evaluation-harness's own HF model, answers beside a padded `generate` loop.
+"""Speed of likelihoods and generation, compared with lm-evaluation-harness and `generate`.
 
 A random Llama of 7M weights with a vocabulary of 16,384, in fp32 on one thread; CPU seconds, which
-other programs change little. Likelihoods: the same texts, without examples as ARC and LAMBADA have
-them and with five as MMLU has, each round in processes of their own, in turn, from the texts to the
-numbers. Answers: the same prompts, batches of the same size, in one process, in turn.
+other programs hardly change. Likelihoods: the same texts, zero-shot as for ARC and LAMBADA and
+five-shot as for MMLU, each round in separate processes, alternating, from the texts to the numbers.
+Answers: the same prompts and batch sizes, in one process, alternating with a padded `generate`
+loop.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SAMPLES = ROOT / "data_modules" / "samples"
 ROUNDS = 3
 MAX_LEN = 1024
 HARNESS_BATCH = 1
-"""rows, its default; 4, 16 and 64 are slower on a CPU"""
+"""rows, the default; 4, 16 and 64 are slower on a CPU"""
 NUM_PROMPTS, ANSWER_BATCH, ANSWER_TOKENS = 96, 16, 64
 
 OURS = """
@@ -73,7 +74,7 @@ json.dump([seconds, found], open(out, "w"))
 
 
 def measure() -> list[Figure]:
-    """Measure both, and that the numbers and answers are alike."""
+    """Measure both speeds, and check that numbers and answers are equal."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _save_model(folder / "model")
@@ -120,7 +121,7 @@ def _measure_likelihoods(folder: Path, python: Path) -> list[Figure]:
 
 
 def _measure_answers(folder: Path) -> list[Figure]:
-    """Measure answers of ours beside those of `generate` for rows in their order."""
+    """Measure our generation compared with `generate` on rows in order."""
     import torch
     import transformers
 
@@ -131,7 +132,7 @@ def _measure_answers(folder: Path) -> list[Figure]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts = [_words(chance, 4, 120) for chance in [random.Random(3)] for _ in range(NUM_PROMPTS)]
-    # A random model seldom says the one token that ends an answer: one of 24 does.
+    # A random model rarely produces the single stop token, so one token in 24 is one.
     stops = set(range(0, model.config.vocab_size, 24))
     config = EvaluationConfig(max_new_tokens=ANSWER_TOKENS, batch_size=ANSWER_BATCH)
 
@@ -192,7 +193,7 @@ def _measure_answers(folder: Path) -> list[Figure]:
 
 
 def _zero_shot() -> list[tuple[str, str]]:
-    """Return questions with four choices of some words each, and texts with their last word."""
+    """Return questions with four choices, and texts with their last word."""
     chance = random.Random(1)
     found = []
     for _ in range(30):
@@ -204,7 +205,7 @@ def _zero_shot() -> list[tuple[str, str]]:
 
 
 def _few_shot() -> list[tuple[str, str]]:
-    """Return questions of four subjects with five examples before them, answered by a letter."""
+    """Return questions of four subjects, each after five examples, answered by a letter."""
     chance = random.Random(2)
 
     def question() -> str:
@@ -221,7 +222,7 @@ def _few_shot() -> list[tuple[str, str]]:
 
 
 def _words(chance: random.Random, least: int, most: int) -> str:
-    """Return some of the words that the shipped samples are made of."""
+    """Return random words of the shipped samples."""
     known = json.loads((SAMPLES / "corpus" / "words.json").read_text(encoding="utf-8"))
     return " ".join(chance.choices(known["names"] + known["cities"], k=chance.randint(least, most)))
 

@@ -1,4 +1,4 @@
-"""One measured number beside the bar that it must pass."""
+"""A measured number and its bar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """A figure's name is `benchmark/what`; better says on which side of the bar it must lie."""
+    """A figure named `benchmark/what`; `better` says on which side of the bar it must be."""
 
     figure: str
     value: float
@@ -23,7 +23,7 @@ class Figure:
 
 
 def print_figures(figures: Sequence[Figure]) -> None:
-    """Print a table, then a JSON line a figure."""
+    """Print a table, then a JSON line per figure."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,8 +1,8 @@
-"""What an 8B model asks of a GPU, counted on a device that is not there; the time is modelled.
+"""The work of an 8B model on a GPU, counted on a fake device; the time is modelled.
 
-Nothing is measured here but what the program does: kernels, FLOPs, bytes, memory, waits. The time
-follows from the rates of `fake_device/rates.py`, and what the host takes to launch is not in it:
-`fake_device/host.py` measures that on the CPU, beside a plain transformers + peft step.
+Only what the program requests is counted: kernels, FLOPs, bytes, memory, synchronizations. The time
+follows from the rates in `fake_device/rates.py`, without the host's time to launch kernels:
+`fake_device/host.py` measures that on the CPU, compared with a plain transformers + peft step.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from benchmarks.training.task import MEDIAN_TOKENS, SPREAD
 
 SEQUENCE_LEN = 4096
 DEPTHS = (2, 4)
-"""layers that are traced; the whole model follows from the two"""
+"""numbers of layers that are traced; the whole model is extrapolated from both"""
 PROCESSES = 2
 FULL_PACKS = [SEQUENCE_LEN] * 4
 USABLE_GIB = MEMORY_GIB - 3
-"""what a driver's context, cuBLAS and fragments leave, assumed"""
+"""GiB of an 80 GB card that are usable after driver context, cuBLAS and fragmentation (assumed)"""
 WIDTH = 320
-"""columns of the table: more than a terminal has, for it is kept as Markdown"""
+"""width of the table, which is stored as Markdown and not read in a terminal"""
 BARS = {"lora": 16_000.0, "full": 9_500.0, "llama8b": 12_500.0}
-"""modelled tokens a second on an H100"""
+"""modelled tokens per second on an H100"""
 HOST_BAR = 1.25
-"""of the host's time over that of a plain step, which launches twice as many kernels"""
+"""host time relative to a plain step, which launches twice as many kernels"""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One way to train; the fastest one of a method that fits into memory gives its figure."""
+    """One configuration; the fastest one of a method that fits in memory gives its figure."""
 
     method: str
     words: Sequence[str]
@@ -59,7 +59,7 @@ class Case:
 
 
 def words_of(method: str) -> list[str]:
-    """Return the overrides of a method: micro-batches of 8,192 tokens, 4,096 where all trains."""
+    """Return the overrides of a method: micro-batches of 8,192 tokens, 4,096 in full tuning."""
     common = [
         "model=llama8b",
         f"data.sequence_len={SEQUENCE_LEN}",
@@ -110,13 +110,13 @@ CASES = [
 
 
 def real_lengths() -> list[int]:
-    """Draw documents for several packs, by the lengths of the peers' benchmark."""
+    """Draw documents for several packs, with the lengths of the bench-peers task."""
     drawn = np.exp(np.random.default_rng(0).normal(np.log(MEDIAN_TOKENS), SPREAD, 400))
     return [int(length) for length in drawn.astype(int).clip(8, SEQUENCE_LEN)]
 
 
 def measure() -> list[Figure]:
-    """Trace all cases, print what each asks for, and set the figures beside their bars."""
+    """Trace all cases, print the counts, and compare the figures with their bars."""
     if obstacle := find_obstacle():
         print(f"gpu_ops: skipped: {obstacle}")
         return []
@@ -135,7 +135,7 @@ def measure_host() -> Mapping[str, float]:
 
 
 def host_figures(milliseconds: Mapping[str, float]) -> list[Figure]:
-    """Set each recompute beside a plain step: none beside none, the others beside full."""
+    """Compare each recompute mode with a plain step: none with none, the others with full."""
     return [
         Figure(
             figure=f"gpu_ops/host_{mode}_against_plain",
@@ -147,7 +147,7 @@ def host_figures(milliseconds: Mapping[str, float]) -> list[Figure]:
 
 
 def trace_all(cases: Sequence[Case]) -> dict[str, Numbers]:
-    """Return the numbers of each case at the model's own depth, by the case's name."""
+    """Return the counts of each case, by name, extrapolated to the model's depth."""
     jobs = [
         Job(
             name=case.name,
@@ -178,19 +178,19 @@ def trace_all(cases: Sequence[Case]) -> dict[str, Numbers]:
 
 
 def lengths_of(case: Case) -> list[int]:
-    """Return the lengths of a case's documents; of a plain step, the rows of its micro-batch."""
+    """Return the document lengths of a case; for a plain step, the rows of its micro-batch."""
     if case.system == "plain":
         return FULL_PACKS[: 1 if case.method == "full" else 2]
     return real_lengths() if case.is_real else FULL_PACKS
 
 
 def trace_jobs(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Trace in a process of its own, which believes in a GPU; a line of numbers for each job."""
+    """Trace in a separate process with the fake GPU; returns the counts of each job."""
     return run_process("benchmarks.fake_device", json.dumps([asdict(job) for job in jobs]))
 
 
 def run_process(module: str, given: str) -> list[dict[str, Any]]:
-    """Run a Python module on a standard input, and return the JSON objects that it prints."""
+    """Run a Python module with the given standard input, and return the JSON objects it prints."""
     done = subprocess.run(
         [sys.executable, "-m", module], input=given, capture_output=True, text=True, check=False
     )
@@ -200,24 +200,24 @@ def run_process(module: str, given: str) -> list[dict[str, Any]]:
 
 
 def speed(numbers: Numbers, gpu: str = "h100") -> float:
-    """Return modelled tokens a second of a micro-batch, forward and backward."""
+    """Return the modelled tokens per second of a micro-batch, forward and backward."""
     return numbers["tokens"] / numbers[f"seconds/{gpu}"]
 
 
 def needed_gib(numbers: Numbers) -> float:
-    """Return the highest memory of a step: weights, gradients, optimizer states, activations."""
+    """Return the peak memory of a step: weights, gradients, optimizer states, activations."""
     names = ("weights_bytes", "gradients_bytes", "states_bytes", "peak_bytes")
     return sum(numbers[name] for name in names) / 2**30
 
 
 def figures_of(found: Mapping[str, Numbers]) -> list[Figure]:
-    """Set what was counted beside its bar."""
+    """Compare a figure with its bar."""
     packed = [case for case in CASES if not case.is_real and case.name in found]
     speeds = {
         (case.method, case.system): speed(found[case.name])
         for case in sorted(packed, key=lambda case: speed(found[case.name]))
         if needed_gib(found[case.name]) <= USABLE_GIB
-    }  # the fastest that fits comes last, and stays
+    }  # the last one kept is the fastest that fits
     ours = {method: value for (method, system), value in speeds.items() if system == "ours"}
     plain = {method: value for (method, system), value in speeds.items() if system == "plain"}
     figures = [
@@ -255,7 +255,7 @@ def figures_of(found: Mapping[str, Numbers]) -> list[Figure]:
 
 
 def print_table(found: Mapping[str, Numbers]) -> None:
-    """Print a row a case, and where the modelled rates are from."""
+    """Print a row per case, and the source of the modelled rates."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,7 +1,7 @@
-"""Train tiny hybrids on packs, against the same documents one at a time: how much faster.
+"""Speed-up of packing for tiny hybrids, compared with the same documents one at a time.
 
-A row of 1,024 tokens, lengths as in instruction data (lognormal, median 60), forward and backward
-in fp32 on one core; both through the same modules, seconds are those of the processor.
+A row of 1,024 tokens with lengths as in instruction data (lognormal, median 60), forward and
+backward in fp32 on one core; both through the same modules, in CPU seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAMILIES = {
 
 
 def measure() -> list[Figure]:
-    """Measure each family; the figure is the least of their gains."""
+    """Measure each family; the figure is the smallest speed-up."""
     import torch
 
     torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def measure() -> list[Figure]:
 
 
 def seconds_of(family: str, numbers: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of a pack, and of its documents one at a time."""
+    """Return the seconds of a pack, and of its documents one at a time."""
     import torch
 
     from app.model.attention import attention_implementation, attention_inputs, check_isolation
@@ -66,7 +66,7 @@ def seconds_of(family: str, numbers: dict[str, Any]) -> tuple[float, float]:
             model(input_ids=document, use_cache=False).logits.sum().backward()
 
     seconds: list[list[float]] = [[], []]
-    for _ in range(REPEATS + 1):  # the first of each is for what is made once
+    for _ in range(REPEATS + 1):  # the first of each is a warm-up
         for run, taken in zip((run_packed, run_alone), seconds, strict=True):
             began = time.process_time()
             run()
@@ -87,7 +87,7 @@ def build(family: str, numbers: dict[str, Any], implementation: str) -> Any:
         "num_hidden_layers": 4,
     }
     if family == "mamba2":
-        implementation = "eager"  # it has no attention at all
+        implementation = "eager"  # it has no attention
     else:
         shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     config = AutoConfig.for_model(family, **shape, **numbers)

@@ -1,8 +1,8 @@
-"""What the trainer costs beside the model: our loop against a plain one, on the same batches.
+"""Overhead of the trainer: our loop compared with a plain one, on the same batches.
 
 Both run the same forward, loss, clipping and AdamW on batches that are ready in memory; ours adds
-Lightning, the curves of every data set and their writing. They alternate in one process. Steps take
-about 100 ms here: the overhead is a cost per step, not a share of it.
+Lightning and the metrics of every data set. They alternate in one process. Steps take about 100 ms
+here: the overhead is a constant per step, not a share of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SAMPLES = ROOT / "data_modules" / "samples"
 
 
 def measure() -> list[Figure]:
-    """Measure the share of a step that our loop adds, and how long a plain step takes."""
+    """Measure the overhead of our loop relative to a step, and the time of a plain step."""
     from app.process.environment import quiet_libraries
 
     quiet_libraries(offline=True)
@@ -41,7 +41,7 @@ def measure() -> list[Figure]:
 
 
 def datamodule() -> Any:
-    """The shipped mixture in packs that take about 100 ms a step."""
+    """The shipped mixture in packs of about 100 ms per step."""
     from transformers import AutoTokenizer
 
     from data_modules import (
@@ -74,7 +74,7 @@ def datamodule() -> Any:
 
 
 def builder() -> Callable[[], Any]:
-    """What makes the model: the same for both loops."""
+    """Return the model builder, the same for both loops."""
     from app.model.adapter import LoraConfig
     from app.model.base import ModelConfig
     from app.model.build import build_model
@@ -87,7 +87,7 @@ def builder() -> Callable[[], Any]:
 
 
 def plain_step_seconds() -> list[float]:
-    """Seconds of each step of a loop that a person would write by hand."""
+    """Return the seconds of each step of a hand-written loop."""
     import torch
 
     from app.model.attention import attention_inputs
@@ -123,7 +123,7 @@ def plain_step_seconds() -> list[float]:
 
 
 def our_step_seconds(folder: Path) -> list[float]:
-    """Seconds from the end of one step to the end of the next, under our trainer."""
+    """Return the seconds from the end of one step to the end of the next, under our trainer."""
     import lightning as L
 
     from app.model.adapter import LoraConfig

@@ -1,7 +1,7 @@
-"""The head's loss in chunks beside the plain one: memory, time, and that they are equal.
+"""The chunked loss compared with the plain one: memory, time and difference.
 
-A vocabulary of Llama 3's size over a frozen head, forward and backward, each round in a process of
-its own, alternating; the memory is what a process holds above its inputs at the highest point.
+A vocabulary of Llama 3's size with a frozen head, forward and backward, each round in a separate
+process, alternating; memory is the peak of a process above its inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VOCABULARY, WIDTH, POSITIONS, ROUNDS = 128_256, 512, 4096, 3
 
 
 def measure() -> list[Figure]:
-    """Measure our share of the plain loss's memory and time, and how far the two are apart."""
+    """Measure memory and time relative to the plain loss, and the difference of the results."""
     rounds: dict[str, list[dict[str, float]]] = {"plain": [], "ours": []}
     for _ in range(ROUNDS):
         for name, found in rounds.items():
@@ -38,7 +38,7 @@ def measure() -> list[Figure]:
 
 
 def one_round(name: str) -> dict[str, float]:
-    """Run `name` in a process of its own."""
+    """Run `name` in a separate process."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.loss", name], capture_output=True, text=True, check=True
     )

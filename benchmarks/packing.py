@@ -1,14 +1,14 @@
-"""Plan an epoch of a million documents: how full, how fast, how even, how soon anywhere in it.
+"""Planning an epoch of a million documents: fill, speed, balance between ranks, seek time.
 
 Lengths are lognormal (median 150, sigma 1.0, cut at 2,048 tokens), of three data sets mixed by
-tokens for the plan's time (mixture, packs, steps, ranks) and of one data set for the packs. All
-runs on one core, and seconds are those of the processor.
+tokens for the time of the plan (mixture, packs, steps, ranks) and of one data set for the packs.
+All runs use one core; seconds are CPU seconds.
 
-TRL is measured as kindly as can be: only the part of its `bfd` that chooses the packs (the sort and
-the loop, from its `pc.make_struct` to its `pc.take`), on one table of all documents as well as in
-the batches of 1,000 that `pack_dataset` makes, whichever is quicker; no tokens are copied in that
-time, no data set is written. We count all we do, from the mixture to the ranks. `pack_dataset` as
-a user calls it is printed beside it.
+TRL is measured favourably: only the part of its `bfd` that chooses the packs (the sort and the
+loop, from its `pc.make_struct` to its `pc.take`), on one table of all documents and in the batches
+of 1,000 that `pack_dataset` makes, whichever is faster; copying tokens and writing a data set are
+not included. Ours includes everything from the mixture to the ranks. The time of `pack_dataset` as
+a user calls it is printed too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ print(json.dumps(result))
 
 
 def measure() -> list[Figure]:
-    """Measure the plan of an epoch and TRL's packs on the same lengths."""
+    """Measure our plan of an epoch and TRL's packing on the same lengths."""
     drawn = np.random.default_rng(0).lognormal(np.log(150), 1.0, DOCUMENTS).astype(np.int64)
     lengths = np.clip(drawn, 1, CUT)
     seconds = median(plan_seconds(lengths) for _ in range(REPEATS))
@@ -121,7 +121,7 @@ def make_plan(lengths: Any, accumulation_steps: int) -> Any:
 
 
 def plan_seconds(lengths: Any) -> float:
-    """Seconds from the lengths of three data sets to the first epoch's steps and ranks.
+    """Return the seconds from the lengths of three data sets to the steps and ranks of an epoch.
 
     Shares are those of the data sets' sizes, so that an epoch has each document once.
     """
@@ -151,7 +151,7 @@ def plan_seconds(lengths: Any) -> float:
 
 
 def seek_seconds(lengths: Any, plan: Any) -> tuple[float, float]:
-    """Longest seconds to the first micro-batch of a new sampler, epoch planned or not."""
+    """Return the longest time to a new sampler's first micro-batch, in seconds."""
     from data_modules.packing.plan import StepSampler
 
     warm = []
@@ -166,7 +166,7 @@ def seek_seconds(lengths: Any, plan: Any) -> tuple[float, float]:
 
 
 def unevenness(plan: Any, lengths: Any) -> tuple[float, float]:
-    """How far sum(length^2) of the fullest rank is above the mean: over the epoch, and in a step.
+    """Return how far sum(length^2) of the fullest rank is above the mean, per epoch and step.
 
     The last step, which is not full, counts for the epoch only.
     """
@@ -183,7 +183,7 @@ def unevenness(plan: Any, lengths: Any) -> tuple[float, float]:
 
 
 def trl_seconds(lengths: Any) -> dict[str, Any]:
-    """Seconds and packs of TRL's bfd, in its own environment."""
+    """Return seconds and number of packs of TRL's bfd, in its own environment."""
     python = peer_python("trl")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "lengths.npy"

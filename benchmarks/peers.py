@@ -1,6 +1,6 @@
-"""Python environments that hold what we compare ourselves with, apart from our own.
+"""Python environments of the peers that we compare with, separate from ours.
 
-They lie under `.venv-peers/` and are made once, with pinned versions. Nothing is measured here.
+They are in `.venv-peers/` and are created once, with pinned versions. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent / ".venv-peers"
 PACKAGES = {
-    # torch goes first and alone: what follows then takes that build instead of another one.
+    # torch is installed first and alone, so that the other packages use this build.
     "trl": (
         ("torch==2.13.0",),
         (
@@ -22,7 +22,7 @@ PACKAGES = {
             "peft==0.21.2",
         ),
     ),
-    # The newest torchao no longer has what torchtune imports of it.
+    # The newest torchao no longer has what torchtune imports.
     "torchtune": (
         ("torch==2.13.0",),
         ("torch==2.13.0", "torchtune==0.6.1", "torchao==0.11.0", "datasets==5.2.0"),
@@ -63,7 +63,7 @@ PACKAGES = {
     # It pins nearly all that it needs, 4 GB with what only a GPU uses.
     "axolotl": (("torch==2.13.0",), ("torch==2.13.0", "axolotl==0.19.0")),
 }
-"""for each environment its packages, installed one group after the other"""
+"""environment -> groups of packages, installed one after the other"""
 
 
 def peer_python(name: str) -> Path:
@@ -80,7 +80,7 @@ def peer_python(name: str) -> Path:
     _run(sys.executable, "-m", "venv", "--clear", str(folder))
     for group in groups:
         _run(str(python), "-m", "pip", "install", "--quiet", *group)
-    # Written last: an install that was interrupted is made again by the next call.
+    # Written last, so that an interrupted install is repeated by the next call.
     stamp.write_text(wanted)
     return python
 

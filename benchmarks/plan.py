@@ -1,4 +1,4 @@
-"""A plan's time, and its arithmetic beside peaks that are measured on this machine.
+"""The planner's time, and its error compared with measured peaks on this machine.
 
 And the simulation of 70B on 64 GPUs: its time, its memory, and the arithmetic beside it.
 """
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def measure() -> list[Figure]:
-    """Return seconds of the command with its advice, and errors of the arithmetic of memory."""
+    """Return the seconds of the command with its advice, and the errors of the memory estimate."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
         seconds = min(_seconds(WORDS, folder / f"plan-{number}") for number in range(RUNS))
@@ -43,7 +43,7 @@ def measure() -> list[Figure]:
 
 
 def _simulate(folder: Path) -> list[Figure]:
-    """Return what the simulation of 64 ranks takes, and the arithmetic's difference from it."""
+    """Return time and memory of simulating 64 ranks, and the estimate's difference from it."""
     if obstacle := find_obstacle():
         print(f"plan: simulation skipped: {obstacle}")
         return []

@@ -1,10 +1,10 @@
-"""How fast rows become tokens and a loss mask, beside TRL's SFT preparation, and in what memory.
+"""Speed and memory of tokenizing and masking, compared with TRL's SFT preparation.
 
-Same rows, same tokenizer, same chat template, same number of processes, in turn, medians. TRL is
-measured from a loaded data set on, and without its cut to a length; ours begins with the file's
-bytes and ends with the cache on disk. TRL needs `{% generation %}` in the template to know the
-answers; ours gets the plain one. The tokens and the mask of every row are compared. Memory is that
-of all processes together, with what they share counted once.
+Same rows, tokenizer, chat template and number of processes, alternating, medians. TRL is measured
+from a loaded data set on, and without its truncation; ours starts with the file's bytes and ends
+with the cache on disk. TRL needs `{% generation %}` in the template to find the answers; ours gets
+the plain template. The tokens and the mask of every row are compared. Memory is the sum over all
+processes, with shared memory counted once.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ module.setup()
 module.audit, module.plan, module.mixture_report(), module.fingerprints()
 print(time.process_time() - started)
 """
-"""the door's check, tokens, audit and plan of some files: seconds of the processor"""
+"""checks, tokenization, audit and plan of some files; prints the CPU seconds"""
 SCALES: dict[str, tuple[int, int, int, int]] = {
     "data_sets": (40, 200, 8, 0),
     "rows": (1, 20_000, 8, 0),
@@ -134,7 +134,7 @@ first is doubled, of the second the second, and so on"""
 
 
 def measure() -> list[Figure]:
-    """Measure rows a second beside TRL, the memory of 1 GiB, and how the cost grows."""
+    """Measure rows per second compared with TRL, the memory for 1 GiB, and how the cost scales."""
     python = peer_python("trl")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -180,7 +180,7 @@ def measure() -> list[Figure]:
 
 
 def _ratio_of_twice_the_turns(folder: Path) -> float:
-    """Return how much longer a row takes that has twice as many turns as another long one."""
+    """Return the time of a long row with twice as many turns, relative to the original."""
     words = (str(folder / "tokenizer"), str(folder / "plain.jinja"))
     taken: dict[int, list[float]] = {LONG_TURNS: [], 2 * LONG_TURNS: []}
     for _ in range(REPEATS):
@@ -192,7 +192,7 @@ def _ratio_of_twice_the_turns(folder: Path) -> float:
 
 
 def _words() -> list[str]:
-    """Return 20,000 made-up words."""
+    """Return 20,000 random words."""
     chance = random.Random(1)
     parts = [a + b for a in "bcdfghklmnprstvw" for b in "aeiou"]
     return ["".join(chance.choices(parts, k=chance.randint(1, 4))) for _ in range(20_000)]
@@ -201,7 +201,7 @@ def _words() -> list[str]:
 def _write_rows(file: Path, words: list[str], goes_on: Callable[[int, int], bool]) -> None:
     """Write chats of one to three questions, their lengths lognormal, their words Zipfian."""
     chance = random.Random(2)
-    # Drawing each word costs more than preparing it: texts are cut out of one long one.
+    # Drawing words costs more than tokenizing them, so texts are cut out of a single long one.
     weights = [1 / (rank + 10) for rank in range(len(words))]
     text = chance.choices(words, weights, k=1_000_000)
 
@@ -222,7 +222,7 @@ def _write_rows(file: Path, words: list[str], goes_on: Callable[[int, int], bool
 
 
 def _ratio(folder: Path, words: list[str], place: int) -> float:
-    """Return how much longer it takes when number `place` of a scale's sizes is doubled."""
+    """Return the relative time if size number `place` of a scale is doubled."""
     what = list(SCALES)[place]
     sizes = SCALES[what]
     twice = (*sizes[:place], 2 * sizes[place], *sizes[place + 1 :])
@@ -242,7 +242,7 @@ def _ratio(folder: Path, words: list[str], place: int) -> float:
 def _write_files(
     folder: Path, words: list[str], num_files: int, num_rows: int, num_words: int, columns: int
 ) -> list[Path]:
-    """Write files of alike size; no row is that of another."""
+    """Write files of similar size with distinct rows."""
     chance = random.Random(3)
     more = {f"column{number}": number for number in range(columns)}
     files = []
@@ -283,7 +283,7 @@ def _environment() -> dict[str, str]:
 
 
 def _run(python: str, code: str, *words: str) -> float:
-    """Return the seconds that a program prints as its last line."""
+    """Return the seconds that a program prints in its last line."""
     done = subprocess.run(
         [python, "-c", code, *words], env=_environment(), capture_output=True, text=True
     )
@@ -293,7 +293,7 @@ def _run(python: str, code: str, *words: str) -> float:
 
 
 def _share_alike(ours: Path, trl: Path) -> float:
-    """Return the share of rows with the same tokens and mask up to the last learned token.
+    """Return the share of rows with the same tokens and mask up to the last trained token.
 
     Ours ends there, since nothing depends on what follows.
     """
@@ -309,7 +309,7 @@ def _share_alike(ours: Path, trl: Path) -> float:
 
 
 def _peak_bytes(folder: Path, rows: Path) -> int:
-    """Return the most memory that preparing `rows` takes, all its processes together."""
+    """Return the peak memory of preparing `rows`, over all processes together."""
     cache = folder / "large"
     cache.mkdir()
     words = (rows, folder / "tokenizer", folder / "plain.jinja", cache, NUM_PROC)
@@ -331,7 +331,7 @@ def _peak_bytes(folder: Path, rows: Path) -> int:
 
 
 def _family(pid: int) -> list[int]:
-    """Return a process and all below it."""
+    """Return a process and all its descendants."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except FileNotFoundError:

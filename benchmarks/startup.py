@@ -1,7 +1,7 @@
-"""How long a person waits: for `--help`, for an error, for the first optimizer step.
+"""Start-up times: `--help`, a config error, the first optimizer step.
 
-Each is compared with the bare imports of the heavy libraries, measured in turn with it so that both
-see the same machine. Validation before the first step is left out.
+Each is compared with bare imports of the heavy libraries, measured alternately so that both see the
+same machine. Validation before the first step is left out.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ runpy.run_module("app.train", run_name="__main__", alter_sys=True)
 
 
 def measure() -> list[Figure]:
-    """Measure the three waits, each a share of the bare imports of the same round."""
+    """Measure the three times, each relative to the bare imports of the same round."""
     mistake = ("-m", "app.train", "+experiment=quickstart", "trainer.max_stepz=3")
     _seconds_to_imports()  # reads the libraries from disk once
     rounds = []
@@ -106,7 +106,7 @@ def _seconds_to_imports() -> float:
 
 
 def _seconds_to_first_step() -> float:
-    """Seconds from the command to the end of the first optimizer step, validation left out."""
+    """Return the seconds from the command to the end of the first step, without validation."""
     with tempfile.TemporaryDirectory() as folder:
         note = Path(folder) / "note.json"
         words = ("+experiment=quickstart", "trainer.max_steps=5", f"output.dir={folder}/run")

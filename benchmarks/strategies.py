@@ -1,10 +1,9 @@
-"""What it costs to spread a training over two ranks: beside two that know nothing of each other,
-and beside a loop written by hand over the same sharding.
+"""Overhead of training on two ranks, compared with two independent runs and hand-written loops.
 
-Every loop takes the same steps of LoRA on a Llama of 23 M weights, a thread and a core for each of
-its two processes. They alternate, and their medians are compared. Ours is the trainer with one of
-its strategies; by hand there is torch's DDP, `fully_shard` or DeepSpeed's engine around the same
-model, loss, batches and optimizer, and nothing else.
+Every loop takes the same steps of LoRA on a Llama of 23 M weights, with a thread and a core for
+each of its two processes. They alternate, and their medians are compared. Ours is the trainer with
+one of its strategies; the hand-written one is torch's DDP, `fully_shard` or DeepSpeed's engine
+around the same model, loss, batches and optimizer, and nothing else.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ LONGEST = 300
 Time = tuple[float, float]
 """seconds by the clock, and of a core that this process had"""
 BY_HAND = ("ddp", "zero1", "zero2", "zero3", "fsdp")
-"""strategies that a person would write out"""
+"""strategies with a hand-written counterpart"""
 OTHERS = ("fsdp_grad_op", "tp")
 
 
 def measure() -> list[Figure]:
-    """Measure the speed of each strategy, and what we add to the libraries under it."""
+    """Measure the speed of each strategy, and our overhead over the libraries."""
     import_all()
     jobs = [("alone", "")]
     jobs += [(how, name) for name in BY_HAND for how in ("ours", "by hand")]
@@ -60,7 +59,7 @@ def measure() -> list[Figure]:
     figures = []
     for name in (*BY_HAND, *OTHERS):
         ours, computed = of["ours", name]
-        # Ranks that split matrices see the same data: two of them take one rank's steps.
+        # Tensor-parallel ranks see the same data, so two of them take the steps of one.
         share = alone / ours / (RANKS if name == "tp" else 1)
         said = f"{name}: {ours * 1e3:.0f} ms, {computed * 1e3:.0f} of a core"
         said += f", {share:.3f} of two alone"
@@ -86,7 +85,7 @@ def in_medians(found: list[Time]) -> Time:
 
 
 def import_all() -> None:
-    """Import what the loops need, which are forked from this process."""
+    """Import what the loops need before they are forked from this process."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     import deepspeed  # noqa: F401
     import lightning  # noqa: F401
@@ -102,7 +101,7 @@ def import_all() -> None:
 
 
 def on_ranks(function: Callable[..., Any], *words: Any, num_ranks: int = RANKS) -> list[Any]:
-    """Call `function` in processes that find each other, a core each; returns their results."""
+    """Call `function` in connected processes with a core each; return their results."""
     from app.process.launch import free_port
 
     context, port = multiprocessing.get_context("fork"), free_port()
@@ -155,7 +154,7 @@ def write_task(folder: Path) -> None:
 
 
 def run(folder: Path, number: int, how: str, name: str) -> list[Time]:
-    """Take all steps of one loop; returns the seconds of those that are measured."""
+    """Run all steps of one loop; return the seconds of the measured ones."""
     logging.disable(logging.INFO)
     from app.process.environment import quiet_libraries
 
@@ -208,7 +207,7 @@ def datamodule(folder: Path, num_ranks: int, seed: int = 0) -> Any:
 
 
 def builder(folder: Path) -> Callable[..., Any]:
-    """What makes the model: the same for all loops."""
+    """Return the model builder, the same for all loops."""
     from app.model.adapter import LoraConfig
     from app.model.base import ModelConfig
     from app.model.build import build_model
@@ -220,7 +219,7 @@ def builder(folder: Path) -> Callable[..., Any]:
 
 
 def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
-    """Train by the rooms of `app.train`."""
+    """Train with the parts of `app.train`."""
     import lightning as L
 
     from app.config import settings_of
@@ -248,10 +247,10 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
         devices=num_ranks,
         gradient_accumulation_steps=ACCUMULATION,
         precision="fp32",
-        kernels="torch",  # as in the loops by hand
+        kernels="torch",  # as in the hand-written loops
     )
     env = resolve_environment(config, settings)
-    # Two that are alone learn from other rows, as two ranks do.
+    # Independent processes train on different rows, as two ranks do.
     data = datamodule(folder, env.num_data_ranks, seed=rank if name == "single" else 0)
     data.setup("fit")
     clock, metrics = Clock(), Metrics(data.dataset_names, [], config.log_every_steps)
@@ -281,7 +280,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
 
 
 def seconds_between(ends: list[Time]) -> list[Time]:
-    """Return the seconds of the steps behind the first ones."""
+    """Return the seconds of the steps after the warm-up."""
     return [
         (after[0] - before[0], after[1] - before[1])
         for before, after in pairwise(ends[WARM_UP - 1 :])
@@ -289,19 +288,19 @@ def seconds_between(ends: list[Time]) -> list[Time]:
 
 
 def now() -> Time:
-    """Return what clocks show: of the wall, and of what this process has computed."""
+    """Return wall time and CPU time of this process."""
     return time.perf_counter(), time.process_time()
 
 
 def by_hand(folder: Path, name: str) -> list[Time]:
-    """Train by a loop over what a library gives."""
+    """Train with a hand-written loop over a library's wrapper."""
     import torch
     import torch.distributed as dist
 
     from app.training.objective import DatasetSums, batch_loss
 
     class Loss(torch.nn.Module):
-        """The model with its loss, as what wraps it wants it."""
+        """The model with its loss, as a module for DDP and DeepSpeed to wrap."""
 
         def __init__(self, model: Any) -> None:
             super().__init__()
@@ -368,7 +367,7 @@ def _by_fsdp(name: str, module: Any, micro_batches: Iterator[Any]) -> Iterator[A
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     for _ in range(STEPS):
         for number in range(ACCUMULATION):
-            # As we do where little trains: its gradients travel once a step.
+            # As we do with few trainable weights: gradients are sent once per step.
             module.model.set_requires_gradient_sync(number == ACCUMULATION - 1)
             loss = module(next(micro_batches)) * RANKS
             loss.backward()
@@ -390,7 +389,7 @@ def _by_deepspeed(name: str, module: Any, micro_batches: Iterator[Any]) -> Itera
     from app.strategy.deepspeed_config import deepspeed_config
 
     logger.setLevel(logging.ERROR)
-    # It would compile an operator for a minute that nothing but its inference uses.
+    # It would compile an operator for a minute that only its inference uses.
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed("gloo", verbose=False)
     settings = settings_of("strategy", name)

@@ -1,1 +1,1 @@
-"""Scripts that are no part of the program."""
+"""Scripts that are not part of the program."""

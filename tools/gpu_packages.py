@@ -22,13 +22,13 @@ from app.process.gpus import (
 
 PACKAGES = {"gpu": "liger-kernel", "flash4": "flash-attn-4"}
 FROM_THE_INDEX = BUILDS[0][1]
-"""PyTorch's build that the package index itself has"""
+"""CUDA build of PyTorch on the package index"""
 FLASH4_CAPABILITIES = (9, 10)
-"""as in app/model/attention/varlen.py, which cannot be imported before PyTorch is there"""
+"""as in app/model/attention/varlen.py, which cannot be imported before PyTorch is installed"""
 
 
 def has_gpu(machine: Machine) -> bool:
-    """Tell whether this machine has an NVIDIA GPU or its driver."""
+    """Return whether this machine has an NVIDIA GPU or its driver."""
     has_driver = DRIVER_VERSION.exists() or shutil.which("nvidia-smi") is not None
     return machine.num_files > 0 or has_driver
 
@@ -38,7 +38,7 @@ def _serves_flash4(gpu: Gpu) -> bool:
 
 
 def answer(machine: Machine, asked: str) -> str:
-    """Return what is printed for a machine with a GPU."""
+    """Return the text for a machine with a GPU."""
     cuda = machine.cuda or cuda_of(machine.driver)
     is_too_old = (cuda is None and machine.driver is not None) or build_for(cuda) is None
     build = FROM_THE_INDEX if is_too_old else build_for(cuda)

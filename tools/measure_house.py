@@ -3,8 +3,8 @@
     python -m tools.measure_house                                       # a table, a JSON line
     cd OTHER; PYTHONPATH=. python HERE/tools/measure_house.py           # of another checkout
 
-A function counts once, however often it is called; what is defined without a name (lambdas,
-comprehensions) belongs to the function it stands in.
+A function counts once, however often it is called; lambdas and comprehensions belong to the
+function that they are in.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _imports_of(name: str, modules: dict[str, ast.Module]) -> set[str]:
 
 
 def functions_of(step: Callable[[], object]) -> set[tuple[str, str, int]]:
-    """Run `step`; returns file, name and line of every function of the rooms that ran."""
+    """Run `step`; return file, name and line of every function of ours that ran."""
     seen: set[tuple[str, str, int]] = set()
     prefixes = tuple(f"{ROOT / room}{os.sep}" for room in ROOMS)
 
@@ -121,7 +121,7 @@ def measure_steps(folder: Path) -> dict[str, int]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    (folder / "run" / "metrics.json").unlink()  # as if it had been stopped
+    (folder / "run" / "metrics.json").unlink()  # as if the run had been stopped
 
     found = {"load_config of the quickstart": functions_of(lambda: load("+experiment=quickstart"))}
     found["its checks before the start"] = functions_of(lambda: check_before_start(loaded[0]))

@@ -1,4 +1,4 @@
-"""A rule in the place of an LLM: an OpenAI-compatible endpoint that grades by words in common.
+"""A rule instead of an LLM: an OpenAI-compatible endpoint that grades by common words.
 
 `python -m tools.sample_judge COMMAND...` runs an evaluation with it as its judge, so that the way
 through questions, answers, verdicts and pages is walked offline. Its grades say nothing about how
@@ -24,7 +24,7 @@ LAST_TURN = re.compile(
 
 
 def judge(text: str) -> str:
-    """Return a verdict on what a request shows, in the form that it asks for."""
+    """Return the verdict for a request, in the requested form."""
     parts = {part["name"]: LAST_TURN.match(part["text"]) for part in PART.finditer(text)}
     reference = parts.pop("reference", None)
     grades = []
@@ -45,7 +45,7 @@ def _words(text: str) -> set[str]:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers chat completions."""
+    """Answer chat completions."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -63,14 +63,14 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Stay silent."""
+        """Do not log."""
 
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler] = Handler) -> Iterator[str]:
-    """Serve on a free port of this machine; gives the endpoint's URL."""
+    """Serve on a free local port; yield the endpoint's URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    # It sees that it is to end where it polls; half a second is what it is left at.
+    # The server notices a shutdown when it polls, by default every half second.
     polls = {"poll_interval": 0.01}
     threading.Thread(target=server.serve_forever, kwargs=polls, daemon=True).start()
     try:

@@ -1,4 +1,4 @@
-"""Write what is made from the settings' fields: `python -m tools.settings docs|schema`.
+"""Generate files from the settings' fields: `python -m tools.settings docs|schema`.
 
 `docs` writes docs/settings.md; `schema` a JSON schema with which editors complete experiments.
 """
@@ -48,11 +48,11 @@ ON_RESUME = {
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 REFERENCE = {"type": "string", "pattern": r"^\$\{.+\}$"}
-"""`${key.of.another.setting}`, which stands for any value"""
+"""`${key.of.another.setting}`, allowed for any value"""
 
 
 def docs() -> str:
-    """Return docs/settings.md: the settings of a training, then what other verbs have besides."""
+    """Return docs/settings.md: the settings of training, then those of other verbs."""
     lines, known = [HEAD], set[str]()
     for verb, top in VERBS.items():
         new = [one for one in list_settings(top, PARTS) if one.key not in known]
@@ -82,7 +82,7 @@ def _table(settings: Sequence[Setting]) -> list[str]:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of an experiment; a part has the settings of all its options."""
+    """Return the JSON schema of an experiment; a group has the settings of all its options."""
     whole = {"$schema": "http://json-schema.org/draft-07/schema#", **_object("an experiment")}
     whole["properties"]["defaults"] = {"type": "array", "description": "options of groups"}
     for one in list_settings(VERBS["train"], PARTS):
@@ -124,7 +124,7 @@ def _describe(one: Setting) -> dict[str, Any]:
 
 
 def _alternatives(hint: Any, facts: Facts) -> list[dict[str, Any]]:
-    """Return the schemas of the values that a type and its facts allow."""
+    """Return the schemas of the values allowed by a type and its facts."""
     if facts.choices and not facts.bounds:
         return [{"enum": list(facts.choices)}]
     if isinstance(hint, types.UnionType):
@@ -138,7 +138,7 @@ def _alternatives(hint: Any, facts: Facts) -> list[dict[str, Any]]:
 
 
 def main(words: Sequence[str]) -> None:
-    os.environ.pop(CACHE_VARIABLE, None)  # a default that is this machine's
+    os.environ.pop(CACHE_VARIABLE, None)  # a default that depends on the machine
     if "docs" in words:
         DOCS.write_text(docs(), encoding="utf-8")
         print(f"{DOCS.relative_to(ROOT)} is written")

@@ -1,5 +1,5 @@
-"""What a GPU would be asked for, counted on a machine without one.
+"""The work that a GPU would be given, counted on a machine without one.
 
-`device` makes torch believe in a CUDA device, on which FakeTensors live; `ours` builds a run on it
-by the rooms of `app.train`; `counting` sees every operator; `trace` brings it to numbers.
+`device` registers a fake CUDA device for FakeTensors; `ours` builds a run on it with the parts of
+`app.train`; `counting` intercepts every operator; `trace` turns them into counts.
 """

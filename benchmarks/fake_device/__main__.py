@@ -1,6 +1,6 @@
-"""Trace jobs, given as JSON on the standard input, and print a line of numbers for each.
+"""Trace jobs, given as JSON on the standard input, and print a line of counts for each.
 
-A process of its own, for it believes in a GPU from here on. A job that fails prints its `error`.
+Runs as a separate process, because the fake GPU stays registered. A failed job prints its `error`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from app.planning.simulation.device import start
 
 
 def main() -> None:
-    """Trace; exit code 3 with the reason where there can be no fake device."""
+    """Trace; exit code 3 with the reason if there can be no fake device."""
     jobs = json.load(sys.stdin)
     start()
     from benchmarks.fake_device.trace import Job, trace

@@ -1,4 +1,4 @@
-"""What the host takes to launch a micro-batch, which a GPU does not hide where its work is small.
+"""The host's time to launch a micro-batch, which limits a GPU with little work per kernel.
 
 Layers are so small that computing them takes little, and run on the CPU by the paths of a GPU:
 grouped adapters, kernels by stand-ins that are called without an operator's overhead, attention by
@@ -36,14 +36,14 @@ SHAPE: dict[str, Any] = {
 
 
 def measure() -> Milliseconds:
-    """Return processor time of a micro-batch, forward and backward, by system and recompute."""
+    """Return the CPU time of a micro-batch, forward and backward, by system and recompute."""
     torch.set_num_threads(1)
     runs = {f"plain/{mode}": plain(mode) for mode in ("none", "full")}
     runs |= {f"ours/{mode}": ours(mode) for mode in MODES}
     taken: dict[str, list[float]] = {name: [] for name in runs}
     gc.disable()
-    gc.freeze()  # models and libraries stay: to look through them takes longer than to run them
-    for _ in range(REPEATS):  # in turn: what else runs on the machine is the same for all
+    gc.freeze()  # keep garbage collection from scanning models and libraries
+    for _ in range(REPEATS):  # alternating, so that other load on the machine is the same for all
         for name, run in runs.items():
             gc.collect()
             began = time.process_time()
@@ -53,7 +53,7 @@ def measure() -> Milliseconds:
 
 
 def ours(mode: str) -> Callable[[], None]:
-    """Build our model as for a GPU; return what runs a micro-batch."""
+    """Build our model as for a GPU; return a function that runs a micro-batch."""
     from app.model import kernels
     from app.model.adapter import LoraConfig, fused, group_adapters
     from app.model.head import run_probe
@@ -85,7 +85,7 @@ def ours(mode: str) -> Callable[[], None]:
 
 
 def plain(mode: str) -> Callable[[], None]:
-    """Build what a person writes with transformers and peft; return what runs a micro-batch."""
+    """Build a plain transformers + peft model; return a function that runs a micro-batch."""
     import peft
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -107,7 +107,7 @@ def plain(mode: str) -> Callable[[], None]:
 
 
 def call_directly() -> None:
-    """Let the stand-ins be plain functions: what PyTorch adds to an operator, Triton does not."""
+    """Call the stand-ins as plain functions: Triton has no overhead of PyTorch's operators."""
     from app.planning.simulation import kernels
 
     for operator in vars(kernels).values():
@@ -116,7 +116,7 @@ def call_directly() -> None:
 
 
 def install_attention() -> None:
-    """Let PyTorch's attention by boundaries run on a CPU: it returns shapes without numbers."""
+    """Replace PyTorch's varlen attention on the CPU by one that returns shapes without data."""
     from torch.nn.attention import varlen
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One micro-batch and one optimizer step of a run, by the rooms of `app.train`, on fakes.
+"""One micro-batch and one optimizer step of a run, with the parts of `app.train`, on FakeTensors.
 
 Settings, data, attention, model, adapter, kernels, loss, clipping and optimizer are those that the
 verb would take; only what compares numbers before the fit is left out.
@@ -33,7 +33,7 @@ TOKENIZER = ROOT / "data_modules" / "samples" / "tiny_base"
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A run whose model is on the fake device."""
+    """A run with its model on the fake device."""
 
     config: TrainConfig
     module: FinetuneModule
@@ -43,7 +43,7 @@ class Traced:
     fakes: FakeTensorMode
 
     def count(self, number: int) -> Counted:
-        """Count a micro-batch, forward and backward, and the optimizer step that it ends."""
+        """Count a micro-batch, forward and backward, and its optimizer step."""
         from app.model.attention import restore_kernel
         from app.model.kernels import unfuse_layers
 
@@ -61,8 +61,8 @@ class Traced:
                 self.optimizer, self.config.trainer.max_grad_norm
             )
             self.optimizer.step()
-        unfuse_layers(self.module.model)  # also what it has fused for all models of a kind
-        restore_kernel("varlen")  # which holds for the process, and is not for a plain step
+        unfuse_layers(self.module.model)  # including layers fused for a whole model class
+        restore_kernel("varlen")  # a process-wide setting that a plain step does not use
         return Counted(
             tally=count.tally,
             model=self.module.model,
@@ -72,14 +72,14 @@ class Traced:
         )
 
     def graphs(self) -> list[int]:
-        """Compile the layers and train on every batch; return the graphs there are after each.
+        """Compile the layers and train on every batch; return the number of graphs after each.
 
-        AssertionError where a layer could not be compiled.
+        AssertionError if a layer could not be compiled.
         """
         from app.model import compile as compiling
         from app.training.callbacks.compilation import Compilation
 
-        compiling.BACKEND = "aot_eager"  # Inductor would write kernels for a device that is there
+        compiling.BACKEND = "aot_eager"  # Inductor would generate kernels for a real device
         compilation, found = Compilation(), []
         batches = list(self.data.train_dataloader())
         with self.fakes:
@@ -113,7 +113,7 @@ def open_run(
     base_folder.mkdir()
     architecture_file = base_folder / "config.json"
     architecture_file.write_text(json.dumps(architecture))
-    # Ids that the tokenizer has; a first token of its own keeps a row from being a duplicate.
+    # Valid token ids; a unique first token keeps rows from being duplicates.
     documents = ([index % 256, *[0] * (length - 1)] for index, length in enumerate(lengths))
     lines = (json.dumps({"input_ids": ids, "labels": ids}) for ids in documents)
     data_file.write_text("\n".join(lines))
@@ -128,7 +128,7 @@ def open_run(
             f"data.cache_dir={folder / 'cache'}",
             "data.val_set_size=0",
             "data.num_workers=0",
-            "plan.enforce=off",  # also what does not fit is measured
+            "plan.enforce=off",  # configurations that do not fit are measured too
             f"output.dir={folder / 'run'}",
         ],
     )
@@ -136,7 +136,7 @@ def open_run(
     architecture_file.write_text(json.dumps(architecture | {"num_hidden_layers": num_layers}))
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     model = module.model = module.build(on_meta=True)
-    with fakes, Count(seen=0):  # which answers what is asked of the device's numbers
+    with fakes, Count(seen=0):  # answers queries of the device's properties
         place(model)
         start_fit(module)
         optimizer = module.build_optimizer(model)
@@ -144,11 +144,11 @@ def open_run(
 
 
 class FitReached(Exception):
-    """Ends the verb where it would begin to fit."""
+    """Stop the command where it would start to fit."""
 
 
 def before_fit(config: TrainConfig) -> tuple[FinetuneModule, FinetuneDataModule]:
-    """Run `app.train` up to its fit; return what it would fit, with its trainer."""
+    """Run `app.train` up to its fit; return module, data and trainer."""
     import lightning as L
 
     from app.train import train

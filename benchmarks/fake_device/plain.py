@@ -1,4 +1,4 @@
-"""The step that a person writes with transformers, peft and bitsandbytes alone, on full sequences.
+"""A step written with transformers, peft and bitsandbytes only, on full sequences.
 
 Attention is the flash kernel that `scaled_dot_product_attention` takes on a GPU, and the loss is
 transformers' own, from all logits.
@@ -19,7 +19,7 @@ from benchmarks.gpu.task import RANK
 
 
 def count(words: Sequence[str], architecture: dict[str, Any], lengths: Sequence[int]) -> Counted:
-    """Count a step on rows of `lengths`, all alike; words: `lora`, `nf4`, `recompute`."""
+    """Count a step on rows of equal `lengths`; options: `lora`, `nf4`, `recompute`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     numbers = dict(architecture)
@@ -65,7 +65,7 @@ def count(words: Sequence[str], architecture: dict[str, Any], lengths: Sequence[
 
 
 def _quantize(model: Any, *, recomputes: bool) -> None:
-    """Replace the layers as transformers does, and prepare the rest as peft tells people to."""
+    """Replace the layers as transformers does, and prepare the rest as peft recommends."""
     import peft
 
     from app.model.quantization import QuantizationConfig, quantization_settings, quantize_on_meta
@@ -83,7 +83,7 @@ def _quantize(model: Any, *, recomputes: bool) -> None:
 
 @contextmanager
 def flash_attention() -> Iterator[None]:
-    """Let PyTorch's attention be the kernel that it takes on a GPU."""
+    """Use the attention kernel that PyTorch would use on a GPU."""
     functional = torch.nn.functional
     own = functional.scaled_dot_product_attention
 

@@ -1,4 +1,4 @@
-"""What a GPU is taken to reach, and the time that counted kernels would take at it."""
+"""The assumed rates of a GPU, and the time of counted kernels at these rates."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ HALF = ("bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """Rates that large kernels reach; what launching them costs the host is not in it."""
+    """Rates of large kernels, without the host's time to launch them."""
 
     name: str
     products: float
-    """FLOP/s of products in half precision"""
+    """FLOP/s of matrix products in half precision"""
     products_fp32: float
     attention: float
     """FLOP/s of FlashAttention 2, causal, forward and backward"""
     attention_4: float
-    """of FlashAttention 4, where the program has chosen it"""
+    """FLOP/s of FlashAttention 4, if the run uses it"""
     bandwidth: float
-    """bytes/s of everything that is bound by memory"""
+    """bytes/s of memory-bound kernels"""
     source: str
 
     def seconds(self, kernel: Kernel) -> float:
-        """Return the time of one launch: what its arithmetic or its bytes take, whichever more."""
+        """Return the time of one launch: the larger of its compute time and its memory time."""
         if kernel.kind == "attention":
             rate = self.attention_4 if kernel.name.endswith(" 4") else self.attention
         else:

@@ -1,4 +1,4 @@
-"""What one micro-batch asks of the device, in numbers; of a whole model from a few of its layers.
+"""Counts of one micro-batch on the device, extrapolated from a few layers to the whole model.
 
 Every number but the peak is a sum over layers and what is around them, and the peak is reached at
 the same place whatever the depth: two depths give every other one.
@@ -25,11 +25,11 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One way to train, and a depth of the model."""
+    """A configuration and a depth of the model."""
 
     name: str
     model: str
-    """a file of conf/model with an architecture"""
+    """a file of conf/model that has an architecture"""
     num_layers: int
     words: Sequence[str]
     """overrides of app.train; of `plain`: the names of plain.Plain's fields that are true"""
@@ -38,7 +38,7 @@ class Job:
     system: str = "ours"
     """ours, or plain"""
     batch: int = 0
-    """number of the micro-batch that is counted"""
+    """index of the counted micro-batch"""
 
 
 def architecture_of(model: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def trace(job: Job) -> Numbers:
 
 
 def summarize(counted: Counted) -> Numbers:
-    """Return the numbers of a micro-batch by name; those of the optimizer step are `step/...`."""
+    """Return the counts of a micro-batch by name; those of the optimizer step are `step/...`."""
     from app.planning.simulation.counting import CLASSES
     from benchmarks.fake_device.rates import GPUS
 
@@ -101,7 +101,7 @@ def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def ideal_flops(counted: Counted) -> float:
-    """Products without which a model cannot train, attention left out, nothing computed twice.
+    """Return the FLOPs of the required matrix products, without attention and recomputation.
 
     Two FLOPs a weight and token forward, two for the gradient of the input, two for the weight's
     own where it trains; the head only where a token is trained on.
@@ -129,7 +129,7 @@ def ideal_flops(counted: Counted) -> float:
 def extrapolate(
     shallow: Mapping[str, float], deep: Mapping[str, float], num_layers: int
 ) -> Numbers:
-    """Return the numbers of a model of `num_layers` from those of two depths."""
+    """Extrapolate the counts of two depths to a model of `num_layers`."""
     least = shallow["num_layers"]
     share = (num_layers - least) / (deep["num_layers"] - least)
     return {name: first + share * (deep[name] - first) for name, first in shallow.items()}

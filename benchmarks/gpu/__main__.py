@@ -1,4 +1,4 @@
-"""`make bench-gpu`: an 8B model on one GPU, LoRA, QLoRA and full, beside a plain loop.
+"""`make bench-gpu`: an 8B model on one GPU, LoRA, QLoRA and full, compared with a plain loop.
 
 Random weights of Llama 3.1 8B's shape, made on the device: no files and no network. Every part is
 trained from the start, ours by the rooms of `app.train`; the parts take turns in rounds, as many as
@@ -32,9 +32,9 @@ from benchmarks.gpu.task import Part, Task, batches_of, flops_per_token, lora_of
 STARTED = time.monotonic()
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET_SECONDS = 450.0
-"""from the first line on, so that all of it ends within eight minutes"""
+"""seconds from the first line on, so that everything ends within eight minutes"""
 AGAIN_SECONDS = 5.0
-"""between two attempts to stop what runs beyond the budget: a library may catch the first"""
+"""seconds between two attempts to stop a part beyond the budget: a library may catch the first"""
 ROUNDS = 3
 NO_MEMORY = "not enough memory"
 NO_LIGER = (
@@ -56,14 +56,14 @@ PARTS = {
     ),
     "full, 8-bit states": Part(adapter="full", packs=1, optimizer="adamw8bit", first_round=1),
 }
-"""in the order of their worth: later ones are the first to be left out"""
+"""in order of importance: the last ones are left out first"""
 SYSTEMS = {"lora": ("ours", "plain"), "full": ("ours", "plain")}
-"""who trains a part; ours alone where it is not said"""
+"""systems that train a part; ours alone if not listed"""
 BARS = {
     "H200": {"lora": 14_000.0, "llama8b as shipped": 12_500.0, "full": 9_500.0},
     "H100": {"lora": 12_500.0, "llama8b as shipped": 12_500.0, "full": 9_500.0},
 }
-"""tokens a second on one GPU, by what is in its name"""
+"""tokens per second on one GPU, by a part of its name"""
 AIMS = {
     "H200": {"gpu/lora/tokens_per_second": 17_700.0, "gpu/full/tokens_per_second": 11_800.0},
     "H100": {"gpu/lora/tokens_per_second": 16_000.0},
@@ -77,7 +77,7 @@ RATIOS = {
         0.97,
     ),
 }
-"""parts that are set beside each other, in all else alike, and the bar of their ratio"""
+"""pairs of parts that differ in one thing, and the bar of their ratio"""
 ABOUT = (
     "Random weights of Llama 3.1 8B's shape and random tokens, all of them trained; LoRA of rank "
     "16 on all linear layers with dropout {dropout:g}, as we ship it, under autocast, its weights "
@@ -95,10 +95,10 @@ ABOUT = (
 
 @dataclass(slots=True)
 class Runs:
-    """The rounds of one system in one part."""
+    """The rounds of one system with one part."""
 
     problem: str = ""
-    """why there are no more rounds"""
+    """reason that there are no more rounds"""
     note: str = ""
     attention: str = ""
     kernels: str = ""
@@ -108,7 +108,7 @@ class Runs:
     took: float = 0.0
 
     def line(self) -> str:
-        """Say how the newest round went."""
+        """Print the result of the newest round."""
         if self.problem:
             return f"left out, {self.problem}"
         note = f" ({self.note})" if self.note else ""
@@ -116,7 +116,7 @@ class Runs:
 
 
 def main() -> int:
-    """Measure everything on the GPU that is here, and write the sheet."""
+    """Measure everything on this machine's GPU, and write the sheet."""
     from app.process.environment import quiet_libraries
 
     quiet_libraries(offline=True)
@@ -199,12 +199,12 @@ def measure(
 
 
 class OutOfTime(Exception):
-    """The budget has ended before a part."""
+    """The budget is used up before a part has ended."""
 
 
 @contextmanager
 def stopped_after(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in what runs here once `seconds` have passed."""
+    """Raise OutOfTime in the running part after `seconds`."""
 
     def stop(*_: Any) -> None:
         raise OutOfTime("stopped where the budget ended")
@@ -219,7 +219,7 @@ def stopped_after(seconds: float) -> Iterator[None]:
 
 
 def turns(parts: dict[str, Part], rounds: int) -> Iterator[tuple[str, Part, str]]:
-    """Yield who trains next: every part in every round from its first one on."""
+    """Yield the next system and part: every part in every round from its first one on."""
     for number in range(rounds):
         for name, part in parts.items():
             if part.first_round <= number:
@@ -228,7 +228,7 @@ def turns(parts: dict[str, Part], rounds: int) -> Iterator[tuple[str, Part, str]
 
 
 def run(task: Task, part: Part, system: str, found: Runs) -> str:
-    """Train a part once; return why it could not be done, empty where it could.
+    """Train a part once; return why it failed, or an empty string.
 
     Where memory does not suffice, everything is recomputed in the backward pass, which is noted.
     """
@@ -250,7 +250,7 @@ def run(task: Task, part: Part, system: str, found: Runs) -> str:
 
 
 def attempt(task: Task, part: Part, system: str, recompute: str, clock: Clock, found: Runs) -> str:
-    """Train; return what went wrong, empty where nothing did."""
+    """Train; return the error, or an empty string."""
     import torch
 
     from benchmarks.gpu import ours, plain
@@ -261,7 +261,7 @@ def attempt(task: Task, part: Part, system: str, recompute: str, clock: Clock, f
     logging.getLogger("app.model").addHandler(said)
     try:
         train = {"ours": ours.train, "plain": plain.train}[system]
-        with redirect_stdout(io.StringIO()):  # what trains is the same in every round
+        with redirect_stdout(io.StringIO()):  # the trainable weights are the same in every round
             found.attention = train(task, part, recompute, batches, clock)
     except torch.OutOfMemoryError:
         return NO_MEMORY
@@ -277,19 +277,19 @@ def attempt(task: Task, part: Part, system: str, recompute: str, clock: Clock, f
 
 
 class Said(logging.Handler):
-    """What the log says of the kernels that take the place of the model's own."""
+    """Capture the log line about the kernels that replace the model's own."""
 
     kernels = "the model's own"
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the line on kernels, up to its proof."""
+        """Keep the line on kernels."""
         before, found, after = record.getMessage().partition("kernels: ")
         if found and not before:
             self.kernels = after.partition(", proven equal")[0]
 
 
 def free_memory(task: Task) -> None:
-    """Give back what the last training held, so that the next one's peak is its own."""
+    """Free the memory of the last run, so that the next one's peak is its own."""
     gc.collect()
     if task.device == "cuda":
         import torch
@@ -299,7 +299,7 @@ def free_memory(task: Task) -> None:
 
 
 def result_of(name: str, system: str, found: Runs, peak_tflops: float | None) -> Result:
-    """Bring the rounds of one system in one part together."""
+    """Combine the rounds of one system with one part."""
     speed = median(found.speeds)
     peaks = [clock.peak_gib for clock in found.clocks if clock.peak_gib is not None]
     return Result(
@@ -323,7 +323,7 @@ def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def figures_of(results: Sequence[Result], bars: dict[str, float]) -> list[Figure]:
-    """Set the speeds beside the bars of their parts, and the parts beside each other."""
+    """Compare speeds with the bars of their parts, and parts with each other."""
     ours = {result.part: result.tokens_per_second for result in results if result.system == "ours"}
     plain = {result.part: result.tokens_per_second for result in results if result.system != "ours"}
     values: dict[str, tuple[float, float]] = {}

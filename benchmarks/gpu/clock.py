@@ -1,4 +1,4 @@
-"""What one training took: tokens a second, memory, and the share of each part of a step."""
+"""Measurements of one run: tokens per second, memory, and time by part of a step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ KINDS = {
     "dequantizing": r"dequant",
     "copies": r"memcpy|memset",
 }
-"""kinds of kernels by what their names contain; the first that fits; all others are `other`"""
+"""kinds of kernels by a part of their name; the first match counts; all others are `other`"""
 
 
 class Clock:
-    """Marks along the steps, on the device's own timeline: nothing waits for it while it runs.
+    """Timestamps within steps on the device's own timeline, without synchronization.
 
     Steps before `warm_up` are not counted, then `steps` are measured, and one more is profiled.
     """
@@ -41,7 +41,7 @@ class Clock:
         return self.first <= self.steps_done < self.last
 
     def mark(self, ends: str) -> None:
-        """Note that `ends` has just ended, by what was queued on the device so far."""
+        """Record that part `ends` has just been queued on the device."""
         if not self.is_measuring:
             return
         if self.on_gpu:
@@ -56,11 +56,11 @@ class Clock:
         self.tokens += num_tokens * self.is_measuring
 
     def start(self) -> None:
-        """Begin to measure where there is no warm-up; call before the first step."""
+        """Start measuring if there is no warm-up; call before the first step."""
         self._cross_border()
 
     def step_done(self) -> None:
-        """Count an optimizer step; the device is waited for where the measured steps begin and end.
+        """Count an optimizer step; synchronizes only before and after the measured steps.
 
         Peak memory is that of the warm-up and the measured steps.
         """
@@ -88,7 +88,7 @@ class Clock:
             self.profiler = None
 
     def milliseconds_a_step(self) -> dict[str, float]:
-        """Time of a measured step by what it went to, in the order of the marks."""
+        """Return the time of a measured step by part, in order."""
         spans: dict[str, float] = defaultdict(float)
         steps = self.last - self.first
         for (_, before), (ended, after) in zip(self.marks, self.marks[1:], strict=False):
@@ -103,7 +103,7 @@ class Clock:
         self.profiler.__enter__()
 
     def _by_kind(self, profiler: Any) -> dict[str, float]:
-        """Milliseconds of the device's kernels in the profiled step, by kind."""
+        """Return the milliseconds of kernels in the profiled step, by kind."""
         found = dict.fromkeys((*KINDS, "other"), 0.0)
         kind_of_device = "CUDA" if self.on_gpu else "CPU"
         for event in profiler.key_averages():

@@ -1,4 +1,4 @@
-"""An 8B model with random weights, made where it trains: no files, no copy of it on the host."""
+"""An 8B model with random weights, created on the device: no files, no copy on the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.gpu.task import Task
 
 
 def make_base(task: Task, implementation: str, dtype: Any, *, is_quantized: bool) -> Any:
-    """Make our base, its layers in nf4 or not; each weight is drawn on the device, in `dtype`."""
+    """Create the base, optionally in nf4; each weight is drawn on the device, in `dtype`."""
     import torch
 
     from app.model.base import ModelConfig, load_base
@@ -22,7 +22,7 @@ def make_base(task: Task, implementation: str, dtype: Any, *, is_quantized: bool
 
 
 def quantize(model: Any, dtype: Any) -> None:
-    """Replace all linear layers but the head by nf4 ones, as the loader does that reads files."""
+    """Replace all linear layers but the head by nf4 ones, as when loading from files."""
     import torch
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -47,7 +47,7 @@ def quantize(model: Any, dtype: Any) -> None:
             )
             layer.weight = weight.to(child.weight.device)
             setattr(module, name, layer)
-    # By these two, peft and our rooms know what they see.
+    # peft and our code recognize a quantized model by these two attributes.
     model.config.quantization_config = quantization_settings(
         QuantizationConfig(method="nf4"), dtype
     )

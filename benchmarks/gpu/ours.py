@@ -1,4 +1,4 @@
-"""Our own training, by the rooms of `app.train`, from batches that are laid out already."""
+"""Our training, with the parts of `app.train`, from prepared batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ["random"]
 
 
 def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], clock: Clock) -> str:
-    """Train as a run does: our model, module, optimizer and trainer; return the attention used."""
+    """Train with our model, module, optimizer and trainer; return the attention backend."""
     from app.model.adapter import FullConfig
     from app.model.architecture import load_architecture
     from app.model.attention import AttentionConfig, choose_backend
@@ -85,9 +85,9 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
 
 
 def resolve_recompute(task: Task, part: Part, adapter: AdapterConfig, env: Environment) -> str:
-    """Return what recompute=auto takes for a part on this device, as `app.assembly.auto` does.
+    """Return the choice of recompute=auto for a part on this device, as in `app.assembly.auto`.
 
-    A part's own words are not read here: it is 8B in bf16, alone on its device.
+    Assumes an 8B model in bf16, alone on its device.
     """
     import torch
 
@@ -150,7 +150,7 @@ def optimizer_of(part: Part) -> Any:
 
 
 def compilation_of(part: Part) -> list[Any]:
-    """Return the callback that compiles the layers, where the part asks for it."""
+    """Return the callback that compiles the layers, if the part does so."""
     if not part.is_compiled:
         return []
     from app.training.callbacks.compilation import Compilation
@@ -164,7 +164,7 @@ def compilation_of(part: Part) -> list[Any]:
 
 
 def data_of(batches: Sequence[Batch]) -> Any:
-    """Return a data module that serves these batches and moves them as ours does."""
+    """Return a data module that serves these batches and moves them like ours."""
     import lightning as L
     from torch.utils.data import DataLoader
 
@@ -180,7 +180,7 @@ def data_of(batches: Sequence[Batch]) -> Any:
 
 
 def watch(clock: Clock) -> Any:
-    """Return a Lightning callback that marks the clock along the steps."""
+    """Return a Lightning callback that records timestamps in the steps."""
     import lightning as L
 
     class Watch(L.Callback):

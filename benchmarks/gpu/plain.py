@@ -1,4 +1,4 @@
-"""The loop that a person writes with transformers and peft alone, on full sequences."""
+"""A loop written with transformers and peft only, on full sequences."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], clock: Clock) -> str:
-    """Train on the same tokens, a row a sequence, and transformers' own loss.
+    """Train on the same tokens, one sequence per row, with transformers' own loss.
 
-    Return the attention that transformers chose.
+    Return the attention that transformers uses.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

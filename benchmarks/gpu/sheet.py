@@ -1,4 +1,4 @@
-"""The results as a person keeps them: one Markdown page a day and device."""
+"""The results as a Markdown page per day and device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TypeVar
 from benchmarks.figure import Figure
 
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "A100": 312.0}
-"""dense bf16 of a GPU by its datasheet, which MFU is measured against, by what is in its name"""
+"""peak dense bf16 FLOP/s by datasheet, for the MFU, by a part of the GPU's name"""
 PACKAGES = (
     "torch", "transformers", "peft", "bitsandbytes", "lightning", "flash-attn", "liger-kernel"
 )  # fmt: skip
@@ -28,23 +28,23 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one system did in one part; the numbers are medians over its rounds."""
+    """The result of one system with one part; numbers are medians over its rounds."""
 
     part: str
     system: str
     note: str
-    """how it differs from what was asked for; empty where it does not"""
+    """how it differs from the requested configuration; empty if it does not"""
     attention: str
     kernels: str
-    """what took the place of the model's own norms and gates, as the run has said it"""
+    """kernels that replaced the model's norms and gates, as logged by the run"""
     tokens_per_second: float
     mfu: float | None
-    """None for a GPU whose peak is not known"""
+    """None if the GPU's peak is unknown"""
     peak_gib: float | None
     spans: dict[str, float]
-    """milliseconds of a step by what they went to"""
+    """milliseconds of a step by part"""
     kinds: dict[str, float]
-    """milliseconds of the kernels of a step by kind"""
+    """milliseconds of a step's kernels by kind"""
     rounds: int
 
     def cells(self) -> list[str]:
@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 
 def of_device(by_name: dict[str, T], device: str) -> T | None:
-    """Return what is known of a GPU, by the first key that is in its name."""
+    """Return the entry of a GPU, by the first key that is in its name."""
     return next((known for name, known in by_name.items() if name in device), None)
 
 
@@ -124,7 +124,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def versions() -> str:
-    """Name the versions of what computes."""
+    """Return the versions of the packages."""
     import platform
 
     import torch
@@ -144,7 +144,7 @@ def _version(package: str) -> str | None:
 
 
 def driver() -> str:
-    """Return the version of the NVIDIA driver, as its own tool says it."""
+    """Return the version of the NVIDIA driver, from nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return "none"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

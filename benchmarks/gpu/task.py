@@ -1,4 +1,4 @@
-"""What every part trains: the model's shape, random documents, and the arithmetic they cost."""
+"""The task of all parts: the model's shape, random documents, and their FLOPs."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ SHORTEST_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """The model and the tokens, the same for every part and system."""
+    """Model and tokens, the same for every part and system."""
 
     shape: dict[str, Any]
-    """the numbers of a Llama's config.json"""
+    """values of a Llama's config.json"""
     device: str
     """cuda or cpu"""
     sequence_len: int = 4096
     tokens_a_step: int = 32_768
-    """tokens that an optimizer step adds up over its micro-batches"""
+    """tokens of an optimizer step, over its micro-batches"""
     steps: int = 3
-    """optimizer steps that are measured; one more is profiled"""
+    """measured optimizer steps; one more is profiled"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One way to train."""
+    """One configuration."""
 
     adapter: str = "lora"
     """lora (on all linear layers) or full (every weight, bf16 throughout)"""
     is_quantized: bool = False
-    """nf4 with quantized scales under the adapter"""
+    """base in nf4 with double quantization"""
     is_skewed: bool = False
     """documents of skewed lengths packed by multipack, instead of full sequences"""
     is_compiled: bool = False
-    """torch.compile of each layer; Liger's kernels are then left to the compiler"""
+    """torch.compile of each layer, without Liger's kernels"""
     optimizer: str = "adamw"
     """adamw, or adamw8bit"""
     experiment: str | None = None
-    """shipped experiment whose adapter and recompute are taken as they are"""
+    """shipped experiment that provides adapter and recompute"""
     packs: int = 2
-    """packs of `sequence_len` tokens in a micro-batch"""
+    """packs of `sequence_len` tokens per micro-batch"""
     warm_up: int = 1
-    """first optimizer steps, which are not measured"""
+    """warm-up steps, not measured"""
     first_round: int = 0
-    """the round in which it joins the others"""
+    """first round in which it runs"""
     seconds: float = 25.0
-    """what it is expected to take: it is left out where less is left of the budget"""
+    """expected seconds; left out if the remaining budget is less"""
 
 
 def batches_of(task: Task, part: Part) -> list[Batch]:
-    """Return the micro-batches of warm-up, measured and profiled steps, as our packing lays them.
+    """Return the micro-batches of warm-up, measured and profiled steps, as our packing makes them.
 
     Token ids are random and every token is trained. Skewed lengths are lognormal with the median
     and spread of the peers' benchmark, cut at `sequence_len`.
@@ -76,7 +76,7 @@ def batches_of(task: Task, part: Part) -> list[Batch]:
     num_steps = part.warm_up + task.steps + 1
     lengths = np.full(num_steps * packs, task.sequence_len)
     if part.is_skewed:
-        # Far more than is trained: an epoch's one pack that is not full is hardly among them.
+        # Many more than are trained on, so that the epoch's last, partial pack is not used.
         mean = MEDIAN_TOKENS * math.exp(SPREAD**2 / 2)
         count = math.ceil(20 * num_steps * task.tokens_a_step / min(mean, task.sequence_len / 2))
         drawn = np.exp(random.normal(np.log(MEDIAN_TOKENS), SPREAD, count))
@@ -93,7 +93,7 @@ def batches_of(task: Task, part: Part) -> list[Batch]:
         world_size=1,
         max_steps=num_steps,
     )
-    # Compiled for one size, as the data module does it.
+    # All rows have one size for the compiler, as in the data module.
     row_len = part.packs * task.sequence_len if part.is_compiled else None
     collate = Collator(0, packed=True, row_len=row_len)
 
@@ -112,7 +112,7 @@ def batches_of(task: Task, part: Part) -> list[Batch]:
 
 
 def lora_of(part: Part) -> LoraConfig:
-    """Return the adapter of a part: that of its experiment, or ours with the dropout we ship."""
+    """Return the adapter of a part: that of its experiment, or the default one."""
     from app.model.adapter import LoraConfig
 
     if part.experiment is None:
@@ -121,7 +121,7 @@ def lora_of(part: Part) -> LoraConfig:
 
 
 def recomputes(part: Part) -> tuple[str, ...]:
-    """Return what a part recomputes, and what else where memory does not suffice."""
+    """Return the recompute mode of a part, and the fallback if memory does not suffice."""
     first = "none" if part.experiment is None else _experiment(part).recompute.mode
     return (first,) if first == "full" else (first, "full")
 
@@ -133,7 +133,7 @@ def _experiment(part: Part) -> TrainConfig:
 
 
 def flops_per_token(task: Task, part: Part, batches: Sequence[Batch]) -> float:
-    """Floating-point operations that a token needs, forward and backward, nothing recomputed.
+    """Return the FLOPs per token, forward and backward, without recomputation.
 
     Two for each weight of a matrix forward, two for the gradient of its input, two for its own
     where it trains; causal attention sees half of what is before it, and costs three times its

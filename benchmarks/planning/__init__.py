@@ -1,1 +1,1 @@
-"""What a plan says, beside what is measured here and what others have published."""
+"""Plans compared with measurements on this machine and with published figures."""

@@ -1,4 +1,4 @@
-"""Add up the storages that are alive after each operation of PyTorch."""
+"""Track the bytes of live storages after each PyTorch operation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Live(TorchDispatchMode):
         self.peak = 0
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were there before."""
+        """Count existing tensors."""
         for tensor in tensors:
             self._add(tensor)
         self._note_peak()
@@ -63,7 +63,7 @@ class Live(TorchDispatchMode):
 
 
 class LiveResized(Live):
-    """The same where storages are resized in place, as FSDP does to free what it has gathered."""
+    """The same, for storages that are resized in place, as FSDP does to free gathered weights."""
 
     def _note_peak(self) -> None:
         for key, (ref, size) in list(self._storages.items()):

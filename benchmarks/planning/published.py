@@ -1,4 +1,4 @@
-"""What a plan says beside rows that others have published.
+"""Plans compared with published rows.
 
 Their programs are not ours: settings that a row does not state are taken as its program has them by
 default, and are named. Nothing of the arithmetic was fitted to these rows.
@@ -141,7 +141,7 @@ ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What the arithmetic says of a row."""
+    """The plan of a row."""
 
     row: Row
     gib: float
@@ -149,18 +149,18 @@ class Said:
 
     @property
     def memory_error(self) -> float | None:
-        """Relative."""
+        """The relative error."""
         return None if self.row.gib is None else self.gib / self.row.gib - 1
 
     @property
     def speed_ratio(self) -> float | None:
-        """Modelled over published: above 1, since launches and hosts are not modelled."""
+        """Modelled over published speed: above 1, since launches and hosts are not modelled."""
         known = self.row.tokens_per_second
         return None if known is None else self.tokens_per_second / known
 
 
 def compare() -> list[Said]:
-    """Return what the arithmetic says of every row."""
+    """Return the plan of every row."""
     said = []
     for row in ROWS:
         typed = row.words.split()
@@ -181,7 +181,7 @@ def compare() -> list[Said]:
 
 
 def main() -> None:
-    """Print a table in Markdown."""
+    """Print a Markdown table."""
     print("| row | GiB | said | error | tokens/s a GPU | said | said / published | taken |")
     print("|---|---|---|---|---|---|---|---|")
     for each in compare():

@@ -1,4 +1,4 @@
-"""Peak bytes that two ranks allocate in a training of `app.train`, beside what its plan says.
+"""Peak bytes that two ranks of `app.train` allocate, compared with the plan.
 
 The real strategies, trainer and module on two processes of a CPU; the peak is of those after the
 first: its gradients are there then, and no validation has freed them.
@@ -59,7 +59,7 @@ def cases() -> Iterator[Case]:
 
 
 def words_of(case: Case, folder: Path) -> list[str]:
-    """Return what is typed for a case; `folder` gets its base and its rows."""
+    """Return the overrides of a case; its base and rows are written to `folder`."""
     from data_modules.samples import __path__ as samples
 
     folder.mkdir()
@@ -93,11 +93,11 @@ def words_of(case: Case, folder: Path) -> list[str]:
 
 
 class Trained(Exception):
-    """Ends the verb where the fit has ended."""
+    """Stop the command after the fit."""
 
 
 def measure(words: list[str]) -> tuple[float, float]:
-    """Return the plan's bytes of a rank and those found, on this rank of those that meet."""
+    """Return planned and measured bytes of this rank."""
     from unittest.mock import patch
 
     import lightning as L
@@ -142,7 +142,7 @@ def measure(words: list[str]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What was said of a case, and what was found."""
+    """Planned and measured bytes of a case."""
 
     case: Case
     said: float
@@ -150,12 +150,12 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative; below 0 the arithmetic promised too much room."""
+        """The relative error; below 0 the plan promised too much room."""
         return self.said / self.found - 1
 
 
 def compare(only: str = "") -> list[Compared]:
-    """Return every case whose name has `only` in it, printed as it ends."""
+    """Return every case whose name contains `only`; each is printed when it ends."""
     import_all()
     compared = []
     with tempfile.TemporaryDirectory() as parent:

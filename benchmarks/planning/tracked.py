@@ -1,4 +1,4 @@
-"""Peak bytes that training steps allocate on this machine, beside what the plan's arithmetic says.
+"""Peak bytes that training steps allocate on this machine, compared with the plan.
 
 A tracker adds up the storages that are alive after each operation of PyTorch: what an allocator
 would hand out, without its rounding; memory inside of an operation is not seen.
@@ -81,11 +81,11 @@ HELD_OUT = (
     Case("llama", "full", "selective", (512,), 2, "bf16-pure"),
     Case("qwen2", "freeze", "full", (512,), 4, "fp32"),
 )
-"""cases that were measured after the arithmetic was written"""
+"""cases that were measured after the formulas were written"""
 
 
 def other_bases() -> Iterator[Case]:
-    """Yield cases of every other base, measured without changing the arithmetic for them."""
+    """Yield cases of every other base, for which the formulas were not changed."""
     bases = ("qwen3", "wide", "mistral", "qwen2")
     ways = itertools.product(bases, ("lora", "full"), ("none", "full", "selective"))
     for number, (base, adapter, recompute) in enumerate(ways):
@@ -113,7 +113,7 @@ def cases() -> Iterator[Case]:
 
 
 def settings_of_case(case: Case) -> Any:
-    """Return the settings of a training of the case."""
+    """Return the settings of a run of the case."""
     from app.config import load_config
 
     architecture = dict(BASES[case.base])
@@ -137,7 +137,7 @@ def settings_of_case(case: Case) -> Any:
 
 
 def predict(case: Case) -> float:
-    """Return the bytes at the peak of a step: the plan's, and what the CPU's attention keeps."""
+    """Return the peak bytes of a step: the plan's, plus those saved by the CPU's attention."""
     from app.planning.planned import plan_run
 
     config = settings_of_case(case)
@@ -212,7 +212,7 @@ def measure(case: Case) -> int:
         for _ in range(2):
             live.peak = 0
             total, _ = head_loss(model, inputs, ids, torch.ones(ids.shape))
-            optimizer.zero_grad()  # where Lightning frees them
+            optimizer.zero_grad()  # at the point where Lightning frees them
             total.backward()
             optimizer.step()
             del total
@@ -221,7 +221,7 @@ def measure(case: Case) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What was said of a case, and what was found."""
+    """Planned and measured bytes of a case."""
 
     case: Case
     said: float
@@ -229,12 +229,12 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative; below 0 the arithmetic promised too much room."""
+        """The relative error; below 0 the plan promised too much room."""
         return self.said / self.found - 1
 
 
 def compare() -> list[Compared]:
-    """Return every case, printed as it ends."""
+    """Return every case; each is printed when it ends."""
     compared = []
     for case in cases():
         each = Compared(case, predict(case), measure(case))

@@ -1,1 +1,1 @@
-"""Training speed and memory beside peers: the same model and rows, about as many tokens a step."""
+"""Training speed and memory compared with peers: same model and rows, similar tokens per step."""

@@ -1,4 +1,4 @@
-"""`make bench-peers`: tokens a CPU second and peak memory, every system in turn, round by round.
+"""`make bench-peers`: tokens per CPU second and peak memory, systems alternating in rounds.
 
 One thread, or as many as OMP_NUM_THREADS says (then a second is one of the wall). HF is the Trainer
 with group_by_length, TRL's packing is `bfd`. A round runs each system once in a process of its own
@@ -30,13 +30,13 @@ from benchmarks.training.task import Task, write_files
 HERE = Path(__file__).resolve().parent
 ROUNDS, WARM_UP, ROWS = 4, 3, 2000
 GROUP = 23
-"""steps that group_by_length sorts together: a quarter of the rows, by 21 rows a step"""
+"""steps that group_by_length sorts together: a quarter of the rows, at 21 rows per step"""
 STEPS = {"loft": 12, "hf": WARM_UP + GROUP, "trl_packed": 6, "trl_padded": 5} | dict.fromkeys(
     ("torchtune", "litgpt", "llamafactory", "axolotl"), 12
 )
-"""of which the first WARM_UP are not measured; fewer of what takes longest"""
+"""steps, the first WARM_UP of which are not measured; fewer for the slowest systems"""
 ROUNDS_OF = {"trl_padded": (2, 4)}
-"""rounds of what takes a third of the time and is far from its bar; the others run in all"""
+"""rounds of systems that take a third of the time and are far from their bar; others run in all"""
 SETTINGS = {"lora_fp32": ("lora", "fp32"), "lora_bf16": ("lora", "bf16"), "full": ("full", "fp32")}
 BARS = {"lora_fp32": 1.15, "lora_bf16": 1.15, "full": 1.05}
 PEERS = {
@@ -44,19 +44,19 @@ PEERS = {
     "trl_packed": ("trl", "trl_run.py", "packed"),
     "trl_padded": ("trl", "trl_run.py", "padded"),
 }
-"""environment in benchmarks/peers.py, script, and what else it is told"""
+"""environment in benchmarks/peers.py, script, and its arguments"""
 ASKED = {
     name: (name, f"{name}_run.py") for name in ("torchtune", "litgpt", "llamafactory", "axolotl")
 }
-"""further PEERS, which run when `with=` names them"""
+"""further PEERS, which run if `with=` names them"""
 LEFT_OUT = {("axolotl", "lora_bf16"): "its bf16 asks for a GPU"}
-"""what a peer cannot run, and why"""
+"""settings that a peer cannot run, and why"""
 Result = dict[str, float]
 Peers = dict[str, tuple[str, ...]]
 
 
 def main(words: list[str]) -> int:
-    """Measure the settings that are named (all when none is); 1 when a bar is missed."""
+    """Measure the named settings (all if none is named); return 1 if a bar is missed."""
     chosen = [word for word in words if not word.startswith("with=")]
     peers = PEERS | asked_peers([word for word in words if word not in chosen])
     figures: list[Figure] = []
@@ -83,7 +83,7 @@ def asked_peers(words: list[str]) -> Peers:
 
 
 def compare(name: str, folder: Path, peers: Peers) -> list[Figure]:
-    """Run every system ROUNDS times, alternating, and set ours beside the peers."""
+    """Run every system ROUNDS times, alternating, and compare ours with the peers."""
     adapter, precision = SETTINGS[name]
     for peer in [peer for peer in peers if (peer, name) in LEFT_OUT]:
         print(f"{name} {peer}: left out, {LEFT_OUT[peer, name]}")
@@ -136,7 +136,7 @@ def compare(name: str, folder: Path, peers: Peers) -> list[Figure]:
 
 
 def run(system: str, task: Path) -> Result:
-    """Run one system in a process of its own."""
+    """Run one system in a separate process."""
     if system == "loft":
         command = [sys.executable, "-m", "benchmarks.training.loft_run", str(task)]
     else:

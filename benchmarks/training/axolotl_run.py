@@ -38,7 +38,7 @@ def main(task: Task) -> None:
         trainer = setup_model_and_trainer(config, load_datasets(cfg=config))[0]
         train_one = trainer.training_step
 
-        # Workers may collate, so the tokens are counted where they are trained.
+        # Workers may collate, so tokens are counted in the training step.
         def counted(model: Any, inputs: dict[str, Any], *rest: Any) -> Any:
             clock.tokens.append(int((inputs["labels"] != -100).sum()))
             return train_one(model, inputs, *rest)
@@ -52,7 +52,7 @@ def main(task: Task) -> None:
 
 
 def settings(task: Task, folder: str) -> dict[str, Any]:
-    """Return what axolotl would read from its YAML; writes the rows in the form it reads."""
+    """Return axolotl's config, and write the rows in its format."""
     rows = Path(folder, "rows.jsonl")
     with rows.open("w") as file:
         for ids in read_rows(Path(task.folder)):
@@ -64,7 +64,7 @@ def settings(task: Task, folder: str) -> dict[str, Any]:
         "lora_alpha": 32,
         "lora_dropout": 0.0,
         "lora_target_linear": True,
-        # Its fused kernels are for a GPU; left out, axolotl takes them.
+        # Its fused kernels are for a GPU, and must be turned off explicitly.
         "lora_mlp_kernel": False,
         "lora_qkv_kernel": False,
         "lora_o_kernel": False,

@@ -9,12 +9,12 @@ import time
 from dataclasses import dataclass, field
 
 now = time.process_time if os.environ["OMP_NUM_THREADS"] == "1" else time.perf_counter
-"""seconds of a core for one thread, since others may use the machine; of the wall for several"""
+"""CPU seconds for one thread, since others may use the machine; wall seconds for several"""
 
 
 @dataclass
 class Clock:
-    """Ends of steps in seconds, and what each step trained on."""
+    """End times of steps in seconds, and the tokens of each."""
 
     warm_up: int
     ends: list[float] = field(default_factory=list)
@@ -22,11 +22,11 @@ class Clock:
     losses: list[float] = field(default_factory=list)
 
     def step(self) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
         self.ends.append(now())
 
     def report(self) -> None:
-        """Print one JSON line: tokens a second, mean loss of the measured steps, peak GB."""
+        """Print a JSON line: tokens per second, mean loss of the measured steps, peak GB."""
         first = self.warm_up
         seconds = self.ends[-1] - self.ends[first - 1]
         measured = {

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 ACCUMULATION = 3
-"""micro-batches a step; faster here than one large batch, and with a third of its memory"""
+"""micro-batches per step; faster here than one large batch, with a third of its memory"""
 
 
 def main(task: Task) -> None:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import DataLoader
 
 MICRO_BATCH = 1
-"""litgpt's own default: nothing is padded"""
+"""litgpt's default: no padding"""
 
 
 def main(task: Task) -> None:
@@ -115,7 +115,7 @@ def build_model(task: Task) -> Any:
 
 
 def loaders(folder: Path) -> tuple[DataLoader, DataLoader]:
-    """Return the rows in random order, and one for the check of settings before the first step."""
+    """Return the rows in random order, and one for litgpt's check before the first step."""
     rows = [
         {
             "input_ids": torch.tensor(ids),

@@ -13,7 +13,7 @@ from clock import Clock
 from task import SEQUENCE_LEN, TOKENS_A_STEP, Task, read_rows
 from transformers import AutoTokenizer, TrainerCallback
 
-# LLaMA-Factory imports it to read sound; no build of it for a CPU installs by pip.
+# LLaMA-Factory imports it for audio; pip has no CPU build of it.
 sys.modules["torchaudio"] = ModuleType("torchaudio")
 from llamafactory.data.processor.supervised import PackedSupervisedDatasetProcessor  # noqa: E402
 from llamafactory.train import tuner  # noqa: E402
@@ -23,7 +23,7 @@ del sys.modules["torchaudio"]
 
 
 CUTOFF = SEQUENCE_LEN + 7
-"""holds every row; a pack is one longer, and its positions are right in multiples of 8 alone"""
+"""fits every row; a pack is one token longer, and positions are right only in multiples of 8"""
 
 
 def main(task: Task) -> None:
@@ -81,7 +81,7 @@ def main(task: Task) -> None:
 
 
 def save_packs(task: Task, path: str) -> None:
-    """Pack the rows as LLaMA-Factory does, past its templates: the rows are token ids already."""
+    """Pack the rows as LLaMA-Factory does, without its templates: the rows are tokenized."""
 
     class Packing(PackedSupervisedDatasetProcessor):
         def _encode_data_example(self, prompt: Any, **_: Any) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""Ours, by the rooms of `app.train`. `python -m benchmarks.training.loft_run TASK.json`."""
+"""Ours, with the parts of `app.train`. `python -m benchmarks.training.loft_run TASK.json`."""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ def main(task: Task) -> None:
 if __name__ == "__main__":
     from app.process.environment import keep_memory
 
-    keep_memory()  # as a training on a CPU does
+    keep_memory()  # as a run on a CPU does
     main(Task.read(sys.argv[1]))

@@ -1,6 +1,6 @@
-"""What everyone trains on: a small Llama with random weights, and rows of skewed lengths.
+"""The common task: a small Llama with random weights, and rows of skewed lengths.
 
-Written once, as files that all can read.
+Written once, as files that every system can read.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ MEDIAN_TOKENS, SPREAD, SEQUENCE_LEN, TOKENS_A_STEP = 150, 0.8, 1024, 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What one system is asked to train, as it crosses the border of a process."""
+    """The task of one system, as sent to its process."""
 
     folder: str
-    """holds base/ and rows.jsonl"""
+    """folder of base/ and rows.jsonl"""
     adapter: str
     """lora or full"""
     precision: str
     """fp32 or bf16 (autocast)"""
     steps: int
     warm_up: int
-    """first steps, which are not measured"""
+    """warm-up steps, not measured"""
     lr: float = 2e-4
 
     @property
     def rows_a_step(self) -> int:
-        """Rows that hold about TOKENS_A_STEP tokens."""
+        """The number of rows with about TOKENS_A_STEP tokens."""
         return round(TOKENS_A_STEP / mean_tokens(Path(self.folder)))
 
     def write(self, path: Path) -> Path:
@@ -54,7 +54,7 @@ class Task:
 
     @classmethod
     def read(cls, path: str) -> Task:
-        """Read what `write` wrote."""
+        """Read a task written by `write`."""
         return cls(**json.loads(Path(path).read_text()))
 
 
@@ -86,12 +86,12 @@ def write_files(folder: Path, num_rows: int, **shape: int) -> None:
 
 
 def read_rows(folder: Path) -> list[list[int]]:
-    """Read the token ids of all rows."""
+    """Return the token ids of all rows."""
     return [json.loads(line)["input_ids"] for line in (folder / "rows.jsonl").open()]
 
 
 def mean_tokens(folder: Path) -> float:
-    """Mean length of a row."""
+    """Return the mean length of a row."""
     rows = read_rows(folder)
     return sum(map(len, rows)) / len(rows)
 

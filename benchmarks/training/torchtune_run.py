@@ -19,7 +19,7 @@ from torchtune.datasets import PackedDataset
 RECIPES = Path(torchtune.__file__).parent.parent / "recipes"
 IGNORED = -100
 PACKS = 5
-"""packs a step: rows in their order fill four fifths of a pack, so these hold about 4096 tokens"""
+"""packs per step: packed in order they are 80 % full, so these hold about 4096 tokens"""
 
 
 def main(task: Task) -> None:
@@ -37,7 +37,7 @@ def main(task: Task) -> None:
             return super()._loss_step(batch)
 
         def save_checkpoint(self, *_: Any, **__: Any) -> None:
-            """Nothing is kept."""
+            """Keep nothing."""
 
         def log_dict(self, logs: dict[str, Any], step: int) -> None:
             clock.step()
@@ -58,7 +58,7 @@ def main(task: Task) -> None:
 
 
 def changes(task: Task, folder: str) -> dict[str, Any]:
-    """Return what differs from the recipe's shipped file."""
+    """Return the differences from the recipe's shipped config."""
     base = json.loads(Path(task.folder, "base", "config.json").read_text())
     lora = {
         "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"],
@@ -104,13 +104,13 @@ def changes(task: Task, folder: str) -> dict[str, Any]:
 
 
 def packed_rows(tokenizer: Any, folder: str, packed: bool) -> PackedDataset:
-    """Pack the rows in their order; no token is learned from the row before it."""
+    """Pack the rows in order; the first token of a row is not a label."""
     rows = [{"tokens": ids, "labels": [IGNORED, *ids[1:]]} for ids in read_rows(Path(folder))]
     return PackedDataset(rows, max_seq_len=SEQUENCE_LEN)
 
 
 def recipe_of(adapter: str) -> Any:
-    """Load a recipe from its file: torchtune ships them beside the package, not in it."""
+    """Load a recipe from its file: torchtune installs them outside its package."""
     name = f"{adapter}_finetune_single_device"
     spec = spec_from_file_location(name, RECIPES / f"{name}.py")
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,7 @@
-"""TRL's SFTTrainer, packed (`bfd`) or padded as it comes. `python trl_run.py TASK.json packed`."""
+"""TRL's SFTTrainer, packed (`bfd`) or padded (its default).
+
+`python trl_run.py TASK.json packed`
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def main(task: Task, packed: bool) -> None:
             folder,
             max_length=SEQUENCE_LEN,
             packing=packed,
-            # A micro-batch of one pack keeps its documents apart without flash attention.
+            # Without flash attention, documents are only isolated in micro-batches of one pack.
             per_device_train_batch_size=1 if packed else task.rows_a_step,
             gradient_accumulation_steps=packs if packed else 1,
             max_steps=task.steps,

@@ -1,1 +1,1 @@
-"""Make the samples and the tiny base that ship: python -m tools.tiny_base.write."""
+"""Make the shipped samples and tiny base: python -m tools.tiny_base.write."""

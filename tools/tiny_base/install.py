@@ -1,4 +1,4 @@
-"""Ship a base that `+experiment=tiny_base` has trained, once it passes the gate.
+"""Install a base trained by `+experiment=tiny_base`, if it passes the gate.
 
 `python -m tools.tiny_base.install RUN` takes the model from the run's folder.
 """
@@ -25,7 +25,7 @@ def probe_accuracies(folder: Path) -> dict[str, float]:
 
 
 def probe_accuracy(model: Any, tokenizer: Any, skill: str) -> float:
-    """Share of probes whose answer tokens are all the most likely ones, given those before."""
+    """Return the share of probes whose answer tokens are all the most likely ones."""
     import torch
 
     rows = probe_rows(skill)
@@ -43,7 +43,7 @@ def probe_accuracy(model: Any, tokenizer: Any, skill: str) -> float:
 
 
 def install(run: Path) -> None:
-    """Copy the run's model beside the tokenizer; SystemExit when it misses the gate."""
+    """Copy the run's model into the shipped base; SystemExit if it misses the gate."""
     accuracies = probe_accuracies(run / "model")
     for skill, accuracy in accuracies.items():
         print(f"{skill}: {accuracy:.1%} of the probes right, the gate is {GATE[skill]:.0%}")

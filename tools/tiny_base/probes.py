@@ -1,4 +1,4 @@
-"""Ask the base model held-out problems in the style of its corpus, before any tuning.
+"""Held-out problems for the base model in the style of its corpus, before any tuning.
 
 A skill that the base does not have, tuning does not give it: the build of the base is gated on the
 share of probes in which every token of the answer is the most likely one, given those before it.
@@ -16,7 +16,7 @@ GATE = {"list": 0.90, "extract": 0.95}
 
 
 class Probe(TypedDict):
-    """Hold a text and its only right continuation; the answer may start with a space."""
+    """A text and its only right continuation; the answer may start with a space."""
 
     prompt: str
     answer: str

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 SHARES = {"list": 0.6, "extract": 0.4}
-"""what share of its documents shows each skill"""
+"""skill -> its share of the documents"""
 VOCAB_SIZE = 768
 NUM_DOCUMENTS = 20_000
 WORD_COPIES = 150
@@ -75,7 +75,7 @@ TOKENIZER_CONFIG = {
 
 
 def skills_corpus(num_documents: int, seed: int = 0) -> Iterator[Document]:
-    """Yield documents of all skills by their SHARES, the same for the same seed."""
+    """Yield documents of all skills by their SHARES; deterministic for a seed."""
     rng = Random(seed)
     for _ in range(num_documents):
         skill = rng.choices(tuple(SHARES), tuple(SHARES.values()))[0]
@@ -98,7 +98,7 @@ def write_base(folder: Path) -> None:
 
 
 def build_tokenizer() -> tokenizers.Tokenizer:
-    """Train a byte-level BPE on the corpus, in which the words that are copied are made rare."""
+    """Train a byte-level BPE on the corpus, with the copied words made rare."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -125,7 +125,7 @@ def build_tokenizer() -> tokenizers.Tokenizer:
 
 
 def check_pieces(tokenizer: tokenizers.Tokenizer) -> None:
-    """Raise ValueError when the words to be copied have become too few pieces each."""
+    """Raise ValueError if the words to be copied have too few pieces each."""
     for kind in ("names", "cities", "jobs"):
         copied = words()[kind]
         pieces = sum(len(tokenizer.encode(word).ids) for word in copied) / len(copied)

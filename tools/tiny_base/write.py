@@ -1,4 +1,4 @@
-"""Write the sample data and the tiny base's tokenizer, byte for byte the same each time.
+"""Write the sample data and the tiny base's tokenizer, deterministically.
 
 Run `python -m tools.tiny_base.write`.
 """
@@ -46,7 +46,7 @@ Made = TypeVar("Made")
 
 
 def write_samples(folder: Path = SAMPLES) -> None:
-    """Write the three data sets, their held-out twins and the folder of the tiny base."""
+    """Write the three data sets, their held-out counterparts and the folder of the tiny base."""
     for suffix, held_out, num_rows in (("", False, NUM_ROWS), ("_test", True, NUM_TEST_ROWS)):
         write_json(folder / f"lists{suffix}.json", list_rows(num_rows, held_out))
         write_json_lines(folder / f"orders{suffix}.jsonl", order_rows(num_rows, held_out))
@@ -100,13 +100,13 @@ def people_rows(num_rows: int, held_out: bool) -> Iterator[Row]:
 
 
 def write_json(path: Path, rows: Iterable[Row]) -> None:
-    """Write a JSON array with a row a line."""
+    """Write a JSON array with a row per line."""
     lines = ",\n".join(json.dumps(row) for row in rows)
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def write_json_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Write a JSON object a line."""
+    """Write a JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
