@@ -14,25 +14,25 @@ from app.planning.advice import (
     Candidate,
     best_of_each,
     list_candidates,
-    other_ways,
     smallest_change,
+    suggest_larger_changes,
 )
-from app.planning.data import estimate_tokens
-from app.planning.facts import describe_candidate, describe_run, describe_simulated
+from app.planning.describe import describe_candidate, describe_run, describe_simulated
 from app.planning.hardware import (
     HardwareConfig,
     check_hardware,
-    name_of_machine,
-    with_host_of_machine,
+    detect_card,
+    with_local_host,
 )
 from app.planning.memory import PlannedRun
 from app.planning.planned import (
     check_planned,
-    config_on,
+    estimate_tokens,
+    load_strategies,
     on_hardware,
     plan_run,
-    planned_strategies,
-    read_numbers,
+    read_config_json,
+    with_devices_of,
 )
 from app.planning.simulation import check_simulated, simulate
 from app.process.environment import keep_streams, quiet_libraries
@@ -49,18 +49,20 @@ def plan(config: PlanConfig) -> Path:
     if config.plan.write is not None:
         check_written(Path(config.plan.write))
     hardware = on_hardware(config, find_hardware(config.hardware))
-    numbers = read_numbers(config.model)
-    if problems := check_planned(config, hardware, numbers):
+    config_json = read_config_json(config.model)
+    if problems := check_planned(config, hardware, config_json):
         raise UserError(problems)
-    strategies = planned_strategies(settings_of)
-    run, chosen = plan_run(config, hardware, numbers, strategies=strategies)
+    strategies = load_strategies(settings_of)
+    run, chosen = plan_run(config, hardware, config_json, strategies=strategies)
     if config.plan.simulate:
         check_simulated(config, run)
-    candidates = list_candidates(config, hardware, numbers, run.model, strategies)
+    candidates = list_candidates(config, hardware, config_json, run.model, strategies)
     way = smallest_change(candidates)
-    ways = [" ".join(way.words)] if way is not None else []
+    ways = [" ".join(way.overrides)] if way is not None else []
     if not ways:
-        ways = other_ways(config, hardware, numbers, run.model, strategies, run.sequence_len)
+        ways = suggest_larger_changes(
+            config, hardware, config_json, run.model, strategies, run.sequence_len
+        )
     facts = describe_run(run, *tokens_of(config, run))
     facts |= {
         "name": (config.output.name or "").removesuffix("-plan"),
@@ -88,10 +90,10 @@ def plan(config: PlanConfig) -> Path:
 def find_hardware(config: HardwareConfig) -> HardwareConfig:
     """Return the hardware with every number; `auto` is the GPUs of this machine."""
     if config.name == "auto" and not config.memory_gib:
-        card, memory_gib, num_gpus = name_of_machine()
+        card, memory_gib, num_gpus = detect_card()
         known: HardwareConfig = settings_of("hardware", card)
         config = replace(
-            with_host_of_machine(known),
+            with_local_host(known),
             memory_gib=memory_gib,
             gpus_per_node=num_gpus,
             num_nodes=config.num_nodes,
@@ -135,7 +137,7 @@ def write_best(
         f"# Planned for {hardware}: {best.memory.total / 2**30:.1f} GiB a GPU, "
         f"{best.speed.tokens_per_second:,.0f} tokens/s by arithmetic. Not yet run."
     )
-    write_experiment(config_on(best.config, hardware), file, header)
+    write_experiment(with_devices_of(best.config, hardware), file, header)
     print(f"\nwritten: {printable(str(file))}; python -m app.train +experiment={file}")
 
 

@@ -19,14 +19,14 @@ from app.planning.choose import (
     recompute_modes,
 )
 from app.planning.memory import PlannedRun
-from app.planning.planned import planned_strategies
+from app.planning.planned import load_strategies
 from app.planning.training import (
     Estimate,
     check_room,
+    detect_hardware,
     estimate_training,
-    find_ways,
-    hardware_here,
     plan_training,
+    suggest_overrides,
 )
 from app.preflight import check_compatibility
 from app.process.errors import UserError
@@ -54,7 +54,7 @@ def resolve_auto(
     plan = plan_training(
         config,
         env,
-        hardware_here(env, config.trainer.num_nodes, partial(settings_of, "hardware")),
+        detect_hardware(env, config.trainer.num_nodes, partial(settings_of, "hardware")),
         whole=base.architecture.to_dict(),
         backend=base.backend,
         sequence_len=data.sequence_len,
@@ -86,7 +86,7 @@ def resolve_strategy(
     else:
         choice = choose_strategy(
             plan,
-            planned_strategies(settings_of),
+            load_strategies(settings_of),
             recompute_modes(config.recompute.mode, compiles=config.trainer.compile),
             is_stored=stored_quantization(base.architecture) is not None,
             has_deepspeed=find_spec("deepspeed") is not None,
@@ -167,7 +167,7 @@ def check_plan(
             estimate.line(data.total_steps),
         )
     whole = base.architecture.to_dict()
-    strategies = partial(planned_strategies, settings_of)
-    ways = partial(find_ways, config, plan, whole, strategies)
+    strategies = partial(load_strategies, settings_of)
+    ways = partial(suggest_overrides, config, plan, whole, strategies)
     check_room(plan, estimate, config.plan.enforce, ways)
     return estimate

@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 
 from app.config.overrides import keys_in_python
 from app.config.verbs import OPTIONS_ELSEWHERE, TYPED_KEYS
-from app.planning.hardware import how_to_describe
+from app.planning.hardware import custom_hardware_advice
 from app.process.errors import ROOT, UserError, nearest
 from app.process.untrusted import limits, over_limit, read_text, reading
 from app.run.folder import expand_home
@@ -106,7 +106,7 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
     if group == "data" and not hint:
         hint = f"; for a file type 'data.datasets=[{{path: {option}}}]'"
     if group == "hardware":
-        hint += f"; or {how_to_describe()}"
+        hint += f"; or {custom_hardware_advice()}"
     if group == "experiment" and not hint:
         hint = "; a file of your own: +experiment=PATH.yaml"
     raise UserError(f"{group}={option}: no such option; there are {', '.join(options)}{hint}")

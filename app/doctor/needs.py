@@ -9,9 +9,9 @@ from app.config import PlanConfig, settings_of
 from app.doctor.bandwidth import Measured, format_speed
 from app.doctor.rows import OK, WARNING, Row
 from app.planning.communication import ALL_REDUCE, Collective, list_collectives
-from app.planning.hardware import HardwareConfig, known_card, with_host_of_machine
+from app.planning.hardware import HardwareConfig, known_card, with_local_host
 from app.planning.memory import PlannedRun
-from app.planning.planned import plan_run, planned_strategies, read_numbers
+from app.planning.planned import load_strategies, plan_run, read_config_json
 from app.planning.speed import estimate_speed
 from app.process.gpus import Machine
 
@@ -68,7 +68,7 @@ def hardware_of_ranks(
         smallest = min(machine.gpus, key=lambda gpu: gpu.memory_gib)
         card = known_card(smallest.name, smallest.memory_gib)
         if card is not None:
-            known = with_host_of_machine(settings_of("hardware", card))
+            known = with_local_host(settings_of("hardware", card))
     is_known = known.memory_gib > 0
     return replace(
         known,
@@ -113,7 +113,7 @@ def estimate_needs(
 
 
 def _plan(config: PlanConfig, hardware: HardwareConfig) -> PlannedRun:
-    strategies = planned_strategies(settings_of)
+    strategies = load_strategies(settings_of)
     if not hardware.memory_gib:  # a CPU: what a training takes there for `auto`
         trainer, recompute = config.trainer, config.recompute
         config = replace(
@@ -124,7 +124,7 @@ def _plan(config: PlanConfig, hardware: HardwareConfig) -> PlannedRun:
             ),
             trainer=replace(trainer, micro_batch_size=trainer.least_micro_batch),
         )
-    run, _ = plan_run(config, hardware, read_numbers(config.model), strategies=strategies)
+    run, _ = plan_run(config, hardware, read_config_json(config.model), strategies=strategies)
     return run
 
 

@@ -39,7 +39,7 @@ GELU_TEMPORARIES, WHOLE_LOGITS = 3, 3
 what was read of it; and of logits that are computed whole"""
 
 
-def half_copies(run: PlannedRun, weights: float) -> float:
+def autocast_copy_bytes(run: PlannedRun, weights: float) -> float:
     """Return the bytes of autocast's copies of `weights`; FSDP gathers them in half already."""
     execution = run.execution
     if execution.value_bytes >= execution.residual_bytes or isinstance(run.strategy, FsdpConfig):

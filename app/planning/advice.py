@@ -40,7 +40,7 @@ SAME = 0.01
 class Candidate:
     """One way to make the run, and the overrides that make the settings mean it."""
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     run: PlannedRun
     memory: GpuMemory
     speed: Speed
@@ -51,7 +51,7 @@ class Candidate:
 def list_candidates(
     config: TrainConfig,
     hardware: HardwareConfig,
-    numbers: Mapping[str, Any],
+    config_json: Mapping[str, Any],
     model: PlannedModel,
     strategies: Mapping[str, StrategyConfig],
 ) -> list[Candidate]:
@@ -66,20 +66,20 @@ def list_candidates(
             for name, each in strategies.items()
             if name in (*OF_ONE_GPU, config.strategy.name)
         }
-    for base, words in _shardings(config, strategies):
-        if check_planned(base, hardware, numbers):
+    for base, overrides in _shardings(config, strategies):
+        if check_planned(base, hardware, config_json):
             continue
         try:
-            run, _ = plan_run(base, hardware, numbers, model=model, strategies=strategies)
+            run, _ = plan_run(base, hardware, config_json, model=model, strategies=strategies)
         except UserError:
             continue
         size = run.size
         for mode in BY_SPEED:
             if config.trainer.compile and mode == "selective":
                 continue
-            found += _of_micro_batches(config, base, run, size, mode, words)
+            found += _of_micro_batches(config, base, run, size, mode, overrides)
     return sorted(
-        found, key=lambda each: (not each.fits, -each.speed.tokens_per_second, len(each.words))
+        found, key=lambda each: (not each.fits, -each.speed.tokens_per_second, len(each.overrides))
     )
 
 
@@ -94,12 +94,12 @@ def _shardings(
     for name, strategy in strategies.items():
         mine = config.strategy if config.strategy.name == name else strategy
         for method, quantization in quantizations.items():
-            words: tuple[str, ...] = ()
+            overrides: tuple[str, ...] = ()
             if name != config.strategy.name:
-                words += (f"strategy={name}",)
+                overrides += (f"strategy={name}",)
             if method != config.quantization.method:
-                words += (f"quantization={method}",)
-            yield replace(config, strategy=mine, quantization=quantization), words
+                overrides += (f"quantization={method}",)
+            yield replace(config, strategy=mine, quantization=quantization), overrides
 
 
 def _of_micro_batches(
@@ -108,7 +108,7 @@ def _of_micro_batches(
     run: PlannedRun,
     size: ModelSize,
     mode: str,
-    words: tuple[str, ...],
+    overrides: tuple[str, ...],
 ) -> list[Candidate]:
     """Return the typed micro-batch where it fits, and the smallest one about as fast as any that
     does; the smallest of all where none does. Of `auto`, the largest that fits.
@@ -116,14 +116,14 @@ def _of_micro_batches(
     is_auto = config.trainer.micro_batch_size == "auto"
     packs = run.micro_batch_size * run.accumulation
     if mode != config.recompute.mode:
-        words += (f"recompute={mode}",)
+        overrides += (f"recompute={mode}",)
     best: Candidate | None = None
     as_typed: list[Candidate] = []
     for number in MICRO_BATCHES:
         if packs % number:
             break
         each = replace(run.with_micro_batch(number), recompute=mode)
-        typed, trainer = words, config.trainer
+        typed, trainer = overrides, config.trainer
         if number != config.trainer.micro_batch_size and not is_auto:
             typed += (f"trainer.micro_batch_size={number}",)
             trainer = replace(trainer, micro_batch_size=number)
@@ -137,9 +137,9 @@ def _of_micro_batches(
         speed = estimate_speed(each, size)
         meant = replace(base, recompute=replace(config.recompute, mode=mode), trainer=trainer)
         candidate = Candidate(
-            words=typed, run=each, memory=memory, speed=speed, fits=has_room, config=meant
+            overrides=typed, run=each, memory=memory, speed=speed, fits=has_room, config=meant
         )
-        if has_room and typed == words and not is_auto:
+        if has_room and typed == overrides and not is_auto:
             as_typed.append(candidate)
         if (
             best is None
@@ -163,19 +163,19 @@ def best_of_each(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def smallest_change(candidates: list[Candidate]) -> Candidate | None:
-    """Return the candidate that fits with the fewest words to type; the fastest of those."""
+    """Return the candidate that fits with the fewest overrides to type; the fastest of those."""
     fitting = [each for each in candidates if each.fits]
     return min(
         fitting,
-        key=lambda each: (len(each.words), -each.speed.tokens_per_second),
+        key=lambda each: (len(each.overrides), -each.speed.tokens_per_second),
         default=None,
     )
 
 
-def other_ways(
+def suggest_larger_changes(
     config: TrainConfig,
     hardware: HardwareConfig,
-    numbers: Mapping[str, Any],
+    config_json: Mapping[str, Any],
     model: PlannedModel,
     strategies: Mapping[str, StrategyConfig],
     sequence_len: int,
@@ -185,9 +185,9 @@ def other_ways(
     length = sequence_len // 2
     while length >= 128:
         shorter = replace(config, data=replace(config.data, sequence_len=length))
-        ways = list_candidates(shorter, hardware, numbers, model, strategies)
+        ways = list_candidates(shorter, hardware, config_json, model, strategies)
         if (way := smallest_change(ways)) is not None:
-            found.append(" ".join((f"data.sequence_len={length}", *way.words)))
+            found.append(" ".join((f"data.sequence_len={length}", *way.overrides)))
             break
         length //= 2
     more = hardware
@@ -199,9 +199,9 @@ def other_ways(
                 config, trainer=replace(config.trainer, global_batch_size=more.num_gpus)
             )
             typed.append(f"trainer.global_batch_size={more.num_gpus}")
-        ways = list_candidates(asked, more, numbers, model, strategies)
+        ways = list_candidates(asked, more, config_json, model, strategies)
         if (way := smallest_change(ways)) is not None:
-            found.append(" ".join((*typed, *way.words)))
+            found.append(" ".join((*typed, *way.overrides)))
             break
     return found
 

@@ -111,7 +111,7 @@ def known_card(name: str, memory_gib: float) -> str | None:
     return found
 
 
-def name_of_machine(machine: Machine | None = None) -> tuple[str, float, int]:
+def detect_card(machine: Machine | None = None) -> tuple[str, float, int]:
     """Return card, memory in GiB and number of the GPUs here; DeviceError where there is none."""
     machine = read_machine() if machine is None else machine
     if not machine.gpus:
@@ -125,7 +125,10 @@ def name_of_machine(machine: Machine | None = None) -> tuple[str, float, int]:
     card = known_card(smallest.name, smallest.memory_gib)
     if card is None:
         raise DeviceError(
-            [f"hardware=auto: the numbers of {smallest.name} are not known; {how_to_describe()}"]
+            [
+                f"hardware=auto: the specifications of {smallest.name} are not known; "
+                f"{custom_hardware_advice()}"
+            ]
         )
     return card, smallest.memory_gib, len(machine.gpus)
 
@@ -134,7 +137,7 @@ def _why(machine: Machine) -> str:
     return f" ({machine.failure})" if machine.failure else ""
 
 
-def how_to_describe() -> str:
+def custom_hardware_advice() -> str:
     """Return how to type a card that has no file."""
     return (
         "describe one of your own beside the nearest, as hardware=a100_40gb hardware.memory_gib=31 "
@@ -153,10 +156,12 @@ def check_hardware(config: HardwareConfig) -> list[str]:
     missing = [f"hardware.{name}" for name in needed if not getattr(config, name)]
     if not missing:
         return []
-    return [f"{', '.join(missing)}: not known of hardware={config.name}; {how_to_describe()}"]
+    return [
+        f"{', '.join(missing)}: not known of hardware={config.name}; {custom_hardware_advice()}"
+    ]
 
 
-def with_host_of_machine(known: HardwareConfig) -> HardwareConfig:
+def with_local_host(known: HardwareConfig) -> HardwareConfig:
     """Return a card's numbers with the host memory, network and free disk of this machine."""
     network = max(known.network_gb_per_second, FAST_NETWORK)
     return replace(

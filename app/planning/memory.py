@@ -16,7 +16,7 @@ from app.model.activation_memory import (
 )
 from app.model.layer_kind import ALL_EXPERTS
 from app.model.quantization import QuantizationConfig
-from app.planning.activations import estimate_activations, estimate_loss, half_copies
+from app.planning.activations import autocast_copy_bytes, estimate_activations, estimate_loss
 from app.planning.hardware import HardwareConfig
 from app.planning.host import estimate_host_memory
 from app.planning.planned_model import PlannedModel, dtype_bytes, size_for
@@ -58,7 +58,7 @@ class PlannedRun:
     sequence_len: int = 2048
     accumulation: int = 1
     trains_base: bool = False
-    drops: bool = False
+    drops_inputs: bool = False
     """whether each adapter reads its own dropped input"""
     fuses_adapters: bool = True
     fuses_norm_and_gate: bool = True
@@ -146,7 +146,7 @@ class PlannedRun:
             and self.fuses_layers
             and self.model.widths.kind.has_rms_norms,
             trains_base=self.trains_base,
-            drops_inputs=self.drops,
+            drops_inputs=self.drops_inputs,
             # bitsandbytes' product of int8 keeps its own input as well.
             input_copies=copies + (self.quantization.method == "int8"),
             output_copies=2 * self.model.is_dora,
@@ -237,7 +237,10 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
         recompute=run.recompute,
         accumulation=run.accumulation,
     )
-    execution, copies = run.execution, half_copies(run, size.whole.frozen + size.whole.trained)
+    execution, copies = (
+        run.execution,
+        autocast_copy_bytes(run, size.whole.frozen + size.whole.trained),
+    )
     gathered = _gathered(size, run.strategy, states.gathered)
     gradients = _gradients(run, size, states.gradients)
     layers = estimate_activations(run, execution)

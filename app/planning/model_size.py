@@ -30,7 +30,7 @@ from app.preflight.shapes import modules_of_architecture
 from app.process.errors import UserError
 from app.strategy.tensor_plan import BY_COLUMNS, BY_ROWS
 
-OTHER_NAMES = {
+OLDER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "num_layers", "encoder_layers"),
     "num_attention_heads": ("n_head", "num_heads", "encoder_attention_heads"),
@@ -60,37 +60,42 @@ SHARED_EXPERTS = re.compile(r"^(?!.*\bexperts\.\d).*\bgate_proj\.(base_layer\.)?
 class _Numbers:
     """The numbers of a config.json, as `widths_of` asks a transformers config for them."""
 
-    def __init__(self, numbers: Mapping[str, Any]) -> None:
-        self._numbers = {**DEFAULT_NUMBERS.get(str(numbers.get("model_type")), {}), **numbers}
-        self.is_encoder_decoder = numbers.get("model_type") in PAIRS
+    def __init__(self, config_json: Mapping[str, Any]) -> None:
+        self._numbers = {
+            **DEFAULT_NUMBERS.get(str(config_json.get("model_type")), {}),
+            **config_json,
+        }
+        self.is_encoder_decoder = config_json.get("model_type") in PAIRS
 
     def get_text_config(self) -> _Numbers:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        for each in (name, *OTHER_NAMES.get(name, ())):
+        for each in (name, *OLDER_NAMES.get(name, ())):
             if each in self._numbers:
                 return self._numbers[each]
         raise AttributeError(name)
 
 
 def build_planned_model(
-    config: ModelConfig, numbers: Mapping[str, Any], adapter: AdapterConfig, precision: str
+    config: ModelConfig, config_json: Mapping[str, Any], adapter: AdapterConfig, precision: str
 ) -> PlannedModel:
     """Return the model that a run would build; UserError where the adapter does not fit it."""
-    planned = model_of_numbers(config.path or "model.architecture", numbers, adapter, precision)
-    return planned or model_on_meta(config, numbers, adapter, precision)
+    planned = model_from_config_json(
+        config.path or "model.architecture", config_json, adapter, precision
+    )
+    return planned or model_from_meta(config, config_json, adapter, precision)
 
 
-def model_of_numbers(
-    name: str, numbers: Mapping[str, Any], adapter: AdapterConfig, precision: str
+def model_from_config_json(
+    name: str, config_json: Mapping[str, Any], adapter: AdapterConfig, precision: str
 ) -> PlannedModel | None:
     """Return the model by its config.json alone; None where its family needs torch.
 
     Biases and norms are left out: less than a thousandth of the weights.
     """
-    base = modules_of_architecture(name, numbers)
-    widths = widths_of(_Numbers(numbers))
+    base = modules_of_architecture(name, config_json)
+    widths = widths_of(_Numbers(config_json))
     if base.linear is None or not base.layers or not base.embeddings or widths is None:
         return None
     if base.head is None or base.experts:
@@ -101,7 +106,7 @@ def model_of_numbers(
     weights_of = _weights_by(adapter, found, precision)
     layers: dict[str, dict[str, Weight]] = {layer: {} for layer in base.layers}
     rest: dict[str, Weight] = {}
-    is_tied = bool(numbers.get("tie_word_embeddings", numbers.get("model_type") in TIED))
+    is_tied = bool(config_json.get("tie_word_embeddings", config_json.get("model_type") in TIED))
     head: dict[str, Weight] = {}
     for module, shape in base.linear.items():
         layer = _layer_of(module, layers)
@@ -112,9 +117,9 @@ def model_of_numbers(
             head = {} if is_tied else weights_of(module, shape, module)
         else:
             rest |= weights_of(module, shape, module)
-    if (positions := LEARNED_POSITIONS.get(str(numbers.get("model_type")))) is not None:
+    if (positions := LEARNED_POSITIONS.get(str(config_json.get("model_type")))) is not None:
         tables, name_of_length, more = positions
-        rows = tables * (numbers[name_of_length] + more)
+        rows = tables * (config_json[name_of_length] + more)
         is_full = isinstance(adapter, FullConfig)
         num_bytes = dtype_bytes(precision, trains=is_full)
         rest["positions.weight"] = Weight((rows, widths.hidden), num_bytes, is_full)
@@ -136,7 +141,7 @@ def model_of_numbers(
         rest=rest,
         widths=widths,
         plan=_split_plan(next(iter(layers.values()))),
-        is_pair=numbers.get("model_type") in PAIRS,
+        is_pair=config_json.get("model_type") in PAIRS,
     )
 
 
@@ -199,15 +204,15 @@ def _ranks(adapter: AdapterConfig, matrices: list[str]) -> dict[str, int]:
     return ranks
 
 
-def model_on_meta(
-    config: ModelConfig, numbers: Mapping[str, Any], adapter: AdapterConfig, precision: str
+def model_from_meta(
+    config: ModelConfig, config_json: Mapping[str, Any], adapter: AdapterConfig, precision: str
 ) -> PlannedModel:
     """Return the model by building its modules without numbers."""
     from app.model.build import build_model
     from app.model.recompute import RecomputeConfig
 
     model = build_model(
-        replace(config, path=None, from_scratch=True, architecture=dict(numbers)),
+        replace(config, path=None, from_scratch=True, architecture=dict(config_json)),
         QuantizationConfig(),
         "eager",  # which every model has
         adapter,
@@ -215,7 +220,7 @@ def model_on_meta(
         precision,
         on_meta=True,
     )
-    planned = model_of_modules(config.path or "model.architecture", model, numbers)
+    planned = model_from_modules(config.path or "model.architecture", model, config_json)
     if planned is None:
         raise UserError(
             f"{config.path}: its config.json does not say how wide its layers are; a plan knows "
@@ -224,9 +229,11 @@ def model_on_meta(
     return planned
 
 
-def model_of_modules(name: str, model: Any, numbers: Mapping[str, Any]) -> PlannedModel | None:
+def model_from_modules(
+    name: str, model: Any, config_json: Mapping[str, Any]
+) -> PlannedModel | None:
     """Return a model that is built, on meta and not quantized, as a plan has it; None where its
-    config does not say how wide its layers are. `numbers`: of its config.json.
+    config does not say how wide its layers are. `config_json`: of its config.json.
     """
     from app.model.layers import decoder_layers
     from app.strategy.tensor_plan import layer_plan
@@ -260,7 +267,7 @@ def model_of_modules(name: str, model: Any, numbers: Mapping[str, Any]) -> Plann
     ]
     is_tied = {id(w) for w in embedding.parameters()} == {id(w) for w in head.parameters()}
     # transformers ties every T5; FLAN-T5's files have a head of their own, which loading unties.
-    is_tied = is_tied and numbers.get("tie_word_embeddings") is not False
+    is_tied = is_tied and config_json.get("tie_word_embeddings") is not False
     try:
         plan: Mapping[str, str] = layer_plan(model)
     except UserError:  # no ranks can split it, and the couplings say so

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,9 @@ from app.preflight import check_compatibility
 from app.preflight.base_model import BaseModel, check_config, inspect_base
 from app.preflight.files import check_sequence_len, check_tensor_parallel
 from app.process.errors import UserError
-from app.process.untrusted import read_json_object
+from app.process.untrusted import read_json_object, reading
 from app.strategy.settings import FAMILIES, StrategyConfig
-from data_modules import setting
+from data_modules import estimate_epoch, setting
 
 if TYPE_CHECKING:
     from app.config.verbs import PlanConfig, TrainConfig
@@ -42,6 +42,10 @@ NO_FLASH = ("attention_chunk_size", "attention_dropout", "attn_pdrop")
 """numbers of config.json that FlashAttention cannot follow, and sdpa can"""
 DEFAULT_LEN = 2048
 """tokens of a sequence where none are typed and the context is longer, as in the data room"""
+
+
+BYTES_OF_TOKEN = 4
+"""of English text, about: OpenAI's rule of thumb, where the tokenizer is not on this machine"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,7 +71,7 @@ class PlanningConfig(EnforceConfig):
     """file to write the best plan to, as an experiment: +experiment=FILE.yaml"""
 
 
-def planned_strategies(
+def load_strategies(
     settings_of: Callable[[str, str], StrategyConfig],
 ) -> dict[str, StrategyConfig]:
     """Return the settings of each strategy that can be planned, by its name.
@@ -77,7 +81,7 @@ def planned_strategies(
     return {name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED}
 
 
-def read_numbers(model: ModelConfig) -> Mapping[str, Any]:
+def read_config_json(model: ModelConfig) -> Mapping[str, Any]:
     """Return what the base's config.json says; UserError where none is on this machine."""
     folder = None if model.path is None else Path(model.path)
     if folder is not None and folder.is_dir():
@@ -90,10 +94,10 @@ def read_numbers(model: ModelConfig) -> Mapping[str, Any]:
     if found is not None and (missing := [p for p in found.problems if "model.path" in p]):
         raise UserError(missing)
     if (cached := newest_cached_file(str(model.path), "config.json")) is not None:
-        numbers, problem = read_json_object(cached)
+        config_json, problem = read_json_object(cached)
         if problem is not None:
             raise UserError(problem)
-        return text_numbers(numbers)
+        return text_numbers(config_json)
     raise UserError(
         f"model.path={model.path}: a plan fetches nothing, and its config.json is not on this "
         "machine; type model=NAME for a base that is known (--help model lists them), the folder "
@@ -136,19 +140,19 @@ def on_hardware(config: PlanConfig, hardware: HardwareConfig) -> HardwareConfig:
     return replace(hardware, gpus_per_node=devices, num_nodes=nodes)
 
 
-def config_on(config: TrainConfig, hardware: HardwareConfig) -> TrainConfig:
+def with_devices_of(config: TrainConfig, hardware: HardwareConfig) -> TrainConfig:
     """Return the settings with the hardware's devices typed, for the checks."""
     trainer = replace(config.trainer, devices=hardware.gpus_per_node, num_nodes=hardware.num_nodes)
     return replace(config, trainer=trainer)
 
 
 def check_planned(
-    config: TrainConfig, hardware: HardwareConfig, numbers: Mapping[str, Any]
+    config: TrainConfig, hardware: HardwareConfig, config_json: Mapping[str, Any]
 ) -> list[str]:
     """List what does not go together, of the settings and of this base."""
-    placed = config_on(config, hardware)
+    placed = with_devices_of(config, hardware)
     problems = check_compatibility(placed, hardware.gpus_per_node, on_this_machine=False)
-    base = BaseModel(config.model.path or "model.architecture", numbers)
+    base = BaseModel(config.model.path or "model.architecture", config_json)
     if config.data.sequence_len is not None:
         problems += check_sequence_len(config.data.sequence_len, base)
     size = getattr(config.strategy, "tensor_parallel_size", 1)
@@ -158,7 +162,7 @@ def check_planned(
 def plan_run(
     config: TrainConfig,
     hardware: HardwareConfig,
-    numbers: Mapping[str, Any],
+    config_json: Mapping[str, Any],
     *,
     model: PlannedModel | None = None,
     strategies: Mapping[str, StrategyConfig],
@@ -168,26 +172,26 @@ def plan_run(
     `strategies`: the settings of each by name, which `auto` chooses from.
     """
     precision = _precision(config.trainer.precision, hardware)
-    model = model or build_planned_model(config.model, numbers, config.adapter, precision)
-    run = describe_training(
+    model = model or build_planned_model(config.model, config_json, config.adapter, precision)
+    run = build_planned_run(
         config,
         hardware,
         model,
         precision=precision,
-        sequence_len=_sequence_len(config, numbers),
-        keeps_scores=_keeps_scores(config.attention.backend, numbers),
-        groups_documents=_groups_documents(config, model, numbers, precision, hardware),
-        is_stored=is_stored_quantized(numbers),
+        sequence_len=_sequence_len(config, config_json),
+        keeps_scores=_keeps_scores(config.attention.backend, config_json),
+        groups_documents=_groups_documents(config, model, config_json, precision, hardware),
+        is_stored=is_stored_quantized(config_json),
     )
     run = replace(run, accumulation=_accumulation(config, run))
     said: list[str] = []
     compiles, mode = config.trainer.compile, config.recompute.mode
     if config.strategy.name == "auto":
         modes = recompute_modes(mode, compiles=compiles)
-        choice = choose_strategy(run, strategies, modes, is_stored=is_stored_quantized(numbers))
+        choice = choose_strategy(run, strategies, modes, is_stored=is_stored_quantized(config_json))
         run = replace(run, strategy=strategies[choice.name])
         said.append(f"strategy: {choice}")
-        found = check_planned(replace(config, strategy=run.strategy), hardware, numbers)
+        found = check_planned(replace(config, strategy=run.strategy), hardware, config_json)
         if found:
             raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in found])
     if mode == "auto":
@@ -201,7 +205,7 @@ def plan_run(
     return run, said
 
 
-def describe_training(
+def build_planned_run(
     config: TrainConfig,
     hardware: HardwareConfig,
     model: PlannedModel,
@@ -235,7 +239,7 @@ def describe_training(
         micro_batch_size=trainer.least_micro_batch,
         sequence_len=sequence_len,
         trains_base=saves_whole_model(adapter),
-        drops=isinstance(adapter, LoraConfig) and adapter.dropout > 0,
+        drops_inputs=isinstance(adapter, LoraConfig) and adapter.dropout > 0,
         fuses_adapters=quantization.method != "int8"
         and not (isinstance(adapter, LoraConfig) and adapter.use_dora),
         fuses_norm_and_gate=fuses_norm_and_gate,
@@ -247,29 +251,31 @@ def describe_training(
     )
 
 
-def is_stored_quantized(numbers: Mapping[str, Any]) -> bool:
+def is_stored_quantized(config_json: Mapping[str, Any]) -> bool:
     """Return whether config.json says that the base's files are quantized."""
-    return bool(numbers.get("quantization_config"))
+    return bool(config_json.get("quantization_config"))
 
 
-def _keeps_scores(backend: str, numbers: Mapping[str, Any]) -> bool:
+def _keeps_scores(backend: str, config_json: Mapping[str, Any]) -> bool:
     """Return whether attention is not one kernel, where no flash-attn is installed for `auto`."""
-    lacks_kernel = numbers.get("model_type") in NO_KERNEL or numbers.get("attn_logit_softcapping")
+    lacks_kernel = config_json.get("model_type") in NO_KERNEL or config_json.get(
+        "attn_logit_softcapping"
+    )
     return backend == "eager" or (backend == "auto" and bool(lacks_kernel))
 
 
 def _groups_documents(
     config: TrainConfig,
     model: PlannedModel,
-    numbers: Mapping[str, Any],
+    config_json: Mapping[str, Any],
     precision: str,
     hardware: HardwareConfig,
 ) -> bool:
     """Return whether attention is sdpa's, which `auto` takes where FlashAttention cannot run."""
     backend = config.attention.backend
-    if model.is_pair or _keeps_scores(backend, numbers):
+    if model.is_pair or _keeps_scores(backend, config_json):
         return False
-    known = {**DEFAULT_NUMBERS.get(str(numbers.get("model_type")), {}), **numbers}
+    known = {**DEFAULT_NUMBERS.get(str(config_json.get("model_type")), {}), **config_json}
     no_flash = precision == "fp32" or not hardware.has_bf16
     no_flash = no_flash or model.widths.widest_head > WIDEST_FLASH_HEAD
     no_flash = no_flash or any(known.get(name) for name in NO_FLASH)
@@ -287,10 +293,10 @@ def _precision(typed: str, hardware: HardwareConfig) -> str:
     return typed
 
 
-def _sequence_len(config: TrainConfig, numbers: Mapping[str, Any]) -> int:
+def _sequence_len(config: TrainConfig, config_json: Mapping[str, Any]) -> int:
     if config.data.sequence_len is not None:
         return config.data.sequence_len
-    context = numbers.get("max_position_embeddings", numbers.get("n_positions"))
+    context = config_json.get("max_position_embeddings", config_json.get("n_positions"))
     return min(DEFAULT_LEN, context) if isinstance(context, int) else DEFAULT_LEN
 
 
@@ -299,3 +305,46 @@ def _accumulation(config: TrainConfig, run: PlannedRun) -> int:
     if trainer.global_batch_size is None:
         return trainer.gradient_accumulation_steps
     return max(1, trainer.global_batch_size // (run.micro_batch_size * run.num_data_ranks))
+
+
+def estimate_tokens(config: TrainConfig, sequence_len: int) -> tuple[int, str]:
+    """Estimate the tokens of all epochs, and say by what; DataError where the data do not tell."""
+    file = find_tokenizer(config.model)
+    epoch = estimate_epoch(
+        config.data,
+        sequence_len=sequence_len,
+        tokenizer=str(config.model.tokenizer_path or config.model.path),
+        count_tokens=count_bytes if file is None else _count_by(file),
+    )
+    epochs = config.trainer.num_epochs
+    guessed = "" if file else f" at {BYTES_OF_TOKEN} bytes a token: its tokenizer is not here"
+    times = f"{epochs} x " if epochs > 1 else ""
+    return epoch.tokens * epochs, f"an estimate by {times}{epoch.how}{guessed}"
+
+
+def find_tokenizer(model: ModelConfig) -> Path | None:
+    """Return the base's tokenizer.json where this machine has it."""
+    path = model.tokenizer_path or model.path
+    if path is None:
+        return None
+    file = Path(path) / "tokenizer.json"
+    return file if file.is_file() else newest_cached_file(path, file.name)
+
+
+def count_bytes(texts: Sequence[str]) -> list[int]:
+    """Return about how many tokens texts have, by their bytes."""
+    return [-(-len(text.encode(errors="replace")) // BYTES_OF_TOKEN) for text in texts]
+
+
+def _count_by(file: Path) -> Callable[[Sequence[str]], list[int]]:
+    from tokenizers import Tokenizer
+
+    def count(texts: Sequence[str]) -> list[int]:
+        with reading(file, "download it again, or type plan.tokens=N"):
+            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [len(one) for one in encoded]
+
+    return count

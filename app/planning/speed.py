@@ -248,7 +248,7 @@ def _verdict(
     return f"network-bound: {longest.what} ({longest.kind}), {share:.1f} x what computing takes"
 
 
-def batch_word(run: PlannedRun) -> str:
+def describe_batch(run: PlannedRun) -> str:
     """Return how much a larger micro-batch would still gain, and why it stops."""
     reads = _weight_reads(run) + _dequantized(run)
     bandwidth = BANDWIDTH * run.hardware.memory_gb_per_second * 1e9

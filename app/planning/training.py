@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from app.model.architecture import text_numbers
-from app.planning.advice import list_candidates, other_ways, smallest_change
+from app.planning.advice import list_candidates, smallest_change, suggest_larger_changes
 from app.planning.hardware import (
     HardwareConfig,
     host_memory_gib,
     known_card,
-    with_host_of_machine,
+    with_local_host,
 )
 from app.planning.host import estimate_host_memory
 from app.planning.memory import (
@@ -26,8 +26,8 @@ from app.planning.memory import (
     estimate_gpu_memory,
     usable_bytes,
 )
-from app.planning.model_size import model_of_modules, model_of_numbers, model_on_meta
-from app.planning.planned import describe_training, is_stored_quantized
+from app.planning.model_size import model_from_config_json, model_from_meta, model_from_modules
+from app.planning.planned import build_planned_run, is_stored_quantized
 from app.planning.speed import estimate_speed, tokens_at_full_rate
 from app.process.environment import host_bytes
 from app.process.errors import UserError
@@ -47,7 +47,7 @@ LIKE = "a100_80gb"
 """card whose rates stand for those of one that is not known, where ways are put in order"""
 
 
-def hardware_here(
+def detect_hardware(
     env: Environment, num_nodes: int, settings_of: Callable[[str], HardwareConfig]
 ) -> HardwareConfig:
     """Return this machine as a plan has it; `settings_of` those of a known card.
@@ -70,7 +70,7 @@ def hardware_here(
     card = known_card(smallest.name, memory_gib)
     known = settings_of(card or LIKE)
     return replace(
-        with_host_of_machine(known),
+        with_local_host(known),
         name=card or smallest.name,
         memory_gib=memory_gib,
         gpus_per_node=env.devices,
@@ -94,18 +94,18 @@ def plan_training(
     `whole`: its config.json. `backend`: of attention. `build_on_meta`: None where the base's
     files are quantized.
     """
-    is_on_gpu, numbers = env.accelerator == "gpu", text_numbers(whole)
+    is_on_gpu, config_json = env.accelerator == "gpu", text_numbers(whole)
     name = config.model.path or "model.architecture"
-    model = model_of_numbers(name, numbers, config.adapter, env.precision)
+    model = model_from_config_json(name, config_json, config.adapter, env.precision)
     if model is None and is_on_gpu and build_on_meta is not None:
-        model = model_of_modules(name, build_on_meta(), numbers)
+        model = model_from_modules(name, build_on_meta(), config_json)
     elif model is None and is_on_gpu:
-        plain = {key: value for key, value in numbers.items() if key != "quantization_config"}
-        model = model_on_meta(config.model, plain, config.adapter, env.precision)
+        plain = {key: value for key, value in config_json.items() if key != "quantization_config"}
+        model = model_from_meta(config.model, plain, config.adapter, env.precision)
     if model is None:
         return None
     has_liger = config.trainer.kernels == "auto" and find_spec("liger_kernel") is not None
-    run = describe_training(
+    run = build_planned_run(
         config,
         hardware,
         model,
@@ -231,7 +231,7 @@ def check_room(run: PlannedRun, estimate: Estimate, enforce: str, ways: Callable
         log.warning("plan: this run may not fit: %s; %s", said, ways())
 
 
-def find_ways(
+def suggest_overrides(
     config: TrainConfig,
     run: PlannedRun,
     whole: Mapping[str, Any],
@@ -243,16 +243,25 @@ def find_ways(
             "type a shorter data.sequence_len, trainer.micro_batch_size=1, recompute=full, "
             "adapter=lora or a smaller base"
         )
-    strategies, numbers = known_strategies(), text_numbers(whole)
+    strategies, config_json = known_strategies(), text_numbers(whole)
     config = replace(config, data=replace(config.data, sequence_len=run.sequence_len))
-    found = list_candidates(config, run.hardware, numbers, run.model, strategies)
+    found = list_candidates(config, run.hardware, config_json, run.model, strategies)
     if (way := smallest_change(found)) is not None:
-        return f"type {' '.join(way.words)}"
-    others = other_ways(config, run.hardware, numbers, run.model, strategies, run.sequence_len)
-    shorter = [words for words in others if not words.startswith("hardware=")]
-    more = [words.split()[0].removeprefix("hardware=") for words in others if words not in shorter]
-    said = [f"type {words}" for words in shorter]
+        return f"type {' '.join(way.overrides)}"
+    others = suggest_larger_changes(
+        config, run.hardware, config_json, run.model, strategies, run.sequence_len
+    )
+    shorter = [overrides for overrides in others if not overrides.startswith("hardware=")]
+    more = [
+        overrides.split()[0].removeprefix("hardware=")
+        for overrides in others
+        if overrides not in shorter
+    ]
+    said = [f"type {overrides}" for overrides in shorter]
     if known_card(run.hardware.name, run.hardware.memory_gib) is None:
         more = []  # nobody rents out a card by a name that we do not know
-    said += [f"rent {words} (python -m app.plan hardware={words} says more)" for words in more]
+    said += [
+        f"rent {overrides} (python -m app.plan hardware={overrides} says more)"
+        for overrides in more
+    ]
     return ", or ".join(said) or "nothing that is known here makes it fit: take a smaller base"

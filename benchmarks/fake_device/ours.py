@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from app.planning.simulation.counting import Count, Counted
+from app.planning.simulation.counting import Counted, OperatorCounter
 from app.planning.simulation.step import DEVICE, place, start_fit
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ class Traced:
         from app.model.kernels import unfuse_layers
 
         batch = list(self.data.train_dataloader())[number]
-        count = Count(seen=float(sum(n * n for row in batch.document_lengths for n in row)))
+        count = OperatorCounter(
+            seen=float(sum(n * n for row in batch.document_lengths for n in row))
+        )
         weights = list(self.module.model.parameters())
         with self.fakes, count, count.watching_modules(), count.without_gradients(weights):
             moved = self.data.transfer_batch_to_device(batch, DEVICE, 0)
@@ -136,7 +138,7 @@ def open_run(
     architecture_file.write_text(json.dumps(architecture | {"num_hidden_layers": num_layers}))
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     model = module.model = module.build(on_meta=True)
-    with fakes, Count(seen=0):  # answers queries of the device's properties
+    with fakes, OperatorCounter(seen=0):  # answers queries of device values
         place(model)
         start_fit(module)
         optimizer = module.build_optimizer(model)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from app.planning.simulation.counting import Count, Counted
+from app.planning.simulation.counting import Counted, OperatorCounter
 from benchmarks.fake_device.ours import DEVICE, place
 from benchmarks.gpu.task import RANK
 
@@ -40,9 +40,9 @@ def count(words: Sequence[str], architecture: dict[str, Any], lengths: Sequence[
             model = peft.get_peft_model(model, lora)
     model.train()
     rows = torch.zeros(len(lengths), lengths[0], dtype=torch.int64).pin_memory()
-    counting = Count(seen=float(sum(length**2 for length in lengths)))
+    counting = OperatorCounter(seen=float(sum(length**2 for length in lengths)))
     with FakeTensorMode(allow_non_fake_inputs=True), flash_attention():
-        with Count(seen=0):
+        with OperatorCounter(seen=0):
             place(model)
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)

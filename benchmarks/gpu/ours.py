@@ -95,13 +95,13 @@ def resolve_recompute(task: Task, part: Part, adapter: AdapterConfig, env: Envir
     from app.planning.choose import choose_recompute
     from app.planning.hardware import HardwareConfig
     from app.planning.memory import PlannedRun
-    from app.planning.model_size import model_of_modules
+    from app.planning.model_size import model_from_modules
     from app.strategy.settings import StrategyConfig
 
     if env.accelerator == "cpu":
         return "none"
     empty = build(replace(task, device="meta"), part, adapter, "none", "eager", env.precision)
-    model = model_of_modules("8B", empty, task.shape)
+    model = model_from_modules("8B", empty, task.shape)
     assert model is not None
     gpu = torch.cuda.get_device_properties(0)
     run = PlannedRun(
@@ -116,7 +116,7 @@ def resolve_recompute(task: Task, part: Part, adapter: AdapterConfig, env: Envir
         sequence_len=task.sequence_len,
         accumulation=env.accumulation,
         trains_base=part.adapter == "full",
-        drops=getattr(adapter, "dropout", 0.0) > 0,
+        drops_inputs=getattr(adapter, "dropout", 0.0) > 0,
         fuses_norm_and_gate=part.is_compiled or find_spec("liger_kernel") is not None,
     )
     choice, _ = choose_recompute(run, compiles=part.is_compiled)

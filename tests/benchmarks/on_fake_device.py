@@ -78,9 +78,9 @@ def known_program() -> dict[str, object]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from app.planning.simulation.counting import Count
+    from app.planning.simulation.counting import OperatorCounter
 
-    count = Count(seen=0)
+    count = OperatorCounter(seen=0)
     with FakeTensorMode(allow_non_fake_inputs=True):
         left = torch.empty(256, 512, device="cuda", dtype=torch.bfloat16)
         right = torch.empty(512, 1024, device="cuda", dtype=torch.bfloat16)

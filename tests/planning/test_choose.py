@@ -23,7 +23,7 @@ from app.planning.choose import (
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun, estimate_gpu_memory, fits
 from app.planning.planned import on_hardware, plan_run
-from app.planning.training import hardware_here
+from app.planning.training import detect_hardware
 from app.preflight import check_compatibility
 from app.process.errors import UserError
 from app.run import describe_global_batch
@@ -322,6 +322,6 @@ def test_the_smallest_gpu_of_this_machine_counts(monkeypatch: pytest.MonkeyPatch
         "get_device_properties",
         lambda index: SimpleNamespace(name="Some Card", total_memory=sizes[index]),
     )
-    found = hardware_here(replace(ONE, devices=2), 2, lambda card: HardwareConfig(name=card))
+    found = detect_hardware(replace(ONE, devices=2), 2, lambda card: HardwareConfig(name=card))
     assert (found.memory_gib, found.gpus_per_node, found.num_nodes) == (40, 2, 2)
     assert found.name == "Some Card" and found.host_memory_gib > 0

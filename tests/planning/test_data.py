@@ -11,7 +11,7 @@ import pytest
 
 from app.config import load_config
 from app.plan import tokens_of
-from app.planning.data import count_bytes, estimate_tokens
+from app.planning.planned import count_bytes, estimate_tokens
 from app.report.plan import plan_lines
 from tests.planning.test_plan import plan_of
 

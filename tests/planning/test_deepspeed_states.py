@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from app.planning.deepspeed_states import estimate_zero2_states, estimate_zero3_states
+from app.planning.describe import estimate_zero2_states, estimate_zero3_states
 
 MACHINES = ((1, 1), (8, 1), (8, 4))
 MODELS = ((2851e6, 32e6), (8.03e9, 525e6), (70.6e9, 1050e6))

@@ -11,8 +11,8 @@ from app.config.conf_files import CONF, groups
 from app.planning.hardware import (
     HardwareConfig,
     check_hardware,
+    detect_card,
     known_card,
-    name_of_machine,
     split_name,
 )
 from app.process.errors import DeviceError
@@ -68,15 +68,15 @@ def test_a_card_of_ones_own() -> None:
 
 def test_this_machine_by_its_drivers_word() -> None:
     h100 = Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2, capability=(9, 0))
-    assert name_of_machine(Machine(gpus=(h100, h100))) == ("h100", 79.2, 2)
+    assert detect_card(Machine(gpus=(h100, h100))) == ("h100", 79.2, 2)
     assert known_card("NVIDIA A100-SXM4-40GB", 39.4) == "a100_40gb"
     assert known_card("NVIDIA A100-SXM4-80GB", 79.3) == "a100_80gb"
     assert known_card("Tesla V100-SXM2-16GB", 15.8) is None
     with pytest.raises(DeviceError, match="hardware=8xh100"):
-        name_of_machine(Machine())
+        detect_card(Machine())
     odd = Gpu(name="NVIDIA T1000", memory_gib=4.0, capability=(7, 5))
     with pytest.raises(DeviceError, match=r"T1000 are not known.*hardware.memory_gib"):
-        name_of_machine(Machine(gpus=(odd,)))
+        detect_card(Machine(gpus=(odd,)))
 
 
 def test_a_part_of_a_card_is_not_the_card() -> None:

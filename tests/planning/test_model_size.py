@@ -10,7 +10,7 @@ import pytest
 from app.config import conf_files, load_config
 from app.model.activation_memory import LayerExecution
 from app.model.layer_kind import LayerKind
-from app.planning.model_size import model_of_numbers, model_on_meta
+from app.planning.model_size import model_from_config_json, model_from_meta
 from app.planning.planned_model import PlannedModel, size_for
 from app.preflight.shapes import _FAMILIES
 from app.strategy.settings import DdpConfig
@@ -39,9 +39,9 @@ def sizes_of(config: Any, model: PlannedModel) -> Any:
 
 def compare(config: Any, numbers: dict[str, Any]) -> None:
     name = config.model.path
-    of_numbers = model_of_numbers(name, numbers, config.adapter, "bf16")
+    of_numbers = model_from_config_json(name, numbers, config.adapter, "bf16")
     assert of_numbers is not None
-    on_meta = model_on_meta(config.model, numbers, config.adapter, "bf16")
+    on_meta = model_from_meta(config.model, numbers, config.adapter, "bf16")
     for attribute in ("widths", "num_layers", "trained_layers", "trains_head", "is_pair"):
         assert getattr(of_numbers, attribute) == getattr(on_meta, attribute), attribute
     for trained in (True, False):
@@ -66,8 +66,8 @@ def test_modules_of_a_plan_weigh_what_the_arithmetic_of_a_run_says() -> None:
 
     config = load_config("train", ["model=qwen3_30b_a3b", "data=dolly", "quantization=nf4"])
     numbers = config.model.architecture | SMALL
-    model = model_on_meta(config.model, numbers, config.adapter, "bf16")
-    assert model_of_numbers("moe", numbers, config.adapter, "bf16") is None
+    model = model_from_meta(config.model, numbers, config.adapter, "bf16")
+    assert model_from_config_json("moe", numbers, config.adapter, "bf16") is None
     built = build_model(
         replace(config.model, path=None, from_scratch=True, architecture=numbers),
         replace(config.quantization, method="none"),
@@ -110,7 +110,7 @@ FOUND = {
 def test_what_a_layer_is_made_of_is_found_in_its_modules(name: str) -> None:
     config = load_config("train", [f"model={name}", "data=dolly"])
     numbers = config.model.architecture | {"num_hidden_layers": 2}
-    found = model_on_meta(config.model, numbers, config.adapter, "bf16").widths.kind
+    found = model_from_meta(config.model, numbers, config.adapter, "bf16").widths.kind
     expected = FOUND[name]
     assert found == replace(expected, activation=expected.activation if expected.has_gate else "")
 
@@ -118,7 +118,7 @@ def test_what_a_layer_is_made_of_is_found_in_its_modules(name: str) -> None:
 def test_experts_that_every_token_goes_to_are_found() -> None:
     config = load_config("train", ["model=glm4_5_air", "data=dolly"])
     numbers = config.model.architecture | {"num_hidden_layers": 3}
-    widths = model_on_meta(config.model, numbers, config.adapter, "bf16").widths
+    widths = model_from_meta(config.model, numbers, config.adapter, "bf16").widths
     shared = numbers["n_shared_experts"] * numbers["moe_intermediate_size"]
     routed = numbers["num_experts_per_tok"] * numbers["moe_intermediate_size"]
     assert (widths.kind.shared_experts, widths.feed_forward) == (shared, routed + shared)
@@ -130,7 +130,7 @@ def test_the_gate_of_a_config_json_decides_its_kernel() -> None:
     execution = LayerExecution(tokens=1, fuses_norm_and_gate=True)
     for activation, has_kernel in (("silu", True), ("gelu", False)):
         of_type = numbers | {"hidden_act": activation}
-        model = model_of_numbers("llama", of_type, config.adapter, "bf16")
+        model = model_from_config_json("llama", of_type, config.adapter, "bf16")
         assert model is not None
         assert execution.fuses_gate(model.widths) is has_kernel
 

@@ -19,7 +19,7 @@ from app.plan import plan
 from app.planning import simulation
 from app.planning.memory import GpuMemory, PlannedRun, estimate_gpu_memory
 from app.planning.model_size import build_planned_model
-from app.planning.planned import on_hardware, plan_run, read_numbers
+from app.planning.planned import on_hardware, plan_run, read_config_json
 from app.planning.simulation.device import find_obstacle
 from app.process.errors import UserError
 from tests.planning.test_planned import STRATEGIES
@@ -194,7 +194,7 @@ def plan_shipped(name: str) -> tuple[PlanConfig, PlannedRun]:
     words += ["trainer.global_batch_size=64"] if name == "llama70b" else []
     config = load_config("plan", words)
     assert isinstance(config, PlanConfig)
-    hardware, numbers = on_hardware(config, config.hardware), read_numbers(config.model)
+    hardware, numbers = on_hardware(config, config.hardware), read_config_json(config.model)
     return config, plan_run(config, hardware, numbers, strategies=STRATEGIES)[0]
 
 
@@ -265,7 +265,7 @@ def test_formula_and_steps_of_a_family_agree(name: str) -> None:
     assert isinstance(config, PlanConfig)
     model = replace(config.model, architecture=config.model.architecture | FAMILIES[name])
     config = replace(config, model=model)
-    numbers = read_numbers(model)
+    numbers = read_config_json(model)
     run = plan_run(config, config.hardware, numbers, strategies=STRATEGIES)[0]
     assert run.model.widths.is_compared
     period = ROPE_PERIODS.get(name, 1)
@@ -294,7 +294,7 @@ def test_each_part_of_a_70b_model_on_8_and_64_ranks_agrees(typed: tuple[str, ...
     """Within 5 % of the part or, of what is small beside the others, 1.2 % of the whole."""
     config = load_config("plan", ["+experiment=llama70b", "trainer.global_batch_size=64", *typed])
     assert isinstance(config, PlanConfig)
-    hardware, numbers = on_hardware(config, config.hardware), read_numbers(config.model)
+    hardware, numbers = on_hardware(config, config.hardware), read_config_json(config.model)
     run = plan_run(config, hardware, numbers, strategies=STRATEGIES)[0]
     config, run = with_layers(config, run, 4)
     said, steps = estimate_gpu_memory(run), simulation.simulate(config, run)

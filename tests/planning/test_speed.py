@@ -13,7 +13,7 @@ from app.model.quantization import QuantizationConfig
 from app.planning.communication import ALL_REDUCE, list_collectives
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
-from app.planning.model_size import model_of_numbers
+from app.planning.model_size import model_from_config_json
 from app.planning.planned_model import PlannedModel
 from app.planning.speed import estimate_flops, estimate_speed
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig
@@ -31,7 +31,7 @@ PUBLISHED = {
 def planned(model: str, *words: str) -> tuple[Any, PlannedModel]:
     config = load_config("train", [f"model={model}", "data=dolly", *words])
     precision = config.trainer.precision if config.trainer.precision != "auto" else "bf16"
-    found = model_of_numbers(model, config.model.architecture, config.adapter, precision)
+    found = model_from_config_json(model, config.model.architecture, config.adapter, precision)
     assert found is not None
     return config, found
 

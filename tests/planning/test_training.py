@@ -13,7 +13,7 @@ import torch
 
 from app.planning import training
 from app.planning.memory import GIB, estimate_gpu_memory
-from app.planning.training import check_room, estimate_training, find_ways
+from app.planning.training import check_room, estimate_training, suggest_overrides
 from app.process.errors import UserError
 from tests.conftest import TrainRun
 from tests.planning.test_choose import planned
@@ -35,7 +35,7 @@ def test_what_a_fixed_share_once_said_yes_to_is_refused_with_what_to_type() -> N
     numbers = config.model.architecture
 
     def found() -> str:
-        return find_ways(config, run, numbers, lambda: STRATEGIES)
+        return suggest_overrides(config, run, numbers, lambda: STRATEGIES)
 
     with pytest.raises(UserError) as caught:
         check_room(run, estimate_training(run), "error", found)

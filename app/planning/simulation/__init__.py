@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 from app.planning.memory import PlannedRun
 from app.planning.simulation.device import (
-    NoFakeDevice,
+    FakeDeviceError,
     find_obstacle,
     install,
-    install_streams,
+    install_fake_streams,
 )
 from app.planning.speed import estimate_speed, kernel_seconds
 from app.process.errors import UserError
@@ -37,7 +37,7 @@ WITHOUT = "or leave plan.simulate out: the arithmetic stands"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Simulated:
+class SimulatedStep:
     """What a step of a run was found to take on one GPU, by its own code."""
 
     parts: dict[str, int]
@@ -80,7 +80,7 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
         raise UserError(f"plan.simulate=true: {why} {WITHOUT}")
 
 
-def simulate(config: TrainConfig, run: PlannedRun) -> Simulated:
+def simulate(config: TrainConfig, run: PlannedRun) -> SimulatedStep:
     """Take a step of `run`, as it means `config`, in a process of its own.
 
     UserError where its code cannot run without a GPU.
@@ -90,7 +90,7 @@ def simulate(config: TrainConfig, run: PlannedRun) -> Simulated:
     try:
         with ProcessPoolExecutor(1, mp_context=spawn) as process:
             return process.submit(_simulate, config, run).result()
-    except NoFakeDevice as reason:
+    except FakeDeviceError as reason:
         raise UserError(f"plan.simulate=true: {reason}; {WITHOUT}") from reason
     except BrokenProcessPool as error:
         raise UserError(
@@ -98,12 +98,12 @@ def simulate(config: TrainConfig, run: PlannedRun) -> Simulated:
         ) from error
 
 
-def _simulate(config: TrainConfig, run: PlannedRun) -> Simulated:
+def _simulate(config: TrainConfig, run: PlannedRun) -> SimulatedStep:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     hardware = run.hardware
     install(hardware.name, hardware.memory_gib, hardware.gpus_per_node)
-    install_streams()
+    install_fake_streams()
     from app.planning.simulation.kernels import install_kernels
     from app.planning.simulation.step import take_steps
 
@@ -114,7 +114,7 @@ def _simulate(config: TrainConfig, run: PlannedRun) -> Simulated:
         each = kernel_seconds(hardware, kernel.kind, kernel.dtype, kernel.flops, kernel.num_bytes)
         per_step = 1.0 if kernel.phase == "step" else run.accumulation / steps.accumulated
         compute += each * times * per_step
-    return Simulated(
+    return SimulatedStep(
         parts={name: size for name, size in steps.live.peak.items() if size},
         phase=steps.live.peak_phase,
         compute_seconds=compute,

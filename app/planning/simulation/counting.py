@@ -103,7 +103,7 @@ class Counted:
     """positions that the head computes a loss for"""
 
 
-class Count(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
     """Count into `tally`; `phase` says where a step is.
 
     seen: sum of squares of the batch's document lengths, which causal attention costs half of.

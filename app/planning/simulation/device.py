@@ -25,7 +25,7 @@ MULTIPROCESSORS = 132
 _kernels: Any = None
 
 
-class NoFakeDevice(Exception):
+class FakeDeviceError(Exception):
     """Says why there can be no fake device here."""
 
 
@@ -37,7 +37,7 @@ def find_obstacle() -> str | None:
 
 
 def install(name: str = "", memory_gib: float = MEMORY_GIB, num_devices: int = 1) -> None:
-    """Give torch fake CUDA devices; NoFakeDevice with the reason where it cannot.
+    """Give torch fake CUDA devices; FakeDeviceError with the reason where it cannot.
 
     All of them are `cuda:0`: an H100, with the name and memory that are given.
     """
@@ -51,7 +51,7 @@ def install(name: str = "", memory_gib: float = MEMORY_GIB, num_devices: int = 1
 def _load_device() -> Any:
     """Give torch the device's guard and its operators, and return torch."""
     if obstacle := find_obstacle():
-        raise NoFakeDevice(obstacle)
+        raise FakeDeviceError(obstacle)
     _load_guard()
     # What asks for a device while it is imported must find none: bitsandbytes loads CUDA's library.
     import lightning  # noqa: F401
@@ -63,7 +63,7 @@ def _load_device() -> Any:
     # The table of its scales is computed once, by numbers that a fake would not have.
     functional.name2qmap["dynamic"] = functional.create_dynamic_map()
     if torch.version.cuda is not None:
-        raise NoFakeDevice("this PyTorch is built for CUDA, whose own device would be taken")
+        raise FakeDeviceError("this PyTorch is built for CUDA, whose own device would be taken")
     _teach_fakes(torch)
     _choose_attention(torch)
     # Else it would leave out what it does with real tensors, as reading whether a mask is needed.
@@ -76,7 +76,7 @@ def start() -> None:
     warnings.simplefilter("ignore")
     try:
         install()
-    except NoFakeDevice as reason:
+    except FakeDeviceError as reason:
         print(reason, file=sys.stderr)
         sys.exit(3)
     from app.planning.simulation.kernels import install_kernels
@@ -101,7 +101,7 @@ def _load_guard() -> None:
             [*command, "-lc10", "-ltorch_cpu"], capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise NoFakeDevice(f"g++ does not build {SOURCE.name}: {done.stderr.strip()[-300:]}")
+            raise FakeDeviceError(f"g++ does not build {SOURCE.name}: {done.stderr.strip()[-300:]}")
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
@@ -191,7 +191,7 @@ def _pretend(torch: Any) -> None:
     torch.backends.cuda.is_flash_attention_available = lambda: True
 
 
-def install_streams() -> None:
+def install_fake_streams() -> None:
     """Let FSDP have streams and events; compiled layers would ask for a GPU's own."""
     import torch
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
-from app.planning.simulation.counting import Count
+from app.planning.simulation.counting import OperatorCounter
 
 ACTIVATIONS = "activations"
 """and all else that a step computes: the loss, and copies that autocast keeps"""
 
 
-class LiveParts(Count):
+class LiveMemory(OperatorCounter):
     """Count a step, and the bytes that are alive on the device by part; `peak` is of one moment.
 
     What is made belongs to `part`, until `assign` says otherwise.

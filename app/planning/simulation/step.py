@@ -30,8 +30,8 @@ from app.model.build import build_model
 from app.model.hub import newest_cached_file
 from app.model.kernels import FusedGate, unfuse_layers
 from app.planning.memory import PlannedRun
-from app.planning.simulation.device import NoFakeDevice
-from app.planning.simulation.live import LiveParts
+from app.planning.simulation.device import FakeDeviceError
+from app.planning.simulation.live import LiveMemory
 from app.strategy.build import build_strategy
 from app.strategy.fsdp import Fsdp
 from app.strategy.loading import Broadcaster
@@ -57,7 +57,7 @@ HOST = torch.device("cpu")
 class Steps:
     """What steps were found to take on one rank."""
 
-    live: LiveParts
+    live: LiveMemory
     """with the peak of the last step"""
     accumulated: int
     """micro-batches that were counted of a step"""
@@ -67,7 +67,7 @@ def take_steps(config: TrainConfig, run: PlannedRun) -> Steps:
     """Count an optimizer step of `run`, as it means `config`, after one that made the states."""
     micro_batches = min(2, run.accumulation)
     tokens = run.micro_batch_size * [run.sequence_len]
-    live = LiveParts(seen=float(sum(length**2 for length in tokens)))
+    live = LiveMemory(seen=float(sum(length**2 for length in tokens)))
     with ExitStack() as stack:
         stack.enter_context(_ranks(run.num_ranks))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -171,7 +171,7 @@ class _KeptBuckets:
 
 
 def _begin_fit(
-    config: TrainConfig, run: PlannedRun, folder: Path, live: LiveParts
+    config: TrainConfig, run: PlannedRun, folder: Path, live: LiveMemory
 ) -> tuple[FinetuneModule, Optimizer]:
     """Build what `app.train` would fit, up to its first batch."""
     devices, nodes = run.hardware.gpus_per_node, run.num_nodes
@@ -233,9 +233,9 @@ def _module(
     architecture = load_architecture(model)
     backend = choose_backend(config.attention, architecture, "gpu", run.precision).backend
     if backend == "flex":
-        raise NoFakeDevice("flex attention is compiled for a GPU that is there")
+        raise FakeDeviceError("flex attention is compiled for a GPU that is there")
     if "linear_attention" in (getattr(architecture.get_text_config(), "layer_types", None) or ()):
-        raise NoFakeDevice(
+        raise FakeDeviceError(
             f"the kernels of {architecture.model_type}'s recurrent layers are not known to a GPU "
             "that is not there"
         )
@@ -277,7 +277,7 @@ def _build_placed(build: Callable[[], Any], place_on: torch.device, **_: Any) ->
 
 
 def _take_step(
-    module: FinetuneModule, optimizer: Optimizer, batch: Batch, number: int, live: LiveParts
+    module: FinetuneModule, optimizer: Optimizer, batch: Batch, number: int, live: LiveMemory
 ) -> None:
     """Take one optimizer step, in Lightning's order."""
     strategy: Any = module.trainer.strategy

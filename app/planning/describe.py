@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from app.planning.advice import Candidate
 from app.planning.communication import list_collectives
-from app.planning.deepspeed_states import states_by_deepspeed
 from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import (
     GIB,
@@ -16,8 +16,14 @@ from app.planning.memory import (
     fits_host,
     usable_bytes,
 )
-from app.planning.simulation import Simulated
-from app.planning.speed import batch_word, estimate_flops, estimate_speed
+from app.planning.simulation import SimulatedStep
+from app.planning.speed import describe_batch, estimate_flops, estimate_speed
+from app.strategy.settings import ZeroConfig
+
+HALF_BYTES, FP32_BYTES = 2, 16
+"""a weight in half precision, and all that is in fp32 for it; a half gradient makes it 18"""
+BUFFERS = 1.5
+"""host memory that DeepSpeed counts for each byte, for its buffers"""
 
 
 def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> dict[str, Any]:
@@ -50,7 +56,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
             "offloaded": host.offloaded / GIB,
             "memory": hardware.host_memory_gib,
         },
-        "deepspeed_states_gib": states_by_deepspeed(run),
+        "deepspeed_states_gib": estimate_deepspeed_states(run),
         "disk_gib": disk_gib,
         "nvme_gib": hardware.nvme_gib,
         "fits_disk": not hardware.nvme_gib or disk_gib <= hardware.nvme_gib,
@@ -70,7 +76,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
         "tokens_per_second_a_gpu": speed.tokens_per_second / run.num_ranks,
         "mfu": speed.mfu,
         "verdict": speed.verdict,
-        "batch": batch_word(run),
+        "batch": describe_batch(run),
         "tokens_by": tokens_by,
         "simulated": None,
         **_hours_and_cost(run, tokens, speed.tokens_per_second),
@@ -112,7 +118,7 @@ def _settings(run: PlannedRun) -> dict[str, Any]:
     }
 
 
-def describe_simulated(run: PlannedRun, found: Simulated) -> dict[str, Any]:
+def describe_simulated(run: PlannedRun, found: SimulatedStep) -> dict[str, Any]:
     """Return what a simulation found, beside what the arithmetic says of the same parts."""
     memory = estimate_gpu_memory(run)
     said = {name: size for name, size in memory.parts.items() if name != "overhead"}
@@ -138,10 +144,79 @@ def describe_candidate(candidate: Candidate) -> dict[str, Any]:
     """Return one row of the advice."""
     run, memory = candidate.run, candidate.memory
     return _settings(run) | {
-        "type": " ".join(candidate.words),
+        "type": " ".join(candidate.overrides),
         "fits": candidate.fits,
         "gpu_gib": {name: value / GIB for name, value in memory.parts.items()},
         "gpu_total_gib": memory.total / GIB,
         "tokens_per_second": candidate.speed.tokens_per_second,
         "verdict": candidate.speed.verdict,
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelStates:
+    """Bytes of model states on one GPU, and on the host of one node."""
+
+    gpu: float
+    host: float
+
+
+def estimate_zero2_states(
+    num_weights: float, *, gpus_per_node: int, num_nodes: int = 1, offloads: bool = False
+) -> ModelStates:
+    """Return what ZeRO-2 keeps, with optimizer states on the host where it offloads."""
+    gpus = gpus_per_node * num_nodes
+    if offloads:
+        host = num_weights * max(4 * gpus, FP32_BYTES)
+        return ModelStates(gpu=HALF_BYTES * num_weights, host=host * BUFFERS)
+    gpu = HALF_BYTES * num_weights + (HALF_BYTES + FP32_BYTES) * num_weights / gpus
+    return ModelStates(gpu=gpu, host=4 * num_weights * gpus_per_node * BUFFERS)
+
+
+def estimate_zero3_states(
+    num_weights: float,
+    largest_layer: float,
+    *,
+    gpus_per_node: int,
+    num_nodes: int = 1,
+    offloads_optimizer: bool = False,
+    offloads_weights: bool = False,
+    loads_in_shares: bool = False,
+) -> ModelStates:
+    """Return what ZeRO-3 keeps; `largest_layer`: weights of the layer that is gathered.
+
+    `loads_in_shares`: DeepSpeed's zero.Init, by which no process builds the whole model.
+    """
+    gathered, gpus = 2 * HALF_BYTES * largest_layer, gpus_per_node * num_nodes
+    a_weight = HALF_BYTES + FP32_BYTES
+    if not offloads_optimizer:
+        loaded = largest_layer if loads_in_shares else num_weights
+        host = 4 * loaded * gpus_per_node
+        return ModelStates(gpu=gathered + a_weight * num_weights / gpus, host=host * BUFFERS)
+    on_host = a_weight if offloads_weights else FP32_BYTES
+    share = num_weights * on_host / num_nodes
+    loading = 0.0 if loads_in_shares else 4 * num_weights * gpus_per_node
+    here = 0.0 if offloads_weights else HALF_BYTES * num_weights / gpus
+    return ModelStates(gpu=gathered + here, host=max(share, loading) * BUFFERS)
+
+
+def estimate_deepspeed_states(run: PlannedRun) -> dict[str, float] | None:
+    """Return the GiB that DeepSpeed's estimator says; None of what it does not know."""
+    strategy, gpus = run.strategy, run.hardware.gpus_per_node
+    if not isinstance(strategy, ZeroConfig) or strategy.stage == 1 or not run.trains_base:
+        return None
+    offloads, weights = strategy.offload_optimizer != "none", float(run.model.num_weights)
+    if strategy.stage == 2:
+        states = estimate_zero2_states(
+            weights, gpus_per_node=gpus, num_nodes=run.num_nodes, offloads=offloads
+        )
+    else:
+        states = estimate_zero3_states(
+            weights,
+            run.model.head_weights,
+            gpus_per_node=gpus,
+            num_nodes=run.num_nodes,
+            offloads_optimizer=offloads,
+            offloads_weights=strategy.offload_parameters != "none",
+        )
+    return {"gpu": states.gpu / GIB, "host": states.host / GIB}
