@@ -1,4 +1,4 @@
-"""The loss mask and the rendered text, for the chat templates that are in use."""
+"""The loss mask and the rendered text of common chat templates, and the errors of others."""
 
 from __future__ import annotations
 
@@ -53,28 +53,28 @@ ZEPHYR = (
     "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n"
     "{% endfor %}"
 )
-# Qwen3: thinking stays in the last answer only, which gets an empty one where it has none.
+# Qwen3: only the last answer keeps its reasoning; without any, it gets an empty block.
 QWEN3 = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}"
     "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' %}"
-    "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% set answer = m.content.split('</think>')[-1].lstrip('\n') %}"
     "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') "
     "if '</think>' in m.content else '' %}"
-    "{% if loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n' + said }}"
-    "{% else %}{{ said }}{% endif %}"
+    "{% if loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n' + answer }}"
+    "{% else %}{{ answer }}{% endif %}"
     "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# The generation prompt opens a thought that the whole conversation does not have, so that no
-# prefix render is a prefix of it; the count of turns makes the openings differ as well.
+# The generation prompt opens a reasoning block that the whole conversation does not have, so the
+# prompt is no prefix of the conversation; the number of turns makes their starts differ as well.
 NO_PREFIX = (
     "{{ messages | length }} turns\n{% for m in messages %}"
     "<|im_start|>{{ m.role }}{{ '\n' }}{{ m.content }}<|im_end|>{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n<think>\n' }}{% endif %}"
 )
-# No generation prompt at all: the header of an answer comes with the answer.
+# Without a generation prompt: the header of an answer is written with the answer.
 NO_GENERATION_PROMPT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\n' }}{{ m.content }}<|im_end|>"
     "{{ '\n' }}{% endfor %}"
@@ -84,7 +84,7 @@ NO_STOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endf
 
 
 def chat(*contents: str, weights: tuple[float | None, ...] = ()) -> Conversation:
-    """Make a conversation of user and assistant turns in turn."""
+    """Return a conversation of alternating user and assistant turns."""
     turns = []
     for index, content in enumerate(contents):
         weight = weights[index] if weights else None
@@ -96,7 +96,7 @@ TWO_ANSWERS = chat("yes, one or two?", "yes, one", "yes, one\nor two again", "tw
 
 
 def template_of(text: str) -> ChatTemplate:
-    """Build a tokenizer that has `text` as its own template."""
+    """Resolve the template of a tokenizer whose chat template is `text`."""
     specials = ["<s>", "</s>", *IM, "<start_of_turn>", "<end_of_turn>"]
     tokenizer = build_tokenizer(specials, bos="<s>", eos="</s>")
     tokenizer.chat_template = text
@@ -104,21 +104,21 @@ def template_of(text: str) -> ChatTemplate:
 
 
 def encode(template: ChatTemplate, item: Item) -> Encoded:
-    """Encode one item that has no problem."""
+    """Encode one item, without an error."""
     (encoded,) = template.encode([item])
     assert isinstance(encoded, Encoded), encoded
     return encoded
 
 
 def problem(template: ChatTemplate, item: Item) -> str:
-    """Encode one item that has a problem, and return it."""
+    """Encode one item, and return its error."""
     (found,) = template.encode([item])
     assert isinstance(found, RowProblem)
     return found.problem
 
 
 def runs(template: ChatTemplate, item: Item) -> list[str]:
-    """Return the learned stretches of an item as text."""
+    """Return the texts of the trained runs of tokens of an item."""
     encoded = encode(template, item)
     ids, weights = encoded.input_ids, encoded.weights
     found: list[list[int]] = []
@@ -131,7 +131,7 @@ def runs(template: ChatTemplate, item: Item) -> list[str]:
 
 
 def text_of(template: ChatTemplate, item: Item) -> str:
-    """Return the whole text that is fed to the model."""
+    """Return the whole text of the model's input."""
     ids = encode(template, item).input_ids
     return str(template._tokenizer.decode(ids))
 
@@ -157,12 +157,12 @@ def test_no_prefix_and_trimmed_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "contents", "told"),
+    ("text", "contents", "expected"),
     [
         (NO_STOP, ("q", "two"), "no stop token.*chat_template=plain"),
         (CHATML.replace("message['content']", "'-'"), ("q", "two"), LOST),
         (NO_PREFIX.replace("m.content", "m.content | upper"), ("q", "two"), LOST),
-        # It is not found in a later turn.
+        # The text of a later turn is not taken for it.
         (
             CHATML.replace(
                 "message['content']", "('-' if loop.index == 2 else message['content'])"
@@ -182,13 +182,13 @@ def test_no_prefix_and_trimmed_answers() -> None:
         ),
     ],
 )
-def test_row_that_cannot_go_through_the_template_is_named(
-    text: str, contents: tuple[str, ...], told: str
+def test_row_that_the_template_cannot_render_is_an_error(
+    text: str, contents: tuple[str, ...], expected: str
 ) -> None:
-    assert re.search(f"rows.json:7 .*{told}", problem(template_of(text), chat(*contents)))
+    assert re.search(f"rows.json:7 .*{expected}", problem(template_of(text), chat(*contents)))
 
 
-def test_turn_weights_choose_what_is_trained_on() -> None:
+def test_turn_weights() -> None:
     template = template_of(CHATML)
     item = chat("q", "one", "q", "two", weights=(None, 0.0, None, 0.5))
     weights = encode(template, item).weights
@@ -202,7 +202,7 @@ def test_empty_answer_is_masked() -> None:
     assert runs(template, chat("q", " ")) == []
 
 
-def test_nothing_is_kept_after_the_last_trained_token() -> None:
+def test_tokens_after_the_last_trained_one_are_removed() -> None:
     template = template_of(PLAIN)
     item = chat("q", "two", "and a question without an answer")
     assert text_of(template, item) == "### User:\nq\n\n### Assistant:\ntwo</s>"
@@ -263,7 +263,7 @@ def test_document_segments_keep_their_weights(tokenizer: Any) -> None:
     assert by_weight == {0.25: "what is it:", 1.0: " two</s>", 0.0: "?"}
 
 
-def test_token_over_a_border_belongs_to_the_later_segment(tokenizer: Any) -> None:
+def test_token_across_a_border_belongs_to_the_later_segment(tokenizer: Any) -> None:
     whole = tokenizer(" two", add_special_tokens=False)["input_ids"]
     assert len(whole) == 1
     template = ChatTemplate.resolve(tokenizer, None)
@@ -271,7 +271,7 @@ def test_token_over_a_border_belongs_to_the_later_segment(tokenizer: Any) -> Non
     assert runs(template, item) == [" two</s>"]
 
 
-def test_character_of_several_tokens_is_trained_on_whole(tokenizer: Any) -> None:
+def test_all_tokens_of_a_character_are_trained_on(tokenizer: Any) -> None:
     assert len(tokenizer("\u2603", add_special_tokens=False)["input_ids"]) == 3
     template = ChatTemplate.resolve(tokenizer, None)
     item = Document((Segment("a \u2603", 1.0), Segment("b", 0.0), Segment("\u2603", 1.0)), ORIGIN)
@@ -283,7 +283,7 @@ def test_prompt_of_a_document_ends_where_training_starts(tokenizer: Any) -> None
     item = Document((Segment("what is it: ", 0.0), Segment("two", 1.0)), ORIGIN)
     prompt = template.prompt(item)
     assert prompt is not None and prompt.answer == "two"
-    # The blank is the beginning of the token " two", which the model has learned to say.
+    # The space is the start of the token " two", which the model is trained to generate.
     assert tokenizer.decode(prompt.input_ids) == "what is it:"
     encoded = encode(template, item)
     ids, weights = encoded.input_ids, encoded.weights
@@ -292,7 +292,7 @@ def test_prompt_of_a_document_ends_where_training_starts(tokenizer: Any) -> None
     assert template.prompt(Document((Segment("", 0.0), Segment("one", 1.0)), ORIGIN)) is None
 
 
-def test_prompt_of_a_document_holds_all_segments_before_the_last(tokenizer: Any) -> None:
+def test_prompt_of_a_document_has_all_segments_but_the_last(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     segments = (Segment("one:", 0.5), Segment(" two\n", 1.0), Segment("three:", 0.5))
     prompt = template.prompt(Document((*segments, Segment(" 1", 1.0)), ORIGIN))
@@ -300,7 +300,7 @@ def test_prompt_of_a_document_holds_all_segments_before_the_last(tokenizer: Any)
     assert tokenizer.decode(prompt.input_ids) == "one: two\nthree:"
 
 
-def test_tokenizer_without_template_gets_plain_and_says_so(tokenizer: Any) -> None:
+def test_tokenizer_without_template_gets_plain_with_a_note(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     assert "plain" in template.note and "because the tokenizer has none" in template.note
     assert tokenizer.chat_template == PLAIN
@@ -320,7 +320,7 @@ def test_template_file_and_its_hash(tokenizer: Any, tmp_path: Path) -> None:
     assert template.hash != ChatTemplate.resolve(tokenizer, "plain").hash
 
 
-def test_row_that_the_template_refuses_is_named() -> None:
+def test_row_that_the_template_rejects_is_an_error() -> None:
     tokenizer = template_of(GEMMA)._tokenizer
     template = ChatTemplate.resolve(tokenizer, None, MaskConfig(unsupported_turns="refuse"))
     refused = Conversation(
@@ -333,12 +333,12 @@ def test_row_that_the_template_refuses_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["chatmll", "missing.jinja", "chatml"])
-def test_unknown_template_names_the_known_ones(name: str, tokenizer: Any) -> None:
+def test_error_of_an_unknown_template_lists_the_known_ones(name: str, tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"chat_template=.*plain"):
         ChatTemplate.resolve(tokenizer, name)
 
 
-def test_tokenizer_that_truncates_cuts_nothing(tokenizer: Any) -> None:
+def test_truncation_of_the_tokenizer_is_switched_off(tokenizer: Any) -> None:
     tokenizer.backend_tokenizer.enable_truncation(4)
     tokenizer.backend_tokenizer.enable_padding(length=99)
     template = ChatTemplate.resolve(tokenizer, None)
@@ -358,19 +358,19 @@ def test_template_that_never_ends_is_an_error(tokenizer: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         (b"{% for m in messages %}\n{{ m.content", "is not a valid template: line 2: "),
         (b"\xff", "not UTF-8 text"),
         (b" " * (1 << 20) + b"x", "1,048,577 bytes, too large for a chat template"),
     ],
 )
-def test_file_that_is_no_template_is_an_error(
-    content: bytes, told: str, tokenizer: Any, tmp_path: Path
+def test_file_without_a_valid_template_is_an_error(
+    content: bytes, expected: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     file = tmp_path / "t.jinja"
     file.write_bytes(content)
-    with pytest.raises(DataError, match=rf"chat_template=.*t.jinja:? {told}"):
+    with pytest.raises(DataError, match=rf"chat_template=.*t.jinja:? {expected}"):
         ChatTemplate.resolve(tokenizer, str(file))
 
 

@@ -1,4 +1,4 @@
-"""What training sees is what whoever serves the saved tokenizer sees, with exactly one BOS."""
+"""The tokens of training are those of the saved tokenizer's chat template, with one BOS."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ TEMPLATES = {
     "blanks before text": f"  to {TURNS}",
     "blanks that stay": "  {%+ if true %}" + TURNS + "{% endif %}  ",
     "whitespace control": f"  \n {{%- set x = 1 -%}} \n {TURNS}",
-    "where a system turn stands": "{% if messages[0].role == 'system' %}{{ bos_token }}"
+    "BOS only with a system turn": "{% if messages[0].role == 'system' %}{{ bos_token }}"
     + "{% endif %}"
     + TURNS,
-    "by its text where a system turn stands": "  {% if messages[0].role == 'system' %}<s>"
+    "text of the BOS only with a system turn": "  {% if messages[0].role == 'system' %}<s>"
     "{% endif %}\n\n " + TURNS + " \n\n",
-    "blanks at the end where a system turn stands": "{% if messages[0].role == 'system' %}"
+    "BOS only with a system turn, blanks at the end": "{% if messages[0].role == 'system' %}"
     "{{ bos_token }}{% endif %}" + TURNS + "x\n  ",
     "macro": "{% set sep = ':\n' %}{% macro one(m) %}{{ m.role + sep + m.content }}{{ eos_token }}"
     "{% endmacro %}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
@@ -74,7 +74,7 @@ def messages(item: Conversation) -> list[dict[str, str]]:
     return [{"role": turn.role, "content": turn.content} for turn in item.turns]
 
 
-def served(tokenizer: Any, item: Conversation, prompt: bool = False) -> list[int]:
+def chat_tokens(tokenizer: Any, item: Conversation, prompt: bool = False) -> list[int]:
     ids: list[int] = tokenizer.apply_chat_template(
         messages(item), add_generation_prompt=prompt, return_dict=False
     )
@@ -82,10 +82,7 @@ def served(tokenizer: Any, item: Conversation, prompt: bool = False) -> list[int
 
 
 def cases() -> list[Any]:
-    """Return every template with and without a BOS; slow what others prove as well.
-
-    A named template is rendered as one of the tokenizer is, and without a BOS nothing is written.
-    """
+    """Return every template with and without a BOS; those that similar ones cover are slow."""
     fast = {(name, True) for name in TEMPLATES}
     fast |= {(name, False) for name in ("llama3", "gemma", "turns", "macro", "not in prompts")}
     fast |= {(f"= {name}", adds) for name in ("llama2", "chatml") for adds in (True, False)}
@@ -118,22 +115,22 @@ def test_tokens_are_those_of_the_saved_tokenizer(
     for item in [TALK] if (named or template_name) in NO_SYSTEM else [TALK, SYSTEM]:
         ids = encode(template, item).input_ids.tolist()
         prompt = template.prompt(item)
-        asked = Conversation(item.turns[:-1], ORIGIN)
+        question = Conversation(item.turns[:-1], ORIGIN)
         assert prompt is not None
         for other in (tokenizer, saved):
-            expected = served(other, item)
+            expected = chat_tokens(other, item)
             assert ids == expected[: len(ids)]
-            assert prompt.input_ids == served(other, asked, prompt=True)
+            assert prompt.input_ids == chat_tokens(other, question, prompt=True)
         if adds_bos and named != "llama2":
             assert ids[0] == bos and ids.count(bos) == 1
             assert prompt.input_ids[0] == bos and prompt.input_ids.count(bos) == 1
     if original:
-        # Nothing else is changed.
+        # Nothing but the BOS is changed.
         after = tokenizer.apply_chat_template(messages(TALK), tokenize=False)
         adds = adds_bos and not before.startswith("<s>")
         assert after == ("<s>" if adds else "") + before
         written = adds_bos and template_name not in ("llama3", "mistral", "gemma")
-        assert (template.text != original) == written == ("`<s>`, which" in template.note)
+        assert (template.text != original) == written == ("start with `<s>`" in template.note)
 
     again = ChatTemplate.resolve(saved, None)
     assert again.note == "chat template: the tokenizer's"
@@ -142,7 +139,7 @@ def test_tokens_are_those_of_the_saved_tokenizer(
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_documents_begin_as_the_tokenizer_begins_texts(adds_bos: bool) -> None:
+def test_documents_start_as_texts_of_the_tokenizer_do(adds_bos: bool) -> None:
     tokenizer = build_tokenizer(SPECIALS, bos="<s>", eos="</s>", adds_bos=adds_bos)
     template = ChatTemplate.resolve(tokenizer, None)
     item = Document((Segment("what: ", 0.0), Segment("one two", 1.0)), ORIGIN)
@@ -160,7 +157,7 @@ def test_encoder_decoder_sources_get_one_bos() -> None:
     assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1
 
 
-def test_real_tokenizer_with_a_bos_of_its_own() -> None:
+def test_real_tokenizer_that_adds_a_bos() -> None:
     folder = SHARED / "models" / "stories260K"
     if not folder.is_dir():
         pytest.skip("needs the shared model")
@@ -170,12 +167,12 @@ def test_real_tokenizer_with_a_bos_of_its_own() -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     item = chat("Who are you?", "I am \u2603\u2603 9.", "And you?", "\u00e9t\u00e9")
     ids = encode(template, item).input_ids.tolist()
-    assert ids == served(tokenizer, item)[: len(ids)]
+    assert ids == chat_tokens(tokenizer, item)[: len(ids)]
     assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1
     assert runs(template, item) == ["I am \u2603\u2603 9.</s>", "\u00e9t\u00e9</s>"]
 
 
-def test_a_template_that_writes_the_date_says_which(tokenizer: Any) -> None:
+def test_date_key_of_a_template_that_writes_the_date(tokenizer: Any) -> None:
     assert ChatTemplate.resolve(tokenizer, "plain").date_key == ""
     tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }}\n" + TURNS
     template = ChatTemplate.resolve(tokenizer, None)

@@ -1,4 +1,4 @@
-"""A template is first rendered where it can be killed."""
+"""The time and memory of the checks of a template are limited."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.data_modules.test_template import CHATML
 SMALL = Limits(seconds=1.0, memory_mb=256)
 
 
-def test_what_it_returns_comes_back_from_another_process() -> None:
+def test_the_result_is_returned_from_another_process() -> None:
     assert run_limited(os.getpid, SMALL) != os.getpid()
     assert run_limited(lambda: ["a"], SMALL) == ["a"]
 
 
-def test_what_fails_is_no_limit() -> None:
+def test_an_error_is_not_taken_for_a_limit() -> None:
     def fail() -> None:
         raise SystemExit(3)
 
@@ -31,17 +31,17 @@ def test_what_fails_is_no_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "told"),
+    ("work", "expected"),
     [
         (lambda: time.sleep(60), "within 1 s"),
-        (lambda: 9**99999999, "within 1 s"),  # holds the interpreter: no thread could end it
+        (lambda: 9**99999999, "within 1 s"),  # holds the interpreter lock
         (lambda: bytearray(2**40), "within 256 MB"),
         (lambda: os.kill(os.getpid(), 9), "within 256 MB"),
     ],
 )
-def test_time_and_memory_end(work: Callable[[], object], told: str) -> None:
+def test_time_and_memory_limits(work: Callable[[], object], expected: str) -> None:
     started = time.perf_counter()
-    with pytest.raises(LimitError, match=told):
+    with pytest.raises(LimitError, match=expected):
         run_limited(work, SMALL)
     assert time.perf_counter() - started < 10
 
@@ -57,7 +57,7 @@ def test_time_and_memory_end(work: Callable[[], object], told: str) -> None:
         "{% endfor %}{{ n.x }}",
     ],
 )
-def test_a_template_that_takes_too_much_is_named(
+def test_a_template_beyond_the_limits_is_an_error(
     text: str, make_tokenizer: Callable[..., Any]
 ) -> None:
     tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")

@@ -1,4 +1,4 @@
-"""What the settings make of the mask: roles, stop tokens, thoughts, tools, control tokens."""
+"""The effect of the settings on the mask: roles, stop tokens, reasoning, tools, control tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def template_of(name: str = "chatml", text: str | None = None, **mask: Any) -> C
 
 
 def by_weight(template: ChatTemplate, item: Any) -> list[tuple[float, str]]:
-    """Return the text in stretches of one weight."""
+    """Return the runs of tokens of one weight as (weight, text)."""
     encoded = encode(template, item)
     found: list[tuple[float, list[int]]] = []
     for id_, weight in zip(encoded.input_ids.tolist(), encoded.weights.tolist(), strict=True):
@@ -64,7 +64,7 @@ def by_weight(template: ChatTemplate, item: Any) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize(
-    ("mask", "learned"),
+    ("mask", "trained"),
     [
         ({}, ["two" + END, "four" + END]),
         ({"roles_to_train": ["user"]}, ["one" + END, "three" + END]),
@@ -81,23 +81,25 @@ def by_weight(template: ChatTemplate, item: Any) -> list[tuple[float, str]]:
         ({"last_turn_only": True, "train_on_eos": "all"}, [END, END, END, END, "four" + END]),
     ],
 )
-def test_settings_choose_the_turns(mask: dict[str, Any], learned: list[str]) -> None:
-    assert runs(template_of(**mask), TALK) == learned
+def test_settings_decide_which_turns_are_trained_on(
+    mask: dict[str, Any], trained: list[str]
+) -> None:
+    assert runs(template_of(**mask), TALK) == trained
 
 
-def test_a_turns_own_weight_goes_before_its_role() -> None:
+def test_the_weight_of_a_turn_takes_precedence_over_its_role() -> None:
     turns = (
         *(Turn("user", "one", 0.5), Turn("assistant", "two", 0.0)),
         *(Turn("user", "three"), Turn("assistant", "four")),
     )
-    learned = [(w, t) for w, t in by_weight(template_of(), Conversation(turns, ORIGIN)) if w]
-    assert learned == [(0.5, "one" + END), (1.0, "four" + END)]
-    # The last answer is not to be trained on, and last_turn_only does not take another for it.
+    trained = [(w, t) for w, t in by_weight(template_of(), Conversation(turns, ORIGIN)) if w]
+    assert trained == [(0.5, "one" + END), (1.0, "four" + END)]
+    # The last answer is masked, and last_turn_only does not select another one instead.
     quiet = Conversation((*turns[:3], Turn("assistant", "four", 0.0)), ORIGIN)
     assert runs(template_of(last_turn_only=True), quiet) == []
 
 
-def test_a_rows_weight_multiplies_all_others() -> None:
+def test_the_weight_of_a_row_multiplies_all_others() -> None:
     turns = (Turn("user", "one"), Turn("assistant", "two", 0.5))
     chat = Conversation(turns, ORIGIN, weight=0.5)
     assert by_weight(template_of(), chat)[-1] == (0.25, "two" + END)
@@ -105,7 +107,7 @@ def test_a_rows_weight_multiplies_all_others() -> None:
     assert [weight for weight, _ in everything] == [0.5, 0.25, 0.5]
 
 
-def test_train_on_inputs_leaves_out_what_is_reported_to_be_left_out() -> None:
+def test_train_on_inputs_does_not_override_masked_turns_and_reasoning() -> None:
     turns = (Turn("user", "one", 0.0), Turn("assistant", "<think>hm</think>two"))
     chat = Conversation(turns, ORIGIN)
     template = template_of(train_on_inputs=True, reasoning="mask")
@@ -121,7 +123,7 @@ def test_train_on_inputs_leaves_out_what_is_reported_to_be_left_out() -> None:
     weights=st.lists(st.sampled_from([None, 0.0, 0.5]), min_size=4, max_size=4),
     roles=st.lists(st.sampled_from(["user", "assistant"]), min_size=1, unique=True),
 )
-def test_stop_tokens_are_learned_as_set(
+def test_stop_tokens_are_trained_on_as_set(
     eos: str, weights: list[float | None], roles: list[str]
 ) -> None:
     turns = tuple(
@@ -130,60 +132,60 @@ def test_stop_tokens_are_learned_as_set(
     )
     template = template_of(train_on_eos=eos, roles_to_train=roles)
     chat = Conversation(turns, ORIGIN)
-    learned = [t for t in turns if (t.weight if t.weight is not None else t.role in roles)]
+    trained = [t for t in turns if (t.weight if t.weight is not None else t.role in roles)]
     text = "".join(runs(template, chat))
-    stops = {"all": 4, "turn": len(learned), "last": min(len(learned), 1), "none": 0}[eos]
+    stops = {"all": 4, "turn": len(trained), "last": min(len(trained), 1), "none": 0}[eos]
     assert text.count(END) == stops
-    assert text.replace(END, "") == "".join(turn.content for turn in learned)
+    assert text.replace(END, "") == "".join(turn.content for turn in trained)
 
 
-THINKS = Conversation(
+REASONED = Conversation(
     (Turn("user", "one"), Turn("assistant", "two", reasoning="let me see")), ORIGIN
 )
 INLINE = Conversation(
     (Turn("user", "one"), Turn("assistant", "<think>\nlet me see\n</think>\n\ntwo")), ORIGIN
 )
-THOUGHT = "<think>\nlet me see\n</think>\n\n"
+REASONING = "<think>\nlet me see\n</think>\n\n"
 
 
-@pytest.mark.parametrize("item", [THINKS, INLINE])
+@pytest.mark.parametrize("item", [REASONED, INLINE])
 @pytest.mark.parametrize("name", ["chatml", "qwen3"])
 @pytest.mark.parametrize(
-    ("reasoning", "learned", "seen"),
+    ("reasoning", "trained", "seen"),
     [
-        ("keep", THOUGHT + "two" + END, THOUGHT),
-        ("mask", "two" + END, THOUGHT),
+        ("keep", REASONING + "two" + END, REASONING),
+        ("mask", "two" + END, REASONING),
         ("strip", "two" + END, ""),
     ],
 )
-def test_thoughts_are_kept_stripped_or_masked(
-    item: Conversation, name: str, reasoning: str, learned: str, seen: str
+def test_reasoning_is_kept_stripped_or_masked(
+    item: Conversation, name: str, reasoning: str, trained: str, seen: str
 ) -> None:
     template = template_of(name, reasoning=reasoning)
     text = text_of(template, item)
     if name == "qwen3" and reasoning == "strip":
-        # It opens and closes a thought where there is none.
-        learned, seen = "<think>\n\n</think>\n\ntwo" + END, "<think>\n\n</think>\n\n"
+        # It writes an empty reasoning block.
+        trained, seen = "<think>\n\n</think>\n\ntwo" + END, "<think>\n\n</think>\n\n"
     assert text.endswith(f"<|im_start|>assistant\n{seen}two{END}")
-    assert runs(template, item) == [learned]
-    in_tags = item is THINKS and name == "chatml" and reasoning != "strip"
+    assert runs(template, item) == [trained]
+    in_tags = item is REASONED and name == "chatml" and reasoning != "strip"
     assert encode(template, item).notes == ((Note("reasoning_in_tags"),) if in_tags else ())
 
 
-def test_a_thought_that_the_template_drops_is_noted() -> None:
+def test_dropped_reasoning_is_noted() -> None:
     dropped = named_template("chatml").replace(
         "message['content']", "message['content'].split('</think>')[-1].strip()"
     )
     template = template_of(text=dropped)
-    for item in (THINKS, INLINE):
+    for item in (REASONED, INLINE):
         assert encode(template, item).notes[-1] == Note("lost_reasoning", "let me see")
         assert runs(template, item) == ["two" + END]
     stripping = template_of(text=dropped, reasoning="strip")
-    assert encode(stripping, THINKS).notes == ()
+    assert encode(stripping, REASONED).notes == ()
 
 
-def test_a_thought_in_an_earlier_answer_is_lost_in_qwen3() -> None:
-    turns = (*THINKS.turns, Turn("user", "three"), Turn("assistant", "four", reasoning="so"))
+def test_qwen3_drops_the_reasoning_of_earlier_answers() -> None:
+    turns = (*REASONED.turns, Turn("user", "three"), Turn("assistant", "four", reasoning="so"))
     template = template_of("qwen3")
     encoded = encode(template, Conversation(turns, ORIGIN))
     assert encoded.notes == (Note("lost_reasoning", "let me see"),)
@@ -219,12 +221,12 @@ def calling(content: str = "", tools: tuple[Any, ...] = (WEATHER,)) -> Conversat
 
 
 @pytest.mark.parametrize("content", ["", "let me look", f"it may hold {END} too"])
-def test_a_tool_call_is_trained_on_whole(content: str) -> None:
+def test_all_of_a_tool_call_is_trained_on(content: str) -> None:
     template = template_of("qwen3")
     item = calling(content)
-    said = f"{content}\n{CALL}" if content else CALL
-    learned = "".join(runs(template, item))
-    assert learned == f"{said}{END}<think>\n\n</think>\n\nit is sun{END}"
+    written = f"{content}\n{CALL}" if content else CALL
+    trained = "".join(runs(template, item))
+    assert trained == f"{written}{END}<think>\n\n</think>\n\nit is sun{END}"
     text = text_of(template, item)
     assert '"description": "Tell the weather."' in text
     assert "<tool_response>\nsun\n</tool_response>" in text
@@ -256,18 +258,18 @@ PLAIN_CALL = '<tool_call>{"name": "weather", "arguments": {"city": "<b>\u00e9"}}
 def test_plain_writes_tools_calls_and_results(content: str) -> None:
     template = template_of("plain")
     item = calling(content)
-    said = f"{content}\n{PLAIN_CALL}" if content else PLAIN_CALL
+    written = f"{content}\n{PLAIN_CALL}" if content else PLAIN_CALL
     text = text_of(template, item)
     tools = json.dumps([WEATHER], ensure_ascii=False)
     assert text == (
-        f"### Tools:\n{tools}\n\n### User:\nwhat is it?\n\n### Assistant:\n{said}</s>\n\n"
+        f"### Tools:\n{tools}\n\n### User:\nwhat is it?\n\n### Assistant:\n{written}</s>\n\n"
         "### Tool:\nsun\n\n### Assistant:\nit is sun</s>"
     )
-    assert runs(template, item) == [said + "</s>", "it is sun</s>"]
+    assert runs(template, item) == [written + "</s>", "it is sun</s>"]
     assert [note.kind for note in encode(template, item).notes if note.kind[:4] == "lost"] == []
 
 
-def test_plain_writes_arguments_that_are_a_string_as_they_are() -> None:
+def test_plain_copies_arguments_that_are_a_string() -> None:
     tokenizer = template_of("plain")._tokenizer
     call = {"function": {"name": 'a"b', "arguments": '{"x": 1}'}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call, call]}]
@@ -278,18 +280,18 @@ def test_plain_writes_arguments_that_are_a_string_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "learned", "seen"),
+    ("reasoning", "trained", "seen"),
     [
-        ("keep", THOUGHT + "two</s>", THOUGHT),
-        ("mask", "two</s>", THOUGHT),
+        ("keep", REASONING + "two</s>", REASONING),
+        ("mask", "two</s>", REASONING),
         ("strip", "two</s>", ""),
     ],
 )
-def test_plain_writes_thoughts(reasoning: str, learned: str, seen: str) -> None:
+def test_plain_writes_reasoning(reasoning: str, trained: str, seen: str) -> None:
     template = template_of("plain", reasoning=reasoning)
-    for item in (THINKS, INLINE):
+    for item in (REASONED, INLINE):
         assert text_of(template, item).endswith(f"### Assistant:\n{seen}two</s>")
-        assert runs(template, item) == [learned]
+        assert runs(template, item) == [trained]
         assert encode(template, item).notes == ()
 
 
@@ -303,14 +305,14 @@ def test_real_tool_data_loses_nothing_in_plain(name: str, monkeypatch: pytest.Mo
     rows = read_rows(str(SHARED / name))
     items = [item for row in rows for item in convert_row(row, "sharegpt", {})]
     template = template_of("plain")
-    monkeypatch.setattr(template._finder, "search", None)  # the slow way
+    monkeypatch.setattr(template._finder, "search", None)  # only skeletons are used
     called = 0
     for item, encoded in zip(items, template.encode(items), strict=True):
         assert isinstance(encoded, Encoded) and isinstance(item, Conversation)
         assert encoded.notes == ()
         text = template._tokenizer.decode(encoded.input_ids)
-        learned = template._tokenizer.decode(encoded.input_ids[encoded.weights > 0])
-        wanted = ""
+        trained = template._tokenizer.decode(encoded.input_ids[encoded.weights > 0])
+        expected = ""
         for tool in item.tools:
             assert json.dumps(tool, ensure_ascii=False) in text
         for turn in item.turns:
@@ -323,8 +325,8 @@ def test_real_tool_data_loses_nothing_in_plain(name: str, monkeypatch: pytest.Mo
                 for call in turn.tool_calls
             ]
             called += len(calls)
-            wanted += "\n".join([turn.content] * bool(turn.content) + calls) + "</s>"
-        assert learned == wanted
+            expected += "\n".join([turn.content] * bool(turn.content) + calls) + "</s>"
+        assert trained == expected
     assert called > 100
 
 
@@ -366,25 +368,25 @@ def test_rows_with_tools_are_rendered_once(
         return Conversation(system + turns, ORIGIN, (tool,) * (1 + number % 2))
 
     rows = [row(number) for number in range(6)]
-    expected = [runs(template, one) for one in rows]
-    assert all("<tool_call>" in learned[0] for learned in expected)
+    expected = [runs(template, row) for row in rows]
+    assert all("<tool_call>" in trained[0] for trained in expected)
     searched = [
         template._finder.search(c, template._renderer.render([c])[0])
-        for c in (template._renderer.prepare(one, "keep") for one in rows)
+        for c in (template._renderer.prepare(row, "keep") for row in rows)
     ]
-    found = template._finder.render([template._renderer.prepare(one, "keep") for one in rows])
+    found = template._finder.render([template._renderer.prepare(row, "keep") for row in rows])
     answers = [2 - (not system), 4 - (not system)]
     for slow, fast in zip(searched, found, strict=True):
         assert [s for s in slow.spans if s.turn in answers] == [
             s for s in fast.spans if s.turn in answers
         ]
         assert slow.lost == fast.lost == ()
-    monkeypatch.setattr(template._finder, "search", None)  # the slow way
+    monkeypatch.setattr(template._finder, "search", None)  # only skeletons are used
     monkeypatch.setattr(template._finder, "_build_skeleton", None)
-    assert [runs(template, one) for one in rows] == expected
+    assert [runs(template, row) for row in rows] == expected
 
 
-def test_tool_turns_can_be_learned() -> None:
+def test_tool_turns_can_be_trained_on() -> None:
     assert runs(template_of("qwen3", roles_to_train=["tool"]), calling()) == ["sun"]
 
 
@@ -400,7 +402,7 @@ def test_rows_with_and_without_tools_do_not_mix() -> None:
     assert ["# Tools" in text for text in texts] == [False, True, False, False]
 
 
-def test_what_the_template_drops_is_noted() -> None:
+def test_dropped_parts_are_noted() -> None:
     kinds = {note.kind for note in encode(template_of("chatml"), calling("look")).notes}
     assert kinds == {"lost_tools", "lost_tool_calls"}
     assert encode(template_of("qwen3"), calling("look")).notes == ()
@@ -427,7 +429,7 @@ INJECTED = Conversation(
 )
 
 
-def test_control_tokens_in_the_text_are_noted_escaped_or_refused() -> None:
+def test_control_tokens_in_the_text_are_noted_escaped_or_an_error() -> None:
     kept = encode(template_of(), INJECTED)
     escaping = template_of(control_tokens="escape")
     escaped = encode(escaping, INJECTED)
@@ -464,26 +466,28 @@ def test_no_control_token_comes_from_escaped_text(content: str) -> None:
         assert ids.count(tokenizer.eos_token_id) == (not chat and bool(content.strip()))
 
 
-def test_escaped_text_is_cut_in_the_prompt_as_well() -> None:
+def test_prompt_with_escaped_text_is_a_prefix_of_the_whole() -> None:
     template = template_of(control_tokens="escape")
     prompt = template.prompt(INJECTED)
     encoded = encode(template, INJECTED)
     assert prompt is not None
-    learned = int((encoded.weights > 0).argmax())
-    assert prompt.input_ids == encoded.input_ids[:learned].tolist()
+    trained = int((encoded.weights > 0).argmax())
+    assert prompt.input_ids == encoded.input_ids[:trained].tolist()
 
 
-def test_tokens_are_taken_as_they_are() -> None:
+def test_rows_of_tokens_are_not_changed() -> None:
     template = template_of()
     item = Tokens((1, 2, 3), (0.0, 1.0, 0.0), ORIGIN)
     encoded = encode(template, item)
     assert encoded.input_ids.tolist() == [1, 2, 3] and encoded.weights.tolist() == [0, 1, 0]
     assert template.prompt(item) is None and template._layout_builder.control_token(item) is None
-    told = problem(template, Tokens((1, 9999), (1.0, 1.0), ORIGIN))
-    assert told.startswith("rows.json:7 input_ids has 9,999, but the tokenizer has the ids 0 to")
+    expected = problem(template, Tokens((1, 9999), (1.0, 1.0), ORIGIN))
+    assert expected.startswith(
+        "rows.json:7 input_ids has 9,999, but the tokenizer has the ids 0 to"
+    )
 
 
-def test_bad_rows_stand_among_good_ones() -> None:
+def test_results_are_in_the_order_of_the_rows() -> None:
     template = template_of(text=NO_STOP)
     good = Document((Segment("one", 1.0),), ORIGIN)
     results = list(template.encode([good, TALK, Tokens((1,), (1.0,), ORIGIN), TALK, good]))

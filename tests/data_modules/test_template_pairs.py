@@ -1,4 +1,4 @@
-"""Encoder-decoder models: what the encoder is given and what the decoder learns."""
+"""Encoder-decoder models: the tokens of the encoder and the targets of the decoder."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ CHAT = Conversation(
     ORIGIN,
     weight=0.5,
 )
-ASKED = Document((Segment("what is it: ", 0.0), Segment("yes", 0.25)), ORIGIN)
+PROMPTED = Document((Segment("what is it: ", 0.0), Segment("yes", 0.25)), ORIGIN)
 
 
 def t5_like() -> Any:
-    """Make a tokenizer that ends a text in </s>, as T5's does."""
+    """Build a tokenizer that ends a text with </s>, as T5's does."""
     tokenizer = build_tokenizer(["<pad>", "</s>"], eos="</s>")
     _post_process(tokenizer, "$A </s>", ["</s>"])
     return tokenizer
 
 
 def bart_like() -> Any:
-    """Make a tokenizer that writes a text as <s> ... </s>, as BART's does."""
+    """Build a tokenizer that encodes a text as <s> ... </s>, as BART's does."""
     tokenizer = build_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>")
     _post_process(tokenizer, "<s> $A </s>", ["<s>", "</s>"])
     return tokenizer
@@ -56,7 +56,7 @@ def resolve(tokenizer: Any, **mask: Any) -> ChatTemplate:
 @pytest.mark.parametrize("make", [t5_like, bart_like])
 @pytest.mark.parametrize(
     ("item", "source", "target"),
-    [(CHAT, "one\ntwo</s>\nthree", "what is it"), (ASKED, "what is it: ", "yes")],
+    [(CHAT, "one\ntwo</s>\nthree", "what is it"), (PROMPTED, "what is it: ", "yes")],
 )
 def test_the_last_answer_is_the_target(make: Any, item: Any, source: str, target: str) -> None:
     tokenizer = make()
@@ -71,18 +71,18 @@ def test_the_last_answer_is_the_target(make: Any, item: Any, source: str, target
     assert prompt.input_ids == encoded.input_ids.tolist()
 
 
-def test_a_target_ends_in_eos_where_the_tokenizer_adds_none() -> None:
+def test_a_target_ends_with_eos_if_the_tokenizer_adds_none() -> None:
     tokenizer = build_tokenizer(["</s>"], eos="</s>")
-    encoded = encode(resolve(tokenizer), ASKED)
+    encoded = encode(resolve(tokenizer), PROMPTED)
     assert encoded.target_ids is not None
     assert encoded.target_ids.tolist()[-1] == tokenizer.eos_token_id
     assert encoded.weights[-1] == 0.25
     assert tokenizer.eos_token_id not in encoded.input_ids
-    num_masked = encode(resolve(tokenizer, train_on_eos="none"), ASKED)
-    assert num_masked.weights[-1] == 0 and num_masked.weights[0] == 0.25
+    no_stop = encode(resolve(tokenizer, train_on_eos="none"), PROMPTED)
+    assert no_stop.weights[-1] == 0 and no_stop.weights[0] == 0.25
 
 
-def test_without_a_template_contents_only_are_written_and_it_says_so() -> None:
+def test_tokenizer_without_template_gets_contents_only_with_a_note() -> None:
     tokenizer = t5_like()
     template = resolve(tokenizer)
     assert "t5" in template.note and "because the tokenizer has none" in template.note
@@ -94,7 +94,7 @@ def test_without_a_template_contents_only_are_written_and_it_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("item", "told"),
+    ("item", "expected"),
     [
         (Document((Segment("one two", 1.0),), ORIGIN), "needs a prompt and an answer.*one text"),
         (Document((Segment("", 0.0), Segment("one", 1.0)), ORIGIN), "needs a prompt"),
@@ -102,13 +102,13 @@ def test_without_a_template_contents_only_are_written_and_it_says_so() -> None:
         (Tokens((1, 2), (1.0, 1.0), ORIGIN), "needs a prompt.*already tokenized"),
     ],
 )
-def test_rows_without_two_sides_are_named(item: Any, told: str) -> None:
+def test_rows_without_source_or_target_are_an_error(item: Any, expected: str) -> None:
     import re
 
     template = resolve(t5_like())
-    assert re.match(f"rows.json:7 an encoder-decoder model {told}", problem(template, item))
+    assert re.match(f"rows.json:7 an encoder-decoder model {expected}", problem(template, item))
     assert template.prompt(item) is None
-    good, bad, other = template.encode([ASKED, item, CHAT])
+    good, bad, other = template.encode([PROMPTED, item, CHAT])
     assert [type(one).__name__ for one in (good, bad, other)] == [
         "Encoded",
         "RowProblem",
@@ -119,7 +119,7 @@ def test_rows_without_two_sides_are_named(item: Any, told: str) -> None:
 def test_rows_are_rendered_together(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = t5_like()
     template = resolve(tokenizer)
-    rows = [CHAT, ASKED, Conversation((Turn("system", "one"), *CHAT.turns[:2]), ORIGIN), CHAT]
+    rows = [CHAT, PROMPTED, Conversation((Turn("system", "one"), *CHAT.turns[:2]), ORIGIN), CHAT]
     alone = [encode(template, row) for row in rows]
     calls = []
     render = tokenizer.apply_chat_template
@@ -137,17 +137,17 @@ def test_rows_are_rendered_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [3]
 
 
-def test_thoughts_of_the_target_are_kept_masked_or_stripped() -> None:
+def test_reasoning_of_the_target_is_kept_masked_or_stripped() -> None:
     chat = Conversation((Turn("user", "q"), Turn("assistant", "yes", reasoning="one two")), ORIGIN)
     tokenizer = t5_like()
-    learned = {}
+    trained = {}
     for reasoning in ("keep", "mask", "strip"):
         encoded = encode(resolve(tokenizer, reasoning=reasoning), chat)
         assert encoded.target_ids is not None
-        learned[reasoning] = tokenizer.decode(encoded.target_ids[encoded.weights > 0])
+        trained[reasoning] = tokenizer.decode(encoded.target_ids[encoded.weights > 0])
         seen = tokenizer.decode(encoded.target_ids)
         assert (seen == "<think>\none two\n</think>\n\nyes</s>") == (reasoning != "strip")
-    assert learned == {
+    assert trained == {
         "keep": "<think>\none two\n</think>\n\nyes</s>",
         "mask": "yes</s>",
         "strip": "yes</s>",

@@ -49,13 +49,13 @@ _LAST_QUESTION = (
     "{% set ns = namespace(last=-1, name='') %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
 )
-BEHAVIOURS = {
-    "thoughts of the past dropped": _LAST_QUESTION
+TEMPLATES = {
+    "reasoning of earlier answers dropped": _LAST_QUESTION
     + "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
     "{% if loop.index0 > ns.last %}{{ '<think>' + (m.reasoning_content or '') + '</think>' }}"
     "{% endif %}{% endif %}{{ m.content }}" + _CALL + "{{ '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}",
-    "messages of several channels, results under the name of the call": "{% set ns = "
+    "several channels, results under the name of the call": "{% set ns = "
     "namespace(name='') %}{% for m in messages %}{% if m.role == 'assistant' %}"
     "{% if m.reasoning_content and loop.last %}"
     "{{ '<|start|>assistant<|channel|>think<|message|>' + m.reasoning_content + '<|end|>' }}"
@@ -67,7 +67,7 @@ BEHAVIOURS = {
     "{{ '<|start|>' + (ns.name if m.role == 'tool' else m.role) + '<|message|>' "
     "+ m.content|tojson + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
-    "the end stands in front of the next message": "[gMASK]{% for m in messages %}"
+    "stop token before the next message only": "[gMASK]{% for m in messages %}"
     "{{ {'user': '<|user|>', 'assistant': '<|assistant|>', 'tool': '<|observation|>', "
     "'system': '<|system|>'}[m.role] + '\n' + m.content|trim }}"
     + _CALL
@@ -78,8 +78,10 @@ BEHAVIOURS = {
     + _CALL
     + "{{ '<|/response|><|/turn|>' }}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|turn|>assistant<|response|>"),
-    "a header follows always": "{% for m in messages %}{{ '<|turn|>' + m.role + '<|say|>' "
-    "+ m.content }}" + _CALL + "{{ '<|/turn|>' }}{% endfor %}{{ '<|turn|>assistant<|say|>' }}",
+    "a header after every conversation": "{% for m in messages %}"
+    "{{ '<|turn|>' + m.role + '<|say|>' + m.content }}"
+    + _CALL
+    + "{{ '<|/turn|>' }}{% endfor %}{{ '<|turn|>assistant<|say|>' }}",
     "results inside the answer": "{% for m in messages %}{% if m.role != 'tool' %}"
     "{% set before = messages[loop.index0 - 1].role if loop.index0 else '' %}"
     "{% if before != 'tool' %}{{ '<|turn>' + m.role + '\n' }}{% endif %}{{ m.content|trim }}"
@@ -90,7 +92,7 @@ BEHAVIOURS = {
     "{% endfor %}{% else %}{{ '<turn|>\n' }}{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}"
     "{% endif %}",
-    "words behind the results": "{% for m in messages %}{% if m.role != 'tool' %}"
+    "text after the results": "{% for m in messages %}{% if m.role != 'tool' %}"
     "{% set before = messages[loop.index0 - 1].role if loop.index0 else '' %}"
     "{% if before != 'tool' %}{{ '<|turn>' + m.role + '\n' }}{% endif %}"
     + _CALL
@@ -102,7 +104,7 @@ BEHAVIOURS = {
     "{% else %}{{ m.content + '<turn|>\n' }}{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}"
     "{% endif %}",
-    "results together in one user block": "{% for m in messages %}{% if m.role == 'tool' %}"
+    "results in one user turn": "{% for m in messages %}{% if m.role == 'tool' %}"
     "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
     "{{ '\n<result>\n' + m.content + '\n</result>' }}"
     "{% if loop.last or messages[loop.index].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
@@ -116,7 +118,7 @@ BEHAVIOURS = {
     "{% if loop.last or messages[loop.index].role != 'assistant' %}{{ eos_token }}{% endif %}"
     "{% else %}{{ ('' if loop.index0 and messages[loop.index0 - 1].role == 'system' "
     "else '[INST] ') + m.content + ' [/INST]' }}{% endif %}{% endfor %}",
-    "arguments as JSON text, no content beside calls": "{% for m in messages %}"
+    "arguments as JSON text, no content next to calls": "{% for m in messages %}"
     "{{ '<|' + m.role + '|>' }}{% if m.tool_calls and m.content is none %}"
     "{% for call in m.tool_calls %}"
     "{{ '<call>' + call.function.name + '\n' + call.function.arguments + '</call>' }}"
@@ -134,17 +136,18 @@ BEHAVIOURS = {
     + _CALL
     + "{{ '<|end|>' }}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|assistant|>"),
-    "words behind the calls": "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "text after the calls": "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
     + _CALL
     + "{{ m.content + '<|end|>' }}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|assistant|>"),
-    "roles in turn only": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == "
-    "0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "alternating roles only": "{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
     "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|assistant|>"),
 }
-REFUSED = {"roles in turn only": 1}
-"""forms that a template refuses itself"""
+REFUSED = {"alternating roles only": 1}
+"""number of test chats that a template rejects"""
 
 
 @cache
@@ -166,13 +169,13 @@ CONTROLS = [
 
 
 @cache
-def behaving(name: str) -> ChatTemplate:
+def template_of(name: str) -> ChatTemplate:
     tokenizer = build_tokenizer(["<s>", "</s>", *CONTROLS], bos="<s>", eos="</s>")
-    tokenizer.chat_template = BEHAVIOURS[name]
+    tokenizer.chat_template = TEMPLATES[name]
     return ChatTemplate.resolve(tokenizer, None)
 
 
-def is_own_refusal(reason: str) -> bool:
+def is_our_error(reason: str) -> bool:
     return "refuses this row" not in reason
 
 
@@ -180,38 +183,38 @@ def is_own_refusal(reason: str) -> bool:
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in TRAINING])
 def test_no_published_template_trains_on_another_turn(name: str) -> None:
     template = published(name)
-    proof = run_test_chats(template.trace)
-    assert proof.faults == []
-    assert proof.num_correct + len(proof.refused) == len(TEST_CHATS)
-    # What is refused, the template itself refuses.
-    assert [reason for reason in proof.refused.values() if is_own_refusal(reason)] == []
-    assert proof.num_correct >= 9
+    result = run_test_chats(template.trace)
+    assert result.faults == []
+    assert result.num_correct + len(result.refused) == len(TEST_CHATS)
+    # All rejected test chats are rejected by the template.
+    assert [reason for reason in result.refused.values() if is_our_error(reason)] == []
+    assert result.num_correct >= 9
 
 
-@pytest.mark.parametrize("name", BEHAVIOURS)
-def test_no_way_to_write_turns_trains_on_another_turn(name: str) -> None:
-    proof = run_test_chats(behaving(name).trace)
-    assert proof.faults == []
-    assert [reason for reason in proof.refused.values() if is_own_refusal(reason)] == []
-    assert len(proof.refused) == REFUSED.get(name, 0)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_style_of_template_trains_on_another_turn(name: str) -> None:
+    result = run_test_chats(template_of(name).trace)
+    assert result.faults == []
+    assert [reason for reason in result.refused.values() if is_our_error(reason)] == []
+    assert len(result.refused) == REFUSED.get(name, 0)
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_no_named_template_trains_on_another_turn(name: str) -> None:
     tokenizer = build_tokenizer(["<s>", "</s>", *CONTROLS], bos="<s>", eos="</s>")
-    proof = run_test_chats(ChatTemplate.resolve(tokenizer, name).trace)
-    assert proof.faults == []
-    assert [reason for reason in proof.refused.values() if is_own_refusal(reason)] == []
+    result = run_test_chats(ChatTemplate.resolve(tokenizer, name).trace)
+    assert result.faults == []
+    assert [reason for reason in result.refused.values() if is_our_error(reason)] == []
 
 
-CHANNELS = "messages of several channels, results under the name of the call"
-OPEN = "the end stands in front of the next message"
+CHANNELS = "several channels, results under the name of the call"
+OPEN = "stop token before the next message only"
 INSIDE = "results inside the answer"
-BEHIND = "words behind the results"
+AFTER_RESULTS = "text after the results"
 
 
 @pytest.mark.parametrize(
-    ("name", "form", "trained", "stops"),
+    ("name", "pattern", "trained", "stops"),
     [
         (
             CHANNELS,
@@ -239,7 +242,7 @@ BEHIND = "words behind the results"
             ['<call>f1vq0 {"p1vq0": "k1vq0"}</call><|observation|>', "c3vq0<|user|>"],
             {"<|observation|>", "<|user|>"},
         ),
-        # An answer that another follows is not what a question ends.
+        # The stop token of a question does not end an answer that another answer follows.
         (OPEN, "u a a u a", ["c1vq0", "c2vq0<|user|>", "c4vq0<|user|>"], {"<|user|>"}),
         (
             "two tokens end a turn",
@@ -247,7 +250,7 @@ BEHIND = "words behind the results"
             ["c1vq0<|/response|><|/turn|>"],
             {"<|/turn|>"},
         ),
-        ("a header follows always", "u a", ["c1vq0<|/turn|>"], {"<|/turn|>"}),
+        ("a header after every conversation", "u a", ["c1vq0<|/turn|>"], {"<|/turn|>"}),
         (
             INSIDE,
             "T u ac t a",
@@ -255,7 +258,7 @@ BEHIND = "words behind the results"
             {"</call>", "<turn|>"},
         ),
         (
-            BEHIND,
+            AFTER_RESULTS,
             "T u ac t a",
             ['<call>f1vq0 {"p1vq0": "k1vq0"}</call><|tool_response>', "c1vq0c3vq0<turn|>"],
             {"<|tool_response>", "<turn|>"},
@@ -268,37 +271,43 @@ BEHIND = "words behind the results"
         ),
     ],
 )
-def test_answers_end_with_the_token_that_ends_them(
-    name: str, form: str, trained: list[str], stops: set[str]
+def test_stop_tokens_of_answers(
+    name: str, pattern: str, trained: list[str], stops: set[str]
 ) -> None:
-    template = ChatTemplate(behaving(name)._tokenizer, BEHAVIOURS[name], "")
-    assert runs(template, build_test_chat(form)) == trained
+    template = ChatTemplate(template_of(name)._tokenizer, TEMPLATES[name], "")
+    assert runs(template, build_test_chat(pattern)) == trained
     ids = {template.stop_texts[stop] for stop in stops}
     assert ids <= template.stop_token_ids
     assert template._layout_builder.seen_stops == stops
 
 
-def test_a_call_that_is_dropped_is_noted() -> None:
+def test_a_dropped_call_is_noted() -> None:
     item = build_test_chat("T u cc tt a")
-    kinds = {note.kind for note in encode(behaving(CHANNELS), item).notes}
-    assert kinds == {"lost_tools", "lost_tool_calls"}, "of two calls one is written"
-    kinds = {note.kind for note in encode(behaving(CHANNELS), build_test_chat("T u ac t a")).notes}
+    kinds = {note.kind for note in encode(template_of(CHANNELS), item).notes}
+    assert kinds == {"lost_tools", "lost_tool_calls"}, "one of two calls is written"
+    kinds = {
+        note.kind for note in encode(template_of(CHANNELS), build_test_chat("T u ac t a")).notes
+    }
     assert "lost_content" in kinds
 
 
-def test_words_behind_a_call_without_results_are_noted() -> None:
-    kinds = [note.kind for note in encode(behaving(BEHIND), build_test_chat("u ac")).notes]
+def test_dropped_text_after_a_call_without_results_is_noted() -> None:
+    kinds = [
+        note.kind for note in encode(template_of(AFTER_RESULTS), build_test_chat("u ac")).notes
+    ]
     assert kinds == ["lost_content"]
 
 
-def test_a_row_is_refused_by_the_number_of_its_turn_and_the_reason() -> None:
+def test_error_of_a_row_names_the_turn_and_the_reason() -> None:
     tokenizer = build_tokenizer(["</s>"], eos="</s>")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     )
     template = ChatTemplate.resolve(tokenizer, None)
-    told = "turn 3 (assistant): the chat template writes no stop token after the answer `c2vq0`"
-    assert problem(template, build_test_chat("s u a u a")).startswith(f"template check:1 {told}")
+    expected = "turn 3 (assistant): the chat template writes no stop token after the answer `c2vq0`"
+    assert problem(template, build_test_chat("s u a u a")).startswith(
+        f"template check:1 {expected}"
+    )
 
 
 ASCII_ONLY = (
@@ -306,7 +315,7 @@ ASCII_ONLY = (
     "+ m.content.encode('ascii', 'ignore').decode() + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""renders what `chatml` does, but no mark that could show where an answer stands"""
+"""renders what `chatml` does, but drops the marks by which answers are located"""
 LOCATED = "its answers are located by `chatml`, which renders the same text"
 
 
@@ -328,12 +337,12 @@ def test_a_named_template_that_renders_the_same_text_locates_the_answers(
     encoded = encode(template, chat).input_ids.tolist()
     assert encoded == whole[: len(encoded)]
     assert (encoded[0] == 0) == bool(bos or adds_bos)
-    # A row that the two write otherwise is refused: the own template decides what is trained on.
+    # A row that the two templates render differently is an error.
     other = Conversation((Turn("user", "wh\u00e4t?"), Turn("assistant", "one")), ORIGIN)
     assert "differently from the named template" in problem(template, other)
 
 
-def test_no_named_template_takes_the_place_of_one_that_renders_another_text() -> None:
+def test_no_named_template_replaces_one_that_renders_another_text() -> None:
     tokenizer = build_tokenizer(["</s>", "<|im_start|>", "<|im_end|>"], eos="</s>")
     tokenizer.chat_template = ASCII_ONLY.replace("m.role", "m.role|upper")
     template = ChatTemplate.resolve(tokenizer, None)
@@ -341,28 +350,30 @@ def test_no_named_template_takes_the_place_of_one_that_renders_another_text() ->
     assert "so it cannot be located" in problem(template, build_test_chat("u a"))
 
 
-def test_a_mask_that_lies_ends_the_run_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = SpanFinder.render
+def test_a_wrong_mask_is_an_error_when_the_template_is_resolved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    render = SpanFinder.render
 
-    def to_the_end(finder: SpanFinder, chats: Sequence[Chat]) -> list[Any]:
+    def extend_spans_to_the_end(finder: SpanFinder, chats: Sequence[Chat]) -> list[Any]:
         return [
-            one._replace(spans=[s._replace(stop_end=len(one.text)) for s in one.spans])
-            if isinstance(one, RenderedChat)
-            else one
-            for one in place(finder, chats)
+            chat._replace(spans=[s._replace(stop_end=len(chat.text)) for s in chat.spans])
+            if isinstance(chat, RenderedChat)
+            else chat
+            for chat in render(finder, chats)
         ]
 
-    monkeypatch.setattr(SpanFinder, "render", to_the_end)
+    monkeypatch.setattr(SpanFinder, "render", extend_spans_to_the_end)
     tokenizer = build_tokenizer(["</s>", "<|im_start|>", "<|im_end|>"], eos="</s>")
-    tokenizer.chat_template = named_template("chatml") + "{# not proven yet #}"
+    tokenizer.chat_template = named_template("chatml") + "{# not checked yet #}"
     with pytest.raises(DataError) as caught:
         ChatTemplate.resolve(tokenizer, None)
     fault = "in the test chat `two answers` turn 3 (user) is trained on"
     assert f"the tokenizer's own chat template: {fault}" in str(caught.value)
 
 
-def test_the_proof_sees_what_is_left_out_and_what_is_too_much() -> None:
-    template = behaving("two tokens end a turn")
+def test_mask_faults_are_missing_answers_and_trained_prompts() -> None:
+    template = template_of("two tokens end a turn")
     chat = build_test_chat("T u rac t a")
     traced = template.trace(chat)
     assert isinstance(traced, TracedChat) and list(find_mask_faults(chat, traced)) == []
@@ -378,7 +389,7 @@ def test_the_proof_sees_what_is_left_out_and_what_is_too_much() -> None:
     ]
 
 
-def test_the_proof_takes_less_than_a_second_and_is_made_once() -> None:
+def test_the_test_chats_take_less_than_a_second_and_run_once() -> None:
     tokenizer = tokenizer_for(named_template("qwen3"))
     tokenizer.chat_template = named_template("qwen3") + "{# another hash #}"
     started = time.process_time()
@@ -392,46 +403,45 @@ def test_the_proof_takes_less_than_a_second_and_is_made_once() -> None:
 
 @pytest.mark.skipif(not PUBLISHED, reason="needs trl's templates")
 @pytest.mark.parametrize("name", TRAINING)
-def test_masks_are_those_of_the_generation_blocks(name: str) -> None:
-    """Compare with the blocks that a package wrote by hand into the same template.
+def test_masks_equal_those_of_the_generation_blocks(name: str) -> None:
+    """Compare with the generation blocks that TRL wrote by hand into the same template.
 
-    What they train on and we do not: headers that the generation prompt writes, what stands behind
-    the stop token, the end of a message where the template ends the last one otherwise, and turns
-    that have nothing to say. What we train on and they do not: what the generation prompt leaves to
-    the model. Neither is ever a word of a row.
+    They alone train on headers that the generation prompt writes, on text after the stop token, on
+    the end of a message if the template ends the last one differently, and on empty turns. We alone
+    train on text that the generation prompt leaves to the model. Neither is ever text of a row.
     """
     template = published(name)
-    for form in TEST_CHATS.values():
-        chat = template._rewrite(build_test_chat(form))
+    for pattern in TEST_CHATS.values():
+        chat = template._rewrite(build_test_chat(pattern))
         traced = template.trace(chat)
         if isinstance(traced, RowRefusedError):
             continue
         theirs = generation_mask(template, chat, len(traced.weights))
         ours = traced.weights > 0
         ids = traced.tokenized.ids
-        for stretch in stretches(theirs & ~ours):
-            text = template._tokenizer.decode(ids[stretch])
-            if form == "T u ac" and text == "c1vq0":
-                assert "lost_content" in traced.notes  # they stand where a result is missing
+        for run in trained_runs(theirs & ~ours):
+            text = template._tokenizer.decode(ids[run])
+            if pattern == "T u ac" and text == "c1vq0":
+                assert "lost_content" in traced.notes  # written only before a result
                 continue
             assert "vq" not in text
-            after, before = stretch.stop, stretch.start - 1
+            after, before = run.stop, run.start - 1
             is_header = after < len(ours) and ours[after]
-            is_behind = before >= 0 and ours[before]
-            is_empty = not is_header and not is_behind
-            assert is_header or is_behind or is_empty
-            if is_behind and not is_header:
+            is_after_stop = before >= 0 and ours[before]
+            is_empty = not is_header and not is_after_stop
+            assert is_header or is_after_stop or is_empty
+            if is_after_stop and not is_header:
                 assert not text.strip() or text.strip() in ("<|end|>", "</s>", "<|system|>")
-        for stretch in stretches(ours & ~theirs):
-            text = template._tokenizer.decode(ids[stretch])
+        for run in trained_runs(ours & ~theirs):
+            text = template._tokenizer.decode(ids[run])
             assert "vq" not in text
-            assert text in ("<|turn>model\n", "<|tool_response>"), "left to the model"
+            assert text in ("<|turn>model\n", "<|tool_response>"), "generated by the model"
 
 
 def generation_mask(template: ChatTemplate, chat: Conversation, length: int) -> Any:
-    given = template._renderer.prepare(chat, "keep")
+    prepared = template._renderer.prepare(chat, "keep")
     encoded = template._tokenizer.apply_chat_template(
-        _messages(given, template._renderer.message_format),
+        _messages(prepared, template._renderer.message_format),
         tools=[dict(tool) for tool in chat.tools] or None,
         return_assistant_tokens_mask=True,
         return_dict=True,
@@ -441,14 +451,14 @@ def generation_mask(template: ChatTemplate, chat: Conversation, length: int) -> 
     return mask
 
 
-def stretches(chosen: Any) -> Iterator[slice]:
+def trained_runs(chosen: Any) -> Iterator[slice]:
     edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen.astype(int), [0]])))
     for start, end in edges.reshape(-1, 2).tolist():
         yield slice(start, end)
 
 
 REAL = ("glaive_toolcall_en.json", "oasst_trees.jsonl", "sharegpt_dummy_conversation.json")
-# Of families that write tools, and behave otherwise than each other.
+# Families that write tools, each in another style.
 QUICK = [
     *("qwen2_5", "qwen3", "qwen3_5_think", "gptoss", "glm4moe", "gemma4_v5", "deepseekv3"),
     *("nemotron_3_nano", "llama3_1", "lfm2_2_5"),
@@ -457,13 +467,13 @@ QUICK = [
 
 @cache
 def real_conversations() -> list[Conversation]:
-    """Return some of the shared conversations, and half of them with thoughts."""
+    """Return some of the shared conversations, and half of them again with reasoning."""
     chats: list[Conversation] = []
     for name in REAL:
         rows = read_rows(str(SHARED / "chat" / name))
         items = [item for row in rows for item in convert_row(row, _format_of(name), {})]
         chats += [item for item in items if isinstance(item, Conversation)][:60]
-    thinking = [
+    with_reasoning = [
         replace(
             chat,
             turns=tuple(
@@ -475,7 +485,7 @@ def real_conversations() -> list[Conversation]:
         )
         for chat in chats[::2]
     ]
-    return chats + thinking
+    return chats + with_reasoning
 
 
 def _format_of(name: str) -> str:
@@ -495,18 +505,16 @@ def test_real_conversations_are_usable(name: str) -> None:
     if not (SHARED / "chat").is_dir():
         pytest.skip("needs the shared data")
     template, chats = published(name), real_conversations()
-    refused = [one for one in template.encode(chats) if not isinstance(one, Encoded)]
-    # What the template itself refuses is its own to refuse.
-    own = [one for one in refused if is_own_refusal(one.reason)]
-    assert own == []
-    assert len(refused) <= len(chats) // 100
+    problems = [row for row in template.encode(chats) if not isinstance(row, Encoded)]
+    assert [problem for problem in problems if is_our_error(problem.reason)] == []
+    assert len(problems) <= len(chats) // 100
 
 
-def test_thoughts_that_a_template_drops_are_counted() -> None:
+def test_dropped_reasoning_is_noted() -> None:
     item = build_test_chat("u ra u ra")
-    notes = encode(behaving("thoughts of the past dropped"), item).notes
+    notes = encode(template_of("reasoning of earlier answers dropped"), item).notes
     assert [(note.kind, note.seen) for note in notes] == [("lost_reasoning", "r1vq0")]
-    kept = encode(behaving("thoughts of the past dropped"), build_test_chat("u ra"))
+    kept = encode(template_of("reasoning of earlier answers dropped"), build_test_chat("u ra"))
     assert kept.notes == ()
 
 
@@ -518,14 +526,14 @@ def test_a_long_conversation_is_rendered_a_few_times(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered = 0
-    apply = Renderer.apply
+    apply_template = Renderer.apply_template
 
-    def count(renderer: Renderer, chats: Sequence[Chat], *rest: Any) -> list[str]:
+    def count(renderer: Renderer, chats: Sequence[Chat], **options: Any) -> list[str]:
         nonlocal rendered
         rendered += sum(len(chat.turns) for chat in chats)
-        return apply(renderer, chats, *rest)
+        return apply_template(renderer, chats, **options)
 
-    monkeypatch.setattr(Renderer, "apply", count)
+    monkeypatch.setattr(Renderer, "apply_template", count)
     for num_rounds in (100, 200):
         tokenizer = build_tokenizer(["<s>", "</s>", *CONTROLS], bos="<s>", eos="</s>")
         template = ChatTemplate.resolve(tokenizer, name)
@@ -534,9 +542,9 @@ def test_a_long_conversation_is_rendered_a_few_times(
         assert rendered < 8 * len(ROUND) * num_rounds + 100
 
 
-def test_private_characters_in_a_row_are_no_marks() -> None:
+def test_private_characters_in_a_row_are_not_taken_for_marks() -> None:
     turns = (Turn("user", "\ue0f1c1.0\ue0f2 what?"), Turn("assistant", "\ue0f3one\ue0f4"))
-    template = behaving("two tokens end a turn")
+    template = template_of("two tokens end a turn")
     assert runs(template, Conversation(turns, ORIGIN)) == ["\ue0f3one\ue0f4<|/response|><|/turn|>"]
 
 
@@ -549,8 +557,8 @@ def test_an_argument_that_looks_like_the_end_of_its_call(own: str) -> None:
         Turn("tool", own, tool_call_id="call_1"),
         Turn("assistant", "two"),
     )
-    template = behaving("two tokens end a turn")
-    said = json.dumps({"x": f"one{own}two", "n": 3})
+    template = template_of("two tokens end a turn")
+    arguments = json.dumps({"x": f"one{own}two", "n": 3})
     assert "".join(runs(template, Conversation(turns, ORIGIN))) == (
-        f"<call>f {said}</call><|/response|><|/turn|>two<|/response|><|/turn|>"
+        f"<call>f {arguments}</call><|/response|><|/turn|>two<|/response|><|/turn|>"
     )

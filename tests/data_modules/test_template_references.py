@@ -1,4 +1,4 @@
-"""Named templates write what is published for the models that they are named after."""
+"""Named templates render what the published templates of their models render."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WITH_TOOLS = [USER, CALLS, RESULT, ANSWER]
 LLAMA = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
 OPEN, CLOSE = "<|start_header_id|>", "<|end_header_id|>\n\n"
 ROLE, END = "<|start_of_role|>", "<|end_of_role|>"
-WRITTEN = {
+RENDERED = {
     "phi4": "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>U<|im_end|>"
     "<|im_start|>assistant<|im_sep|>A<|im_end|><|im_start|>user<|im_sep|>V<|im_end|>"
     "<|im_start|>assistant<|im_sep|>",
@@ -42,7 +42,7 @@ WRITTEN = {
     f"{ROLE}assistant{END}A<|end_of_text|>\n{ROLE}user{END}V<|end_of_text|>\n{ROLE}assistant{END}",
     "deepseek": "<s>S<｜User｜>U<｜Assistant｜>A<｜end▁of▁sentence｜><｜User｜>V<｜Assistant｜>",
 }
-CALLED = {
+RENDERED_CALLS = {
     "mistral_v3": f"<s>[AVAILABLE_TOOLS] [{json.dumps(TOOL)}][/AVAILABLE_TOOLS][INST] U[/INST]"
     '[TOOL_CALLS] [{"name": "look", "arguments": {"a": 1}, "id": "call00001"}]</s>'
     '[TOOL_RESULTS] {"content": R, "call_id": "call00001"}[/TOOL_RESULTS] A</s>',
@@ -89,7 +89,7 @@ TAKES = {
     **CALLS,
     "tool_calls": [{**CALL, "function": {"name": "take", "arguments": ARGUMENTS}}],
 }
-TOOLED = [
+CHATS_WITH_TOOLS = [
     ([SYSTEM, USER], True),
     ([USER, TAKES], False),
     ([USER, TAKES, RESULT], True),
@@ -109,27 +109,27 @@ def rendered(text: str, messages: list[dict[str, Any]], **more: Any) -> str:
     return written
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", RENDERED)
 def test_a_conversation(name: str) -> None:
     text = named_template(name)
-    assert rendered(text, TALK, add_generation_prompt=True) == WRITTEN[name]
+    assert rendered(text, TALK, add_generation_prompt=True) == RENDERED[name]
 
 
-@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("name", RENDERED_CALLS)
 def test_calls_and_their_results(name: str) -> None:
     tools = {"tools": [TOOL]} if name in ("mistral_v3", "llama3_1") else {}
-    assert rendered(named_template(name), WITH_TOOLS, **tools) == CALLED[name]
+    assert rendered(named_template(name), WITH_TOOLS, **tools) == RENDERED_CALLS[name]
 
 
 @pytest.mark.parametrize(
-    ("input_", "context", "asked"),
+    ("input_", "context", "question"),
     [
         ("", "", "do it"),
         ("1 2", ", paired with an input that provides further context", "do it\n\n### Input:\n1 2"),
     ],
 )
-def test_alpaca_says_whether_an_input_is_given(input_: str, context: str, asked: str) -> None:
-    """The two prompts of stanford_alpaca's train.py, a line break behind the last header."""
+def test_alpaca_prompt_depends_on_an_input(input_: str, context: str, question: str) -> None:
+    """The two prompts of stanford_alpaca's train.py, with a line break after the last header."""
     row = {"instruction": "do it", "input": input_, "output": "done"}
     items = convert_row(Row(row, Origin("rows.json", 7)), "alpaca", {})
     template = ChatTemplate.resolve(build_tokenizer(["</s>"], eos="</s>"), "alpaca")
@@ -138,7 +138,7 @@ def test_alpaca_says_whether_an_input_is_given(input_: str, context: str, asked:
     ids, trained = encoded.input_ids, encoded.weights > 0
     assert template._tokenizer.decode(ids) == (
         f"Below is an instruction that describes a task{context}. Write a response that "
-        f"appropriately completes the request.\n\n### Instruction:\n{asked}\n\n"
+        f"appropriately completes the request.\n\n### Instruction:\n{question}\n\n"
         "### Response:\ndone</s>"
     )
     assert template._tokenizer.decode(ids[trained]) == "done</s>"
@@ -154,7 +154,7 @@ def test_granite_declares_its_tools() -> None:
 
 @pytest.mark.skipif(not published_templates(), reason="needs trl's templates")
 @pytest.mark.parametrize("name", SAME_AS)
-def test_a_conversation_is_what_the_published_template_writes(name: str) -> None:
+def test_a_conversation_is_rendered_as_by_the_published_template(name: str) -> None:
     other = published_templates()[SAME_AS[name]]
     for messages, prompt in (([USER, ANSWER], False), ([USER, ANSWER, AGAIN], True)):
         ours, theirs = (
@@ -166,16 +166,16 @@ def test_a_conversation_is_what_the_published_template_writes(name: str) -> None
 
 @pytest.mark.skipif(not published_templates(), reason="needs trl's templates")
 @pytest.mark.parametrize("name", ["gemma4", "harmony"])
-def test_tools_and_thoughts_are_what_the_published_template_writes(name: str) -> None:
+def test_tools_and_reasoning_are_rendered_as_by_the_published_template(name: str) -> None:
     other = published_templates()[SAME_AS[name]]
-    for messages, prompt in TOOLED:
+    for messages, prompt in CHATS_WITH_TOOLS:
         for tools in ([TOOL, TAKE], None):
             more = {"tools": tools, "add_generation_prompt": prompt, "enable_thinking": prompt}
             ours = rendered(named_template(name), messages, **more)
             assert ours == rendered(other, messages, **more)
 
 
-def test_harmony_has_one_call_in_an_answer() -> None:
+def test_harmony_allows_one_call_per_answer() -> None:
     twice = {**CALLS, "tool_calls": [CALL, CALL]}
-    with pytest.raises(jinja2.TemplateError, match="one call in an answer"):
+    with pytest.raises(jinja2.TemplateError, match="one tool call per answer"):
         rendered(named_template("harmony"), [USER, twice])

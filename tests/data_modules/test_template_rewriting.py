@@ -1,4 +1,4 @@
-"""Turns that a chat template refuses are written in turns that it takes, and nothing is lost."""
+"""Turns that a chat template rejects are rewritten, and no text is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRICT = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-ASKED = Conversation(
+ROW = Conversation(
     (
         Turn("system", "Be short."),
         Turn("user", "Rome?"),
@@ -60,37 +60,39 @@ def words_of(chat: Conversation, is_answer: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEST_CHATS)
-def test_every_form_keeps_its_words_and_whose_they_are(name: str) -> None:
+def test_every_test_chat_keeps_its_words_in_turns_of_the_same_side(name: str) -> None:
     chat = build_test_chat(TEST_CHATS[name])
-    written = rewrite_turns(chat, ALL)
-    assert words_of(written, True) == words_of(chat, True)
+    rewritten = rewrite_turns(chat, ALL)
+    assert words_of(rewritten, True) == words_of(chat, True)
     declared = words([json.dumps(chat.tools)])
-    questions = words_of(written, False)
+    questions = words_of(rewritten, False)
     assert [word for word in questions if word not in declared] == words_of(chat, False)
     assert set(declared) <= set(questions)
-    assert not written.tools
-    assert {turn.role for turn in written.turns} <= {"user", "assistant"}
-    # A thought, or an answer without a word, is not joined to the answer before it.
-    for one, other in pairwise(written.turns):
-        assert one.role != other.role or not (one.content and other.content)
+    assert not rewritten.tools
+    assert {turn.role for turn in rewritten.turns} <= {"user", "assistant"}
+    # Reasoning, or an answer without text, is not joined to the answer before it.
+    for turn, following in pairwise(rewritten.turns):
+        assert turn.role != following.role or not (turn.content and following.content)
 
 
 @pytest.mark.parametrize("name", TEST_CHATS)
-def test_a_chat_that_a_template_takes_stays_itself(name: str) -> None:
+def test_a_supported_chat_is_not_changed(name: str) -> None:
     chat = build_test_chat(TEST_CHATS[name])
     assert rewrite_turns(chat, UnsupportedTurns()) is chat
     if TEST_CHATS[name] in ("u a", "u a u a", "u ra"):
         assert rewrite_turns(chat, ALL) is chat
 
 
-def test_weights_and_the_place_of_an_input_are_kept() -> None:
+def test_weights_and_the_position_of_an_input_are_kept() -> None:
     given = Turn("user", "add\n\n1 2", input_start=5)
     turns = (Turn("system", "s"), given, Turn("assistant", "3", 0.5), Turn("assistant", "4", 0.0))
-    written = rewrite_turns(Conversation(turns, Origin("rows.json", 1), weight=2.0), ALL)
-    assert written.weight == 2.0
-    question = written.turns[0]
+    rewritten = rewrite_turns(Conversation(turns, Origin("rows.json", 1), weight=2.0), ALL)
+    assert rewritten.weight == 2.0
+    question = rewritten.turns[0]
     assert question.content[question.input_start :] == "1 2"
-    assert [turn.weight for turn in written.turns[1:]] == [0.5, 0.0], "joined, a weight would go"
+    assert [turn.weight for turn in rewritten.turns[1:]] == [0.5, 0.0], (
+        "not joined: a weight would be lost"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_weights_and_the_place_of_an_input_are_kept() -> None:
         (["assistant", "user", "tool"], [None, None]),
     ],
 )
-def test_a_result_is_trained_on_as_its_role_says(
+def test_the_weight_of_a_result_is_that_of_its_role(
     roles: list[str], weights: list[float | None]
 ) -> None:
     turns = (
@@ -114,16 +116,16 @@ def test_a_result_is_trained_on_as_its_role_says(
             Turn("assistant", "b"),
         ),
     )
-    written = rewrite_turns(Conversation(turns, Origin("rows.json", 1)), ALL, roles)
-    assert [turn.weight for turn in written.turns if turn.role == "user"][1:] == weights
+    rewritten = rewrite_turns(Conversation(turns, Origin("rows.json", 1)), ALL, roles)
+    assert [turn.weight for turn in rewritten.turns if turn.role == "user"][1:] == weights
     given = replace(turns[2], weight=0.5)
     row = Conversation((*turns[:2], given, *turns[3:]), Origin("rows.json", 1))
     assert rewrite_turns(row, ALL, roles).turns[2].weight == 0.5
 
 
-def test_what_is_learned_of_a_call_is_the_call_and_the_answers() -> None:
+def test_the_rewritten_call_and_the_answers_are_trained_on() -> None:
     template = strict()
-    (encoded,) = template.encode([ASKED])
+    (encoded,) = template.encode([ROW])
     assert isinstance(encoded, Encoded)
     assert [note.kind for note in encoded.notes] == ["rewritten_turns"]
     tokenizer = template._tokenizer
@@ -135,21 +137,21 @@ def test_what_is_learned_of_a_call_is_the_call_and_the_answers() -> None:
         assert text.replace(" ", "") in whole.replace(" ", "")
 
 
-def test_a_prompt_is_what_training_saw_before_the_answer() -> None:
+def test_a_prompt_equals_the_tokens_of_training_before_the_answer() -> None:
     template = strict()
-    (encoded,) = template.encode([ASKED])
-    prompt = template.prompt(ASKED)
+    (encoded,) = template.encode([ROW])
+    prompt = template.prompt(ROW)
     assert isinstance(encoded, Encoded) and prompt is not None
     assert encoded.input_ids[: len(prompt.input_ids)].tolist() == prompt.input_ids
     assert prompt.answer == "Sunny."
-    chatted = Conversation(ASKED.turns[:2], ASKED.origin)
+    chatted = Conversation(ROW.turns[:2], ROW.origin)
     row = replace(chatted, turns=(*chatted.turns, Turn("assistant", "Sunny.")))
     asked = template.prompt(row)
     assert asked is not None
     assert template.prompt_ids(chatted.turns) == asked.input_ids, "a chat with a system turn"
 
 
-def test_rows_are_refused_where_that_is_asked_for() -> None:
-    (refused,) = strict(MaskConfig(unsupported_turns="refuse")).encode([ASKED])
+def test_unsupported_turns_are_an_error_with_refuse() -> None:
+    (refused,) = strict(MaskConfig(unsupported_turns="refuse")).encode([ROW])
     assert isinstance(refused, RowProblem)
     assert "roles must alternate" in refused.reason

@@ -1,4 +1,4 @@
-"""The mask on the styles that are in use, with contents made to mislead it."""
+"""The mask of all styles of templates, with contents that could mislead it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ ORIGIN = Origin("rows.json", 7)
 
 @dataclass
 class Style:
-    """Hold a template, its tokens, and how it writes an answer."""
+    """A template, its tokens, and how it writes an answer."""
 
     text: str
     stop: str
     specials: Sequence[str] = ()
     written: Callable[[str], str] = field(default=lambda content: content)
-    takes_system: bool = True
+    supports_system: bool = True
 
 
 def _named(name: str, stop: str, *specials: str, **more: Any) -> Style:
@@ -107,24 +107,24 @@ STYLES = {
     "no prefix": Style(NO_PREFIX, "<|im_end|>", IM),
     "no generation prompt": Style(NO_GENERATION_PROMPT, "<|im_end|>", IM),
 }
-THINKING = {
+REASONING_STYLES = {
     "qwen3": _named("qwen3", "<|im_end|>", *IM),
-    "thinking, another": Style(QWEN3, "<|im_end|>", IM),
+    "reasoning, another": Style(QWEN3, "<|im_end|>", IM),
 }
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
-OTHERS = THINKING | {"harmony": _named("harmony", "<|return|>", *HARMONY)}
-"""styles that write the last answer otherwise than those before it"""
+OTHERS = REASONING_STYLES | {"harmony": _named("harmony", "<|return|>", *HARMONY)}
+"""styles that write the last answer in another way than earlier ones"""
 
 
 IN_MAKE_TEST = {
     *("plain", "chatml", "alpaca", "gemma4", "llama2", "llama3", "mistral", "mistral_v3", "vicuna"),
     *("gemma of its hub", "no prefix", "no generation prompt", *OTHERS),
 }
-"""one of each way to write an answer, its end, and a turn of the system"""
+"""one style for each way to write an answer, its end, and a system turn"""
 
 
 def cases(*styles: str) -> list[Any]:
-    """Return the styles, marked slow where one in IN_MAKE_TEST is written alike."""
+    """Return the styles, marked slow if a similar one is in IN_MAKE_TEST."""
     return [
         pytest.param(style, marks=() if style in IN_MAKE_TEST else pytest.mark.slow)
         for style in styles
@@ -133,7 +133,7 @@ def cases(*styles: str) -> list[Any]:
 
 @cache
 def template_of(style: str, adds_bos: bool = False) -> ChatTemplate:
-    """Build the template of a style, over a tokenizer that has its tokens."""
+    """Resolve the template of a style, with a tokenizer that has its tokens."""
     chosen = (STYLES | OTHERS)[style]
     tokenizer = build_tokenizer(
         ["<s>", "</s>", *chosen.specials], bos="<s>", eos="</s>", adds_bos=adds_bos
@@ -158,17 +158,18 @@ answers = contents.filter(lambda text: bool(text.strip()))
 
 @st.composite
 def conversations(draw: st.DrawFn) -> Conversation:
-    """Draw 1 to 3 rounds with tricky contents; answers repeat what was asked at times."""
+    """Draw 1 to 3 rounds with tricky contents; some answers repeat an earlier text."""
     turns = [Turn("system", draw(contents))] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
         turns.append(Turn("user", draw(contents)))
-        said = [turn.content for turn in turns if turn.content.strip()]
-        turns.append(Turn("assistant", draw(answers | st.sampled_from(said) if said else answers)))
+        earlier = [turn.content for turn in turns if turn.content.strip()]
+        texts = answers | st.sampled_from(earlier) if earlier else answers
+        turns.append(Turn("assistant", draw(texts)))
     return Conversation(tuple(turns), ORIGIN)
 
 
-def fitted(style: str, chat: Conversation) -> Conversation:
-    if STYLES[style].takes_system or chat.turns[0].role != "system":
+def supported_part(style: str, chat: Conversation) -> Conversation:
+    if STYLES[style].supports_system or chat.turns[0].role != "system":
         return chat
     return Conversation(chat.turns[1:], ORIGIN)
 
@@ -176,28 +177,28 @@ def fitted(style: str, chat: Conversation) -> Conversation:
 @pytest.mark.parametrize("style", cases(*STYLES))
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(chat=conversations(), adds_bos=st.booleans())
-def test_answers_and_their_stop_tokens_are_learned(
+def test_answers_and_their_stop_tokens_are_trained_on(
     style: str, adds_bos: bool, chat: Conversation
 ) -> None:
     template, chosen = template_of(style, adds_bos), STYLES[style]
-    chat = fitted(style, chat)
+    chat = supported_part(style, chat)
     encoded = encode(template, chat)
     answers = [turn.content for turn in chat.turns if turn.role == "assistant"]
-    wanted = "".join(chosen.written(answer) + chosen.stop for answer in answers)
-    assert trained_texts(template, encoded) == wanted
+    expected = "".join(chosen.written(answer) + chosen.stop for answer in answers)
+    assert trained_texts(template, encoded) == expected
 
     ids, weights = encoded.input_ids, encoded.weights
     stop = template._tokenizer.convert_tokens_to_ids(chosen.stop)
     assert template.stop_token_ids == {stop}
-    learned = weights > 0
-    ends = [*(learned[:-1] & ~learned[1:]), learned[-1]]
-    assert (ids[ends] == stop).all() and learned[-1]
+    trained = weights > 0
+    ends = [*(trained[:-1] & ~trained[1:]), trained[-1]]
+    assert (ids[ends] == stop).all() and trained[-1]
 
     first = next(i for i, turn in enumerate(chat.turns) if turn.role == "assistant")
     before = template._renderer.render([Chat(chat.turns[:first])])[0]
     num_before = len(template._tokenizer(before, add_special_tokens=False)["input_ids"])
-    # One token less: the last may have grown together with what follows.
-    assert not learned[: max(num_before - 1, 0)].any()
+    # One token less: the last one may be merged with the text after it.
+    assert not trained[: max(num_before - 1, 0)].any()
 
 
 @pytest.mark.parametrize("style", cases(*STYLES, *OTHERS))
@@ -208,7 +209,7 @@ def test_ids_are_those_of_apply_chat_template(
 ) -> None:
     template = template_of(style, adds_bos)
     if style in STYLES:
-        chat = fitted(style, chat)
+        chat = supported_part(style, chat)
     ids = encode(template, chat).input_ids.tolist()
     messages = [{"role": turn.role, "content": turn.content} for turn in chat.turns]
     expected = template._tokenizer.apply_chat_template(messages, return_dict=False)
@@ -224,7 +225,7 @@ def test_ids_are_those_of_apply_chat_template(
 @given(chat=conversations())
 def test_skeleton_and_search_find_the_same_turns(style: str, chat: Conversation) -> None:
     finder = template_of(style)._finder
-    chat_input = Chat((fitted(style, chat) if style in STYLES else chat).turns)
+    chat_input = Chat((supported_part(style, chat) if style in STYLES else chat).turns)
     (text,) = finder._renderer.render([chat_input])
     assert isinstance(text, str)
     skeleton = finder._skeleton(chat_input)
@@ -253,7 +254,7 @@ def test_search_includes_the_white_space_at_the_end_of_an_answer_without_stop_to
 
 
 def test_the_end_of_an_empty_question_is_not_trained_on() -> None:
-    """Without a generation prompt, where the last question is written in another way."""
+    """For a template without generation prompt that writes the last question in another way."""
     tokenizer = build_tokenizer(["</s>", "[INST]", "[/INST]"], eos="</s>")
     tokenizer.chat_template = (
         "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}{{ '[INST] ' }}"
@@ -304,7 +305,7 @@ def test_skeleton_matches_exactly_or_not_at_all() -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("answer", ["two", " two", "\n\ntwo"])
-def test_prompt_is_a_prefix_of_what_training_sees(style: str, answer: str) -> None:
+def test_prompt_is_a_prefix_of_the_trained_tokens(style: str, answer: str) -> None:
     template = template_of(style, adds_bos=True)
     turns = (Turn("user", "q"), Turn("assistant", "one"), Turn("user", "r"))
     item = Conversation((*turns, Turn("assistant", answer)), ORIGIN)
@@ -319,26 +320,26 @@ def test_prompt_is_a_prefix_of_what_training_sees(style: str, answer: str) -> No
     assert prompt.input_ids == ids[:last].tolist()
 
 
-THOUGHT = "<think>\nhm\n</think>\n\n"
+REASONING = "<think>\nhm\n</think>\n\n"
 
 
-@pytest.mark.parametrize("style", THINKING)
+@pytest.mark.parametrize("style", REASONING_STYLES)
 @pytest.mark.parametrize(
-    ("answers", "learned"),
+    ("answers", "trained"),
     [
-        ([THOUGHT + "two"], [THOUGHT + "two"]),
+        ([REASONING + "two"], [REASONING + "two"]),
         (["two"], ["<think>\n\n</think>\n\ntwo"]),
-        ([THOUGHT + "one", THOUGHT + "two"], ["one", THOUGHT + "two"]),
+        ([REASONING + "one", REASONING + "two"], ["one", REASONING + "two"]),
     ],
 )
-def test_thoughts_are_learned_as_the_template_writes_them(
-    style: str, answers: list[str], learned: list[str], monkeypatch: pytest.MonkeyPatch
+def test_reasoning_is_trained_on_as_the_template_writes_it(
+    style: str, answers: list[str], trained: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = template_of(style)
-    turns = [turn for said in answers for turn in (Turn("user", "q"), Turn("assistant", said))]
-    monkeypatch.setattr(template._finder, "search", None)  # none of these needs the slow way
+    turns = [turn for text in answers for turn in (Turn("user", "q"), Turn("assistant", text))]
+    monkeypatch.setattr(template._finder, "search", None)  # only skeletons are used
     assert runs(template, Conversation(tuple(turns), ORIGIN)) == [
-        text + "<|im_end|>" for text in learned
+        text + "<|im_end|>" for text in trained
     ]
 
 
@@ -361,13 +362,13 @@ def test_generation_blocks_change_nothing() -> None:
     assert (encoded[0].weights == encoded[1].weights).all() and encoded[0].weights.any()
 
 
-def test_every_named_template_is_proven_here() -> None:
+def test_every_named_template_is_a_style() -> None:
     assert set(TEMPLATE_NAMES) <= set(STYLES) | set(OTHERS)
     assert TEMPLATE_NAMES[:2] == ("plain", "chatml")
 
 
 @pytest.mark.parametrize("name", cases(*TEMPLATE_NAMES))
-def test_named_templates_resolve_or_name_what_is_missing(name: str) -> None:
+def test_named_templates_resolve_or_list_the_missing_tokens(name: str) -> None:
     chosen = (STYLES | OTHERS)[name]
     whole = build_tokenizer(["<s>", "</s>", *chosen.specials], bos="<s>", eos="</s>")
     template = ChatTemplate.resolve(whole, name, MaskConfig())

@@ -1,4 +1,4 @@
-"""Ids that are spelled a word at a time are the tokenizer's own, and so are the offsets."""
+"""Ids that are computed word by word equal the tokenizer's, and so do the offsets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_modules.messages import Origin
-from data_modules.template import ChatTemplate
-from data_modules.template import encoding as words
+from data_modules.template import ChatTemplate, encoding
 from data_modules.template.encoding import TextTokenizer
 from data_modules.types import Conversation, Encoded, Turn
 from tests.data_modules.conftest import SHARED, WORDS, build_tokenizer
@@ -44,7 +43,7 @@ PIECES = [
 texts = st.lists(st.sampled_from(PIECES) | st.sampled_from(PLAIN), max_size=12).map("".join)
 
 
-# As the tokenizer.json of Llama 3 and of Qwen has it.
+# As in the tokenizer.json of Llama 3 and of Qwen.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,14 +52,14 @@ QWEN = LLAMA3.replace("{1,3}", "")
 
 
 @cache
-def merging_nothing() -> Any:
-    """Build a tokenizer as Llama 3's: words of its vocabulary are taken whole, without merges."""
+def tokenizer_ignoring_merges() -> Any:
+    """Build a tokenizer like Llama 3's: words of the vocabulary are one token, without merges."""
     import tokenizers
 
     tokenizer = build_tokenizer(["<|im_end|>", "</s>"], eos="</s>")
     backend = tokenizer.backend_tokenizer
-    described = json.loads(backend.to_str())
-    vocab = described["model"]["vocab"]
+    state = json.loads(backend.to_str())
+    vocab = state["model"]["vocab"]
     for word in (
         "abc",
         "the",
@@ -71,9 +70,9 @@ def merging_nothing() -> Any:
         "'ll",
     ):
         vocab.setdefault(word, max(vocab.values()) + 1)
-    described["model"]["merges"] = described["model"]["merges"][:40]
-    described["model"]["ignore_merges"] = True
-    tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
+    state["model"]["merges"] = state["model"]["merges"][:40]
+    state["model"]["ignore_merges"] = True
+    tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(state))
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3), "isolated")
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, level])
@@ -82,19 +81,19 @@ def merging_nothing() -> Any:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(text=texts)
-def test_words_of_the_vocabulary_are_taken_whole_where_merges_are_ignored(text: str) -> None:
-    tokenizer = merging_nothing()
+def test_words_of_the_vocabulary_are_one_token_if_merges_are_ignored(text: str) -> None:
+    tokenizer = tokenizer_ignoring_merges()
     backend = tokenizer.backend_tokenizer
     whole = [backend.token_to_id(word) for word in ("abc", "'ll")]
     assert backend.encode("abc'll", add_special_tokens=False).ids == whole
     text_tokenizer = TextTokenizer(tokenizer)
-    for one in (text, f"the abc 123 \u00e9t\u00e9{text}"):
-        expected = backend.encode(one, add_special_tokens=False).ids
-        assert text_tokenizer._words is not None and text_tokenizer._words.ids(one) in (
+    for sample in (text, f"the abc 123 \u00e9t\u00e9{text}"):
+        expected = backend.encode(sample, add_special_tokens=False).ids
+        assert text_tokenizer._words is not None and text_tokenizer._words.ids(sample) in (
             None,
             expected,
         )
-        (tokenized,) = text_tokenizer.tokenize([one], {})
+        (tokenized,) = text_tokenizer.tokenize([sample], {})
         assert tokenized.ids.tolist() == expected
 
 
@@ -115,7 +114,7 @@ def test_words_of_the_vocabulary_are_taken_whole_where_merges_are_ignored(text: 
         ("", {}),
     ],
 )
-def test_added_tokens_of_all_kinds_are_spelled_as_by_the_tokenizer(
+def test_added_tokens_of_all_kinds_are_tokenized_as_by_the_tokenizer(
     normalizer: str, content: str, options: dict[str, bool]
 ) -> None:
     import tokenizers
@@ -131,7 +130,7 @@ def test_added_tokens_of_all_kinds_are_spelled_as_by_the_tokenizer(
     ]
     for text in [*texts, " ".join(texts)]:
         expected = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        # Asked first: words that differ are given up as soon as a text is spelled.
+        # Checked first: `tokenize` drops the word tokenizer as soon as an id differs.
         assert text_tokenizer._words is None or text_tokenizer._words.ids(text) in (None, expected)
         (tokenized,) = text_tokenizer.tokenize([text], {})
         assert tokenized.ids.tolist() == expected
@@ -144,11 +143,11 @@ def test_byte_fallback_is_left_to_the_tokenizer() -> None:
     assert text_tokenizer._words is None and text_tokenizer._widths is None
 
 
-def test_one_text_takes_no_threads() -> None:
+def test_one_text_uses_no_threads() -> None:
     import tokenizers
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("threads are taken")
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("threads are used")
 
     for tokenizer in (tokenizer_of(LLAMA3, ""), tokenizer_of("", "NFC")):
         text_tokenizer = TextTokenizer(tokenizer)
@@ -156,7 +155,7 @@ def test_one_text_takes_no_threads() -> None:
         expected = [one.ids.tolist() for one in text_tokenizer.tokenize(texts, {})]
 
         class Alone:
-            encode_batch = encode_batch_fast = staticmethod(refuse)
+            encode_batch = encode_batch_fast = staticmethod(fail)
 
             def __init__(self, backend: tokenizers.Tokenizer) -> None:
                 self._backend = backend
@@ -196,21 +195,23 @@ def tokenizer_of(pattern: str, normalizer: str) -> Any:
 @pytest.mark.parametrize("pattern", ["", LLAMA3, QWEN])
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(text=texts)
-def test_ids_are_the_tokenizers_own(pattern: str, normalizer: str, text: str) -> None:
+def test_ids_equal_the_tokenizers(pattern: str, normalizer: str, text: str) -> None:
     tokenizer = tokenizer_of(pattern, normalizer)
     text_tokenizer = TextTokenizer(tokenizer)
     assert text_tokenizer._words is not None
     whole = f"{TEXT}{text}"
-    for one in (text, whole):
-        (tokenized,) = text_tokenizer.tokenize([one], {})
-        encoding = tokenizer.backend_tokenizer.encode(one, add_special_tokens=False)
-        assert tokenized.ids.tolist() == encoding.ids
-        assert text_tokenizer._words.ids(one) in (None, encoding.ids)
+    for sample in (text, whole):
+        (tokenized,) = text_tokenizer.tokenize([sample], {})
+        expected = tokenizer.backend_tokenizer.encode(sample, add_special_tokens=False).ids
+        assert tokenized.ids.tolist() == expected
+        assert text_tokenizer._words.ids(sample) in (None, expected)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(text=texts, data=st.data())
-def test_characters_are_found_as_by_the_tokenizers_offsets(text: str, data: st.DataObject) -> None:
+def test_characters_map_to_tokens_as_by_the_tokenizers_offsets(
+    text: str, data: st.DataObject
+) -> None:
     from data_modules.template.encoding import _Offsets
 
     tokenizer = tokenizer_of("", "")
@@ -223,30 +224,30 @@ def test_characters_are_found_as_by_the_tokenizers_offsets(text: str, data: st.D
         assert tokenized.after(end) == slow.after(end)
 
 
-def test_plain_western_text_is_spelled_by_words_and_other_text_is_not() -> None:
-    speller = words.WordTokenizer.of(tokenizer_of("", "").backend_tokenizer)
-    assert speller is not None
-    assert speller.ids(TEXT) is not None and speller.ids("") == []
+def test_western_text_is_tokenized_by_words_and_other_text_is_not() -> None:
+    word_tokenizer = encoding.WordTokenizer.of(tokenizer_of("", "").backend_tokenizer)
+    assert word_tokenizer is not None
+    assert word_tokenizer.ids(TEXT) is not None and word_tokenizer.ids("") == []
     for other in ("\u2603", "e\u0301", "\x00", "\x1c", "\u00a0", "\u4e00", "\u017f"):
-        assert speller.ids(f"a{other}") is None
+        assert word_tokenizer.ids(f"a{other}") is None
 
 
-def test_characters_spelled_by_words_never_change_and_never_join() -> None:
-    tokenized = [chr(c) for c in range(0x3000) if not words._OTHER.match(chr(c))]
-    assert len(tokenized) > 500
-    for character in tokenized:
+def test_supported_characters_are_normalized_and_of_the_same_category() -> None:
+    supported = [chr(c) for c in range(0x3000) if not encoding._OTHER.match(chr(c))]
+    assert len(supported) > 500
+    for character in supported:
         assert unicodedata.is_normalized("NFC", f"a{character}a")
-        letter = bool(words.re.match(f"[{words._LETTERS}]", character))
-        number = bool(words.re.match(f"[{words._NUMBERS}]", character))
+        letter = bool(encoding.re.match(f"[{encoding._LETTERS}]", character))
+        number = bool(encoding.re.match(f"[{encoding._NUMBERS}]", character))
         kind = unicodedata.category(character)[0]
         assert (letter, number) == (kind == "L", kind == "N")
 
 
-def test_unknown_tokenizers_are_left_alone() -> None:
+def test_no_word_tokenizer_for_unknown_patterns() -> None:
     import tokenizers
 
     backend = build_tokenizer(["</s>"], eos="</s>").backend_tokenizer
-    assert words.WordTokenizer.of(backend) is not None
+    assert encoding.WordTokenizer.of(backend) is not None
     other = tokenizers.Regex(r"\p{L}+|.")
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
@@ -254,23 +255,23 @@ def test_unknown_tokenizers_are_left_alone() -> None:
             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    assert words.WordTokenizer.of(backend) is None
+    assert encoding.WordTokenizer.of(backend) is None
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    assert words.WordTokenizer.of(backend) is None
+    assert encoding.WordTokenizer.of(backend) is None
 
 
-def test_no_more_words_are_remembered_than_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "MAX_WORDS", 3)
+def test_the_cache_of_words_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "MAX_WORDS", 3)
     tokenizer = tokenizer_of("", "")
-    speller = words.WordTokenizer.of(tokenizer.backend_tokenizer)
-    assert speller is not None
+    word_tokenizer = encoding.WordTokenizer.of(tokenizer.backend_tokenizer)
+    assert word_tokenizer is not None
     ids = tokenizer.backend_tokenizer.encode(WORDS, add_special_tokens=False).ids
-    assert speller.ids(WORDS) == ids == speller.ids(WORDS)
-    assert len(speller._words) == 3
+    assert word_tokenizer.ids(WORDS) == ids == word_tokenizer.ids(WORDS)
+    assert len(word_tokenizer._words) == 3
 
 
 @pytest.mark.parametrize("name", ["olmo-gpt-neox", "gpt2"])
-def test_real_tokenizers_spell_real_text_alike(name: str) -> None:
+def test_ids_of_real_tokenizers_and_texts(name: str) -> None:
     folder = SHARED / "tokenizers" / name
     if not folder.is_dir():
         pytest.skip("needs the shared tokenizers")
@@ -295,7 +296,7 @@ def test_real_tokenizers_spell_real_text_alike(name: str) -> None:
     assert by_words > 300
 
 
-def test_a_template_travels_to_another_process() -> None:
+def test_a_template_can_be_pickled() -> None:
     template = ChatTemplate.resolve(build_tokenizer(["</s>"], eos="</s>"), None)
     expected = encode(template, TWO_ANSWERS)
     again = encode(pickle.loads(pickle.dumps(template)), TWO_ANSWERS)  # noqa: S301
@@ -303,10 +304,10 @@ def test_a_template_travels_to_another_process() -> None:
     assert again.weights.tolist() == expected.weights.tolist()
 
 
-def test_words_are_given_up_as_soon_as_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_word_tokenizer_is_dropped_if_its_ids_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     text_tokenizer = TextTokenizer(tokenizer_of(LLAMA3, ""))
     assert text_tokenizer._words is not None
-    monkeypatch.setattr(words.WordTokenizer, "ids", lambda self, text: [0] * len(text))
+    monkeypatch.setattr(encoding.WordTokenizer, "ids", lambda self, text: [0] * len(text))
     backend = text_tokenizer._backend
     tokenized = text_tokenizer.tokenize(["the quick", "brown fox"], {})
     assert [one.ids.tolist() for one in tokenized] == [
@@ -316,7 +317,9 @@ def test_words_are_given_up_as_soon_as_they_differ(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", ["stories260K", "gpt2"])
-def test_long_texts_are_masked_as_short_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_have_the_same_mask_as_short_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = SHARED / ("models" if name == "stories260K" else "tokenizers") / name
     if not folder.is_dir():
         pytest.skip("needs the shared tokenizers")
