@@ -1,4 +1,4 @@
-"""Is a merged model what it was made of: its logits, its tokens, and its GGUF file's."""
+"""Verify a merged model against base + adapter: its logits, its chat template, its GGUF file."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ log = logging.getLogger(__name__)
 
 CHECKED, AS_TRAINED = "base + adapter", "the quantized base + adapter, as trained"
 BY_SAME_EXPERTS = "base + adapter, by the same experts"
-FEWER = "; merge.dtype=fp32 changes fewer"
 PROBE_ROWS, PROBE_TOKENS = 16, 128
-GREEDY_TOKENS, LEAST_SAME = 16, 0.9
-"""tokens that a GGUF file and the merged model go on with, and how many must be the same"""
-TEXT = (
+"""number of compared rows, and their maximum length in tokens"""
+GREEDY_TOKENS, MIN_AGREEMENT = 16, 0.9
+"""tokens that the GGUF file and the merged model generate for each prompt, and the share of them
+that must be equal"""
+TEXTS = (
     "The sea is calm tonight. The tide is full, the moon lies fair upon the straits.\n",
     "def add(a: int, b: int) -> int:\n    return a + b\n",
     '{"name": "loft", "numbers": [1, 2, 3], "is_true": true}\n',
 )
-"""what a model is asked where its run has left no predictions"""
+"""texts to compare models on if there are no predictions of the run"""
 
 
 def check_tokens(tuned: Tuned, folder: Path, *, is_fault: bool) -> None:
-    """Compare the tokens of conversations in training, in a chat and as others load the folder.
+    """Check that training, chat and the exported tokenizer render conversations as equal tokens.
 
-    TrainingFault where they differ, or a warning without `is_fault`.
+    Raises TrainingFault if they differ, or logs a warning without `is_fault`.
     """
     from transformers import AutoTokenizer
 
@@ -55,13 +56,13 @@ def check_tokens(tuned: Tuned, folder: Path, *, is_fault: bool) -> None:
         if is_fault:
             listed = "\n".join(problems)
             raise TrainingFault(
-                f"{folder}: others who load it ask the model in other tokens than it has learned; "
-                f"merge.verify=false merges it as it is\n{listed}"
+                f"{folder}: its tokenizer renders prompts as other tokens than training did; "
+                f"merge.verify=false merges it anyway\n{listed}"
             )
         for problem in problems:
             log.warning("chat template: %s", problem)
         return
-    print("chat template verified: the same tokens in training, in chat and by the folder itself")
+    print("chat template verified: training, chat and the exported tokenizer give equal tokens")
 
 
 def verify(
@@ -72,12 +73,12 @@ def verify(
     folder: Path,
     dtype: torch.dtype,
 ) -> dict[str, Difference]:
-    """Compare the merged model with what it was made of; TrainingFault above the bound.
+    """Compare the merged logits with those of base + adapter; raise TrainingFault if they differ.
 
-    One model at a time is in memory. With merge.onto=original, base + adapter is the unquantized
-    one, and the difference to the quantized one, with which the adapter was trained, is measured.
-    Where rounding lets a mixture choose other experts, which no bound of rounding can judge, the
-    model that it was made of is judged by the experts that the merged one chooses.
+    Only one model at a time is in memory. With merge.onto=original, the base is not quantized; the
+    difference to the quantized base, which the adapter was trained on, is measured but not bounded.
+    If rounding changes which experts a mixture chooses, no bound on rounding applies, and base +
+    adapter is compared again with the experts that the merged model chooses.
     """
     import torch
 
@@ -85,43 +86,44 @@ def verify(
     from app.model.merging import BOUNDS, measure_difference
 
     rows = list(probe_rows(config, tuned))
-    name_of_dtype = str(dtype).removeprefix("torch.")
-    by_merged, judged = RoutingTrace(), CHECKED
-    merged = _logits(load_merged(tuned, folder, env), rows, env, by_merged)
+    dtype_name = str(dtype).removeprefix("torch.")
+    merged_routing, bounded = RoutingTrace(), CHECKED
+    merged = _logits(load_merged(tuned, folder, env), rows, env, merged_routing)
     references = {CHECKED: config.merge.onto == "dequantized"}
     if tuned.base.quantization.method != "none" and config.merge.onto == "original":
         references[AS_TRAINED] = True
     differences = {}
     for name, is_quantized in references.items():
         model = load_unmerged(tuned, adapters, env, is_quantized=is_quantized)
-        own = RoutingTrace()
-        differences[name] = measure_difference(_logits(model, rows, env, own), merged)
+        routing = RoutingTrace()
+        differences[name] = measure_difference(_logits(model, rows, env, routing), merged)
         print(f"merged vs {name}: {differences[name]}")
-        changed, of_all = own.count_changed(by_merged)
-        if name == CHECKED and changed:
-            judged = BY_SAME_EXPERTS
-            logits = _logits(model, rows, env, RoutingTrace(replay=by_merged))
-            differences[judged] = measure_difference(logits, merged)
+        num_changed, total = routing.count_changed(merged_routing)
+        if name == CHECKED and num_changed:
+            bounded = BY_SAME_EXPERTS
+            logits = _logits(model, rows, env, RoutingTrace(replay=merged_routing))
+            differences[bounded] = measure_difference(logits, merged)
+            hint = "" if dtype == torch.float32 else "; merge.dtype=fp32 changes fewer"
             print(
-                f"experts: rounding to {name_of_dtype} changes {changed:,} of {of_all:,} choices "
-                f"({changed / of_all:.1%}){FEWER if dtype != torch.float32 else ''}\n"
-                f"merged vs {judged}: {differences[judged]}"
+                f"experts: rounding to {dtype_name} changes {num_changed:,} of {total:,} choices "
+                f"({num_changed / total:.1%}){hint}\n"
+                f"merged vs {bounded}: {differences[bounded]}"
             )
         del model
     rounds_inputs = references[CHECKED] and tuned.base.quantization.method == "int8"
-    rounding = "int8" if rounds_inputs else name_of_dtype
+    rounding = "int8" if rounds_inputs else dtype_name
     bound = BOUNDS[rounding]
-    if not differences[judged].is_within(bound):
+    if not differences[bounded].is_within(bound):
         raise TrainingFault(
-            f"{folder}: the merged model is not what it was made of: {differences[judged]}; "
-            f"{rounding} explains {bound}"
+            f"{folder}: the merged model differs from base + adapter: {differences[bounded]}; "
+            f"rounding to {rounding} explains only {bound}"
         )
-    print(f"merge verified: within {bound}{', by the same experts' * (judged != CHECKED)}")
+    print(f"merge verified: within {bound}{', by the same experts' * (bounded != CHECKED)}")
     return differences
 
 
 def load_merged(tuned: Tuned, folder: Path, env: Environment) -> Any:
-    """Load the merged folder with stock transformers, in fp32."""
+    """Load the merged model with transformers alone, in fp32."""
     import torch
 
     from app.model.architecture import model_class
@@ -137,7 +139,7 @@ def load_unmerged(
     *,
     is_quantized: bool,
 ) -> Any:
-    """Load base + adapters: in fp32, or quantized as in training."""
+    """Load base + adapters, in fp32 or quantized as in training."""
     import torch
 
     from app.model.adapter import load_weighted_adapters, required_embedding_rows
@@ -155,30 +157,30 @@ def load_unmerged(
 
 
 def _logits(
-    model: Any, rows: Sequence[dict[str, list[int]]], env: Environment, experts: RoutingTrace
+    model: Any, rows: Sequence[dict[str, list[int]]], env: Environment, routing: RoutingTrace
 ) -> list[Tensor]:
     import torch
 
     from app.model.adapter import probe_logits
 
-    # Whole weights compute in fp32; quantized ones as in training.
-    is_whole = all(weight.dtype == torch.float32 for weight in model.parameters())
-    found = []
-    with contextlib.nullcontext() if is_whole else env.autocast(), experts:
+    # Unquantized weights compute in fp32; quantized ones as in training.
+    is_fp32 = all(weight.dtype == torch.float32 for weight in model.parameters())
+    logits = []
+    with contextlib.nullcontext() if is_fp32 else env.autocast(), routing:
         for row in rows:
             inputs = {name: torch.tensor([ids], device=model.device) for name, ids in row.items()}
-            found.append(probe_logits(model, inputs).cpu())
-    return found
+            logits.append(probe_logits(model, inputs).cpu())
+    return logits
 
 
 def probe_rows(config: MergeConfig, tuned: Tuned) -> Iterator[dict[str, list[int]]]:
-    """Yield rows to compare models on: what the run has answered, or fixed texts."""
-    pairs = [(text, text) for text in TEXT]
+    """Yield model inputs to compare models on: prompts and references of the run, or `TEXTS`."""
+    pairs = [(text, text) for text in TEXTS]
     predictions = None if config.run is None else Path(config.run) / PREDICTIONS_FILE
     if predictions is not None and predictions.is_file():
         lines = predictions.read_text(encoding="utf-8").splitlines()
-        few = [json.loads(line) for line in lines[:: max(1, len(lines) // PROBE_ROWS)]]
-        pairs = [(str(one["prompt"]), str(one["reference"])) for one in few[:PROBE_ROWS]]
+        spread = [json.loads(line) for line in lines[:: max(1, len(lines) // PROBE_ROWS)]]
+        pairs = [(str(line["prompt"]), str(line["reference"])) for line in spread[:PROBE_ROWS]]
     start = tuned.base.spec.decoder_start_token_id
     encode = tuned.tokenizer.encode
     for prompt, answer in pairs:
@@ -186,23 +188,26 @@ def probe_rows(config: MergeConfig, tuned: Tuned) -> Iterator[dict[str, list[int
             ids = encode(prompt + answer, add_special_tokens=False)[:PROBE_TOKENS]
             row = {"input_ids": ids}
         else:
-            answered = [start, *encode(answer)][:PROBE_TOKENS]
-            row = {"input_ids": encode(prompt)[:PROBE_TOKENS], "decoder_input_ids": answered}
+            decoder_ids = [start, *encode(answer)][:PROBE_TOKENS]
+            row = {"input_ids": encode(prompt)[:PROBE_TOKENS], "decoder_input_ids": decoder_ids}
         if row["input_ids"]:
             yield row
 
 
 def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> None:
-    """Compare the greedy tokens of a GGUF file with those of the merged model, on the CPU."""
+    """Compare greedy tokens of a GGUF file with those of the merged model, on the CPU.
+
+    Raises TrainingFault if they differ; prints why if they cannot be compared.
+    """
     import torch
 
-    why = None
+    reason = None
     if find_spec("xllamacpp") is None:
-        why = "type pip install xllamacpp, which runs it"
+        reason = "type pip install xllamacpp, which runs it"
     if tuned.base.architecture.is_encoder_decoder:
-        why = "xllamacpp does not generate with encoder-decoder models"
-    if why is not None:
-        print(f"{file.name}: written; not compared: {why}")
+        reason = "xllamacpp does not generate with encoder-decoder models"
+    if reason is not None:
+        print(f"{file.name}: written; not compared: {reason}")
         return
     from app.evaluation.generation import override_generation_config
     from app.model.architecture import model_class
@@ -220,13 +225,13 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
     theirs = greedy_tokens(file, prompts, GREEDY_TOKENS)
     pairs = [
         pair
-        for one, other in zip(ours, theirs, strict=True)
-        for pair in zip(one, other, strict=False)  # llama.cpp stops at an end of text
+        for own, other in zip(ours, theirs, strict=True)
+        for pair in zip(own, other, strict=False)  # llama.cpp stops at an end-of-text token
     ]
-    same = sum(one == other for one, other in pairs) / len(pairs)
-    if same < LEAST_SAME:
+    agreement = sum(own == other for own, other in pairs) / len(pairs)
+    if agreement < MIN_AGREEMENT:
         raise TrainingFault(
-            f"{file}: llama.cpp goes on with other greedy tokens than the merged model: "
-            f"{same:.1%} of {len(pairs)} agree, expected {LEAST_SAME:.0%}"
+            f"{file}: llama.cpp generates other greedy tokens than the merged model: "
+            f"{agreement:.1%} of {len(pairs)} agree, expected {MIN_AGREEMENT:.0%}"
         )
-    print(f"{file.name}: greedy tokens of llama.cpp agree on {same:.1%} of {len(pairs)}")
+    print(f"{file.name}: greedy tokens of llama.cpp agree on {agreement:.1%} of {len(pairs)}")
