@@ -1,1 +1,1 @@
-"""What a person looks at: pages of runs, previews, plans and sweeps, and model cards."""
+"""HTML pages of runs, previews, plans, sweeps and judges, and model cards."""

@@ -1,31 +1,37 @@
-"""The page of a judge: a radar of the categories, a table, and what was said of each answer."""
+"""The page of a judge: a radar chart of the categories, all grades, answers and verdicts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from app.report.template import render_template
 
 SIZE, RADIUS = 420.0, 150.0
-"""of the radar, in its own units"""
+"""width and height of the radar chart, and the radius of its largest ring, in SVG units"""
 RINGS = (2.5, 5.0, 7.5, 10.0)
+"""grades at which rings are drawn"""
 HIGHEST = 10.0
+"""grade at the largest ring"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerView:
-    """A model's answer to one turn, its grade and the judge's words."""
+    """A model's answer to one turn."""
 
     variant: str
+    """base or tuned"""
     text: str
     score: float | None
+    """grade from 1 to 10"""
     judge: str
+    """the judge's reply"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnView:
-    """One turn of a question, its reference, and what each model answered."""
+    """One turn of a question, its reference answer, and the answers of the models."""
 
     question: str
     reference: str
@@ -42,7 +48,7 @@ class QuestionView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spoke:
-    """A category's axis of the radar: its end, and where its name stands."""
+    """The axis of a category in the radar chart: its end, and the position of its label."""
 
     name: str
     x: float
@@ -59,25 +65,21 @@ def render_judge_page(
     scores: Mapping[str, Mapping[str, float]],
     questions: Sequence[QuestionView],
 ) -> str:
-    """Return one HTML file that needs no script, font or network.
+    """Return the page as HTML.
 
-    `table` has its headings first; `scores`: model -> category -> mean grade from 0 to 10.
+    `table`: heading row and rows; `scores`: variant -> category -> mean grade from 0 to 10.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
-    names = list(dict.fromkeys(name for of_model in scores.values() for name in of_model))
-    return environment.get_template("judge.html.jinja").render(
+    names = list(dict.fromkeys(name for by_category in scores.values() for name in by_category))
+    return render_template(
+        "judge",
         title=title,
         facts=facts,
         table=table,
         spokes=spokes(names),
         rings=[(ring, outline([ring] * len(names))) for ring in RINGS],
         shapes={
-            variant: outline([of_model.get(name, 0.0) for name in names])
-            for variant, of_model in scores.items()
+            variant: outline([by_category.get(name, 0.0) for name in names])
+            for variant, by_category in scores.items()
         },
         questions=questions,
         size=SIZE,
@@ -85,7 +87,7 @@ def render_judge_page(
 
 
 def spokes(names: Sequence[str]) -> list[Spoke]:
-    """Place the categories around the centre, the first one at the top."""
+    """Place the categories around the center, the first one at the top."""
     placed = []
     for number, name in enumerate(names):
         x, y = _place(number, len(names), HIGHEST)
@@ -97,7 +99,7 @@ def spokes(names: Sequence[str]) -> list[Spoke]:
 
 
 def outline(grades: Sequence[float]) -> str:
-    """Return the points of a model's shape in the radar, one grade a category."""
+    """Return the points of a model's polygon in the radar chart, from one grade per category."""
     points = (_place(number, len(grades), grade) for number, grade in enumerate(grades))
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 

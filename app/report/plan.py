@@ -1,14 +1,16 @@
-"""A plan for people: lines for a terminal, and a page with a bar a strategy."""
+"""Render a plan: lines for the terminal, and a page with the memory of each strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-BAR = 40
-"""characters of a bar as long as a GPU's memory"""
+from app.report.template import render_template
+
+BAR_WIDTH = 40
+"""characters of a bar that stands for the whole memory of a GPU"""
 MAX_ROWS = 16
+"""rows of advice that are shown in the terminal"""
 HUES = {
     "weights": 215,
     "trainable": 265,
@@ -20,18 +22,19 @@ HUES = {
     "loss": 60,
     "overhead": 0,
 }
-"""of the parts of a bar, in degrees"""
+"""part of a GPU's memory -> hue of its color, in degrees"""
 
 
 def plan_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return what a terminal shows of a plan."""
-    typed = facts["settings"]
+    """Return the lines of a plan for the terminal; `facts`: the content of plan.json."""
+    settings = facts["settings"]
     lines = [
-        f"{facts['model']} on {facts['hardware']}: {facts['num_weights'] / 1e9:.2f} B weights, "
-        f"{facts['num_trained'] / 1e6:,.1f} M train",
-        f"  strategy {typed['strategy']}, quantization {typed['quantization']}, recompute "
-        f"{typed['recompute']}, {typed['precision']}; a micro-batch: {typed['micro_batch_size']} x "
-        f"{typed['sequence_len']:,} tokens, {typed['accumulation']} a step",
+        f"{facts['model']} on {facts['hardware']}: {facts['num_weights'] / 1e9:.2f} B parameters, "
+        f"{facts['num_trained'] / 1e6:,.1f} M trainable",
+        f"  strategy {settings['strategy']}, quantization {settings['quantization']}, recompute "
+        f"{settings['recompute']}, {settings['precision']}; micro-batch: "
+        f"{settings['micro_batch_size']} x {settings['sequence_len']:,} tokens, "
+        f"{settings['accumulation']} per step",
         *(f"  {line}" for line in facts["chosen"]),
         "",
         *_memory_lines(facts),
@@ -42,7 +45,7 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
     if facts["to_fit"]:
         lines += ["", "to make it fit, type:", *(f"  {words}" for words in facts["to_fit"])]
     elif not facts["fits"]:
-        lines += ["", "nothing that is known here makes it fit"]
+        lines += ["", "no known change of settings makes it fit"]
     return [*lines, "", *_advice_lines(facts)]
 
 
@@ -50,23 +53,23 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
     usable, memory = facts["gpu_usable_gib"], facts["gpu_memory_gib"]
     verdict = "fits" if facts["gpu_total_gib"] <= usable else "DOES NOT FIT"
     lines = [
-        f"{verdict}: {facts['gpu_total_gib']:.1f} GiB a GPU of {usable:.1f} that can be filled "
-        f"({memory:.1f} less what is lost between blocks), by arithmetic",
+        f"{verdict}: {facts['gpu_total_gib']:.1f} GiB per GPU, of {usable:.1f} usable "
+        f"({memory:.1f} less fragmentation), estimated",
         f"  at the peak, {facts['peak']}:",
     ]
     for name, gib in facts["gpu_gib"].items():
-        bar = "#" * round(BAR * min(gib / memory, 1))
+        bar = "#" * round(BAR_WIDTH * min(gib / memory, 1))
         lines.append(f"  {name:<12}{gib:8.2f} GiB  {bar}".rstrip())
     if not facts["is_compared"]:
         lines.append(
-            f"  activations are a guess: no step of model type {facts['model_type']} was "
-            "simulated and found to keep as much; plan.simulate=true takes one"
+            f"  the estimate of activations is uncertain: it was never compared with a simulated "
+            f"step of model type {facts['model_type']}; plan.simulate=true simulates one"
         )
     host = facts["host_gib"]
     of = f" of {host['memory']:,.0f}" if host["memory"] else ""
     verdict = "" if facts["fits_host"] else "DOES NOT FIT: "
     lines.append(
-        f"{verdict}a machine's host memory: {host['loading']:.1f} GiB while loading, "
+        f"{verdict}host memory per machine: {host['loading']:.1f} GiB while loading, "
         f"{host['offloaded']:.1f} offloaded{of}"
     )
     verdict = "" if facts["fits_disk"] else "DOES NOT FIT: "
@@ -74,36 +77,37 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
     lines.append(f"{verdict}disk: {facts['disk_gib']:.1f} GiB of checkpoints and the result{of}")
     if (known := facts["deepspeed_states_gib"]) is not None:
         lines.append(
-            f"DeepSpeed's estimator, for fp32 states beside half-precision weights and without "
-            f"activations: {known['gpu']:.1f} GiB a GPU, {known['host']:.1f} a machine"
+            f"DeepSpeed's estimator, with fp32 states, half-precision weights and no activations: "
+            f"{known['gpu']:.1f} GiB per GPU, {known['host']:.1f} per machine"
         )
     return lines
 
 
-def _simulated_lines(found: Mapping[str, Any] | None) -> list[str]:
-    """Return what a simulation found beside the arithmetic; nothing where there was none."""
-    if found is None:
+def _simulated_lines(simulated: Mapping[str, Any] | None) -> list[str]:
+    """Return the lines that compare a simulation with the estimate, none without a simulation."""
+    if simulated is None:
         return []
-    verdict = "fits" if found["fits"] else "DOES NOT FIT"
+    verdict = "fits" if simulated["fits"] else "DOES NOT FIT"
     lines = [
-        f"simulated by the program's own code, {verdict}: {found['gpu_total_gib']:.2f} GiB in the "
-        f"{found['phase']} phase, and {found['overhead_gib']:.1f} of CUDA's own",
-        f"  {'':<12}{'simulated':>10}{'arithmetic':>12}",
+        f"simulated step, {verdict}: {simulated['gpu_total_gib']:.2f} GiB in the "
+        f"{simulated['phase']} phase, plus {simulated['overhead_gib']:.1f} for CUDA itself",
+        f"  {'':<12}{'simulated':>10}{'estimated':>12}",
     ]
-    traced, said = found["gpu_gib"], found["arithmetic_gib"]
+    traced, estimated = simulated["gpu_gib"], simulated["arithmetic_gib"]
     lines += [
-        f"  {name:<12}{traced.get(name, 0.0):10.2f}{said.get(name, 0.0):12.2f} GiB"
+        f"  {name:<12}{traced.get(name, 0.0):10.2f}{estimated.get(name, 0.0):12.2f} GiB"
         for name in HUES
-        if name in traced or name in said
+        if name in traced or name in estimated
     ]
     lines.append(
-        f"  {'together':<12}{found['gpu_total_gib']:10.2f}{found['arithmetic_total_gib']:12.2f} "
-        f"GiB: the arithmetic's is {found['difference']:+.1%}"
+        f"  {'total':<12}{simulated['gpu_total_gib']:10.2f}"
+        f"{simulated['arithmetic_total_gib']:12.2f} GiB: the estimate is "
+        f"{simulated['difference']:+.1%}"
     )
     lines.append(
-        f"  a step: {found['step_seconds']:.2f} s, {found['compute_seconds']:.2f} of them by its "
-        "kernels, and the rest for the arithmetic's messages; the arithmetic's is "
-        f"{found['step_difference']:+.0%}"
+        f"  a step: {simulated['step_seconds']:.2f} s, of which {simulated['compute_seconds']:.2f} "
+        "for its kernels and the rest for the estimated communication; the estimate is "
+        f"{simulated['step_difference']:+.0%}"
     )
     return [*lines, ""]
 
@@ -111,40 +115,40 @@ def _simulated_lines(found: Mapping[str, Any] | None) -> list[str]:
 def _speed_lines(facts: Mapping[str, Any]) -> list[str]:
     lines = [
         f"a step of {facts['tokens_a_step']:,} tokens: {facts['step_seconds']:.2f} s, "
-        f"{facts['tokens_per_second']:,.0f} tokens/s ({facts['tokens_per_second_a_gpu']:,.0f} a "
-        f"GPU), MFU {facts['mfu']:.0%}; modelled, without what launching kernels takes",
+        f"{facts['tokens_per_second']:,.0f} tokens/s ({facts['tokens_per_second_a_gpu']:,.0f} per "
+        f"GPU), MFU {facts['mfu']:.0%}; estimated, without kernel launch overhead",
         "  "
         + ", ".join(f"{name} {value:.2f} s" for name, value in facts["seconds"].items() if value),
         f"  {facts['verdict']}",
         f"  {facts['batch']}",
     ]
-    for each in facts["messages"]:
-        between = each["gib_between_nodes"]
-        nodes = f", {between:.2f} GiB from node to node" if between else ""
+    for message in facts["messages"]:
+        between = message["gib_between_nodes"]
+        nodes = f", {between:.2f} GiB between nodes" if between else ""
         lines.append(
-            f"  sent a step: {each['what']} ({each['kind']} x {each['times']:g}): "
-            f"{each['gib_a_gpu']:.2f} GiB a GPU{nodes}"
+            f"  sent per step: {message['what']} ({message['kind']} x {message['times']:g}): "
+            f"{message['gib_a_gpu']:.2f} GiB per GPU{nodes}"
         )
-    by = f" ({facts['tokens_by']})" if facts["tokens_by"] else ""
+    source = f" ({facts['tokens_by']})" if facts["tokens_by"] else ""
     if facts["hours"] is None:
-        return [*lines, f"time to finish: type plan.tokens=N, the tokens of all epochs{by}"]
+        return [*lines, f"time to finish: type plan.tokens=N, the tokens of all epochs{source}"]
     cost = "" if facts["cost"] is None else f", cost {facts['cost']:,.2f}"
-    about = "about " if by else ""
-    return [*lines, f"{about}{facts['tokens']:,} tokens take {facts['hours']:.1f} h{cost}{by}"]
+    about = "about " if source else ""
+    return [*lines, f"{about}{facts['tokens']:,} tokens take {facts['hours']:.1f} h{cost}{source}"]
 
 
 def _advice_lines(facts: Mapping[str, Any]) -> list[str]:
-    rows: Sequence[Mapping[str, Any]] = [each for each in facts["advice"] if each["fits"]]
+    rows: Sequence[Mapping[str, Any]] = [row for row in facts["advice"] if row["fits"]]
     if not rows:
-        return ["advice: nothing that is known fits this hardware"]
+        return ["advice: no known strategy and quantization fits this hardware"]
     lines = [
-        "fastest of each strategy and quantization that fits:",
+        "fastest settings that fit, for each strategy and quantization:",
         f"  {'tokens/s':>9} {'GiB':>6}  type",
     ]
     lines += [
-        f"  {each['tokens_per_second']:9,.0f} {each['gpu_total_gib']:6.1f}  "
-        f"{each['type'] or '(as it is)'}"
-        for each in rows[:MAX_ROWS]
+        f"  {row['tokens_per_second']:9,.0f} {row['gpu_total_gib']:6.1f}  "
+        f"{row['type'] or '(no change)'}"
+        for row in rows[:MAX_ROWS]
     ]
     if len(rows) > MAX_ROWS:
         lines.append(f"  and {len(rows) - MAX_ROWS} more on the page")
@@ -152,15 +156,10 @@ def _advice_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def render_plan(facts: Mapping[str, Any]) -> str:
-    """Return one HTML file that needs no script, font or network."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
+    """Return the page of a plan as HTML; `facts`: the content of plan.json."""
     rows = [*facts["advice"]]
-    longest = max([facts["gpu_memory_gib"], *(each["gpu_total_gib"] for each in rows)])
+    longest = max([facts["gpu_memory_gib"], *(row["gpu_total_gib"] for row in rows)])
     longest = min(longest, 2 * facts["gpu_memory_gib"])
-    return environment.get_template("plan.html.jinja").render(
-        plan=facts, rows=rows, longest=longest, hues=HUES, lines=plan_lines(facts)
+    return render_template(
+        "plan", plan=facts, rows=rows, longest=longest, hues=HUES, lines=plan_lines(facts)
     )

@@ -62,7 +62,7 @@ def test_activations_of_a_family_that_was_not_compared_are_called_a_guess(
     facts, _ = plan_of(tmp_path, *words)
     assert facts["is_compared"] is not is_guess
     assert (
-        "activations are a guess: no step of model type olmo2" in capsys.readouterr().out
+        "it was never compared with a simulated step of model type olmo2" in capsys.readouterr().out
     ) is is_guess
 
 
@@ -224,7 +224,7 @@ def test_host_memory_decides_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
     facts, _ = plan_of(tmp_path, *words, "strategy=fsdp_offload")
     assert not facts["fits"] and not facts["fits_host"]
     assert facts["gpu_total_gib"] < facts["gpu_usable_gib"]
-    assert "DOES NOT FIT: a machine's host memory" in capsys.readouterr().out
+    assert "DOES NOT FIT: host memory per machine" in capsys.readouterr().out
 
 
 def test_one_gpu_is_offered_no_strategy_of_several(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_steps_of_ranks_that_are_not_there(typed: tuple[str, ...], tmp_path: Pat
     assert found["gpu_total_gib"] == pytest.approx(found["arithmetic_total_gib"], rel=0.15)
     if "strategy=fsdp_tp" not in typed:  # whose layers are not fused, and here too small
         assert found["step_seconds"] == pytest.approx(facts["step_seconds"], rel=0.5)
-    assert "a simulation without numbers" in (tmp_path / "plan.html").read_text()
+    assert "Estimated and simulated" in (tmp_path / "plan.html").read_text()
 
 
 @pytest.mark.slow
