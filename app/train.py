@@ -14,7 +14,7 @@ from app.process.errors import Interrupted
 from app.process.launch import live_with_parent
 from app.process.logs import print_loading
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
-from app.report.run_page import page_where_it_stops
+from app.report.run_page import page_on_failure
 from app.run import ExistingRun, compare_existing, open_run
 from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks
 from app.sweep import run_sweep
@@ -56,7 +56,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     # How it learns: the weights are read when the fit begins, where a strategy may shard them.
     trainer = build_trainer(run, env, config.strategy, data, facts, estimate)
     module = build_module(config, base, data, env, trainer)
-    with page_where_it_stops(run.folder, changed_settings(run.config), trainer.loggers):
+    with page_on_failure(run.folder, changed_settings(run.config), trainer.loggers):
         trainer.fit(module, data, ckpt_path=run.checkpoint_path)
         return finish(run, module, data, base, estimate)
 

@@ -1,6 +1,6 @@
-"""Report: the page of a run, written again, or several runs side by side.
+"""Report: rewrite the page of a run, or compare several runs on one page.
 
-`python -m app.report run=FOLDER run=FOLDER`. A package's own verb: the room has its name.
+`python -m app.report run=FOLDER run=FOLDER`
 """
 
 from __future__ import annotations
@@ -30,32 +30,34 @@ from data_modules import printable, setting
 
 @dataclass(kw_only=True, slots=True)
 class ReportConfig:
-    """Write the page of a run again, or lay several runs side by side."""
+    """Rewrite the page of a run, or compare several runs on one page."""
 
     run: list[str] = field(default_factory=list)
-    """folder of a run, finished or not, or of an evaluation; typed once for each; the newest
-    finished run where none is typed"""
+    """folder of a run, finished or not, or of an evaluation; repeat for several; default = the
+    newest finished run"""
     output_dir: str | None = setting(None, typed="output.dir")
-    """folder of the page of several runs; outputs/report/<time> where none is typed"""
+    """folder of the page that compares several runs; default = outputs/report/<time>"""
 
 
 def report_runs(config: ReportConfig) -> Path:
-    """Write the page that `config` asks for, print where it is, and return it."""
-    folders = [existing_run(typed) for typed in config.run] or [find_run(None, verb="report")]
+    """Write the page that `config` requests, print its path, and return it."""
+    folders = [existing_run(path) for path in config.run] or [find_run(None, verb="report")]
     if len(folders) == 1:
         if config.output_dir is not None:
-            raise UserError("output.dir: the page of one run lies in its own folder; leave it out")
+            raise UserError(
+                "output.dir: the page of a single run is written into its own folder; leave it out"
+            )
         if write_page(folders[0], settings_in(folders[0])) is None:
-            raise UserError(f"run={folders[0]}: no page could be made of it")
+            raise UserError(f"run={folders[0]}: its page could not be written")
         folder = folders[0]
     else:
         names = [title_of(folder) for folder in folders]
         if len(set(names)) < len(names):
             names = [str(folder) for folder in folders]
         if len(set(names)) < len(names):
-            raise UserError(f"run={names[0]}: the same run is typed twice")
-        runs = {name: read_run_files(each) for name, each in zip(names, folders, strict=True)}
-        settings = {name: settings_in(each) for name, each in zip(names, folders, strict=True)}
+            raise UserError(f"run={names[0]}: the same run is given twice")
+        runs = {name: read_run_files(run) for name, run in zip(names, folders, strict=True)}
+        settings = {name: settings_in(run) for name, run in zip(names, folders, strict=True)}
         folder = decide_run_dir(OutputConfig(name="report", dir=config.output_dir))
         write_whole(folder / PAGE_FILE, render_comparison(runs, settings))
     print(f"{printable(str(folder / PAGE_FILE))}: open it in a browser")
@@ -63,22 +65,22 @@ def report_runs(config: ReportConfig) -> Path:
     return folder / PAGE_FILE
 
 
-def existing_run(typed: str) -> Path:
-    """Return the folder of a run or an evaluation; UserError where there is nothing of one."""
-    folder = expand_home("run", typed)
+def existing_run(path: str) -> Path:
+    """Return the folder of a run or an evaluation; raise UserError if it has no metrics."""
+    folder = expand_home("run", path)
     if not folder.is_dir():
-        raise UserError(f"run={typed}: no such folder")
+        raise UserError(f"run={path}: no such folder")
     refuse_odd_entries(folder)
     if not any((folder / name).is_file() for name in ("metrics.csv", "metrics.json")):
         raise UserError(
-            f"run={typed}: neither metrics.csv nor metrics.json is there, so there is nothing to "
-            "show; type the folder that a run printed as its last line"
+            f"run={path}: the folder has neither metrics.csv nor metrics.json, so there is nothing "
+            "to show; type the folder that a run printed as its last line"
         )
     return folder
 
 
 def settings_in(folder: Path) -> list[Setting]:
-    """Return the settings of a training that differ from their defaults; none of a damaged one."""
+    """Return the settings of a training run that differ from their defaults, if readable."""
     if not (folder / CONFIG_FILE).is_file() or not is_training(folder / CONFIG_FILE):
         return []
     try:

@@ -1,6 +1,6 @@
-"""Line charts over steps: an SVG for a page that needs no script, and a PNG for a model card.
+"""Line charts over steps, as SVG for an HTML page and as PNG for a model card.
 
-Decides where a point stands and which numbers stand at the axes; knows nothing of runs.
+Decides scales, ticks and which points are drawn; knows nothing about runs.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 WIDTH, HEIGHT = 420.0, 220.0
-"""of a chart, in its own units; as wide as a telephone, so that its text stays readable there"""
+"""size of a chart in SVG units: as wide as a phone screen, so that text stays readable there"""
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 12.0, 12.0, 30.0
+"""margins of a chart in SVG units"""
 MAX_BUCKETS = 300
-"""of a line: of each the lowest and the highest value are drawn"""
-LOG_FROM = 20.0
-"""times that the highest value is the lowest, from which on an axis is logarithmic"""
-HUES = ("#3358d4", "#c2410c", "#1a7f5a", "#a144af", "#96691d", "#0e7490")
-"""of the lines in turn; the page's style has the same"""
+"""maximum number of buckets of a line; the lowest and highest value of each are drawn"""
+LOG_RATIO = 20.0
+"""ratio of the highest to the lowest value from which the value axis is logarithmic"""
+COLORS = ("#3358d4", "#c2410c", "#1a7f5a", "#a144af", "#96691d", "#0e7490")
+"""colors of the lines, in turn"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One line: its points by step."""
+    """One line of a chart."""
 
     name: str
     points: Sequence[tuple[float, float]]
-    hue: int = 0
-    """index into `HUES`"""
-    is_measured_rarely: bool = False
-    """drawn with a dot a point, as validations are"""
+    """(step, value)"""
+    color_index: int = 0
+    """index into `COLORS`"""
+    is_sparse: bool = False
+    """whether a dot is drawn at each point, as for validations"""
 
     @property
     def drawn(self) -> list[tuple[float, float]]:
@@ -43,28 +45,28 @@ class Series:
         size = math.ceil(len(finite) / MAX_BUCKETS)
         if size <= 2:
             return finite
-        kept: list[tuple[float, float]] = []
+        thinned: list[tuple[float, float]] = []
         for start in range(0, len(finite), size):
             bucket = finite[start : start + size]
-            ends = {min(bucket, key=_value), max(bucket, key=_value)}
-            kept += sorted(ends)
-        return kept
+            extremes = {min(bucket, key=_value), max(bucket, key=_value)}
+            thinned += sorted(extremes)
+        return thinned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Lines that share their axes."""
+    """Lines with common axes."""
 
     title: str
     series: Sequence[Series]
     unit: str = ""
-    """of the values, as it stands behind the title"""
+    """unit of the values, shown after the title"""
     starts_at_zero: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """A drawing area, the steps and the values that it shows."""
+    """A drawing area and its scales: steps 0 to `last` and values `low` to `high`."""
 
     left: float
     right: float
@@ -75,40 +77,41 @@ class Frame:
     high: float
     is_log: bool
 
-    def place(self, step: float, value: float) -> tuple[float, float]:
-        """Return where a point stands."""
+    def to_xy(self, step: float, value: float) -> tuple[float, float]:
+        """Return the position of a point in the drawing area."""
         x = self.left + step / max(self.last, 1) * (self.right - self.left)
-        bend = math.log if self.is_log else float
-        low, high = bend(self.low), bend(self.high)
-        share = (bend(value) - low) / (high - low) if high > low else 0.5
+        scale = math.log if self.is_log else float
+        low, high = scale(self.low), scale(self.high)
+        share = (scale(value) - low) / (high - low) if high > low else 0.5
         return x, self.bottom - share * (self.bottom - self.top)
 
-    def line(self, points: Iterable[tuple[float, float]]) -> str:
-        """Return the points of an SVG polyline; a single one is a line to itself: a dot."""
-        placed = [self.place(*point) for point in points]
+    def polyline(self, points: Iterable[tuple[float, float]]) -> str:
+        """Return the points of an SVG polyline; a single point is repeated, which draws a dot."""
+        placed = [self.to_xy(*point) for point in points]
         placed *= 2 if len(placed) == 1 else 1
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
 
     @property
-    def value_marks(self) -> list[tuple[float, str]]:
-        """Return the heights of the marks at the axis of values, and what stands there."""
-        if self.is_log and self.high > LOG_FROM * self.low:
+    def value_ticks(self) -> list[tuple[float, str]]:
+        """Return (y, label) of the ticks of the value axis."""
+        if self.is_log and self.high > LOG_RATIO * self.low:
             exponents = range(
                 math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1
             )
-            marks = [10.0**exponent for exponent in exponents]
+            ticks = [10.0**exponent for exponent in exponents]
         else:
-            marks = round_numbers(self.low, self.high, 4)
-        inside = [mark for mark in marks if self.low <= mark <= self.high] or [self.low, self.high]
-        return [(self.place(0, mark)[1], f"{mark:.4g}") for mark in inside]
+            ticks = round_numbers(self.low, self.high, 4)
+        inside = [tick for tick in ticks if self.low <= tick <= self.high] or [self.low, self.high]
+        return [(self.to_xy(0, tick)[1], f"{tick:.4g}") for tick in inside]
 
     @property
-    def step_marks(self) -> list[tuple[float, str]]:
-        """Return the places of the marks at the axis of steps, and what stands there."""
-        marks = [mark for mark in round_numbers(0, self.last, 4) if mark == int(mark)]
-        names = ["step 0", *(f"{mark:,.0f}" for mark in marks[1:])]
+    def step_ticks(self) -> list[tuple[float, str]]:
+        """Return (x, label) of the ticks of the step axis."""
+        ticks = [tick for tick in round_numbers(0, self.last, 4) if tick == int(tick)]
+        labels = ["step 0", *(f"{tick:,.0f}" for tick in ticks[1:])]
         return [
-            (self.place(mark, self.low)[0], name) for mark, name in zip(marks, names, strict=True)
+            (self.to_xy(tick, self.low)[0], label)
+            for tick, label in zip(ticks, labels, strict=True)
         ]
 
 
@@ -119,9 +122,9 @@ def frame_around(
     is_log: bool | None = None,
     starts_at_zero: bool = False,
 ) -> Frame | None:
-    """Return the frame in `area` (left, right, top, bottom) that holds all finite points.
+    """Return a frame in `area` (left, right, top, bottom) that contains all finite points.
 
-    None where there is none. `is_log`: None = where the values span a factor of `LOG_FROM`.
+    None if there are none. `is_log`: None = if the values span a factor of `LOG_RATIO`.
     """
     points = [point for line in lines for point in line if math.isfinite(point[1])]
     if not points:
@@ -129,7 +132,7 @@ def frame_around(
     low, high = min(map(_value, points)), max(map(_value, points))
     low = min(low, 0.0) if starts_at_zero else low
     if is_log is None:
-        is_log = low > 0 and high > LOG_FROM * low
+        is_log = low > 0 and high > LOG_RATIO * low
     left, right, top, bottom = area
     last = max(step for step, _ in points)
     return Frame(
@@ -139,61 +142,59 @@ def frame_around(
 
 
 def round_numbers(low: float, high: float, number: int) -> list[float]:
-    """Return about `number` round numbers from `low` to `high`: multiples of 1, 2 or 5 tens."""
+    """Return about `number` round numbers from `low` to `high`, 1, 2 or 5 times 10^n apart."""
     if not high > low:
         return [low]
     rough = (high - low) / number
-    ten = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * ten for factor in (1, 2, 5, 10) if factor * ten >= rough * 0.999)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     count = math.floor(high / step + 1e-9) - first + 1
     return [(first + index) * step for index in range(count)]
 
 
 def frame_of(chart: Chart) -> Frame | None:
-    """Return the frame of a chart; None where it has no finite point."""
+    """Return the frame of a chart, None if it has no finite point."""
     area = (LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM)
     lines = [line.drawn for line in chart.series]
     return frame_around(lines, area, starts_at_zero=chart.starts_at_zero)
 
 
 def draw_svg(chart: Chart) -> Markup:
-    """Return a chart as SVG, all text of it escaped; its colours are the page's."""
+    """Return a chart that has a finite point as escaped SVG; its colors are in the page's CSS."""
     from markupsafe import Markup
 
     frame = frame_of(chart)
     assert frame is not None
-    marks, texts = (
-        Markup('<line x1="{:.1f}" x2="{:.1f}" y1="{:.1f}" y2="{:.1f}"/>'),
-        Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>'),
-    )
-    drawn = []
-    for y, text in frame.value_marks:
-        drawn.append(marks.format(frame.left, frame.right, y, y))
-        drawn.append(texts.format(frame.left - 5, y + 4, "end", text))
-    for x, text in frame.step_marks:
-        anchor = "end" if x > frame.right - 12 else "middle"
-        drawn.append(texts.format(x, HEIGHT - 12, anchor, text))
+    rule = Markup('<line x1="{:.1f}" x2="{:.1f}" y1="{:.1f}" y2="{:.1f}"/>')
+    label = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     line = Markup('<polyline points="{}" class="h{}{}"><title>{}</title></polyline>')
     dot = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.5" class="h{}"/>')
-    for one in chart.series:
-        points, hue = one.drawn, one.hue % len(HUES)
+    elements = []
+    for y, text in frame.value_ticks:
+        elements.append(rule.format(frame.left, frame.right, y, y))
+        elements.append(label.format(frame.left - 5, y + 4, "end", text))
+    for x, text in frame.step_ticks:
+        anchor = "end" if x > frame.right - 12 else "middle"
+        elements.append(label.format(x, HEIGHT - 12, anchor, text))
+    for series in chart.series:
+        points, color = series.drawn, series.color_index % len(COLORS)
         if not points:
             continue
-        rare = " rare" if one.is_measured_rarely else ""
-        drawn.append(line.format(frame.line(points), hue, rare, one.name))
-        is_dotted = one.is_measured_rarely and len(points) <= MAX_BUCKETS // 4
-        if is_dotted or len(points) == 1:
-            drawn += [dot.format(*frame.place(*point), hue) for point in points]
+        sparse = " sparse" if series.is_sparse else ""
+        elements.append(line.format(frame.polyline(points), color, sparse, series.name))
+        has_dots = series.is_sparse and len(points) <= MAX_BUCKETS // 4
+        if has_dots or len(points) == 1:
+            elements += [dot.format(*frame.to_xy(*point), color) for point in points]
     head = Markup('<svg viewBox="0 0 {:g} {:g}" role="img" aria-label="{}">')
-    parts = [head.format(WIDTH, HEIGHT, f"{chart.title} over steps"), *drawn, Markup("</svg>")]
+    parts = [head.format(WIDTH, HEIGHT, f"{chart.title} over steps"), *elements, Markup("</svg>")]
     return Markup("").join(parts)
 
 
 def write_png(charts: Sequence[Chart], file: Path) -> None:
-    """Draw charts side by side, two in a row, into a PNG of twice their size.
+    """Draw charts into a PNG, two in a row, at twice their size.
 
-    Pillow is imported here: it comes with TensorBoard.
+    Pillow is imported here; TensorBoard depends on it.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -217,24 +218,24 @@ def write_png(charts: Sequence[Chart], file: Path) -> None:
             return (x0 + x) * scale, (y0 + y) * scale
 
         draw.text(at(LEFT, -title_height + 6), chart.title, "black", font=bold)
-        for y, text in frame.value_marks:
+        for y, text in frame.value_ticks:
             draw.line([at(frame.left, y), at(frame.right, y)], "#d9d9e0", 1)
             draw.text(at(frame.left - 5, y), text, "#60646c", font=font, anchor="rm")
-        for x, text in frame.step_marks:
+        for x, text in frame.step_ticks:
             anchor = "ra" if x > frame.right - 12 else "ma"
             draw.text(at(x, frame.bottom + 5), text, "#60646c", font=font, anchor=anchor)
-        for index, one in enumerate(chart.series):
-            points = [at(*frame.place(*point)) for point in one.drawn]
-            hue = HUES[one.hue % len(HUES)]
-            width = 5 if one.is_measured_rarely else 2
+        for index, series in enumerate(chart.series):
+            points = [at(*frame.to_xy(*point)) for point in series.drawn]
+            color = COLORS[series.color_index % len(COLORS)]
+            width = 5 if series.is_sparse else 2
             if len(points) > 1:
-                draw.line(points, hue, width, joint="curve")
-            for x, y in points if one.is_measured_rarely or len(points) == 1 else ():
-                draw.ellipse([x - 5, y - 5, x + 5, y + 5], hue)
+                draw.line(points, color, width, joint="curve")
+            for x, y in points if series.is_sparse or len(points) == 1 else ():
+                draw.ellipse([x - 5, y - 5, x + 5, y + 5], color)
             left = LEFT + index % 2 * (WIDTH - LEFT) / 2
             top = HEIGHT + index // 2 * legend_height
-            draw.line([at(left, top + 6), at(left + 14, top + 6)], hue, width + 2)
-            draw.text(at(left + 19, top), one.name, "#1c2024", font=font)
+            draw.line([at(left, top + 6), at(left + 14, top + 6)], color, width + 2)
+            draw.text(at(left + 19, top), series.name, "#1c2024", font=font)
     image.save(file)
 
 

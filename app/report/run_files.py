@@ -1,6 +1,6 @@
-"""Read back what a run has written into its folder, as far as it has come.
+"""Read the files in a run's folder, also those of an unfinished or failed run.
 
-A file that is missing or damaged leaves its part out: a page is made of failed runs, too.
+A missing or damaged file is treated as empty, so that every run has a page.
 """
 
 from __future__ import annotations
@@ -12,46 +12,47 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 MAX_PREDICTIONS = 10
+"""number of predictions that a page shows"""
 NOT_DRAWN = ("/tokens/", "/share/", "experts/")
-"""parts of the names of columns that no chart has: the mixture's table, or one a layer"""
+"""substrings of metric names that have no chart: shares of the mixture, and metrics per layer"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFiles:
-    """What the files of a run's folder say; empty where there is none."""
+    """The content of the files in a run's folder; empty for a missing file."""
 
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """figures of the whole run, of a finished one"""
+    """metrics.json, which only a finished run has"""
     curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    """(step, value) of each column of metrics.csv"""
+    """column of metrics.csv -> its (step, value)"""
     predictions: Sequence[Mapping[str, Any]] = ()
-    """a few, of each data set in turn"""
+    """some lines of predictions.jsonl"""
     mixture: Sequence[Mapping[str, Any]] = ()
     audit: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
-    """why it stopped"""
+    """why the run stopped"""
 
     @property
     def has_gpu(self) -> bool:
-        """Tell whether its machine had a GPU that its driver named."""
-        machine = self.manifest.get("hardware")
-        return isinstance(machine, Mapping) and bool(machine.get("gpus"))
+        """Whether the driver reported a GPU on the run's machine."""
+        hardware = self.manifest.get("hardware")
+        return isinstance(hardware, Mapping) and bool(hardware.get("gpus"))
 
     @property
     def last_step(self) -> int:
-        """Return the last step that was written."""
+        """The last step with a row in metrics.csv."""
         return int(max((points[-1][0] for points in self.curves.values() if points), default=0))
 
     def latest(self, name: str) -> float | None:
-        """Return a figure: of the whole run, else the last of its curve, else None."""
+        """Return a metric of the finished run, else the last value of its curve, else None."""
         if name in self.metrics:
             return self.metrics[name]
         points = self.curves.get(name)
@@ -59,7 +60,7 @@ class RunFiles:
 
 
 def read_run_files(folder: Path) -> RunFiles:
-    """Read what `folder` holds."""
+    """Read all files that a page or a card needs."""
     import yaml  # type: ignore[import-untyped]
 
     try:
@@ -82,18 +83,17 @@ def read_run_files(folder: Path) -> RunFiles:
 
 
 def choose_predictions(lines: Iterator[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return `MAX_PREDICTIONS` lines, of each data set in turn.
+    """Return `MAX_PREDICTIONS` lines, taken from the data sets in turn.
 
-    First those of a data set in which the answers differ: they show what training did.
+    Lines whose answers differ between base and tuned come first.
     """
     by_dataset: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
         by_dataset[str(line.get("data_set", ""))].append(line)
-    for one in by_dataset.values():
-        one.sort(key=lambda line: line.get("base") == line.get("tuned"))
-    turns = zip_longest(*by_dataset.values())
-    chosen = (line for turn in turns for line in turn if line is not None)
-    return list(islice(chosen, MAX_PREDICTIONS))
+    for of_dataset in by_dataset.values():
+        of_dataset.sort(key=lambda line: line.get("base") == line.get("tuned"))
+    in_turn = chain.from_iterable(zip_longest(*by_dataset.values()))
+    return list(islice(filter(None, in_turn), MAX_PREDICTIONS))
 
 
 def _read_text(file: Path) -> str:
@@ -104,7 +104,7 @@ def _read_text(file: Path) -> str:
 
 
 def _read_json(file: Path, default: Any) -> Any:
-    """Return an object or a list as `default` is one; `default` where the file has none."""
+    """Return the JSON value of a file, or `default` if it is damaged or of another type."""
     try:
         value = json.loads(_read_text(file))
     except (ValueError, RecursionError):
@@ -113,41 +113,41 @@ def _read_json(file: Path, default: Any) -> Any:
 
 
 def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
-    for text in _read_text(file).split("\n"):  # not at U+2028, which texts hold
+    for text in _read_text(file).split("\n"):  # splitlines also splits at U+2028, inside texts
         try:
             line = json.loads(text)
-        except (ValueError, RecursionError):  # cut off, or nested without end
+        except (ValueError, RecursionError):  # incomplete, or nested too deeply
             continue
         if isinstance(line, dict):
             yield line
 
 
 def _read_curves(file: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return (step, value) of each column that is drawn; rows that were cut off end them."""
+    """Return column -> (step, value), up to the first row that is incomplete."""
     curves: dict[str, list[tuple[float, float]]] = {}
-    rows = _rows(file)
+    rows = _read_rows(file)
     header = next(rows, [])
     if "step" not in header:
         return curves
-    at = header.index("step")
+    step_column = header.index("step")
     drawn = [
-        (place, curves.setdefault(name, []))
-        for place, name in enumerate(header)
-        if place != at and not any(part in name for part in NOT_DRAWN)
+        (column, curves.setdefault(name, []))
+        for column, name in enumerate(header)
+        if column != step_column and not any(part in name for part in NOT_DRAWN)
     ]
     for row in rows:
         try:
-            step = float(row[at])
-            for place, points in drawn:
-                if row[place]:
-                    points.append((step, float(row[place])))
+            step = float(row[step_column])
+            for column, points in drawn:
+                if row[column]:
+                    points.append((step, float(row[column])))
         except (ValueError, IndexError):
             break
     return {name: points for name, points in curves.items() if points}
 
 
-def _rows(file: Path) -> Iterator[list[str]]:
-    """Yield the rows of a CSV file up to one with a field beyond the csv module's limit."""
+def _read_rows(file: Path) -> Iterator[list[str]]:
+    """Yield the rows of a CSV file, up to one that exceeds the csv module's field limit."""
     with contextlib.suppress(csv.Error):
         yield from csv.reader(_read_text(file).splitlines())
 

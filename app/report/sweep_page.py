@@ -1,69 +1,68 @@
-"""The page of a sweep: parallel coordinates of its trials, their curves, and a table."""
+"""The page of a sweep: its trials as parallel coordinates, as loss curves, and in a table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from app.report.chart import frame_around
+from app.report.template import render_template
 
 WIDTH, HEIGHT, MARGIN = 900.0, 320.0, 52.0
-"""of a chart's drawing area, in its own units"""
-MAX_MARK = 16
-"""characters of a word at an axis; the table has it whole"""
+"""size of a chart and its margin, in SVG units"""
+MAX_LABEL = 16
+"""maximum characters of a word at an axis; longer ones are shortened"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialView:
-    """What a page shows of a trial."""
+    """A trial as the page shows it."""
 
     number: int
     values: Mapping[str, str]
-    """of every varied key"""
+    """value of each varied setting"""
     curve: Mapping[int, float]
-    """validation losses by step"""
+    """step -> validation loss"""
     objective: float | None
     outcome: str
-    """how it ended, in words"""
+    """how the trial ended, in words"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """One upright axis: its place, its name, and what stands at its marks."""
+    """One vertical axis of the parallel coordinates."""
 
     x: float
     name: str
     anchor: str
-    """side of the name that is at the axis, so that the outer names stay on the page"""
-    marks: Sequence[tuple[float, str]]
+    """SVG text-anchor of the name: start or end for the outer axes, so that it stays on the page"""
+    ticks: Sequence[tuple[float, str]]
+    """(y, label)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One trial's line in a chart; `goodness` 1 is the best trial, 0 the worst."""
+    """One trial's line in a chart."""
 
     points: str
+    """points of the SVG polyline"""
     title: str
     goodness: float
+    """1 for the best trial, 0 for the worst"""
 
     @property
     def is_dot(self) -> bool:
-        """Whether all its points are one."""
+        """Whether all points are the same."""
         return len(set(self.points.split())) == 1
 
 
 def render_sweep_page(title: str, trials: Sequence[TrialView], objective: str) -> str:
-    """Return one HTML file that needs no script, font or network; `trials` best first."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
+    """Return the page as HTML; `trials` are sorted, best first."""
     axes, coordinates = parallel_coordinates(trials, objective)
     ends, curves = curve_lines(trials)
-    return environment.get_template("sweep.html.jinja").render(
+    return render_template(
+        "sweep",
         title=title,
         objective=objective,
         trials=trials,
@@ -81,7 +80,7 @@ def render_sweep_page(title: str, trials: Sequence[TrialView], objective: str) -
 def parallel_coordinates(
     trials: Sequence[TrialView], objective: str
 ) -> tuple[list[Axis], list[Line]]:
-    """Place every varied key and the objective on an axis, and each trial's line across them."""
+    """Return an axis for each varied setting and the objective, and a line for each trial."""
     shown = [trial for trial in trials if _is_number(trial.objective)]
     if not shown:
         return [], []
@@ -89,40 +88,42 @@ def parallel_coordinates(
     columns[objective] = [f"{trial.objective:.4f}" for trial in shown]
     axes, heights = [], []
     for index, (name, values) in enumerate(columns.items()):
-        place, marks = _scale(values)
+        of_trials, ticks = _scale(values)
         x = MARGIN + index * (WIDTH - 2 * MARGIN) / max(len(columns) - 1, 1)
         anchor = "start" if index == 0 else "end" if name == objective else "middle"
-        axes.append(Axis(x=x, name=name, anchor=anchor, marks=marks))
-        heights.append(place)
+        axes.append(Axis(x=x, name=name, anchor=anchor, ticks=ticks))
+        heights.append(of_trials)
     lines = []
     for index, trial in enumerate(shown):
         points = " ".join(
-            f"{axis.x:.1f},{place[index]:.1f}" for axis, place in zip(axes, heights, strict=True)
+            f"{axis.x:.1f},{of_trials[index]:.1f}"
+            for axis, of_trials in zip(axes, heights, strict=True)
         )
         lines.append(_line(trial, points, index, len(shown)))
-    return axes, lines[::-1]  # the best is drawn last, over the others
+    return axes, lines[::-1]  # the best is drawn last, on top of the others
 
 
 def curve_lines(trials: Sequence[TrialView]) -> tuple[list[tuple[float, float, str]], list[Line]]:
-    """Return the marks of the two axes, and each trial's validation losses over its steps."""
+    """Return the labels (x, y, text) of the axes, and the validation loss of each trial by step."""
     drawn = [
         [point for point in sorted(trial.curve.items()) if math.isfinite(point[1])]
         for trial in trials
     ]
     area = (MARGIN, WIDTH - MARGIN, MARGIN, HEIGHT - MARGIN)
-    frame = frame_around(drawn, area, is_log=True)  # one that diverged leaves the others room
+    # Logarithmic, so that a diverged trial leaves room for the others.
+    frame = frame_around(drawn, area, is_log=True)
     if frame is None:
         return [], []
     lines = [
-        _line(trial, frame.line(points), index, len(trials))
+        _line(trial, frame.polyline(points), index, len(trials))
         for index, (trial, points) in enumerate(zip(trials, drawn, strict=True))
         if points
     ]
     low, high, last = frame.low, frame.high, frame.last
     ends = [
-        (0.0, frame.place(0, high)[1], f"{high:.3f}"),
-        (0.0, frame.place(0, low)[1], f"{low:.3f}"),
-        (frame.place(last, low)[0] - MARGIN, HEIGHT - MARGIN / 4, f"step {last}"),
+        (0.0, frame.to_xy(0, high)[1], f"{high:.3f}"),
+        (0.0, frame.to_xy(0, low)[1], f"{low:.3f}"),
+        (frame.to_xy(last, low)[0] - MARGIN, HEIGHT - MARGIN / 4, f"step {last}"),
     ]
     return ends, lines[::-1]
 
@@ -137,32 +138,33 @@ def _line(trial: TrialView, points: str, index: int, total: int) -> Line:
 
 
 def _scale(values: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Return the height of each value on an axis, and the axis's marks.
+    """Return the y of each value on an axis, and the axis's ticks.
 
-    Numbers by size (by their logarithm from a hundredfold on), words in the order of the alphabet.
+    Numbers are placed by size, logarithmically if the largest is at least 100 times the smallest;
+    words are placed in alphabetical order.
     """
     try:
         numbers = [float(value) for value in values]
     except ValueError:
         words = sorted(set(values))
         numbers = [float(words.index(value)) for value in values]
-        marks = [(_between(i, 0, len(words) - 1), _short(word)) for i, word in enumerate(words)]
-        return [_between(number, 0, len(words) - 1) for number in numbers], marks
+        ticks = [(_to_y(i, 0, len(words) - 1), _shorten(word)) for i, word in enumerate(words)]
+        return [_to_y(number, 0, len(words) - 1) for number in numbers], ticks
     low, high = min(numbers), max(numbers)
     is_log = 0 < low * 100 <= high
-    bend = math.log10 if is_log else float
-    heights = [_between(bend(number), bend(low), bend(high)) for number in numbers]
-    marks = [(_between(bend(end), bend(low), bend(high)), f"{end:g}") for end in {low, high}]
-    return heights, marks
+    scale = math.log10 if is_log else float
+    heights = [_to_y(scale(number), scale(low), scale(high)) for number in numbers]
+    ticks = [(_to_y(scale(end), scale(low), scale(high)), f"{end:g}") for end in {low, high}]
+    return heights, ticks
 
 
-def _between(value: float, low: float, high: float) -> float:
+def _to_y(value: float, low: float, high: float) -> float:
     share = (value - low) / (high - low) if high > low else 0.5
     return HEIGHT - MARGIN - share * (HEIGHT - 2 * MARGIN)
 
 
-def _short(word: str) -> str:
-    return word if len(word) <= MAX_MARK else f"{word[: MAX_MARK - 1]}…"
+def _shorten(word: str) -> str:
+    return word if len(word) <= MAX_LABEL else f"{word[: MAX_LABEL - 1]}…"
 
 
 def _is_number(value: float | None) -> bool:

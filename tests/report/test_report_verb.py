@@ -1,4 +1,4 @@
-"""`loft report`: its words, one run's page again, and several side by side."""
+"""`loft report`: its arguments, the page of one run, and a comparison of several."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from app.report.__main__ import ReportConfig, existing_run, report_runs
 from tests.report.test_run_page import write_run
 
 
-def ask(*words: str) -> int:
+def run_report(*words: str) -> int:
     return run_plain_verb("report", ReportConfig, report_runs, words)
 
 
-def test_one_run_again_and_two_side_by_side(
+def test_pages_of_one_run_and_of_two(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", finished=False)
-    assert ask(f"run={one}") == 0
+    assert run_report(f"run={one}") == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"run: {one}"
     assert (one / "report.html").is_file()
     both = tmp_path / "both"
-    assert ask(f"run={one}", f"run={two}", f"output.dir={both}") == 0
+    assert run_report(f"run={one}", f"run={two}", f"output.dir={both}") == 0
     page = (both / "report.html").read_text()
     assert "one validation" in page and "two validation" in page
-    assert ask("--help") == 0 and "typed once for each" in capsys.readouterr().out
+    assert run_report("--help") == 0 and "repeat for several" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["runs=a"], "unknown word; did you mean run?"),
         (["run="], "run is empty"),
         (["run=/nope"], "run=/nope: no such folder"),
-        (["run=."], "neither metrics.csv nor metrics.json is there"),
+        (["run=."], "has neither metrics.csv nor metrics.json"),
         (["output.dir=a", "output.dir=b"], "output.dir is typed twice: a and b"),
         (["run=hf_" + "a" * 34], "secrets do not go into settings"),
     ],
 )
-def test_words_that_mean_nothing(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str],
+def test_invalid_arguments(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str],
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert ask(*words) == 2
-    assert said in capsys.readouterr().err
+    assert run_report(*words) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_a_link_in_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+def test_a_link_in_a_run_folder_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     precious = tmp_path / "precious"
     precious.write_text("mine")

@@ -1,4 +1,4 @@
-"""The page of a run: made of its files alone, of hostile and damaged ones too."""
+"""The page of a run, built from its files alone, also from hostile and damaged ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from app.report.run_files import choose_predictions, read_run_files
 from app.report.run_page import (
     CURVES_FILE,
     PAGE_FILE,
-    bound_by,
-    page_where_it_stops,
+    bottleneck_lines,
+    page_on_failure,
     render_comparison,
     render_run,
     write_page,
@@ -37,7 +37,7 @@ NAMES = ("orders", HOSTILE)
 def write_run(
     folder: Path, *, steps: int = 20, last_val: float = 1.0, finished: bool = True
 ) -> Path:
-    """Write the files of a run, whose data set, prompts and settings hold markup."""
+    """Write the files of a run whose data set, prompts and settings contain markup."""
     folder.mkdir(parents=True, exist_ok=True)
     columns = ["step", "train/loss", "val/loss", "speed/tokens_per_second", "speed/data_wait"]
     columns += [f"{phase}/{what}/{name}" for phase in ("train", "val") for what in ("loss", "share")
@@ -86,7 +86,7 @@ def write_run(
 
 
 class Elements(HTMLParser):
-    """What a page holds: its elements, what they refer to, and its text."""
+    """The elements, links and text of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def test_a_page_needs_nothing_and_escapes_everything(tmp_path: Path) -> None:
+def test_a_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     settings = [("model.path", HOSTILE, "null")]
     assert write_page(run, settings) == run / PAGE_FILE
@@ -114,17 +114,17 @@ def test_a_page_needs_nothing_and_escapes_everything(tmp_path: Path) -> None:
     assert page.text.count(HOSTILE) > 20 and "\x1b" not in page.text
     assert page.tags.count("svg") == 5  # loss, two data sets, tokens per second, data wait
     assert (run / CURVES_FILE).read_bytes().startswith(b"\x89PNG")
-    for said in (
+    for text in (
         "finished after step 20",
         "base base, lora, rank 16",
         "validation loss 2.0000 at the start, 1.0000 at the end",
         "20,000 tokens in 13.0 s: 1,500 tokens/s",
         "1.0% of the training time was spent waiting for data",
         "warning: <img",
-        "letters ...]",
+        "characters ...]",
         "exact_match 1",
     ):
-        assert said in page.text, said
+        assert text in page.text, text
     assert "matplotlib" not in sys.modules
 
 
@@ -138,7 +138,7 @@ def test_training_and_validation_of_a_data_set_share_a_chart(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "content", ["", '{"datasets": 3}', "\x00\xff", "step,a\n1,x\n", '{"a":' * 100_000]
 )
-def test_damaged_files_leave_their_part_out(tmp_path: Path, content: str) -> None:
+def test_damaged_files_are_left_out(tmp_path: Path, content: str) -> None:
     run = write_run(tmp_path / "run")
     for file in sorted(run.iterdir()):
         before = file.read_bytes()
@@ -148,7 +148,7 @@ def test_damaged_files_leave_their_part_out(tmp_path: Path, content: str) -> Non
         file.write_bytes(before)
 
 
-def test_a_page_that_cannot_be_written_fails_no_run(
+def test_a_page_that_cannot_be_written_does_not_fail_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write_run(tmp_path / "run")
@@ -159,12 +159,12 @@ def test_a_page_that_cannot_be_written_fails_no_run(
 
 
 @pytest.mark.parametrize("error", [ValueError("loss is nan"), Interrupted(15, "step 7 is saved")])
-def test_a_run_that_stops_has_a_page_once_it_has_curves(tmp_path: Path, error: Exception) -> None:
+def test_a_failed_run_has_a_page_if_it_has_curves(tmp_path: Path, error: Exception) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     run = write_run(tmp_path / "run", finished=False)
     for folder in (empty, run):
-        with pytest.raises(type(error)), page_where_it_stops(folder, []):
+        with pytest.raises(type(error)), page_on_failure(folder, []):
             raise error
     assert not (empty / PAGE_FILE).exists()
     assert f"stopped after step 20 of 20: {error}" in (run / PAGE_FILE).read_text()
@@ -179,7 +179,7 @@ def test_a_long_run_is_written_within_a_second(tmp_path: Path) -> None:
     assert len(page) < 500_000
 
 
-def test_runs_stand_side_by_side(tmp_path: Path) -> None:
+def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
     runs = {
         name: read_run_files(write_run(tmp_path / name, last_val=loss))
         for name, loss in (("a", 1.0), ("b", 1.5))
@@ -205,7 +205,7 @@ def test_settings_that_differ_from_their_defaults() -> None:
     assert of_evaluation["evaluation.max_rows"] == "7" and of_evaluation["model.path"] == "a"
 
 
-def test_ten_predictions_of_all_data_sets_first_those_that_changed() -> None:
+def test_ten_predictions_from_all_data_sets_with_changed_answers_first() -> None:
     lines = [
         {"data_set": name, "number": i, "base": "1", "tuned": "2" if i > 20 else "1"}
         for name in "abc"
@@ -217,25 +217,25 @@ def test_ten_predictions_of_all_data_sets_first_those_that_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("figures", "said"),
+    ("metrics", "expected"),
     [
-        ({"speed/data_wait": 0.4}, "That bound the speed: more data.num_workers"),
-        ({"speed/data_wait": 0.01}, "The rest was computing on the CPU"),
-        ({"speed/data_wait": 0.4, "machine/gpu_utilization": 0.97}, "its own work bound"),
-        ({"speed/data_wait": 0.01, "machine/gpu_utilization": 0.5}, "waited for the host to"),
+        ({"speed/data_wait": 0.4}, "Data was the bottleneck: a larger data.num_workers"),
+        ({"speed/data_wait": 0.01}, "The bottleneck was computation on the CPU"),
+        ({"speed/data_wait": 0.4, "machine/gpu_utilization": 0.97}, "97% of the time: it was the"),
+        ({"speed/data_wait": 0.01, "machine/gpu_utilization": 0.5}, "waited for kernel launches"),
         ({}, ""),
     ],
 )
-def test_what_bound_the_speed_is_said_of_what_was_measured(
-    tmp_path: Path, figures: dict[str, float], said: str
+def test_the_bottleneck_is_named_as_far_as_it_was_measured(
+    tmp_path: Path, metrics: dict[str, float], expected: str
 ) -> None:
-    header, row = ",".join(["step", *figures]), ",".join(["1", *map(str, figures.values())])
+    header, row = ",".join(["step", *metrics]), ",".join(["1", *map(str, metrics.values())])
     (tmp_path / "metrics.csv").write_text(f"{header}\n{row}\n")
-    words = " ".join(bound_by(read_run_files(tmp_path)))
-    assert said in words and bool(words) == bool(said)
+    text = " ".join(bottleneck_lines(read_run_files(tmp_path)))
+    assert expected in text and bool(text) == bool(expected)
 
 
-def test_a_chart_shows_spikes_of_long_lines_and_single_points() -> None:
+def test_a_chart_keeps_spikes_and_single_points() -> None:
     points = [(float(step), 2.0) for step in range(30_000)]
     points[12_345] = (12_345.0, 9.0)
     line = Series(name="a", points=points)
@@ -247,13 +247,13 @@ def test_a_chart_shows_spikes_of_long_lines_and_single_points() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "marks"),
+    ("low", "high", "ticks"),
     [(0, 10, [0, 5, 10]), (1.73, 3.1, [2, 2.5, 3]), (5, 5, [5]), (0, 0.0002, None)],
 )
-def test_marks_are_round_numbers(low: float, high: float, marks: list[float] | None) -> None:
+def test_ticks_are_round_numbers(low: float, high: float, ticks: list[float] | None) -> None:
     found = round_numbers(low, high, 4)
-    assert 1 <= len(found) <= 6 and all(low <= one <= high * 1.001 for one in found)
-    assert marks is None or found == pytest.approx(marks)
+    assert 1 <= len(found) <= 6 and all(low <= tick <= high * 1.001 for tick in found)
+    assert ticks is None or found == pytest.approx(ticks)
 
 
 OUTSIDE = """
