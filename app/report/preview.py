@@ -1,7 +1,7 @@
-"""Collect what a preview shows of the data that a run would train on, token by token.
+"""Collect the content of a preview: the data that a run would train on, token by token.
 
 Decides which rows and packs are shown; `preview_page` renders them. All text is made printable
-here, so that no file can control the page or the terminal.
+here, so that no data file can control the page or the terminal.
 """
 
 from __future__ import annotations
@@ -21,60 +21,66 @@ if TYPE_CHECKING:
     from data_modules import Audit, Example, FinetuneDataModule, Origin
 
 SHOWN_STEPS = 2
+"""steps whose packs are shown"""
 MAX_PACKS = 10_000
-"""packs that are counted for the realised shares of the mixture"""
-MAX_FILE = 32
-"""characters of a path that are shown in full"""
+"""maximum number of packs from which the actual shares of the mixture are computed"""
+MAX_PATH = 32
+"""longest path that is shown in full, in characters"""
 NUM_BINS = 32
+"""bins of a histogram of lengths"""
 MAX_TOKENS = 4096
-"""tokens of a row that are kept: half from its beginning, half from its end"""
+"""maximum tokens of a row on the page: half from its beginning, half from its end"""
 INCOMPLETE = "\ufffd"
+"""what tokens decode to that end within a character"""
 
 
 @dataclass(kw_only=True, slots=True)
 class ShownConfig:
-    """Choose how much a preview shows."""
+    """How much a preview shows."""
 
     rows: int = setting(3, ge=1, shown=True)
-    """rows of each data set, evenly spread over it"""
+    """number of rows of each data set, evenly spread over it"""
     packs: int = setting(2, ge=1, shown=True)
-    """packs of each of the first two steps"""
+    """number of packs in each of the first two steps"""
     tokens: int = setting(400, ge=2, shown=True)
     """tokens of a row in the terminal, from its beginning and its end; the page shows 4,096"""
     max_rows: int | None = setting(100_000, ge=10, note="null reads all", shown=True)
-    """rows read of all data sets together, the first ones of each in equal parts: takes seconds;
-    null = all, for exact counts and steps: takes as long as a training needs to start"""
+    """maximum number of rows to read in total, the first ones of each data set in equal parts
+    (takes seconds); null = all, for exact counts and steps (takes as long as the start of a
+    training run)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowView:
-    """One document as the model sees it; `targets` are those of a decoder."""
+    """One document as the model sees it."""
 
     origin: str
+    """file:line"""
     num_tokens: int
     num_trained: int
+    """number of tokens that are trained on"""
     tokens: Passage
     targets: Passage | None
+    """targets of the decoder, None for a decoder-only model"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetView:
-    """What is shown of a data set: some rows, and the lengths of all of them.
-
-    `counts` are training documents by length, in `NUM_BINS` equal bins from 0 to `Preview.longest`.
-    """
+    """Some rows of a data set, and the lengths of all of them."""
 
     name: str
     about: str
     rows: list[RowView]
     counts: list[int]
+    """number of training documents in each of `NUM_BINS` equal bins from 0 to `Preview.longest`
+    tokens"""
     median: int
     percentile_95: int
     longest: int
 
     @property
     def lengths(self) -> str:
-        """Return the lengths in words."""
+        """Summary of the lengths."""
         return (
             f"median {self.median:,} tokens, 95 % up to {self.percentile_95:,}, "
             f"longest {self.longest:,}"
@@ -83,39 +89,45 @@ class DatasetView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedDocument:
-    """A document in a pack; `dataset` is the index of its data set."""
+    """A document in a pack."""
 
     dataset: int
+    """index of its data set"""
     origin: str
-    tokens: int
-    trained: int
+    """file:line"""
+    num_tokens: int
+    num_trained: int
+    """number of tokens that are trained on"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackView:
-    """The documents of one pack of `capacity` tokens."""
+    """The documents of one pack."""
 
     step: int
     number: int
+    """index within the step"""
     capacity: int
+    """size of the pack in tokens"""
     documents: list[PackedDocument]
 
     @property
     def heading(self) -> str:
-        """Return which pack it is, and how full."""
+        """Which pack it is, and how full."""
         return (
             f"step {self.step}, pack {self.number}: {count(len(self.documents), 'document')}, "
-            f"{self.tokens:,} of {self.capacity:,} tokens ({self.tokens / self.capacity:.1%} full)"
+            f"{self.num_tokens:,} of {self.capacity:,} tokens "
+            f"({self.num_tokens / self.capacity:.1%} full)"
         )
 
     @property
-    def tokens(self) -> int:
-        """Return the tokens that are not padding."""
-        return sum(document.tokens for document in self.documents)
+    def num_tokens(self) -> int:
+        """Number of tokens that are not padding."""
+        return sum(document.num_tokens for document in self.documents)
 
     @property
     def shades(self) -> list[bool]:
-        """Return which documents take the darker shade: neighbours of one data set alternate."""
+        """Whether each document has the darker shade: it alternates within a data set."""
         shades: list[bool] = []
         for number, document in enumerate(self.documents):
             follows = number > 0 and self.documents[number - 1].dataset == document.dataset
@@ -125,23 +137,23 @@ class PackView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """All that is shown, as printable text and numbers.
-
-    `mixture` is a table of the steps `mixture_of`: headings, and a row a data set.
-    """
+    """The content of a preview, as printable text and numbers."""
 
     title: str
     facts: list[str]
     datasets: list[DatasetView]
     longest: int
+    """length of the longest document in tokens"""
     packs: list[PackView]
     mixture: list[list[str]]
+    """table with a heading row and a row for each data set"""
     mixture_of: str
+    """steps and packs that `mixture` was computed from"""
     audit: Audit
 
     @property
     def names(self) -> list[str]:
-        """Return the data sets' names."""
+        """Names of the data sets."""
         return [dataset.name for dataset in self.datasets]
 
 
@@ -153,7 +165,7 @@ def collect_preview(
     title: str,
     facts: Sequence[str],
 ) -> Preview:
-    """Collect what is shown of a data module that is set up and not a stream."""
+    """Collect the preview of a data module, which must be set up and not be a stream."""
     examples = datamodule.train_examples
     longest = int(examples.lengths.max())
     renderer = TokenRenderer(tokenizer)
@@ -162,10 +174,10 @@ def collect_preview(
         for index in range(len(datamodule.dataset_names))
     ]
     mixture, mixture_of = _mixture_cells(datamodule)
-    warned = [line for line in datamodule.report.mixture if line.startswith("warning:")]
+    warnings = [line for line in datamodule.report.mixture if line.startswith("warning:")]
     return Preview(
-        title=visible(title),
-        facts=[visible(fact) for fact in (*facts, datamodule.plan.line(), *warned)],
+        title=escape_control(title),
+        facts=[escape_control(fact) for fact in (*facts, datamodule.plan.line(), *warnings)],
         datasets=datasets,
         longest=longest,
         packs=_pack_views(config, datamodule),
@@ -175,16 +187,16 @@ def collect_preview(
     )
 
 
-def _place(origin: Origin) -> str:
-    """Return file:line, relative to the working folder where possible, long paths shortened."""
-    file, here = Path(origin.file), Path.cwd()
-    if file.is_relative_to(here):
-        shown = str(file.relative_to(here))
-    elif len(origin.file) > MAX_FILE and len(file.parts) > 2:
+def _format_origin(origin: Origin) -> str:
+    """Return file:line, relative to the working folder if inside it, long paths shortened."""
+    file, working_folder = Path(origin.file), Path.cwd()
+    if file.is_relative_to(working_folder):
+        shown = str(file.relative_to(working_folder))
+    elif len(origin.file) > MAX_PATH and len(file.parts) > 2:
         shown = str(Path("...", *file.parts[-2:]))
     else:
         shown = origin.file
-    return visible(f"{shown}:{origin.line}")
+    return escape_control(f"{shown}:{origin.line}")
 
 
 def _dataset_view(
@@ -199,13 +211,13 @@ def _dataset_view(
     examples, report = datamodule.train_examples, datamodule.report.datasets[index]
     own = np.flatnonzero(examples.datasets == index)
     lengths = examples.lengths[own]
-    places = np.unique(np.linspace(0, len(own) - 1, min(config.rows, len(own))).astype(int))
+    chosen = np.unique(np.linspace(0, len(own) - 1, min(config.rows, len(own))).astype(int))
     counts, _ = np.histogram(lengths, bins=NUM_BINS, range=(0, longest))
     median, percentile = np.percentile(lengths, [50, 95]).astype(int).tolist()
     return DatasetView(
-        name=visible(report.name),
-        about=visible(report.line()),
-        rows=[_row_view(examples[int(own[place])], renderer) for place in places],
+        name=escape_control(report.name),
+        about=escape_control(report.line()),
+        rows=[_row_view(examples[int(own[number])], renderer) for number in chosen],
         counts=counts.tolist(),
         median=median,
         percentile_95=percentile,
@@ -219,13 +231,13 @@ def _row_view(example: Example, renderer: TokenRenderer) -> RowView:
     labels = example.weights
     if example.target_ids is None:
         labels = labels.copy()
-        labels[:1] = 0  # the first token has no context to be predicted from
+        labels[:1] = 0  # nothing predicts the first token
         tokens, targets = renderer.passage(example.input_ids, labels), None
     else:
         tokens = renderer.passage(example.input_ids, np.zeros(len(example.input_ids), np.float32))
         targets = renderer.passage(example.target_ids, labels)
     return RowView(
-        origin=_place(example.origin),
+        origin=_format_origin(example.origin),
         num_tokens=len(example.input_ids),
         num_trained=int(np.count_nonzero(labels)),
         tokens=tokens,
@@ -234,8 +246,8 @@ def _row_view(example: Example, renderer: TokenRenderer) -> RowView:
 
 
 def _packs_of(datamodule: FinetuneDataModule, step: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the documents of each pack of a step that has any."""
-    plan: Any = datamodule.plan  # never that of a stream: a preview reads the beginning
+    """Yield the documents of each non-empty pack of a step."""
+    plan: Any = datamodule.plan  # never that of a stream, of which a preview reads the beginning
     for rank in range(plan.world_size):
         for micro_batch in plan.micro_batches(step, rank):
             yield from (pack for pack in micro_batch.packs if len(pack))
@@ -251,9 +263,9 @@ def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[Pac
             documents = [
                 PackedDocument(
                     dataset=int(examples.datasets[index]),
-                    origin=_place(examples.origin(index)),
-                    tokens=int(examples.lengths[index]),
-                    trained=int(examples.trained[index]),
+                    origin=_format_origin(examples.origin(index)),
+                    num_tokens=int(examples.lengths[index]),
+                    num_trained=int(examples.trained[index]),
                 )
                 for index in pack.tolist()
             ]
@@ -262,13 +274,13 @@ def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[Pac
     return views
 
 
-def count(number: int, what: str) -> str:
-    """Return a number with its noun, in plural where needed."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, plural unless it is 1."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str]:
-    """Count what the packs hold of each data set, and describe which steps were counted."""
+    """Return the table of each data set's share of the packs, and which steps were counted."""
     import numpy as np
 
     examples, plan = datamodule.train_examples, datamodule.plan
@@ -282,7 +294,7 @@ def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str
     rows = [
         replace(
             row,
-            name=visible(row.name),
+            name=escape_control(row.name),
             rows_seen=rows_seen[index],
             tokens_seen=int(tokens_seen[index]),
             epochs=rows_seen[index] / max(1, row.rows),
@@ -309,45 +321,46 @@ class Piece:
 
     @property
     def is_trained(self) -> bool:
-        """Tell whether it counts in the loss."""
+        """Whether it counts in the loss."""
         return self.weight > 0
 
     @property
     def kinds(self) -> str:
-        """Return its CSS classes: t trained on, p with a weight of its own, s special."""
+        """CSS classes: t = trained on, p = with a weight other than 1, s = special token."""
         is_weighted = self.is_trained and self.weight != 1
         return " ".join("t" * self.is_trained + "p" * is_weighted + "s" * self.is_special)
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """The pieces of a row; `left_out` tokens are omitted between `head` and `tail`."""
+    """The pieces of a row, without the tokens between `head` and `tail`."""
 
     head: list[Piece]
-    left_out: int = 0
+    num_omitted: int = 0
+    """number of tokens omitted between `head` and `tail`"""
     tail: list[Piece] = field(default_factory=list)
 
     def cut(self, limit: int) -> Passage:
-        """Return its first and last pieces, at most `limit` of them."""
+        """Return the first and last pieces, at most `limit` of them."""
         pieces = [*self.head, *self.tail]
         if len(pieces) <= limit:
             return self
-        first, last = limit - limit // 2, limit // 2
-        # What was left out before lies between head and tail.
-        gone = pieces[first : len(pieces) - last]
-        left_out = self.left_out + sum(len(piece.ids) for piece in gone)
-        return Passage(pieces[:first], left_out, pieces[len(pieces) - last :])
+        num_first, num_last = limit - limit // 2, limit // 2
+        # Tokens that were already omitted are between these pieces, too.
+        omitted = pieces[num_first : len(pieces) - num_last]
+        num_omitted = self.num_omitted + sum(len(piece.ids) for piece in omitted)
+        return Passage(pieces[:num_first], num_omitted, pieces[len(pieces) - num_last :])
 
 
-def visible(text: str) -> str:
-    """Escape what is not printable in `text`, except newlines: `\\x1b`, `\\u202e`."""
+def escape_control(text: str) -> str:
+    """Escape unprintable characters except newlines, such as `\\x1b` and `\\u202e`."""
     if text.isprintable():
         return text
     return "".join(
-        letter
-        if letter == "\n" or letter.isprintable()
-        else letter.encode("unicode_escape").decode("ascii")
-        for letter in text
+        character
+        if character == "\n" or character.isprintable()
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
     )
 
 
@@ -361,19 +374,20 @@ class TokenRenderer:
         self._special |= set(tokenizer.all_special_ids)
 
     def passage(self, ids: npt.NDArray[Any], weights: npt.NDArray[Any]) -> Passage:
-        """Render a document; of a long one its beginning and its end."""
-        left_out = len(ids) - MAX_TOKENS
-        if left_out <= 0:
+        """Render a document, a long one without its middle."""
+        num_omitted = len(ids) - MAX_TOKENS
+        if num_omitted <= 0:
             return Passage(list(self._pieces(ids.tolist(), weights.tolist())))
         half = MAX_TOKENS // 2
         head = self._pieces(ids[:half].tolist(), weights[:half].tolist())
         tail = self._pieces(ids[-half:].tolist(), weights[-half:].tolist())
-        return Passage(list(head), left_out, list(tail))
+        return Passage(list(head), num_omitted, list(tail))
 
     def _pieces(self, ids: list[int], weights: list[float]) -> Iterator[Piece]:
-        """Yield a piece a token; tokens that hold parts of one character make one piece.
+        """Yield a piece for each token; tokens that form one character together form one piece.
 
-        Each is decoded with the one before it: alone, some tokenizers drop its leading space.
+        Each is decoded after the one before it, since some tokenizers drop the leading space of a
+        token that is decoded alone.
         """
         before, start = 0, 0
         for end in range(1, len(ids) + 1):
@@ -383,7 +397,7 @@ class TokenRenderer:
                 continue
             text = text[len(self._decode(ids[before:start])) :]
             yield Piece(
-                text=visible(text),
+                text=escape_control(text),
                 ids=tuple(ids[start:end]),
                 weight=max(weights[start:end]),
                 is_special=ids[end - 1] in self._special,

@@ -1,42 +1,38 @@
-"""Render a preview: as an HTML page, and in a terminal, with or without colours."""
+"""Render a preview as an HTML page, and in the terminal with or without colors."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.report.preview import DatasetView, PackView, Passage, Piece, Preview
+from app.report.template import render_template
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-NUM_HUES = 6
-"""colours of data sets in the page's style"""
+NUM_PAGE_COLORS = 6
+"""colors of data sets in the CSS of the page"""
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
 PACK_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MAX_LISTED = 6
-"""documents of a pack that are listed one by one"""
-COLOURS = ("blue", "magenta", "yellow", "green", "cyan", "red")
+"""documents of a pack that are listed in the terminal"""
+COLORS = ("blue", "magenta", "yellow", "green", "cyan", "red")
+"""colors of data sets in the terminal"""
 TRAINED, SPECIAL = "bold green", "cyan"
+"""styles of tokens in the terminal"""
 
 
 def render_page(preview: Preview) -> str:
-    """Return the page of a preview: one HTML file that needs no script, font or network."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
-    template = environment.get_template("preview.html.jinja")
-    return template.render(preview=preview, num_hues=NUM_HUES)
+    """Return the page of a preview as HTML."""
+    return render_template("preview", preview=preview, num_colors=NUM_PAGE_COLORS)
 
 
 def print_preview(preview: Preview, console: Console, max_tokens: int) -> None:
-    """Print all of a preview; of a row at most `max_tokens` tokens."""
+    """Print a preview, with at most `max_tokens` tokens of each row."""
     from rich.text import Text
 
     def write(text: str | Text = "", style: str = "") -> None:
@@ -50,13 +46,13 @@ def print_preview(preview: Preview, console: Console, max_tokens: int) -> None:
         write()
         write(dataset.about, style="bold")
         for row in dataset.rows:
-            trained = f"{row.num_trained:,} trained on"
-            write(f"-- {row.origin}: {row.num_tokens:,} tokens, {trained}", style="bold")
+            heading = f"{row.num_tokens:,} tokens, {row.num_trained:,} trained on"
+            write(f"-- {row.origin}: {heading}", style="bold")
             write(render_passage(row.tokens.cut(max_tokens), console))
             if row.targets is not None:
                 write("-- decoder targets:")
                 write(render_passage(row.targets.cut(max_tokens), console))
-    write("\npacks: one letter per document, as wide as its share", style="bold")
+    write("\npacks: one letter per document, its width in proportion to its length", style="bold")
     for pack in preview.packs:
         for line in _pack_lines(pack, preview, console):
             write(line)
@@ -66,7 +62,7 @@ def print_preview(preview: Preview, console: Console, max_tokens: int) -> None:
         write(_histogram_line(dataset, width, ascii_only=console.options.ascii_only))
     write(f"\nmixture over {preview.mixture_of}", style="bold")
     mixture = _table(preview.mixture)
-    # As wide as it is: a table that is cut at the terminal's width cannot be read.
+    # Not limited to the terminal's width: a truncated table is unreadable.
     console.print(mixture, width=console.measure(mixture).maximum, crop=False)
     write("\naudit", style="bold")
     for line in preview.audit.lines():
@@ -75,14 +71,14 @@ def print_preview(preview: Preview, console: Console, max_tokens: int) -> None:
 
 
 def render_passage(passage: Passage, console: Console) -> Text:
-    """Return a passage with its trained tokens marked, by colour or by « »."""
+    """Return a passage in which tokens that are trained on are marked by color or by « »."""
     from rich.text import Text
 
     text = Text()
     opening, closing = _marks(console)
 
     def add(pieces: Sequence[Piece]) -> None:
-        # Neighbours of one kind share one mark.
+        # Consecutive tokens of one kind are marked together.
         for is_trained, run in itertools.groupby(pieces, lambda piece: piece.is_trained):
             if is_trained:
                 inside = "".join(piece.text for piece in run)
@@ -93,18 +89,18 @@ def render_passage(passage: Passage, console: Console) -> Text:
                 text.append(inside, style=SPECIAL if is_special else "")
 
     add(passage.head)
-    if passage.left_out:
-        text.append(f"\n[... {passage.left_out:,} tokens left out ...]\n", style="italic")
+    if passage.num_omitted:
+        text.append(f"\n[... {passage.num_omitted:,} tokens omitted ...]\n", style="italic")
     add(passage.tail)
     return text
 
 
-def _has_colours(console: Console) -> bool:
+def _has_colors(console: Console) -> bool:
     return console.color_system is not None and not console.no_color
 
 
 def _marks(console: Console) -> tuple[str, str]:
-    if _has_colours(console):
+    if _has_colors(console):
         return "", ""
     return ("<<", ">>") if console.options.ascii_only else ("«", "»")
 
@@ -116,54 +112,54 @@ def _legend(console: Console) -> Text:
     text = Text("  below: ")
     text.append(f"{opening}trained on{closing}", style=TRAINED)
     text.append(", masked")
-    if _has_colours(console):
+    if _has_colors(console):
         text.append(", ")
         text.append("special token", style=SPECIAL)
     return text
 
 
 def _pack_lines(pack: PackView, preview: Preview, console: Console) -> list[str | Text]:
-    """Return the heading of a pack, its bar, and its documents."""
+    """Return the heading of a pack, its bar, and its first documents."""
     from rich.text import Text
 
     width = min(console.width, 100) - 4
-    bar, at = Text("  |"), 0
+    bar, end = Text("  |"), 0
     for number, document in enumerate(pack.documents):
-        start, at = at, at + document.tokens
-        cells = round(at / pack.capacity * width) - round(start / pack.capacity * width)
+        start, end = end, end + document.num_tokens
+        cells = round(end / pack.capacity * width) - round(start / pack.capacity * width)
         letter = PACK_LETTERS[number % len(PACK_LETTERS)]
-        colour = COLOURS[document.dataset % len(COLOURS)]
-        bar.append(letter * cells, style=f"bright_{colour}" if pack.shades[number] else colour)
-    bar.append(" " * (width - round(at / pack.capacity * width)) + "|")
-    parts = [
+        color = COLORS[document.dataset % len(COLORS)]
+        bar.append(letter * cells, style=f"bright_{color}" if pack.shades[number] else color)
+    bar.append(" " * (width - round(end / pack.capacity * width)) + "|")
+    listed = [
         f"{PACK_LETTERS[number % len(PACK_LETTERS)]} {preview.names[document.dataset]} "
-        f"{document.origin} {document.tokens:,} ({document.trained:,} trained on)"
+        f"{document.origin} {document.num_tokens:,} ({document.num_trained:,} trained on)"
         for number, document in enumerate(pack.documents[:MAX_LISTED])
     ]
-    if len(pack.documents) > len(parts):
-        parts.append(f"and {len(pack.documents) - len(parts):,} more, which the page shows")
-    return [pack.heading, bar, *(f"    {part}" for part in parts)]
+    if len(pack.documents) > len(listed):
+        listed.append(f"and {len(pack.documents) - len(listed):,} more on the page")
+    return [pack.heading, bar, *(f"    {line}" for line in listed)]
 
 
 def _histogram_line(dataset: DatasetView, width: int, *, ascii_only: bool) -> str:
-    """Return the histogram of lengths as one row of bars."""
+    """Return the histogram of lengths as a line of bars."""
     levels = ASCII_BARS if ascii_only else BARS
-    most = max(dataset.counts)
+    highest = max(dataset.counts)
     bars = "".join(
-        " " if not count else levels[min(len(levels) - 1, count * len(levels) // (most + 1))]
+        " " if not count else levels[min(len(levels) - 1, count * len(levels) // (highest + 1))]
         for count in dataset.counts
     )
     return f"  {dataset.name.ljust(width)} |{bars}| {dataset.lengths}"
 
 
 def _table(cells: Sequence[Sequence[str]]) -> Table:
-    """Return a table with its headings: the first column to the left, numbers to the right."""
+    """Return a table from its heading row and rows, with all but the first column right-aligned."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="")
-    for place, heading in enumerate(cells[0]):
-        table.add_column(Text(heading), justify="right" if place else "left", no_wrap=True)
+    for index, heading in enumerate(cells[0]):
+        table.add_column(Text(heading), justify="right" if index else "left", no_wrap=True)
     for row in cells[1:]:
         table.add_row(*map(Text, row))
     return table

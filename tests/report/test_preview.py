@@ -1,4 +1,4 @@
-"""What a preview shows: the true tokens and weights, readable everywhere, steered by no file."""
+"""The preview shows the real tokens and weights, on a page and in every kind of terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from app.report.preview import (
     Passage,
     Piece,
     TokenRenderer,
-    visible,
+    escape_control,
 )
 from app.report.preview_page import render_passage
 from data_modules import DataError
@@ -40,7 +40,7 @@ HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' \x1b[31mred\x1b]0;title\
 
 
 class Page(html.parser.HTMLParser):
-    """Read a page: its tags in order, its attributes, and its text."""
+    """Parses a page: its tags and attributes in order, all text, and the text trained on."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture
 def run_preview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Run the verb in this process; returns its new folder, its page and what it printed."""
+    """Run the verb in this process; return its new folder, its page and its output."""
 
     def run(*words: str) -> tuple[Path, Page, str]:
         folder = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
@@ -86,9 +86,9 @@ def run_preview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[
 
 
 IDS = """
-const told = [...document.querySelectorAll("pre:not(.legend) i")].map(one => one.title);
-const listed = [...document.querySelectorAll(".ids b")].map(one => one.innerText);
-return [told.map(one => one.match(/id ([0-9 ]+),/)[1]), listed];
+const titles = [...document.querySelectorAll("pre:not(.legend) i")].map(token => token.title);
+const listed = [...document.querySelectorAll(".ids b")].map(id => id.innerText);
+return [titles.map(title => title.match(/id ([0-9 ]+),/)[1]), listed];
 """
 LEGEND = """
 const words = [...document.querySelectorAll(".legend i")].map(one => one.getBoundingClientRect());
@@ -104,8 +104,8 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> str:
 def test_the_default_shows_every_section(run_preview: Callable[..., Any]) -> None:
     folder, page, printed = run_preview("+experiment=quickstart")
     assert printed.splitlines()[-1] == f"run: {folder}"
-    assert "\x1b" not in printed, "no colours where it is no terminal"
-    assert "«" in printed, "trained tokens are marked all the same"
+    assert "\x1b" not in printed, "no colors without a terminal"
+    assert "«" in printed, "trained tokens are marked without colors"
     for shown in (printed, page.shown):
         for name in ("lists", "orders", "people"):
             assert name in shown
@@ -147,7 +147,7 @@ def test_trained_tokens_are_marked(run_preview: Callable[..., Any], tmp_path: Pa
 def test_rows_cannot_control_page_or_terminal(
     run_preview: Callable[..., Any], tmp_path: Path
 ) -> None:
-    # As tokens: in a row of text, control characters are refused before they come here.
+    # As tokens: control characters in a row of text are rejected earlier.
     ids = AutoTokenizer.from_pretrained(TINY_BASE)(HOSTILE)["input_ids"]
     rows = [{"input_ids": [*ids, i], "labels": [*ids, i]} for i in range(20, 26)]
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
@@ -179,7 +179,7 @@ def test_the_page_is_self_contained(run_preview: Callable[..., Any]) -> None:
 @needs_browser
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 420])
-def test_nothing_is_cut_in_a_browser_and_ids_need_no_pointer(
+def test_nothing_is_cut_in_a_browser_and_ids_are_listed(
     width: int, run_preview: Callable[..., Any], tmp_path: Path
 ) -> None:
     file = tmp_path / ("long" * 30 + ".jsonl")
@@ -194,16 +194,14 @@ def test_nothing_is_cut_in_a_browser_and_ids_need_no_pointer(
                 browser.run("document.querySelectorAll('summary').forEach(one => one.click())")
             found: dict[str, Any] = browser.run(OUTSIDE)
             assert found["outside"] == [] and not found["wide"]
-        pointed, listed = browser.run(IDS)
+        titles, listed = browser.run(IDS)
         legend: list[float] = browser.run(LEGEND)
         assert browser.complaints() == []
-    assert pointed == listed and len(pointed) > 100
-    assert min(legend) > 5  # between its words
+    assert titles == listed and len(titles) > 100
+    assert min(legend) > 5  # pixels between the entries
 
 
-def test_a_tokenizer_without_a_model_is_enough(
-    run_preview: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_preview_needs_only_a_tokenizer(run_preview: Callable[..., Any], tmp_path: Path) -> None:
     build_tokenizer(["</s>"], eos="</s>").save_pretrained(tmp_path / "tokenizer")
     rows = [{"instruction": "what is it", "output": f"number {i}"} for i in range(9)]
     words = [f"model.path={tmp_path / 'tokenizer'}"]
@@ -238,9 +236,7 @@ def test_audit_problems_are_shown_before_the_error(
     assert 'class="problem"' in (folder / "preview.html").read_text(encoding="utf-8")
 
 
-def test_shares_and_packs_are_those_of_the_steps(
-    run_preview: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_shares_and_packs_match_the_steps(run_preview: Callable[..., Any], tmp_path: Path) -> None:
     files = [
         write_rows(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(40)])
         for name in "ab"
@@ -262,7 +258,7 @@ def test_shares_and_packs_are_those_of_the_steps(
     assert 0 < sum(widths) <= 4 * 100
 
 
-def test_requested_shares_are_shown_beside_realised_ones(
+def test_requested_and_actual_shares_are_shown(
     run_preview: Callable[..., Any], tmp_path: Path
 ) -> None:
     files = [
@@ -289,7 +285,9 @@ def test_max_steps_limits_the_steps_shown(run_preview: Callable[..., Any], tmp_p
         assert row[3:5] == [epochs, str(5 * steps)]
 
 
-def test_repeated_data_sets_are_warned_of(run_preview: Callable[..., Any], tmp_path: Path) -> None:
+def test_repeated_data_sets_cause_a_warning(
+    run_preview: Callable[..., Any], tmp_path: Path
+) -> None:
     files = [
         write_rows(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(size)])
         for name, size in (("small", 8), ("large", 48))
@@ -315,7 +313,7 @@ def test_real_tokens_render_as_the_real_text(tokenizer: str) -> None:
     text = "Grüße, 世界! 👩‍🔬 naïve\n\tdef f(x):  return x  \n\nend"
     ids = np.array(loaded(text)["input_ids"])
     pieces = TokenRenderer(loaded).passage(ids, np.ones(len(ids))).head
-    assert "".join(piece.text for piece in pieces) == visible(text)
+    assert "".join(piece.text for piece in pieces) == escape_control(text)
     assert [number for piece in pieces for number in piece.ids] == ids.tolist()
 
 
@@ -326,7 +324,7 @@ def test_pieces_concatenate_to_the_text(text: str) -> None:
     pieces = TokenRenderer(tokenizer).passage(ids, np.zeros(len(ids))).head
     assert [number for piece in pieces for number in piece.ids] == ids.tolist()
     if "\ufffd" not in text and "</s>" not in text:
-        assert "".join(piece.text for piece in pieces) == visible(tokenizer.decode(ids))
+        assert "".join(piece.text for piece in pieces) == escape_control(tokenizer.decode(ids))
 
 
 TOKENIZER = build_tokenizer(["</s>"], eos="</s>")
@@ -344,17 +342,17 @@ def test_incomplete_characters_never_absorb_a_special_token() -> None:
 def test_long_rows_show_their_beginning_and_end() -> None:
     ids = np.full(MAX_TOKENS + 10, TOKENIZER("a")["input_ids"][0])
     whole = TokenRenderer(TOKENIZER).passage(ids, np.zeros(len(ids)))
-    assert (len(whole.head), whole.left_out, len(whole.tail)) == (2048, 10, 2048)
+    assert (len(whole.head), whole.num_omitted, len(whole.tail)) == (2048, 10, 2048)
     assert whole.cut(MAX_TOKENS) is whole
     cut = whole.cut(5)
     assert (len(cut.head), len(cut.tail)) == (3, 2)
-    assert cut.left_out == len(ids) - 5
+    assert cut.num_omitted == len(ids) - 5
 
 
 @pytest.mark.parametrize(
-    ("console", "wanted"),
+    ("console", "expected"),
     [
-        ({}, "ask «yes»</s>\n[... 7 tokens left out ...]\n«no»"),
+        ({}, "ask «yes»</s>\n[... 7 tokens omitted ...]\n«no»"),
         ({"force_terminal": True, "color_system": None}, "ask «yes»</s>"),
         ({"force_terminal": True, "no_color": True, "color_system": "standard"}, "«"),
         (
@@ -362,10 +360,10 @@ def test_long_rows_show_their_beginning_and_end() -> None:
             "ask \x1b[1;32myes\x1b[0m\x1b[36m</s>\x1b[0m\n",
         ),
     ],
-    ids=["file", "dumb", "NO_COLOR", "colours"],
+    ids=["file", "dumb", "NO_COLOR", "colors"],
 )
-def test_trained_tokens_are_marked_with_and_without_colours(
-    console: dict[str, Any], wanted: str
+def test_trained_tokens_are_marked_with_and_without_colors(
+    console: dict[str, Any], expected: str
 ) -> None:
     head = [Piece("a", (1,), 0.0, False), Piece("sk ", (6,), 0.0, False)]
     head += [Piece("y", (2,), 1.0, False), Piece("es", (5,), 0.5, False)]
@@ -374,11 +372,14 @@ def test_trained_tokens_are_marked_with_and_without_colours(
     screen = Console(file=io.StringIO(), highlight=False, **console)
     screen.print(render_passage(passage, screen), soft_wrap=True)
     assert isinstance(screen.file, io.StringIO)
-    assert wanted in screen.file.getvalue()
+    assert expected in screen.file.getvalue()
 
 
-def test_neighbours_of_one_data_set_alternate_shades() -> None:
-    documents = [PackedDocument(dataset=d, origin="", tokens=8, trained=4) for d in (0, 0, 0, 1, 0)]
+def test_consecutive_documents_of_a_data_set_alternate_shades() -> None:
+    documents = [
+        PackedDocument(dataset=dataset, origin="", num_tokens=8, num_trained=4)
+        for dataset in (0, 0, 0, 1, 0)
+    ]
     pack = PackView(step=0, number=0, capacity=64, documents=documents)
     assert pack.shades == [False, True, False, False, False]
 
@@ -395,7 +396,7 @@ def test_the_legend_lists_only_marks_in_use(
     assert "masked, \x1b[36mspecial token\x1b[0m" in run_preview(*words)[2]
 
 
-def test_force_color_prints_colours(
+def test_force_color_prints_colors(
     run_preview: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -408,7 +409,7 @@ def test_force_color_prints_colours(
     assert "«" not in printed
 
 
-def test_an_ascii_terminal_is_enough() -> None:
+def test_ascii_terminals_are_supported() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii", errors="backslashreplace")
     screen = Console(file=file, highlight=False)
@@ -421,7 +422,7 @@ NEEDS_COLUMNS = {
     "self_instruct_seed_tasks": "format: alpaca, "
     "columns: {input: instances.0.input, output: instances.0.output}"
 }
-"""what of the shared data is of no known format"""
+"""settings of the shared data whose format is not detected"""
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is absent")

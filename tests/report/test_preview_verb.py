@@ -1,4 +1,4 @@
-"""`python -m app.preview` takes what training takes, from any machine, with a tokenizer only."""
+"""`python -m app.preview` accepts the settings of training, on any machine, without weights."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_every_experiment_can_be_previewed(name: str) -> None:
     for part in ("model", "data", "packing", "trainer", "seed"):
         assert getattr(config, part) == getattr(trained, part)
     assert config.preview.rows == 5
-    assert config.output.name == f"{name}-preview", "never among the runs of its name"
+    assert config.output.name == f"{name}-preview", "separate from the runs of its name"
 
 
-def test_no_settings_mean_quickstart() -> None:
+def test_without_settings_quickstart_is_previewed() -> None:
     answer = preview()
     assert answer.code == 0, answer.said
     assert "no settings typed: +experiment=quickstart" in answer.said
@@ -104,14 +104,14 @@ BAD_WORDS = [
 
 
 @pytest.mark.parametrize(("words", "problem"), BAD_WORDS, ids=[" ".join(w) for w, _ in BAD_WORDS])
-def test_bad_settings_are_refused_as_by_train(words: list[str], problem: str) -> None:
+def test_invalid_settings_are_refused_as_by_train(words: list[str], problem: str) -> None:
     answer = preview("+experiment=quickstart", *words)
     assert answer.code == 2, answer.said
     assert problem in answer.said
     assert answer.config is None
 
 
-def test_a_tokenizer_is_enough(tokenizer_only: Path, data: str) -> None:
+def test_a_preview_needs_only_a_tokenizer(tokenizer_only: Path, data: str) -> None:
     for words in ([f"model.path={tokenizer_only}"], [f"model.tokenizer_path={tokenizer_only}"]):
         answer = preview(*words, data)
         assert answer.code == 0, answer.said
@@ -141,7 +141,7 @@ def test_tokenizer_problems_are_named(tokenizer_only: Path, data: str) -> None:
 def test_a_known_context_limits_sequence_len(tmp_path: Path, data: str) -> None:
     model = make_model(tmp_path / "model", context=512)
     (model / "model.safetensors").unlink()
-    assert preview(f"model.path={model}", data).code == 0, "weights are not asked for"
+    assert preview(f"model.path={model}", data).code == 0, "weights are not needed"
     answer = preview(f"model.path={model}", data, "data.sequence_len=513")
     assert answer.code == 2
     assert "data.sequence_len=513 is more than the context" in answer.said
@@ -157,7 +157,7 @@ def test_a_run_for_another_machine_can_be_previewed() -> None:
         answer = preview(*words, gpus=gpus)
         assert answer.code == 0, answer.said
     answer = preview("+experiment=quickstart", "strategy=single", "trainer.devices=2")
-    assert answer.code == 2, "what no machine can do is refused"
+    assert answer.code == 2, "impossible on any machine"
     assert "strategy=ddp" in answer.said
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x"}
     answer = preview("+experiment=quickstart", environment=ranks | {"MASTER_PORT": "1"})
@@ -165,7 +165,7 @@ def test_a_run_for_another_machine_can_be_previewed() -> None:
     assert "this runs as one process" in answer.said
 
 
-def test_steps_are_planned_for_the_ranks_that_were_typed() -> None:
+def test_steps_are_planned_for_the_configured_ranks() -> None:
     auto = StrategyConfig()
     assert plan_as_typed(TrainerConfig(), auto) == (1, 8)
     assert plan_as_typed(TrainerConfig(devices=4, num_nodes=2), auto) == (8, 8)
@@ -192,7 +192,7 @@ def test_ranks_are_described_by_their_settings() -> None:
     )
 
 
-def test_of_a_stream_the_first_rows_are_shown() -> None:
+def test_the_first_rows_of_a_stream_are_shown() -> None:
     sets = [DatasetConfig(path="a"), DatasetConfig(path="b", split="test")]
     tests = [DatasetConfig(path="c")]
     typed = DataConfig(datasets=sets, test_datasets=tests, streaming=True, val_set_size=50)
@@ -222,7 +222,7 @@ def test_errors_and_help_never_wait_for_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, capture_output=True)
 
 
-def test_of_large_data_the_first_rows_are_read() -> None:
+def test_only_the_first_rows_of_large_data_are_read() -> None:
     sets = [DatasetConfig(path=name) for name in "abcd"]
     assert rows_of_each(100_000, DataConfig(datasets=sets)) == 25_000
     assert rows_of_each(100, DataConfig(datasets=sets, val_set_size=50)) == 100
