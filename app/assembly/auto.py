@@ -80,7 +80,7 @@ def resolve_strategy(
         return config.strategy
     if plan is None and env.num_ranks > 1:
         name = "ddp" if env.accelerator == "cpu" else "fsdp"
-        choice = Choice(name, "the model's config does not say how wide its layers are")
+        choice = Choice(name, "the sizes of the model's layers are unknown")
     elif plan is None:
         choice = Choice("single", "1 process")
     else:
@@ -123,7 +123,7 @@ def resolve_micro_batch(
     elif env.accelerator == "cpu":
         choice = MicroBatchChoice(1, "more are for a GPU, whose memory says how many")
     elif plan is None:
-        choice = MicroBatchChoice(1, "the model's config does not say how wide its layers are")
+        choice = MicroBatchChoice(1, "the sizes of the model's layers are unknown")
     else:
         is_tried = can_try(plan.strategy)
         if config.recompute.mode == "auto":  # what one pack at a time needs
@@ -146,7 +146,7 @@ def resolve_recompute(
     """
     if config.recompute.mode != "auto" or env.accelerator == "cpu":
         return config
-    choice = Choice("full", "the model's config does not say how wide its layers are")
+    choice = Choice("full", "the sizes of the model's layers are unknown")
     if plan is not None:
         choice, _ = choose_recompute(plan, compiles=config.trainer.compile)
     if is_first_rank():

@@ -1,1 +1,1 @@
-"""Will it fit, how fast, and what to change: by arithmetic, without weights, a GPU or a network."""
+"""Memory, speed and alternatives of a run, computed without weights, GPUs or a network."""

@@ -1,6 +1,6 @@
-"""What a run's activations take of a GPU at the moments of a step, and its loss beside them.
+"""Estimate the activation memory of a GPU at the moments of a step, and the memory of the loss.
 
-The bytes of a layer are those of `app.model.activation_memory`.
+The bytes of one layer come from `app.model.activation_memory`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,27 @@ from app.strategy.settings import FsdpConfig
 if TYPE_CHECKING:
     from app.planning.memory import PlannedRun
 
-NORM_TEMPORARIES, VECTOR_TEMPORARIES, EXPERT_TEMPORARIES, SCORE_TEMPORARIES = 5, 3, 3, 2
-"""tensors that a backward pass has at once: in fp32 of hidden states, of a norm by PyTorch's
-operators; of the features that IA3 scales; of each expert's output when they are weighted; and of
-scores, beside their probabilities, where attention is not one kernel"""
-
-GELU_TEMPORARIES, WHOLE_LOGITS = 3, 3
-"""tensors in fp32 that it has at once: of the features of a GELU by operators of its own, beside
-what was read of it; and of logits that are computed whole"""
+NORM_TEMPORARIES = 5
+"""fp32 tensors of hidden states that are alive at once in the backward pass of an unfused norm"""
+VECTOR_TEMPORARIES = 3
+"""tensors of IA3's scaled features that are alive at once in the backward pass"""
+EXPERT_TEMPORARIES = 3
+"""tensors of the experts' outputs that are alive at once in the backward pass of their weighting"""
+SCORE_TEMPORARIES = 2
+"""tensors of attention scores, besides the saved probabilities, that are alive at once in the
+backward pass of attention that is not one kernel"""
+GELU_TEMPORARIES = 3
+"""fp32 tensors of features, besides the saved input, that are alive at once in the backward pass of
+a GELU made of several operators"""
+WHOLE_LOGITS = 3
+"""fp32 tensors of the logits that are alive at once if the loss is not computed in chunks"""
 
 
 def autocast_copy_bytes(run: PlannedRun, weights: float) -> float:
-    """Return the bytes of autocast's copies of `weights`; FSDP gathers them in half already."""
+    """Return the bytes of autocast's half-precision copies of `weights`, in bytes.
+
+    Zero for FSDP, which gathers weights in half precision.
+    """
     execution = run.execution
     if execution.value_bytes >= execution.residual_bytes or isinstance(run.strategy, FsdpConfig):
         return 0.0
@@ -49,23 +58,23 @@ def autocast_copy_bytes(run: PlannedRun, weights: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activations:
-    """Bytes of activations at moments of a step."""
+    """Bytes of activations at several moments of a step."""
 
     all: float
-    """kept by all layers and by the norm before the head"""
+    """saved by all layers and by the norm before the head, at the end of the forward pass"""
     at_last: float
-    """while the last layer, where the backward pass begins, has its gradients computed"""
+    """during the backward pass of the last layer, which comes first"""
     at_first: float
-    """the same of the lowest layer that trains, the last one in the backward pass"""
+    """during the backward pass of the lowest layer that needs one"""
     of_stream: float
-    """the gradient of the stream between layers"""
+    """gradient of the residual stream"""
 
 
 def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activations:
-    """Return what the layers keep, and need in their backward pass."""
-    # Layers below the lowest one that trains keep nothing: the backward pass ends there.
+    """Estimate the activations that the layers save, and those their backward pass needs."""
+    # Layers below the lowest trainable one save nothing: the backward pass ends above them.
     widths, split = replace(run.model.widths, layers=run.model.trained_layers), run.tensor_size
-    if split > 1:  # within a layer a rank has its own heads and features
+    if split > 1:  # tensor parallelism splits heads and features over the ranks
         widths = replace(
             widths,
             query=widths.query // split,
@@ -76,25 +85,26 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     tokens, hidden, stream = run.tokens, widths.hidden, execution.residual_bytes * widths.hidden
     value_bytes, norm_bytes = execution.value_bytes, execution.norm_bytes()
     whole, own = (layer_bytes(widths, execution, mode) for mode in ("none", run.recompute))
-    if run.model.is_pair:  # a token goes through one of the two stacks
+    if run.model.is_pair:  # a token passes through either the encoder or the decoder
         tokens //= 2
         whole = encoder_decoder_layer_bytes(widths, execution)
         own = whole if run.recompute == "none" else own
     recomputed = 0 if run.recompute == "none" else -(-widths.layers // run.recompute_every)
     of_layers = recomputed * own + (widths.layers - recomputed) * whole
     again = whole - own
-    if recomputed and norm_bytes != execution.residual_bytes:  # its norm keeps another copy
+    if recomputed and norm_bytes != execution.residual_bytes:  # the norm saves another copy
         again += stream
-    if not recomputed and not run.model.trains_embedding:  # whose output needs no gradient
-        of_layers -= norm_bytes * hidden
-    waiting = 2 * stream if run.recompute == "offload" else 0  # a layer's own input, and the next's
+    if not recomputed and not run.model.trains_embedding:
+        of_layers -= norm_bytes * hidden  # the first norm's input needs no gradient
+    # With offload, the inputs of two layers are on the GPU: the current one and the next.
+    waiting = 2 * stream if run.recompute == "offload" else 0
     working = _working(run, widths, execution) + waiting
     if execution.keeps_scores:
         scores = SCORE_TEMPORARIES * value_bytes * widths.heads * execution.sequence_len
-        # The feed-forward is done by then.
+        # The backward pass of the feed-forward is finished by then.
         working = max(working, scores - feed_forward_bytes(widths, execution))
     unpacked = 0 if run.quantization.method == "none" else HALF * run.model.largest_matrix
-    # One of the encoder, one of the decoder, and the zeros that cross-attention is given.
+    # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
     biases = 3 * bias_bytes(widths, execution) if run.model.is_pair else 0.0
     return Activations(
         all=tokens * (of_layers + (norm_bytes + value_bytes) * hidden + waiting) + biases,
@@ -105,8 +115,9 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
 
 
 def _working(run: PlannedRun, widths: Widths, execution: LayerExecution) -> float:
-    """Return the bytes a token that the backward pass of a layer has at once beside what the layer
-    keeps, where they are the most.
+    """Return the peak temporary bytes per token in a layer's backward pass.
+
+    Counted on top of the activations that the layer has saved.
     """
     hidden, inner, width = widths.hidden, widths.feed_forward, execution.value_bytes
     stream = execution.residual_bytes * hidden
@@ -120,20 +131,20 @@ def _working(run: PlannedRun, widths: Widths, execution: LayerExecution) -> floa
         return (GELU_TEMPORARIES * FP32 - width) * inner + 2 * stream
     if widths.routed_copies:
         return EXPERT_TEMPORARIES * width * widths.routed_copies / 2 * hidden + stream
-    if execution.fuses_gate(widths):  # whose gradients take the place of its inputs
+    if execution.fuses_gate(widths):  # its gradients overwrite its inputs
         return width * inner + stream
     if execution.fuses_norm_and_gate:
         return 2 * width * inner + 2 * stream
-    # Below the feed-forward, which is done by then, a norm; or the gate's product.
+    # Either the gate's product, or the norm below the feed-forward, which is finished by then.
     of_norm = NORM_TEMPORARIES * FP32 * hidden - 4 * width * inner - width * hidden
     return max(2 * width * inner + stream, of_norm) + stream
 
 
 def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, float]:
-    """Return the bytes of the loss at its peak, and those kept until the step's end.
+    """Return the bytes of the loss at its peak, and those saved until the end of the step.
 
-    The buffers of a chunk are there until those of the next one are filled; the head's gradients
-    are computed with the loss, and kept with its graph.
+    The buffers of a chunk live until those of the next chunk are filled. The head's gradients are
+    computed with the loss and saved in its graph.
     """
     model, hidden = run.model, run.model.widths.hidden
     value_bytes = execution.value_bytes
@@ -158,5 +169,5 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
         value_bytes if num_chunks == 1 else FP32 + value_bytes * (2 if value_bytes < FP32 else 1)
     )
     peak = max(chunk * (1 + second) + head * total, chunk + product + head * summed)
-    # The positions that are trained on are copied out of all; their gradients stay.
+    # The hidden states of trained positions are copied; their gradients stay.
     return 2 * states + peak, float(states + head * value_bytes)

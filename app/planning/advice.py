@@ -1,4 +1,4 @@
-"""What else the same run could be: every strategy, quantization, recompute and micro-batch."""
+"""Compare alternatives of a run: every strategy, quantization, recompute mode and micro-batch."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from app.training.memory import ModelSize
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig
 
-OF_ONE_GPU = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
-"""strategies that one GPU has a use for"""
+SINGLE_GPU_STRATEGIES = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
+"""strategies that are useful on one GPU"""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 METHODS = ("none", "nf4", "int8")
-DOUBLINGS = 7
-"""how often the number of GPUs is doubled where nothing fits"""
-SAME = 0.01
-"""a gain in speed below this share is no reason for a larger micro-batch"""
+MAX_DOUBLINGS = 7
+"""how often the number of GPUs is doubled if nothing fits"""
+MIN_GAIN = 0.01
+"""smallest relative gain in speed for which a larger micro-batch is preferred"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One way to make the run, and the overrides that make the settings mean it."""
+    """One variant of the run."""
 
     overrides: tuple[str, ...]
+    """command-line overrides that turn the user's settings into this variant"""
     run: PlannedRun
     memory: GpuMemory
     speed: Speed
@@ -55,16 +56,17 @@ def list_candidates(
     model: PlannedModel,
     strategies: Mapping[str, StrategyConfig],
 ) -> list[Candidate]:
-    """Return what the couplings allow: for each strategy, quantization and recompute the typed
-    micro-batch and the smallest one that is about as fast as any; those that fit first, fastest
-    first.
+    """List the variants of a run that the couplings of settings allow.
+
+    For each strategy, quantization and recompute mode: the requested micro-batch, and the smallest
+    one that is about as fast as any. Variants that fit come first, then by speed.
     """
     found = []
     if hardware.num_gpus == 1:
         strategies = {
-            name: each
-            for name, each in strategies.items()
-            if name in (*OF_ONE_GPU, config.strategy.name)
+            name: strategy
+            for name, strategy in strategies.items()
+            if name in (*SINGLE_GPU_STRATEGIES, config.strategy.name)
         }
     for base, overrides in _shardings(config, strategies):
         if check_planned(base, hardware, config_json):
@@ -86,7 +88,7 @@ def list_candidates(
 def _shardings(
     config: TrainConfig, strategies: Mapping[str, StrategyConfig]
 ) -> Iterator[tuple[TrainConfig, tuple[str, ...]]]:
-    """Yield the settings with each strategy and quantization, and what is typed for them."""
+    """Yield the settings with each strategy and quantization, with the overrides for them."""
     quantizations = {config.quantization.method: config.quantization}
     if not saves_whole_model(config.adapter):
         for method in METHODS:
@@ -110,8 +112,9 @@ def _of_micro_batches(
     mode: str,
     overrides: tuple[str, ...],
 ) -> list[Candidate]:
-    """Return the typed micro-batch where it fits, and the smallest one about as fast as any that
-    does; the smallest of all where none does. Of `auto`, the largest that fits.
+    """Return the requested micro-batch if it fits, and the smallest that is about as fast as any.
+
+    If none fits, only the smallest; for `auto`, only the largest that fits.
     """
     is_auto = config.trainer.micro_batch_size == "auto"
     packs = run.micro_batch_size * run.accumulation
@@ -144,7 +147,7 @@ def _of_micro_batches(
         if (
             best is None
             or is_auto
-            or speed.tokens_per_second > (1 + SAME) * best.speed.tokens_per_second
+            or speed.tokens_per_second > (1 + MIN_GAIN) * best.speed.tokens_per_second
         ):
             best = candidate
         if not has_room:
@@ -155,15 +158,16 @@ def _of_micro_batches(
 
 
 def best_of_each(candidates: list[Candidate]) -> list[Candidate]:
-    """Return the first candidate of each strategy and quantization."""
+    """Return the first candidate for each pair of strategy and quantization."""
     first: dict[tuple[str, str], Candidate] = {}
-    for each in candidates:
-        first.setdefault((each.run.strategy.name, each.run.quantization.method), each)
+    for candidate in candidates:
+        run = candidate.run
+        first.setdefault((run.strategy.name, run.quantization.method), candidate)
     return list(first.values())
 
 
 def smallest_change(candidates: list[Candidate]) -> Candidate | None:
-    """Return the candidate that fits with the fewest overrides to type; the fastest of those."""
+    """Return the fitting candidate with the fewest overrides; the fastest of several."""
     fitting = [each for each in candidates if each.fits]
     return min(
         fitting,
@@ -180,38 +184,38 @@ def suggest_larger_changes(
     strategies: Mapping[str, StrategyConfig],
     sequence_len: int,
 ) -> list[str]:
-    """Return what to type where nothing fits: shorter sequences, and more GPUs."""
+    """Return overrides for a run of which no variant fits: shorter sequences, and more GPUs."""
     found = []
     length = sequence_len // 2
     while length >= 128:
         shorter = replace(config, data=replace(config.data, sequence_len=length))
-        ways = list_candidates(shorter, hardware, config_json, model, strategies)
-        if (way := smallest_change(ways)) is not None:
-            found.append(" ".join((f"data.sequence_len={length}", *way.overrides)))
+        candidates = list_candidates(shorter, hardware, config_json, model, strategies)
+        if (change := smallest_change(candidates)) is not None:
+            found.append(" ".join((f"data.sequence_len={length}", *change.overrides)))
             break
         length //= 2
     more = hardware
-    for _ in range(DOUBLINGS):
-        more = _doubled(more)
-        asked, typed = config, [f"hardware={_typed(more)}"]
+    for _ in range(MAX_DOUBLINGS):
+        more = _double(more)
+        scaled, overrides = config, [f"hardware={_override_value(more)}"]
         if (config.trainer.global_batch_size or more.num_gpus) < more.num_gpus:
-            asked = replace(
+            scaled = replace(
                 config, trainer=replace(config.trainer, global_batch_size=more.num_gpus)
             )
-            typed.append(f"trainer.global_batch_size={more.num_gpus}")
-        ways = list_candidates(asked, more, config_json, model, strategies)
-        if (way := smallest_change(ways)) is not None:
-            found.append(" ".join((*typed, *way.overrides)))
+            overrides.append(f"trainer.global_batch_size={more.num_gpus}")
+        candidates = list_candidates(scaled, more, config_json, model, strategies)
+        if (change := smallest_change(candidates)) is not None:
+            found.append(" ".join((*overrides, *change.overrides)))
             break
     return found
 
 
-def _doubled(hardware: HardwareConfig) -> HardwareConfig:
+def _double(hardware: HardwareConfig) -> HardwareConfig:
     if hardware.gpus_per_node < 8:
         return replace(hardware, gpus_per_node=min(8, 2 * hardware.gpus_per_node))
     return replace(hardware, num_nodes=2 * hardware.num_nodes)
 
 
-def _typed(hardware: HardwareConfig) -> str:
+def _override_value(hardware: HardwareConfig) -> str:
     nodes = f"{hardware.num_nodes}x" if hardware.num_nodes > 1 else ""
     return f"{nodes}{hardware.gpus_per_node}x{hardware.name}"

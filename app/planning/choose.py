@@ -1,4 +1,5 @@
-"""What `auto` becomes, and why: strategy, recompute and micro-batch, by what fits the hardware."""
+"""Resolve `auto` for strategy, recompute and micro-batch by what fits the hardware, with a
+reason."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from app.training.memory import ModelSize
 from app.training.micro_batch import can_try, divisors
 
 UNTRIED_SHARE = 0.8
-"""share of the room for activations that is taken where no micro-batch is tried"""
+"""share of the memory for activations that is used if no micro-batch is tried on the device"""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen by its name, and why."""
+    """The name of a chosen option, and the reason."""
 
     name: str
     reason: str
@@ -37,17 +38,20 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchChoice:
-    """A number of packs, and why it was chosen."""
+    """A chosen number of packs, and the reason."""
 
     size: int
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.size} pack{'s' * (self.size != 1)} at once ({self.reason})"
+        return f"{self.size} pack{'s' * (self.size != 1)} ({self.reason})"
 
 
 def recompute_modes(typed: str, *, compiles: bool) -> list[str]:
-    """Return the modes that `typed` allows, fastest first; compiled layers have no selective."""
+    """Return the modes that the setting `typed` allows, fastest first.
+
+    Compiled layers do not support `selective`.
+    """
     if typed != "auto":
         return [typed]
     return [mode for mode in BY_SPEED if not (compiles and mode == "selective")]
@@ -63,8 +67,8 @@ def choose_strategy(
 ) -> Choice:
     """Choose the strategy with the least communication under which a rank fits its GPU.
 
-    `modes`: of recompute that may be taken. `is_stored`: whether the base's files are quantized.
-    The strategy of `run` itself does not matter.
+    `modes`: recompute modes that may be used. `is_stored`: whether the base's files are quantized.
+    The strategy of `run` itself is ignored.
     """
     ranks, nodes, method = run.num_ranks, run.num_nodes, run.quantization.method
     if ranks == 1:
@@ -74,83 +78,89 @@ def choose_strategy(
     if is_stored:
         return Choice("ddp", "the base's files are quantized, and such weights cannot be sharded")
 
-    def holds(name: str) -> bool:
+    def fits_under(name: str) -> bool:
         under = replace(run, strategy=strategies[name])
         size = under.size
-        tried = (replace(under, recompute=mode) for mode in modes)
-        return any(fits(each, estimate_gpu_memory(each, size), size) for each in tried)
+        variants = (replace(under, recompute=mode) for mode in modes)
+        return any(fits(each, estimate_gpu_memory(each, size), size) for each in variants)
 
-    size = _describe_whole(replace(run, strategy=strategies["ddp"], recompute=modes[-1]))
-    if holds("ddp"):
-        return Choice("ddp", f"each GPU holds all: {size}")
+    size = _describe_unsharded(replace(run, strategy=strategies["ddp"], recompute=modes[-1]))
+    if fits_under("ddp"):
+        return Choice("ddp", f"everything fits each GPU: {size}")
     if method == "int8":
-        why = f"weights in int8 cannot be sharded (those of quantization=nf4 can): {size}"
+        why = f"int8 weights cannot be sharded (quantization=nf4 can): {size}"
         if has_deepspeed:
             return Choice("zero2", f"only optimizer states can be sharded; {why}")
         return Choice("ddp", why)
-    if not holds("fsdp"):
+    if not fits_under("fsdp"):
         if method == "none":
             return Choice(
-                "fsdp_offload", f"not even all {ranks} GPUs hold it, host memory may: {size}"
+                "fsdp_offload",
+                f"it does not fit all {ranks} GPUs together, but may fit with host memory: {size}",
             )
-        return Choice("fsdp", f"nothing shards more, though memory will be tight: {size}")
+        return Choice("fsdp", f"no strategy shards more, but memory will be tight: {size}")
     if nodes > 1 and run.hardware.network_gb_per_second < FAST_NETWORK:
         slow = "the links between nodes are slow (no InfiniBand was found)"
-        if holds("fsdp_hybrid"):
+        if fits_under("fsdp_hybrid"):
             return Choice(
-                "fsdp_hybrid", f"a node's {ranks // nodes} GPUs hold all, and {slow}: {size}"
+                "fsdp_hybrid", f"it fits the {ranks // nodes} GPUs of a node, and {slow}: {size}"
             )
         # hpZ shards a second copy of the weights within each node, for the backward pass.
-        if has_deepspeed and method == "none" and holds("zero3_hpz"):
+        if has_deepspeed and method == "none" and fits_under("zero3_hpz"):
             return Choice(
-                "zero3_hpz", f"no node holds all, though each holds the weights, and {slow}: {size}"
+                "zero3_hpz",
+                f"only the weights fit the GPUs of a node, and {slow}: {size}",
             )
-        return Choice("fsdp", f"it takes all {ranks} GPUs to hold it: {size}")
-    if method == "none" and holds("fsdp_grad_op"):
+        return Choice("fsdp", f"it needs all {ranks} GPUs: {size}")
+    if method == "none" and fits_under("fsdp_grad_op"):
         return Choice(
             "fsdp_grad_op",
-            f"a GPU holds the weights, but not their optimizer states as well: {size}",
+            f"the weights fit a GPU, but not their optimizer states as well: {size}",
         )
     where = "a node" if nodes == 1 else f"{nodes} nodes with fast links"
-    return Choice("fsdp", f"no GPU holds all, and the {ranks} of {where} do: {size}")
+    return Choice("fsdp", f"it does not fit one GPU, but the {ranks} GPUs of {where}: {size}")
 
 
-def _describe_whole(run: PlannedRun) -> str:
-    """Return what a rank that holds everything would need."""
+def _describe_unsharded(run: PlannedRun) -> str:
+    """Describe the memory of a rank that holds everything, for the reason of a choice."""
     peak = estimate_gpu_memory(run)
     states = peak.weights + peak.trainable + peak.optimizer + peak.gradients
     return (
-        f"weights, gradients and optimizer states take {states / GIB:.1f} GiB and a whole step "
-        f"{peak.total / GIB:.1f}, of a GPU's {run.hardware.memory_gib:.0f} GiB "
-        f"{usable_bytes(run.hardware) / GIB:.0f} can be filled"
+        f"unsharded, weights, gradients and optimizer states take {states / GIB:.1f} GiB and a "
+        f"whole step {peak.total / GIB:.1f}, of {usable_bytes(run.hardware) / GIB:.0f} usable "
+        f"GiB of a GPU's {run.hardware.memory_gib:.0f}"
     )
 
 
 def choose_recompute(run: PlannedRun, *, compiles: bool = False) -> tuple[Choice, bool]:
-    """Choose the fastest mode that fits, and whether one does; else the one of least memory."""
+    """Choose the fastest mode that fits, else the mode with the least memory.
+
+    Also returns whether the chosen mode fits.
+    """
     size = run.size
     modes = recompute_modes("auto", compiles=compiles)
     needs = {mode: _Need.of(replace(run, recompute=mode), size) for mode in modes}
     chosen = next((mode for mode, need in needs.items() if need.fits), None)
-    least = needs[chosen or modes[-1]]
-    beside = (
-        f"beside {least.beside:.1f} of all else on a GPU of {run.hardware.memory_gib:.0f} GiB, "
-        f"{run.tokens:,} tokens a micro-batch, by arithmetic"
+    need = needs[chosen or modes[-1]]
+    rest = (
+        f"plus {need.rest:.1f} for everything else on a GPU of {run.hardware.memory_gib:.0f} GiB, "
+        f"with {run.tokens:,} tokens per micro-batch; estimated"
     )
     if chosen == "none":
-        return Choice("none", f"all activations fit: {least.activations:.1f} GiB {beside}"), True
+        return Choice("none", f"all activations fit: {need.activations:.1f} GiB {rest}"), True
     if chosen is None:
-        said = f"none fits; this takes the least memory: {least.activations:.1f} GiB of activations"
-        return Choice(modes[-1], f"{said} {beside}"), False
-    said = f"{least.activations:.1f} GiB of activations instead of {needs['none'].activations:.1f}"
-    return Choice(chosen, f"the fastest that fits: {said} {beside}"), True
+        reason = f"no mode fits; this one takes the least: {need.activations:.1f} GiB activations"
+        return Choice(modes[-1], f"{reason} {rest}"), False
+    reason = f"{need.activations:.1f} GiB activations instead of {needs['none'].activations:.1f}"
+    return Choice(chosen, f"the fastest mode that fits: {reason} {rest}"), True
 
 
 def choose_micro_batch(run: PlannedRun) -> tuple[MicroBatchChoice, bool]:
-    """Choose how many of a rank's packs run at once, and whether even one fits.
+    """Choose how many of a rank's packs form a micro-batch; also return whether it fits.
 
-    The largest divisor of the packs of a step that fits; where none is tried before the run, some
-    room is left. Recompute stays: more packs at once do not make up for computing layers twice.
+    The largest divisor of a step's packs that fits. If no micro-batch will be tried on the device
+    before the run, some memory is left free. The recompute mode is not changed: a larger
+    micro-batch does not make up for computing layers twice.
     """
     packs, size = run.micro_batch_size * run.accumulation, run.size
     share = 1.0 if can_try(run.strategy) else UNTRIED_SHARE
@@ -162,30 +172,30 @@ def choose_micro_batch(run: PlannedRun) -> tuple[MicroBatchChoice, bool]:
             break
     chosen = needs[number]
     reason = (
-        f"of a step's {packs} a rank: {chosen.activations:.1f} GiB of activations with recompute="
-        f"{run.recompute} beside {chosen.beside:.1f} of all else on a GPU of "
-        f"{run.hardware.memory_gib:.0f} GiB, by arithmetic"
+        f"of the {packs} per rank and step: {chosen.activations:.1f} GiB activations with "
+        f"recompute={run.recompute}, plus {chosen.rest:.1f} for everything else on a GPU of "
+        f"{run.hardware.memory_gib:.0f} GiB; estimated"
     )
     if not chosen.fits:
-        reason = f"not even one fits; {reason}"
+        reason = f"not even one pack fits; {reason}"
     elif larger := [other for other in needs if other > number]:
         other = larger[-1]
-        reason += f"; {other}, the next divisor, would be {needs[other].activations:.1f}"
+        reason += f"; {other}, the next divisor, would take {needs[other].activations:.1f}"
     return MicroBatchChoice(number, reason), chosen.fits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Need:
-    """What a run takes of a GPU, in GiB, and whether it fits."""
+    """The memory that a run needs on a GPU, in GiB, and whether it fits."""
 
     activations: float
-    beside: float
-    """all other parts at the moment of most activations"""
+    rest: float
+    """all other parts at the moment with the most activations"""
     fits: bool
 
     @classmethod
     def of(cls, run: PlannedRun, size: ModelSize, share: float = 1.0) -> _Need:
-        """Return it, with activations counted as if only `share` of the room were for them."""
+        """Estimate the need; `share` of the memory left for activations may be used."""
         moments = estimate_moments(run, size)
         most = max(moments, key=lambda each: each.activations)
         counted: list[GpuMemory] = [
@@ -194,6 +204,6 @@ class _Need:
         peak = max(counted, key=lambda each: each.total)
         return cls(
             activations=most.activations / GIB,
-            beside=(most.total - most.activations) / GIB,
+            rest=(most.total - most.activations) / GIB,
             fits=fits(run, peak, size),
         )

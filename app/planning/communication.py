@@ -1,4 +1,4 @@
-"""What ranks send each other in an optimizer step, by collective: inside a node and between nodes.
+"""The collectives of an optimizer step, and the bytes that they send within and between nodes.
 
 Volumes as in arXiv 1910.02054 (ZeRO), 2306.10209 (ZeRO++) and 1909.08053 (tensor parallelism).
 """
@@ -19,29 +19,29 @@ from app.training.memory import ModelSize
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 QUANTIZED_WEIGHT, QUANTIZED_GRADIENT = 1.0, 0.5
-"""bytes of a number that ZeRO++'s qwZ and qgZ send"""
+"""bytes per element that ZeRO++'s qwZ and qgZ send"""
 AVERAGED_WEIGHT = 4.0
-"""bytes of a weight that local SGD averages, whatever its dtype"""
+"""bytes per weight that local SGD sends to average it, for every dtype"""
 INDEX_BYTES = 4
-"""bytes of the index of a gradient that top-k sends"""
+"""bytes of the index that top-k sends with a gradient"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """One kind of message, as often as it is sent in a step."""
+    """One kind of collective of a step."""
 
     what: str
     kind: str
     num_bytes: float
-    """bytes of the whole tensor"""
+    """bytes of the full tensor"""
     times: float
-    """that it is sent in an optimizer step"""
+    """number of calls per optimizer step"""
     num_ranks: int
-    """that take part in one"""
+    """number of ranks in its group"""
     num_nodes: int = 1
-    """over which these ranks are spread"""
+    """number of nodes that these ranks are on"""
     overlaps: bool = True
-    """whether ranks compute meanwhile"""
+    """whether it overlaps with computation"""
 
     @property
     def _passes(self) -> int:
@@ -49,33 +49,33 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends in a step, by a ring."""
+        """Bytes that a rank sends per step, by the ring algorithm."""
         ranks = self.num_ranks
         return self._passes * self.num_bytes * self.times * (ranks - 1) / ranks
 
     @property
     def sent_between_nodes(self) -> float:
-        """Bytes that a node sends to others in a step, for one group of ranks."""
+        """Bytes that a node sends to other nodes per step, for one group of ranks."""
         nodes = self.num_nodes
         return self._passes * self.num_bytes * self.times * (nodes - 1) / nodes
 
     @property
     def own(self) -> float:
-        """Bytes of a node's own share, which the others need: what rules of thumb count."""
+        """Bytes of a node's own shard, which the others need; what rules of thumb count."""
         return self.num_bytes * self.times / self.num_nodes
 
 
 def sent_by_node(run: PlannedRun, each: Collective) -> float:
-    """Return the bytes that a node sends to others in a step, for all groups of its ranks."""
+    """Return the bytes that a node sends to other nodes per step, for all groups of its ranks."""
     groups = 1
     if each.num_ranks < run.num_ranks:
-        # Of a group with one rank a node there are as many as GPUs, at the same adapters.
+        # Groups with one rank per node, e.g., are as many as a node's GPUs and share its network.
         groups = max(1, run.hardware.gpus_per_node * each.num_nodes // each.num_ranks)
     return each.sent_between_nodes * groups
 
 
 def list_collectives(run: PlannedRun, size: ModelSize | None = None) -> list[Collective]:
-    """List what the ranks of a run send each other in one optimizer step."""
+    """List the collectives of a run in one optimizer step."""
     size = size or run.size
     if run.num_ranks == 1:
         return []
@@ -118,7 +118,7 @@ def _over_all(run: PlannedRun, what: str, kind: str, num_bytes: float, times: fl
 def _of_zero(run: PlannedRun, strategy: ZeroConfig, size: ModelSize) -> list[Collective]:
     whole, steps = size.whole, run.accumulation
     if strategy.stage < 3:
-        # Stage 2 keeps a share of the gradients only, and reduces each micro-batch.
+        # Stage 2 keeps only a shard of the gradients, so it reduces them in each micro-batch.
         times = steps if strategy.stage == 2 else 1
         return [
             _over_all(run, "gradients", REDUCE_SCATTER, whole.trained, times),
@@ -147,13 +147,13 @@ def _of_zero(run: PlannedRun, strategy: ZeroConfig, size: ModelSize) -> list[Col
 
 
 def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Collective]:
-    """List those of FSDP2 along the ranks that share weights, and between groups of them."""
+    """List the collectives of FSDP2 among ranks that shard weights, and between replicas."""
     whole, groups = size.whole, run.num_data_ranks
     if not strategy.shards_data_parallel:
         return []
     replicas = min(groups, strategy.replicas or run.num_nodes)
     shards = groups // replicas
-    # Ranks of a group stand side by side: it spans a node or more.
+    # The ranks of a shard group are consecutive, so it may span several nodes.
     per_node = max(1, run.hardware.gpus_per_node // run.tensor_size)
     nodes = max(1, shards // per_node)
     few = whole.num_trained <= MAX_UNSHARDED_SHARE * (whole.num_trained + whole.frozen / 2)
@@ -178,7 +178,7 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Col
     if replicas > 1 and isinstance(strategy, LocalSgdConfig):
         found.append(
             Collective(
-                what=f"weights of nodes, every {strategy.sync_every_steps} steps",
+                what=f"weights between nodes, every {strategy.sync_every_steps} steps",
                 kind=ALL_REDUCE,
                 num_bytes=AVERAGED_WEIGHT * whole.num_trained / shards,
                 times=1 / strategy.sync_every_steps,
@@ -202,7 +202,7 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Col
 
 
 def _of_tensor_parallel(run: PlannedRun, size: ModelSize) -> list[Collective]:
-    """List two messages a layer and direction; recomputing a layer sends its two once more."""
+    """List two all-reduces per layer and pass; recomputing a layer repeats its forward ones."""
     if run.tensor_size == 1:
         return []
     directions = 3 if run.recompute in ("full", "offload") else 2

@@ -1,4 +1,11 @@
-"""A plan as plain values: what is printed, drawn, and written as JSON."""
+"""A plan as plain values, for printing, the HTML page and plan.json.
+
+Includes the figures of DeepSpeed's own estimators, for users who know them. They assume that every
+weight is trained in half precision with fp32 master weights: 2 bytes per weight and 2 per gradient
+in half precision, and 16 in fp32 for gradient, weight and AdamW's two states; no activations.
+Before 0.19 those for ZeRO-2 counted gradients as if each GPU kept all of them (4 + 16 / GPUs bytes
+per weight, instead of 2 + 18 / GPUs): 15.93 GB instead of 11.28 for 2,851 M weights on 8 GPUs.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +28,16 @@ from app.planning.speed import describe_batch, estimate_flops, estimate_speed
 from app.strategy.settings import ZeroConfig
 
 HALF_BYTES, FP32_BYTES = 2, 16
-"""a weight in half precision, and all that is in fp32 for it; a half gradient makes it 18"""
-BUFFERS = 1.5
-"""host memory that DeepSpeed counts for each byte, for its buffers"""
+"""bytes per weight in half precision, and of all fp32 states; a half gradient makes it 18"""
+BUFFER_FACTOR = 1.5
+"""factor by which DeepSpeed multiplies host memory, for its buffers"""
 
 
 def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> dict[str, Any]:
-    """Return a planned run's memory, messages and speed; `tokens`: that it trains on in all.
+    """Return memory, communication and speed of a planned run.
 
-    `tokens_by`: what they are estimated by, or why they are not known.
+    `tokens`: number of tokens that the run trains on. `tokens_by`: how they were estimated, or why
+    they are unknown.
     """
     size, hardware = run.size, run.hardware
     memory = estimate_gpu_memory(run, size)
@@ -99,7 +107,7 @@ def _messages(run: PlannedRun) -> list[dict[str, Any]]:
 def _hours_and_cost(
     run: PlannedRun, tokens: int | None, tokens_per_second: float
 ) -> dict[str, float | None]:
-    """Return how long a training of `tokens` takes, and what it costs at the GPUs' price."""
+    """Return how long training on `tokens` takes, and its cost if the GPUs' price is known."""
     hours = None if tokens is None else tokens / tokens_per_second / 3600
     price = run.hardware.price_per_hour
     cost = None if hours is None or price is None else hours * price * run.num_ranks
@@ -118,30 +126,32 @@ def _settings(run: PlannedRun) -> dict[str, Any]:
     }
 
 
-def describe_simulated(run: PlannedRun, found: SimulatedStep) -> dict[str, Any]:
-    """Return what a simulation found, beside what the arithmetic says of the same parts."""
+def describe_simulated(run: PlannedRun, simulated: SimulatedStep) -> dict[str, Any]:
+    """Return the results of a simulation, with the estimates of the same parts."""
     memory = estimate_gpu_memory(run)
-    said = {name: size for name, size in memory.parts.items() if name != "overhead"}
-    # A trace does not tell a loss, or a copy of a weight, from the other activations.
-    said["activations"] = sum(said.pop(name, 0.0) for name in ("activations", "copies", "loss"))
-    total, step = sum(said.values()), estimate_speed(run).step
+    estimated = {name: size for name, size in memory.parts.items() if name != "overhead"}
+    # The simulation counts the loss, and copies of weights, as activations.
+    estimated["activations"] = sum(
+        estimated.pop(name, 0.0) for name in ("activations", "copies", "loss")
+    )
+    total, step = sum(estimated.values()), estimate_speed(run).step
     return {
-        "gpu_gib": {name: size / GIB for name, size in found.parts.items()},
-        "arithmetic_gib": {name: size / GIB for name, size in said.items() if size},
-        "gpu_total_gib": found.total / GIB,
+        "gpu_gib": {name: size / GIB for name, size in simulated.parts.items()},
+        "arithmetic_gib": {name: size / GIB for name, size in estimated.items() if size},
+        "gpu_total_gib": simulated.total / GIB,
         "arithmetic_total_gib": total / GIB,
-        "difference": total / found.total - 1,
-        "phase": found.phase,
+        "difference": total / simulated.total - 1,
+        "phase": simulated.phase,
         "overhead_gib": memory.overhead / GIB,
-        "compute_seconds": found.compute_seconds,
-        "step_seconds": found.step_seconds,
-        "step_difference": step / found.step_seconds - 1,
-        "fits": found.total + memory.overhead <= usable_bytes(run.hardware),
+        "compute_seconds": simulated.compute_seconds,
+        "step_seconds": simulated.step_seconds,
+        "step_difference": step / simulated.step_seconds - 1,
+        "fits": simulated.total + memory.overhead <= usable_bytes(run.hardware),
     }
 
 
 def describe_candidate(candidate: Candidate) -> dict[str, Any]:
-    """Return one row of the advice."""
+    """Return one row of the table of alternatives."""
     run, memory = candidate.run, candidate.memory
     return _settings(run) | {
         "type": " ".join(candidate.overrides),
@@ -164,13 +174,13 @@ class ModelStates:
 def estimate_zero2_states(
     num_weights: float, *, gpus_per_node: int, num_nodes: int = 1, offloads: bool = False
 ) -> ModelStates:
-    """Return what ZeRO-2 keeps, with optimizer states on the host where it offloads."""
+    """Estimate ZeRO-2's model states; with `offloads`, optimizer states are on the host."""
     gpus = gpus_per_node * num_nodes
     if offloads:
         host = num_weights * max(4 * gpus, FP32_BYTES)
-        return ModelStates(gpu=HALF_BYTES * num_weights, host=host * BUFFERS)
+        return ModelStates(gpu=HALF_BYTES * num_weights, host=host * BUFFER_FACTOR)
     gpu = HALF_BYTES * num_weights + (HALF_BYTES + FP32_BYTES) * num_weights / gpus
-    return ModelStates(gpu=gpu, host=4 * num_weights * gpus_per_node * BUFFERS)
+    return ModelStates(gpu=gpu, host=4 * num_weights * gpus_per_node * BUFFER_FACTOR)
 
 
 def estimate_zero3_states(
@@ -183,25 +193,26 @@ def estimate_zero3_states(
     offloads_weights: bool = False,
     loads_in_shares: bool = False,
 ) -> ModelStates:
-    """Return what ZeRO-3 keeps; `largest_layer`: weights of the layer that is gathered.
+    """Estimate ZeRO-3's model states; `largest_layer`: number of weights of the largest layer.
 
-    `loads_in_shares`: DeepSpeed's zero.Init, by which no process builds the whole model.
+    `loads_in_shares`: with DeepSpeed's zero.Init no process builds the full model.
     """
     gathered, gpus = 2 * HALF_BYTES * largest_layer, gpus_per_node * num_nodes
-    a_weight = HALF_BYTES + FP32_BYTES
+    bytes_per_weight = HALF_BYTES + FP32_BYTES
     if not offloads_optimizer:
         loaded = largest_layer if loads_in_shares else num_weights
         host = 4 * loaded * gpus_per_node
-        return ModelStates(gpu=gathered + a_weight * num_weights / gpus, host=host * BUFFERS)
-    on_host = a_weight if offloads_weights else FP32_BYTES
-    share = num_weights * on_host / num_nodes
+        sharded = bytes_per_weight * num_weights / gpus
+        return ModelStates(gpu=gathered + sharded, host=host * BUFFER_FACTOR)
+    on_host = bytes_per_weight if offloads_weights else FP32_BYTES
+    offloaded = num_weights * on_host / num_nodes
     loading = 0.0 if loads_in_shares else 4 * num_weights * gpus_per_node
-    here = 0.0 if offloads_weights else HALF_BYTES * num_weights / gpus
-    return ModelStates(gpu=gathered + here, host=max(share, loading) * BUFFERS)
+    on_gpu = 0.0 if offloads_weights else HALF_BYTES * num_weights / gpus
+    return ModelStates(gpu=gathered + on_gpu, host=max(offloaded, loading) * BUFFER_FACTOR)
 
 
 def estimate_deepspeed_states(run: PlannedRun) -> dict[str, float] | None:
-    """Return the GiB that DeepSpeed's estimator says; None of what it does not know."""
+    """Return the GiB that DeepSpeed's estimator gives; None if it does not cover this run."""
     strategy, gpus = run.strategy, run.hardware.gpus_per_node
     if not isinstance(strategy, ZeroConfig) or strategy.stage == 1 or not run.trains_base:
         return None

@@ -1,6 +1,6 @@
-"""The machine that a plan is for: a card by its name, how many of them, and their links.
+"""The hardware that a plan is for: the GPU model, the number of GPUs, and their links.
 
-Numbers of known cards stand with their sources in conf/hardware; each can be typed.
+The specifications of known cards are in conf/hardware, with their sources; each can be overridden.
 """
 
 from __future__ import annotations
@@ -27,58 +27,59 @@ NVIDIA_NAMES = (
     ("a100", "a100"),
     ("v100", "v100"),
 )
-"""parts of the names that NVIDIA's driver gives to cards, and ours for them"""
+"""parts of the driver's names for cards, and the options of conf/hardware for them"""
 FABRIC = Path("/sys/class/infiniband")
 """where Linux lists InfiniBand, RoCE and EFA adapters"""
 FAST_NETWORK, SLOW_NETWORK = 25.0, 1.25
-"""GB/s of a node with one adapter of 200 Gb/s, from which links count as fast, and of one without
-InfiniBand or its like, at 10 Gb/s"""
+"""GB/s of a node: with one 200 Gb/s adapter, which counts as fast, and with 10 Gb/s Ethernet, which
+is assumed without InfiniBand, RoCE or EFA"""
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-"""of a container's memory, where it is in one"""
+"""files with the memory limit of a container"""
 GIB = 2**30
 
 
 @dataclass(kw_only=True, slots=True)
 class HardwareConfig:
-    """A machine, as far as a plan depends on it; 0 = not known."""
+    """The hardware of a run, as far as a plan depends on it; 0 = unknown."""
 
     name: str = "auto"
-    """auto = the GPUs of this machine; a card, as h100; several, as 8xh100; nodes of them, as
-    2x8xh100"""
+    """hardware to plan for: auto = the GPUs of this machine; a GPU, as h100; several GPUs, as
+    8xh100; several nodes, as 2x8xh100"""
     num_nodes: int = setting(1, ge=1, le=1024)
-    """machines"""
+    """number of machines"""
     gpus_per_node: int = setting(1, ge=1, le=64)
-    """GPUs of a machine"""
+    """number of GPUs per machine"""
     memory_gib: float = setting(0.0, ge=0, le=4096)
-    """memory of a GPU, as its driver reports it"""
+    """memory of a GPU, as reported by its driver"""
     half_tflops: float = setting(0.0, ge=0)
-    """dense products in bf16 (fp16 where it has no bf16), without sparsity, from the datasheet"""
+    """peak rate of dense bf16 matrix products (fp16 if the GPU has no bf16), without sparsity, from
+    the datasheet"""
     fp32_tflops: float = setting(0.0, ge=0)
-    """arithmetic in fp32 outside tensor cores"""
+    """peak rate of fp32 arithmetic outside of tensor cores"""
     has_bf16: bool = True
-    """false: half precision is fp16 (before compute capability 8.0)"""
+    """whether the GPU supports bf16 (compute capability 8.0 or newer); false = plan with fp16"""
     memory_gb_per_second: float = setting(0.0, ge=0)
     """bandwidth of a GPU's memory"""
     link_gb_per_second: float = setting(0.0, ge=0)
-    """from one GPU to the others of its node, one direction"""
+    """bandwidth from one GPU to the other GPUs of its node, in one direction"""
     network_gb_per_second: float = setting(0.0, ge=0)
-    """from one node to the others, one direction, all its adapters together"""
+    """bandwidth from one node to the others, in one direction, of all its network adapters"""
     host_memory_gib: float = setting(0.0, ge=0)
-    """memory of a machine beside its GPUs; 0 = not checked"""
+    """host memory of a machine; 0 = not checked"""
     host_link_gb_per_second: float = setting(0.0, ge=0)
-    """from a GPU to host memory, one direction"""
+    """bandwidth between a GPU and host memory, in one direction"""
     nvme_gib: float = setting(0.0, ge=0)
-    """disks of a machine, which checkpoints and the result are written to; 0 = not checked.
-    Nothing is offloaded to them (--help strategy)"""
+    """disk space of a machine for checkpoints and the result; 0 = not checked. Nothing is offloaded
+    to disk (--help strategy)"""
     price_per_hour: float | None = setting(None, gt=0)
-    """of one GPU, in any currency; with it a plan tells the cost of a run"""
+    """price of one GPU per hour, in any currency; if set, a plan includes the cost of the run"""
 
     @property
     def num_gpus(self) -> int:
-        """All GPUs of all nodes."""
+        """Number of GPUs of all nodes."""
         return self.num_nodes * self.gpus_per_node
 
     def __str__(self) -> str:
@@ -87,7 +88,7 @@ class HardwareConfig:
 
 
 def split_name(name: str) -> tuple[str, dict[str, int]]:
-    """Return the card of `2x8xh100` or `8xh100`, and what its numbers set."""
+    """Split `2x8xh100` or `8xh100` into the card and the settings that its numbers stand for."""
     name = name.lower()
     many = MANY.fullmatch(name)
     if many is None:
@@ -97,9 +98,9 @@ def split_name(name: str) -> tuple[str, dict[str, int]]:
 
 
 def known_card(name: str, memory_gib: float) -> str | None:
-    """Return our name for a card by its driver's name for it; None for one without numbers.
+    """Return the option of conf/hardware for the driver's name of a card; None if there is none.
 
-    A MIG slice has none: it is a part of a card.
+    There is none for MIG slices, which are a part of a card.
     """
     if " mig " in f" {name.lower()} ":
         return None
@@ -112,13 +113,13 @@ def known_card(name: str, memory_gib: float) -> str | None:
 
 
 def detect_card(machine: Machine | None = None) -> tuple[str, float, int]:
-    """Return card, memory in GiB and number of the GPUs here; DeviceError where there is none."""
+    """Return card, memory in GiB and number of this machine's GPUs; DeviceError if unknown."""
     machine = read_machine() if machine is None else machine
     if not machine.gpus:
         raise DeviceError(
             [
                 f"hardware=auto: no GPU was found on this machine{_why(machine)}; type the "
-                "hardware that the plan is for, as hardware=8xh100 (--help hardware lists cards)"
+                "hardware to plan for, as hardware=8xh100 (--help hardware lists the cards)"
             ]
         )
     smallest = min(machine.gpus, key=lambda gpu: gpu.memory_gib)
@@ -126,7 +127,7 @@ def detect_card(machine: Machine | None = None) -> tuple[str, float, int]:
     if card is None:
         raise DeviceError(
             [
-                f"hardware=auto: the specifications of {smallest.name} are not known; "
+                f"hardware=auto: the specifications of {smallest.name} are unknown; "
                 f"{custom_hardware_advice()}"
             ]
         )
@@ -138,16 +139,16 @@ def _why(machine: Machine) -> str:
 
 
 def custom_hardware_advice() -> str:
-    """Return how to type a card that has no file."""
+    """Return the advice for a card that has no file in conf/hardware."""
     return (
-        "describe one of your own beside the nearest, as hardware=a100_40gb hardware.memory_gib=31 "
-        "hardware.half_tflops=119 hardware.memory_gb_per_second=768 (its datasheet has them; "
-        "--help hardware lists all)"
+        "override the values of the most similar card with those of the datasheet, as "
+        "hardware=a100_40gb hardware.memory_gib=31 hardware.half_tflops=119 "
+        "hardware.memory_gb_per_second=768 (--help hardware lists all settings)"
     )
 
 
 def check_hardware(config: HardwareConfig) -> list[str]:
-    """List what a plan needs of a machine and is not known."""
+    """List the specifications that a plan needs and that are unknown."""
     needed = ["memory_gib", "half_tflops", "fp32_tflops", "memory_gb_per_second"]
     if config.gpus_per_node > 1:
         needed.append("link_gb_per_second")
@@ -156,16 +157,14 @@ def check_hardware(config: HardwareConfig) -> list[str]:
     missing = [f"hardware.{name}" for name in needed if not getattr(config, name)]
     if not missing:
         return []
-    return [
-        f"{', '.join(missing)}: not known of hardware={config.name}; {custom_hardware_advice()}"
-    ]
+    return [f"{', '.join(missing)}: unknown for hardware={config.name}; {custom_hardware_advice()}"]
 
 
-def with_local_host(known: HardwareConfig) -> HardwareConfig:
-    """Return a card's numbers with the host memory, network and free disk of this machine."""
-    network = max(known.network_gb_per_second, FAST_NETWORK)
+def with_local_host(card: HardwareConfig) -> HardwareConfig:
+    """Return a card's specifications with host memory, network and free disk of this machine."""
+    network = max(card.network_gb_per_second, FAST_NETWORK)
     return replace(
-        known,
+        card,
         host_memory_gib=host_memory_gib(),
         nvme_gib=shutil.disk_usage(Path.cwd()).free / GIB,
         network_gb_per_second=network if any(FABRIC.glob("*")) else SLOW_NETWORK,
@@ -173,7 +172,7 @@ def with_local_host(known: HardwareConfig) -> HardwareConfig:
 
 
 def host_memory_gib() -> float:
-    """Return the memory of this machine, or of the container that this process is in."""
+    """Return the memory of this machine, or of the container of this process."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in CONTAINER_LIMITS:
         limit = file.read_text(encoding="utf-8").strip() if file.is_file() else ""

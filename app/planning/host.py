@@ -1,4 +1,4 @@
-"""What a run takes of its machines beside their GPUs: host memory and disk; by arithmetic."""
+"""Estimate the host memory and the disk space that a run takes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemory:
-    """Memory of one machine beside its GPUs, in bytes."""
+    """Host memory of one machine, in bytes."""
 
     loading: float
-    """while the base is read: one copy a node where it is shared out over the GPUs"""
+    """while the base is loaded: one copy per node if weights are sharded over the GPUs"""
     offloaded: float
-    """weights, gradients, optimizer states or layer inputs that wait in host memory"""
+    """weights, gradients, optimizer states or layer inputs that are offloaded"""
 
     @property
     def total(self) -> float:
-        """The larger of what is there while loading and while training."""
+        """The larger of the memory for loading and for training."""
         return max(self.loading, self.offloaded)
 
 
 def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> HostMemory:
-    """Estimate what a machine keeps beside its GPUs; the processes' own GiB come on top."""
+    """Estimate a machine's host memory, without what the processes themselves take."""
     size = size or run.size
     whole, strategy = size.whole, run.strategy
     per_node, nodes = run.hardware.gpus_per_node, run.num_nodes
@@ -68,17 +68,17 @@ def _state_bytes(run: PlannedRun, size: ModelSize) -> float:
 
 
 def estimate_disk(run: PlannedRun, size: ModelSize | None = None) -> float:
-    """Estimate the bytes that checkpoints and the result take on disk.
+    """Estimate the bytes of all checkpoints and of the result on disk.
 
-    One checkpoint more than are kept is there while it is written.
+    While a checkpoint is written, there is one more than are kept.
     """
     size = size or run.size
     split = run.tensor_size
     trained = size.whole.trained * split
     checkpoint = trained + _state_bytes(run, size) * split
-    if isinstance(run.strategy, LocalSgdConfig):  # beside the mean, what each node has
+    if isinstance(run.strategy, LocalSgdConfig):  # the mean, and the state of each node
         checkpoint *= 1 + (run.strategy.replicas or run.num_nodes)
     if isinstance(run.strategy, DdpConfig) and run.strategy.compression == "topk":
-        checkpoint += run.num_ranks * feedback_bytes(size, run.strategy)  # each rank's own
+        checkpoint += run.num_ranks * feedback_bytes(size, run.strategy)  # of each rank
     result = trained + (size.whole.frozen if run.trains_base else 0.0)
     return checkpoint * (run.num_checkpoints + 1) + result

@@ -1,7 +1,7 @@
-"""Memory of a run's GPUs by part, at the moments of a step; by arithmetic.
+"""Estimate the memory of a run's GPUs by part, at the moments of a step.
 
-Model states and what a strategy gathers come from `app.training.memory`, activations from
-`app.planning.activations`, and what the machines have beside their GPUs from `app.planning.host`.
+Model states and gathered weights come from `app.training.memory`, activations from
+`app.planning.activations`, host memory from `app.planning.host`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from app.training.memory import (
 )
 
 GIB = 2**30
-USABLE_SHARE, CONTEXT_GIB = 0.92, 1.5
-"""share of a device's memory that can be used, the rest being lost to fragmentation; and what CUDA
-and NCCL take of it"""
+USABLE_SHARE = 0.92
+"""usable share of a GPU's memory; the rest is lost to fragmentation"""
+CONTEXT_GIB = 1.5
+"""memory of a GPU that CUDA and NCCL take"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    """A run, as far as its memory and speed depend on it; nothing is `auto`."""
+    """The settings of a run that determine its memory and speed; every `auto` is resolved."""
 
     model: PlannedModel
     hardware: HardwareConfig
@@ -59,42 +60,42 @@ class PlannedRun:
     accumulation: int = 1
     trains_base: bool = False
     drops_inputs: bool = False
-    """whether each adapter reads its own dropped input"""
+    """whether each adapter applies its own dropout to its input"""
     fuses_adapters: bool = True
     fuses_norm_and_gate: bool = True
     fuses_loss: bool = True
     """whether one kernel computes the losses of a chunk"""
     keeps_scores: bool = False
-    """whether attention is not one kernel"""
+    """whether attention is not one kernel and saves its scores"""
     groups_documents: bool = False
-    """whether attention copies each document for itself, as by sdpa"""
+    """whether attention copies the tensors of each document, as for sdpa"""
     num_checkpoints: int = 2
-    """that stay on disk"""
+    """number of checkpoints that are kept on disk"""
     is_on_gpu: bool = True
 
     @property
     def num_ranks(self) -> int:
-        """All ranks: one a GPU."""
+        """Number of ranks, one per GPU."""
         return self.hardware.num_gpus
 
     @property
     def num_nodes(self) -> int:
-        """Machines."""
+        """Number of machines."""
         return self.hardware.num_nodes
 
     @property
     def tensor_size(self) -> int:
-        """Ranks that split each matrix and see the same data."""
+        """Number of ranks that split each matrix and see the same data."""
         return tensor_parallel_size(self.strategy, self.hardware.gpus_per_node)
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks, or groups that split matrices, with data of their own."""
+        """Number of ranks (or tensor parallel groups) that see different data."""
         return max(1, self.num_ranks // self.tensor_size)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank; of a pair those of both sides."""
+        """Tokens of a micro-batch on one rank; for encoder-decoders those of both sides."""
         return self.micro_batch_size * self.sequence_len * (2 if self.model.is_pair else 1)
 
     @property
@@ -103,13 +104,13 @@ class PlannedRun:
         return self.tokens * self.accumulation * self.num_data_ranks
 
     def with_micro_batch(self, size: int) -> PlannedRun:
-        """Return it with `size` packs at once, of the same packs a step."""
+        """Return the run with `size` packs per micro-batch and as many packs per step as before."""
         packs = self.micro_batch_size * self.accumulation
         return replace(self, micro_batch_size=size, accumulation=packs // size)
 
     @property
     def size(self) -> ModelSize:
-        """Return the model's weights as a rank has them."""
+        """The sizes of the model's weights on one rank."""
         return size_for(
             self.model,
             self.precision,
@@ -121,15 +122,16 @@ class PlannedRun:
 
     @property
     def fuses_layers(self) -> bool:
-        """Return whether a layer's modules may be replaced by kernels: tensor parallelism and
-        ZeRO-3 call each module by itself.
+        """Whether fused kernels may replace a layer's modules.
+
+        Not under tensor parallelism and ZeRO-3, which need a call of each module.
         """
         is_zero3 = isinstance(self.strategy, ZeroConfig) and self.strategy.stage == 3
         return self.tensor_size == 1 and not is_zero3
 
     @property
     def execution(self) -> LayerExecution:
-        """Return what changes the bytes that a layer keeps for its backward pass."""
+        """How layers are computed, which determines the activations that they save."""
         gathers_half = isinstance(self.strategy, FsdpConfig) and self.strategy.shards_data_parallel
         is_half = self.precision != "fp32"
         gathers_half = gathers_half and is_half
@@ -147,13 +149,13 @@ class PlannedRun:
             and self.model.widths.kind.has_rms_norms,
             trains_base=self.trains_base,
             drops_inputs=self.drops_inputs,
-            # bitsandbytes' product of int8 keeps its own input as well.
+            # bitsandbytes' int8 product saves its own copy of the input as well.
             input_copies=copies + (self.quantization.method == "int8"),
             output_copies=2 * self.model.is_dora,
             keeps_scores=self.keeps_scores,
             sequence_len=self.sequence_len,
             groups_documents=self.groups_documents,
-            # FlashAttention, which shares heads, is not there for these.
+            # FlashAttention, which needs no repeated heads, does not support these.
             repeats_heads=not is_half or self.model.widths.widest_head > WIDEST_FLASH_HEAD,
             rank_sum=self.model.adapter_ranks,
             scaled_inputs=self.model.scaled_features(of_inputs=True),
@@ -169,38 +171,40 @@ class GpuMemory:
     """Memory of a GPU by part, in bytes, at one moment of a step."""
 
     weights: float
-    """frozen ones, with the scales of quantized ones"""
+    """frozen weights, including the scales of quantized ones"""
     trainable: float
+    """trainable weights"""
     gradients: float
-    """and what DeepSpeed sends at once"""
+    """gradients, including DeepSpeed's communication bucket"""
     optimizer: float
+    """optimizer states"""
     gathered: float
-    """weights of other ranks, in their turn"""
+    """gathered weights of other ranks"""
     copies: float
-    """half-precision copies that autocast keeps of fp32 weights"""
+    """autocast's half-precision copies of fp32 weights"""
     activations: float
-    """and what a layer's backward pass needs beside them"""
+    """saved activations, and temporaries of a layer's backward pass"""
     loss: float
-    """chunks of logits, and the gradients that the head keeps"""
+    """chunks of logits, and saved gradients of the head"""
     overhead: float
-    """CUDA, its libraries and NCCL"""
+    """memory of CUDA, its libraries and NCCL"""
     moment: str
-    """of the step"""
+    """name of the moment"""
 
     @property
     def parts(self) -> dict[str, float]:
-        """Bytes by the name of a part, those that are there."""
+        """Bytes by part, without parts of size 0."""
         sizes = {name: getattr(self, name) for name in self.__slots__ if name != "moment"}
         return {name: value for name, value in sizes.items() if value > 0}
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """Sum of all parts, in bytes."""
         return sum(self.parts.values())
 
 
 def usable_bytes(hardware: HardwareConfig) -> float:
-    """Return the bytes of a GPU that can be filled; the rest is lost between blocks."""
+    """Return the usable bytes of a GPU; the rest is lost to fragmentation."""
     return USABLE_SHARE * hardware.memory_gib * GIB
 
 
@@ -210,21 +214,21 @@ def fits(run: PlannedRun, memory: GpuMemory, size: ModelSize | None = None) -> b
 
 
 def fits_host(run: PlannedRun, size: ModelSize | None = None) -> bool:
-    """Return whether a run fits the host memory of its machines, where that is known."""
-    has = run.hardware.host_memory_gib * GIB
-    return not has or estimate_host_memory(run, size).total <= has
+    """Return whether a run fits the host memory of its machines; true if that is unknown."""
+    available = run.hardware.host_memory_gib * GIB
+    return not available or estimate_host_memory(run, size).total <= available
 
 
 def estimate_gpu_memory(run: PlannedRun, size: ModelSize | None = None) -> GpuMemory:
-    """Estimate the peak memory of the fullest rank; `size` where it is known already."""
+    """Estimate the peak memory of the rank that needs the most; `size` if already computed."""
     return max(estimate_moments(run, size), key=lambda moment: moment.total)
 
 
 def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[GpuMemory]:
-    """Estimate the memory of the fullest rank at the moments of a step one of which is its peak.
+    """Estimate the memory of the rank that needs the most, at each moment that may be the peak.
 
-    Activations fall in the backward pass while gradients rise, in even steps: one of its ends is
-    the highest. Lightning frees the gradients of the step before after the forward pass.
+    During the backward pass activations shrink and gradients grow linearly, so that the peak is at
+    one of its ends. Lightning frees the previous step's gradients only after the forward pass.
     """
     size = size or run.size
     states = estimate_memory(
@@ -265,18 +269,18 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     for moment in ("embedding or head gathered", "loss"):
         moments[moment] |= {"gradients": gradients.at_loss, "activations": layers.all}
         moments[moment] |= {"copies": copies}
-    else_there = _states_of_moments(run, size, states) | {
+    defaults = _constant_parts(run, size, states) | {
         "gathered": gathered.in_layers,
         "copies": copies / trained_layers if run.recompute == "none" else copies,
         "loss": kept_by_loss,
         "gradients": gradients.at_end,
         "activations": 0.0,
     }
-    return [GpuMemory(**else_there | parts, moment=moment) for moment, parts in moments.items()]
+    return [GpuMemory(**defaults | parts, moment=moment) for moment, parts in moments.items()]
 
 
-def _states_of_moments(run: PlannedRun, size: ModelSize, states: RankMemory) -> dict[str, float]:
-    """Return the parts that are there all along."""
+def _constant_parts(run: PlannedRun, size: ModelSize, states: RankMemory) -> dict[str, float]:
+    """Return the parts that stay the same during a step."""
     whole = size.whole.frozen + size.whole.trained
     trained_share = size.whole.trained / max(1.0, whole)
     weights = states.weights + _secondary_partition(run, whole)
@@ -290,20 +294,24 @@ def _states_of_moments(run: PlannedRun, size: ModelSize, states: RankMemory) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gradients:
-    """Bytes of gradients at moments of a step."""
+    """Bytes of gradients at several moments of a step."""
 
     at_loss: float
     at_last: float
-    """while the last layer has its gradients computed"""
+    """during the backward pass of the last layer"""
     at_first: float
+    """during the backward pass of the first layer"""
     at_end: float
 
 
 def _gradients(run: PlannedRun, size: ModelSize, gradients: float) -> _Gradients:
-    """Return when `gradients` are there, with the buffers that they are sent in."""
+    """Return the gradients at each moment, including communication buffers.
+
+    `gradients`: the bytes at the end of the backward pass.
+    """
     strategy, whole, accumulates = run.strategy, size.whole, run.accumulation > 1
     if isinstance(strategy, ZeroConfig) and strategy.stage == 2 and gradients:
-        # Its bucket is there in backward passes only, and fills before a rank has its own part.
+        # The bucket exists in backward passes only, and fills before a rank gets its own shard.
         own = whole.trained / num_shares(strategy, run.num_ranks, run.num_nodes)[1]
         bucket, kept = gradients - own, own if accumulates else 0.0
         before = own if accumulates else own * (1 - bucket / max(1.0, whole.trained))
@@ -315,7 +323,7 @@ def _gradients(run: PlannedRun, size: ModelSize, gradients: float) -> _Gradients
         )
     end = size.head if size.head.gathered else size.embedding
     if isinstance(strategy, DdpConfig) and accumulates:
-        # The backward pass of a step's last micro-batch moves them into its buckets, which stay.
+        # The backward pass of a step's last micro-batch copies them into persistent buckets.
         return _Gradients(
             at_loss=2 * gradients,
             at_last=2 * gradients,
@@ -330,31 +338,31 @@ def _gradients(run: PlannedRun, size: ModelSize, gradients: float) -> _Gradients
             at_first=gradients - share * size.embedding.trained,
             at_end=gradients,
         )
-    # DDP's and DeepSpeed's buffers stay, as gradients do between micro-batches.
+    # The buffers of DDP and DeepSpeed persist, and so do gradients between micro-batches.
     return _Gradients(at_loss=gradients, at_last=gradients, at_first=gradients, at_end=gradients)
 
 
 def _secondary_partition(run: PlannedRun, weights: float) -> float:
-    """Return the bytes of the copy of `weights` that ZeRO++ shards within each node (hpZ)."""
+    """Return the bytes of ZeRO++ hpZ's second copy of `weights`, sharded within each node."""
     is_within_node = isinstance(run.strategy, ZeroConfig) and run.strategy.partition_within_node
     return weights / run.hardware.gpus_per_node if is_within_node else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gathered:
-    """Bytes of other ranks' weights at moments of a step."""
+    """Bytes of gathered weights at several moments of a step."""
 
     at_ends: float
-    """while embedding or head arrive"""
+    """while the embedding or the head is gathered"""
     at_loss: float
     in_layers: float
     at_first: float
-    """in the backward pass of the first layer"""
+    """during the backward pass of the first layer"""
     at_step: float
 
 
 def _gathered(size: ModelSize, strategy: StrategyConfig, gathered: float) -> _Gathered:
-    """Return what is gathered when; DeepSpeed keeps it all for the step."""
+    """Return the gathered weights at each moment; DeepSpeed holds `gathered` bytes all the time."""
     at_ends = at_loss = in_layers = at_first = at_step = gathered
     if isinstance(strategy, FsdpConfig) and gathered:
         at_ends, at_loss, in_layers, at_first = gathered_by_fsdp(size, strategy)

@@ -1,6 +1,6 @@
-"""Build the model of a plan: a base with its adapter, before any weight of it is read.
+"""Build the model of a plan: a base with its adapter, without reading weights.
 
-By the numbers of config.json where its family's matrices are known without torch; else from the
+From config.json alone if the matrices of the model family are known without torch; else from the
 model on the meta device, which takes seconds to import.
 """
 
@@ -36,51 +36,50 @@ OLDER_NAMES = {
     "num_attention_heads": ("n_head", "num_heads", "encoder_attention_heads"),
     "head_dim": ("d_kv",),
 }
-"""names of numbers in older config.json files"""
-DEFAULT_NUMBERS: Mapping[str, Mapping[str, Any]] = {
+"""names of the same keys in older config.json files"""
+DEFAULT_VALUES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1},
     "bart": {"dropout": 0.1},
     "falcon": {"multi_query": True},
 }
-"""what a model type has where config.json leaves it out, as far as a plan asks"""
+"""default values of keys that a plan reads and that config.json may omit, by model type"""
 PAIRS = ("t5", "bart")
+"""encoder-decoder model types"""
 LEARNED_POSITIONS = {"gpt2": (1, "n_positions", 0), "bart": (2, "max_position_embeddings", 2)}
-"""model type -> tables of learned positions, the key of their length, and rows beyond it"""
+"""model type -> number of learned position tables, the key of their length, and additional rows"""
 TIED = ("gemma", "gemma2", "gemma3_text", "gpt2", "bloom", "falcon", "t5", "bart")
-"""model types whose head is the embedding where config.json does not say"""
+"""model types whose head is tied to the embedding unless config.json says otherwise"""
 SPLIT = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"), BY_ROWS),
     **dict.fromkeys(("o_proj", "down_proj", "dense", "fc2"), BY_COLUMNS),
 }
-"""how tensor parallelism splits matrices, by the ends of their names; as transformers' plans"""
+"""style in which tensor parallelism splits matrices, by the ends of their names, as in
+transformers' plans"""
 SHARED_EXPERTS = re.compile(r"^(?!.*\bexperts\.\d).*\bgate_proj\.(base_layer\.)?weight$")
-"""the gates of a layer with experts that are not one expert's own"""
+"""gate matrices of a layer with experts that do not belong to a single expert"""
 
 
-class _Numbers:
-    """The numbers of a config.json, as `widths_of` asks a transformers config for them."""
+class _ConfigJson:
+    """A config.json with the attributes of a transformers config that `widths_of` reads."""
 
     def __init__(self, config_json: Mapping[str, Any]) -> None:
-        self._numbers = {
-            **DEFAULT_NUMBERS.get(str(config_json.get("model_type")), {}),
-            **config_json,
-        }
+        self._values = {**DEFAULT_VALUES.get(str(config_json.get("model_type")), {}), **config_json}
         self.is_encoder_decoder = config_json.get("model_type") in PAIRS
 
-    def get_text_config(self) -> _Numbers:
+    def get_text_config(self) -> _ConfigJson:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        for each in (name, *OLDER_NAMES.get(name, ())):
-            if each in self._numbers:
-                return self._numbers[each]
+        for key in (name, *OLDER_NAMES.get(name, ())):
+            if key in self._values:
+                return self._values[key]
         raise AttributeError(name)
 
 
 def build_planned_model(
     config: ModelConfig, config_json: Mapping[str, Any], adapter: AdapterConfig, precision: str
 ) -> PlannedModel:
-    """Return the model that a run would build; UserError where the adapter does not fit it."""
+    """Return the model that a run would build; UserError if the adapter does not match it."""
     planned = model_from_config_json(
         config.path or "model.architecture", config_json, adapter, precision
     )
@@ -90,12 +89,12 @@ def build_planned_model(
 def model_from_config_json(
     name: str, config_json: Mapping[str, Any], adapter: AdapterConfig, precision: str
 ) -> PlannedModel | None:
-    """Return the model by its config.json alone; None where its family needs torch.
+    """Return the model from its config.json alone; None if the model family needs torch.
 
-    Biases and norms are left out: less than a thousandth of the weights.
+    Biases and norms are left out: less than 0.1 % of the weights.
     """
     base = modules_of_architecture(name, config_json)
-    widths = widths_of(_Numbers(config_json))
+    widths = widths_of(_ConfigJson(config_json))
     if base.linear is None or not base.layers or not base.embeddings or widths is None:
         return None
     if base.head is None or base.experts:
@@ -103,7 +102,7 @@ def model_from_config_json(
     found = find_targets(adapter, base)
     if found.problems:
         raise UserError(found.problems)
-    weights_of = _weights_by(adapter, found, precision)
+    weights_of = _weights_function(adapter, found, precision)
     layers: dict[str, dict[str, Weight]] = {layer: {} for layer in base.layers}
     rest: dict[str, Weight] = {}
     is_tied = bool(config_json.get("tie_word_embeddings", config_json.get("model_type") in TIED))
@@ -118,13 +117,13 @@ def model_from_config_json(
         else:
             rest |= weights_of(module, shape, module)
     if (positions := LEARNED_POSITIONS.get(str(config_json.get("model_type")))) is not None:
-        tables, name_of_length, more = positions
-        rows = tables * (config_json[name_of_length] + more)
+        num_tables, length_key, additional = positions
+        rows = num_tables * (config_json[length_key] + additional)
         is_full = isinstance(adapter, FullConfig)
         num_bytes = dtype_bytes(precision, trains=is_full)
         rest["positions.weight"] = Weight((rows, widths.hidden), num_bytes, is_full)
-    table = base.embeddings[0]
-    width = (widths.vocabulary, widths.hidden)
+    embedding = base.embeddings[0]
+    embedding_shape = (widths.vocabulary, widths.hidden)
     kinds = Counter(_signature(weights) for weights in layers.values())
     of_kind = {_signature(weights): weights for weights in layers.values()}
     training = [
@@ -136,7 +135,7 @@ def model_from_config_json(
         name=name,
         layers=tuple((of_kind[kind], count) for kind, count in kinds.items()),
         trained_layers=len(layers) - min(training, default=len(layers)),
-        embedding=weights_of(table, width, table),
+        embedding=weights_of(embedding, embedding_shape, embedding),
         head=head,
         rest=rest,
         widths=widths,
@@ -145,10 +144,13 @@ def model_from_config_json(
     )
 
 
-def _weights_by(
+def _weights_function(
     adapter: AdapterConfig, found: Targets, precision: str
 ) -> Callable[[str, tuple[int, ...], str], dict[str, Weight]]:
-    """Return what tells the weights of a module: (name, shape, name in its layer) -> by name."""
+    """Return a function from a module's name, shape and name in its layer to its weights.
+
+    The weights include those of the module's adapter, by their names in the layer.
+    """
     is_full = isinstance(adapter, FullConfig)
     frozen, trained = (dtype_bytes(precision, trains=flag) for flag in (is_full, True))
     ranks = _ranks(adapter, found.matrices)
@@ -160,7 +162,7 @@ def _weights_by(
         if is_whole and isinstance(adapter, FreezeConfig):
             return {f"{local}.weight": Weight(shape, trained, True)}
         weights = {f"{local}.weight": Weight(shape, frozen, is_full)}
-        if is_whole and not is_full:  # modules_to_save: a copy that trains, beside the base's
+        if is_whole and not is_full:  # modules_to_save: a trainable copy next to the base's weight
             weights[f"{local}.modules_to_save.weight"] = Weight(shape, trained, True)
         if (rank := ranks.get(module)) is not None:
             rows, columns = shape
@@ -199,7 +201,7 @@ def _ranks(adapter: AdapterConfig, matrices: list[str]) -> dict[str, int]:
     if not isinstance(adapter, LoraConfig):
         return {}
     ranks = dict.fromkeys(matrices, adapter.r)
-    for pattern, rank in reversed(adapter.rank_pattern.items()):  # the first one wins, as in peft
+    for pattern, rank in reversed(adapter.rank_pattern.items()):  # the first match wins, as in peft
         ranks |= dict.fromkeys(by_key(pattern, matrices), rank)
     return ranks
 
@@ -207,14 +209,14 @@ def _ranks(adapter: AdapterConfig, matrices: list[str]) -> dict[str, int]:
 def model_from_meta(
     config: ModelConfig, config_json: Mapping[str, Any], adapter: AdapterConfig, precision: str
 ) -> PlannedModel:
-    """Return the model by building its modules without numbers."""
+    """Return the model by building its modules on the meta device."""
     from app.model.build import build_model
     from app.model.recompute import RecomputeConfig
 
     model = build_model(
         replace(config, path=None, from_scratch=True, architecture=dict(config_json)),
         QuantizationConfig(),
-        "eager",  # which every model has
+        "eager",  # supported by every model
         adapter,
         RecomputeConfig(),
         precision,
@@ -223,8 +225,8 @@ def model_from_meta(
     planned = model_from_modules(config.path or "model.architecture", model, config_json)
     if planned is None:
         raise UserError(
-            f"{config.path}: its config.json does not say how wide its layers are; a plan knows "
-            "hidden_size, num_hidden_layers and num_attention_heads by these names"
+            f"{config.path}: its config.json does not give the sizes of its layers; a plan reads "
+            "hidden_size, num_hidden_layers and num_attention_heads"
         )
     return planned
 
@@ -232,8 +234,9 @@ def model_from_meta(
 def model_from_modules(
     name: str, model: Any, config_json: Mapping[str, Any]
 ) -> PlannedModel | None:
-    """Return a model that is built, on meta and not quantized, as a plan has it; None where its
-    config does not say how wide its layers are. `config_json`: of its config.json.
+    """Return the planned model of a model on the meta device, which must not be quantized.
+
+    None if its config does not give the sizes of its layers.
     """
     from app.model.layers import decoder_layers
     from app.strategy.tensor_plan import layer_plan
@@ -266,11 +269,11 @@ def model_from_modules(
         if any(weight.requires_grad for weight in weights.values())
     ]
     is_tied = {id(w) for w in embedding.parameters()} == {id(w) for w in head.parameters()}
-    # transformers ties every T5; FLAN-T5's files have a head of their own, which loading unties.
+    # transformers ties every T5; FLAN-T5's files have a separate head, which is untied on loading.
     is_tied = is_tied and config_json.get("tie_word_embeddings") is not False
     try:
         plan: Mapping[str, str] = layer_plan(model)
-    except UserError:  # no ranks can split it, and the couplings say so
+    except UserError:  # the model cannot be split, which the couplings report
         plan = {}
     return PlannedModel(
         name=name,

@@ -1,4 +1,4 @@
-"""From the settings of a run to what is planned: every `auto` resolved for the hardware typed."""
+"""Build a PlannedRun from the settings of a run, with every `auto` resolved for the hardware."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from app.planning.choose import (
 )
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
-from app.planning.model_size import DEFAULT_NUMBERS, build_planned_model
+from app.planning.model_size import DEFAULT_VALUES, build_planned_model
 from app.planning.planned_model import PlannedModel
 from app.preflight import check_compatibility
 from app.preflight.base_model import BaseModel, check_config, inspect_base
@@ -34,58 +34,58 @@ if TYPE_CHECKING:
     from app.config.verbs import PlanConfig, TrainConfig
 
 NOT_PLANNED = ("auto", "zero3_nvme")
-"""strategies that are chosen or not implemented"""
+"""strategy names that are resolved before planning, or that are not implemented"""
 NO_KERNEL = ("bloom", "falcon", "gpt_oss")
-"""model types that attention=auto runs by eager: they compute attention themselves, or PyTorch's
-kernels do not take their sinks"""
+"""model types for which attention=auto is eager: they compute attention themselves, or PyTorch's
+kernels do not support their attention sinks"""
 NO_FLASH = ("attention_chunk_size", "attention_dropout", "attn_pdrop")
-"""numbers of config.json that FlashAttention cannot follow, and sdpa can"""
+"""keys of config.json that FlashAttention does not support, and sdpa does"""
 DEFAULT_LEN = 2048
-"""tokens of a sequence where none are typed and the context is longer, as in the data room"""
+"""default tokens of a sequence if the context is longer, as in data_modules"""
 
 
 BYTES_OF_TOKEN = 4
-"""of English text, about: OpenAI's rule of thumb, where the tokenizer is not on this machine"""
+"""bytes per token of English text (OpenAI's rule of thumb), if the tokenizer is not available"""
 
 
 @dataclass(kw_only=True, slots=True)
 class EnforceConfig:
-    """What a plan decides of a training."""
+    """Settings of the memory check before a training run."""
 
     enforce: str = setting("error", choices=("error", "warn", "off"))
-    """what becomes of a training whose arithmetic exceeds the memory of a GPU, or of a machine:
-    error = refused before weights are loaded, warn, off"""
+    """what happens if a run's estimated memory exceeds that of a GPU or of a machine: error = stop
+    before weights are loaded, warn = log a warning, off = no check"""
 
 
 @dataclass(kw_only=True, slots=True)
 class PlanningConfig(EnforceConfig):
-    """What a plan is asked."""
+    """Settings of a plan."""
 
     tokens: int | None = setting(None, ge=1, shown=True)
-    """tokens that the run trains on, all epochs together; null = trainer.max_steps times those of a
-    step, else an estimate from the data where they are on this machine"""
+    """total tokens of the run, over all epochs; null = trainer.max_steps times the tokens of a
+    step, else an estimate from the data if they are on this machine"""
     simulate: bool = False
-    """take a step of the program's own code on a GPU that is not there, as one rank of all, and
-    show what it was found to take beside the arithmetic; minutes, and a C++ compiler"""
+    """run a step of the program's own code on a fake GPU, as one of the ranks, and compare its
+    memory and time with the estimates; takes minutes, and needs a C++ compiler"""
     write: str | None = setting(None, shown=True)
-    """file to write the best plan to, as an experiment: +experiment=FILE.yaml"""
+    """file to write the fastest fitting variant to, as an experiment for +experiment=FILE.yaml"""
 
 
 def load_strategies(
     settings_of: Callable[[str, str], StrategyConfig],
 ) -> dict[str, StrategyConfig]:
-    """Return the settings of each strategy that can be planned, by its name.
+    """Return the settings of each strategy that can be planned, by name.
 
-    `settings_of(group, name)` reads an option of conf/.
+    `settings_of(group, name)` loads an option from conf/.
     """
     return {name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED}
 
 
 def read_config_json(model: ModelConfig) -> Mapping[str, Any]:
-    """Return what the base's config.json says; UserError where none is on this machine."""
+    """Return the base's config.json; UserError if it is not on this machine."""
     folder = None if model.path is None else Path(model.path)
     if folder is not None and folder.is_dir():
-        return _numbers_of_folder(model, folder)
+        return _read_folder(model, folder)
     if "model_type" in model.architecture:
         if problems := check_config("model.architecture", model.architecture):
             raise UserError(problems)
@@ -99,14 +99,14 @@ def read_config_json(model: ModelConfig) -> Mapping[str, Any]:
             raise UserError(problem)
         return text_numbers(config_json)
     raise UserError(
-        f"model.path={model.path}: a plan fetches nothing, and its config.json is not on this "
-        "machine; type model=NAME for a base that is known (--help model lists them), the folder "
-        "of a config.json, or its numbers: 'model.architecture={model_type: llama, ...}'"
+        f"model.path={model.path}: a plan downloads nothing, and its config.json is not on this "
+        "machine; type model=NAME for a known base (--help model lists them), the folder of a "
+        "config.json, or its values: 'model.architecture={model_type: llama, ...}'"
     )
 
 
-def _numbers_of_folder(model: ModelConfig, folder: Path) -> Mapping[str, Any]:
-    """Return the numbers of a base's folder; weights need not be there, but none may be broken."""
+def _read_folder(model: ModelConfig, folder: Path) -> Mapping[str, Any]:
+    """Return the config.json of a base's folder; weights may be missing, but not broken."""
     has_weights = any(folder.glob("*.safetensors*"))
     base = inspect_base(model)
     problems = base.problems
@@ -118,15 +118,15 @@ def _numbers_of_folder(model: ModelConfig, folder: Path) -> Mapping[str, Any]:
 
 
 def on_hardware(config: PlanConfig, hardware: HardwareConfig) -> HardwareConfig:
-    """Return the part of the hardware that the settings ask for; UserError for more than it has."""
+    """Return the requested part of the hardware; UserError if it has less than requested."""
     trainer, problems = config.trainer, []
     if trainer.accelerator == "cpu":
-        problems.append("trainer.accelerator=cpu: a plan is for GPUs; leave it out")
+        problems.append("trainer.accelerator=cpu: a plan is for GPUs; remove the override")
     devices = trainer.devices if isinstance(trainer.devices, int) else hardware.gpus_per_node
     if devices > hardware.gpus_per_node:
         problems.append(
             f"trainer.devices={devices}, but hardware={hardware.name} has "
-            f"{hardware.gpus_per_node} a machine; type hardware={devices}x{hardware.name}"
+            f"{hardware.gpus_per_node} per machine; type hardware={devices}x{hardware.name}"
         )
     if trainer.num_nodes > hardware.num_nodes:
         each = f"{hardware.gpus_per_node}x{hardware.name}"
@@ -141,7 +141,7 @@ def on_hardware(config: PlanConfig, hardware: HardwareConfig) -> HardwareConfig:
 
 
 def with_devices_of(config: TrainConfig, hardware: HardwareConfig) -> TrainConfig:
-    """Return the settings with the hardware's devices typed, for the checks."""
+    """Return the settings with the number of devices and nodes of the hardware."""
     trainer = replace(config.trainer, devices=hardware.gpus_per_node, num_nodes=hardware.num_nodes)
     return replace(config, trainer=trainer)
 
@@ -149,7 +149,7 @@ def with_devices_of(config: TrainConfig, hardware: HardwareConfig) -> TrainConfi
 def check_planned(
     config: TrainConfig, hardware: HardwareConfig, config_json: Mapping[str, Any]
 ) -> list[str]:
-    """List what does not go together, of the settings and of this base."""
+    """List conflicts between settings, and between settings and the base."""
     placed = with_devices_of(config, hardware)
     problems = check_compatibility(placed, hardware.gpus_per_node, on_this_machine=False)
     base = BaseModel(config.model.path or "model.architecture", config_json)
@@ -167,9 +167,9 @@ def plan_run(
     model: PlannedModel | None = None,
     strategies: Mapping[str, StrategyConfig],
 ) -> tuple[PlannedRun, list[str]]:
-    """Return the run that the settings mean on the hardware, and what was chosen for `auto`.
+    """Return the planned run on the hardware, and a line for each `auto` that was resolved.
 
-    `strategies`: the settings of each by name, which `auto` chooses from.
+    `strategies`: settings of the strategies that `auto` chooses from, by name.
     """
     precision = _precision(config.trainer.precision, hardware)
     model = model or build_planned_model(config.model, config_json, config.adapter, precision)
@@ -184,25 +184,24 @@ def plan_run(
         is_stored=is_stored_quantized(config_json),
     )
     run = replace(run, accumulation=_accumulation(config, run))
-    said: list[str] = []
+    lines: list[str] = []
     compiles, mode = config.trainer.compile, config.recompute.mode
     if config.strategy.name == "auto":
         modes = recompute_modes(mode, compiles=compiles)
         choice = choose_strategy(run, strategies, modes, is_stored=is_stored_quantized(config_json))
         run = replace(run, strategy=strategies[choice.name])
-        said.append(f"strategy: {choice}")
-        found = check_planned(replace(config, strategy=run.strategy), hardware, config_json)
-        if found:
-            raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in found])
+        lines.append(f"strategy: {choice}")
+        if problems := check_planned(replace(config, strategy=run.strategy), hardware, config_json):
+            raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in problems])
     if mode == "auto":
         chosen, _ = choose_recompute(run, compiles=compiles)
         run = replace(run, recompute=chosen.name)
-        said.append(f"recompute: {chosen}")
+        lines.append(f"recompute: {chosen}")
     if config.trainer.micro_batch_size == "auto":
         packs, _ = choose_micro_batch(run)
         run = run.with_micro_batch(packs.size)
-        said.append(f"micro-batch: {packs}")
-    return run, said
+        lines.append(f"micro-batch: {packs}")
+    return run, lines
 
 
 def build_planned_run(
@@ -218,10 +217,10 @@ def build_planned_run(
     is_stored: bool = False,
     is_on_gpu: bool = True,
 ) -> PlannedRun:
-    """Return the run of the settings, with what is `auto` in them yet to be chosen.
+    """Return the run of the settings; placeholders stand for settings that are `auto`.
 
-    `fuses_norm_and_gate`: None = as on a GPU with Liger's kernels. `is_stored`: of files that are
-    quantized, whatever by: they are counted as nf4.
+    `fuses_norm_and_gate`: None = as on a GPU with Liger's kernels. `is_stored`: whether the base's
+    files are quantized, by any method; they count as nf4.
     """
     trainer, adapter, mode = config.trainer, config.adapter, config.recompute.mode
     quantization = config.quantization
@@ -252,12 +251,12 @@ def build_planned_run(
 
 
 def is_stored_quantized(config_json: Mapping[str, Any]) -> bool:
-    """Return whether config.json says that the base's files are quantized."""
+    """Return whether the base's files are quantized, according to config.json."""
     return bool(config_json.get("quantization_config"))
 
 
 def _keeps_scores(backend: str, config_json: Mapping[str, Any]) -> bool:
-    """Return whether attention is not one kernel, where no flash-attn is installed for `auto`."""
+    """Return whether attention is not one kernel; assumes for `auto` that flash-attn is missing."""
     lacks_kernel = config_json.get("model_type") in NO_KERNEL or config_json.get(
         "attn_logit_softcapping"
     )
@@ -271,11 +270,11 @@ def _groups_documents(
     precision: str,
     hardware: HardwareConfig,
 ) -> bool:
-    """Return whether attention is sdpa's, which `auto` takes where FlashAttention cannot run."""
+    """Return whether attention is sdpa, which `auto` uses if FlashAttention is not supported."""
     backend = config.attention.backend
     if model.is_pair or _keeps_scores(backend, config_json):
         return False
-    known = {**DEFAULT_NUMBERS.get(str(config_json.get("model_type")), {}), **config_json}
+    known = {**DEFAULT_VALUES.get(str(config_json.get("model_type")), {}), **config_json}
     no_flash = precision == "fp32" or not hardware.has_bf16
     no_flash = no_flash or model.widths.widest_head > WIDEST_FLASH_HEAD
     no_flash = no_flash or any(known.get(name) for name in NO_FLASH)
@@ -287,7 +286,7 @@ def _precision(typed: str, hardware: HardwareConfig) -> str:
         return "bf16" if hardware.has_bf16 else "fp32"
     if typed.startswith("bf16") and not hardware.has_bf16:
         raise UserError(
-            f"trainer.precision={typed}: {hardware.name} has no bf16 of its own; type "
+            f"trainer.precision={typed}: {hardware.name} does not support bf16; type "
             "trainer.precision=fp16 or fp32"
         )
     return typed
@@ -308,7 +307,7 @@ def _accumulation(config: TrainConfig, run: PlannedRun) -> int:
 
 
 def estimate_tokens(config: TrainConfig, sequence_len: int) -> tuple[int, str]:
-    """Estimate the tokens of all epochs, and say by what; DataError where the data do not tell."""
+    """Estimate the tokens of all epochs, with a note on how; DataError if that is not possible."""
     file = find_tokenizer(config.model)
     epoch = estimate_epoch(
         config.data,
@@ -323,7 +322,7 @@ def estimate_tokens(config: TrainConfig, sequence_len: int) -> tuple[int, str]:
 
 
 def find_tokenizer(model: ModelConfig) -> Path | None:
-    """Return the base's tokenizer.json where this machine has it."""
+    """Return the base's tokenizer.json if it is on this machine."""
     path = model.tokenizer_path or model.path
     if path is None:
         return None
@@ -332,7 +331,7 @@ def find_tokenizer(model: ModelConfig) -> Path | None:
 
 
 def count_bytes(texts: Sequence[str]) -> list[int]:
-    """Return about how many tokens texts have, by their bytes."""
+    """Estimate the number of tokens of each text from its bytes."""
     return [-(-len(text.encode(errors="replace")) // BYTES_OF_TOKEN) for text in texts]
 
 
@@ -345,6 +344,6 @@ def _count_by(file: Path) -> Callable[[Sequence[str]], list[int]]:
             tokenizer.no_truncation()
             tokenizer.no_padding()
             encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [len(one) for one in encoded]
+        return [len(encoding) for encoding in encoded]
 
     return count

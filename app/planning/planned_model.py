@@ -1,6 +1,6 @@
-"""A model as a plan has it: weights without numbers, and the widths of its layers.
+"""The model of a plan: shapes of its weights, without values, and the widths of its layers.
 
-`model_size` builds it, by a config.json or by modules on the meta device.
+`model_size` builds it, from a config.json or from modules on the meta device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from app.training.memory import ModelSize, Part, Sharing, add_up_weights, num_sh
 
 
 class Weight:
-    """A weight without numbers: what `add_up_weights` asks of a parameter."""
+    """Shape and dtype size of a weight, with the methods that `add_up_weights` calls."""
 
     __slots__ = ("num_bytes", "requires_grad", "shape")
 
@@ -25,15 +25,15 @@ class Weight:
 
     @property
     def ndim(self) -> int:
-        """Dimensions."""
+        """Number of dimensions."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """Return how many numbers it has."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
-        """Return the bytes of a number."""
+        """Return the bytes per element."""
         return self.num_bytes
 
 
@@ -42,56 +42,56 @@ Weights = Mapping[str, Weight]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedModel:
-    """A base with its adapter, by its weights; none of them is read."""
+    """A base with its adapter, described by the shapes of its weights."""
 
     name: str
     layers: tuple[tuple[Weights, int], ...]
-    """weights of a layer by their names in it, and how many layers are alike"""
+    """kinds of layers: the weights by their names in the layer, and the number of such layers"""
     trained_layers: int
-    """from the lowest layer that trains to the last one"""
+    """number of layers from the lowest trainable one to the last"""
     embedding: Weights
     head: Weights
-    """nothing where it is the embedding's"""
+    """empty if the head is tied to the embedding"""
     rest: Weights
     widths: Widths
     plan: Mapping[str, str]
-    """how tensor parallelism splits a layer"""
+    """tensor parallel plan of a layer: the style in which each module is split"""
     is_pair: bool
-    """encoder and decoder"""
+    """whether the model is an encoder-decoder"""
 
     @property
     def num_layers(self) -> int:
-        """All layers."""
+        """Number of layers."""
         return sum(count for _, count in self.layers)
 
     def count(self, *, trained: bool) -> int:
-        """Count the weights that train, or those that do not."""
+        """Count the elements of trainable (or frozen) weights."""
         of_layers = sum(_count(weights, trained) * times for weights, times in self.layers)
         ends = (self.embedding, self.head, self.rest)
         return of_layers + sum(_count(weights, trained) for weights in ends)
 
     @property
     def num_weights(self) -> int:
-        """All weights of the base and its adapter."""
+        """Number of elements of all weights of the base and its adapter."""
         return self.count(trained=True) + self.count(trained=False)
 
     def multiplied(self, *, trained: bool) -> float:
-        """Count the weights of the layers' matrices that a token is multiplied with."""
+        """Count the elements of the layers' matrices that each token is multiplied with."""
         return sum(
-            weight.numel() * self._share(weight) * times
+            weight.numel() * self._active_share(weight) * times
             for weights, times in self.layers
             for weight in weights.values()
             if weight.ndim >= 2 and weight.requires_grad == trained
         )
 
-    def _share(self, weight: Weight) -> float:
-        """Return the share of a weight that a token goes to: of fused experts, its own."""
+    def _active_share(self, weight: Weight) -> float:
+        """Return the share of a weight that a token uses: less than 1 for fused experts."""
         if weight.ndim < 3 or not self.widths.routed_copies:
             return 1.0
         return min(1.0, self.widths.routed_copies / 2 / weight.shape[0])
 
     def _layer_weights(self, part: str) -> Iterator[tuple[Weight, int]]:
-        """Yield the layers' weights with `part` in their name, and how many layers have them."""
+        """Yield weights with `part` in their name, with the number of layers that have them."""
         for weights, times in self.layers:
             for name, weight in weights.items():
                 if part in name:
@@ -99,13 +99,13 @@ class PlannedModel:
 
     @property
     def adapter_ranks(self) -> float:
-        """Return the ranks of a layer's LoRA matrices together, the mean of the layers."""
+        """The sum of the ranks of a layer's LoRA matrices, averaged over the layers."""
         ranks = sum(weight.shape[0] * times for weight, times in self._layer_weights(".lora_A."))
         return ranks / self.num_layers
 
     @property
     def adapts_experts(self) -> bool:
-        """Return whether LoRA's matrices are beside those of experts."""
+        """Whether experts have LoRA matrices."""
         return any(
             "experts." in name and ".lora_A." in name
             for weights, _ in self.layers
@@ -114,14 +114,15 @@ class PlannedModel:
 
     @property
     def is_dora(self) -> bool:
-        """Return whether LoRA's matrices have magnitudes beside them."""
+        """Whether LoRA matrices have a magnitude vector."""
         return any(self._layer_weights(".lora_magnitude"))
 
     def scaled_features(self, *, of_inputs: bool) -> float:
-        """Return how many features of a layer IA3 scales, of inputs or of outputs of matrices; the
-        mean of the layers.
+        """Return the number of input (or output) features of matrices that IA3 scales in a layer.
+
+        Averaged over the layers.
         """
-        side = 0 if of_inputs else 1  # the one that peft gives a length of 1
+        side = 0 if of_inputs else 1  # the dimension in which peft's vector has length 1
         vectors = self._layer_weights(".ia3_l")
         features = sum(
             weight.numel() * times for weight, times in vectors if weight.shape[side] == 1
@@ -130,7 +131,7 @@ class PlannedModel:
 
     @property
     def largest_matrix(self) -> int:
-        """Weights of the largest matrix of a layer that does not train; experts not counted."""
+        """Number of elements of the largest frozen matrix of a layer, without fused experts."""
         frozen = (
             weight.numel()
             for weight, _ in self._layer_weights("")
@@ -140,12 +141,12 @@ class PlannedModel:
 
     @property
     def trains_embedding(self) -> bool:
-        """Return whether the embedding gets gradients."""
+        """Whether the embedding gets gradients."""
         return any(weight.requires_grad for weight in self.embedding.values())
 
     @property
     def head_weights(self) -> int:
-        """Weights of the head's matrix, whosever it is."""
+        """Number of elements of the head's matrix, tied or not."""
         return next(
             weight.numel()
             for weight in (self.head or self.embedding).values()
@@ -154,7 +155,7 @@ class PlannedModel:
 
     @property
     def trains_head(self) -> bool:
-        """Return whether the head's own matrix gets gradients."""
+        """Whether the head's matrix gets gradients."""
         return any(weight.requires_grad for weight in (self.head or self.embedding).values())
 
 
@@ -171,7 +172,7 @@ def size_for(
     num_ranks: int,
     num_nodes: int,
 ) -> ModelSize:
-    """Return what `estimate_memory` asks of a model, for one rank of those of `strategy`."""
+    """Return the sizes of a model on one rank of a strategy, for `estimate_memory`."""
     tensor_size = tensor_parallel_size(strategy, num_ranks // num_nodes)
     shares, _, _ = num_shares(strategy, num_ranks, num_nodes)
     ends = frozenset(id(w) for end in (model.embedding, model.head) for w in end.values())
@@ -181,7 +182,7 @@ def size_for(
         (add_up_weights(weights, sharing, plan) * times for weights, times in model.layers), Part()
     )
     is_fp32 = any(weight.element_size() == 4 for weight in model.embedding.values())
-    # As `can_split_head` has it: a bias would be a second weight.
+    # Same condition as `can_split_head`: a bias would be a second weight.
     splits_head = len(model.head) == 1 and model.widths.vocabulary % tensor_size == 0
     head = add_up_weights(model.head, sharing, {}) if model.head else Part()
     return ModelSize(
@@ -198,7 +199,7 @@ def size_for(
 
 
 def dtype_bytes(precision: str, *, trains: bool) -> int:
-    """Return the bytes of a weight's number: under autocast trained ones are fp32."""
+    """Return the bytes per element of a weight: trainable weights are fp32 under autocast."""
     if precision == "bf16-pure":
         return 2
     return 4 if trains or precision == "fp32" else 2

@@ -1,5 +1,7 @@
-"""The plan of a training on this machine: what `auto` asks, what a start is refused by, and what is
-compared with the peak and the speed that were then measured.
+"""The plan of a training run on this machine.
+
+It resolves `auto`, refuses runs that will not fit, and is compared with the peak memory and the
+speed measured in the run.
 """
 
 from __future__ import annotations
@@ -43,17 +45,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LIKE = "a100_80gb"
-"""card whose rates stand for those of one that is not known, where ways are put in order"""
+FALLBACK_CARD = "a100_80gb"
+"""card whose rates are used to rank alternatives if the GPU is unknown"""
 
 
 def detect_hardware(
     env: Environment, num_nodes: int, settings_of: Callable[[str], HardwareConfig]
 ) -> HardwareConfig:
-    """Return this machine as a plan has it; `settings_of` those of a known card.
+    """Return the hardware of this machine; `settings_of` loads the settings of a known card.
 
-    One without numbers has those of another, under its driver's name. A CPU's memory is shared out
-    over its ranks.
+    An unknown card gets the rates of FALLBACK_CARD under its driver's name. A CPU's memory is
+    divided among its ranks.
     """
     if env.accelerator == "cpu":
         return HardwareConfig(
@@ -68,7 +70,7 @@ def detect_hardware(
     smallest = min(gpus, key=lambda gpu: gpu.total_memory)
     memory_gib = smallest.total_memory / GIB
     card = known_card(smallest.name, memory_gib)
-    known = settings_of(card or LIKE)
+    known = settings_of(card or FALLBACK_CARD)
     return replace(
         with_local_host(known),
         name=card or smallest.name,
@@ -88,11 +90,11 @@ def plan_training(
     sequence_len: int,
     build_on_meta: Callable[[], Any] | None,
 ) -> PlannedRun | None:
-    """Return the run with its `auto` yet to be chosen; None where the widths of its layers are not
-    known, or, on a CPU, where only its modules would say them.
+    """Return the planned run, before `auto` is resolved.
 
-    `whole`: its config.json. `backend`: of attention. `build_on_meta`: None where the base's
-    files are quantized.
+    None if the sizes of its layers are unknown or, on a CPU, can be read only from its modules.
+    `whole`: the base's config.json. `backend`: the attention backend. `build_on_meta`: builds the
+    model on the meta device; None if the base's files are quantized.
     """
     is_on_gpu, config_json = env.accelerator == "gpu", text_numbers(whole)
     name = config.model.path or "model.architecture"
@@ -122,25 +124,25 @@ def plan_training(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What a run is planned to take, to be compared with what it took."""
+    """Estimated memory and speed of a run, to be compared with the measured ones."""
 
     memory: GpuMemory
     is_on_gpu: bool
     device_gib: float
     step_seconds: float | None
-    """None where nothing is known of the device's rates"""
+    """seconds per step; None if the device's rates are unknown"""
     tokens_at_full_rate: float | None = None
-    """tokens a second of all GPUs, were each FLOP of their datasheet one of the model's"""
+    """tokens per second of all GPUs at an MFU of 1"""
     guessed: str = ""
-    """the model type, where what its layers keep was not compared with a simulation"""
+    """the model type, if the activations of its layers have not been checked by a simulation"""
 
     @property
     def guess(self) -> str:
-        """What of it is a guess, to be put behind a figure; empty where nothing is."""
+        """A note for a figure that includes a guess; empty if there is none."""
         return f"; activations of model type {self.guessed} are a guess" if self.guessed else ""
 
     def line(self, num_steps: int) -> str:
-        """Return what is said of it at the start of a run of so many steps."""
+        """Return the log line at the start of a run of `num_steps` steps."""
         device = "GPU" if self.is_on_gpu else "rank"
         of = f"{self.memory.total / GIB:.2f} GiB of a {device}'s {self.device_gib:.1f}"
         speed = ""
@@ -153,12 +155,12 @@ class Estimate:
 
     @property
     def peak_gib(self) -> float:
-        """What PyTorch allocates on a GPU at the peak, without CUDA's own; on a CPU all of it."""
-        own = self.memory.overhead if self.is_on_gpu else 0.0
-        return (self.memory.total - own) / GIB
+        """Peak GiB allocated by PyTorch, without CUDA's overhead; on a CPU all memory."""
+        overhead = self.memory.overhead if self.is_on_gpu else 0.0
+        return (self.memory.total - overhead) / GIB
 
     def compare(self, module: FinetuneModule) -> dict[str, float]:
-        """Return planned and measured figures by name, and log them in one line."""
+        """Log planned and measured figures in one line; return them by name."""
         peak_gib = _peak_bytes(module.strategy.root_device) / GIB
         figures = {"memory/peak_gib": peak_gib, "memory/planned_peak_gib": self.peak_gib}
         speed = "no step"
@@ -179,7 +181,7 @@ class Estimate:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Return the most that PyTorch has allocated on a GPU; on a CPU the peak of this process."""
+    """Return the peak bytes allocated by PyTorch on a GPU; on a CPU those of this process."""
     if device.type == "cpu":
         return host_bytes("VmHWM")
     import torch
@@ -188,7 +190,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def estimate_training(run: PlannedRun) -> Estimate:
-    """Return what a run is planned to take of each device; on a CPU all that a process takes."""
+    """Estimate memory and speed of a run per device; on a CPU, of the whole process."""
     size = run.size
     memory = estimate_gpu_memory(run, size)
     if not run.is_on_gpu:
@@ -205,30 +207,32 @@ def estimate_training(run: PlannedRun) -> Estimate:
     )
 
 
-def check_room(run: PlannedRun, estimate: Estimate, enforce: str, ways: Callable[[], str]) -> None:
-    """Refuse a run that will not fit by arithmetic, or warn, as `enforce` says; `ways`: out of it.
+def check_room(
+    run: PlannedRun, estimate: Estimate, enforce: str, suggest: Callable[[], str]
+) -> None:
+    """Check that a run will fit; UserError or a warning if not, depending on `enforce`.
 
-    Refused is what exceeds a whole memory; what leaves too little of it for the blocks between
-    which some is lost may yet fit, and is warned of.
+    `suggest` returns overrides with which it would fit. An error if the estimate exceeds the whole
+    memory; only a warning if it exceeds the usable share, since the run may still fit.
     """
     if enforce == "off":
         return
     need, memory = estimate.memory.total / GIB, run.hardware.memory_gib
-    host, has = estimate_host_memory(run).total / GIB, run.hardware.host_memory_gib
-    where = f"a GPU of {memory:.1f} GiB" if run.is_on_gpu else f"a rank's {memory:.1f} GiB"
+    host_need, host = estimate_host_memory(run).total / GIB, run.hardware.host_memory_gib
+    where = f"a GPU's {memory:.1f} GiB" if run.is_on_gpu else f"a rank's {memory:.1f} GiB"
     parts = ", ".join(f"{name} {part / GIB:.1f}" for name, part in estimate.memory.parts.items())
-    said = f"a step takes {need:.1f} GiB of {where} by arithmetic ({parts}){estimate.guess}"
-    lacks_host = 0 < has < host
-    if lacks_host:
-        said = f"this takes {host:.1f} GiB of a machine's {has:.1f} beside its GPUs, by arithmetic"
-    if need <= usable_bytes(run.hardware) / GIB and not lacks_host:
+    problem = f"a step takes an estimated {need:.1f} of {where} ({parts}){estimate.guess}"
+    exceeds_host = 0 < host < host_need
+    if exceeds_host:
+        problem = f"it takes an estimated {host_need:.1f} of a machine's {host:.1f} GiB host memory"
+    if need <= usable_bytes(run.hardware) / GIB and not exceeds_host:
         return
-    if enforce == "error" and (need > memory or lacks_host):
+    if enforce == "error" and (need > memory or exceeds_host):
         raise UserError(
-            f"this run will not fit: {said}; {ways()}; or type plan.enforce=warn to try it"
+            f"this run will not fit: {problem}; {suggest()}; or type plan.enforce=warn to try it"
         )
     if is_first_rank():
-        log.warning("plan: this run may not fit: %s; %s", said, ways())
+        log.warning("plan: this run may not fit: %s; %s", problem, suggest())
 
 
 def suggest_overrides(
@@ -237,7 +241,7 @@ def suggest_overrides(
     whole: Mapping[str, Any],
     known_strategies: Callable[[], Mapping[str, StrategyConfig]],
 ) -> str:
-    """Return what to type for a run that fits; `whole`: its config.json."""
+    """Return overrides with which the run would fit; `whole`: the base's config.json."""
     if not run.is_on_gpu:
         return (
             "type a shorter data.sequence_len, trainer.micro_batch_size=1, recompute=full, "
@@ -246,22 +250,18 @@ def suggest_overrides(
     strategies, config_json = known_strategies(), text_numbers(whole)
     config = replace(config, data=replace(config.data, sequence_len=run.sequence_len))
     found = list_candidates(config, run.hardware, config_json, run.model, strategies)
-    if (way := smallest_change(found)) is not None:
-        return f"type {' '.join(way.overrides)}"
+    if (change := smallest_change(found)) is not None:
+        return f"type {' '.join(change.overrides)}"
     others = suggest_larger_changes(
         config, run.hardware, config_json, run.model, strategies, run.sequence_len
     )
     shorter = [overrides for overrides in others if not overrides.startswith("hardware=")]
-    more = [
-        overrides.split()[0].removeprefix("hardware=")
-        for overrides in others
-        if overrides not in shorter
-    ]
-    said = [f"type {overrides}" for overrides in shorter]
-    if known_card(run.hardware.name, run.hardware.memory_gib) is None:
-        more = []  # nobody rents out a card by a name that we do not know
-    said += [
-        f"rent {overrides} (python -m app.plan hardware={overrides} says more)"
-        for overrides in more
-    ]
-    return ", or ".join(said) or "nothing that is known here makes it fit: take a smaller base"
+    suggestions = [f"type {overrides}" for overrides in shorter]
+    if known_card(run.hardware.name, run.hardware.memory_gib) is not None:
+        for overrides in others:
+            if overrides not in shorter:
+                hardware = overrides.split()[0].removeprefix("hardware=")
+                suggestions.append(
+                    f"rent {hardware} (python -m app.plan hardware={hardware} shows more)"
+                )
+    return ", or ".join(suggestions) or "no known change makes it fit: use a smaller base"

@@ -43,28 +43,33 @@ TABLE: list[tuple[str, dict[str, bool], str, str]] = [
         f"{LORA_8B} hardware=8xa100_80gb",
         {},
         "ddp",
-        "each GPU holds all: weights, gradients and optimizer states take",
+        "everything fits each GPU: unsharded, weights, gradients and optimizer states take",
     ),
     (
         f"{LORA_70B} hardware=8xa100_80gb",
         {},
         "fsdp",
-        "no GPU holds all, and the 8 of a node do: weights",
+        "it does not fit one GPU, but the 8 GPUs of a node: unsharded, weights",
     ),
     (
         f"{LORA_8B} adapter=full hardware=8xa100_80gb",
         {},
         "fsdp_grad_op",
-        "a GPU holds the weights, but not their",
+        "the weights fit a GPU, but not their",
     ),
-    (f"{LORA_70B} quantization=nf4 hardware=8xa100_40gb", {}, "fsdp", "no GPU holds all"),
-    (f"{LORA_70B} quantization=nf4 hardware=2xrtx4090", {}, "fsdp", "nothing shards more"),
-    (f"{LORA_70B} quantization=int8 hardware=8xl40s", {}, "zero2", "int8 cannot be sharded"),
+    (f"{LORA_70B} quantization=nf4 hardware=8xa100_40gb", {}, "fsdp", "it does not fit one GPU"),
+    (f"{LORA_70B} quantization=nf4 hardware=2xrtx4090", {}, "fsdp", "no strategy shards more"),
+    (
+        f"{LORA_70B} quantization=int8 hardware=8xl40s",
+        {},
+        "zero2",
+        "int8 weights cannot be sharded",
+    ),
     (
         f"{LORA_70B} quantization=int8 hardware=8xl40s",
         {"has_deepspeed": False},
         "ddp",
-        "int8 cannot be sharded",
+        "int8 weights cannot be sharded",
     ),
     (
         f"{LORA_70B} hardware=8xa100_80gb",
@@ -72,12 +77,17 @@ TABLE: list[tuple[str, dict[str, bool], str, str]] = [
         "ddp",
         "the base's files are quantized",
     ),
-    (f"{LORA_8B} hardware=4x8xa100_80gb", {}, "ddp", "each GPU holds all"),
-    (f"{LORA_70B} {SLOW}", {}, "fsdp_hybrid", "a node's 8 GPUs hold all, and the links between"),
+    (f"{LORA_8B} hardware=4x8xa100_80gb", {}, "ddp", "everything fits each GPU"),
+    (
+        f"{LORA_70B} {SLOW}",
+        {},
+        "fsdp_hybrid",
+        "it fits the 8 GPUs of a node, and the links between",
+    ),
     (f"{LORA_70B} hardware=4x8xa100_80gb", {}, "fsdp", "of 4 nodes with fast links"),
-    (f"{PURE_70B} {SLOW}", {}, "zero3_hpz", "no node holds all, though each holds the weights"),
-    (f"{PURE_70B} {SLOW}", {"has_deepspeed": False}, "fsdp", "it takes all 32 GPUs"),
-    (f"{PURE_70B} hardware=4xa100_80gb", {}, "fsdp_offload", "not even all 4 GPUs hold it"),
+    (f"{PURE_70B} {SLOW}", {}, "zero3_hpz", "only the weights fit the GPUs of a node"),
+    (f"{PURE_70B} {SLOW}", {"has_deepspeed": False}, "fsdp", "it needs all 32 GPUs"),
+    (f"{PURE_70B} hardware=4xa100_80gb", {}, "fsdp_offload", "it does not fit all 4 GPUs together"),
 ]
 
 
@@ -100,7 +110,7 @@ def test_the_strategy_with_the_least_communication_that_fits(
     assert said in choice.reason
     assert str(choice) == f"{name} ({choice.reason})"
     tried = [replace(run, strategy=STRATEGIES[name], recompute=mode) for mode in modes]
-    if run.num_ranks > 1 and not how and "nothing shards" not in said and name != "zero2":
+    if run.num_ranks > 1 and not how and "no strategy shards" not in said and name != "zero2":
         assert any(fits(each, estimate_gpu_memory(each)) for each in tried) or "offload" in name
 
 
@@ -131,7 +141,7 @@ def test_the_fastest_recompute_that_fits(gib: float, packs: int, mode: str) -> N
     run = replace(of_memory(gib), micro_batch_size=packs)
     choice, has_room = choose_recompute(run)
     assert choice.name == mode, choice
-    assert "\n" not in str(choice) and "tokens a micro-batch" in choice.reason
+    assert "\n" not in str(choice) and "tokens per micro-batch" in choice.reason
     order = ["none", "selective", "full", "offload"]
     each = replace(run, recompute=mode)
     assert has_room == fits(each, estimate_gpu_memory(each))
@@ -230,7 +240,7 @@ def test_a_gpu_decides_and_a_cpu_keeps_everything(
     with caplog.at_level(logging.INFO):
         chosen, _, estimate = resolve_auto(config, base_of(), data_of(4096), EIGHT, NewRun())
     assert (chosen.recompute.mode, chosen.strategy.name) == ("none", "ddp")
-    assert "strategy: ddp (each GPU holds all" in caplog.text
+    assert "strategy: ddp (everything fits each GPU" in caplog.text
     assert "recompute: none (all activations fit" in caplog.text
     assert "GiB of a GPU's 79.0 at the peak of a step" in caplog.text
     assert "h for 1,000, by arithmetic" in caplog.text
@@ -257,7 +267,7 @@ def test_a_gpu_takes_more_packs_a_cpu_one_and_a_resumed_run_its_own(
 
     with caplog.at_level(logging.INFO):
         assert resolve(config, ONE, NewRun()) == (4, 2, True)
-    assert "micro-batch: 4 packs at once (of a step's 8 a rank: " in caplog.text
+    assert "micro-batch: 4 packs (of the 8 per rank and step: " in caplog.text
     on_cpu = replace(ONE, accelerator="cpu", precision="fp32")
     assert resolve(config, on_cpu, NewRun()) == (1, 8, False)
     streamed = replace(config, data=replace(config.data, streaming=True))
@@ -277,7 +287,7 @@ def test_widths_that_are_not_known(gpu: Any, caplog: pytest.LogCaptureFixture) -
         chosen, env, estimate = resolve_auto(config, base, data_of(2048), EIGHT, NewRun())
     assert (chosen.recompute.mode, chosen.strategy.name, estimate) == ("full", "fsdp", None)
     assert env.micro_batch_size == 1
-    assert "does not say how wide its layers are" in caplog.text
+    assert "sizes of the model's layers are unknown" in caplog.text
 
 
 class SimpleUnknown(SimpleNamespace):
@@ -311,7 +321,7 @@ def test_a_choice_that_clashes_with_what_was_typed_is_refused_with_its_reason(gp
     with pytest.raises(UserError) as caught:
         resolve_strategy(config, base_of(), EIGHT, planned(f"{LORA_70B} hardware=8xa100_80gb"))
     said = str(caught.value)
-    assert said.startswith("strategy=auto is fsdp (no GPU holds all")
+    assert said.startswith("strategy=auto is fsdp (it does not fit one GPU")
     assert "; but optimizer=muon does not step shards" in said
 
 

@@ -75,7 +75,7 @@ def test_this_machine_by_its_drivers_word() -> None:
     with pytest.raises(DeviceError, match="hardware=8xh100"):
         detect_card(Machine())
     odd = Gpu(name="NVIDIA T1000", memory_gib=4.0, capability=(7, 5))
-    with pytest.raises(DeviceError, match=r"T1000 are not known.*hardware.memory_gib"):
+    with pytest.raises(DeviceError, match=r"T1000 are unknown.*hardware.memory_gib"):
         detect_card(Machine(gpus=(odd,)))
 
 

@@ -82,8 +82,8 @@ def test_where_nothing_fits_more_gpus_are_named(tmp_path: Path) -> None:
     facts, _ = plan_of(tmp_path, *words, "recompute=auto")
     assert not any(row["fits"] for row in facts["advice"])
     recompute, packs = facts["chosen"]
-    assert recompute.startswith("recompute: offload (none fits; this takes the least memory")
-    assert packs.startswith("micro-batch: 1 pack at once (not even one fits")
+    assert recompute.startswith("recompute: offload (no mode fits; this one takes the least")
+    assert packs.startswith("micro-batch: 1 pack (not even one pack fits")
     assert any(words.startswith("hardware=") for words in facts["to_fit"])
 
 
@@ -172,7 +172,7 @@ BAD = {
     ),
     "C14 a hub id that is not here": (
         ("model.path=nobody/unknown-7b", "hardware=h100"),
-        ("nobody/unknown-7b", "model.architecture", "fetches nothing"),
+        ("nobody/unknown-7b", "model.architecture", "downloads nothing"),
     ),
     "a CPU": (("+experiment=llama8b", "trainer.accelerator=cpu", "hardware=h100"), ("for GPUs",)),
     "bf16 on a card without": (

@@ -40,7 +40,9 @@ def test_what_a_fixed_share_once_said_yes_to_is_refused_with_what_to_type() -> N
     with pytest.raises(UserError) as caught:
         check_room(run, estimate_training(run), "error", found)
     said = str(caught.value)
-    assert said.startswith("this run will not fit: a step takes 28.9 GiB of a GPU of 23.6")
+    assert said.startswith(
+        "this run will not fit: a step takes an estimated 28.9 of a GPU's 23.6 GiB"
+    )
     assert "; type " in said and said.endswith("or type plan.enforce=warn to try it")
 
 
@@ -85,7 +87,7 @@ def test_what_is_a_guess_is_called_one_at_the_start_and_where_a_run_is_refused(
 
 def test_host_memory_is_refused_too() -> None:
     run = planned("model=llama70b hardware=8xh100 strategy=fsdp hardware.host_memory_gib=64")
-    with pytest.raises(UserError, match=r"GiB of a machine's 64\.0 beside its GPUs"):
+    with pytest.raises(UserError, match=r"of a machine's 64\.0 GiB host memory"):
         check_room(run, estimate_training(run), "error", ways)
 
 
