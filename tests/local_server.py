@@ -1,4 +1,4 @@
-"""A server on this machine that stands for one of the internet, for as long as a test asks it."""
+"""A local HTTP server that replaces an internet service during a test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answer by what a class made of it does; nothing is printed of a request."""
+    """Base class of request handlers; logs nothing."""
 
     def log_message(self, *args: object) -> None:
         pass
@@ -17,11 +17,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def local_server(handler: type[Handler]) -> Iterator[str]:
-    """Give the address at which `handler` answers, a thread each request."""
+    """Serve `handler`, with a thread for each request; yield the server's URL."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    # It sees that it is to end where it polls; half a second is what it is left at.
-    polls = {"poll_interval": 0.01}
-    threading.Thread(target=server.serve_forever, kwargs=polls, daemon=True).start()
+    # Shutdown waits for the next poll, by default half a second.
+    options = {"poll_interval": 0.01}
+    threading.Thread(target=server.serve_forever, kwargs=options, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

@@ -1,4 +1,4 @@
-"""The closing table shows base vs tuned for each data set, and what to type next."""
+"""The table of base vs tuned, and the names of its metrics."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ METRICS = {
 
 
 def drawn(metrics: dict[str, float], names: list[str]) -> list[list[str]]:
-    """Cells of the table as they are drawn, row by row, the headings first."""
+    """Cells of the comparison table, the headings first."""
     return cells(comparison_table(metrics, names))
 
 
 def cells(table: Table) -> list[list[str]]:
-    """Cells of any table as they are drawn."""
+    """Cells of a table, the headings first."""
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(table)
     lines = [line for line in console.export_text().splitlines() if line[:1] in "│┃"]
@@ -38,7 +38,7 @@ def cells(table: Table) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows]
 
 
-def test_metrics_are_named_by_base_and_tuned() -> None:
+def test_metrics_are_prefixed_with_the_variant() -> None:
     metrics = {"val/loss": 1.0, "val/loss/a": 2.0, "exact_match/a": 0.5}
     assert prefix_metrics("base", metrics) == {
         "base/val/loss": 1.0,
@@ -58,7 +58,7 @@ def test_metrics_are_named_by_base_and_tuned() -> None:
     }
 
 
-def test_the_table_shows_base_beside_tuned_and_a_dash_where_one_is_missing() -> None:
+def test_the_table_shows_base_next_to_tuned_and_a_dash_for_a_missing_value() -> None:
     assert drawn(METRICS, ["lists", "people"]) == [
         ["data set", "loss: base", "tuned", "exact match: base", "tuned"],
         ["lists", "7.0100", "0.2500", "1.5%", "96.0%"],
@@ -71,14 +71,14 @@ def test_a_missing_metric_has_no_column() -> None:
     assert drawn(losses, ["lists"])[0] == ["data set", "loss: base", "tuned"]
 
 
-def test_a_base_can_be_shown_alone() -> None:
+def test_the_table_of_a_base_alone() -> None:
     assert drawn({"base/val/loss/lists": 7.01}, ["lists"]) == [
         ["data set", "loss: base", "tuned"],
         ["lists", "7.0100", "-"],
     ]
 
 
-def test_held_out_files_with_names_of_their_own_come_last() -> None:
+def test_separate_held_out_files_come_last() -> None:
     metrics = METRICS | {"base/exact_match/held_out": 0.0, "tuned/exact_match/held_out": 0.5}
     table = drawn(metrics, ["lists", "people"])
     assert [row[0] for row in table] == ["data set", "lists", "people", "held_out"]
@@ -89,10 +89,10 @@ def test_data_set_names_are_not_markup(capsys: pytest.CaptureFixture[str]) -> No
     print_comparison({"tuned/val/loss/old[new]": 0.5}, ["old[new]"])
     printed = capsys.readouterr().out
     assert "base vs tuned" in printed
-    assert "old[new]" in printed  # rich would take it for a colour
+    assert "old[new]" in printed  # rich would parse it as a style
 
 
-def test_a_disabled_adapter_is_the_base() -> None:
+def test_a_disabled_adapter_gives_the_base() -> None:
     model: Any = apply_adapter(tiny_llama(), LoraConfig(r=4), half_precision=False)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -1,6 +1,4 @@
-"""The tokens of a conversation: the same in training, in chat, in the server, and as others load
-the folder.
-"""
+"""A conversation has the same tokens in training, chat, the server, and the exported tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ EVERY_DAY = ("chatml", "t5")
 
 
 def exported(name: str, folder: Path, **how: Any) -> tuple[ChatTemplate, Any]:
-    """A template of training, and the tokenizer that it leaves, as others load it."""
+    """A chat template as in training, and the exported tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_BASE)
     tokenizer.chat_template = None
     tokenizer.add_tokens(list(_NEEDED[name]), special_tokens=True)
@@ -38,7 +36,7 @@ def exported(name: str, folder: Path, **how: Any) -> tuple[ChatTemplate, Any]:
 
 
 class Recording(Responder):
-    """Keeps the tokens that the model would read, and answers nothing."""
+    """Records the input tokens, and generates nothing."""
 
     def _generate(
         self, ids: list[int], limit: int, config: Any, seed: Any, generated: Any, _: Any
@@ -48,7 +46,7 @@ class Recording(Responder):
 
 
 def ask_server(app: Any, messages: list[dict[str, str]]) -> None:
-    """Send one request to the application itself, without a socket."""
+    """Send one request to the ASGI application, without a socket."""
     body = json.dumps({"model": "m", "messages": messages}).encode()
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
@@ -67,7 +65,7 @@ def ask_server(app: Any, messages: list[dict[str, str]]) -> None:
 
 
 def check_server(template: ChatTemplate, tokenizer: Any) -> int:
-    """Compare what the server has the model read with training's prompts; returns how many."""
+    """Compare the server's input tokens with training's; return the number of comparisons."""
     responder = Recording(None, tokenizer, template, set())  # type: ignore[arg-type]
     app = build_app(responder, ServeConfig(), ConversationConfig(), "m")
     compared = 0
@@ -90,17 +88,17 @@ def check_template(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_DAY)
-def test_training_chat_and_export_agree(name: str, tmp_path: Path) -> None:
+def test_training_chat_and_export_give_equal_tokens(name: str, tmp_path: Path) -> None:
     check_template(name, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(TEMPLATE_NAMES) - set(EVERY_DAY)))
-def test_every_template_by_name_agrees(name: str, tmp_path: Path) -> None:
+def test_every_named_template_gives_equal_tokens(name: str, tmp_path: Path) -> None:
     check_template(name, tmp_path)
 
 
-def test_a_tokenizer_that_lost_its_template_is_named(tmp_path: Path) -> None:
+def test_a_changed_template_is_reported(tmp_path: Path) -> None:
     template, tokenizer = exported("plain", tmp_path)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     problems = check_served_tokens(template, tokenizer)

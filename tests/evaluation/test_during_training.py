@@ -1,4 +1,4 @@
-"""Tasks and answers while a model trains: curves of their own beside an unchanged training."""
+"""Evaluation during training adds curves and does not change the training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def curves(run: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 @pytest.mark.slow
-def test_a_measured_training_is_the_same_training(tmp_path: Path) -> None:
+def test_evaluation_does_not_change_the_training(tmp_path: Path) -> None:
     words = ("trainer.validate_every_steps=1", "adapter.dropout=0.1")
     plain = curves(train_into(tmp_path / "plain", *words))
     monitored = ("trainer.checkpoint.monitor=val/accuracy/boolq", "trainer.checkpoint.keep_best=1")
@@ -51,7 +51,7 @@ def test_a_measured_training_is_the_same_training(tmp_path: Path) -> None:
     )
     measured = curves(run)
 
-    assert {name: measured[name] for name in plain} == plain  # every digit of every loss
+    assert {name: measured[name] for name in plain} == plain  # bit-equal losses
 
     added = measured.keys() - plain.keys()
     assert {"val/accuracy/boolq", "val/loss/arc", "val/exact_match/lists"} <= added
@@ -65,12 +65,12 @@ def test_a_measured_training_is_the_same_training(tmp_path: Path) -> None:
 
     by_step = {one.step: one.metric for one in CheckpointStore(run / "checkpoints").checkpoints()}
     accuracy = dict(measured["val/accuracy/boolq"])
-    assert by_step[4] == -float(accuracy["4"])  # the store's lower is better
+    assert by_step[4] == -float(accuracy["4"])  # the store minimizes
     assert by_step.get(3) is None
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_in_its_middle_measures_as_one_that_did_not_stop(
+def test_a_resumed_run_measures_the_same(
     tmp_path: Path,
 ) -> None:
     words = (*MEASURED, "adapter.dropout=0.1", "trainer.max_steps=6", "logger=csv")
@@ -86,7 +86,7 @@ def test_a_run_that_goes_on_in_its_middle_measures_as_one_that_did_not_stop(
 
 
 @pytest.mark.slow
-def test_two_ranks_measure_what_one_does(tmp_path: Path, person: Person) -> None:
+def test_two_ranks_measure_the_same_as_one(tmp_path: Path, person: Person) -> None:
     more = ("evaluation.metrics=[f1]", "evaluation.during_rows=5")
     words = small_run("trainer.gradient_accumulation_steps=1", *MEASURED[:3], *MEASURED[4:], *more)
     one, two = tmp_path / "one", tmp_path / "two"
@@ -111,7 +111,7 @@ def test_two_ranks_measure_what_one_does(tmp_path: Path, person: Person) -> None
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_signal_ends_the_measurement_of_a_single_rank_alone(
+def test_a_signal_interrupts_the_evaluation_of_a_single_rank_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:
     interruptible: list[bool] = []
@@ -136,11 +136,11 @@ def test_a_signal_ends_the_measurement_of_a_single_rank_alone(
     module: Any = SimpleNamespace(trainer=trainer, strategy=strategy, model=None)
     measured = during.DuringTraining(evaluator, tmp_path, every_steps=2, interval=2, last=4)
     assert measured.measure(module, 2) == answers
-    # Others would wait for the one that a signal has ended, and none would save the step.
+    # Other ranks would wait for the interrupted one, and the step would not be saved.
     assert bool(interruptible) is (num_ranks == 1)
 
 
-def test_measurements_fall_on_the_next_validation() -> None:
+def test_evaluations_run_at_the_next_validation() -> None:
     validated = range(0, 41, 4)
     assert [step for step in validated if is_measured_at(step, 10, 4)] == [0, 12, 20, 32, 40]
     assert [step for step in validated if is_measured_at(step, 3, 4)] == list(validated)
@@ -150,7 +150,7 @@ def test_measurements_fall_on_the_next_validation() -> None:
     ("monitor", "expected"),
     [("val/loss", 2.0), ("val/accuracy/mmlu", -0.5), ("val/perplexity/lambada", 9.0)],
 )
-def test_what_is_monitored_has_the_right_direction(monitor: str, expected: float) -> None:
+def test_monitored_metrics_are_minimized(monitor: str, expected: float) -> None:
     metrics = Metrics(["a"], [], 1, monitor=monitor)
     metrics.validations, metrics.validated_step = [{"val/loss": 2.0}], 3
     metrics.measured = {"val/accuracy/mmlu": 0.5, "val/perplexity/lambada": 9.0}
@@ -180,9 +180,7 @@ def test_a_monitor_without_held_out_rows_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_stops_early_and_ends_as_any_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_early_stopping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "trainer.max_steps=6",
         "trainer.validate_every_steps=1",
@@ -196,12 +194,12 @@ def test_a_run_stops_early_and_ends_as_any_other(
     ]
     patient = "trainer.early_stopping_patience="
     run = train_into(tmp_path / "run", *words, f"{patient}2")
-    # The first measurement is the best; two that are no better end the run.
+    # The first evaluation is the best; two without improvement end the run.
     assert curves(run)["train/loss"][-1][0] == "2"
     assert [one.step for one in CheckpointStore(run / "checkpoints").checkpoints()] == [2]
     assert "tuned/val/loss" in json.loads((run / "metrics.json").read_text())
 
-    # Killed between its last checkpoint and its end, it trains no further.
+    # Killed after its last checkpoint, the run does not train further when resumed.
     kept = curves(run)
     before = (run / "metrics.json").read_bytes()
     (run / "metrics.json").unlink()
@@ -211,7 +209,7 @@ def test_a_run_stops_early_and_ends_as_any_other(
         json.loads((run / "metrics.json").read_text())["val/loss"] == json.loads(before)["val/loss"]
     )
 
-    # Once it has ended it says where, and what makes it go on: more patience, not less.
+    # A run that stopped early says so, and continues only with more patience.
     for fewer in ("2", "1"):
         capsys.readouterr()
         train_into(run, *words, f"{patient}{fewer}", "resume=must")

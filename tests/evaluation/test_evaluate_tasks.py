@@ -1,4 +1,4 @@
-"""`python -m app.evaluate` on tasks: a base, an adapter and a merged folder, with no other data."""
+"""`python -m app.evaluate` on tasks, without other data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARED = ROOT.parent / "shared" / "data"
 ALL = "[{name: arc}, {name: mmlu, few_shot: 1}, {name: lambada}, {name: winogrande}]"
 
 
-def evaluated(folder: Path, *words: str) -> dict[str, float]:
+def run_evaluation(folder: Path, *words: str) -> dict[str, float]:
     os.environ.pop("LOFT_RUN_DIR", None)
     config = load_config("evaluate", ["trainer.precision=fp32", f"output.dir={folder}", *words])
     check_before_start(config)
@@ -34,12 +34,12 @@ def evaluated(folder: Path, *words: str) -> dict[str, float]:
     return metrics
 
 
-def test_tasks_need_no_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = evaluated(tmp_path, f"model.path={TINY_BASE}", f"evaluation.tasks={ALL}")
+def test_tasks_without_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = run_evaluation(tmp_path, f"model.path={TINY_BASE}", f"evaluation.tasks={ALL}")
     assert {f"base/accuracy/{name}" for name in ("arc", "mmlu", "lambada", "winogrande")} <= set(
         metrics
     )
-    # Of a subject, and of its category.
+    # A subject and its category.
     assert {"base/accuracy/mmlu/sociology", "base/accuracy/mmlu/social_sciences"} <= set(metrics)
     assert metrics == json.loads((tmp_path / "metrics.json").read_text())
     lines = [json.loads(line) for line in (tmp_path / "predictions.jsonl").open()]
@@ -53,7 +53,7 @@ def test_tasks_need_no_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "partial").exists()
 
 
-def test_groups_of_a_task_have_intervals_beside_its_own(
+def test_groups_of_a_task_have_intervals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tuned = tmp_path / "tuned"
@@ -62,7 +62,9 @@ def test_groups_of_a_task_have_intervals_beside_its_own(
     random = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
     get_peft_model(base, random).save_pretrained(tuned)
     words = (f"model.path={TINY_BASE}", f"adapter_path={tuned}")
-    metrics = evaluated(tmp_path / "out", *words, "evaluation.tasks=[{name: mmlu, few_shot: 0}]")
+    metrics = run_evaluation(
+        tmp_path / "out", *words, "evaluation.tasks=[{name: mmlu, few_shot: 0}]"
+    )
     lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").open()]
     for group in ("stem", "elementary_mathematics"):  # a category, and a subject of it
         key = f"change/accuracy/mmlu/{group}"
@@ -74,7 +76,7 @@ def test_groups_of_a_task_have_intervals_beside_its_own(
     assert metrics["change/accuracy/mmlu/elementary_mathematics"] == pytest.approx(expected)
     said = capsys.readouterr().out
     assert "groups of tasks: " in said
-    # The task's own interval is not widened by those of its groups.
+    # The interval of the whole task is not widened by those of its groups.
     wide = metrics["change/loss/mmlu/high"] - metrics["change/loss/mmlu/low"]
     rows = [line["metrics"]["loss"] for line in lines]
     tokens = np.array([line["tokens"] for line in lines], dtype=float)
@@ -83,36 +85,36 @@ def test_groups_of_a_task_have_intervals_beside_its_own(
     assert wide == pytest.approx(high - low)
 
 
-def test_a_killed_evaluation_goes_on_in_its_folder(
+def test_a_killed_evaluation_resumes_in_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from app.evaluation.tasks import measure
 
     words = (f"model.path={TINY_BASE}", "evaluation.tasks=[{name: arc}, {name: lambada}]")
-    whole = evaluated(tmp_path / "whole", *words)
-    real, asked = measure.score, []
+    whole = run_evaluation(tmp_path / "whole", *words)
+    real, calls = measure.score, []
 
     def dies(model: object, requests: list[object], **how: object) -> object:
-        asked.append(len(requests))
-        if len(asked) == 2:
+        calls.append(len(requests))
+        if len(calls) == 2:
             raise KeyboardInterrupt
         return real(model, requests, **how)
 
     monkeypatch.setattr(measure, "score", dies)
     with pytest.raises(KeyboardInterrupt):
-        evaluated(tmp_path / "again", *words)
-    assert evaluated(tmp_path / "again", *words) == whole
-    assert asked == [24, 4, 4]  # ARC was not asked again
+        run_evaluation(tmp_path / "again", *words)
+    assert run_evaluation(tmp_path / "again", *words) == whole
+    assert calls == [24, 4, 4]  # ARC was not run again
 
 
-def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
+def test_an_evaluation_without_data_is_refused(tmp_path: Path) -> None:
     words = (f"model.path={TINY_BASE}", "evaluation.exact_match=true")
     with pytest.raises(UserError, match=r"no data: .*evaluation=mmlu \(arc, gsm8k"):
-        evaluated(tmp_path, *words)
+        run_evaluation(tmp_path, *words)
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_numbers_of_one(person: Person, tmp_path: Path) -> None:
+def test_two_ranks_give_the_same_metrics_as_one(person: Person, tmp_path: Path) -> None:
     tasks = "evaluation.tasks=[{name: arc}, {name: gsm8k, few_shot: 1}]"
     data = ROOT / "data_modules" / "samples" / "lists_test.json"
     words = [
@@ -150,10 +152,10 @@ HARNESS = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared test data is not here")
-def test_accuracy_and_loss_are_those_of_lm_evaluation_harness(tmp_path: Path) -> None:
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared test data")
+def test_accuracy_and_loss_equal_lm_evaluation_harness(tmp_path: Path) -> None:
     listed = ", ".join(f"{{name: {name}, few_shot: 0, max_rows: 200}}" for name in HARNESS)
-    metrics = evaluated(
+    metrics = run_evaluation(
         tmp_path,
         f"model.path={SHARED / 'models' / 'stories260K'}",
         f"evaluation.tasks=[{listed}]",

@@ -1,4 +1,4 @@
-"""Answers are greedy, end at the stop token, and depend on nothing but their own prompt."""
+"""Answers are greedy, end at the stop token, and do not depend on other prompts in the batch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def prompt(text: str, answer: str = "") -> Prompt:
 
 
 def chain_model(following: dict[str, str]) -> Any:
-    """A model that answers each letter with the one that follows it here, else with the stop."""
+    """A model that continues each letter as in `following`, else with the stop token."""
     model = tiny_llama(hidden_size=64, tie_word_embeddings=False)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -80,7 +80,7 @@ CHAIN = {"a": "b", "b": "c", "c": "d", "x": "x"}
 
 
 def finished(answers: list[Answer]) -> list[str | None]:
-    """The texts of the answers that end, None for the others."""
+    """The texts of finished answers, None for the others."""
     return [answer.text if answer.is_finished else None for answer in answers]
 
 
@@ -100,7 +100,7 @@ def test_an_unfinished_answer_never_matches() -> None:
     assert chain_answers("a", max_new_tokens=4) == ["bcd"]
 
 
-def test_any_of_several_stop_tokens_ends_an_answer() -> None:
+def test_any_stop_token_ends_an_answer() -> None:
     model, tokenizer = chain_model(CHAIN), Spelled()
     config = EvaluationConfig(max_new_tokens=8)
     letter_d = prompt("d").input_ids[0]
@@ -128,7 +128,7 @@ def test_the_text_of_an_unfinished_answer_is_kept() -> None:
     assert answers == [Answer("xxxx", is_finished=False)]
 
 
-def test_exact_match_is_the_share_of_right_answers_of_each_data_set() -> None:
+def test_exact_match_is_the_share_of_correct_answers_per_data_set() -> None:
     prompts = {
         "mixed": [prompt("a", "bcd"), prompt("b", " cd\n"), prompt("a", "bc"), prompt("x", "x")],
         "right": [prompt("c", "d")],
@@ -177,7 +177,7 @@ def prompts(tokenizer: Any) -> list[Prompt]:
 
 
 def plain_answers(base: Any, tokenizer: Any, prompts: list[Prompt], size: int) -> list[str | None]:
-    """Greedy decoding without a cache or padding: one forward pass a token."""
+    """Greedy decoding without cache or padding: one forward pass per token."""
     answers: list[str | None] = []
     for one in prompts:
         ids = list(one.input_ids)
@@ -192,7 +192,7 @@ def plain_answers(base: Any, tokenizer: Any, prompts: list[Prompt], size: int) -
     return answers
 
 
-def test_batch_size_and_padding_change_no_answer(
+def test_answers_do_not_depend_on_batch_size_or_padding(
     base: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
     expected = plain_answers(base, tokenizer, prompts, 12)
@@ -227,7 +227,7 @@ def test_a_sampling_generation_config_is_ignored(tokenizer: Any, prompts: list[P
 
 
 class Numbered:
-    """A tokenizer that spells out token ids."""
+    """A tokenizer that decodes to token ids."""
 
     pad_token_id = PAD
 
@@ -237,7 +237,7 @@ class Numbered:
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
 @pytest.mark.parametrize("stop_texts", [(), ("<7><9>", "<21>")])
-def test_rows_that_leave_and_join_change_no_answer(build: Any, stop_texts: tuple[str, ...]) -> None:
+def test_continuous_batching_changes_no_answer(build: Any, stop_texts: tuple[str, ...]) -> None:
     chance = random.Random(1)
     model, stops = build().eval(), {2, 5, 11}
     prompts = [
@@ -251,7 +251,7 @@ def test_rows_that_leave_and_join_change_no_answer(build: Any, stop_texts: tuple
         for batch in answer_batches(model, Numbered(), [one], stops, how, None, stop_texts)
         for _, answer in batch
     ]
-    for one, answer in zip(prompts, alone, strict=True):  # one forward pass a token, no cache
+    for one, answer in zip(prompts, alone, strict=True):  # one forward pass per token, no cache
         ids = list(one.input_ids)
         for _ in range(12):
             with torch.no_grad():
@@ -262,7 +262,7 @@ def test_rows_that_leave_and_join_change_no_answer(build: Any, stop_texts: tuple
         ends = ids[-1] in stops
         new = ids[len(one.input_ids) : -1 if ends else None]
         assert answer == Answer(Numbered().decode(new), ends)
-    assert len({answer.text.count("<") for answer in alone}) > 2  # they end at their own times
+    assert len({answer.text.count("<") for answer in alone}) > 2  # of different lengths
     for size in (2, 5, 64):
         how = EvaluationConfig(max_new_tokens=12, batch_size=size)
         found = [
@@ -274,7 +274,7 @@ def test_rows_that_leave_and_join_change_no_answer(build: Any, stop_texts: tuple
         assert [answer for _, answer in sorted(found, key=lambda one: one[0])] == alone
 
 
-def test_what_has_ended_is_given_away_before_the_last_one_ends() -> None:
+def test_finished_answers_are_yielded_before_the_last_one_ends() -> None:
     prompts = [prompt(text) for text in "xxxaaaaaa"]
     how = EvaluationConfig(max_new_tokens=40, batch_size=4)
     batches = list(answer_batches(chain_model(CHAIN), Spelled(), prompts, {STOP}, how))
@@ -305,7 +305,7 @@ def short_opt() -> Any:
 
 
 @pytest.mark.parametrize("build", [short_gpt2, short_opt])
-def test_a_row_that_has_ended_takes_no_more_positions(build: Any) -> None:
+def test_a_finished_row_uses_no_more_positions(build: Any) -> None:
     model, chance, most = build(), random.Random(1), 12
     lengths = (LONGEST_TEXT - most, *range(9, 1, -1))
     prompts = [[chance.randrange(3, 64) for _ in range(length)] for length in lengths]
@@ -323,7 +323,7 @@ def test_a_row_that_has_ended_takes_no_more_positions(build: Any) -> None:
 
     whole = answers(1, lambda tokens: False)
     assert len({tuple(tokens[:6]) for tokens in whole.values()}) == len(prompts)
-    # Four end early; the longest then ends alone, and waits for the four that took their places.
+    # Four finish early; the longest then finishes alone and waits for the four that replaced them.
     early = {number: whole[number][:6] for number in (1, 2, 3, 4)}
     assert answers(5, lambda tokens: tokens in early.values()) == whole | early
 
@@ -342,7 +342,7 @@ def tiny_xlnet() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("build", "fits"),
+    ("build", "is_supported"),
     [
         (tiny_llama, True),
         (tiny_gpt2, True),
@@ -351,5 +351,5 @@ def tiny_xlnet() -> Any:
         (tiny_mpt, False),
     ],
 )
-def test_rows_leave_and_join_only_a_cache_of_their_own_tokens(build: Any, fits: bool) -> None:
-    assert GreedyDecoder.supports(build()) is fits
+def test_continuous_batching_needs_a_plain_key_value_cache(build: Any, is_supported: bool) -> None:
+    assert GreedyDecoder.supports(build()) is is_supported

@@ -1,4 +1,4 @@
-"""Encoder-decoder models answer greedily, whatever else is asked with a prompt."""
+"""Greedy answers of encoder-decoder models do not depend on other prompts in the batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [
 
 
 class Numbers:
-    """A tokenizer that writes token ids."""
+    """A tokenizer that decodes to token ids."""
 
     pad_token_id = 0
 
@@ -34,7 +34,7 @@ class Numbers:
 def model(request: pytest.FixtureRequest) -> Any:
     make: Callable[..., Any] = request.param
     made = make()
-    # A head of its own: with a tied one the likeliest token is the one before, again and again.
+    # Untied head: with a tied one, random weights repeat the previous token.
     made.lm_head.weight = torch.nn.Parameter(torch.randn(64, 32))
     made.set_attn_implementation(attention_implementation("sdpa"))
     return made
@@ -48,7 +48,7 @@ def answers(model: Any, prompts: list[Prompt], stops: set[int] = STOPS) -> list[
 
 @torch.no_grad()
 def by_hand(model: Any, prompt: Prompt) -> str | None:
-    """The likeliest token again and again, without a cache, a batch or padding."""
+    """Greedy decoding without cache, batch or padding."""
     start = model.config.decoder_start_token_id
     source, ids = torch.tensor([prompt.input_ids]), [start]
     for _ in range(CONFIG.max_new_tokens):

@@ -11,7 +11,7 @@ from app.evaluation.generation import EvaluationConfig
 from app.evaluation.tasks.harness import Harness, check_harness
 from app.evaluation.tasks.questions import SAMPLES
 from app.process.errors import UserError
-from tests.evaluation.test_evaluate_tasks import evaluated
+from tests.evaluation.test_evaluate_tasks import run_evaluation
 from tests.tiny import TINY_BASE
 
 HEAD = "task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\n"
@@ -56,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_scores_of_the_library_equal_those_of_the_built_in_task(
     folder: Path, tmp_path: Path
 ) -> None:
-    metrics = evaluated(
+    metrics = run_evaluation(
         tmp_path / "out",
         f"model.path={TINY_BASE}",
         "evaluation.tasks=[{name: arc}]",

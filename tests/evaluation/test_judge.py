@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from app.evaluation.judge import endpoint as room
+from app.evaluation.judge import endpoint as endpoint_module
 from app.evaluation.judge.endpoint import Endpoint, JudgeError
 from app.evaluation.judge.grading import (
     Answers,
@@ -77,7 +77,7 @@ def judging(says: Says) -> Iterator[tuple[Judge, str]]:
                 said = judge.says(body)
             if isinstance(said, float):
                 time.sleep(said)
-                return  # without an answer
+                return  # no response
             if isinstance(said, str):
                 usage = {"prompt_tokens": 100, "completion_tokens": 7}
                 message = {"choices": [{"message": {"content": said}}], "usage": usage}
@@ -98,7 +98,7 @@ def judging(says: Says) -> Iterator[tuple[Judge, str]]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(endpoint_module, "FIRST_WAIT", 0.01)
 
 
 def config_of(url: str, **settings: Any) -> JudgeConfig:
@@ -193,7 +193,7 @@ def test_references_are_in_a_request_and_answers_cannot_close_their_markers() ->
         ("", None),
     ],
 )
-def test_a_grade_is_read_from_a_line_of_its_own(text: str, score: float | None) -> None:
+def test_a_grade_is_parsed_from_its_own_line(text: str, score: float | None) -> None:
     assert read_grade(text) == score
 
 
@@ -201,7 +201,7 @@ def test_a_grade_is_read_from_a_line_of_its_own(text: str, score: float | None) 
     ("text", "choice"),
     [("Verdict: 1", "1"), ("*Verdict: Assistant 2*", "2"), ("verdict: TIE.", "tie"), ("1", None)],
 )
-def test_a_choice_is_read_from_a_line_of_its_own(text: str, choice: str | None) -> None:
+def test_a_choice_is_parsed_from_its_own_line(text: str, choice: str | None) -> None:
     assert read_choice(text) == choice
 
 
@@ -328,7 +328,7 @@ def test_equal_answers_of_both_models_are_judged_once(tmp_path: Path) -> None:
     assert len(judge.requests) == 4
 
 
-def test_requests_keep_within_their_rate_and_number(tmp_path: Path) -> None:
+def test_requests_respect_rate_limit_and_concurrency(tmp_path: Path) -> None:
     def says(_: dict[str, Any]) -> str:
         time.sleep(0.02)
         return "Verdict: 6"
@@ -336,12 +336,12 @@ def test_requests_keep_within_their_rate_and_number(tmp_path: Path) -> None:
     with judging(says) as (judge, url):
         judged_by(url, tmp_path, num_parallel=3, requests_per_minute=60 / 0.1)
     starts = sorted(judge.starts)
-    # A busy machine may hear the first one late.
+    # A busy machine may receive the first request late.
     assert starts[-1] - starts[0] > 0.1 * (len(starts) - 1) * 0.6
     assert judge.most_at_once <= 3
 
 
-def test_half_a_verdict_on_the_disk_is_asked_again(tmp_path: Path) -> None:
+def test_an_incomplete_cached_reply_is_requested_again(tmp_path: Path) -> None:
     with judging(lambda _: "Verdict: 6") as (judge, url):
         judged_by(url, tmp_path)
         for file in (tmp_path / "cache").iterdir():
@@ -371,7 +371,7 @@ def test_the_key_comes_from_the_environment_and_is_only_sent_encrypted(
     assert "type evaluation.judge.model=" in str(failed.value)
 
 
-def test_a_key_of_two_lines_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_with_a_line_break_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, f"{KEY}\nsecond")
     with pytest.raises(UserError, match="line break") as failed:
         read_key(config_of("https://host/v1"))

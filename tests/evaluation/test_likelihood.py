@@ -1,4 +1,4 @@
-"""Likelihoods are those of one row at a time, whatever is batched, padded and shared."""
+"""Likelihoods do not depend on batching, padding and shared prefixes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ids(length: int) -> list[int]:
 
 
 def questions(few_shot: list[int], count: int = 5) -> list[Request]:
-    """Some contexts of several lengths, each with four continuations of one to six tokens."""
+    """Contexts of several lengths, each with four continuations of one to six tokens."""
     contexts = [few_shot + ids(10 + 3 * n) for n in range(count)]
     return [Request(context, ids(1 + n * 5 // 3)) for context in contexts for n in range(4)]
 
@@ -64,7 +64,7 @@ def assert_same(found: list[Likelihood], expected: list[Likelihood]) -> None:
 @pytest.mark.parametrize("model", [tiny_llama(), tiny_gpt2()], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("few_shot", [0, 50])
 @pytest.mark.parametrize("batch_tokens", [1, 200, 5000])
-def test_likelihoods_are_those_of_one_row_at_a_time(
+def test_batched_likelihoods_equal_those_of_single_rows(
     model: Any, few_shot: int, batch_tokens: int
 ) -> None:
     requests = questions(ids(few_shot))
@@ -74,7 +74,7 @@ def test_likelihoods_are_those_of_one_row_at_a_time(
     assert_same(found, one_at_a_time(model, requests))
 
 
-def test_a_greedy_continuation_is_found() -> None:
+def test_greedy_continuations_are_recognized() -> None:
     model = tiny_llama()
     context = ids(8)
     with torch.no_grad():
@@ -83,17 +83,17 @@ def test_a_greedy_continuation_is_found() -> None:
     assert greedy.is_greedy and not other.is_greedy
 
 
-def test_a_long_context_loses_its_left() -> None:
+def test_a_long_context_is_truncated_on_the_left() -> None:
     model = tiny_llama()
     requests = [Request(ids(150), ids(4)), Request(ids(127), ids(1)), Request(ids(128), ids(3))]
     assert_same(scored(model, requests), one_at_a_time(model, requests))
 
 
-def test_what_rows_begin_with_is_computed_once() -> None:
+def test_shared_prefixes_are_computed_once() -> None:
     zero_shot, few_shot = questions([], 6), questions(ids(60), 6)
     whole = sum(len(context) + len(end) - 1 for context, end in zero_shot)
     groups = plan_groups(zero_shot, 128, shares_prefixes=True)
-    assert len(groups) == 6  # a question each
+    assert len(groups) == 6  # one per question
     assert sum(group.num_tokens for group in groups) < whole / 2.5
     (group,) = plan_groups(few_shot, 128, shares_prefixes=True)
     assert group.num_shared >= 60
@@ -101,7 +101,7 @@ def test_what_rows_begin_with_is_computed_once() -> None:
     assert [len(group.rows) for group in plan_groups(letters, 128, shares_prefixes=True)] == [1, 1]
 
 
-def test_an_encoder_decoder_is_asked_for_its_decoders_targets() -> None:
+def test_encoder_decoder_likelihoods() -> None:
     model = tiny_t5()
     requests = [Request(ids(9 + n), ids(1 + n % 3)) for n in range(5)]
     expected = []
@@ -116,7 +116,7 @@ def test_an_encoder_decoder_is_asked_for_its_decoders_targets() -> None:
     assert_same(scored(model, requests), expected)
 
 
-def test_each_token_of_a_text_is_predicted_once_with_as_much_context_as_fits() -> None:
+def test_rolling_requests_predict_each_token_once() -> None:
     text = list(range(10, 21))
     assert rolling_requests(text, 1, 4) == [
         Request([1], [10, 11, 12, 13]),
@@ -126,7 +126,7 @@ def test_each_token_of_a_text_is_predicted_once_with_as_much_context_as_fits() -
     assert rolling_requests(text[:3], 1, 4) == [Request([1], [10, 11, 12])]
 
 
-def test_spaces_belong_to_the_continuation_and_an_empty_context_is_a_first_token() -> None:
+def test_spaces_belong_to_the_continuation_and_an_empty_context_is_bos() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY_BASE)
     context, continuation = encode_pair(tokenizer, "the sea ", "is calm")
     assert tokenizer.decode(context + continuation) == "the sea is calm"

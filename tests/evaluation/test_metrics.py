@@ -1,4 +1,4 @@
-"""Metrics are those of the libraries people compare with; one's own runs only where allowed."""
+"""Metrics equal those of the reference libraries; a custom metric runs only if allowed."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def metric(name: str) -> Metric:
         ("12 apples and 2,000.25", 2000.25),
     ],
 )
-def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
+def test_last_number(text: str, number: float | None) -> None:
     assert last_number(text) == number
 
 
-def test_numbers_match_by_value_and_never_without_one() -> None:
+def test_numbers_match_by_value() -> None:
     assert is_numeric_match(answer("so it is 1,000"), "#### 1000.0")
     assert is_numeric_match(answer("7", is_finished=False), "7")
     assert not is_numeric_match(answer("8"), "7")
@@ -53,7 +53,7 @@ def test_numbers_match_by_value_and_never_without_one() -> None:
     assert not is_numeric_match(answer("seven"), "no number")
 
 
-def test_an_exact_match_is_finished() -> None:
+def test_an_exact_match_must_be_finished() -> None:
     assert is_exact_match(answer(" yes\n"), "yes")
     assert not is_exact_match(answer("yes", is_finished=False), "yes")
     assert not is_exact_match(answer("Yes"), "yes")
@@ -63,10 +63,10 @@ def test_f1_counts_words_as_squad_does() -> None:
     assert word_f1(answer("The cat sat."), "a cat sat") == 1.0
     assert word_f1(answer("cat dog"), "cat") == pytest.approx(2 / 3)
     assert word_f1(answer(""), "cat") == 0.0
-    assert word_f1(answer("the"), "") == 1.0  # nothing is said on either side
+    assert word_f1(answer("the"), "") == 1.0  # no words on either side
 
 
-def test_rouge_is_that_of_rouge_score() -> None:
+def test_rouge() -> None:
     pytest.importorskip("rouge_score")
     # By hand, Lin 2004: 3 of 4 words, 2 of 3 pairs, 3 in order.
     for name, expected in (("rouge1", 3 / 4), ("rouge2", 2 / 3), ("rougeL", 3 / 4)):
@@ -74,7 +74,7 @@ def test_rouge_is_that_of_rouge_score() -> None:
         assert found == pytest.approx(expected)
 
 
-def test_bleu_and_chrf_of_a_data_set_are_sacrebleus_corpus_figures() -> None:
+def test_bleu_and_chrf_of_a_data_set_equal_sacrebleu() -> None:
     sacrebleu = pytest.importorskip("sacrebleu")
     answers = ["the cat sat on the mat today", "a dog barked"]
     references = ["the cat sat on the mat yesterday", "the dog barked loudly"]

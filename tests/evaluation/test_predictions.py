@@ -1,4 +1,4 @@
-"""Answers are kept beside each other, with the row that each was asked from."""
+"""Lines of predictions.jsonl, and the samples printed from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from app.evaluation import evaluator as room
+from app.evaluation import evaluator as evaluator_module
 from app.evaluation.comparison import print_samples
 from app.evaluation.evaluator import Evaluator, Predictions
 from app.evaluation.generation import Answer, EvaluationConfig
@@ -29,9 +29,11 @@ ANSWERS = {
 TOKENIZER: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, *variants: str) -> Predictions:
+def answer(monkeypatch: pytest.MonkeyPatch, *variants: str) -> Predictions:
     monkeypatch.setattr(
-        room, "answer_batches", lambda model, *_: iter([list(enumerate(ANSWERS[model]))])
+        evaluator_module,
+        "answer_batches",
+        lambda model, *_: iter([list(enumerate(ANSWERS[model]))]),
     )
     config = EvaluationConfig(exact_match=True, metrics=["numeric"])
     predictions = Predictions(TOKENIZER, PROMPTS, {2}, config)
@@ -42,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *variants: str) -> Predictions:
 
 
 def test_predictions_have_one_line_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(asked(monkeypatch, "base", "tuned").prediction_lines()) == [
+    assert list(answer(monkeypatch, "base", "tuned").prediction_lines()) == [
         {
             "data_set": "sums",
             "source": "sums.jsonl:1",
@@ -72,19 +74,19 @@ def test_predictions_have_one_line_per_prompt(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_empty_answers_are_counted_in_words(
+def test_empty_answers_cause_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(ANSWERS, "silent", [Answer("", True), Answer(" \n", False)])
-    asked(monkeypatch, "silent")
+    answer(monkeypatch, "silent")
     assert "sums: 2 of 2 answers of silent are empty" in caplog.text
 
 
-def test_nothing_is_kept_without_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(asked(monkeypatch).prediction_lines()) == []
+def test_without_answers_there_are_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(answer(monkeypatch).prediction_lines()) == []
 
 
-def test_losses_count_rows_and_not_the_packs_they_are_in() -> None:
+def test_progress_of_losses_counts_rows_instead_of_packs() -> None:
     shown: list[tuple[str, int, int]] = []
     runner = SimpleNamespace(show=lambda *what: shown.append(what))
     evaluator = cast(Evaluator, SimpleNamespace(runner=runner))
@@ -97,7 +99,7 @@ def test_losses_count_rows_and_not_the_packs_they_are_in() -> None:
     assert {(key, total) for key, _, total in shown} == {("base-losses", 150)}
 
 
-def test_samples_are_of_every_data_set_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_are_taken_from_the_data_sets_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[dict[str, object]] = [
         {"data_set": name, "source": f"{name}.json:{row}", "prompt": "?", "base": "x"}
         for name, rows in (("lists", 5), ("orders", 2), ("people", 1))

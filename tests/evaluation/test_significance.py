@@ -1,4 +1,4 @@
-"""Base vs tuned: intervals that cover, verdicts that noise does not give, and CI's exit code."""
+"""Base vs tuned: coverage of the intervals, verdicts, and the exit code of a regression."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.evaluation import significance as room
+from app.evaluation import significance
 from app.evaluation.significance import (
     Change,
     RowScores,
@@ -47,12 +47,12 @@ def compared(base: list[float], tuned: list[float], weights: list[float] | None 
 
 @pytest.fixture
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough of them to count how often an interval is right."""
-    monkeypatch.setattr(room, "NUM_RESAMPLES", 500)
+    """Fewer resamples, so that coverage can be counted over many intervals."""
+    monkeypatch.setattr(significance, "NUM_RESAMPLES", 500)
 
 
 @pytest.mark.usefixtures("few_resamples")
-def test_intervals_cover_the_true_difference_as_often_as_they_say() -> None:
+def test_intervals_cover_the_true_difference() -> None:
     random, truth, covered, studies = np.random.default_rng(7), 0.3, 0, 300
     for _ in range(studies):
         tokens = random.integers(1, 40, 60).astype(float)
@@ -63,7 +63,7 @@ def test_intervals_cover_the_true_difference_as_often_as_they_say() -> None:
 
 
 @pytest.mark.usefixtures("few_resamples")
-def test_models_that_differ_by_chance_are_seldom_called_different() -> None:
+def test_chance_differences_are_rarely_significant() -> None:
     random, wrong, studies = np.random.default_rng(2), 0, 150
     for _ in range(studies):
         base, tuned = (random.random((8, 40)) < 0.5 for _ in range(2))
@@ -76,7 +76,7 @@ def test_models_that_differ_by_chance_are_seldom_called_different() -> None:
             for s in (base, tuned)
         )
         wrong += verdict_line(compare_rows(one, other)) != "no difference"
-    # Of 8 intervals that each hold with 95 %, one in three studies would have one that excludes 0.
+    # With 8 separate 95 % intervals, a third of all studies would have one that excludes 0.
     assert wrong / studies < 0.1
 
 
@@ -85,7 +85,7 @@ def test_models_that_differ_by_chance_are_seldom_called_different() -> None:
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.data())
-def test_the_order_of_rows_and_what_both_share_do_not_matter(data: st.DataObject) -> None:
+def test_intervals_do_not_depend_on_row_order_or_a_common_offset(data: st.DataObject) -> None:
     scores = st.floats(0, 10, allow_subnormal=False)
     rows = data.draw(st.lists(st.tuples(scores, scores, st.integers(1, 50)), min_size=1))
     mixed = data.draw(st.permutations(rows))
@@ -97,16 +97,16 @@ def test_the_order_of_rows_and_what_both_share_do_not_matter(data: st.DataObject
     assert one.base == pytest.approx(other.base)
 
 
-def test_no_effect_is_no_difference() -> None:
+def test_equal_scores_and_rounding_noise_are_no_difference() -> None:
     same = [1.0, 2.0, 0.5] * 20
     assert compared(same, same).verdict == "no difference"
-    noise = [loss - 2e-5 for loss in same]  # on every row, as another precision gives
+    noise = [loss - 2e-5 for loss in same]  # on every row, as from another precision
     assert compared(same, noise).verdict == "no difference"
     assert compared(same, [loss - 2e-3 for loss in same]).verdict == "better"
 
 
-def test_few_rows_say_nothing_although_all_of_them_agree() -> None:
-    # Every resample of them has the same sign; a sign test of five rows is at 6 %.
+def test_few_rows_are_not_significant_even_if_all_agree() -> None:
+    # Every resample has the same sign, but a sign test of five rows has p = 6 %.
     assert compared([1.0] * 5, [0.0] * 5).verdict == "too few differ"
     assert compared([1.0] * 6, [0.0] * 6).verdict == "better"
     of_many = compared([1.0] * 100, [1.0] * 95 + [0.0] * 5)
@@ -114,7 +114,7 @@ def test_few_rows_say_nothing_although_all_of_them_agree() -> None:
     assert not (of_many.is_better or of_many.is_worse)
 
 
-def test_no_interval_goes_beyond_what_a_measure_can_change() -> None:
+def test_intervals_stay_within_the_possible_difference() -> None:
     base, tuned = RowScores(scores=[0.0] * 4), RowScores(scores=[1.0, 1.0, 1.0, 0.0])
     of_shares, of_others = (
         compare_rows({name: {"orders": base}}, {name: {"orders": tuned}})[0]
@@ -134,12 +134,12 @@ def test_many_rows_are_resampled_in_groups(monkeypatch: pytest.MonkeyPatch) -> N
     random = np.random.default_rng(3)
     differences, tokens = random.normal(0.1, 1, 4000), random.integers(1, 9, 4000).astype(float)
     one_by_one = paired_bootstrap(differences, tokens)
-    monkeypatch.setattr(room, "MAX_UNITS", 500)
+    monkeypatch.setattr(significance, "MAX_UNITS", 500)
     in_groups = paired_bootstrap(differences, tokens)
     assert in_groups == pytest.approx(one_by_one, abs=0.01)  # of 0.03 on each side
 
 
-def test_what_was_not_trained_on_is_forgotten() -> None:
+def test_worse_data_sets_that_were_not_trained_on_are_forgotten() -> None:
     rows = {"val/loss": {n: RowScores(scores=[1.0] * 20) for n in ("lists", "orders", "people")}}
     worse = RowScores(scores=[1.5] * 20)
     tuned = {"val/loss": {"lists": RowScores(scores=[0.5] * 20), "orders": worse, "people": worse}}
@@ -148,9 +148,7 @@ def test_what_was_not_trained_on_is_forgotten() -> None:
     assert verdict_line(changes) == (
         "better on lists (loss); worse on people (loss); forgot orders (loss), not trained on"
     )
-    assert verdict_line(
-        compare_rows(rows, tuned)
-    ) == (  # nobody knows what an adapter was trained on
+    assert verdict_line(compare_rows(rows, tuned)) == (  # without the names of the training data
         "better on lists (loss); worse on orders (loss), people (loss)"
     )
     assert change_metrics(changes)["change/val/loss/lists"] == -0.5
@@ -172,7 +170,7 @@ def test_scores_of_rows_are_read_from_predictions() -> None:
     assert (change.base, change.tuned, change.num_rows) == (0.5, 1.0, 2)
 
 
-def test_what_one_model_has_no_scores_of_is_left_out_and_other_rows_are_refused() -> None:
+def test_measures_of_one_model_are_left_out_and_different_rows_are_refused() -> None:
     one, none = {"exact_match": {"a": RowScores(scores=[1.0])}}, {"exact_match": {}}
     assert compare_rows(one, none) == compare_rows(none, one) == compare_rows(one, {}) == []
     assert compare_rows({"exact_match": {"a": RowScores(scores=[])}}, one) == []
@@ -180,13 +178,13 @@ def test_what_one_model_has_no_scores_of_is_left_out_and_other_rows_are_refused(
         compare_rows(one, {"exact_match": {"a": RowScores(scores=[1.0, 0.0])}})
 
 
-def test_a_regression_ends_with_exit_code_4_and_noise_does_not() -> None:
+def test_a_regression_ends_with_exit_code_4() -> None:
     check_regression([LOSS], None)
-    check_regression([LOSS], 0.4)  # the interval leaves it open
+    check_regression([LOSS], 0.4)  # within the interval
     check_regression([replace(LOSS, low=-0.1)], 0.0)
     check_regression([replace(LOSS, tuned=0.1, low=-0.6, high=-0.4)], 0.0)
     judged = replace(LOSS, measure="judge", base=8.0, tuned=7.0, low=-1.5, high=-0.5)
-    check_regression([judged], 0.05)  # of the ten points of a judge
+    check_regression([judged], 0.05)  # a judge's scale has ten points
     answers = replace(LOSS, measure="exact_match", base=0.9, tuned=0.5, low=-0.5, high=-0.3)
     with pytest.raises(TrainingFault) as failed:
         check_regression([LOSS, judged, answers], 0.04)
@@ -199,14 +197,14 @@ def test_a_regression_ends_with_exit_code_4_and_noise_does_not() -> None:
     ]
 
 
-def test_a_model_that_gives_no_number_any_more_is_worse() -> None:
+def test_a_model_with_nonfinite_scores_is_worse() -> None:
     change = compared([1.0] * 20, [1.0] * 19 + [math.nan])
     assert change.is_worse and change.verdict != "no difference"
     with pytest.raises(TrainingFault, match="worse than its base"):
-        room.check_regression([change], 0.5)
+        significance.check_regression([change], 0.5)
 
 
-def test_the_table_has_signs_and_names_that_are_no_markup(
+def test_the_table_has_signs_and_escaped_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     task = replace(LOSS, measure="task/points", name="old[new]", base=0.7, tuned=0.4)

@@ -1,10 +1,9 @@
-"""The card of what a run saved, and its push to a server that speaks the hub's protocol."""
+"""Model cards, and the push of a run to a local server that implements the hub's protocol."""
 
 from __future__ import annotations
 
 import base64
 import json
-import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ REPO = "someone/lists-adapter"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A finished run's files, with a small adapter that only its owner may read."""
+    """The files of a finished run, with a small adapter that only its owner can read."""
     folder = write_run(tmp_path / "run")
     save_config(load_config("train", small_run("optimizer.lr=1e-3")), folder / "config.yaml")
     data = {"name": HOSTILE + "|", "path": "owner/rows", "train_rows": 8, "validation_rows": 1,
@@ -46,7 +45,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_card_says_what_it_is_and_is_valid_for_the_hub(run: Path) -> None:
+def test_the_card_describes_the_run_and_is_valid_on_the_hub(run: Path) -> None:
     write_card(run / "adapter", run, [("optimizer.lr", "0.001", "null")])
     text = (run / "adapter/README.md").read_text()
     card = ModelCard(text)
@@ -56,7 +55,7 @@ def test_the_card_says_what_it_is_and_is_valid_for_the_hub(run: Path) -> None:
         "datasets": ["owner/rows"],
         "tags": ["loft", "sft", "lora"],
     }
-    for said in (
+    for expected in (
         "# tiny_base, fine-tuned",
         "A lora adapter (r 16, alpha 32) for `tiny_base`",
         "| 8 | 1 | 90 | `abababababababab` |",
@@ -64,13 +63,13 @@ def test_the_card_says_what_it_is_and_is_valid_for_the_hub(run: Path) -> None:
         "| `optimizer.lr` | 0.001 |",
         "![curves of training and validation](training_curves.png)",
     ):
-        assert said in text, said
+        assert expected in text, expected
     assert "<img" not in text and "&lt;img src=x onerror=" in text
     for file in (run / "adapter").iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o644, file.name
 
 
-def test_a_base_of_the_hub_is_named_with_its_licence(
+def test_the_card_names_a_hub_base_and_its_license(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = tmp_path / "hub/models--org--base/snapshots/abc"
@@ -89,7 +88,7 @@ def test_a_base_of_the_hub_is_named_with_its_licence(
 
 
 class Hub(Handler):
-    """What a push needs of the hub: a repository is made, files are stored, a commit lists them."""
+    """The requests of a push: create a repository, upload files, commit them."""
 
     files: dict[str, bytes]
     created: list[dict[str, Any]]
@@ -117,10 +116,10 @@ class Hub(Handler):
                 for file in json.loads(body)["files"]
             ]})  # fmt: skip
         elif self.path == f"/{REPO}.git/info/lfs/objects/batch":
-            asked = json.loads(body)["objects"]
+            objects = json.loads(body)["objects"]
             self._answer({"transfer": "basic", "objects": [
-                one | {"actions": {"upload": {"href": f"{address}/store/{one['oid']}"}}}
-                for one in asked
+                each | {"actions": {"upload": {"href": f"{address}/store/{each['oid']}"}}}
+                for each in objects
             ]})  # fmt: skip
         elif self.path.startswith(f"/api/models/{REPO}/commit/"):
             for line in map(json.loads, body.splitlines()):
@@ -172,7 +171,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         yield Hub
 
 
-def test_a_bare_name_is_a_repository_of_the_keys_owner(
+def test_a_name_without_owner_belongs_to_the_token_owner(
     run: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [f"run={run}", "repo=lists-adapter"]
@@ -188,7 +187,7 @@ def test_a_bare_name_is_a_repository_of_the_keys_owner(
     assert "repo=lists-adapter: yours? type hf auth login first" in capsys.readouterr().err
 
 
-def test_what_a_run_saved_is_pushed_with_a_card_of_its_own(
+def test_a_pushed_run_gets_its_own_card(
     run: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_card(run / "adapter", run, [])
@@ -205,38 +204,38 @@ def test_what_a_run_saved_is_pushed_with_a_card_of_its_own(
     assert f"from_pretrained(base, '{REPO}')" in card and str(small_base()) not in card
     assert (run / "adapter/README.md").read_text() == own_card and str(small_base()) in own_card
     pushed = json.loads(hub.files["adapter_config.json"])
-    assert pushed["base_model_name_or_path"] == "tiny_base", "no folder of this machine"
+    assert pushed["base_model_name_or_path"] == "tiny_base", "no local path"
     own = json.loads((run / "adapter/adapter_config.json").read_text())
     assert own["base_model_name_or_path"] == str(small_base())
     assert not list(run.glob(".push-*"))
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "said"),
+    ("status", "code", "expected"),
     [(401, 3, "hf auth login"), (403, 3, "your key may not write"), (404, 3, "no such owner")],
 )
-def test_what_the_hub_refuses_is_told_apart(
-    run: Path, hub: type[Hub], status: int, code: int, said: str,
+def test_errors_of_the_hub_are_distinguished(
+    run: Path, hub: type[Hub], status: int, code: int, expected: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     hub.refuses = status
     assert run_plain_verb("push", PushConfig, push, [f"run={run}", f"repo={REPO}"]) == code
     message = capsys.readouterr().err
-    assert said in message and f"(status {status})" in message
+    assert expected in message and f"(status {status})" in message
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["repo=a/b/c"], "repo=a/b/c: "),
         ([], "repo=... is missing: NAME of a repository of yours, or OWNER/NAME"),
         (["repo=a/b", "private=maybe"], "private=maybe: expected true or false"),
     ],
 )
-def test_words_of_a_push(
-    run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_arguments_of_a_push(
+    run: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_plain_verb("push", PushConfig, push, [f"run={run}", *words]) == 2
-    assert re.search(re.escape(said), capsys.readouterr().err)
+    assert expected in capsys.readouterr().err
     shutil.rmtree(run / "adapter")
     assert run_plain_verb("push", PushConfig, push, [f"run={run}", f"repo={REPO}"]) == 2

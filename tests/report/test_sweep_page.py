@@ -1,4 +1,4 @@
-"""The page of a sweep in a real browser, wide and narrow: nothing is cut, and text stays text."""
+"""The page of a sweep in a real browser, wide and narrow: nothing is cut, markup is escaped."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ document.title = JSON.stringify({outside, dots, wide, width: innerWidth});
 </script>"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is here")
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 400])
-def test_nothing_is_cut_and_text_stays_text(width: int, tmp_path: Path) -> None:
+def test_nothing_is_cut_and_markup_is_escaped(width: int, tmp_path: Path) -> None:
     hostile = '<img src=x onerror="document.title=1">'
     keys = ("trainer.gradient_accumulation_steps", "optimizer.lr", "adapter.r", "model.path")
     trials = [
@@ -47,17 +47,17 @@ def test_nothing_is_cut_and_text_stays_text(width: int, tmp_path: Path) -> None:
     for html in (page, re.sub("<meta http-equiv[^>]*>", "", page) + MEASURE):
         file.write_text(html)
         command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, f"--window-size={width},900", f"--user-data-dir={tmp_path}", file.as_uri()],
             capture_output=True, text=True, timeout=120, check=True,
         )  # fmt: skip
-        assert "<img" not in done.stdout and done.stdout.count("<polyline") == 7 + 8
-    title = re.search("<title>(.*)</title>", done.stdout)
+        assert "<img" not in process.stdout and process.stdout.count("<polyline") == 7 + 8
+    title = re.search("<title>(.*)</title>", process.stdout)
     assert title is not None
     found: dict[str, Any] = json.loads(unescape(title[1]))
     assert found == {
         "outside": [],
         "dots": True,
         "wide": False,
-        "width": max(width, 500),
-    }  # the narrowest window of a dump
+        "width": max(width, 500),  # the minimum width of a headless window
+    }
