@@ -49,7 +49,7 @@ class Traced:
 
         batch = list(self.data.train_dataloader())[number]
         count = OperatorCounter(
-            seen=float(sum(n * n for row in batch.document_lengths for n in row))
+            num_pairs=float(sum(n * n for row in batch.document_lengths for n in row))
         )
         weights = list(self.module.model.parameters())
         with self.fakes, count, count.watching_modules(), count.without_gradients(weights):
@@ -138,7 +138,7 @@ def open_run(
     architecture_file.write_text(json.dumps(architecture | {"num_hidden_layers": num_layers}))
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     model = module.model = module.build(on_meta=True)
-    with fakes, OperatorCounter(seen=0):  # answers queries of device values
+    with fakes, OperatorCounter(num_pairs=0):  # answers queries of device values
         place(model)
         start_fit(module)
         optimizer = module.build_optimizer(model)

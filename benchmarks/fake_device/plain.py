@@ -40,9 +40,9 @@ def count(words: Sequence[str], architecture: dict[str, Any], lengths: Sequence[
             model = peft.get_peft_model(model, lora)
     model.train()
     rows = torch.zeros(len(lengths), lengths[0], dtype=torch.int64).pin_memory()
-    counting = OperatorCounter(seen=float(sum(length**2 for length in lengths)))
+    counting = OperatorCounter(num_pairs=float(sum(length**2 for length in lengths)))
     with FakeTensorMode(allow_non_fake_inputs=True), flash_attention():
-        with OperatorCounter(seen=0):
+        with OperatorCounter(num_pairs=0):
             place(model)
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)

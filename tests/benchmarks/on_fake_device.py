@@ -80,7 +80,7 @@ def known_program() -> dict[str, object]:
 
     from app.planning.simulation.counting import OperatorCounter
 
-    count = OperatorCounter(seen=0)
+    count = OperatorCounter(num_pairs=0)
     with FakeTensorMode(allow_non_fake_inputs=True):
         left = torch.empty(256, 512, device="cuda", dtype=torch.bfloat16)
         right = torch.empty(512, 1024, device="cuda", dtype=torch.bfloat16)

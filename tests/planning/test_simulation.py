@@ -72,7 +72,7 @@ def test_what_cannot_be_simulated_says_what_to_type(
 ) -> None:
     said = refused(tmp_path / "out", *typed.split(), "hardware=2x4xh100", "recompute=none")
     assert said.startswith("plan.simulate=true: ")
-    assert instead in said and said.endswith("or leave plan.simulate out: the arithmetic stands")
+    assert instead in said and said.endswith("or remove plan.simulate and use the estimates alone")
     assert not (tmp_path / "out").exists()
 
 
@@ -332,5 +332,5 @@ NOT_SIMULATED = {
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", NOT_SIMULATED)
 def test_shipped_experiments_that_cannot_be_simulated(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the arithmetic stands"):
+    with pytest.raises(UserError, match="use the estimates alone"):
         plan_of(tmp_path, f"+experiment={name}", f"hardware={NOT_SIMULATED[name]}")

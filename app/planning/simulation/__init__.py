@@ -1,12 +1,12 @@
-"""Simulate the steps of a plan: the program's own code, on a fake GPU.
+"""Simulate the steps of a plan: the program's own code on a fake GPU.
 
-    device    the fake GPU, whose FakeTensors have shapes and storages, and no numbers
-    kernels   stand-ins for what Triton would compute
+    device    the fake GPU: FakeTensors with shapes and storages, but without values
+    kernels   replacements of Triton kernels
     step      strategy, module, adapter, loss and optimizer, as rank 0 of fake ranks
-    live      the bytes that are alive, by part
-    counting  every kernel with its FLOPs and bytes, from which a step's time follows
+    live      live memory by part
+    counting  FLOPs and bytes of every kernel, from which the time of a step follows
 
-`simulate` does it in a process of its own, which has the fake GPU until it ends.
+`simulate` runs this in a separate process, since a fake GPU cannot be removed again.
 """
 
 from __future__ import annotations
@@ -33,57 +33,57 @@ from app.strategy.settings import DdpConfig, FsdpConfig, LocalSgdConfig, ZeroCon
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig
 
-WITHOUT = "or leave plan.simulate out: the arithmetic stands"
+FALLBACK = "or remove plan.simulate and use the estimates alone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedStep:
-    """What a step of a run was found to take on one GPU, by its own code."""
+    """Memory and time of a simulated step on one GPU."""
 
     parts: dict[str, int]
-    """bytes at the peak, without what CUDA and its libraries take"""
+    """bytes at the peak by part, without the overhead of CUDA and its libraries"""
     phase: str
-    """of a step, that the peak is in: forward, backward or step"""
+    """phase of the step with the peak: forward, backward or step"""
     compute_seconds: float
-    """of a step's kernels, at the rates that the arithmetic takes"""
+    """time of all kernels of a step, at the rates that the estimates assume"""
     step_seconds: float
-    """with the messages that it waits for, which are those of the arithmetic"""
+    """time of a step, with the estimated communication that does not overlap"""
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """Sum of all parts, in bytes."""
         return sum(self.parts.values())
 
 
 def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
-    """Raise UserError where a run cannot be simulated, with what to do instead."""
+    """Raise UserError if a run cannot be simulated, with an alternative."""
     strategy, why = run.strategy, None
     if isinstance(strategy, ZeroConfig):
         other = "fsdp_grad_op" if strategy.stage < 3 else "fsdp"
         why = (
-            "DeepSpeed's engine needs its ranks; type strategy="
-            f"{other}, which shards alike and can be simulated,"
+            "DeepSpeed's engine needs real ranks; type strategy="
+            f"{other}, which shards the same states and can be simulated,"
         )
     elif isinstance(strategy, DdpConfig) and strategy.compression != "none":
-        why = "compressed gradients have numbers; type strategy=ddp,"
+        why = "gradient compression needs the values of gradients; type strategy=ddp,"
     elif isinstance(strategy, LocalSgdConfig) and strategy.uses_outer_optimizer:
-        why = "outer steps are not followed; type strategy=fsdp_hybrid,"
+        why = "outer optimizers cannot be simulated; type strategy=fsdp_hybrid,"
     elif isinstance(strategy, FsdpConfig) and strategy.offload_parameters:
-        why = "weights in host memory are not followed; type strategy=fsdp,"
+        why = "offloaded weights cannot be simulated; type strategy=fsdp,"
     elif run.quantization.method == "int8":
-        why = "weights in int8 are not known to a GPU that is not there; type quantization=nf4,"
+        why = "int8 weights cannot be simulated; type quantization=nf4,"
     elif config.trainer.compile:
-        why = "compiled layers are not known to it; type trainer.compile=false,"
+        why = "compiled layers cannot be simulated; type trainer.compile=false,"
     elif obstacle := find_obstacle():
         why = f"{obstacle}; install one, as by apt install g++,"
     if why is not None:
-        raise UserError(f"plan.simulate=true: {why} {WITHOUT}")
+        raise UserError(f"plan.simulate=true: {why} {FALLBACK}")
 
 
 def simulate(config: TrainConfig, run: PlannedRun) -> SimulatedStep:
-    """Take a step of `run`, as it means `config`, in a process of its own.
+    """Simulate a step of `run`, which `config` describes, in a separate process.
 
-    UserError where its code cannot run without a GPU.
+    UserError if the code of the step cannot run without a GPU.
     """
     check_simulated(config, run)
     spawn = multiprocessing.get_context("spawn")
@@ -91,10 +91,11 @@ def simulate(config: TrainConfig, run: PlannedRun) -> SimulatedStep:
         with ProcessPoolExecutor(1, mp_context=spawn) as process:
             return process.submit(_simulate, config, run).result()
     except FakeDeviceError as reason:
-        raise UserError(f"plan.simulate=true: {reason}; {WITHOUT}") from reason
+        raise UserError(f"plan.simulate=true: {reason}; {FALLBACK}") from reason
     except BrokenProcessPool as error:
         raise UserError(
-            f"plan.simulate=true: its process was killed, as where memory is short; {WITHOUT}"
+            "plan.simulate=true: the process of the simulation was killed, possibly because host "
+            f"memory ran out; {FALLBACK}"
         ) from error
 
 

@@ -1,8 +1,8 @@
-"""Count what a device is asked for: kernels, FLOPs, bytes, live memory, syncs and copies.
+"""Count the kernels, FLOPs, bytes, live memory, syncs and copies of a device.
 
-A dispatch mode sees every operator below autograd, forward and backward. Operators are put into
-classes by the module that they run in; those of the backward pass by the autograd node, which is
-known from the forward pass.
+A dispatch mode sees every operator below autograd, in the forward and the backward pass. Operators
+are classified by the module that calls them; in the backward pass by their autograd node, whose
+class is known from the forward pass.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ CLASSES = (
     "norm", "rope", "gate", "lora", "dropout", "loss", "casts", "adds", "dequantization", "layout",
     "other",
 )  # fmt: skip
-"""of what is neither a product nor an attention, in the order they are shown"""
+"""classes of operators other than products and attention, in the order of display"""
 NO_KERNEL = {
     "_unsafe_view", "detach", "alias", "lift_fresh", "empty", "empty_like", "empty_strided",
     "new_empty", "new_empty_strided", "is_same_size", "sym_size", "sym_stride", "device",
     "set_", "resize_",
 }  # fmt: skip
-"""operators without a kernel, besides views"""
+"""operators, other than views, that launch no kernel"""
 WRITES_ONLY = {"copy_", "fill_", "zero_", "full", "zeros", "ones", "zeros_like", "new_zeros"}
 """operators that do not read what they write"""
-LOOKS_UP = {"index", "embedding", "gather", "index_select"}
-"""operators that read no more than they return"""
-WAITS = {
+LOOKUPS = {"index", "embedding", "gather", "index_select"}
+"""operators that read only as many bytes as they return"""
+SYNCS = {
     "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique_dim",
     "_unique2", "unique_consecutive", "repeat_interleave",
 }  # fmt: skip
-"""operators of which the host needs a value, or the size of the result"""
+"""operators for which the host waits, as it needs a value or the size of the result"""
 BY_MODULE = (
     ("norm", r"norm$"),
     ("rope", r"rotary"),
@@ -50,24 +50,25 @@ BY_MODULE = (
     ("lora", r"lora|fused"),
     ("gate", r"mlp$|silu|gelu|activation$"),
 )
-"""class and what the lower-case name of a module's class, after that of its file, must contain"""
-ROTATES = {"mul", "add", "neg", "cat", "sub", "slice_backward", "add_", "mul_"}
-"""what an attention module does itself to queries and keys; all else there is their layout"""
+"""class, and a pattern for the lower-case `module.class` name of the calling module's class"""
+ROTATIONS = {"mul", "add", "neg", "cat", "sub", "slice_backward", "add_", "mul_"}
+"""operators with which an attention module itself rotates queries and keys; its other operators
+change their layout"""
 RANK_LIMIT = 128
-"""a product with a side as short as this, in a module with an adapter, is the adapter's"""
+"""length of a matrix side up to which a product counts as an adapter's"""
 FLASH4 = " 4"
-"""end of an attention's name, where the program has let PyTorch take FlashAttention 4"""
+"""suffix of an attention kernel's name if FlashAttention 4 is active in PyTorch"""
 ALIGNMENT = 512
-"""bytes that PyTorch's allocator rounds up to"""
+"""bytes to which PyTorch's allocator rounds up"""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kind of launch; `flops` are 0 where it is bound by memory alone."""
+    """One kind of kernel launch; `flops` is 0 for memory-bound kernels."""
 
     phase: str
     kind: str
-    """class of CLASSES, or `product` or `attention`"""
+    """one of CLASSES, or `product` or `attention`"""
     name: str
     dtype: str
     flops: float
@@ -76,54 +77,54 @@ class Kernel:
 
 @dataclass(slots=True)
 class Tally:
-    """What was counted."""
+    """The counts of a step."""
 
     kernels: Counter[Kernel] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)
     """operators for which the host waits for the device"""
     to_host: Counter[str] = field(default_factory=Counter)
-    """copies from the device"""
+    """copies from the device to the host"""
     pageable: Counter[str] = field(default_factory=Counter)
-    """copies to the device of memory that is not page-locked"""
+    """copies to the device from host memory that is not page-locked"""
     live_bytes: int = 0
     peak_bytes: int = 0
-    """most that a micro-batch has live: activations, and gradients until they are with a weight"""
+    """peak live bytes of a micro-batch: activations, and gradients until stored in their weights"""
     peak_phase: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
-    """A counted micro-batch, and the step that it ended."""
+    """The counts of a micro-batch and of the optimizer step after it."""
 
     tally: Tally
     model: Any
     optimizer: torch.optim.Optimizer
     num_tokens: int
     num_trained: int
-    """positions that the head computes a loss for"""
+    """number of positions for which the head computes a loss"""
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Count into `tally`; `phase` says where a step is.
+    """Counts operators into `tally`; `phase` is the current phase of the step.
 
-    seen: sum of squares of the batch's document lengths, which causal attention costs half of.
-    What a program asks of the device's numbers is answered with one and yes, and counted.
+    `num_pairs`: sum of the squared document lengths of the batch; causal attention computes half of
+    these pairs. A request for a value on the device is answered with 1 (or True) and counted.
     """
 
-    def __init__(self, seen: float) -> None:
+    def __init__(self, num_pairs: float) -> None:
         super().__init__()
         self.tally = Tally()
         self.phase = "forward"
-        self._seen = seen
+        self._num_pairs = num_pairs
         self._modules: list[torch.nn.Module] = []
         self._kinds: dict[int, str] = {}
-        """class by sequence number of the autograd node"""
+        """class of an autograd node, by its sequence number"""
         self._storages: dict[int, Any] = {}
         self._gradients: set[int] = set()
 
     @contextmanager
     def watching_modules(self) -> Iterator[None]:
-        """Record which module each operator runs in."""
+        """Track the module that calls each operator."""
         hooks = torch.nn.modules.module
         handles = [
             hooks.register_module_forward_pre_hook(lambda module, _: self._modules.append(module)),
@@ -139,9 +140,9 @@ class OperatorCounter(TorchDispatchMode):
 
     @contextmanager
     def without_gradients(self, weights: Iterable[Tensor]) -> Iterator[None]:
-        """Take gradients out of the live memory once they are with their weights.
+        """Exclude gradients from the live memory once they are stored in their weights.
 
-        They stay from micro-batch to micro-batch, and are known from the weights.
+        Gradients persist between micro-batches, and their size is known from the weights.
         """
 
         def keep(weight: Tensor) -> None:
@@ -176,7 +177,7 @@ class OperatorCounter(TorchDispatchMode):
                 return True
         output = func(*args, **kwargs)
         returned = _tensors(output)
-        # A view is no new memory, also of a weight, which was there before.
+        # A view takes no new memory; this includes views of weights, which existed before.
         known = {id(tensor.untyped_storage()) for tensor in given}
         for tensor in returned:
             if _is_on_device(tensor) and id(tensor.untyped_storage()) not in known:
@@ -185,7 +186,7 @@ class OperatorCounter(TorchDispatchMode):
             return output
         self._count_copies(func, given, returned)
         kind = self._kind_of(func, name, given, returned)
-        if name not in NO_KERNEL and not func.is_view and name not in WAITS:
+        if name not in NO_KERNEL and not func.is_view and name not in SYNCS:
             self._count_kernel(kind, func, name, given, returned, args, kwargs, output)
         return output
 
@@ -194,7 +195,7 @@ class OperatorCounter(TorchDispatchMode):
         by_mask = name.startswith("index") and any(
             tensor.dtype in (torch.bool, torch.uint8) for tensor in given[1:]
         )
-        if (name in WAITS and not is_known) or by_mask:
+        if (name in SYNCS and not is_known) or by_mask:
             self.tally.syncs[f"{self.phase}: {func}"] += 1
 
     def _count_copies(self, func: Any, given: list[Tensor], returned: list[Tensor]) -> None:
@@ -240,7 +241,7 @@ class OperatorCounter(TorchDispatchMode):
     def _count_gemm_4bit(self, given: list[Tensor], args: Any, output: Tensor) -> None:
         """Count bitsandbytes' product as its CUDA code computes it for more than 1,536 rows.
 
-        It unpacks the matrix into one of its own, then multiplies (0.50.2, backends/cuda/ops.py).
+        It dequantizes the matrix into a new one, then multiplies (0.50.2, backends/cuda/ops.py).
         """
         rows, (height, width) = args[0], args[2]
         dtype = str(rows.dtype).removeprefix("torch.")
@@ -256,10 +257,10 @@ class OperatorCounter(TorchDispatchMode):
         )
 
     def _attention_flops(self, name: str, given: list[Tensor]) -> float:
-        """Two products forward; two more backward for each, and the first one again."""
+        """Return the FLOPs of two products forward, or of five backward."""
         query = given[1] if "backward" in name else given[0]  # a gradient comes first
         heads = query.shape[1] if "scaled_dot" in name else query.shape[-2]
-        forward = 2 * 2 * heads * query.shape[-1] * self._seen / 2
+        forward = 2 * 2 * heads * query.shape[-1] * self._num_pairs / 2
         return 2.5 * forward if "backward" in name else forward
 
     def _kind_of(self, func: Any, name: str, given: list[Tensor], returned: list[Tensor]) -> str:
@@ -267,7 +268,7 @@ class OperatorCounter(TorchDispatchMode):
         if self._modules or node is None:
             kind = self._kind_forward(func, name, given, returned)
             if node is None:
-                # A node is made just before its operator runs; those without one come after.
+                # A node is created just before its operator runs; operators without a node follow.
                 self._kinds.setdefault(torch.autograd._get_sequence_nr() - 1, kind)
         else:
             kind = self._kinds.get(node._sequence_nr(), "other")
@@ -278,7 +279,7 @@ class OperatorCounter(TorchDispatchMode):
     def _kind_of_operator(
         self, func: Any, name: str, given: list[Tensor], returned: list[Tensor]
     ) -> str | None:
-        """Return the class of what is told by the operator alone."""
+        """Return the class if the operator alone determines it."""
         if _is_attention(func):
             return "attention"
         if func.namespace == "bitsandbytes":
@@ -303,7 +304,7 @@ class OperatorCounter(TorchDispatchMode):
             if re.search(pattern, place):
                 return kind
         if place.endswith("attention"):
-            return "rope" if name in ROTATES else "layout"
+            return "rope" if name in ROTATIONS else "layout"
         return "other"
 
     def _keep(self, tensor: Tensor) -> None:
@@ -332,7 +333,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _grouped_flops(left: Tensor, right: Tensor) -> float:
-    """Count a product of rows with their expert's matrix, or of rows with rows by expert."""
+    """Return the FLOPs of a product of rows with their expert's matrix, or of rows by expert."""
     return 2.0 * left.numel() * right.shape[-1]
 
 
@@ -354,7 +355,7 @@ def _is_attention(func: Any) -> bool:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of a tensor, no more than its storage: of one that was expanded each is read once."""
+    """Return the bytes of a tensor, at most those of its storage: an expanded one is read once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -369,11 +370,11 @@ def _bytes_moved(
             mutated += _tensors(value)
     if not written:
         written = mutated
-    if name in LOOKS_UP:
+    if name in LOOKUPS:
         return 2 * sum(map(_size, written))
     if name == "scatter_add_":
         return 3 * _size(args[3])
     read = given
     if name in WRITES_ONLY:
-        read = [tensor for tensor in given if all(tensor is not one for one in mutated)]
+        read = [tensor for tensor in given if all(tensor is not target for target in mutated)]
     return sum(map(_size, read)) + sum(map(_size, written))

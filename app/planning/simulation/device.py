@@ -1,7 +1,7 @@
-"""A fake CUDA device: FakeTensors on `cuda:0`, forward, backward and autocast.
+"""A fake CUDA device for FakeTensors on `cuda:0`, in forward and backward passes and autocast.
 
-A process that has called `install` has a fake H100 until it ends, so that a tool which traces needs
-a process of its own. Nothing is computed and no memory is taken.
+A process that has called `install` keeps the fake H100 until it ends, so tools that trace use a
+separate process. Nothing is computed and no memory is allocated.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ _kernels: Any = None
 
 
 class FakeDeviceError(Exception):
-    """Says why there can be no fake device here."""
+    """The fake device cannot be installed, or cannot run a model; the message says why."""
 
 
 def find_obstacle() -> str | None:
-    """Return why this machine cannot make the fake device, None where it can."""
+    """Return why the fake device cannot be built on this machine; None if it can."""
     if shutil.which("g++") is None:
         return "there is no C++ compiler (g++)"
     return None
 
 
 def install(name: str = "", memory_gib: float = MEMORY_GIB, num_devices: int = 1) -> None:
-    """Give torch fake CUDA devices; FakeDeviceError with the reason where it cannot.
+    """Install fake CUDA devices in torch; FakeDeviceError if that is not possible.
 
-    All of them are `cuda:0`: an H100, with the name and memory that are given.
+    All of them are `cuda:0`: an H100 with the given name and memory.
     """
     Properties.name = name or Properties.name
     Properties.total_memory, Properties.num_devices = int(memory_gib * 2**30), num_devices
     torch = _load_device()
-    _pretend(torch)
+    _patch_cuda(torch)
 
 
 @functools.cache
 def _load_device() -> Any:
-    """Give torch the device's guard and its operators, and return torch."""
+    """Register the device's guard and operators in torch; return torch."""
     if obstacle := find_obstacle():
         raise FakeDeviceError(obstacle)
     _load_guard()
-    # What asks for a device while it is imported must find none: bitsandbytes loads CUDA's library.
+    # Imported before there is a device: with one, bitsandbytes would load CUDA's library.
     import lightning  # noqa: F401
     import peft  # noqa: F401
     import torch
     import transformers
     from bitsandbytes import functional
 
-    # The table of its scales is computed once, by numbers that a fake would not have.
+    # Computed here, since bitsandbytes' quantization map needs real values.
     functional.name2qmap["dynamic"] = functional.create_dynamic_map()
     if torch.version.cuda is not None:
-        raise FakeDeviceError("this PyTorch is built for CUDA, whose own device would be taken")
-    _teach_fakes(torch)
-    _choose_attention(torch)
-    # Else it would leave out what it does with real tensors, as reading whether a mask is needed.
+        raise FakeDeviceError("this PyTorch is built for CUDA, and would use its real device")
+    _patch_fake_tensors(torch)
+    _patch_attention(torch)
+    # For fake tensors transformers would skip work, such as reading whether a mask is needed.
     transformers.utils.import_utils.is_fake_tensor = lambda _: False
     return torch
 
 
 def start() -> None:
-    """Give a program the fake device and its kernels; exit code 3 where it cannot."""
+    """Install the fake device and its kernels for a program; exit with code 3 if impossible."""
     warnings.simplefilter("ignore")
     try:
         install()
@@ -106,7 +106,7 @@ def _load_guard() -> None:
 
 
 class Properties:
-    """What `torch.cuda.get_device_properties` says of the device."""
+    """The result of `torch.cuda.get_device_properties`."""
 
     name = "NVIDIA H100 80GB HBM3"
     major, minor = CAPABILITY
@@ -119,31 +119,31 @@ class Properties:
 
 
 class Event:
-    """A point in a stream's work, which is reached at once."""
+    """An event that completes as soon as it is recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def record(self, _: Any = None) -> None:
-        """Do nothing: it is reached."""
+        """Do nothing: the event is complete."""
 
     wait = synchronize = record
 
     def query(self) -> bool:
-        """Return True: it is reached."""
+        """Return True: the event is complete."""
         return True
 
 
 class Stream:
-    """A queue of work that is done as soon as it is given."""
+    """A stream whose work is complete as soon as it is enqueued."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event that has been reached."""
+        """Return a completed event."""
         return event or Event()
 
     def is_capturing(self) -> bool:
-        """Return False: no graph is captured."""
+        """Return False: no graph is being captured."""
         return False
 
     def wait_event(self, _: Event) -> None:
@@ -156,10 +156,10 @@ class Stream:
         """Do nothing: all work is done."""
 
 
-def _pretend(torch: Any) -> None:
-    """Patch `torch.cuda` to answer for the fake device."""
+def _patch_cuda(torch: Any) -> None:
+    """Patch `torch.cuda` to describe the fake device."""
     state = torch.zeros(16, dtype=torch.uint8)
-    answers: dict[str, Any] = {
+    values: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
         "is_bf16_supported": Properties.major >= 8,
@@ -183,7 +183,7 @@ def _pretend(torch: Any) -> None:
         "empty_cache",
         "set_rng_state",
     )
-    for name, value in (answers | dict.fromkeys(nothing)).items():
+    for name, value in (values | dict.fromkeys(nothing)).items():
         setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
@@ -192,32 +192,32 @@ def _pretend(torch: Any) -> None:
 
 
 def install_fake_streams() -> None:
-    """Let FSDP have streams and events; compiled layers would ask for a GPU's own."""
+    """Install fake streams and events for FSDP; compiled layers need real ones."""
     import torch
 
-    one: Any = Stream()
+    only_stream: Any = Stream()
     replaced: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,
         "stream": lambda _: contextlib.nullcontext(),
-        "current_stream": lambda *_: one,
-        "default_stream": lambda *_: one,
+        "current_stream": lambda *_: only_stream,
+        "default_stream": lambda *_: only_stream,
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
     torch.accelerator.current_stream = replaced["current_stream"]
 
 
-HAS_A_KERNEL = ("silu_backward",)
-"""operators that are one kernel on CUDA, where a build without CUDA takes them apart"""
+CUDA_KERNELS = ("silu_backward",)
+"""operators that are one kernel on CUDA, and that a build without CUDA decomposes"""
 
 
-def _teach_fakes(torch: Any) -> None:
-    """Let FakeTensors be made without a driver, be page-locked, and have an address."""
+def _patch_fake_tensors(torch: Any) -> None:
+    """Let FakeTensors be created without a driver, be page-locked, and have an address."""
     global _kernels
     _kernels = torch.library.Library("aten", "IMPL")
-    for name in HAS_A_KERNEL:
-        _kernels.impl(name, lambda *_: None, "CUDA")  # known to be there, and never called
+    for name in CUDA_KERNELS:
+        _kernels.impl(name, lambda *_: None, "CUDA")  # registered so that it exists; never called
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils.weak import WeakIdKeyDictionary
 
@@ -237,9 +237,10 @@ def _teach_fakes(torch: Any) -> None:
 WIDEST_FLASH_HEAD = 256
 
 
-def _choose_attention(torch: Any) -> None:
-    """Let `scaled_dot_product_attention` take the kernel that CUDA would: a build without CUDA
-    knows none for it, and would multiply all scores.
+def _patch_attention(torch: Any) -> None:
+    """Have `scaled_dot_product_attention` call the kernel that CUDA would select.
+
+    A build without CUDA has no such kernel, and would compute all scores.
     """
     own, kernels = torch.nn.functional.scaled_dot_product_attention, torch.ops.aten
 
@@ -255,7 +256,7 @@ def _choose_attention(torch: Any) -> None:
         if takes_flash and max(part.shape[-1] for part in parts) <= WIDEST_FLASH_HEAD:
             flash = kernels._scaled_dot_product_flash_attention
             return flash(*parts, dropout, is_causal, False, scale=given.get("scale"))[0]
-        if query.shape[1] != key.shape[1]:  # heads are shared by FlashAttention alone
+        if query.shape[1] != key.shape[1]:  # only FlashAttention supports grouped-query attention
             return own(*parts, attn_mask=attn_mask, **given)
         if attn_mask is not None:
             shape = (*parts[0].shape[:3], key.shape[2])

@@ -1,8 +1,8 @@
-// A CUDA device of which torch believes that it is there: it computes nothing.
+// A CUDA device that torch takes for a real one, and that computes nothing.
 //
-// FakeTensors on it need a device guard (which device and stream is current) and hooks (how many
-// devices there are, what is page-locked memory). Page-locked memory is ordinary memory here, of
-// which is kept what was asked for, so that copies from it can be told from pageable ones.
+// FakeTensors on it need a device guard (the current device and stream) and hooks (the number of
+// devices, which memory is page-locked). Page-locked memory is ordinary memory here; its addresses
+// are recorded, so that copies from it can be told from those of pageable memory.
 #include <map>
 #include <mutex>
 

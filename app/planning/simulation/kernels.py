@@ -1,8 +1,7 @@
-"""Stand-ins for Liger's kernels and the loss's, without Triton.
+"""Replacements of the Triton kernels of Liger and of the loss, for FakeTensors.
 
-They have the names, and what is read, written and kept.
-
-What a Triton kernel reads and writes is not seen by a FakeTensor, and Triton runs on a GPU only.
+They read, write and save the same tensors, under the same names, and compute nothing. FakeTensors
+cannot see what a Triton kernel reads and writes, and Triton needs a GPU.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ def gate(gate: Tensor, up: Tensor) -> Tensor:
 
 @custom_op("standin::gate_backward", mutates_args={"gate", "up"})
 def gate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> None:
-    """The gradients take the place of the inputs."""
+    """Gradients overwrite the inputs."""
 
 
 @custom_op("standin::rope", mutates_args={"query", "key"})
 def rope(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> None:
-    """Queries and keys are rotated in place."""
+    """Rotates queries and keys in place."""
 
 
 @custom_op("standin::cross_entropy", mutates_args={"losses"})
 def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
-    """The logits are read once."""
+    """Reads the logits once."""
 
 
 @custom_op("standin::cross_entropy_gradient", mutates_args={"logits"})
 def cross_entropy_gradient(logits: Tensor, labels: Tensor) -> None:
-    """Their gradients take the place of the logits, which are read once more."""
+    """Reads the logits once more and overwrites them with their gradients."""
 
 
 for _operator in (rms_norm, rms_norm_backward, gate):
@@ -60,7 +59,7 @@ for _operator in (gate_backward, rope, cross_entropy, cross_entropy_gradient):
 
 
 class RmsNorm(torch.autograd.Function):
-    """Keeps its input and a scale a token."""
+    """Saves its input and one scale per token."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -76,7 +75,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """Keeps both inputs, and writes their gradients over them."""
+    """Saves both inputs, and overwrites them with their gradients."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -92,7 +91,7 @@ class Gate(torch.autograd.Function):
 
 
 class Rope(torch.autograd.Function):
-    """Keeps nothing but the angles."""
+    """Saves only the angles."""
 
     @staticmethod
     def forward(
@@ -107,7 +106,7 @@ class Rope(torch.autograd.Function):
 
 
 def _rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    # By tokens, as the kernel wants them: no copy where heads were only transposed.
+    # In token order, as the kernel needs them; no copy if heads were only transposed.
     query, key = (part.transpose(1, 2).contiguous().detach() for part in (query, key))
     torch.ops.standin.rope(query, key, cosine, sine)
     return query.transpose(1, 2), key.transpose(1, 2)
@@ -140,7 +139,7 @@ def cross_entropy_(
 
 @functools.cache
 def install_kernels() -> None:
-    """Let the modules of Liger's kernels, and that of the loss's, be found with these in them."""
+    """Install these functions as the modules of Liger's kernels and of the loss kernel."""
     loss: Any = types.ModuleType("app.model.loss_kernel")
     loss.cross_entropy_ = cross_entropy_
     sys.modules[loss.__name__] = loss
@@ -157,14 +156,14 @@ def install_kernels() -> None:
 
 
 class Flash4:
-    """What PyTorch holds of FlashAttention 4 while it is chosen."""
+    """The handle of FlashAttention 4 that PyTorch holds while it is active."""
 
     def remove(self) -> None:
-        """Nothing was registered."""
+        """Do nothing: no kernel was registered."""
 
 
 def _install_flash4() -> None:
-    """Let the program find its package, and PyTorch choose it."""
+    """Let the program find the package of FlashAttention 4, and PyTorch activate it."""
     from torch.nn.attention import register_flash_attention_impl
 
     from app.model.attention import choice

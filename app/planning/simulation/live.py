@@ -1,4 +1,4 @@
-"""Live memory of the fake device by part, also of storages that are resized in place."""
+"""Track the live memory of the fake device by part, including storages that FSDP resizes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torch.distributed.tensor import DTensor
 from app.planning.simulation.counting import OperatorCounter
 
 ACTIVATIONS = "activations"
-"""and all else that a step computes: the loss, and copies that autocast keeps"""
+"""part for everything that a step computes, including the loss and autocast's copies"""
 
 
 class LiveMemory(OperatorCounter):
-    """Count a step, and the bytes that are alive on the device by part; `peak` is of one moment.
+    """Counts a step, and its live bytes by part; `peak` has the parts at the peak of their sum.
 
-    What is made belongs to `part`, until `assign` says otherwise.
+    A new tensor belongs to the current `part`, until `assign` moves it to another.
     """
 
-    def __init__(self, seen: float) -> None:
-        super().__init__(seen)
+    def __init__(self, num_pairs: float) -> None:
+        super().__init__(num_pairs)
         self.part = ACTIVATIONS
         self.parts: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
@@ -37,25 +37,25 @@ class LiveMemory(OperatorCounter):
         self._total = self._peak_total = 0
 
     def forget_peak(self) -> None:
-        """Begin anew with what is alive now."""
+        """Reset the peak to the current live memory."""
         self._peak_total = 0
         self._note_peak()
 
     def assign(self, tensors: Iterable[Tensor | None], part: str) -> None:
-        """Let storages belong to `part`, also those that were made unseen."""
+        """Assign storages to `part`, also those created outside of this mode."""
         for tensor in tensors:
             if tensor is None:
                 continue
-            here = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            if here.device.type == "cuda":
-                storage = here.untyped_storage()
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if local.device.type == "cuda":
+                storage = local.untyped_storage()
                 self._end(storage._cdata)
                 self._begin(storage, part)
         self._note_peak()
 
     @contextmanager
     def making(self, part: str) -> Iterator[None]:
-        """Let what is made meanwhile belong to `part`."""
+        """Assign tensors that are created in this context to `part`."""
         before, self.part = self.part, part
         try:
             yield
@@ -64,16 +64,16 @@ class LiveMemory(OperatorCounter):
 
     @contextmanager
     def watching_fsdp(self) -> Iterator[None]:
-        """Record FSDP's buffers, and what it resizes, which no operator shows."""
-        own = torch.UntypedStorage.resize_
+        """Track FSDP's buffers, and storages that it resizes, which no operator shows."""
+        original = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int) -> Any:
-            done = own(storage, size)
+            resized = original(storage, size)
             if (known := self._live.get(storage._cdata)) is not None:
                 self._end(storage._cdata)
                 self._begin(storage, known[2])
                 self._note_peak()
-            return done
+            return resized
 
         with (
             patch.object(torch.UntypedStorage, "resize_", resize),
@@ -85,7 +85,7 @@ class LiveMemory(OperatorCounter):
 
     @contextmanager
     def watching_gradients(self, weights: Iterable[Tensor]) -> Iterator[None]:
-        """Record each gradient as soon as the backward pass has stored it with its weight."""
+        """Assign each gradient to its part as soon as the backward pass stores it in its weight."""
 
         def keep(weight: Tensor) -> None:
             self.assign([weight.grad], "gradients")
@@ -108,8 +108,8 @@ class LiveMemory(OperatorCounter):
 
     def _keep(self, tensor: Tensor) -> None:
         super()._keep(tensor)
-        here = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        storage = here.untyped_storage()
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
         known = self._live.get(storage._cdata)
         if known is None or known[0]() is not storage:
             self._end(storage._cdata)

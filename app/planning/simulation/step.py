@@ -1,7 +1,7 @@
-"""Steps of a run by its own code, on the fake device, as rank 0 of ranks that are not there.
+"""Run steps of a run's own code on the fake device, as rank 0 of fake ranks.
 
-Strategy, module, adapter, kernels, loss, clipping and optimizer are those of a training; only what
-compares numbers before the fit is left out, for fakes have none.
+Strategy, module, adapter, kernels, loss, clipping and optimizer are those of a training run. Only
+the checks that compare values before the fit are skipped, since fake tensors have none.
 """
 
 from __future__ import annotations
@@ -55,19 +55,18 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """What steps were found to take on one rank."""
+    """The counts of simulated steps on one rank."""
 
     live: LiveMemory
-    """with the peak of the last step"""
+    """memory, with the peak of the last step, and kernels"""
     accumulated: int
-    """micro-batches that were counted of a step"""
+    """number of micro-batches in the counted step"""
 
 
 def take_steps(config: TrainConfig, run: PlannedRun) -> Steps:
-    """Count an optimizer step of `run`, as it means `config`, after one that made the states."""
+    """Count an optimizer step of `run`, which `config` describes, after one that creates states."""
     micro_batches = min(2, run.accumulation)
-    tokens = run.micro_batch_size * [run.sequence_len]
-    live = LiveMemory(seen=float(sum(length**2 for length in tokens)))
+    live = LiveMemory(num_pairs=float(run.micro_batch_size * run.sequence_len**2))
     with ExitStack() as stack:
         stack.enter_context(_ranks(run.num_ranks))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -75,11 +74,11 @@ def take_steps(config: TrainConfig, run: PlannedRun) -> Steps:
         stack.enter_context(live)
         stack.enter_context(live.watching_fsdp())
         module, optimizer = _begin_fit(config, run, folder, live)
-        # Its rope stands in a module of Python, which the next run would take for the model's own.
+        # Fused rope is patched into a Python module, and would affect the next run.
         stack.callback(unfuse_layers, module.model)
         stack.enter_context(live.watching_modules())
         stack.enter_context(live.watching_gradients(_trained(module)))
-        if isinstance(run.strategy, DdpConfig):  # gradients are views of its buckets from then on
+        if isinstance(run.strategy, DdpConfig):  # makes gradients views of DDP's buckets
             _take_step(module, optimizer, _batch(run), 1, live)
         else:
             for weight in _trained(module):
@@ -95,7 +94,7 @@ def take_steps(config: TrainConfig, run: PlannedRun) -> Steps:
 
 @contextmanager
 def _ranks(num_ranks: int) -> Iterator[None]:
-    """Meet ranks that are not there: what is sent to them is dropped."""
+    """Create a process group with fake ranks; everything sent to them is dropped."""
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     nothing = lambda *_, **__: None  # noqa: E731
     try:
@@ -108,13 +107,13 @@ def _ranks(num_ranks: int) -> Iterator[None]:
                 barrier=nothing,
             ),
             patch("app.strategy.fsdp.log_host_memory", nothing),
-            # What DDP compares and sends before it is wrapped.
+            # Communication of DDP's constructor.
             patch("torch.nn.parallel.distributed._verify_param_shape_across_processes", nothing),
             patch("torch.nn.parallel.distributed._sync_module_states", nothing),
             patch.object(_fsdp_param, "_chunk_with_empty", _first_chunks),
-            patch.object(Fsdp, "_init_mesh", _with_numbers(Fsdp._init_mesh)),
+            patch.object(Fsdp, "_init_mesh", _with_real_tensors(Fsdp._init_mesh)),
             patch.object(Broadcaster, "_parameter", _receive),
-            patch("bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module", _give_state),
+            patch("bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module", _set_state),
         ):
             yield
     finally:
@@ -122,43 +121,44 @@ def _ranks(num_ranks: int) -> Iterator[None]:
 
 
 def _first_chunks(tensor: torch.Tensor, number: int, dim: int) -> list[torch.Tensor]:
-    """Return the first chunk in place of each: rank 0 looks at no other, and a tensor for each of
-    them would take half of the time of many ranks.
+    """Return the first chunk in place of all chunks, of which rank 0 uses no other.
+
+    With many ranks, creating a tensor for each would take half of the time.
     """
     length = -(-tensor.shape[dim] // number)
     return [tensor.narrow(dim, 0, min(length, tensor.shape[dim]))] * number
 
 
-def _with_numbers(make: Callable[..., None]) -> Callable[..., None]:
-    """Let a mesh be made of numbers, which are its ranks."""
+def _with_real_tensors(function: Callable[..., None]) -> Callable[..., None]:
+    """Run a function outside of fake mode: the tensor of a mesh holds the numbers of its ranks."""
 
-    def made(*given: Any) -> None:
+    def wrapped(*args: Any) -> None:
         with _disable_current_modes():
-            make(*given)
+            function(*args)
 
-    return made
+    return wrapped
 
 
 def _receive(self: Broadcaster, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return the weight as it arrives; its class is not looked at, for fakes have their own."""
+    """Return a weight as received; does not check its class, as fake tensors have their own."""
     full = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
     return torch.nn.Parameter(full, parameter.requires_grad)
 
 
-def _give_state(layer: Any) -> None:
-    """Give a gathered 4-bit weight its scales; bitsandbytes' own class takes no fake."""
+def _set_state(layer: Any) -> None:
+    """Attach the scales to a gathered 4-bit weight; bitsandbytes' class rejects fake tensors."""
     layer.weight.quant_state = layer.quant_state
 
 
-def _sent(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return DDP's bucket as it comes back."""
+def _reduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return DDP's bucket as a communication hook does, without communication."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 class _KeptBuckets:
-    """DDP's reducer, which does not put its buckets in order anew: rank 0 would send numbers."""
+    """DDP's reducer without rebuilding buckets, for which rank 0 would send values."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -173,7 +173,7 @@ class _KeptBuckets:
 def _begin_fit(
     config: TrainConfig, run: PlannedRun, folder: Path, live: LiveMemory
 ) -> tuple[FinetuneModule, Optimizer]:
-    """Build what `app.train` would fit, up to its first batch."""
+    """Build the module and the optimizer as `app.train` does before the first batch."""
     devices, nodes = run.hardware.gpus_per_node, run.num_nodes
     env = Environment(
         accelerator="gpu",
@@ -208,14 +208,14 @@ def _begin_fit(
     start_fit(module)
     if strategy.shards_weights is False and run.num_ranks > 1:
         strategy.configure_ddp()
-        strategy.model.register_comm_hook(None, lambda _, bucket: _sent(bucket))
-        strategy.model.logger = Mock()  # its own would read a GPU's clock
+        strategy.model.register_comm_hook(None, lambda _, bucket: _reduce(bucket))
+        strategy.model.logger = Mock()  # DDP's logger would read a GPU's clock
         strategy.model.reducer = _KeptBuckets(strategy.model.reducer)
     return module, optimizer
 
 
 def _base(config: ModelConfig, folder: Path) -> ModelConfig:
-    """Return a base of which only the config.json is there."""
+    """Return a base that has only a config.json."""
     if config.path is not None and Path(config.path).is_dir():
         return config
     file = folder / "config.json"
@@ -233,11 +233,10 @@ def _module(
     architecture = load_architecture(model)
     backend = choose_backend(config.attention, architecture, "gpu", run.precision).backend
     if backend == "flex":
-        raise FakeDeviceError("flex attention is compiled for a GPU that is there")
+        raise FakeDeviceError("flex attention is compiled for a real GPU")
     if "linear_attention" in (getattr(architecture.get_text_config(), "layer_types", None) or ()):
         raise FakeDeviceError(
-            f"the kernels of {architecture.model_type}'s recurrent layers are not known to a GPU "
-            "that is not there"
+            f"the kernels of {architecture.model_type}'s recurrent layers cannot be simulated"
         )
     build = partial(
         build_model,
@@ -269,8 +268,8 @@ def _module(
 
 
 def _build_placed(build: Callable[[], Any], place_on: torch.device, **_: Any) -> Any:
-    """Build a model whose weights are fakes on a device, from where a strategy shards them."""
-    with _disable_current_modes():  # bitsandbytes' own class takes no fake
+    """Build a model with fake weights on a device, from which a strategy shards them."""
+    with _disable_current_modes():  # bitsandbytes' class rejects fake tensors
         model = build()
     place(model, place_on)
     return model
@@ -313,7 +312,7 @@ def _states(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _batch(run: PlannedRun) -> Batch:
-    """Return a micro-batch of full packs, each one document whose every token is trained on."""
+    """Return a micro-batch of full packs, each with one document that is trained on entirely."""
     rows, length = 1, run.micro_batch_size * run.sequence_len
     lengths = [[run.sequence_len] * run.micro_batch_size]
     if run.model.is_pair or run.keeps_scores:
@@ -338,7 +337,7 @@ def _batch(run: PlannedRun) -> Batch:
 
 
 def place(model: torch.nn.Module, device: torch.device = DEVICE) -> None:
-    """Give every weight and buffer on `meta` a place on `device`."""
+    """Replace every weight and buffer on `meta` by an empty one on `device`."""
     from bitsandbytes.nn import Params4bit
 
     placed: dict[int, torch.nn.Parameter] = {}
@@ -361,7 +360,7 @@ def _place(_: Any, weight: torch.nn.Parameter, device: torch.device) -> torch.nn
 
 
 def _pack(layer: Any, weight: Any, device: torch.device) -> torch.nn.Parameter:
-    """Quantize a 4-bit weight; a plain parameter, for bitsandbytes' own class takes no fake."""
+    """Quantize a 4-bit weight to a plain parameter; bitsandbytes' class rejects fake tensors."""
     from bitsandbytes.functional import quantize_4bit
 
     packed, state = quantize_4bit(
@@ -380,12 +379,12 @@ def _pack(layer: Any, weight: Any, device: torch.device) -> torch.nn.Parameter:
 
 
 def start_fit(module: FinetuneModule) -> None:
-    """Fuse layers as a fit does; that the kernels are equal is taken for granted.
+    """Run the module's `on_fit_start` without comparing values, which fake tensors do not have.
 
-    What compares the numbers of attention and head is left out: a fake has none.
+    Layers are fused as in a fit; the kernels are assumed to be correct.
     """
     with (
-        patch.object(module, "_probe_attention", lambda _: free_hybrid(module)),
+        patch.object(module, "_probe_attention", lambda _: _hide_boundaries(module)),
         patch("app.training.module.check_head_loss"),
         patch("app.model.kernels._is_equal", _is_same_function),
         patch("app.training.module.check_same_step"),
@@ -394,17 +393,17 @@ def start_fit(module: FinetuneModule) -> None:
 
 
 def _is_same_function(forward: Any, *_: Any) -> bool:
-    """Return whether a kernel computes what its module does: Liger's gate is of SiLU."""
+    """Return whether a kernel computes the same function as its module: Liger's gate uses SiLU."""
     if not isinstance(forward, FusedGate):
         return True
-    parts = forward.module.children()  # Llama 4 has another name for the function
+    parts = forward.module.children()  # the attribute of the activation has several names
     return any("silu" in type(part).__name__.lower() for part in parts)
 
 
-def free_hybrid(module: FinetuneModule) -> None:
-    """Let a hybrid's mixers run document by document, as where no kernels of theirs are installed.
+def _hide_boundaries(module: FinetuneModule) -> None:
+    """Have a hybrid's mixers run document by document, as if their kernels were not installed.
 
-    That boundaries are not taken is then a ValueError, which needs no numbers to be seen.
+    Mixers that ignore document boundaries then raise a ValueError, which fake tensors can show.
     """
     from app.model.attention import hide_boundaries_from_mixers, mixer_search
 
