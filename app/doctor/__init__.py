@@ -1,6 +1,6 @@
-"""Doctor: what is wrong with this machine, and how fast its ranks talk.
+"""Doctor: check this machine, and measure the bandwidth between ranks.
 
-`facts` reads the machine, `imports` tries the packages, `rows` judges them; `bandwidth` times
-messages between ranks and `needs` says what a training's step sends of them. A package's own verb:
-`python -m app.doctor`.
+`facts` reads the machine, `imports` tries to import packages, `rows` turns both into findings;
+`bandwidth` times collectives between ranks, and `needs` estimates what a training step sends.
+`python -m app.doctor` runs it.
 """

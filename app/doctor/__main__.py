@@ -1,7 +1,7 @@
-"""Doctor: what is wrong with this machine, and how fast its ranks talk.
+"""The doctor verb: check this machine, and measure the bandwidth between ranks.
 
 `python -m app.doctor`, or `torchrun --nproc-per-node=2 -m app.doctor +experiment=llama8b`. Exit
-code 3 where something would stop a run.
+code 3 if something would stop a run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from app.config import PlanConfig, load_config
 from app.config.dispatch import version
 from app.config.plain import run_plain_verb
 from app.doctor import bandwidth
-from app.doctor.facts import Facts, folders_of, read_facts
+from app.doctor.facts import Facts, read_facts, run_folders
 from app.doctor.needs import (
     Needs,
     estimate_needs,
     hardware_of_ranks,
-    judge_link,
-    judge_needs,
+    list_link_rows,
+    list_step_rows,
 )
 from app.doctor.rows import MALICIOUS, OK, PROBLEM, Row, compare_machines, list_rows
 from app.process.environment import keep_streams, quiet_libraries
@@ -39,26 +39,27 @@ STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 @dataclass(kw_only=True, slots=True)
 class DoctorConfig:
-    """Say what is wrong with this machine; under torchrun or srun, how fast its ranks talk.
+    """Check this machine; under torchrun or srun also measure the bandwidth between ranks.
 
-    --json prints the same and more as JSON. Further words are those of a training, as
-    +experiment=llama8b strategy=zero3 output.dir=runs/1: its folders are looked at, and what its
-    step sends stands beside what was measured. Exit code 3: something would stop a run.
+    --json prints the findings and more as JSON. The overrides of a training run, such as
+    +experiment=llama8b strategy=zero3 output.dir=runs/1, are accepted as well: its folders are
+    checked, and the communication of its step is compared with the measured bandwidth. Exit code 3
+    if something would stop a run.
     """
 
     hub: bool = False
-    """also whether the Hugging Face hub can be reached; nothing is sent unless asked"""
+    """also check whether the Hugging Face hub can be reached; otherwise nothing is sent"""
     seconds: int = 60
-    """that measuring the bandwidth between ranks may take"""
+    """time limit of the bandwidth measurement between ranks, in seconds"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """All that is printed."""
+    """All results of a check."""
 
     machines: tuple[Facts, ...]
     rows: tuple[Row, ...]
-    measured: tuple[bandwidth.Measured, ...] = ()
+    measured: tuple[bandwidth.Measurement, ...] = ()
     needs: Needs | None = None
 
     @property
@@ -68,43 +69,43 @@ class Findings:
 
 
 def examine(config: DoctorConfig, run: PlanConfig) -> Findings:
-    """Look at this machine, or at all machines of the ranks that were launched, on each rank."""
+    """Check this machine, or all machines of the launched ranks; called on each rank."""
     launch = read_launch()
     if (launch.num_ranks or 1) == 1:
         facts = _read(config, run, imports=True)
-        return Findings(machines=(facts,), rows=tuple(_judge(facts, run)))
-    with bandwidth.lost_ranks_named():
+        return Findings(machines=(facts,), rows=tuple(_list_rows(facts, run)))
+    with bandwidth.report_lost_ranks():
         world = bandwidth.join_world()
-        # What is imported here has shown that it can be; the first of each machine looks.
+        # The first rank of each machine reads it. Connecting has already imported the packages.
         own = _read(config, run, imports=False) if is_first_here() else None
-        machines = tuple(one for one in bandwidth.gather(own) if one is not None)
+        machines = tuple(facts for facts in bandwidth.gather(own) if facts is not None)
         skews = bandwidth.measure_skews()
         measured = tuple(bandwidth.measure(world, config.seconds))
-    rows = _judge(machines[0], run)
+    rows = _list_rows(machines[0], run)
     for other in machines[1:]:
         rows += [
             dataclasses.replace(row, what=f"{other.host}: {row.what}")
-            for row in _judge(other, run)
+            for row in _list_rows(other, run)
             if row.status != OK
         ]
     rows += compare_machines(machines, skews)
     hardware = hardware_of_ranks(
         run.hardware, machines[0].machine, world.ranks_here, world.num_nodes
     )
-    rows += judge_link(measured, hardware)
+    rows += list_link_rows(measured, hardware)
     needs = None
     if run.model.path is not None or run.model.architecture:
         needs = estimate_needs(run, hardware, measured)
-        rows += judge_needs(needs)
+        rows += list_step_rows(needs)
     return Findings(machines=machines, rows=tuple(rows), measured=measured, needs=needs)
 
 
 def _read(config: DoctorConfig, run: PlanConfig, *, imports: bool) -> Facts:
-    folders = folders_of(run.output.dir, run.data.cache_dir)
-    return read_facts(folders, list(MALICIOUS), asks_hub=config.hub, imports=imports)
+    folders = run_folders(run.output.dir, run.data.cache_dir)
+    return read_facts(folders, list(MALICIOUS), checks_hub=config.hub, imports=imports)
 
 
-def _judge(facts: Facts, run: PlanConfig) -> list[Row]:
+def _list_rows(facts: Facts, run: PlanConfig) -> list[Row]:
     trainer = run.trainer
     return list_rows(
         facts, precision=trainer.precision, uses_gpus=trainer.accelerator in ("auto", "gpu")
@@ -117,10 +118,10 @@ def as_json(findings: Findings) -> str:
     document: dict[str, Any] = {
         "ok": findings.is_good,
         "rows": [dataclasses.asdict(row) for row in findings.rows],
-        "versions": {one.host: one.versions for one in findings.machines},
+        "versions": {facts.host: facts.versions for facts in findings.machines},
         "bandwidth": [
-            dataclasses.asdict(one) | {"gb_per_second": one.gb_per_second}
-            for one in findings.measured
+            dataclasses.asdict(measurement) | {"gb_per_second": measurement.gb_per_second}
+            for measurement in findings.measured
         ],
         "needs": None if needs is None else dataclasses.asdict(needs) | {"seconds": needs.seconds},
     }
@@ -128,7 +129,7 @@ def as_json(findings: Findings) -> str:
 
 
 def print_findings(findings: Findings) -> None:
-    """Print the table of rows, and those of the bandwidth where ranks were launched."""
+    """Print the table of findings, and the bandwidth tables if ranks were launched."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -155,17 +156,18 @@ def print_findings(findings: Findings) -> None:
         console.print(f"nothing would stop a run; {bad} warning{'s' * (bad != 1)}")
 
 
-def _print_bandwidth(console: Any, measured: Sequence[bandwidth.Measured]) -> None:
+def _print_bandwidth(console: Any, measured: Sequence[bandwidth.Measurement]) -> None:
     by_size: dict[int, dict[str, str]] = {}
-    for one in measured:
-        by_size.setdefault(one.num_bytes, {})[one.kind] = bandwidth.format_speed(one.gb_per_second)
+    for each in measured:
+        cells = by_size.setdefault(each.num_bytes, {})
+        cells[each.kind] = bandwidth.format_speed(each.gb_per_second)
     rows = []
     for size, cells in by_size.items():
         mebibytes = size // bandwidth.MIB
         name = f"{mebibytes} MiB" if mebibytes < 1024 else f"{mebibytes // 1024} GiB"
         rows.append((name, *(cells.get(kind, "-") for kind in bandwidth.KINDS)))
-    title = f"bus bandwidth of {measured[0].num_ranks} ranks, GB/s (as nccl-tests count it)"
-    _print_table(console, title, ("message", *bandwidth.KINDS), rows, names=1)
+    title = f"bus bandwidth of {measured[0].num_ranks} ranks, GB/s (as in nccl-tests)"
+    _print_table(console, title, ("message", *bandwidth.KINDS), rows, num_text_columns=1)
 
 
 def _print_needs(console: Any, needs: Needs) -> None:
@@ -180,22 +182,29 @@ def _print_needs(console: Any, needs: Needs) -> None:
         )
         for need in needs.needs
     ]
-    columns = ("what", "by", "times", "GB a rank", "x weights", "seconds")
-    _print_table(console, f"what a step under {needs.strategy} sends", columns, rows, names=2)
+    columns = ("tensors", "collective", "times", "GB per rank", "x weights", "seconds")
+    title = f"communication of a step under {needs.strategy}"
+    _print_table(console, title, columns, rows, num_text_columns=2)
     rule = "" if needs.rule_seconds is None else f", {needs.rule_seconds:.3g} s"
     console.print(
-        f"48 x M / N, of full sharding: {needs.rule_gbit:,.3g} Gbit a node and micro-step{rule}"
+        f"rule of thumb for full sharding, 48 x M / N: {needs.rule_gbit:,.3g} Gbit per node and "
+        f"micro-batch{rule}"
     )
 
 
 def _print_table(
-    console: Any, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: int
+    console: Any,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    num_text_columns: int,
 ) -> None:
-    """Print rows below a title, numbers to the right; the first `names` columns hold none."""
+    """Print a table with a title; columns after the first text columns are right-aligned."""
     from rich.table import Table
 
     table = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
-    for column in table.columns[names:]:
+    for column in table.columns[num_text_columns:]:
         column.justify = "right"
     for row in rows:
         table.add_row(*row)
@@ -203,19 +212,19 @@ def _print_table(
     console.print(table)
 
 
-def doctor(config: DoctorConfig, words: Sequence[str], *, json_asked: bool) -> None:
-    """Print what is found; SystemExit with code 3 where something would stop a run."""
+def doctor(config: DoctorConfig, overrides: Sequence[str], *, prints_json: bool) -> None:
+    """Print the findings; SystemExit with code 3 if something would stop a run."""
     if is_first_rank():
         print(
-            f"loft {version()} on {socket.gethostname()}: looking at packages, devices, disks ...",
-            file=sys.stderr if json_asked else sys.stdout,
+            f"loft {version()} on {socket.gethostname()}: checking packages, devices, disks ...",
+            file=sys.stderr if prints_json else sys.stdout,
             flush=True,
         )
-    run = load_config("plan", list(words))
+    run = load_config("plan", list(overrides))
     assert isinstance(run, PlanConfig)
     findings = examine(config, run)
     if is_first_rank():
-        print(as_json(findings), flush=True) if json_asked else print_findings(findings)
+        print(as_json(findings), flush=True) if prints_json else print_findings(findings)
     if not findings.is_good:
         raise SystemExit(ENVIRONMENT_ERROR)
 
@@ -224,16 +233,16 @@ def run_doctor(words: Sequence[str]) -> int:
     """Run the verb; return its exit code."""
     keys = {field.name for field in dataclasses.fields(DoctorConfig)}
     own = [word for word in words if word.partition("=")[0] in keys or word in ("--help", "-h")]
-    of_run = [word for word in words if word not in (*own, AS_JSON)]
+    run_overrides = [word for word in words if word not in (*own, AS_JSON)]
 
     def start(config: DoctorConfig) -> None:
-        doctor(config, of_run, json_asked=AS_JSON in words)
+        doctor(config, run_overrides, prints_json=AS_JSON in words)
 
     return run_plain_verb("doctor", DoctorConfig, start, own)
 
 
 if __name__ == "__main__":
     keep_streams()
-    quiet_libraries(offline=False)  # else it would seem that the user had set it
+    quiet_libraries(offline=False)  # so that HF_HUB_OFFLINE is reported as the user has set it
     install_signal_handlers()
     end_process(run_doctor(sys.argv[1:]))

@@ -1,7 +1,7 @@
-"""How fast the launched ranks send each other messages, by collective and size.
+"""Measure the bandwidth between the launched ranks, by collective and message size.
 
-Bus bandwidth as NVIDIA's nccl-tests define it (doc/PERFORMANCE.md): the same for any number of
-ranks, so that it can be laid beside a link's nominal bandwidth.
+Bus bandwidth as defined by NVIDIA's nccl-tests (doc/PERFORMANCE.md): it does not depend on the
+number of ranks, so that it can be compared with a link's nominal bandwidth.
 """
 
 from __future__ import annotations
@@ -30,69 +30,70 @@ KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 MIB = 2**20
 SIZES = tuple(MIB * 4**power for power in range(7))
 """1 MiB to 4 GiB"""
-GROWTH = 4
-MOST_TIMES, LEAST_TIMES = 20, 3
-"""that a message of a size is sent for a figure"""
-AIMED_SECONDS = 0.5
-"""of a figure, where a message takes less"""
+SIZE_FACTOR = 4
+"""ratio of two consecutive sizes"""
+MAX_REPEATS, MIN_REPEATS = 20, 3
+"""number of times that a message is sent for one figure"""
+TARGET_SECONDS = 0.5
+"""duration of one measurement, unless MIN_REPEATS messages take longer"""
 MEMORY_SHARE = 0.25
-"""of what is free on a rank, for its buffers; gloo keeps copies"""
-BUFFERS = 2
-"""of the size of a message: what is sent, and what comes"""
+"""share of a rank's free memory for its buffers; gloo keeps copies of them"""
+NUM_BUFFERS = 2
+"""buffers of the size of a message: one to send and one to receive"""
 CONNECT_SECONDS = 120
 WAIT_SECONDS = 60.0
-"""that a message may take beyond what is expected, after which a rank hangs"""
+"""time beyond the expected duration after which a rank counts as hanging"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """The ranks that were launched."""
+    """The launched ranks, and this rank's place among them."""
 
     rank: int
     num_ranks: int
     ranks_here: int
-    """of this machine"""
+    """number of ranks on this machine"""
     device: torch.device
 
     @property
     def num_nodes(self) -> int:
-        """Machines, each with as many ranks."""
+        """Number of machines, which all have the same number of ranks."""
         return max(1, self.num_ranks // self.ranks_here)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """One figure: how long a message took on the slowest rank."""
+class Measurement:
+    """The duration of one collective on the slowest rank."""
 
     kind: str
     num_bytes: int
-    """of the whole tensor"""
+    """bytes of the full tensor"""
     seconds: float
     num_ranks: int
 
     @property
     def gb_per_second(self) -> float:
-        """Bus bandwidth."""
+        """Bus bandwidth in GB/s."""
         return bus_bandwidth(self.kind, self.num_bytes, self.seconds, self.num_ranks)
 
 
 def bus_bandwidth(kind: str, num_bytes: float, seconds: float, num_ranks: int) -> float:
-    """Return GB/s that each rank's link carries in one direction.
+    """Return the GB/s that each rank's link carries in one direction.
 
-    `num_bytes` is the tensor that is reduced, the one that all have gathered or that is scattered,
-    or what a rank sends to all, its own part included.
+    `num_bytes`: size of the full tensor that is reduced, gathered or scattered; for an all-to-all,
+    the bytes that a rank sends to all ranks, including itself.
     """
     passes = 2 if kind == ALL_REDUCE else 1
     return passes * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9
 
 
 def format_speed(gb_per_second: float) -> str:
-    """Format GB/s with three digits, of slow links too."""
+    """Format GB/s with three significant digits."""
     return f"{gb_per_second:,.0f}" if gb_per_second >= 100 else f"{gb_per_second:.3g}"
 
 
 def join_world() -> World:
-    """Connect the ranks that torchrun or srun have started; UserError where that cannot be."""
+    """Connect the ranks started by torchrun or srun; UserError if that is not possible."""
     import torch
     import torch.distributed as dist
 
@@ -100,8 +101,9 @@ def join_world() -> World:
     if launch.detected_by == "SLURM_NTASKS":
         if "MASTER_ADDR" not in os.environ:
             raise UserError(
-                "srun starts ranks that must find each other; before it type: export MASTER_PORT="
-                '29500 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+                "srun does not tell its ranks where rank 0 is; before srun, type: export "
+                'MASTER_PORT=29500 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | '
+                "head -n 1)"
             )
         os.environ |= {
             "RANK": os.environ["SLURM_PROCID"],
@@ -112,70 +114,71 @@ def join_world() -> World:
     num_ranks, own = int(os.environ["WORLD_SIZE"]), local_rank()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        asked, num_gpus = launch.ranks_here or own + 1, torch.cuda.device_count()
-        if asked > num_gpus:
+        ranks_here, num_gpus = launch.ranks_here or own + 1, torch.cuda.device_count()
+        if ranks_here > num_gpus:
             visible = f"{num_gpus} GPU{' is' if num_gpus == 1 else 's are'} visible"
             raise UserError(
-                f"{asked} ranks were started on this machine, {visible}; type make bandwidth "
-                f"RANKS={num_gpus}, or --nproc-per-node={num_gpus} (--ntasks-per-node={num_gpus})"
+                f"{ranks_here} ranks were started on this machine, but {visible}; type make "
+                f"bandwidth RANKS={num_gpus}, or --nproc-per-node={num_gpus} "
+                f"(--ntasks-per-node={num_gpus})"
             )
         device = torch.device("cuda", own)
         torch.cuda.set_device(device)
-    # Its hosts are not known yet: an interface that reaches rank 0 from another machine is right.
+    # The number of machines is not known yet; 1 allows the loopback interface as well.
     choose_gloo_interface(os.environ["MASTER_ADDR"], 1)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=CONNECT_SECONDS))
     hosts = gather(os.uname().nodename)
-    # torchrun says how many it has started here; srun's are counted.
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(os.uname().nodename)))
-    return World(rank=dist.get_rank(), num_ranks=num_ranks, ranks_here=here, device=device)
+    # torchrun sets the number of ranks on this machine; for srun they are counted.
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(os.uname().nodename)))
+    return World(rank=dist.get_rank(), num_ranks=num_ranks, ranks_here=num_local, device=device)
 
 
 def gather(value: Any) -> list[Any]:
     """Return the values of all ranks, on every rank."""
     import torch.distributed as dist
 
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def measure_skews() -> list[float]:
     """Return the seconds by which the clock of each rank is behind that of rank 0."""
     import torch.distributed as dist
 
-    gather(None)  # the first message also connects
+    gather(None)  # the first message also sets up connections
     dist.barrier()
     times = gather(time.time())
-    return [times[0] - one for one in times]
+    return [times[0] - own for own in times]
 
 
-def measure(world: World, seconds: float) -> list[Measured]:
+def measure(world: World, seconds: float) -> list[Measurement]:
     """Time each collective, from the smallest message to the largest that fits memory and time.
 
-    What is measured next is the same on all ranks: it follows from times that are the slowest's.
+    All ranks take the same decisions, since these depend on the times of the slowest rank.
     """
-    found: list[Measured] = []
+    measured: list[Measurement] = []
     spent, largest = 0.0, _largest_message(world)
     for size in SIZES:
         for index, kind in enumerate(KINDS):
-            before = next((one for one in reversed(found) if one.kind == kind), None)
-            expected = GROWTH * before.seconds if before is not None else 0.0
+            previous = next((each for each in reversed(measured) if each.kind == kind), None)
+            expected = SIZE_FACTOR * previous.seconds if previous is not None else 0.0
             share = (seconds - spent) / (len(KINDS) - index)
-            if size > largest or (1 + LEAST_TIMES) * expected > share:
+            if size > largest or (1 + MIN_REPEATS) * expected > share:
                 continue
-            if before is not None and before.num_bytes * GROWTH < size:
-                continue  # the size before took too long
-            times, took = _time(world, kind, size, expected)
-            spent += took
-            found.append(
-                Measured(kind=kind, num_bytes=size, seconds=times, num_ranks=world.num_ranks)
+            if previous is not None and previous.num_bytes * SIZE_FACTOR < size:
+                continue  # the previous size took too long
+            duration, total = _time(world, kind, size, expected)
+            spent += total
+            measured.append(
+                Measurement(kind=kind, num_bytes=size, seconds=duration, num_ranks=world.num_ranks)
             )
-    return found
+    return measured
 
 
 def _largest_message(world: World) -> int:
-    """Return the bytes of a message for which the rank with the least memory has room."""
+    """Return the largest message size in bytes that fits the rank with the least memory."""
     import torch
     import torch.distributed as dist
 
@@ -183,23 +186,24 @@ def _largest_message(world: World) -> int:
         free = float(torch.cuda.mem_get_info(world.device)[0])
     else:
         free = host_memory()[0] / world.ranks_here
-    room = torch.tensor([MEMORY_SHARE * free / BUFFERS], dtype=torch.float64, device=world.device)
-    dist.all_reduce(room, op=dist.ReduceOp.MIN)
-    return int(room.item())
+    room = MEMORY_SHARE * free / NUM_BUFFERS
+    smallest = torch.tensor([room], dtype=torch.float64, device=world.device)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return int(smallest.item())
 
 
 def _time(world: World, kind: str, size: int, expected: float) -> tuple[float, float]:
-    """Return the seconds of one message, on the slowest rank, and of all that were sent."""
+    """Return the seconds of one message and of all messages sent, on the slowest rank."""
     import torch
     import torch.distributed as dist
 
     send = _operation(world, kind, size)
-    limit = WAIT_SECONDS + MOST_TIMES * 10 * expected
+    limit = WAIT_SECONDS + MAX_REPEATS * 10 * expected
     with _watched(kind, size, limit):
-        # Once to warm up; what that takes also says how often to send.
+        # A warm-up, whose duration also determines the number of repeats.
         first = _slowest(world, _seconds(world, send, 1))
-        times = round(AIMED_SECONDS / max(first, 1e-6))
-        times = min(MOST_TIMES, max(LEAST_TIMES, times))
+        times = round(TARGET_SECONDS / max(first, 1e-6))
+        times = min(MAX_REPEATS, max(MIN_REPEATS, times))
         taken = _slowest(world, _seconds(world, send, times))
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -227,13 +231,13 @@ def _slowest(world: World, seconds: float) -> float:
     import torch
     import torch.distributed as dist
 
-    time_of_all = torch.tensor([seconds], dtype=torch.float64, device=world.device)
-    dist.all_reduce(time_of_all, op=dist.ReduceOp.MAX)
-    return float(time_of_all.item())
+    slowest = torch.tensor([seconds], dtype=torch.float64, device=world.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.item())
 
 
 def _operation(world: World, kind: str, size: int) -> Callable[[], object]:
-    """Return what sends a message of `size` bytes, of numbers that stay finite when summed."""
+    """Return a function that runs the collective on a tensor of `size` bytes of zeros."""
     import torch
     import torch.distributed as dist
 
@@ -243,8 +247,8 @@ def _operation(world: World, kind: str, size: int) -> Callable[[], object]:
     if kind == ALL_REDUCE:
         return lambda: dist.all_reduce(whole)
     if kind == ALL_TO_ALL:
-        came = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(came, whole)
+        received = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(received, whole)
     part = torch.zeros(each, dtype=torch.float32, device=world.device)
     if kind == ALL_GATHER:
         return lambda: dist.all_gather_into_tensor(whole, part)
@@ -253,12 +257,12 @@ def _operation(world: World, kind: str, size: int) -> Callable[[], object]:
 
 @contextmanager
 def _watched(kind: str, size: int, limit: float) -> Iterator[None]:
-    """End this process with a sentence where the messages take longer than `limit` seconds."""
+    """End this process with an error message if the context takes longer than `limit` seconds."""
 
-    def give_up() -> None:  # a collective does not return: no error could be raised
+    def give_up() -> None:  # a hanging collective does not return, so no error can be raised
         print(
             f"error (the environment): bandwidth: {kind} of {size // MIB} MiB has not ended after "
-            f"{limit:.0f} s: a rank hangs, or a link is cut; look at the ranks that print nothing",
+            f"{limit:.0f} s: a rank hangs, or a link is cut; check the ranks that print nothing",
             file=sys.stderr,
             flush=True,
         )
@@ -274,10 +278,10 @@ def _watched(kind: str, size: int, limit: float) -> Iterator[None]:
 
 
 @contextmanager
-def lost_ranks_named() -> Iterator[None]:
-    """Raise a sentence for what torch says after another rank has ended.
+def report_lost_ranks() -> Iterator[None]:
+    """Replace torch's error after another rank has ended by a plain message.
 
-    On the first two ranks alone, one of which is there: the others end without a word.
+    Only on the first two ranks, one of which is still alive; the others end silently.
     """
     try:
         yield
@@ -288,7 +292,7 @@ def lost_ranks_named() -> Iterator[None]:
             raise SystemExit(ENVIRONMENT_ERROR) from error
         raise DeviceError(
             [
-                "bandwidth: another rank has ended, or its machine cannot be reached; what it "
-                "printed itself says why (torchrun names it by its exit code)"
+                "bandwidth: another rank has ended, or its machine cannot be reached; its own "
+                "output has the reason (torchrun reports the rank and its exit code)"
             ]
         ) from error

@@ -1,12 +1,14 @@
-"""What this machine is, read once and judged elsewhere: packages, GPUs, memory, disks, clock, hub.
+"""Read the facts about this machine: packages, GPUs, memory, disks, clock and hub.
 
-Imports nothing heavy, and changes nothing but files of its own that it removes.
+Imports nothing heavy, and changes nothing except for temporary files that it removes. `rows` rates
+the facts.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import itertools
 import os
 import platform
 import resource
@@ -30,128 +32,130 @@ PROGRAM = "loft"
 SHARED_MEMORY = Path("/dev/shm")
 PCI = Path("/sys/bus/pci/devices")
 NVIDIA, DISPLAY = "0x10de", "0x03"
-"""vendor of a PCI device, and how the class of a GPU begins"""
+"""PCI vendor id of NVIDIA, and prefix of the PCI class of GPUs"""
 MANAGEMENT_LIBRARY = "libnvidia-ml.so.1"
 NVLINK_CAPABILITY = 2
-"""of nvmlGpuP2PCapsIndex_t: two GPUs reach each other by NVLink"""
+"""value of nvmlGpuP2PCapsIndex_t for NVLink between two GPUs"""
 LEVELS = ((10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS"))
-"""nvmlGpuTopologyLevel_t, in the words of `nvidia-smi topo -m`; the last is the slowest"""
+"""values of nvmlGpuTopologyLevel_t and their names in `nvidia-smi topo -m`, fastest first"""
 TEMPORARY = "TMPDIR"
-"""the folder that must be there: programs that do not find it choose others, or fail"""
+"""name of the only folder that must exist: without it programs use other folders, or fail"""
 PROBE_BYTES = 2**20
+"""size of the file that is written to test a folder"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Package:
-    """A package that this program uses, and what is installed of it."""
+    """A package that this program uses, and its installed version."""
 
     name: str
     version: str | None
-    """None where it is not installed"""
+    """installed version; None if it is not installed"""
     required: str = ""
-    """versions that this program takes, as in its own metadata"""
+    """required versions, from this program's metadata"""
     extra: str | None = None
-    """the extra that it belongs to; None for one that every run needs"""
-    takes: bool = True
-    """whether the version is one of those"""
+    """the extra that it belongs to; None for a package that every run needs"""
+    is_supported: bool = True
+    """whether the installed version is one of the required versions"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Folder:
-    """A folder that a run writes to, which need not exist yet."""
+    """A folder that a run writes to; it need not exist yet."""
 
     what: str
     path: str
     free_gib: float = 0.0
     failure: str = ""
-    """why nothing can be written there"""
+    """why the folder cannot be written to; empty if it can"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hub:
-    """The Hugging Face hub, as a run would ask it."""
+    """Access to the Hugging Face hub."""
 
     has_token: bool = False
     is_offline: bool = False
-    """HF_HUB_OFFLINE is set"""
+    """whether HF_HUB_OFFLINE is set"""
     address: str = ""
-    """empty where it was not asked"""
+    """address that was tested; empty if none was"""
     failure: str | None = None
+    """why the address cannot be reached; None if it can"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """A machine, as far as a run depends on it."""
+    """The properties of a machine that matter for a run."""
 
     host: str
     python: str
     requires_python: str = ""
-    takes_python: bool = True
+    supports_python: bool = True
     is_installed: bool = True
-    """whether this program's own metadata are there"""
+    """whether this program itself is installed"""
     packages: tuple[Package, ...] = ()
     suspects: dict[str, str] = field(default_factory=dict)
-    """installed versions of the packages of which malicious releases are known"""
+    """installed versions of packages with known malicious releases"""
     imports: Imports = field(default_factory=Imports)
     machine: Machine = field(default_factory=Machine)
     num_pci_gpus: int = 0
-    """NVIDIA's GPUs on the PCI bus, with or without a driver"""
+    """number of NVIDIA GPUs on the PCI bus, with or without a driver"""
     links: dict[str, str] = field(default_factory=dict)
-    """'0-1' -> NVLink, or a word of `nvidia-smi topo -m`"""
+    """'0-1' -> NVLink, or a link name of `nvidia-smi topo -m`"""
     memory_gib: float = 0.0
-    """of this machine, or of the container that this process is in"""
+    """memory of this machine, or of the container of this process"""
     memory_left_gib: float = 0.0
+    """free memory"""
     shared_memory_gib: float | None = None
-    """room of /dev/shm, None where there is none"""
+    """free space of /dev/shm; None if it does not exist"""
     folders: tuple[Folder, ...] = ()
     open_files: tuple[int, int] = (0, 0)
-    """limits: now, and that a user may set"""
+    """soft and hard limit of open files"""
     wall: float = 0.0
-    """seconds since 1970"""
+    """wall clock time, in seconds since 1970"""
     newest_file: float = 0.0
-    """when the newest of the packages was installed, by the same clock"""
+    """time at which the newest package was installed, in seconds since 1970"""
     drift: float = 0.0
-    """seconds by which the wall clock went faster than the monotonic one while this was read"""
+    """seconds by which the wall clock advanced more than the monotonic clock during the check"""
     launch_problems: tuple[str, ...] = ()
     hub: Hub = field(default_factory=Hub)
 
     @property
     def versions(self) -> dict[str, str]:
-        """Installed versions by package, Python's among them."""
-        found = {one.name: one.version for one in self.packages if one.version is not None}
-        return {"python": self.python} | found
+        """Installed versions by package, including Python."""
+        packages = {each.name: each.version for each in self.packages if each.version is not None}
+        return {"python": self.python} | packages
 
 
 def read_facts(
-    folders: dict[str, Path], suspects: Sequence[str], *, asks_hub: bool, imports: bool
+    folders: dict[str, Path], suspects: Sequence[str], *, checks_hub: bool, imports: bool
 ) -> Facts:
-    """Read this machine; takes seconds where `imports` are tried.
+    """Read the facts about this machine; takes seconds if `imports` are tried.
 
-    `folders`: those that a run writes to, by what they are; `suspects`: packages to look for.
+    `folders`: folders that a run writes to, by name; `suspects`: names of packages to look for.
     """
     started = time.time(), time.monotonic()
-    is_installed, packages, (requires_python, takes_python) = (
-        True,
-        tuple[Package, ...](),
-        ("", True),
-    )
+    is_installed, packages = True, tuple[Package, ...]()
+    requires_python, supports_python = "", True
     try:
         packages = tuple(read_packages(importlib.metadata.requires(PROGRAM) or []))
-        requires_python, takes_python = read_python()
+        requires_python, supports_python = read_python()
     except importlib.metadata.PackageNotFoundError:
         is_installed = False
-    there = [one.name for one in packages if one.version is not None and one.name in MODULES]
+    installed = [each.name for each in packages if each.version is not None]
     left, total = host_memory()
     machine = read_machine()
     return Facts(
         host=socket.gethostname(),
         python=platform.python_version(),
         requires_python=requires_python,
-        takes_python=takes_python,
+        supports_python=supports_python,
         is_installed=is_installed,
         packages=packages,
-        suspects={name: found for name in suspects if (found := version_of(name)) is not None},
-        imports=try_imports(there) if imports else Imports(),
+        suspects={
+            name: version for name in suspects if (version := installed_version(name)) is not None
+        },
+        imports=try_imports([n for n in installed if n in MODULES]) if imports else Imports(),
         machine=machine,
         num_pci_gpus=count_pci_gpus(),
         links=read_links() if machine.num_files > 1 else {},
@@ -164,40 +168,40 @@ def read_facts(
         newest_file=newest_install(packages),
         drift=(time.time() - started[0]) - (time.monotonic() - started[1]),
         launch_problems=read_launch().problems,
-        hub=read_hub(asks=asks_hub),
+        hub=read_hub(checks_address=checks_hub),
     )
 
 
 def read_packages(requirements: Sequence[str]) -> Iterator[Package]:
-    """Yield the packages that `requirements` name, each once, with what is installed of them."""
+    """Yield each package in `requirements` once, with its installed version."""
     from packaging.requirements import Requirement
 
     seen = set()
-    for one in map(Requirement, requirements):
-        text = str(one.marker or "")
-        extra = text.partition("extra ==")[2].strip(" '\"") or None
-        if one.name in seen or extra == "dev":
+    for requirement in map(Requirement, requirements):
+        name, specifier = requirement.name, requirement.specifier
+        extra = str(requirement.marker or "").partition("extra ==")[2].strip(" '\"") or None
+        if name in seen or extra == "dev":
             continue
-        seen.add(one.name)
-        version = version_of(one.name)
+        seen.add(name)
+        version = installed_version(name)
         yield Package(
-            name=one.name,
+            name=name,
             version=version,
-            required=str(one.specifier),
+            required=str(specifier),
             extra=extra,
-            takes=version is None or one.specifier.contains(version, prereleases=True),
+            is_supported=version is None or specifier.contains(version, prereleases=True),
         )
 
 
 def read_python() -> tuple[str, bool]:
-    """Return the versions of Python that this program takes, and whether this is one."""
+    """Return the versions of Python that this program supports, and whether this is one."""
     from packaging.specifiers import SpecifierSet
 
     requires = importlib.metadata.metadata(PROGRAM)["Requires-Python"] or ""
     return requires, SpecifierSet(requires).contains(platform.python_version(), prereleases=True)
 
 
-def version_of(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the installed version of a package, without importing it."""
     try:
         return importlib.metadata.version(name)
@@ -206,17 +210,17 @@ def version_of(name: str) -> str | None:
 
 
 def newest_install(packages: Sequence[Package]) -> float:
-    """Return when the newest of `packages` was installed."""
+    """Return the time at which the newest of `packages` was installed."""
     times = [0.0]
-    for one in packages:
+    for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError, OSError):
-            found: Any = importlib.metadata.distribution(one.name)
-            times.append(Path(found.locate_file("")).stat().st_mtime)
+            distribution: Any = importlib.metadata.distribution(package.name)
+            times.append(Path(distribution.locate_file("")).stat().st_mtime)
     return max(times)
 
 
 def count_pci_gpus() -> int:
-    """Count NVIDIA's GPUs on the PCI bus; Linux alone."""
+    """Count the NVIDIA GPUs on the PCI bus; Linux only."""
     number = 0
     for device in PCI.glob("*"):
         with suppress(OSError):
@@ -226,16 +230,16 @@ def count_pci_gpus() -> int:
 
 
 def read_links() -> dict[str, str]:
-    """Return how the GPUs of this machine reach each other; nothing where NVML does not say."""
+    """Return the links between the GPUs of this machine; empty without NVML."""
     try:
         library = ctypes.CDLL(MANAGEMENT_LIBRARY)
-        return ask_links(library)
+        return query_links(library)
     except (OSError, AttributeError):
         return {}
 
 
-def ask_links(library: Any) -> dict[str, str]:
-    """Return the link of each pair of GPUs, numbered as by nvidia-smi, by the NVML in `library`."""
+def query_links(library: Any) -> dict[str, str]:
+    """Return NVML's link for each pair of GPUs, which are numbered as in nvidia-smi."""
     if library.nvmlInit_v2():
         return {}
     number = ctypes.c_uint()
@@ -243,25 +247,24 @@ def ask_links(library: Any) -> dict[str, str]:
     handles = [ctypes.c_void_p() for _ in range(number.value)]
     for index, handle in enumerate(handles):
         library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
-    found = {}
-    for one in range(len(handles)):
-        for two in range(one + 1, len(handles)):
-            found[f"{one}-{two}"] = _link(library, handles[one], handles[two])
-    return found
+    return {
+        f"{first}-{second}": _link(library, handles[first], handles[second])
+        for first, second in itertools.combinations(range(len(handles)), 2)
+    }
 
 
-def _link(library: Any, one: ctypes.c_void_p, two: ctypes.c_void_p) -> str:
+def _link(library: Any, first: ctypes.c_void_p, second: ctypes.c_void_p) -> str:
     status, level = ctypes.c_uint(1), ctypes.c_uint()
-    failed = library.nvmlDeviceGetP2PStatus(one, two, NVLINK_CAPABILITY, ctypes.byref(status))
+    failed = library.nvmlDeviceGetP2PStatus(first, second, NVLINK_CAPABILITY, ctypes.byref(status))
     if not failed and status.value == 0:
         return "NVLink"
-    if library.nvmlDeviceGetTopologyCommonAncestor(one, two, ctypes.byref(level)):
+    if library.nvmlDeviceGetTopologyCommonAncestor(first, second, ctypes.byref(level)):
         return "unknown"
-    return next((word for number, word in LEVELS if level.value <= number), "SYS")
+    return next((name for number, name in LEVELS if level.value <= number), "SYS")
 
 
 def read_shared_memory() -> float | None:
-    """Return the room that is left in /dev/shm, in GiB."""
+    """Return the free space of /dev/shm in GiB; None if it does not exist."""
     try:
         return free_bytes(SHARED_MEMORY) / GIB if SHARED_MEMORY.is_dir() else None
     except OSError:
@@ -269,14 +272,14 @@ def read_shared_memory() -> float | None:
 
 
 def read_folder(what: str, path: Path) -> Folder:
-    """Return the room of the disk of `path`, and why nothing can be written there.
+    """Return the free disk space of `path`, or why it cannot be written to.
 
-    A file is written for that, into the nearest folder that exists, and removed.
+    Tested with a temporary file in the nearest existing folder.
     """
     if what == TEMPORARY and not path.is_dir():
         return Folder(what=what, path=str(path), failure="no such folder")
     try:
-        nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
+        nearest = next(each for each in (path, *path.absolute().parents) if each.exists())
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(bytes(PROBE_BYTES))
         return Folder(what=what, path=str(path), free_gib=free_bytes(path) / GIB)
@@ -284,13 +287,16 @@ def read_folder(what: str, path: Path) -> Folder:
         return Folder(what=what, path=str(path), failure=error.strerror or str(error))
 
 
-def read_hub(*, asks: bool) -> Hub:
-    """Return whether there is a token, never which; `asks`: also whether the hub can be reached."""
+def read_hub(*, checks_address: bool) -> Hub:
+    """Return whether there is a token (never the token itself) and whether the hub responds.
+
+    The hub is contacted only if `checks_address`.
+    """
     try:
         has_token = hub_token() is not None
-    except OSError:  # a file that may not be read
+    except OSError:  # its file cannot be read
         has_token = False
-    address, failure = reach_hub() if asks else ("", None)
+    address, failure = reach_hub() if checks_address else ("", None)
     return Hub(
         has_token=has_token,
         is_offline=is_offline_by_setting(),
@@ -299,12 +305,12 @@ def read_hub(*, asks: bool) -> Hub:
     )
 
 
-def folders_of(output: str | None, cache: str) -> dict[str, Path]:
-    """Return the folders that a run writes to, by what they are."""
-    found = {
+def run_folders(output: str | None, cache: str) -> dict[str, Path]:
+    """Return the folders that a run writes to, by name."""
+    folders = {
         "output.dir": Path(output or "outputs"),
         "data.cache_dir": Path(cache),
         "hub's cache": cache_folder(),
         TEMPORARY: Path(os.environ.get("TMPDIR") or tempfile.gettempdir()),
     }
-    return {what: path.expanduser() for what, path in found.items()}
+    return {what: path.expanduser() for what, path in folders.items()}

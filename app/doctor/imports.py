@@ -1,7 +1,7 @@
-"""Whether the packages can be imported, each tried in another process.
+"""Check in a separate process whether packages can be imported.
 
-A package of another PyTorch's ABI fails with a name that nobody knows, or kills its process: here
-it is one line. Run as `python -m app.doctor.imports MODULE ...`, it prints JSON lines.
+A package built for another PyTorch fails with an undefined symbol, or kills its process; the result
+is one line. As a program, `python -m app.doctor.imports MODULE ...`, it prints JSON lines.
 """
 
 from __future__ import annotations
@@ -29,54 +29,56 @@ MODULES = {
     "flash-attn": "flash_attn",
     "liger-kernel": "liger_kernel",
 }
-"""packages with compiled parts, or on top of such, and what is imported of them"""
+"""module to import for each package that has compiled parts or depends on such a package"""
 SECONDS = 180.0
-"""for all of them; 20 on two busy cores"""
+"""time limit for all imports of a process; they take 20 seconds on two busy cores"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torch:
-    """What the PyTorch that was imported says of itself."""
+    """What the installed PyTorch supports on this machine."""
 
     nccl: str | None = None
-    """version of NCCL, None for a build without"""
+    """version of NCCL; None for a build without it"""
     num_gpus: int = 0
     peers: tuple[tuple[int, int], ...] = ()
-    """pairs of GPUs of which the first can read the memory of the second"""
+    """pairs of GPUs of which the first can access the memory of the second"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imports:
-    """Why packages cannot be imported, by package, and what PyTorch says."""
+    """The results of trying to import packages."""
 
     failures: dict[str, str] = field(default_factory=dict)
+    """reason of each failed import, by package"""
     torch: Torch | None = None
 
 
 def try_imports(packages: Sequence[str], *, seconds: float = SECONDS) -> Imports:
-    """Import `packages` in another process; after one that ends it go on with the next."""
+    """Import `packages` in a separate process; if one kills it, continue after it in a new one."""
     waiting, failures, torch = list(packages), dict[str, str](), None
     while waiting:
-        code, answers = _run([MODULES[name] for name in waiting], seconds)
-        for answer in answers:
+        code, results = _run([MODULES[name] for name in waiting], seconds)
+        for result in results:
             name = waiting.pop(0)
-            if answer["error"]:
-                failures[name] = answer["error"]
-            if answer.get("torch"):
-                known: dict[str, Any] = answer["torch"]
+            if result["error"]:
+                failures[name] = result["error"]
+            if result.get("torch"):
+                known: dict[str, Any] = result["torch"]
                 torch = Torch(**known | {"peers": tuple(map(tuple, known["peers"]))})
         if waiting:
-            died = f"its import ends Python (exit code {code})"
             failures[waiting.pop(0)] = (
-                died if code is not None else f"its import takes more than {seconds:.0f} s"
+                f"its import ends Python (exit code {code})"
+                if code is not None
+                else f"its import takes more than {seconds:.0f} s"
             )
     return Imports(failures=failures, torch=torch)
 
 
 def _run(modules: Sequence[str], seconds: float) -> tuple[int | None, list[dict[str, Any]]]:
-    """Return the exit code, None where the time was over, and the answers until then."""
+    """Return the exit code, None after a timeout, and the results until then."""
     command = [sys.executable, "-m", "app.doctor.imports", *modules]
-    # The folder of this program is on no path where it runs from a clone that is not installed.
+    # A clone that is not installed is not on the path of another process.
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": paths}
     process = subprocess.Popen(
@@ -89,25 +91,25 @@ def _run(modules: Sequence[str], seconds: float) -> tuple[int | None, list[dict[
     )
     code: int | None
     try:
-        said, _ = process.communicate(timeout=seconds)
+        output, _ = process.communicate(timeout=seconds)
         code = process.returncode
     except subprocess.TimeoutExpired:
         process.kill()
-        said, _ = process.communicate()
+        output, _ = process.communicate()
         code = None
-    return code, [json.loads(line) for line in said.splitlines()]
+    return code, [json.loads(line) for line in output.splitlines()]
 
 
-def _answer(module: str) -> dict[str, Any]:
+def _try_import(module: str) -> dict[str, Any]:
     try:
         imported = import_module(module)
-    except BaseException as error:  # noqa: BLE001  whatever a package raises is its answer
+    except BaseException as error:  # noqa: BLE001  whatever a package raises is the result
         lines = str(error).strip().splitlines() or [""]
         return {"error": f"{type(error).__name__}: {lines[0]}"}
-    return {"error": ""} | ({"torch": _ask_torch(imported)} if module == "torch" else {})
+    return {"error": ""} | ({"torch": _query_torch(imported)} if module == "torch" else {})
 
 
-def _ask_torch(torch: Any) -> dict[str, Any]:
+def _query_torch(torch: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"nccl": None, "num_gpus": 0, "peers": []}
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -119,9 +121,9 @@ def _ask_torch(torch: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # What packages print goes to stderr: stdout is for the answers alone.
-    answers = os.fdopen(os.dup(1), "w")
+    # Send the output of packages to stderr: stdout is for the results only.
+    results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     quiet_libraries(offline=True)
     for name in sys.argv[1:]:
-        print(json.dumps(_answer(name)), file=answers, flush=True)
+        print(json.dumps(_try_import(name)), file=results, flush=True)

@@ -1,4 +1,4 @@
-"""What a training's step sends, beside what the links carry, and the field's rules of thumb."""
+"""Compare the communication of a training step with the measured bandwidth and rules of thumb."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.config import PlanConfig, settings_of
-from app.doctor.bandwidth import Measured, format_speed
+from app.doctor.bandwidth import Measurement, format_speed
 from app.doctor.rows import OK, WARNING, Row
 from app.planning.communication import ALL_REDUCE, Collective, list_collectives
 from app.planning.hardware import HardwareConfig, known_card, with_local_host
@@ -16,53 +16,53 @@ from app.planning.speed import estimate_speed
 from app.process.gpus import Machine
 
 GOOD_SHARE = (0.80, 0.85)
-"""of a link's nominal bandwidth, that large messages reach over a good one (the rule of
+"""share of a link's nominal bandwidth that large messages should reach (the rule of thumb of
 stas00/ml-engineering, network/README.md)"""
 RULE_BITS = 48
-"""three messages of two bytes a weight, in bits: ZeRO-3's and FSDP's all-gather forward and
-backward, and reduce-scatter"""
-WAITS = 1.0
-"""messages that take longer than computing make a step wait, however they overlap"""
+"""bits per weight of three collectives with two bytes per weight: the all-gathers of the forward
+and backward pass and the reduce-scatter of ZeRO-3 and FSDP"""
+MAX_RATIO = 1.0
+"""largest ratio of communication to computation that can overlap completely"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """A kind of message that an optimizer step sends."""
+    """The bandwidth need of one kind of collective in an optimizer step."""
 
     what: str
     kind: str
     times: float
-    """in an optimizer step"""
+    """number of calls per optimizer step"""
     gb: float
-    """that a rank sends in a step"""
+    """GB that a rank sends per step"""
     models: float
-    """the same in units of the weights, as the rules of the field count them"""
+    """the same in units of the model's weights, as rules of thumb count it"""
     seconds: float | None
-    """at the bandwidth that was measured"""
+    """time at the measured bandwidth"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a step of a training sends, and how long that takes here."""
+    """The bandwidth needs of an optimizer step, and its communication and compute times."""
 
     strategy: str
     needs: tuple[Need, ...]
     rule_gbit: float
-    """48 x M / N: of a node and micro-step under full sharding"""
+    """Gbit per node and micro-batch by the rule of thumb for full sharding, 48 x M / N"""
     rule_seconds: float | None
     compute_seconds: float | None
-    """of a step, by arithmetic; None where the GPU is not known"""
+    """estimated compute time of a step; None if the GPU is unknown"""
 
     @property
     def seconds(self) -> float:
-        """All messages of a step, one after the other."""
+        """Time of all collectives of a step without overlap."""
         return sum(need.seconds or 0.0 for need in self.needs)
 
 
 def hardware_of_ranks(
     typed: HardwareConfig, machine: Machine, ranks_per_node: int, num_nodes: int
 ) -> HardwareConfig:
-    """Return the numbers of the GPUs here, or those that are typed, for the ranks that run."""
+    """Return the hardware of the launched ranks: of this machine's GPUs, or as overridden."""
     known = typed
     if typed.name == "auto" and not typed.memory_gib and machine.gpus:
         smallest = min(machine.gpus, key=lambda gpu: gpu.memory_gib)
@@ -78,27 +78,27 @@ def hardware_of_ranks(
     )
 
 
-def nominal_gb_per_second(hardware: HardwareConfig) -> float:
-    """Return the nominal GB/s of the slowest link of a rank, one direction; 0 where not known."""
+def nominal_bandwidth(hardware: HardwareConfig) -> float:
+    """Return the nominal GB/s of a rank's slowest link in one direction; 0 if unknown."""
     if hardware.num_nodes == 1:
         return hardware.link_gb_per_second
-    # A node's adapters serve all its ranks, and a ring enters and leaves a node once.
+    # A node's adapters serve all its ranks; a ring enters and leaves each node once.
     return min(hardware.network_gb_per_second, hardware.link_gb_per_second or float("inf"))
 
 
 def estimate_needs(
-    config: PlanConfig, hardware: HardwareConfig, measured: Sequence[Measured]
+    config: PlanConfig, hardware: HardwareConfig, measured: Sequence[Measurement]
 ) -> Needs:
-    """Return what a step of `config` sends between the ranks of `hardware`."""
+    """Estimate the bandwidth needs of a step of `config` on the ranks of `hardware`."""
     run = _plan(config, hardware)
     collectives = list_collectives(run)
     size = run.size
     weights = size.whole.frozen + size.whole.trained
-    needs = tuple(_need(one, weights, measured) for one in collectives)
-    # Ranks stand for nodes where there is one node.
+    needs = tuple(_need(collective, weights, measured) for collective in collectives)
+    # On a single node, each rank counts as a node.
     nodes = hardware.num_nodes if hardware.num_nodes > 1 else run.num_ranks
     gbit = RULE_BITS * run.model.num_weights / nodes / 1e9
-    best = best_of(measured, ALL_REDUCE)
+    best = best_bandwidth(measured, ALL_REDUCE)
     computes = None
     if hardware.half_tflops:
         speed = estimate_speed(run, size)
@@ -114,7 +114,7 @@ def estimate_needs(
 
 def _plan(config: PlanConfig, hardware: HardwareConfig) -> PlannedRun:
     strategies = load_strategies(settings_of)
-    if not hardware.memory_gib:  # a CPU: what a training takes there for `auto`
+    if not hardware.memory_gib:  # a CPU: `auto` as in a training run on CPUs
         trainer, recompute = config.trainer, config.recompute
         config = replace(
             config,
@@ -128,51 +128,50 @@ def _plan(config: PlanConfig, hardware: HardwareConfig) -> PlannedRun:
     return run
 
 
-def _need(one: Collective, weights: float, measured: Sequence[Measured]) -> Need:
-    best = best_of(measured, one.kind)
-    ring = (one.num_ranks - 1) / one.num_ranks
+def _need(collective: Collective, weights: float, measured: Sequence[Measurement]) -> Need:
+    best = best_bandwidth(measured, collective.kind)
+    ring = (collective.num_ranks - 1) / collective.num_ranks
     return Need(
-        what=one.what,
-        kind=one.kind,
-        times=one.times,
-        gb=one.sent / 1e9,
-        models=one.sent / ring / weights,
-        seconds=one.sent / 1e9 / best if best else None,
+        what=collective.what,
+        kind=collective.kind,
+        times=collective.times,
+        gb=collective.sent / 1e9,
+        models=collective.sent / ring / weights,
+        seconds=collective.sent / 1e9 / best if best else None,
     )
 
 
-def best_of(measured: Sequence[Measured], kind: str) -> float:
-    """Return the highest bus bandwidth of a kind of message, in GB/s; 0 where none was measured."""
-    return max((one.gb_per_second for one in measured if one.kind == kind), default=0.0)
+def best_bandwidth(measured: Sequence[Measurement], kind: str) -> float:
+    """Return the highest bus bandwidth of a collective in GB/s; 0 if it was not measured."""
+    return max((each.gb_per_second for each in measured if each.kind == kind), default=0.0)
 
 
-def judge_link(measured: Sequence[Measured], hardware: HardwareConfig) -> list[Row]:
-    """Judge the best all-reduce by the link's nominal bandwidth."""
-    best, nominal = best_of(measured, ALL_REDUCE), nominal_gb_per_second(hardware)
+def list_link_rows(measured: Sequence[Measurement], hardware: HardwareConfig) -> list[Row]:
+    """Compare the best all-reduce with the link's nominal bandwidth."""
+    best, nominal = best_bandwidth(measured, ALL_REDUCE), nominal_bandwidth(hardware)
     if not best or not nominal:
         return []
     share, (low, high) = best / nominal, GOOD_SHARE
     found = (
         f"all-reduce reaches {format_speed(best)} GB/s, {share:.0%} of the link's "
-        f"nominal {format_speed(nominal)}; a good one reaches {low:.0%} to "
-        f"{high:.0%}"
+        f"nominal {format_speed(nominal)}; {low:.0%} to {high:.0%} is good"
     )
     if share >= low:
         return [Row("link", OK, found)]
-    fix = "NCCL_DEBUG=INFO shows the way that NCCL takes; nvidia-smi topo -m the links"
+    fix = "NCCL_DEBUG=INFO shows the path that NCCL uses; nvidia-smi topo -m shows the links"
     return [Row("link", WARNING, found, fix)]
 
 
-def judge_needs(needs: Needs) -> list[Row]:
-    """Judge whether a step would wait for its messages."""
+def list_step_rows(needs: Needs) -> list[Row]:
+    """Say whether a step would wait for its communication."""
     if needs.compute_seconds is None or not needs.needs:
         return []
-    share = needs.seconds / needs.compute_seconds
+    ratio = needs.seconds / needs.compute_seconds
     found = (
-        f"a step under {needs.strategy} sends for {needs.seconds:.3g} s, and computes for "
-        f"{needs.compute_seconds:.3g} s by arithmetic"
+        f"a step under {needs.strategy} takes {needs.seconds:.3g} s of communication, and an "
+        f"estimated {needs.compute_seconds:.3g} s of computation"
     )
-    if share <= WAITS:
+    if ratio <= MAX_RATIO:
         return [Row("step", OK, found)]
     fix = "trainer.gradient_accumulation_steps=N, or a strategy that sends less: docs/choosing.md"
     return [Row("step", WARNING, found, fix)]

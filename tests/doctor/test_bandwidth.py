@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from app.config import load_config, settings_of
 from app.doctor import bandwidth
-from app.doctor.bandwidth import ALL_TO_ALL, KINDS, MIB, Measured, bus_bandwidth
+from app.doctor.bandwidth import ALL_TO_ALL, KINDS, MIB, Measurement, bus_bandwidth
 from app.doctor.needs import (
-    best_of,
+    best_bandwidth,
     estimate_needs,
     hardware_of_ranks,
-    judge_link,
-    judge_needs,
-    nominal_gb_per_second,
+    list_link_rows,
+    list_step_rows,
+    nominal_bandwidth,
 )
 from app.doctor.rows import OK, WARNING
 from app.planning.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
@@ -66,9 +66,9 @@ def test_factors_of_nccl_tests() -> None:
         assert bus_bandwidth(kind, 10**9, 1.0, 8) == pytest.approx(known[kind])
 
 
-def measured_at(gb_per_second: float, num_ranks: int) -> list[Measured]:
+def measured_at(gb_per_second: float, num_ranks: int) -> list[Measurement]:
     return [
-        Measured(
+        Measurement(
             kind=kind,
             num_bytes=2**30,
             seconds=2**30 * bus_bandwidth(kind, 1e9, 1.0, num_ranks) / gb_per_second / 1e9,
@@ -100,14 +100,14 @@ def test_what_a_step_sends_in_units_of_the_model(strategy: str, models: float) -
 
 def test_links_are_judged_by_their_nominal_bandwidth() -> None:
     one, two = (hardware_of_ranks(H100, Machine(), 8, nodes) for nodes in (1, 2))
-    assert (nominal_gb_per_second(one), nominal_gb_per_second(two)) == (450, 400)
-    (good,) = judge_link(measured_at(370.0, 8), one)
+    assert (nominal_bandwidth(one), nominal_bandwidth(two)) == (450, 400)
+    (good,) = list_link_rows(measured_at(370.0, 8), one)
     assert good.status == OK and "82% of the link's nominal 450" in good.found
-    (slow,) = judge_link(measured_at(45.0, 16), two)
+    (slow,) = list_link_rows(measured_at(45.0, 16), two)
     assert slow.status == WARNING and "NCCL_DEBUG=INFO" in slow.fix
-    assert judge_link(measured_at(45.0, 2), HardwareConfig()) == []
+    assert list_link_rows(measured_at(45.0, 2), HardwareConfig()) == []
     needs = estimate_needs(full_tuning("strategy=zero3"), two, measured_at(1.0, 16))
-    (waits,) = judge_needs(needs)
+    (waits,) = list_step_rows(needs)
     assert waits.status == WARNING and "gradient_accumulation_steps" in waits.fix
 
 
@@ -118,7 +118,7 @@ def test_the_gpus_here_are_those_of_the_plan() -> None:
     assert (found.name, found.gpus_per_node, found.link_gb_per_second) == ("h100", 2, 450)
     typed = HardwareConfig(link_gb_per_second=12.0)
     cpu = hardware_of_ranks(typed, Machine(), 4, 1)
-    assert nominal_gb_per_second(cpu) == 12.0 and not cpu.has_bf16
+    assert nominal_bandwidth(cpu) == 12.0 and not cpu.has_bf16
 
 
 def free_port() -> int:
@@ -240,7 +240,7 @@ def test_larger_messages_follow_while_there_is_time(monkeypatch: pytest.MonkeyPa
         assert {one.kind for one in found if one.num_bytes == MIB} == set(KINDS)
         largest.append(max(one.num_bytes for one in found))
     assert largest == sorted(largest) and largest[1] < largest[-1] == 2**30
-    assert best_of(found, ALL_TO_ALL) == pytest.approx(2**30 / 2 / 1e9)
+    assert best_bandwidth(found, ALL_TO_ALL) == pytest.approx(2**30 / 2 / 1e9)
 
 
 def test_more_ranks_than_gpus_are_refused_before_they_wait(
@@ -254,7 +254,7 @@ def test_more_ranks_than_gpus_are_refused_before_they_wait(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     read_launch.cache_clear()
     try:
-        with pytest.raises(UserError, match=r"4 ranks .*, 2 GPUs are visible; .* RANKS=2"):
+        with pytest.raises(UserError, match=r"4 ranks .* but 2 GPUs are visible; .* RANKS=2"):
             bandwidth.join_world()
     finally:
         read_launch.cache_clear()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from app.doctor import facts, imports
-from app.doctor.facts import ask_links, count_pci_gpus, read_facts, read_folder, read_packages
+from app.doctor.facts import count_pci_gpus, query_links, read_facts, read_folder, read_packages
 from app.doctor.imports import try_imports
 from app.doctor.rows import MALICIOUS
 
@@ -27,16 +27,16 @@ REQUIREMENTS = [
 
 def test_bounds_come_from_the_metadata_of_this_program() -> None:
     torch, transformers, absent, extra = read_packages(REQUIREMENTS)
-    assert (torch.version, torch.takes) == (importlib.metadata.version("torch"), True)
-    assert not transformers.takes and transformers.required == "<6,>=99"
-    assert absent.version is None and absent.takes and absent.extra is None
+    assert (torch.version, torch.is_supported) == (importlib.metadata.version("torch"), True)
+    assert not transformers.is_supported and transformers.required == "<6,>=99"
+    assert absent.version is None and absent.is_supported and absent.extra is None
     assert extra.extra == "gpu"
 
 
 def test_this_machine(tmp_path: Path) -> None:
     folders = {"output.dir": tmp_path / "not" / "yet"}
-    found = read_facts(folders, list(MALICIOUS), asks_hub=False, imports=False)
-    assert found.is_installed and found.takes_python
+    found = read_facts(folders, list(MALICIOUS), checks_hub=False, imports=False)
+    assert found.is_installed and found.supports_python
     assert found.versions["torch"] == importlib.metadata.version("torch")
     assert 0 < found.memory_left_gib <= found.memory_gib
     assert found.folders[0].free_gib > 0 and not found.folders[0].failure
@@ -87,7 +87,7 @@ class ThreeGpus:
 
 
 def test_links_between_gpus_by_the_management_library() -> None:
-    assert ask_links(ThreeGpus()) == {"0-1": "PHB", "0-2": "NVLink", "1-2": "unknown"}
+    assert query_links(ThreeGpus()) == {"0-1": "PHB", "0-2": "NVLink", "1-2": "unknown"}
 
 
 @pytest.fixture

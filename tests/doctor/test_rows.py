@@ -65,10 +65,10 @@ BAD: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
         ("2.6.3 is a malicious release", "GHSA-w37p-236h-pfx3", "pip uninstall lightning"),
     ),
     "too old": (
-        {"packages": (torch_of(version="2.4.0", takes=False),)},
+        {"packages": (torch_of(version="2.4.0", is_supported=False),)},
         "torch",
         PROBLEM,
-        ("2.4.0; this program takes >=2.10", "'torch>=2.10'"),
+        ("2.4.0; this program needs >=2.10", "'torch>=2.10'"),
     ),
     "not installed": (
         {"packages": (torch_of(version=None),)},
@@ -95,7 +95,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
         ("make install",),
     ),
     "Python too old": (
-        {"python": "3.9.2", "takes_python": False},
+        {"python": "3.9.2", "supports_python": False},
         "Python",
         PROBLEM,
         ("3.9.2", ">=3.10"),
@@ -110,13 +110,13 @@ BAD: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
         {"machine": Machine()},
         "GPUs",
         WARNING,
-        ("2 NVIDIA GPUs on the PCI bus, and no driver", "driver 580", "--gpus all"),
+        ("2 NVIDIA GPUs on the PCI bus, but no driver", "driver 580", "--gpus all"),
     ),
     "GPUs that PyTorch does not see": (
         {"imports": Imports(torch=Torch(nccl="2.29.7", num_gpus=0))},
         "GPUs",
         PROBLEM,
-        ("the driver gives 2, and PyTorch uses 0",),
+        ("the driver lists 2, but PyTorch can use 0",),
     ),
     "no peer access": (
         {"imports": Imports(torch=Torch(nccl="2.29.7", num_gpus=2))},
@@ -248,7 +248,7 @@ def test_the_token_is_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from app.doctor.facts import read_hub
 
     monkeypatch.setenv("HF_TOKEN", "hf_not_a_token_of_anyone")
-    hub = read_hub(asks=False)
+    hub = read_hub(checks_address=False)
     assert hub.has_token and "not_a_token" not in repr(hub)
 
 

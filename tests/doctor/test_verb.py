@@ -67,7 +67,7 @@ def test_words_of_a_training_say_where_to_look(
     monkeypatch.setattr(verb, "read_facts", read)
     assert verb.run_doctor([f"output.dir={tmp_path}", "hub=true", "seconds=5"]) == 0
     folders, named = asked[0]
-    assert folders["output.dir"] == tmp_path and named == {"asks_hub": True, "imports": True}
+    assert folders["output.dir"] == tmp_path and named == {"checks_hub": True, "imports": True}
 
 
 @pytest.mark.parametrize(
