@@ -1,4 +1,4 @@
-"""Combinations of settings, of which the fast suite runs those that decide something new."""
+"""Combinations of settings, of which the fast suite runs only a selection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def matrix(*axes: Sequence[Any], fast: Callable[..., bool]) -> list[Any]:
-    """All combinations of one value of each axis; those that are not `fast` are marked slow."""
+    """Return all combinations of one value per axis; those that are not `fast` are marked slow."""
     return [
         pytest.param(*values, marks=() if fast(*values) else pytest.mark.slow)
         for values in itertools.product(*axes)

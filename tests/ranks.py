@@ -1,7 +1,7 @@
-"""Two or four ranks of one machine that call a function together, without a command around it.
+"""Call a function on two or four ranks of one machine, without a command line.
 
-They are forked from a process that has imported everything: that takes seconds once, and a rank a
-fraction of one.
+Ranks are forked from a process that has imported everything, which takes seconds once; starting a
+rank then takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -24,50 +24,51 @@ import app.strategy.fsdp  # noqa: F401
 from app.process.launch import free_port
 
 PRELOADED = (peft, transformers, lightning)
-LONGEST = 180
-"""seconds of a call"""
+TIMEOUT_SECONDS = 180
+"""time limit of a call"""
 
 
 def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `function(*args)` on ranks that have met; returns what each returned, in their order."""
+    """Call `function(*args)` on each of `num_ranks` new ranks; return their results in order."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.ranks", "tests.strategy.built"])
+    context.set_forkserver_preload(["tests.ranks", "tests.strategy.preload"])
     port = free_port()
     ranks = []
     for rank in range(num_ranks):
-        listens, tells = context.Pipe(duplex=False)
+        receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_be_rank, args=(rank, num_ranks, port, tells, function, args), daemon=True
+            target=_run_rank, args=(rank, num_ranks, port, sender, function, args), daemon=True
         )
         process.start()
-        tells.close()
-        ranks.append((process, listens))
+        sender.close()
+        ranks.append((process, receiver))
     try:
-        answers = [_answer_of(listens) for _, listens in ranks]
+        results = [_receive_result(receiver) for _, receiver in ranks]
     finally:
         for process, _ in ranks:
             process.kill()
             process.join()
-    failed = [said for has_failed, said in answers if has_failed]
-    assert not failed, "\n".join(failed)
-    return [result for _, result in answers]
+    errors = [error for has_failed, error in results if has_failed]
+    assert not errors, "\n".join(errors)
+    return [result for _, result in results]
 
 
-def _answer_of(listens: Any) -> tuple[bool, Any]:
-    if not listens.poll(LONGEST):
-        return True, f"a rank said nothing for {LONGEST} seconds"
+def _receive_result(receiver: Any) -> tuple[bool, Any]:
+    """Return whether a rank has failed, and its result or error."""
+    if not receiver.poll(TIMEOUT_SECONDS):
+        return True, f"a rank sent no result for {TIMEOUT_SECONDS} seconds"
     try:
-        answer: tuple[bool, Any] = pickle.loads(listens.recv_bytes())  # noqa: S301  our own
-        return answer
+        result: tuple[bool, Any] = pickle.loads(receiver.recv_bytes())  # noqa: S301  our own
+        return result
     except EOFError:
-        return True, "a rank ended without a word"
+        return True, "a rank ended without a result"
 
 
-def _be_rank(
-    rank: int, num_ranks: int, port: int, tells: Any, function: Callable[..., Any], args: Any
+def _run_rank(
+    rank: int, num_ranks: int, port: int, sender: Any, function: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(LONGEST - 5)
+    faulthandler.dump_traceback_later(TIMEOUT_SECONDS - 5)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -76,17 +77,17 @@ def _be_rank(
         "NODE_RANK": "0",
     }
     try:
-        answer = False, function(*args)
-    except BaseException:  # noqa: BLE001  the caller is told, whatever it is
-        answer = True, f"rank {rank}: {traceback.format_exc()}"
-    # By value: the connection's own pickler would leave tensors in this process's memory.
-    tells.send_bytes(pickle.dumps(answer))
-    tells.close()
+        result = False, function(*args)
+    except BaseException:  # noqa: BLE001  every error is sent to the caller
+        result = True, f"rank {rank}: {traceback.format_exc()}"
+    # Pickled here: the connection's own pickler would leave tensors in this process's memory.
+    sender.send_bytes(pickle.dumps(result))
+    sender.close()
     os._exit(0)
 
 
-def ready(strategy: Any, precision: str = "32-true") -> Any:
-    """Do for a strategy what Lightning's trainer does before it has a model."""
+def prepare_strategy(strategy: Any, precision: str = "32-true") -> Any:
+    """Set up a strategy and connect its rank, as Lightning's trainer does before it has a model."""
     from lightning.pytorch.accelerators import CPUAccelerator
     from lightning.pytorch.plugins import MixedPrecision, Precision
     from lightning.pytorch.plugins.environments import LightningEnvironment

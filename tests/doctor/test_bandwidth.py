@@ -50,7 +50,7 @@ ONE = "trainer.micro_batch_size=1"
     num_bytes=st.integers(1, 2**42),
     link=st.floats(0.001, 1000),
 )
-def test_a_known_time_gives_a_known_bandwidth(
+def test_bus_bandwidth_of_a_known_time(
     kind: str, num_ranks: int, num_bytes: int, link: float
 ) -> None:
     """A ring over links of so many GB/s: what a plan says is sent, at that speed."""
@@ -59,7 +59,7 @@ def test_a_known_time_gives_a_known_bandwidth(
     assert bus_bandwidth(kind, num_bytes, seconds, num_ranks) == pytest.approx(link)
 
 
-def test_factors_of_nccl_tests() -> None:
+def test_bus_bandwidth_factors_of_nccl_tests() -> None:
     """doc/PERFORMANCE.md: 2 (n - 1) / n for an all-reduce, (n - 1) / n for the others."""
     known = {ALL_REDUCE: 2 * 7 / 8, ALL_GATHER: 7 / 8, REDUCE_SCATTER: 7 / 8, ALL_TO_ALL: 7 / 8}
     for kind in KINDS:
@@ -86,7 +86,7 @@ def full_tuning(*words: str) -> Any:
 @pytest.mark.parametrize(
     ("strategy", "models"), [("ddp", 2.0), ("zero2", 1 + 4.0), ("zero3", 3 * 4.0)]
 )
-def test_what_a_step_sends_in_units_of_the_model(strategy: str, models: float) -> None:
+def test_needs_in_units_of_the_model(strategy: str, models: float) -> None:
     """2 x the weights a step for all-reduce, 3 x a micro-step for full sharding."""
     hardware = hardware_of_ranks(H100, Machine(), 8, 2)
     needs = estimate_needs(full_tuning(f"strategy={strategy}"), hardware, measured_at(100.0, 16))
@@ -98,7 +98,7 @@ def test_what_a_step_sends_in_units_of_the_model(strategy: str, models: float) -
         assert needs.rule_seconds == pytest.approx(needs.rule_gbit / 8 / 100)
 
 
-def test_links_are_judged_by_their_nominal_bandwidth() -> None:
+def test_links_are_compared_with_their_nominal_bandwidth() -> None:
     one, two = (hardware_of_ranks(H100, Machine(), 8, nodes) for nodes in (1, 2))
     assert (nominal_bandwidth(one), nominal_bandwidth(two)) == (450, 400)
     (good,) = list_link_rows(measured_at(370.0, 8), one)
@@ -111,7 +111,7 @@ def test_links_are_judged_by_their_nominal_bandwidth() -> None:
     assert waits.status == WARNING and "gradient_accumulation_steps" in waits.fix
 
 
-def test_the_gpus_here_are_those_of_the_plan() -> None:
+def test_hardware_of_this_machines_gpus() -> None:
     gpu = Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2, capability=(9, 0))
     here = Machine(num_files=2, gpus=(gpu, gpu))
     found = hardware_of_ranks(HardwareConfig(), here, 2, 1)
@@ -181,7 +181,7 @@ def ranks(*command: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Pop
 
 
 @pytest.mark.slow
-def test_two_ranks_of_a_cpu_are_measured_beside_what_a_step_sends() -> None:
+def test_two_cpu_ranks_are_measured_and_compared_with_a_step() -> None:
     words = ("--json", "seconds=6", "+experiment=quickstart", "strategy=zero3")
     link = "hardware.link_gb_per_second=10000"
     with ranks("-m", "app.doctor", *words, link) as (first, second):
@@ -224,7 +224,7 @@ def test_a_rank_that_is_lost_ends_the_other_with_a_sentence(
     assert said in error and "Traceback" not in error
 
 
-def test_larger_messages_follow_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_messages_are_sent_while_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that is made up: 1 s a GiB, whatever the collective."""
     import torch
 
@@ -243,7 +243,7 @@ def test_larger_messages_follow_while_there_is_time(monkeypatch: pytest.MonkeyPa
     assert best_bandwidth(found, ALL_TO_ALL) == pytest.approx(2**30 / 2 / 1e9)
 
 
-def test_more_ranks_than_gpus_are_refused_before_they_wait(
+def test_more_ranks_than_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On every rank of the machine: those with a GPU would wait for those without."""

@@ -25,7 +25,7 @@ REQUIREMENTS = [
 ]
 
 
-def test_bounds_come_from_the_metadata_of_this_program() -> None:
+def test_required_versions_are_read_from_the_metadata() -> None:
     torch, transformers, absent, extra = read_packages(REQUIREMENTS)
     assert (torch.version, torch.is_supported) == (importlib.metadata.version("torch"), True)
     assert not transformers.is_supported and transformers.required == "<6,>=99"
@@ -33,7 +33,7 @@ def test_bounds_come_from_the_metadata_of_this_program() -> None:
     assert extra.extra == "gpu"
 
 
-def test_this_machine(tmp_path: Path) -> None:
+def test_facts_of_this_machine(tmp_path: Path) -> None:
     folders = {"output.dir": tmp_path / "not" / "yet"}
     found = read_facts(folders, list(MALICIOUS), checks_hub=False, imports=False)
     assert found.is_installed and found.supports_python
@@ -52,9 +52,7 @@ def test_a_folder_that_cannot_be_written_to() -> None:
     assert read_folder("output.dir", file / "below").failure
 
 
-def test_a_gpu_without_a_driver_is_on_the_bus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_without_a_driver_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, vendor, kind in (("a", "0x10de", "0x030200"), ("b", "0x10de", "0x040300")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(f"{vendor}\n")
@@ -86,7 +84,7 @@ class ThreeGpus:
         return int((one.value, two.value) == (2, 3))
 
 
-def test_links_between_gpus_by_the_management_library() -> None:
+def test_links_between_gpus_from_nvml() -> None:
     assert query_links(ThreeGpus()) == {"0-1": "PHB", "0-2": "NVLink", "1-2": "unknown"}
 
 
@@ -106,7 +104,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return sources
 
 
-def test_an_import_that_fails_is_an_answer(modules: dict[str, str]) -> None:
+def test_failed_imports_are_reported(modules: dict[str, str]) -> None:
     """One raises, one ends Python, one prints; those behind them are tried too."""
     assert try_imports([name for name in modules if name != "sleeps"]).failures == {
         "raises": "ImportError: undefined symbol: _ZN3c105Error",
@@ -115,13 +113,13 @@ def test_an_import_that_fails_is_an_answer(modules: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_an_import_that_never_ends_is_one_too(modules: dict[str, str]) -> None:
+def test_hanging_imports_are_reported(modules: dict[str, str]) -> None:
     found = try_imports(["sleeps", "last"], seconds=15)
     assert found.failures == {"sleeps": "its import takes more than 15 s"}
 
 
 @pytest.mark.slow
-def test_pytorch_is_asked_in_another_process() -> None:
+def test_pytorch_is_imported_in_another_process() -> None:
     before = "torch" in sys.modules
     found = try_imports(["torch"])
     assert found.failures == {} and found.torch is not None

@@ -204,7 +204,7 @@ def test_a_good_machine_has_no_warning() -> None:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_named_with_what_to_type(case: str) -> None:
+def test_problems_are_reported_with_a_fix(case: str) -> None:
     changed, what, status, words = BAD[case]
     rows = [row for row in list_rows(replace(GOOD, **changed)) if row.status != OK]
     named = [row for row in rows if row.what == what]
@@ -214,7 +214,7 @@ def test_what_is_wrong_is_named_with_what_to_type(case: str) -> None:
         assert word in f"{named[0].found} {named[0].fix}"
 
 
-def test_every_malicious_release_has_its_advisory() -> None:
+def test_every_malicious_release_has_an_advisory() -> None:
     for name, (releases, advisory) in MALICIOUS.items():
         assert advisory.startswith(("GHSA-", "PYSEC-", "CVE-"))
         for release in releases:
@@ -223,13 +223,13 @@ def test_every_malicious_release_has_its_advisory() -> None:
         assert not [row for row in list_rows(replace(GOOD, suspects={name: "0.1"})) if row.fix]
 
 
-def test_a_broken_pytorch_is_named_once() -> None:
+def test_a_broken_pytorch_is_reported_once() -> None:
     failures = {"torch": "OSError: libcudnn.so.9", "flash-attn": "OSError: libcudnn.so.9"}
     rows = list_rows(replace(GOOD, imports=Imports(failures=failures)))
     assert [row.what for row in rows if "libcudnn" in row.found] == ["torch"]
 
 
-def test_links_are_told_by_kind() -> None:
+def test_links_are_grouped_by_kind() -> None:
     assert "pair 0-1 by NVLink" in [row.found for row in list_rows(GOOD)]
     machine = replace(TWO, num_files=3, gpus=(H100,) * 3)
     torch = Torch(nccl="2", num_gpus=3, peers=((0, 1),) * 6)
@@ -239,12 +239,12 @@ def test_links_are_told_by_kind() -> None:
     assert "NVLink" in links.fix
 
 
-def test_a_run_on_the_cpu_is_not_stopped_by_its_gpus() -> None:
+def test_gpu_problems_do_not_stop_a_run_on_the_cpu() -> None:
     rows = list_rows(replace(GOOD, machine=OLD_DRIVER), uses_gpus=False)
     assert PROBLEM not in {row.status for row in rows}
 
 
-def test_the_token_is_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     from app.doctor.facts import read_hub
 
     monkeypatch.setenv("HF_TOKEN", "hf_not_a_token_of_anyone")

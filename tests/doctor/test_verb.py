@@ -39,7 +39,7 @@ def test_a_good_machine(machine: list[Facts], capsys: pytest.CaptureFixture[str]
     assert printed.startswith("loft ") and "nothing would stop a run; 0 warnings" in printed
 
 
-def test_exit_code_3_where_a_run_would_stop(
+def test_exit_code_3_if_a_run_would_be_stopped(
     machine: list[Facts], capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine.append(replace(GOOD, suspects={"lightning": "2.6.2"}, shared_memory_gib=0.06))
@@ -54,7 +54,7 @@ def test_exit_code_3_where_a_run_would_stop(
     assert found["versions"]["node1"]["torch"] == "2.13.0"
 
 
-def test_words_of_a_training_say_where_to_look(
+def test_overrides_of_a_run_select_the_folders(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[Any] = []
@@ -78,7 +78,7 @@ def test_words_of_a_training_say_where_to_look(
         (["+experiment=llama9b"], "llama8b"),
     ],
 )
-def test_what_is_misspelt_is_named(
+def test_misspelled_overrides_are_refused(
     words: list[str], fragment: str, machine: list[Facts], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert verb.run_doctor(words) == 2

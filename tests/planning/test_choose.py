@@ -114,7 +114,7 @@ def test_the_strategy_with_the_least_communication_that_fits(
         assert any(fits(each, estimate_gpu_memory(each)) for each in tried) or "offload" in name
 
 
-def test_processes_on_a_cpu_hold_all() -> None:
+def test_cpu_ranks_use_ddp() -> None:
     run = replace(planned(f"{LORA_70B} hardware=8xa100_80gb"), is_on_gpu=False)
     choice = choose_strategy(run, STRATEGIES, ["none"])
     assert str(choice) == "ddp (8 processes on a CPU share its memory)"
@@ -173,7 +173,7 @@ def test_the_largest_divisor_that_fits(gib: float, packs: int, mode: str, size: 
         )
 
 
-def test_what_is_not_tried_leaves_more_room() -> None:
+def test_untried_micro_batches_leave_more_memory_free() -> None:
     run = replace(of_memory(139.8, packs=24), recompute="none", strategy=STRATEGIES["ddp"])
     tried, _ = choose_micro_batch(run)
     untried, _ = choose_micro_batch(replace(run, strategy=STRATEGIES["zero1"]))
@@ -224,9 +224,7 @@ class NewRun(SimpleNamespace):
         return None
 
 
-def test_a_gpu_decides_and_a_cpu_keeps_everything(
-    gpu: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_recompute_is_chosen_on_gpus_only(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
     config: Any = load_config("train", ["+experiment=llama8b", "trainer.micro_batch_size=1"])
     on_cpu = replace(EIGHT, accelerator="cpu", precision="fp32")
     on_cpu_config, _, _ = resolve_auto(
@@ -251,7 +249,7 @@ def test_a_gpu_decides_and_a_cpu_keeps_everything(
     assert estimate is not None and estimate.step_seconds is None  # its rates are not known
 
 
-def test_a_gpu_takes_more_packs_a_cpu_one_and_a_resumed_run_its_own(
+def test_micro_batch_on_gpu_on_cpu_and_in_a_resumed_run(
     gpu: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     config: Any = load_config(
@@ -278,7 +276,7 @@ def test_a_gpu_takes_more_packs_a_cpu_one_and_a_resumed_run_its_own(
     assert describe_global_batch(config.trainer, 1, before) == before
 
 
-def test_widths_that_are_not_known(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_layer_sizes(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
     config: Any = load_config("train", ["+experiment=llama8b"])
     base = base_of()
     base.shapes_builder = lambda *_: lambda: SimpleNamespace(config=SimpleUnknown())
@@ -302,7 +300,7 @@ class SimpleUnknown(SimpleNamespace):
         return self
 
 
-def test_what_is_chosen_has_the_settings_of_its_file(gpu: Any) -> None:
+def test_a_chosen_strategy_has_the_settings_of_its_file(gpu: Any) -> None:
     words = ["+experiment=llama8b", "trainer.devices=8"]
     for row in TABLE[2:5]:
         plan = replace(planned(row[0]), is_on_gpu=True)
@@ -314,7 +312,7 @@ def test_what_is_chosen_has_the_settings_of_its_file(gpu: Any) -> None:
     )
 
 
-def test_a_choice_that_clashes_with_what_was_typed_is_refused_with_its_reason(gpu: Any) -> None:
+def test_a_choice_that_conflicts_with_an_override_is_refused(gpu: Any) -> None:
     words = ["+experiment=llama8b", "trainer.devices=8", "optimizer=muon"]
     config: Any = load_config("train", words)
     assert check_compatibility(config, num_gpus=8) == []
@@ -325,7 +323,7 @@ def test_a_choice_that_clashes_with_what_was_typed_is_refused_with_its_reason(gp
     assert "; but optimizer=muon does not step shards" in said
 
 
-def test_the_smallest_gpu_of_this_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_gpu_of_this_machine_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {0: 79 * 2**30, 1: 40 * 2**30}
     monkeypatch.setattr(
         torch.cuda,

@@ -19,9 +19,7 @@ BASE = "model.architecture={model_type: llama, hidden_size: 64, intermediate_siz
 BASE += "num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 512}"
 
 
-def test_a_plan_says_time_and_cost_of_local_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_time_and_cost_from_local_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both were said only where somebody had counted the tokens."""
     file = tmp_path / "d.jsonl"
     file.write_text(500 * (json.dumps({"instruction": "count", "output": "one two"}) + "\n"))
@@ -42,7 +40,7 @@ def test_a_plan_says_time_and_cost_of_local_data(
     assert any(line.startswith("time to finish: type plan.tokens=N") for line in plan_lines(facts))
 
 
-def test_the_base_has_its_own_tokens() -> None:
+def test_tokens_are_counted_by_the_bases_tokenizer() -> None:
     """Beside what was tokenized: 139,604 tokens of the 95 % that are trained on."""
     config: Any = load_config("plan", ["+experiment=quickstart", "hardware=h100"])
     config = replace(config, data=replace(config.data, cache_dir="no such cache"))
@@ -53,6 +51,6 @@ def test_the_base_has_its_own_tokens() -> None:
     assert tokens_of(config, run) == (config.trainer.max_steps * 7, "")
 
 
-def test_texts_of_any_kind_are_counted() -> None:
+def test_tokens_of_unusual_texts() -> None:
     rows = ["four", "", "\ud800", "é" * 6]
     assert count_bytes(rows) == [1, 0, 1, 3]

@@ -14,7 +14,7 @@ MACHINES = ((1, 1), (8, 1), (8, 4))
 MODELS = ((2851e6, 32e6), (8.03e9, 525e6), (70.6e9, 1050e6))
 
 
-def test_the_installed_estimators_say_the_same() -> None:
+def test_estimates_equal_those_of_deepspeed() -> None:
     with mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}):
         pytest.importorskip("deepspeed")
         from deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -54,7 +54,7 @@ def test_the_installed_estimators_say_the_same() -> None:
     assert rows == 9 * 8
 
 
-def test_the_figures_that_are_known_of_them() -> None:
+def test_known_figures_of_deepspeeds_estimators() -> None:
     def gib(states: object) -> float:
         return round(states.gpu / 2**30, 2)  # type: ignore[attr-defined]
 

@@ -22,14 +22,14 @@ from tests.door import ask
 CARDS = [name for name in groups(CONF)["hardware"] if name != "auto"]
 
 
-def test_names_of_several() -> None:
+def test_names_of_several_gpus_and_nodes() -> None:
     assert split_name("h100") == ("h100", {})
     assert split_name("8xh100") == ("h100", {"gpus_per_node": 8})
     assert split_name("2x8xa100_80gb") == ("a100_80gb", {"num_nodes": 2, "gpus_per_node": 8})
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_each_card_has_every_number_and_its_source(card: str) -> None:
+def test_each_card_has_all_specifications_and_a_source(card: str) -> None:
     config: HardwareConfig = settings_of("hardware", card)
     config.gpus_per_node, config.num_nodes = 8, 2
     assert config.name == card and check_hardware(config) == []
@@ -40,7 +40,7 @@ def test_each_card_has_every_number_and_its_source(card: str) -> None:
         assert key in known and "  # " in source, line
 
 
-def test_nodes_and_price_by_the_command_line() -> None:
+def test_nodes_and_price_from_the_command_line() -> None:
     words = ["+experiment=llama8b", "hardware=2x8xh100", "hardware.price_per_hour=2.5"]
     hardware = load_config("plan", words).hardware  # type: ignore[union-attr]
     assert (hardware.name, hardware.num_nodes, hardware.gpus_per_node) == ("h100", 2, 8)
@@ -48,7 +48,7 @@ def test_nodes_and_price_by_the_command_line() -> None:
     assert hardware.memory_gib > 70
 
 
-def test_an_unknown_card_is_told_the_nearest_and_how_to_describe_ones_own() -> None:
+def test_an_unknown_card_is_refused_with_advice() -> None:
     answer = ask("+experiment=llama8b", "hardware=8xa100", verb="plan")
     assert answer.code == 2
     for word in ("hardware=a100", "did you mean a100_40gb?", "h200", "hardware.memory_gib="):
@@ -57,7 +57,7 @@ def test_an_unknown_card_is_told_the_nearest_and_how_to_describe_ones_own() -> N
     assert answer.code == 2 and "hardware.half_tflops=" in answer.said
 
 
-def test_a_card_of_ones_own() -> None:
+def test_custom_hardware() -> None:
     words = ["hardware=a100_40gb", "hardware.name=mine", "hardware.memory_gib=31"]
     hardware = load_config("plan", ["+experiment=llama8b", *words]).hardware  # type: ignore[union-attr]
     assert (hardware.name, hardware.memory_gib) == ("mine", 31)
@@ -66,7 +66,7 @@ def test_a_card_of_ones_own() -> None:
     assert "hardware.link_gb_per_second" in check_hardware(empty)[0]
 
 
-def test_this_machine_by_its_drivers_word() -> None:
+def test_card_names_from_the_driver() -> None:
     h100 = Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2, capability=(9, 0))
     assert detect_card(Machine(gpus=(h100, h100))) == ("h100", 79.2, 2)
     assert known_card("NVIDIA A100-SXM4-40GB", 39.4) == "a100_40gb"
@@ -79,6 +79,6 @@ def test_this_machine_by_its_drivers_word() -> None:
         detect_card(Machine(gpus=(odd,)))
 
 
-def test_a_part_of_a_card_is_not_the_card() -> None:
+def test_a_mig_slice_is_not_a_card() -> None:
     assert known_card("NVIDIA H100 80GB HBM3", 79.6) == "h100"
     assert known_card("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.5) is None

@@ -55,12 +55,12 @@ def compare(config: Any, numbers: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("words", WAYS, ids=" ".join)
-def test_numbers_and_modules_agree(words: tuple[str, ...]) -> None:
+def test_config_json_and_modules_agree(words: tuple[str, ...]) -> None:
     config = load_config("train", ["model=llama8b", "data=dolly", *words])
     compare(config, config.model.architecture | SMALL)
 
 
-def test_modules_of_a_plan_weigh_what_the_arithmetic_of_a_run_says() -> None:
+def test_planned_sizes_equal_measured_sizes() -> None:
     from app.model.build import build_model
     from app.model.recompute import RecomputeConfig
 
@@ -107,7 +107,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_a_layer_is_made_of_is_found_in_its_modules(name: str) -> None:
+def test_the_kind_of_a_layer_is_found_in_its_modules(name: str) -> None:
     config = load_config("train", [f"model={name}", "data=dolly"])
     numbers = config.model.architecture | {"num_hidden_layers": 2}
     found = model_from_meta(config.model, numbers, config.adapter, "bf16").widths.kind
@@ -115,7 +115,7 @@ def test_what_a_layer_is_made_of_is_found_in_its_modules(name: str) -> None:
     assert found == replace(expected, activation=expected.activation if expected.has_gate else "")
 
 
-def test_experts_that_every_token_goes_to_are_found() -> None:
+def test_shared_experts_are_found() -> None:
     config = load_config("train", ["model=glm4_5_air", "data=dolly"])
     numbers = config.model.architecture | {"num_hidden_layers": 3}
     widths = model_from_meta(config.model, numbers, config.adapter, "bf16").widths
@@ -124,7 +124,7 @@ def test_experts_that_every_token_goes_to_are_found() -> None:
     assert (widths.kind.shared_experts, widths.feed_forward) == (shared, routed + shared)
 
 
-def test_the_gate_of_a_config_json_decides_its_kernel() -> None:
+def test_the_activation_in_config_json_decides_the_gate_kernel() -> None:
     config = load_config("train", ["model=llama3b", "data=dolly"])
     numbers = config.model.architecture | SMALL
     execution = LayerExecution(tokens=1, fuses_norm_and_gate=True)

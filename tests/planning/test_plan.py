@@ -55,7 +55,7 @@ OLMO2 = (
 @pytest.mark.parametrize(
     ("base", "is_guess"), [("model=llama3b", False), ("model=gpt2", False), (OLMO2, True)]
 )
-def test_activations_of_a_family_that_was_not_compared_are_called_a_guess(
+def test_unchecked_activations_are_marked_as_a_guess(
     base: str, is_guess: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (base, "data=dolly", "hardware=h100", "data.sequence_len=512")
@@ -66,7 +66,7 @@ def test_activations_of_a_family_that_was_not_compared_are_called_a_guess(
     ) is is_guess
 
 
-def test_what_does_not_fit_is_told_what_to_type(tmp_path: Path) -> None:
+def test_overrides_that_make_a_run_fit(tmp_path: Path) -> None:
     """The run to which a fixed share of the memory once said yes (two cards of 24 GB)."""
     words = ("+experiment=llama70b_qlora", "hardware=2xrtx4090")
     facts, _ = plan_of(tmp_path / "before", *words)
@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_told_what_to_type(tmp_path: Path) -> None:
     assert after["fits"]
 
 
-def test_where_nothing_fits_more_gpus_are_named(tmp_path: Path) -> None:
+def test_more_gpus_are_suggested_if_nothing_fits(tmp_path: Path) -> None:
     words = ("+experiment=llama70b", "adapter=full", "hardware=l40s", "strategy=single")
     facts, _ = plan_of(tmp_path, *words, "recompute=auto")
     assert not any(row["fits"] for row in facts["advice"])
@@ -87,7 +87,7 @@ def test_where_nothing_fits_more_gpus_are_named(tmp_path: Path) -> None:
     assert any(words.startswith("hardware=") for words in facts["to_fit"])
 
 
-def test_advice_is_sorted_and_what_it_says_can_be_typed(tmp_path: Path) -> None:
+def test_advice_is_sorted_and_its_overrides_work(tmp_path: Path) -> None:
     words = ("+experiment=llama8b", "hardware=4xl40s", "hardware.price_per_hour=1.5")
     facts, where = plan_of(tmp_path / "a", *words, "plan.tokens=10000000")
     speeds = [row["tokens_per_second"] for row in facts["advice"] if row["fits"]]
@@ -102,7 +102,7 @@ def test_advice_is_sorted_and_what_it_says_can_be_typed(tmp_path: Path) -> None:
     assert "<svg" in page and "<script" not in page and "http" not in page
 
 
-def test_a_disk_that_is_too_small_for_checkpoints_is_named(tmp_path: Path) -> None:
+def test_a_disk_too_small_for_checkpoints(tmp_path: Path) -> None:
     words = ("+experiment=llama8b_full", "hardware=h200")
     facts, where = plan_of(tmp_path / "a", *words)
     assert facts["fits_disk"] and facts["nvme_gib"] == pytest.approx(8 * 3840e9 / 2**30, rel=1e-3)
@@ -113,7 +113,7 @@ def test_a_disk_that_is_too_small_for_checkpoints_is_named(tmp_path: Path) -> No
     assert facts["fits_disk"]
 
 
-def test_the_best_plan_is_written_as_an_experiment(tmp_path: Path) -> None:
+def test_the_best_variant_is_written_as_an_experiment(tmp_path: Path) -> None:
     file = tmp_path / "best run.yaml"
     words = ("+experiment=llama8b", "hardware=4xl40s", f"plan.write={file}")
     facts, _ = plan_of(tmp_path / "out", *words)
@@ -129,7 +129,7 @@ def test_the_best_plan_is_written_as_an_experiment(tmp_path: Path) -> None:
     assert again["tokens_per_second"] == pytest.approx(best["tokens_per_second"])
 
 
-def test_a_model_by_the_folder_of_its_config_json(tmp_path: Path) -> None:
+def test_a_model_from_a_folder_with_config_json(tmp_path: Path) -> None:
     numbers = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     numbers |= {"num_attention_heads": 4, "vocab_size": 512}
     folder = tmp_path / "base"
@@ -187,7 +187,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_with_what_to_type(
+def test_bad_input_is_refused_with_a_fix(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
@@ -198,7 +198,7 @@ def test_bad_input_is_refused_with_what_to_type(
     assert not (tmp_path / "out").exists(), "nothing is left behind"
 
 
-def test_a_download_that_was_cut_off_is_named(tmp_path: Path) -> None:
+def test_an_incomplete_download_is_refused(tmp_path: Path) -> None:
     """C15: weights need not be there, but what is there must be whole."""
     folder = make_model(tmp_path / "base")
     weights = folder / "model.safetensors"
@@ -211,7 +211,7 @@ def test_a_download_that_was_cut_off_is_named(tmp_path: Path) -> None:
     assert "config.json" in message
 
 
-def test_a_model_without_numbers_is_refused(tmp_path: Path) -> None:
+def test_a_config_json_without_sizes_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -219,7 +219,7 @@ def test_a_model_without_numbers_is_refused(tmp_path: Path) -> None:
     assert "no model_type" in message
 
 
-def test_host_memory_decides_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_memory_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("model=llama70b", "data=dolly", "hardware=8xRTX4090")
     facts, _ = plan_of(tmp_path, *words, "strategy=fsdp_offload")
     assert not facts["fits"] and not facts["fits_host"]
@@ -227,7 +227,7 @@ def test_host_memory_decides_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "DOES NOT FIT: host memory per machine" in capsys.readouterr().out
 
 
-def test_one_gpu_is_offered_no_strategy_of_several(tmp_path: Path) -> None:
+def test_one_gpu_gets_only_single_gpu_strategies(tmp_path: Path) -> None:
     facts, _ = plan_of(tmp_path, "model=qwen3_0_6b", "data=dolly", "hardware=h100")
     strategies = {row["strategy"] for row in facts["advice"]}
     assert strategies <= {"auto", "single", "zero2_offload", "zero3_offload", "fsdp_offload"}
@@ -244,7 +244,7 @@ def test_one_gpu_is_offered_no_strategy_of_several(tmp_path: Path) -> None:
         ("here.yaml", "it is there already"),
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_first(
+def test_an_unwritable_plan_file_is_refused_first(
     file: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

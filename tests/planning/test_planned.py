@@ -43,7 +43,7 @@ def test_auto_is_resolved_for_the_hardware() -> None:
     assert fits(small, estimate_gpu_memory(small))
 
 
-def test_what_memory_grows_and_shrinks_with() -> None:
+def test_memory_by_strategy_length_and_recompute() -> None:
     run, _ = run_of("+experiment=llama8b", "adapter=full", "hardware=8xh100", "strategy=fsdp")
     sharded = estimate_gpu_memory(run)
     whole = estimate_gpu_memory(replace(run, strategy=STRATEGIES["ddp"]))
@@ -58,7 +58,7 @@ def test_what_memory_grows_and_shrinks_with() -> None:
     assert kept == sorted(kept, reverse=True)
 
 
-def test_nodes_that_train_apart_keep_outer_states_and_files_of_their_own() -> None:
+def test_local_sgd_adds_outer_states_and_files_per_node() -> None:
     words = ("+experiment=llama8b", "adapter=full", "hardware=2x8xh100")
     apart, _ = run_of(*words, "strategy=hsdp_local_sgd")
     together = replace(apart, strategy=STRATEGIES["fsdp_hybrid"])
@@ -70,7 +70,7 @@ def test_nodes_that_train_apart_keep_outer_states_and_files_of_their_own() -> No
     assert estimate_disk(apart) > 2 * estimate_disk(together)
 
 
-def test_what_compression_has_not_sent_yet_is_counted() -> None:
+def test_unsent_gradients_of_compression_are_counted() -> None:
     """Gradients are of the trained weights' dtype; PowerSGD's are in no checkpoint."""
     run, _ = run_of("+experiment=llama8b", "adapter=full", "hardware=2x8xh100", "strategy=ddp")
     compressed = {
@@ -86,7 +86,7 @@ def test_what_compression_has_not_sent_yet_is_counted() -> None:
     assert disk["topk"] == disk["bf16"] + 16 * trained * (run.num_checkpoints + 1)
 
 
-def test_layers_below_the_lowest_that_trains_keep_nothing() -> None:
+def test_layers_below_the_lowest_trainable_one_save_nothing() -> None:
     words = ("+experiment=llama8b", "hardware=h100", "recompute=none", "trainer.micro_batch_size=1")
     run, _ = run_of(*words)
     top, _ = run_of(*words, "adapter.layers=top 8")
@@ -99,7 +99,7 @@ def moment_of(name: str, run: PlannedRun) -> GpuMemory:
     return next(each for each in estimate_moments(run) if each.moment == name)
 
 
-def test_the_parts_are_those_of_the_moment_that_is_the_peak() -> None:
+def test_parts_are_those_at_the_peak() -> None:
     words = ("+experiment=llama8b", "hardware=h100", "recompute=full", "adapter=full")
     run, _ = run_of(*words, "trainer.micro_batch_size=1")
     run = replace(run, accumulation=1)
@@ -119,7 +119,7 @@ def test_the_parts_are_those_of_the_moment_that_is_the_peak() -> None:
     ("experiment", "traced"),
     [("llama8b_ia3", 155_648), ("llama8b_dora", 344_100), ("llama8b", 139_500)],
 )
-def test_a_layer_keeps_what_its_adapter_was_traced_to_keep(experiment: str, traced: int) -> None:
+def test_saved_bytes_of_adapters_equal_traces(experiment: str, traced: int) -> None:
     """Bytes a token. Of IA3 the scaled inputs in fp32, of DoRA both its products, were left out, or
     counted twice.
     """
@@ -128,7 +128,7 @@ def test_a_layer_keeps_what_its_adapter_was_traced_to_keep(experiment: str, trac
     assert of_layer == pytest.approx(traced, rel=0.005)
 
 
-def test_norms_that_are_not_fused_are_the_peak_of_tensor_parallelism() -> None:
+def test_unfused_norms_are_the_peak_under_tensor_parallelism() -> None:
     """Traced: 11,068 MiB in the backward pass of 4 layers; 9,127 were said."""
     words = ("strategy=fsdp_tp", "strategy.tensor_parallel_size=4", "hardware=8xa100_80gb")
     layers = "model.architecture.num_hidden_layers=4"
@@ -138,14 +138,14 @@ def test_norms_that_are_not_fused_are_the_peak_of_tensor_parallelism() -> None:
     assert peak.activations + peak.loss == pytest.approx(11_068 * 2**20, rel=0.01)
 
 
-def test_the_embedding_is_gathered_beside_the_first_layer() -> None:
+def test_the_embedding_is_gathered_with_the_first_layer() -> None:
     """FSDP asks for the unit before a layer, which of the first is the embedding, frozen too."""
     run, _ = run_of("+experiment=llama70b_qlora", "hardware=2xa100_80gb")
     first = moment_of("backward pass of the first layer", run).gathered
     assert first == pytest.approx(run.size.embedding.gathered + run.size.layer.gathered, rel=0.01)
 
 
-def test_gradients_are_counted_when_they_are_there() -> None:
+def test_gradients_at_each_moment() -> None:
     """Measured on two ranks: between micro-batches DDP has them twice, and ZeRO-2's bucket is there
     in backward passes only (it was said to take 12 % less and 8 to 14 % more than was found).
     """
@@ -167,7 +167,7 @@ def test_gradients_are_counted_when_they_are_there() -> None:
     assert bucket < at(last, "zero2", 1) < bucket + 1 / 16
 
 
-def test_a_frozen_layer_has_no_gradients_on_their_way() -> None:
+def test_a_frozen_layer_has_no_gradients() -> None:
     run, _ = run_of("+experiment=llama70b", "hardware=8xa100_80gb", "strategy=fsdp")
     last = "backward pass of the last layer"
     lora = moment_of(last, run).gathered / run.size.layer.gathered
@@ -176,7 +176,7 @@ def test_a_frozen_layer_has_no_gradients_on_their_way() -> None:
     assert 2 < lora < 2.1 and 3 <= whole < 3.1
 
 
-def test_the_second_chunk_of_logits_is_as_small_as_it_is() -> None:
+def test_the_last_chunk_of_logits_may_be_small() -> None:
     run, _ = run_of("+experiment=llama8b", "hardware=h100", "trainer.micro_batch_size=1")
     rows = FUSED_CHUNKS * rows_per_chunk(run.model.widths.vocabulary, "cuda")
     part, half, two = (
@@ -187,14 +187,14 @@ def test_the_second_chunk_of_logits_is_as_small_as_it_is() -> None:
     assert half - part == pytest.approx((two - part) / 3, rel=0.01)
 
 
-def test_a_second_copy_within_each_node_is_counted() -> None:
+def test_hpz_copy_is_counted() -> None:
     run, _ = run_of("+experiment=llama70b", "hardware=2x8xa100_80gb", "strategy=zero3")
     one = estimate_gpu_memory(run)
     two = estimate_gpu_memory(replace(run, strategy=STRATEGIES["zero3_hpz"]))
     assert two.weights == pytest.approx(3 * one.weights, rel=0.01)  # 1/16 and 1/8
 
 
-def test_zero3_gathers_no_more_than_there_is() -> None:
+def test_zero3_gathers_at_most_all_weights() -> None:
     """A bound of a billion weights was counted for models of a thousandth of them, too."""
     words = ("model=qwen3_0_6b", "data=dolly", "hardware=2xh100", "strategy=zero3", "adapter=full")
     run, _ = run_of(*words)
@@ -204,7 +204,7 @@ def test_zero3_gathers_no_more_than_there_is() -> None:
     assert 2e9 < estimate_gpu_memory(large).gathered < 5e9
 
 
-def test_what_waits_on_the_host_and_on_the_disk() -> None:
+def test_host_memory_and_disk() -> None:
     run, _ = run_of("+experiment=llama70b", "hardware=8xa100_80gb")
     weights = 2 * run.model.num_weights
     host = estimate_host_memory(run)

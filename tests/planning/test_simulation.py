@@ -67,7 +67,7 @@ def refused(folder: Path, *typed: str) -> str:
         ("trainer.compile=true", "trainer.compile=false,"),
     ],
 )
-def test_what_cannot_be_simulated_says_what_to_type(
+def test_runs_that_cannot_be_simulated_are_refused_with_a_fix(
     typed: str, instead: str, tmp_path: Path
 ) -> None:
     said = refused(tmp_path / "out", *typed.split(), "hardware=2x4xh100", "recompute=none")
@@ -76,9 +76,7 @@ def test_what_cannot_be_simulated_says_what_to_type(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_machine_without_a_compiler_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "find_obstacle", lambda: "there is no C++ compiler (g++)")
     said = refused(tmp_path, "hardware=h100")
     assert "there is no C++ compiler (g++); install one" in said
@@ -116,7 +114,7 @@ def one_process(
     ],
     ids=" ".join,
 )
-def test_steps_of_ranks_that_are_not_there(typed: tuple[str, ...], tmp_path: Path) -> None:
+def test_simulated_steps_on_fake_ranks(typed: tuple[str, ...], tmp_path: Path) -> None:
     """The states of a rank to a hundredth; the whole of a model this small more roughly."""
     facts = plan_of(tmp_path, words(LLAMA), *typed, "data.sequence_len=4096")
     found = facts["simulated"]
@@ -132,7 +130,7 @@ def test_steps_of_ranks_that_are_not_there(typed: tuple[str, ...], tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-def test_heads_that_are_shared_keep_no_scores_in_fp32(tmp_path: Path) -> None:
+def test_grouped_query_attention_saves_no_fp32_scores(tmp_path: Path) -> None:
     """FlashAttention takes no fp32, and CUDA's other kernels no shared heads."""
     typed = ("hardware=h100", "trainer.precision=fp32", "recompute=none", "adapter=full")
     facts = plan_of(tmp_path, words(LLAMA), *typed, "data.sequence_len=4096")
@@ -141,7 +139,7 @@ def test_heads_that_are_shared_keep_no_scores_in_fp32(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
-def test_gradients_of_a_peak_in_the_backward_pass_have_their_name(tmp_path: Path) -> None:
+def test_gradients_at_a_peak_in_the_backward_pass(tmp_path: Path) -> None:
     """Of a wide feed-forward, whose backward pass begins when the head has its gradient."""
     wide = {"hidden_size": 64, "intermediate_size": 1024, "num_hidden_layers": 1, "vocab_size": 512}
     numbers = LLAMA | wide | {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -217,7 +215,7 @@ def allocated(memory: GpuMemory) -> float:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", SHIPPED)
-def test_formula_and_steps_of_a_shipped_experiment_agree(name: str) -> None:
+def test_estimates_and_simulation_of_experiments_agree(name: str) -> None:
     """All of its layers by the steps of a few, to which each more adds the same.
 
     `python -m app.plan +experiment=NAME plan.simulate=true` simulates all of them, in minutes.
@@ -256,7 +254,7 @@ ROPE_PERIODS = {"bart_large": 2, "gemma2_2b": 2, "gemma4_26b_a4b": 6, "llama4_sc
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_formula_and_steps_of_a_family_agree(name: str) -> None:
+def test_estimates_and_simulation_of_families_agree(name: str) -> None:
     """LoRA without recompute, by which a layer keeps the most of what its family is made of."""
     length = 512 if name in ("bart_large", "gpt2_xl") else 2048
     words = [f"model={name}", "data=dolly", "hardware=h100", "strategy=single", "recompute=none"]
@@ -290,7 +288,7 @@ def test_formula_and_steps_of_a_family_agree(name: str) -> None:
     ],
     ids=" ".join,
 )
-def test_each_part_of_a_70b_model_on_8_and_64_ranks_agrees(typed: tuple[str, ...]) -> None:
+def test_estimates_and_simulation_of_70b_parts_agree(typed: tuple[str, ...]) -> None:
     """Within 5 % of the part or, of what is small beside the others, 1.2 % of the whole."""
     config = load_config("plan", ["+experiment=llama70b", "trainer.global_batch_size=64", *typed])
     assert isinstance(config, PlanConfig)
@@ -307,12 +305,12 @@ def test_each_part_of_a_70b_model_on_8_and_64_ranks_agrees(typed: tuple[str, ...
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
-def test_formula_and_steps_of_all_layers_agree(tmp_path: Path) -> None:
+def test_estimates_and_simulation_of_all_layers_agree(tmp_path: Path) -> None:
     facts = plan_of(tmp_path, "+experiment=quickstart", "hardware=h100")
     assert abs(facts["simulated"]["difference"]) <= WITHIN
 
 
-def test_every_shipped_experiment_is_compared_or_refused() -> None:
+def test_every_shipped_experiment_is_simulated_or_refused() -> None:
     assert set(conf_files.groups(conf_files.CONF)["experiment"]) == {
         "quickstart",
         *SHIPPED,

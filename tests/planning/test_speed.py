@@ -90,7 +90,7 @@ def test_zero3_between_nodes_by_the_rule_of_thumb(nodes: int) -> None:
     assert bits == pytest.approx(48 * run.model.num_weights / nodes, rel=1e-3)
 
 
-def test_what_each_strategy_sends() -> None:
+def test_bytes_sent_by_each_strategy() -> None:
     def sent(name: str, nodes: int = 1, **how: Any) -> tuple[float, float]:
         strategy = settings_of("strategy", name)
         run = run_of(
@@ -124,14 +124,14 @@ def test_what_each_strategy_sends() -> None:
     assert sent("hsdp_local_sgd", nodes=2)[1] == pytest.approx(2 * 2 / 2 / 8 / 8, rel=1e-3)
 
 
-def test_tensor_parallel_sends_two_messages_a_layer_and_direction() -> None:
+def test_tensor_parallel_has_two_all_reduces_per_layer_and_pass() -> None:
     run = run_of("llama8b", strategy=settings_of("strategy", "tp"), gpus=4, sequence_len=1000)
     (only,) = list_collectives(run)
     assert (only.kind, only.times, only.num_ranks) == (ALL_REDUCE, 4 * 32, 4)
     assert only.num_bytes == 1000 * 4096 * 2
 
 
-def test_half_precision_halves_what_ddp_sends() -> None:
+def test_half_precision_halves_ddps_bytes() -> None:
     runs = [
         run_of("llama8b", "adapter=full", strategy=DdpConfig(compression=how), gpus=8)
         for how in ("none", "bf16")
@@ -140,7 +140,7 @@ def test_half_precision_halves_what_ddp_sends() -> None:
     assert half == pytest.approx(whole / 2, rel=1e-3)
 
 
-def test_topk_sends_a_share_with_its_places_to_every_rank() -> None:
+def test_topk_sends_values_and_indices_to_every_rank() -> None:
     def sent(strategy: DdpConfig, gpus: int) -> float:
         run = run_of("llama8b", "adapter=full", strategy=strategy, gpus=gpus)
         return sum(each.sent for each in list_collectives(run))
@@ -151,7 +151,7 @@ def test_topk_sends_a_share_with_its_places_to_every_rank() -> None:
     assert sent(largest, 2) == pytest.approx(sent(plain, 2) * 0.01 * 2, rel=1e-3)
 
 
-def test_a_slow_network_is_what_bounds_a_step() -> None:
+def test_a_slow_network_bounds_a_step() -> None:
     strategy = FsdpConfig()
     fast = run_of("llama8b", "adapter=full", strategy=strategy, gpus=8, nodes=2, sequence_len=8192)
     slow = replace(fast, hardware=replace(fast.hardware, network_gb_per_second=1.0))
@@ -160,7 +160,7 @@ def test_a_slow_network_is_what_bounds_a_step() -> None:
     assert estimate_speed(slow).exposed > 0
 
 
-def test_no_rate_above_the_datasheets() -> None:
+def test_rates_do_not_exceed_the_datasheet() -> None:
     for method, recompute in PUBLISHED:
         run = run_of("llama8b", f"adapter={method}", recompute=recompute, sequence_len=8192)
         assert 0.2 < estimate_speed(run).mfu < 0.71

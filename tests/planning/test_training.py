@@ -27,7 +27,7 @@ def ways() -> str:
     return "type recompute=full"
 
 
-def test_what_a_fixed_share_once_said_yes_to_is_refused_with_what_to_type() -> None:
+def test_a_run_that_will_not_fit_is_refused_with_overrides() -> None:
     from app.config import load_config
 
     run = planned(TWO_CARDS)
@@ -46,7 +46,7 @@ def test_what_a_fixed_share_once_said_yes_to_is_refused_with_what_to_type() -> N
     assert "; type " in said and said.endswith("or type plan.enforce=warn to try it")
 
 
-def test_beyond_a_whole_memory_is_refused_and_a_tight_one_is_warned_of(
+def test_too_large_runs_are_refused_and_tight_ones_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = planned("model=llama8b hardware=h100 strategy=single")
@@ -70,9 +70,7 @@ def test_beyond_a_whole_memory_is_refused_and_a_tight_one_is_warned_of(
 
 
 @pytest.mark.parametrize(("model_type", "guess"), [("llama", ""), ("olmo2", "olmo2")])
-def test_what_is_a_guess_is_called_one_at_the_start_and_where_a_run_is_refused(
-    model_type: str, guess: str
-) -> None:
+def test_guesses_are_marked_at_the_start_and_in_refusals(model_type: str, guess: str) -> None:
     run = planned("model=llama8b hardware=h100 strategy=single")
     widths = replace(run.model.widths, model_type=model_type)
     hardware = replace(run.hardware, memory_gib=1.0)
@@ -85,13 +83,13 @@ def test_what_is_a_guess_is_called_one_at_the_start_and_where_a_run_is_refused(
         assert f"; activations of model type {guess} are a guess" in said or not guess
 
 
-def test_host_memory_is_refused_too() -> None:
+def test_too_little_host_memory_is_refused() -> None:
     run = planned("model=llama70b hardware=8xh100 strategy=fsdp hardware.host_memory_gib=64")
     with pytest.raises(UserError, match=r"of a machine's 64\.0 GiB host memory"):
         check_room(run, estimate_training(run), "error", ways)
 
 
-def test_planned_and_measured_stand_side_by_side(
+def test_planned_and_measured_figures_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = planned("model=llama8b hardware=h100 strategy=single")
@@ -112,7 +110,7 @@ def test_planned_and_measured_stand_side_by_side(
     assert "planned (+25 %); 2 steps/s measured" in caplog.text
 
 
-def test_a_run_leaves_both_and_is_refused_before_weights_are_loaded(
+def test_a_run_writes_both_figures_and_is_refused_before_loading(
     train_run: TrainRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = small_run("trainer.max_steps=2")

@@ -27,7 +27,7 @@ def step(size: float, *, fused: bool = True) -> tuple[list[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, float("nan")])
-def test_a_step_that_clips_is_that_of_clipped_gradients(
+def test_clipping_in_the_step_equals_clipping_before(
     size: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, norm_before = step(size)
@@ -39,7 +39,7 @@ def test_a_step_that_clips_is_that_of_clipped_gradients(
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
 
-def test_gradients_are_clipped_before_on_a_cpu_and_for_other_kernels(
+def test_unfused_optimizers_clip_before_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, _ = step(10.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from app.strategy.build import build_strategy
 from app.strategy.ddp import UNCOMPRESSED_STEPS
 from app.strategy.settings import DdpConfig
-from tests.ranks import on_ranks, ready
+from tests.ranks import on_ranks, prepare_strategy
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ class Matrix(L.LightningModule):
 def gradients(compression: str, bad_step: int | None = None) -> list[Tensor]:
     """Return a rank's gradients behind each of some backward passes."""
     config = DdpConfig(compression=compression, powersgd_rank=RANK)
-    strategy: Any = ready(build_strategy(config, accelerator="cpu", num_ranks=2))
+    strategy: Any = prepare_strategy(build_strategy(config, accelerator="cpu", num_ranks=2))
     strategy.model = module = Matrix()
     strategy.configure_ddp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
@@ -63,7 +63,7 @@ def whole(step: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("compression", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.half)])
-def test_half_the_bytes_travel(compression: str, dtype: torch.dtype) -> None:
+def test_gradients_are_sent_in_half_precision(compression: str, dtype: torch.dtype) -> None:
     first, second = on_ranks(2, gradients, compression)
     for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(ours, theirs)
@@ -71,7 +71,7 @@ def test_half_the_bytes_travel(compression: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, whole(step), rtol=0.05, atol=0.02)
 
 
-def test_a_low_rank_travels_and_what_it_left_out_follows() -> None:
+def test_powersgd_sends_a_low_rank_with_error_feedback() -> None:
     first, second = on_ranks(2, gradients, "powersgd")
     for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(ours, theirs)
@@ -85,7 +85,7 @@ def test_a_low_rank_travels_and_what_it_left_out_follows() -> None:
     assert (came - meant).norm() < meant.norm()
 
 
-def test_a_bad_gradient_is_not_carried_over() -> None:
+def test_nonfinite_gradients_are_not_fed_back() -> None:
     bad = UNCOMPRESSED_STEPS + 1
     for found in on_ranks(2, gradients, "powersgd", bad):
         assert not found[bad].isfinite().all()
@@ -93,7 +93,7 @@ def test_a_bad_gradient_is_not_carried_over() -> None:
 
 
 @pytest.mark.parametrize(("compression", "lines"), [("powersgd", 1), ("bf16", 0)])
-def test_a_resumed_run_says_what_is_not_as_it_was(
+def test_a_resumed_run_logs_missing_error_feedback(
     compression: str, lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

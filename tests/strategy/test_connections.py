@@ -19,7 +19,7 @@ from app.process.launch import Launch
 from app.strategy.build import build_strategy
 from app.strategy.rendezvous import connect_ranks, find_interface
 from app.strategy.settings import TIMEOUT, DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
-from tests.ranks import on_ranks, ready
+from tests.ranks import on_ranks, prepare_strategy
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 SEVERAL = [
@@ -34,7 +34,7 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize("config", SEVERAL, ids=str)
-def test_ranks_wait_equally_long_under_every_strategy(
+def test_every_strategy_has_the_same_timeout(
     config: StrategyConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if isinstance(config, ZeroConfig):
@@ -51,7 +51,7 @@ def test_ddp_sends_no_buffers(config: DdpConfig) -> None:
 
 def time_outs() -> set[timedelta]:
     """Return the time-outs of a rank's groups, one a dimension of the mesh."""
-    strategy = ready(
+    strategy = prepare_strategy(
         build_strategy(FsdpConfig(tensor_parallel_size=2), accelerator="cpu", num_ranks=4)
     )
     strategy._timeout = timedelta(minutes=7)
@@ -63,7 +63,7 @@ def time_outs() -> set[timedelta]:
 
 
 @pytest.mark.slow
-def test_the_groups_of_a_mesh_wait_as_long_as_all_ranks() -> None:
+def test_mesh_groups_have_the_strategys_timeout() -> None:
     assert on_ranks(4, time_outs) == [{timedelta(minutes=7)}] * 4
 
 
@@ -83,7 +83,7 @@ def addresses() -> dict[str, str]:
 
 
 @linux
-def test_an_interface_is_found_by_what_it_reaches() -> None:
+def test_find_interface() -> None:
     assert find_interface("127.0.0.1") == "lo"
     for name, address in addresses().items():
         assert find_interface(address) == name
@@ -100,7 +100,7 @@ def test_an_interface_is_found_by_what_it_reaches() -> None:
         (2, "eth1", "ib0", "ib0"),
     ],
 )
-def test_ranks_of_other_launchers_use_the_interface_that_reaches_the_first(
+def test_launched_ranks_use_the_interface_that_reaches_rank_0(
     num_nodes: int,
     reached: str | None,
     typed: str | None,

@@ -18,19 +18,22 @@ from app.strategy.settings import ZeroConfig
 from app.training.nonfinite import skip_nonfinite_step
 from tests.conftest import read_column
 from tests.processes import type_train
-from tests.ranks import on_ranks, ready
+from tests.ranks import on_ranks, prepare_strategy
 from tests.reliability.person import Person
-from tests.strategy import parts
-from tests.strategy.parts import CLIP, SPREADS_ALL
+from tests.strategy import zero_training
+from tests.strategy.zero_training import CLIP, SHARD_EVERYTHING
 from tests.tiny import small_run
 
 CONFIGS = [
     ZeroConfig(name="zero1", stage=1),
     ZeroConfig(name="zero2", stage=2),
     ZeroConfig(name="zero2_offload", stage=2, offload_optimizer="cpu"),
-    ZeroConfig(name="zero3", config=SPREADS_ALL),
+    ZeroConfig(name="zero3", config=SHARD_EVERYTHING),
     ZeroConfig(
-        name="zero3_offload", offload_optimizer="cpu", offload_parameters="cpu", config=SPREADS_ALL
+        name="zero3_offload",
+        offload_optimizer="cpu",
+        offload_parameters="cpu",
+        config=SHARD_EVERYTHING,
     ),
 ]
 
@@ -47,7 +50,7 @@ def made(config: ZeroConfig, **facts: Any) -> dict[str, Any]:
     return deepspeed_config(config, **(known | facts))
 
 
-def test_the_config_says_what_our_settings_say() -> None:
+def test_config_from_settings() -> None:
     config = made(CONFIGS[2])
     assert config["gradient_accumulation_steps"] == 4
     assert config["gradient_clipping"] == 0.5
@@ -62,7 +65,7 @@ def test_the_config_says_what_our_settings_say() -> None:
     }
 
 
-def test_zero_plus_plus_comes_into_the_config() -> None:
+def test_zero_plus_plus_config() -> None:
     zero = made(
         ZeroConfig(partition_within_node=True, quantized_weights=True, quantized_gradients=True)
     )["zero_optimization"]
@@ -70,13 +73,13 @@ def test_zero_plus_plus_comes_into_the_config() -> None:
     assert zero["zero_quantized_weights"] and zero["zero_quantized_gradients"]
 
 
-def test_all_is_bf16_where_what_trains_is() -> None:
+def test_bf16_config_for_bf16_weights() -> None:
     config = made(CONFIGS[1], dtype=torch.bfloat16)
     assert config["bf16"]["bf16_master_weights_and_grads"]
     assert config["bf16"]["bf16_optimizer_states"]
 
 
-def test_further_keys_are_added_at_any_depth() -> None:
+def test_further_keys_are_merged_at_any_depth() -> None:
     further = {"zero_optimization": {"overlap_comm": True, "offload_optimizer": {"ratio": 0.5}}}
     config = made(
         ZeroConfig(offload_optimizer="cpu", config={**further, "communication_data_type": "fp16"})
@@ -95,7 +98,7 @@ def test_further_keys_are_added_at_any_depth() -> None:
         ({"stage3_prefetch_bucket_size": -1}, "stage3_prefetch_bucket_size is -1"),
     ],
 )
-def test_a_value_that_deepspeed_does_not_accept_is_named(further: Any, key: str) -> None:
+def test_invalid_values_of_deepspeed_keys_are_refused(further: Any, key: str) -> None:
     config = ZeroConfig(offload_optimizer="cpu", config={"zero_optimization": further})
     with pytest.raises(UserError, match=rf"strategy\.config\.zero_optimization\.{key}: "):
         check_zero_config(made(config))
@@ -126,7 +129,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
 
 
-def test_gradients_have_come_before_their_norm_is_taken(
+def test_clip_waits_for_offloaded_gradients(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deepspeed.accelerator import get_accelerator
@@ -141,7 +144,7 @@ def test_gradients_have_come_before_their_norm_is_taken(
 
 
 @pytest.mark.parametrize(("home", "where"), [("cpu", "cpu"), ("none", "cuda")])
-def test_the_norm_is_where_the_parts_are_stepped(one_rank: None, home: str, where: str) -> None:
+def test_the_norm_is_on_the_optimizers_device(one_rank: None, home: str, where: str) -> None:
     """Else the fused AdamW reads, in host memory, a flag that is still on its way there."""
     with FakeTensorMode():
         strategy = Offloaded(home, "cuda:0")
@@ -157,7 +160,7 @@ def prepare_where_it_fails() -> str:
     strategy: Any = build_strategy(
         ZeroConfig(quantized_weights=True), accelerator="cpu", num_ranks=2
     )
-    ready(strategy)
+    prepare_strategy(strategy)
     is_second = strategy.global_rank == 1
     strategy.cluster_environment.local_rank = lambda: 0  # each is the first of its machine
 
@@ -176,7 +179,7 @@ def build_nothing(on_meta: bool = False, **_: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_what_one_machine_cannot_build_ends_all_ranks() -> None:
+def test_a_failed_operator_build_ends_all_ranks() -> None:
     said = on_ranks(2, prepare_where_it_fails)
     assert said == ["no compiler here; type strategy=zero3_hpz"] * 2
 
@@ -188,18 +191,18 @@ def test_ranks_train_as_one_process(num_ranks: int) -> None:
 
     Three ranks have parts of no two sizes alike.
     """
-    all_gather_list = on_ranks(num_ranks, parts.train_all, CONFIGS)
+    all_gather_list = on_ranks(num_ranks, zero_training.train_all, CONFIGS)
     for has_bad_step in (False, True):
-        alone = parts.train_alone(num_ranks, has_bad_step=has_bad_step)
+        alone = zero_training.train_in_one_process(num_ranks, has_bad_step=has_bad_step)
         assert alone["norms"][0] > CLIP
         for rank, answer in enumerate(all_gather_list):
             for config, found in zip(CONFIGS, answer[has_bad_step], strict=True):
-                check_same(found, alone, config.name)
+                assert_same_results(found, alone, config.name)
                 is_reader = rank == 0 or config.stage < 3
                 assert found["built"] == ["cpu" if is_reader else "meta"], config.name
 
 
-def check_same(found: dict[str, Any], alone: dict[str, Any], which: str) -> None:
+def assert_same_results(found: dict[str, Any], alone: dict[str, Any], which: str) -> None:
     assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4, nan_ok=True), which
     assert found["kept"].keys() == alone["kept"].keys(), which
     for name, value in alone["kept"].items():
@@ -209,9 +212,7 @@ def check_same(found: dict[str, Any], alone: dict[str, Any], which: str) -> None
 
 
 @pytest.mark.slow
-def test_rows_of_tokens_are_written_into_a_sharded_embedding(
-    person: Person, tmp_path: Path
-) -> None:
+def test_added_tokens_in_a_sharded_embedding(person: Person, tmp_path: Path) -> None:
     words = [
         "model.added_tokens=[<|one|>,<|two|>]",
         "trainer.devices=2",
@@ -222,7 +223,7 @@ def test_rows_of_tokens_are_written_into_a_sharded_embedding(
     ]
     losses = []
     for name in ("ddp", "zero3"):
-        further = [] if name == "ddp" else [f"+strategy.config={_typed(SPREADS_ALL)}"]
+        further = [] if name == "ddp" else [f"+strategy.config={_typed(SHARD_EVERYTHING)}"]
         person.train_into(tmp_path / name, *small_run(*words), f"strategy={name}", *further)
         losses.append(read_column(tmp_path / name, "train/loss"))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
@@ -236,7 +237,7 @@ def _typed(config: Any) -> str:
 @pytest.mark.parametrize(
     "name", ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_hpz"]
 )
-def test_a_gpu_trains_as_under_one_strategy(name: str, tmp_path: Path) -> None:
+def test_one_gpu_trains_as_with_strategy_single(name: str, tmp_path: Path) -> None:
     """NCCL, pinned host memory and streams of their own; with one GPU a part is the whole."""
     losses = []
     for strategy in ("single", name):
@@ -251,14 +252,16 @@ def test_a_gpu_trains_as_under_one_strategy(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_a_gpu_leaves_out_a_bad_step(config: ZeroConfig) -> None:
+def test_one_gpu_skips_a_nonfinite_step(config: ZeroConfig) -> None:
     """Also where the weights are stepped in host memory, and the bad number is on the GPU."""
-    [found] = on_ranks(1, parts.train, config, 0, "gpu")
-    check_same(found, parts.train_alone(1, has_bad_step=True), config.name)
+    [found] = on_ranks(1, zero_training.train, config, 0, "gpu")
+    assert_same_results(
+        found, zero_training.train_in_one_process(1, has_bad_step=True), config.name
+    )
 
 
 @pytest.mark.gpu
-def test_quantized_traffic_comes_near(tmp_path: Path) -> None:
+def test_zero_plus_plus_losses_are_close(tmp_path: Path) -> None:
     """ZeRO++ on all GPUs of this machine."""
     if torch.cuda.device_count() < 2:
         pytest.skip("what travels between GPUs needs two of them")
@@ -290,7 +293,7 @@ class RecordingConfig(dict[str, Any]):
         return self
 
 
-def test_the_keys_of_deepspeed_are_those_that_we_know() -> None:
+def test_known_keys_are_those_of_deepspeed() -> None:
     from deepspeed.runtime import config as of_deepspeed
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

@@ -40,13 +40,13 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_the_checks_pass_on_the_machine_that_it_needs(name: str) -> None:
+def test_experiments_pass_the_checks_on_their_machine(name: str) -> None:
     answer = ask(f"+experiment={name}", gpus=GPUS[name])
     assert answer.code == 0, answer.said
     assert answer.config.model.wrap_class is not None
 
 
-def test_what_falcon_180b_was_asked_to_be() -> None:
+def test_falcon_180b_settings() -> None:
     config = load_config("train", ["+experiment=falcon180b"])
     assert isinstance(config.strategy, ZeroConfig)
     assert (config.strategy.stage, config.attention.backend) == (3, "flash2")
@@ -55,7 +55,7 @@ def test_what_falcon_180b_was_asked_to_be() -> None:
     assert [Path(one.path).name for one in config.data.datasets] == ["databricks-dolly-15k"]
 
 
-def test_one_card_takes_the_quantized_70b_by_two_words() -> None:
+def test_quantized_70b_on_one_card() -> None:
     answer = ask("+experiment=llama70b_qlora", "strategy=single", "trainer.devices=1", gpus=1)
     assert answer.code == 0, answer.said
 
@@ -91,7 +91,7 @@ def builder_of(config: Any) -> Any:
     [("llama70b", 8), ("llama70b_zero3", 8), ("llama70b_qlora", 2), ("falcon180b", 8)],
     indirect=["group"],
 )
-def test_its_model_is_shared_out_over_the_ranks(
+def test_experiments_are_sharded_by_fsdp(
     monkeypatch: pytest.MonkeyPatch, name: str, group: int
 ) -> None:
     """Without numbers; those of ZeRO-3 by FSDP2 too, which cuts the same layers."""
@@ -179,7 +179,7 @@ def share_out_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [8, 64])
-def test_a_model_without_numbers_is_shared_out_by_zero(num_ranks: int) -> None:
+def test_a_meta_model_is_sharded_by_zero(num_ranks: int) -> None:
     (found,) = on_ranks(1, share_out_by_zero, "llama70b_zero3", num_ranks)
     assert found["whole"] == found["built"] > 70e9
     assert found["here"] == pytest.approx(found["whole"] / num_ranks, rel=1e-3)
@@ -252,6 +252,6 @@ def set_up_zero(num_ranks: int) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [8, 64])
-def test_a_rank_of_zero_holds_what_the_arithmetic_says(num_ranks: int) -> None:
+def test_memory_of_a_zero_rank_equals_the_estimate(num_ranks: int) -> None:
     (found,) = on_ranks(1, set_up_zero, num_ranks)
     assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.05)

@@ -197,7 +197,7 @@ MORE_CASES = [
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
 )
-def test_a_rank_holds_what_the_arithmetic_says(
+def test_memory_of_an_fsdp_rank_equals_the_estimate(
     fake_ranks: Callable[[Case], Any], case: Case
 ) -> None:
     config, strategy = fake_ranks(case)

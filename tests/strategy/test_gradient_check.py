@@ -15,7 +15,7 @@ from app.strategy.build import build_strategy
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from app.training.callbacks.gradient_check import GradientCheck
 from tests.ranks import on_ranks
-from tests.strategy.parts import SPREADS_ALL
+from tests.strategy.zero_training import SHARD_EVERYTHING
 from tests.tiny import tiny_llama
 
 STRATEGIES: list[StrategyConfig] = [
@@ -24,7 +24,7 @@ STRATEGIES: list[StrategyConfig] = [
     FsdpConfig(name="tp", tensor_parallel_size=2, shards_data_parallel=False),
     ZeroConfig(name="zero1", stage=1),
     ZeroConfig(name="zero2", stage=2),
-    ZeroConfig(name="zero3", config=SPREADS_ALL),
+    ZeroConfig(name="zero3", config=SHARD_EVERYTHING),
 ]
 SKIPPED = "model.layers.1.mlp"
 
@@ -95,7 +95,7 @@ def first_steps() -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_rank_names_what_got_no_gradient() -> None:
+def test_every_rank_reports_matrices_without_gradients() -> None:
     for answers in on_ranks(2, first_steps):
         for config, said in zip(STRATEGIES, answers, strict=True):
             assert f"3 of 14 adapted matrices got no gradient, {SKIPPED}." in said, config.name

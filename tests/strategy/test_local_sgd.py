@@ -17,7 +17,15 @@ from app.strategy.settings import LocalSgdConfig
 from app.training.checkpoint.optimizer_state import optimizer_state
 from app.training.checkpoint.state import model_state, trainable_parameters
 from tests.ranks import on_ranks
-from tests.strategy.shards import CLIP, ROWS, builder, loss_of, optimizer_of, rows_of, spread_model
+from tests.strategy.fsdp_training import (
+    CLIP,
+    ROWS,
+    build_sharded_model,
+    compute_loss,
+    make_batch,
+    make_optimizer,
+    model_builder,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -32,20 +40,20 @@ CONFIGS = {"mean": PLAIN, "outer": OUTER, "every step": ALWAYS}
 
 def train_on_rank(config: LocalSgdConfig, kind: str) -> dict[str, Any]:
     """Take the steps of a rank as the trainer does, and return what it measured and holds."""
-    strategy, model = spread_model(config, builder(kind))
+    strategy, model = build_sharded_model(config, model_builder(kind))
     trainer = SimpleNamespace(global_step=0)
     strategy._lightning_module = SimpleNamespace(trainer=trainer)
-    weights, optimizer = trainable_parameters(model), optimizer_of(model)
+    weights, optimizer = trainable_parameters(model), make_optimizer(model)
     optimizer.param_groups[0]["name"] = "all"
     share, place = strategy.num_data_ranks, strategy.data_rank
     found: dict[str, Any] = {"norms": [], "validations": [], "kept": []}
     for step in range(STEPS):
-        ids, loss_weights = rows_of(step)
+        ids, loss_weights = make_batch(step)
         parts = torch.arange(ROWS).view(MICRO_BATCHES, share, -1)[:, place]
         for number, part in enumerate(parts):
             waits = number < MICRO_BATCHES - 1
             with strategy.block_backward_sync() if waits else nullcontext():
-                (loss_of(model, ids[part], loss_weights[part]) * share).backward()
+                (compute_loss(model, ids[part], loss_weights[part]) * share).backward()
         found["norms"].append(strategy.clip(optimizer, CLIP).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -53,7 +61,7 @@ def train_on_rank(config: LocalSgdConfig, kind: str) -> dict[str, Any]:
         trainer.global_step = step + 1
         strategy.use_mean_weights()
         with torch.no_grad():
-            found["validations"].append(loss_of(model.eval(), ids, loss_weights).item())
+            found["validations"].append(compute_loss(model.eval(), ids, loss_weights).item())
         model.train()
         strategy.use_own_weights()
         tensors = model_state(model, strategy) | optimizer_state(model, optimizer, strategy)[0]
@@ -69,8 +77,8 @@ def train_on_rank(config: LocalSgdConfig, kind: str) -> dict[str, Any]:
 
 def train_by_hand(config: LocalSgdConfig, kind: str, num_ranks: int) -> dict[str, Any]:
     """Take the same steps in one process with a model for each node."""
-    models = [builder(kind)() for _ in range(NODES)]
-    optimizers = [optimizer_of(model) for model in models]
+    models = [model_builder(kind)() for _ in range(NODES)]
+    optimizers = [make_optimizer(model) for model in models]
     weights = [trainable_parameters(model) for model in models]
     names = list(weights[0])
     anchor = [weights[0][name].detach().clone().requires_grad_() for name in names]
@@ -79,11 +87,11 @@ def train_by_hand(config: LocalSgdConfig, kind: str, num_ranks: int) -> dict[str
     )
     found: dict[str, Any] = {"norms": [], "validations": [], "kept": []}
     for step in range(STEPS):
-        ids, loss_weights = rows_of(step)
+        ids, loss_weights = make_batch(step)
         parts = torch.arange(ROWS).view(MICRO_BATCHES, NODES, num_ranks // NODES, -1)
         for node, model in enumerate(models):
             part = parts[:, node].flatten()
-            (loss_of(model, ids[part], loss_weights[part]) * NODES).backward()
+            (compute_loss(model, ids[part], loss_weights[part]) * NODES).backward()
         if step < config.synchronous_steps:
             for name in names:
                 mean = torch.stack([own[name].grad for own in weights]).mean(0)
@@ -118,7 +126,7 @@ def train_by_hand(config: LocalSgdConfig, kind: str, num_ranks: int) -> dict[str
         for name in names:
             weights[0][name].data.copy_(mean_of[name])
         with torch.no_grad():
-            found["validations"].append(loss_of(models[0].eval(), ids, loss_weights).item())
+            found["validations"].append(compute_loss(models[0].eval(), ids, loss_weights).item())
         models[0].train()
         for name, own in zip(names, held, strict=True):
             weights[0][name].data.copy_(own)
@@ -142,7 +150,7 @@ def mean_weight(tensors: list[Tensor]) -> Tensor:
         ("every step", "full", 4),
     ],
 )
-def test_nodes_train_as_loops_by_hand(name: str, kind: str, num_ranks: int) -> None:
+def test_nodes_train_as_plain_loops(name: str, kind: str, num_ranks: int) -> None:
     config = CONFIGS[name]
     answers = on_ranks(num_ranks, train_on_rank, config, kind)
     alone = train_by_hand(config, kind, num_ranks)
@@ -174,11 +182,11 @@ def state_apart(config: LocalSgdConfig) -> dict[str, Any]:
 
 
 def after_first_step(config: LocalSgdConfig) -> tuple[Any, Any, Any]:
-    strategy, model = spread_model(config, builder("full"))
+    strategy, model = build_sharded_model(config, model_builder("full"))
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(global_step=0))
-    optimizer = optimizer_of(model)
-    ids, loss_weights = rows_of(0)
-    loss_of(model, ids, loss_weights).backward()
+    optimizer = make_optimizer(model)
+    ids, loss_weights = make_batch(0)
+    compute_loss(model, ids, loss_weights).backward()
     strategy.clip(optimizer, CLIP)
     optimizer.step()
     return strategy, model, optimizer
@@ -200,7 +208,7 @@ def go_on(config: LocalSgdConfig, states: list[dict[str, Any]]) -> dict[str, Any
     return found
 
 
-def test_what_other_ranks_or_another_strategy_held_is_no_state_of_this_one() -> None:
+def test_state_of_other_ranks_or_strategies_is_not_restored() -> None:
     """Of top-k, of groups of another size, and where one rank of two has lost its file."""
     saved = on_ranks(4, state_apart, PLAIN)
     regrouped = replace(PLAIN, replicas=4)

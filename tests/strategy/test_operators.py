@@ -50,30 +50,30 @@ def leave_lock(folder: Path, seconds_ago: float) -> Path:
     return lock
 
 
-def test_it_is_built_once_and_said(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    builder = Builder(cache)
+def test_an_operator_is_built_once_and_logged(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_builder = Builder(cache)
     with caplog.at_level(logging.INFO):
-        prepare_operator(builder, "type strategy=zero3")
+        prepare_operator(model_builder, "type strategy=zero3")
     assert "building DeepSpeed's some_operator" in caplog.text
     caplog.clear()
-    prepare_operator(builder, "type strategy=zero3")
-    assert builder.num_builds == 1 and not caplog.text
+    prepare_operator(model_builder, "type strategy=zero3")
+    assert model_builder.num_builds == 1 and not caplog.text
 
 
 def test_the_lock_of_a_killed_build_is_removed(
     cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lock = leave_lock(cache / "some_operator", seconds_ago=60)
-    builder = Builder(cache)
+    model_builder = Builder(cache)
     with caplog.at_level(logging.INFO):
-        prepare_operator(builder, "type strategy=zero3")
-    assert builder.num_builds == 1 and not lock.exists()
+        prepare_operator(model_builder, "type strategy=zero3")
+    assert model_builder.num_builds == 1 and not lock.exists()
     assert f"removed {lock}" in caplog.text
 
 
-def test_a_build_that_was_killed_just_now_is_waited_for(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recent_lock_is_waited_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "STARTUP_SECONDS", 1.0)
     lock = leave_lock(cache / "some_operator", seconds_ago=0)
     began = time.monotonic()
@@ -81,7 +81,7 @@ def test_a_build_that_was_killed_just_now_is_waited_for(
     assert not lock.exists() and time.monotonic() - began > 0.5
 
 
-def test_the_lock_of_a_build_that_goes_on_is_left(cache: Path) -> None:
+def test_the_lock_of_a_running_build_is_kept(cache: Path) -> None:
     lock = leave_lock(cache / "some_operator", seconds_ago=60)
     with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as compiler:
         try:
@@ -91,7 +91,7 @@ def test_the_lock_of_a_build_that_goes_on_is_left(cache: Path) -> None:
             compiler.kill()
 
 
-def test_a_lock_that_its_build_takes_away_meanwhile_is_not_an_error(
+def test_a_lock_removed_by_its_own_build_is_not_an_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = leave_lock(cache / "some_operator", seconds_ago=60)
@@ -104,13 +104,13 @@ def test_a_lock_that_its_build_takes_away_meanwhile_is_not_an_error(
     remove_stale_lock(lock.parent)
 
 
-def test_what_cannot_be_built_is_said_in_words(cache: Path) -> None:
-    builder = Builder(cache, RuntimeError("no compiler\nmore of it"))
+def test_failed_builds_are_user_errors(cache: Path) -> None:
+    model_builder = Builder(cache, RuntimeError("no compiler\nmore of it"))
     with pytest.raises(UserError, match=r"could not be built in .*: no compiler; type strategy=z"):
-        prepare_operator(builder, "type strategy=zero3")
-    builder.problem = AssertionError()
+        prepare_operator(model_builder, "type strategy=zero3")
+    model_builder.problem = AssertionError()
     with pytest.raises(UserError, match=r"could not be built in .*: AssertionError; type strategy"):
-        prepare_operator(builder, "type strategy=zero3")
-    builder.is_there = False
+        prepare_operator(model_builder, "type strategy=zero3")
+    model_builder.is_there = False
     with pytest.raises(UserError, match="cannot build its operator some_operator on this machine"):
-        prepare_operator(builder, "type strategy=zero3")
+        prepare_operator(model_builder, "type strategy=zero3")

@@ -18,7 +18,7 @@ from app.strategy.build import build_strategy
 from app.strategy.rendezvous import _listen
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from tests.processes import LONGEST, TWO_RANKS
-from tests.ranks import on_ranks, ready
+from tests.ranks import on_ranks, prepare_strategy
 from tests.reliability.person import LOG, Person, end_session, processes_of_session
 from tests.tiny import small_run
 
@@ -60,7 +60,7 @@ def is_loopback(address: str) -> bool:
 
 def meet(config: StrategyConfig) -> list[str]:
     """Connect as a rank of `config`, use two groups, and return where this rank listens."""
-    strategy = ready(build_strategy(config, accelerator="cpu", num_ranks=2))
+    strategy = prepare_strategy(build_strategy(config, accelerator="cpu", num_ranks=2))
     ones = torch.ones(3)
     dist.all_reduce(ones)
     dist.all_reduce(ones, group=dist.new_group(backend="gloo"))

@@ -18,8 +18,8 @@ from app.strategy.build import build_strategy
 from app.strategy.mixin import REPLICATED
 from app.strategy.settings import FsdpConfig
 from data_modules import Prompt
-from tests.ranks import on_ranks, ready
-from tests.strategy.shards import ADAPTERS, builder
+from tests.ranks import on_ranks, prepare_strategy
+from tests.strategy.fsdp_training import ADAPTERS, model_builder
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +70,10 @@ def spread_and_save(cases: list[tuple[str, str]], folder: Path) -> list[dict[str
     """What a rank does."""
     found = []
     for name, kind in cases:
-        strategy: Any = ready(build_strategy(STRATEGIES[name], accelerator="cpu", num_ranks=2))
-        model = strategy.build_model(builder(kind))
+        strategy: Any = prepare_strategy(
+            build_strategy(STRATEGIES[name], accelerator="cpu", num_ranks=2)
+        )
+        model = strategy.build_model(model_builder(kind))
         move(model, strategy)
         found.append(save(model, kind, folder / name / kind, strategy))
     return found
@@ -88,12 +90,12 @@ def files_of(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_the_files_are_those_of_one_process(
+def test_saved_files_equal_those_of_one_process(
     case: tuple[str, str], of_ranks: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     name, kind = case
     folder, found = of_ranks
-    model: Any = builder(kind)()
+    model: Any = model_builder(kind)()
     move(model, REPLICATED)
     whole = save(model, kind, tmp_path)
     ours, theirs = folder / name / kind, tmp_path
@@ -111,8 +113,8 @@ def test_the_files_are_those_of_one_process(
 
 def save_what_one_rank_lost(folder: Path) -> str:
     """What a rank does, where the first one does not get the other's part, which has it."""
-    strategy: Any = ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
-    model = strategy.build_model(builder("lora"))
+    strategy: Any = prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    model = strategy.build_model(model_builder("lora"))
     move(model, strategy)
     gather = strategy.full_tensor
 
@@ -128,14 +130,14 @@ def save_what_one_rank_lost(folder: Path) -> str:
     return str(fault.value)
 
 
-def test_a_part_that_the_first_rank_alone_lost_ends_all(tmp_path: Path) -> None:
+def test_a_shard_lost_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
     for said in on_ranks(2, save_what_one_rank_lost, tmp_path):
         assert "not gathered alike on all ranks" in said
 
 
 def fail_on_the_first(folder: Path) -> list[str]:
     """What a rank does, where the first one cannot write."""
-    ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
     said = []
 
     def write() -> None:
@@ -152,7 +154,7 @@ def fail_on_the_first(folder: Path) -> list[str]:
     return said
 
 
-def test_what_fails_on_the_first_rank_ends_all_of_them_alike(tmp_path: Path) -> None:
+def test_errors_on_rank_0_are_raised_on_all_ranks(tmp_path: Path) -> None:
     first, second = on_ranks(2, fail_on_the_first, tmp_path)
     assert first == second
     assert first[0].startswith("True") and "no room" in first[0]

@@ -10,8 +10,8 @@ import torch
 
 from app.strategy.settings import FsdpConfig
 from tests.ranks import on_ranks
-from tests.strategy import shards
-from tests.strategy.shards import CLIP, builder
+from tests.strategy import fsdp_training as fsdp
+from tests.strategy.fsdp_training import CLIP, model_builder
 
 pytestmark = pytest.mark.slow
 
@@ -44,14 +44,14 @@ OF_TP: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def check_cases(num_ranks: int, config: FsdpConfig, cases: list[Any]) -> None:
-    answers = on_ranks(num_ranks, shards.train_cases, [(config, *case) for case in cases])
+    answers = on_ranks(num_ranks, fsdp.train_cases, [(config, *case) for case in cases])
     for number, (made, how) in enumerate(cases):
-        alone = shards.train(builder(**made)(), **how)
+        alone = fsdp.train(model_builder(**made)(), **how)
         for answer in answers:
-            check_same(answer[number], alone, f"{config.name} {made} {how}")
+            assert_same_results(answer[number], alone, f"{config.name} {made} {how}")
 
 
-def check_same(found: dict[str, Any], alone: dict[str, Any], which: str) -> None:
+def assert_same_results(found: dict[str, Any], alone: dict[str, Any], which: str) -> None:
     for key in ("losses", "validations"):
         assert found[key] == pytest.approx(alone[key], abs=1e-5, nan_ok=True), (which, key)
     assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4, nan_ok=True), which
@@ -78,119 +78,117 @@ def test_four_ranks_train_as_one(config: FsdpConfig) -> None:
     check_cases(4, config, [*CASES[:2], OF_TP[0]])
 
 
-def test_a_step_is_clipped_by_the_norm_of_all_parts() -> None:
+def test_gradients_of_the_cases_are_large_enough_to_clip() -> None:
     """As the cases would not show, were their gradients small."""
-    norms = shards.train(builder("lora")())["norms"]
+    norms = fsdp.train(model_builder("lora")())["norms"]
     assert min(norms) > CLIP
 
 
 @pytest.mark.parametrize(("first", "second"), [(FSDP, TP), (TP, COPIES)], ids=["to tp", "from tp"])
-def test_a_run_goes_on_under_another_strategy(first: FsdpConfig, second: FsdpConfig) -> None:
-    answers = on_ranks(2, shards.halves, first, second, "lora")
-    alone = shards.train(builder("lora")())
+def test_a_run_continues_under_another_strategy(first: FsdpConfig, second: FsdpConfig) -> None:
+    answers = on_ranks(2, fsdp.train_under_two_strategies, first, second, "lora")
+    alone = fsdp.train(model_builder("lora")())
     for answer in answers:
         assert answer["losses"] == pytest.approx(alone["losses"][2:], abs=1e-5)
         for name, value in alone["weights"].items():
             torch.testing.assert_close(answer["weights"][name], value, atol=1e-4, rtol=1e-4)
 
 
-def test_gradients_travel_once_a_step_where_they_are_few() -> None:
+def test_few_gradients_are_reduced_once_per_step() -> None:
     """Whole gradients of a whole model would not fit beside it: they are shared out at once."""
-    assert on_ranks(2, shards.gradients_before_the_last, FSDP, "lora") == [(False, True)] * 2
-    assert on_ranks(2, shards.gradients_before_the_last, FSDP, "full") == [(True, True)] * 2
+    assert on_ranks(2, fsdp.has_gradients_by_micro_batch, FSDP, "lora") == [(False, True)] * 2
+    assert on_ranks(2, fsdp.has_gradients_by_micro_batch, FSDP, "full") == [(True, True)] * 2
 
 
-def test_nothing_stays_whole_after_measuring() -> None:
+def test_weights_are_resharded_after_evaluation() -> None:
     for config in (FSDP, GRAD_OP):
-        assert on_ranks(2, shards.whole_weights_after, config) == [[], []]
+        assert on_ranks(2, fsdp.unsharded_weights_after_forward, config) == [[], []]
 
 
-def test_autocast_does_not_copy_what_is_gathered() -> None:
+def test_autocast_does_not_copy_gathered_weights() -> None:
     """Each layer's copy would be kept for the backward pass: a whole model on every rank."""
     bf16, fp32 = "torch.bfloat16", "torch.float32"
-    assert on_ranks(2, shards.dtypes_in_layers, FSDP, "full") == [[[bf16], [fp32], [fp32]]] * 2
-    assert (
-        on_ranks(2, shards.dtypes_in_layers, FSDP, "lora") == [[[bf16, fp32], [fp32], [fp32]]] * 2
-    )
+    assert on_ranks(2, fsdp.dtypes_in_layers, FSDP, "full") == [[[bf16], [fp32], [fp32]]] * 2
+    assert on_ranks(2, fsdp.dtypes_in_layers, FSDP, "lora") == [[[bf16, fp32], [fp32], [fp32]]] * 2
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_hidden_states_are_in_bf16_from_layer_to_layer(tied: bool) -> None:
+def test_hidden_states_between_layers_are_bf16(tied: bool) -> None:
     """Where all weights train as well: in fp32 they are twice the memory and traffic."""
     for config in (FSDP, GRAD_OP):
-        found = on_ranks(2, shards.hidden_dtypes, config, {"tie_word_embeddings": tied})
+        found = on_ranks(2, fsdp.hidden_dtypes, config, {"tie_word_embeddings": tied})
         assert found == [["torch.bfloat16"]] * 2
 
 
-def test_embedding_and_head_are_whole_only_in_their_turn() -> None:
+def test_embedding_and_head_are_gathered_only_while_in_use() -> None:
     """They are the largest modules: of a 70B base in 4 bits, a tenth of a 24 GB card each."""
     frozen = {"forward": [], "loss": ["head"], "backward": [], "after": []}
-    assert on_ranks(2, shards.ends_in_a_step, FSDP, "lora") == [frozen] * 2
-    (trained, _) = on_ranks(2, shards.ends_in_a_step, FSDP, "full")
+    assert on_ranks(2, fsdp.gathered_ends_in_step, FSDP, "lora") == [frozen] * 2
+    (trained, _) = on_ranks(2, fsdp.gathered_ends_in_step, FSDP, "full")
     assert "embedding" not in trained["forward"] + trained["loss"] and trained["after"] == []
 
 
-def test_bf16_comes_near_a_process_that_holds_everything() -> None:
+def test_bf16_is_close_to_one_process() -> None:
     cases = [({"kind": kind, "precision": "bf16"}, {"autocast": True}) for kind in ("lora", "full")]
-    answers = on_ranks(2, shards.train_cases, [(FSDP, *case) for case in cases])
+    answers = on_ranks(2, fsdp.train_cases, [(FSDP, *case) for case in cases])
     for number, (made, how) in enumerate(cases):
-        alone = shards.train(builder(**made)(), **how)
+        alone = fsdp.train(model_builder(**made)(), **how)
         found = answers[0][number]
         assert found["losses"] == pytest.approx(alone["losses"], abs=0.05)
         for name, value in alone["gradients"].items():
             assert (found["gradients"][name] - value).norm() < 0.1 * value.norm() + 1e-3, name
 
 
-def test_four_bits_are_shared_out_as_they_are() -> None:
+def test_4bit_weights_are_sharded() -> None:
     """QLoRA: a rank that did not quantize the base computes with it to the same losses."""
-    alone = shards.train(shards.build_quantized())["losses"]
-    assert on_ranks(2, shards.quantized_losses) == [pytest.approx(alone, abs=1e-5)] * 2
+    alone = fsdp.train(fsdp.build_quantized())["losses"]
+    assert on_ranks(2, fsdp.quantized_losses) == [pytest.approx(alone, abs=1e-5)] * 2
 
 
-def test_scales_of_four_bits_are_shared_out() -> None:
-    for answer in on_ranks(2, shards.parts_of_scales):
+def test_scales_of_4bit_weights_are_sharded() -> None:
+    for answer in on_ranks(2, fsdp.shards_of_scales):
         assert len(answer) == 28
         assert all(is_sharded for is_sharded, _ in answer)
         assert [part for _, part in answer] == pytest.approx([0.5] * 28, abs=0.1)
 
 
-def test_scales_of_four_bits_are_where_their_layers_compute() -> None:
-    assert on_ranks(2, shards.where_scales_are) == [{"meta"}, {"meta"}]
+def test_scales_of_4bit_weights_are_on_the_device() -> None:
+    assert on_ranks(2, fsdp.devices_of_scales) == [{"meta"}, {"meta"}]
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_ranks_of_a_layer_meet_twice_forward_and_twice_backward(kind: str) -> None:
-    layers = shards.ARCHITECTURE["num_hidden_layers"]
+def test_tensor_parallel_has_two_all_reduces_per_layer_and_pass(kind: str) -> None:
+    layers = fsdp.ARCHITECTURE["num_hidden_layers"]
     assert isinstance(layers, int)
-    (forward, backward), other = on_ranks(2, shards.messages_of_a_step, TP, kind)
+    (forward, backward), other = on_ranks(2, fsdp.count_all_reduces, TP, kind)
     assert (forward, backward) == other
     assert forward == 2 * layers
     # Below the lowest LoRA nothing needs a gradient.
     assert backward == 2 * layers - (kind == "lora")
 
 
-def test_ranks_that_share_a_head_never_send_logits() -> None:
+def test_a_split_head_never_gathers_logits() -> None:
     """Its loss, gradients and weights are compared where two ranks train as one."""
-    layers = shards.ARCHITECTURE["num_hidden_layers"]
+    layers = fsdp.ARCHITECTURE["num_hidden_layers"]
     assert isinstance(layers, int)
     # In a chunk the largest logit, and the own one with the sum; back to the hidden states once.
     assert (
-        on_ranks(2, shards.messages_of_a_step, TP, "lora", UNTIED)
+        on_ranks(2, fsdp.count_all_reduces, TP, "lora", UNTIED)
         == [(2 * layers + 2, 2 * layers)] * 2
     )
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_what_ranks_hold_whole_stays_alike_however_they_round(kind: str) -> None:
+def test_replicated_weights_stay_equal_despite_rounding(kind: str) -> None:
     """Full: also what the plan sums up, Qwen3's norms of single heads."""
-    first, second = on_ranks(2, shards.uncut_weights_after_a_difference, TP, kind)
+    first, second = on_ranks(2, fsdp.replicated_weights_after_unequal_gradients, TP, kind)
     assert len(first) >= 12
     for name, weight in first.items():
         assert torch.equal(second[name], weight), name
 
 
-def test_ranks_that_have_built_unlike_models_all_stop() -> None:
-    first, second = on_ranks(2, shards.what_unlike_ranks_are_told)
+def test_ranks_with_different_models_all_stop() -> None:
+    first, second = on_ranks(2, fsdp.errors_of_different_models)
     assert first == second
     other, more, fewer = first
     assert "(2, 2)" in other and "where rank 1 has ('0.weight', (2, 3)" in other
@@ -198,10 +196,10 @@ def test_ranks_that_have_built_unlike_models_all_stop() -> None:
     assert "('1.weight', (2, 4)" in fewer and "where rank 1 has nothing" in fewer
 
 
-def test_one_rank_reads_and_none_but_it_holds_the_whole() -> None:
+def test_only_the_reading_rank_holds_the_full_model() -> None:
     numbers = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536}
     numbers |= {"num_hidden_layers": 16, "num_attention_heads": 8}
-    reader, other = on_ranks(2, shards.memory_of_loading, numbers)
+    reader, other = on_ranks(2, fsdp.measure_loading_memory, numbers)
     assert reader["built"] == [{"cpu"}] and other["built"] == [{"meta"}]
     assert reader["kept"] + other["kept"] == reader["whole"]
     # Of the other half its rank has held one layer at a time, and what gloo and malloc need.
@@ -219,8 +217,8 @@ REFUSED: list[tuple[FsdpConfig, dict[str, Any], str]] = [
 ]
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
-    for answer in on_ranks(2, shards.refusals, [(config, made) for config, made, _ in REFUSED]):
+def test_indivisible_sizes_are_refused() -> None:
+    for answer in on_ranks(2, fsdp.refusals, [(config, made) for config, made, _ in REFUSED]):
         for (_, _, expected), said in zip(REFUSED, answer, strict=True):
             assert expected in said
 
@@ -236,7 +234,7 @@ def losses_on_gpus(folder: Path, *words: str) -> dict[int, float]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_offload", "tp"])
-def test_one_gpu_trains_as_without_a_strategy(name: str, tmp_path: Path) -> None:
+def test_one_gpu_trains_as_with_strategy_single(name: str, tmp_path: Path) -> None:
     """A share that is the whole: where weights wait and gather, but do not travel."""
     alone, shared = (
         losses_on_gpus(tmp_path / strategy, f"strategy={strategy}", "trainer.devices=1")
@@ -246,7 +244,7 @@ def test_one_gpu_trains_as_without_a_strategy(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.gpu
-def test_one_gpu_trains_on_four_bits_that_the_host_has_packed(tmp_path: Path) -> None:
+def test_one_gpu_trains_on_4bit_weights_packed_on_the_host(tmp_path: Path) -> None:
     words = ("quantization=nf4", "trainer.devices=1")
     alone, shared = (
         losses_on_gpus(tmp_path / strategy, f"strategy={strategy}", *words)

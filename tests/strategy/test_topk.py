@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.strategy.build import build_strategy
 from app.strategy.settings import DdpConfig
-from tests.ranks import on_ranks, ready
+from tests.ranks import on_ranks, prepare_strategy
 from tests.strategy.test_compression import SIZE, Matrix, whole
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ STEPS, SHARE = 6, 0.02
 def gradients(share: float, bad_step: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
     """Return a rank's gradients behind each backward pass, and what it had not sent by then."""
     config = DdpConfig(compression="topk", topk_share=share)
-    strategy: Any = ready(build_strategy(config, accelerator="cpu", num_ranks=2))
+    strategy: Any = prepare_strategy(build_strategy(config, accelerator="cpu", num_ranks=2))
     strategy.model = module = Matrix()
     strategy.configure_ddp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
@@ -42,7 +42,7 @@ def gradients(share: float, bad_step: int | None = None) -> tuple[list[Tensor], 
     return found, left
 
 
-def test_what_was_sent_and_what_is_left_are_all_gradients() -> None:
+def test_sent_and_unsent_gradients_add_up() -> None:
     (first, left), (second, left_there) = on_ranks(2, gradients, SHARE)
     came = torch.zeros(SIZE, SIZE)
     meant = torch.zeros(SIZE, SIZE)
@@ -53,7 +53,7 @@ def test_what_was_sent_and_what_is_left_are_all_gradients() -> None:
         torch.testing.assert_close(came + (left[step] + left_there[step]) / 2, meant)
 
 
-def test_all_of_them_are_those_of_ddp() -> None:
+def test_topk_of_everything_equals_ddp() -> None:
     (first, left), (second, _) = on_ranks(2, gradients, 1.0)
     for step in range(STEPS):
         assert torch.equal(first[step], second[step])
@@ -61,13 +61,13 @@ def test_all_of_them_are_those_of_ddp() -> None:
         assert not left[step].any()
 
 
-def test_a_bad_gradient_is_not_carried_over() -> None:
+def test_nonfinite_gradients_are_not_fed_back() -> None:
     for found, left in on_ranks(2, gradients, SHARE, 2):
         assert not found[2].isfinite().all() and not left[2].any()
         assert all(gradient.isfinite().all() for gradient in found[3:])
 
 
-def test_what_another_strategy_left_is_not_taken_for_unsent_gradients() -> None:
+def test_state_of_another_strategy_is_not_restored() -> None:
     strategy: Any = build_strategy(DdpConfig(compression="topk"), accelerator="cpu", num_ranks=2)
     module = Matrix()
     strategy._lightning_module = SimpleNamespace(model=module)

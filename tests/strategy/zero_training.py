@@ -1,4 +1,4 @@
-"""What the ranks of `test_deepspeed` do, by Lightning's own trainer."""
+"""The training of the ranks in `test_deepspeed`, by Lightning's own trainer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from app.strategy.build import build_strategy
 from app.strategy.settings import ZeroConfig
 from app.training.nonfinite import skip_nonfinite_step
 
-SPREADS_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
-"""else DeepSpeed keeps weights this small whole on every rank"""
+SHARD_EVERYTHING = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+"""without this, DeepSpeed would not shard weights as small as those of the tests"""
 STEPS, MICRO_BATCHES, CLIP = 3, 2, 0.05
 BAD_STEP = 1
 
 
 class Small(torch.nn.Module):
-    """Sizes that no number of ranks divides, a frozen weight between those that train, a buffer."""
+    """Has sizes not divisible by the number of ranks, a frozen weight in between, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,14 +35,14 @@ class Small(torch.nn.Module):
 
 
 def build(on_meta: bool = False, **_: Any) -> Small:
-    """Make the same model each time; nothing of it where `on_meta`."""
+    """Build the same model each time; its shapes only if `on_meta`."""
     with torch.device("meta" if on_meta else "cpu"):
         torch.manual_seed(3)
         return Small()
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
-    """Two groups, of which one decays."""
+    """Return an optimizer with two groups, one of them with weight decay."""
     matrices, vectors = [], []
     for weight in model.parameters():
         if weight.requires_grad:
@@ -51,18 +51,18 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.05, fused=True)
 
 
-def rows_of(step: int, rank: int, micro_batch: int) -> Tensor:
+def make_batch(step: int, rank: int, micro_batch: int) -> Tensor:
     random = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
     return torch.randn(4, 5, generator=random)
 
 
-def loss_of(model: torch.nn.Module, rows: Tensor, *, is_bad: bool = False) -> Tensor:
+def compute_loss(model: torch.nn.Module, rows: Tensor, *, is_bad: bool = False) -> Tensor:
     loss = model(rows).square().mean()
     return loss * float("nan") if is_bad else loss
 
 
 class Module(L.LightningModule):
-    """Trains as FinetuneModule does, and asks its strategy the same."""
+    """Trains as FinetuneModule does, with the same calls of the strategy."""
 
     def __init__(self, bad_rank: int | None) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         step, micro_batch = divmod(batch_idx, MICRO_BATCHES)
-        rows = rows_of(step, self.global_rank, micro_batch).to(self.device)
-        return loss_of(
+        rows = make_batch(step, self.global_rank, micro_batch).to(self.device)
+        return compute_loss(
             self.model, rows, is_bad=step == BAD_STEP and self.bad_rank == self.global_rank
         )
 
@@ -99,49 +99,49 @@ class Module(L.LightningModule):
         return {name: w for name, w in self.model.named_parameters() if w.requires_grad}
 
     def gathered(self) -> dict[str, Tensor]:
-        """Gather all that a checkpoint keeps."""
+        """Gather all weights and states of a checkpoint."""
         strategy: Any = self.trainer.strategy
         optimizer = self.optimizers(use_pl_optimizer=False)
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, weight in self.named().items():
-            found[name] = _whole(strategy.weight_state(weight))
+            tensors[name] = _full_tensor(strategy.weight_state(weight))
             for key, state in strategy.optimizer_state_of(optimizer, weight).items():
-                found[f"{key}/{name}"] = _whole(state)
-        return found
+                tensors[f"{key}/{name}"] = _full_tensor(state)
+        return tensors
 
     def on_train_end(self) -> None:
         strategy: Any = self.trainer.strategy
         self.kept = self.gathered()
         frozen = {n: strategy.full_tensor(w) for n, w in self.model.named_parameters()}
         assert {name: w.shape for name, w in frozen.items()} == SHAPES
-        # What is given back is what was taken, also numbers that differ from what is there.
+        # Restoring other values and gathering them again returns the same bits.
         optimizer = self.optimizers(use_pl_optimizer=False)
-        given = {key: torch.randn_like(value) for key, value in self.kept.items() if value.ndim}
-        given["exp_avg/last.weight"][0, :2] = torch.tensor([-0.0, 0.0])
-        for tensor in given.values():
+        restored = {key: torch.randn_like(value) for key, value in self.kept.items() if value.ndim}
+        restored["exp_avg/last.weight"][0, :2] = torch.tensor([-0.0, 0.0])
+        for tensor in restored.values():
             torch.distributed.broadcast(tensor, 0)
         for name, weight in self.named().items():
-            strategy.restore_weight(weight, given[name])
-            states = {k.split("/")[0]: v for k, v in given.items() if k.endswith(f"/{name}")}
+            strategy.restore_weight(weight, restored[name])
+            states = {k.split("/")[0]: v for k, v in restored.items() if k.endswith(f"/{name}")}
             strategy.restore_optimizer_state(
                 optimizer, weight, states, lambda _, v: torch.empty_like(v)
             )
-        again = self.gathered()
-        for key, value in given.items():
-            assert torch.equal(again[key].view(torch.uint8), value.view(torch.uint8)), key
+        gathered = self.gathered()
+        for key, value in restored.items():
+            assert torch.equal(gathered[key].view(torch.uint8), value.view(torch.uint8)), key
 
 
 SHAPES = {name: weight.shape for name, weight in build(on_meta=True).named_parameters()}
 
 
-def _whole(kept: Any) -> Tensor:
-    return kept.clone() if isinstance(kept, Tensor) else kept.gather()
+def _full_tensor(state: Any) -> Tensor:
+    return state.clone() if isinstance(state, Tensor) else state.gather()
 
 
 def train(
     config: ZeroConfig, bad_rank: int | None = None, accelerator: str = "cpu"
 ) -> dict[str, Any]:
-    """Train under a strategy; returns what was kept, the norms, and where weights were built."""
+    """Train under a strategy; return the final tensors, the norms, and where weights were built."""
     num_ranks = int(os.environ["WORLD_SIZE"])
     module = Module(bad_rank)
     trainer = L.Trainer(
@@ -163,18 +163,18 @@ def train(
 
 
 def train_all(configs: list[ZeroConfig]) -> list[list[dict[str, Any]]]:
-    """Train one after the other: all soundly, then all past a step that is bad on one rank."""
-    found, environment = [], dict(os.environ)
+    """Train with each config, first normally, then with a NaN loss on one rank in one step."""
+    results, environment = [], dict(os.environ)
     for bad_rank in (None, 0):
-        found.append([])
+        results.append([])
         for config in configs:
-            os.environ |= environment  # Lightning takes out what it has read
-            found[-1].append(train(config, bad_rank))
-    return found
+            os.environ |= environment  # Lightning removes variables that it has read
+            results[-1].append(train(config, bad_rank))
+    return results
 
 
-def train_alone(num_ranks: int, *, has_bad_step: bool = False) -> dict[str, Any]:
-    """Take the same steps in one process that holds everything."""
+def train_in_one_process(num_ranks: int, *, has_bad_step: bool = False) -> dict[str, Any]:
+    """Take the same steps in one process without sharding."""
     model = build()
     optimizer = adamw(model)
     norms = []
@@ -182,7 +182,7 @@ def train_alone(num_ranks: int, *, has_bad_step: bool = False) -> dict[str, Any]
         for rank in range(num_ranks):
             for number in range(MICRO_BATCHES):
                 is_bad = has_bad_step and step == BAD_STEP and rank == 0
-                loss = loss_of(model, rows_of(step, rank, number), is_bad=is_bad)
+                loss = compute_loss(model, make_batch(step, rank, number), is_bad=is_bad)
                 (loss / num_ranks / MICRO_BATCHES).backward()
         weights = [w for w in model.parameters() if w.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(weights, CLIP)

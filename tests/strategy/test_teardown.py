@@ -53,18 +53,18 @@ def fit(config: StrategyConfig, num_ranks: int) -> tuple[bool, list[str]]:
     return strategy.model is module, sorted(ended)
 
 
-def test_one_device_ends_in_place() -> None:
+def test_one_device_tears_down_in_place() -> None:
     is_back, ended = fit(StrategyConfig(name="single"), 1)
     assert is_back and ended == PARTS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [DdpConfig(), ZeroConfig(name="zero2", stage=2)])
-def test_two_ranks_end_in_place(config: StrategyConfig) -> None:
+def test_two_ranks_tear_down_in_place(config: StrategyConfig) -> None:
     assert on_ranks(2, fit, config, 2) == [(True, PARTS)] * 2
 
 
-def test_what_only_training_needs_is_freed_before_the_end(
+def test_optimizer_states_are_freed_before_the_end(
     train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base is loaded beside what was trained, to verify it."""

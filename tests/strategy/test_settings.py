@@ -32,7 +32,7 @@ from tests.door import ask, make_data, make_model
         (FsdpConfig(tensor_parallel_size=None), 1, 12),
     ],
 )
-def test_a_global_step_is_shared_by_the_ranks_with_data_of_their_own(
+def test_global_batch_is_divided_over_data_ranks(
     strategy: StrategyConfig | None, data_ranks: int, accumulation: int
 ) -> None:
     config = TrainerConfig(
@@ -46,7 +46,7 @@ def test_a_global_step_is_shared_by_the_ranks_with_data_of_their_own(
     assert split in str(env)
 
 
-def test_ranks_that_come_out_uneven_are_refused_where_they_are_counted() -> None:
+def test_indivisible_global_batches_are_refused() -> None:
     config = TrainerConfig(accelerator="cpu", devices=4, global_batch_size=6, precision="fp32")
     with pytest.raises(UserError, match=r"x 4 ranks = 4; type .*=4 or 8"):
         resolve_environment(config)
@@ -63,7 +63,7 @@ def test_ranks_that_come_out_uneven_are_refused_where_they_are_counted() -> None
         ({"num_attention_heads": 8, "intermediate_size": 42}, 4, "the 42 inner features"),
     ],
 )
-def test_a_cut_that_does_not_come_out_is_divided_for_the_reader(
+def test_indivisible_tensor_parallel_sizes_are_refused_before_loading(
     tmp_path: Path, numbers: dict[str, int], together: int, said: str
 ) -> None:
     model, data = make_model(tmp_path / "model", **numbers), make_data(tmp_path / "data.jsonl")
@@ -80,7 +80,7 @@ def test_a_cut_that_does_not_come_out_is_divided_for_the_reader(
         assert ask(*words, *instead).code == 0
 
 
-def test_what_is_refused_has_no_plan_and_what_is_not_has_one() -> None:
+def test_families_without_a_tensor_parallel_plan_are_refused() -> None:
     for kind in _FAMILIES:
         holder: Any = SimpleNamespace(config=CONFIG_MAPPING[kind]())
         if kind in WITHOUT_PLAN:

@@ -1,4 +1,4 @@
-"""What the ranks of `test_sharded` do, and what one process does that holds everything."""
+"""The training of the ranks in `test_sharded`, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from app.strategy.mixin import ShardedTensor
 from app.strategy.settings import FsdpConfig
 from app.training.checkpoint.state import trainable_parameters
 from app.training.nonfinite import StepSkipped, propagate_nonfinite, skip_nonfinite_step
-from tests.ranks import ready
+from tests.ranks import prepare_strategy
 from tests.tiny import TINY_BASE
 
 ARCHITECTURE = {
@@ -57,14 +57,14 @@ ADAPTERS: dict[str, AdapterConfig] = {
 STEPS, ROWS, TOKENS, CLIP = 4, 8, 16, 0.5
 
 
-def builder(
+def model_builder(
     kind: str = "lora",
     precision: str = "fp32",
     recompute: str = "none",
     backend: str = "sdpa",
     **numbers: Any,
 ) -> Any:
-    """Return what builds a small model, as a run's module is given it."""
+    """Return a function that builds a small model, as a run passes it to its module."""
 
     def build(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
         torch.manual_seed(7)
@@ -83,15 +83,15 @@ def builder(
     return build
 
 
-def rows_of(step: int) -> tuple[Tensor, Tensor]:
-    """Token ids and loss weights [rows, tokens] of a step; the weights differ from row to row."""
+def make_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return token ids and loss weights [rows, tokens] of a step; weights differ between rows."""
     random = torch.Generator().manual_seed(step)
     ids = torch.randint(3, 96, (ROWS, TOKENS), generator=random)
     weights = (torch.rand(ROWS, TOKENS, generator=random) < 0.6).float()
     return ids, weights / weights.sum()
 
 
-def loss_of(model: Any, ids: Tensor, weights: Tensor) -> Tensor:
+def compute_loss(model: Any, ids: Tensor, weights: Tensor) -> Tensor:
     backend = "eager" if model.config._attn_implementation == "eager" else "sdpa"
     lengths = [[TOKENS // 2, TOKENS // 2]] * len(ids)
     inputs = {
@@ -103,8 +103,8 @@ def loss_of(model: Any, ids: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def optimizer_of(model: Any) -> torch.optim.AdamW:
-    """Its eps keeps what is nothing but rounding from becoming a step."""
+def make_optimizer(model: Any) -> torch.optim.AdamW:
+    """Return an AdamW whose large eps keeps rounding errors from causing steps."""
     weights = list(trainable_parameters(model).values())
     return torch.optim.AdamW(weights, lr=1e-2, eps=1e-4, fused=True)
 
@@ -121,15 +121,17 @@ def train(
     begins: int = 0,
     optimizer: Any = None,
 ) -> dict[str, Any]:
-    """Take steps as FinetuneModule does; returns losses, norms, gradients of the first step, and
-    the weights, all of them whole."""
+    """Take steps as FinetuneModule does.
+
+    Returns losses, norms, and the full gradients of the first step and full final weights.
+    """
     share, place = (1, 0) if strategy is None else (strategy.num_data_ranks, strategy.data_rank)
     weights = trainable_parameters(model)
-    optimizer = optimizer or optimizer_of(model)
+    optimizer = optimizer or make_optimizer(model)
     whole = (lambda tensor: tensor.detach()) if strategy is None else strategy.full_tensor
     found: dict[str, Any] = {"losses": [], "norms": [], "validations": []}
     for step in range(begins, steps):
-        ids, loss_weights = rows_of(step)
+        ids, loss_weights = make_batch(step)
         parts = torch.arange(ROWS).view(accumulation, share, -1)[:, place]
         total = torch.zeros(())
         for number, part in enumerate(parts):
@@ -139,7 +141,7 @@ def train(
                 strategy.block_backward_sync() if quiet else nullcontext(),
                 torch.autocast("cpu", torch.bfloat16, enabled=autocast),
             ):
-                loss = loss_of(model, ids[part], loss_weights[part])
+                loss = compute_loss(model, ids[part], loss_weights[part])
                 if step == bad_step and place == 0:
                     loss = loss * float("nan")
                 (propagate_nonfinite(loss) * share).backward()
@@ -162,7 +164,7 @@ def train(
         found["norms"].append(norm.item())
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             model.eval()
-            found["validations"].append(loss_of(model, ids, loss_weights).item())
+            found["validations"].append(compute_loss(model, ids, loss_weights).item())
             model.train()
         assert trainable_parameters(model).keys() == weights.keys()
         assert all(trainable_parameters(model)[name] is weights[name] for name in weights)
@@ -171,16 +173,20 @@ def train(
 
 
 def gradient(strategy: Any, weight: Any) -> Tensor:
-    """Return a weight's gradient, whole."""
+    """Return the full gradient of a weight."""
     if strategy is None:
         return weight.grad
     return strategy._full(weight.grad, strategy._split_dims.get(weight))
 
 
-def spread_model(config: FsdpConfig, build: Any, precision: str = "32-true") -> tuple[Any, Any]:
-    """Return a strategy whose ranks have met, and the model that it has shared out."""
+def build_sharded_model(
+    config: FsdpConfig, build: Any, precision: str = "32-true"
+) -> tuple[Any, Any]:
+    """Return a strategy with connected ranks, and the model that it has sharded."""
     num_ranks = int(os.environ["WORLD_SIZE"])
-    strategy = ready(build_strategy(config, accelerator="cpu", num_ranks=num_ranks), precision)
+    strategy = prepare_strategy(
+        build_strategy(config, accelerator="cpu", num_ranks=num_ranks), precision
+    )
     model = strategy.build_model(build)
     if strategy.fuses_adapters:
         with torch.autocast("cpu", torch.bfloat16, enabled="mixed" in precision):
@@ -188,70 +194,72 @@ def spread_model(config: FsdpConfig, build: Any, precision: str = "32-true") -> 
     return strategy, model
 
 
-# What each rank does; on_ranks gives the answers of all.
+# Functions that each rank calls; `on_ranks` returns the results of all ranks.
 
 
 def train_cases(cases: list[tuple[FsdpConfig, dict[str, Any], dict[str, Any]]]) -> list[Any]:
-    """Train one case after the other."""
-    found = []
+    """Train each case."""
+    results = []
     for config, made, how in cases:
         precision = "bf16-mixed" if how.get("autocast") else "32-true"
-        strategy, model = spread_model(config, builder(**made), precision)
-        found.append(train(model, strategy, **how))
-    return found
+        strategy, model = build_sharded_model(config, model_builder(**made), precision)
+        results.append(train(model, strategy, **how))
+    return results
 
 
-def gradients_before_the_last(config: FsdpConfig, kind: str) -> tuple[bool, bool]:
-    """Say whether shares have gradients behind a blocked backward pass, and behind the last."""
-    strategy, model = spread_model(config, builder(kind))
+def has_gradients_by_micro_batch(config: FsdpConfig, kind: str) -> tuple[bool, bool]:
+    """Return whether shards have gradients after the first and after the last micro-batch."""
+    strategy, model = build_sharded_model(config, model_builder(kind))
     weights = list(trainable_parameters(model).values())
-    ids, loss_weights = rows_of(0)
+    ids, loss_weights = make_batch(0)
     with strategy.block_backward_sync():
-        loss_of(model, ids, loss_weights).backward()
+        compute_loss(model, ids, loss_weights).backward()
     first = all(weight.grad is not None for weight in weights)
-    loss_of(model, ids, loss_weights).backward()
+    compute_loss(model, ids, loss_weights).backward()
     return first, all(weight.grad is not None for weight in weights)
 
 
-def whole_weights_after(config: FsdpConfig) -> list[str]:
-    """Name the weights that are whole after a model was measured, without a settling."""
-    _, model = spread_model(config, builder("full"))
+def unsharded_weights_after_forward(config: FsdpConfig) -> list[str]:
+    """Return the names of weights that are unsharded after an evaluation."""
+    _, model = build_sharded_model(config, model_builder("full"))
     with torch.no_grad():
-        loss_of(model, *rows_of(0))
+        compute_loss(model, *make_batch(0))
     return [name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)]
 
 
 def dtypes_in_layers(config: FsdpConfig, kind: str) -> list[Any]:
-    """Return the dtypes of a layer's weights while it runs, of what is kept, and of gradients."""
-    _, model = spread_model(config, builder(kind, precision="bf16"), "bf16-mixed")
+    """Return the dtypes of a layer's weights while it runs, of its shards, and of gradients."""
+    _, model = build_sharded_model(config, model_builder(kind, precision="bf16"), "bf16-mixed")
     names = decoder_layers(model)
     layer, running = model.get_submodule(names[-1]), set()
     layer.mlp.register_forward_pre_hook(
         lambda *_: running.update(weight.dtype for weight in layer.parameters())
     )
     with torch.autocast("cpu", torch.bfloat16):
-        loss_of(model, *rows_of(0)).backward()
+        compute_loss(model, *make_batch(0)).backward()
     trained = list(trainable_parameters(model).values())
     kept = {weight.dtype for weight in trained}, {weight.grad.dtype for weight in trained}
     return [sorted(map(str, dtypes)) for dtypes in (running, *kept)]
 
 
 def hidden_dtypes(config: FsdpConfig, numbers: dict[str, Any]) -> list[str]:
-    """Return the dtypes of the hidden states between layers, where all weights train."""
-    _, model = spread_model(config, builder("full", precision="bf16", **numbers), "bf16-mixed")
+    """Return the dtypes of the hidden states between layers if all weights are trained."""
+    _, model = build_sharded_model(
+        config, model_builder("full", precision="bf16", **numbers), "bf16-mixed"
+    )
     found: set[Any] = set()
     for name in decoder_layers(model):
         model.get_submodule(name).register_forward_pre_hook(
             lambda _, inputs: found.add(inputs[0].dtype)
         )
     with torch.autocast("cpu", torch.bfloat16):
-        loss_of(model, *rows_of(0)).backward()
+        compute_loss(model, *make_batch(0)).backward()
     return sorted(map(str, found))
 
 
-def ends_in_a_step(config: FsdpConfig, kind: str) -> dict[str, list[str]]:
-    """Name which of embedding and head are whole while a layer runs, forward and backward."""
-    _, model = spread_model(config, builder(kind, tie_word_embeddings=False))
+def gathered_ends_in_step(config: FsdpConfig, kind: str) -> dict[str, list[str]]:
+    """Return whether embedding and head are gathered while a layer or the head runs."""
+    _, model = build_sharded_model(config, model_builder(kind, tie_word_embeddings=False))
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
 
     def whole() -> list[str]:
@@ -262,18 +270,18 @@ def ends_in_a_step(config: FsdpConfig, kind: str) -> dict[str, list[str]]:
     layer.register_forward_pre_hook(lambda *_: found.update(forward=whole()))
     layer.register_full_backward_pre_hook(lambda *_: found.update(backward=whole()))
     ends["head"].register_forward_pre_hook(lambda *_: found.update(loss=whole()))
-    loss_of(model, *rows_of(0)).backward()
+    compute_loss(model, *make_batch(0)).backward()
     return found | {"after": whole()}
 
 
-def messages_of_a_step(
+def count_all_reduces(
     config: FsdpConfig, kind: str, numbers: dict[str, Any] | None = None
 ) -> tuple[int, int]:
-    """Return how often ranks add something up in a forward pass, and in a backward pass.
+    """Return the number of all-reduces in a forward pass and in a backward pass.
 
-    AssertionError where they gather something.
+    AssertionError if there is an all-gather.
     """
-    _, model = spread_model(config, builder(kind, **(numbers or {})))
+    _, model = build_sharded_model(config, model_builder(kind, **(numbers or {})))
     messages, own = [0, 0], dist.all_reduce
     direction = 0
 
@@ -287,7 +295,7 @@ def messages_of_a_step(
     gather = dist.all_gather
     dist.all_reduce, dist.all_gather = count, refuse
     try:
-        loss = loss_of(model, *rows_of(0))
+        loss = compute_loss(model, *make_batch(0))
         direction = 1
         loss.backward()
     finally:
@@ -295,30 +303,30 @@ def messages_of_a_step(
     return messages[0], messages[1]
 
 
-def parts_of_scales() -> list[tuple[bool, float]]:
-    """Return of each 4-bit layer whether its scales are sharded, and which part is here."""
-    _, model = spread_model(FsdpConfig(), build_quantized)
+def shards_of_scales() -> list[tuple[bool, float]]:
+    """Return for each 4-bit layer whether its scales are sharded, and this rank's share of them."""
+    _, model = build_sharded_model(FsdpConfig(), build_quantized)
     scales: list[Any] = [m.absmax for m in model.modules() if "absmax" in m._parameters]
     return [
-        (isinstance(one, DTensor), one.to_local().numel() / one.numel() if one.numel() else 0.0)
-        for one in scales
+        (isinstance(s, DTensor), s.to_local().numel() / s.numel() if s.numel() else 0.0)
+        for s in scales
     ]
 
 
-def halves(first: FsdpConfig, second: FsdpConfig, kind: str) -> dict[str, Any]:
-    """Train two steps under one strategy, and two more of the same run under another."""
-    strategy, model = spread_model(first, builder(kind))
-    optimizer = optimizer_of(model)
+def train_under_two_strategies(first: FsdpConfig, second: FsdpConfig, kind: str) -> dict[str, Any]:
+    """Train two steps under one strategy, and continue for two steps under another."""
+    strategy, model = build_sharded_model(first, model_builder(kind))
+    optimizer = make_optimizer(model)
     train(model, strategy, steps=2, optimizer=optimizer)
     kept = {
         name: (
-            _put_together({"": strategy.weight_state(weight)})[""],
-            _put_together(strategy.optimizer_state_of(optimizer, weight)),
+            _gather_all({"": strategy.weight_state(weight)})[""],
+            _gather_all(strategy.optimizer_state_of(optimizer, weight)),
         )
         for name, weight in trainable_parameters(model).items()
     }
-    strategy, model = spread_model(second, builder(kind))
-    optimizer = optimizer_of(model)
+    strategy, model = build_sharded_model(second, model_builder(kind))
+    optimizer = make_optimizer(model)
     with torch.no_grad():
         for name, weight in trainable_parameters(model).items():
             value, states = kept[name]
@@ -329,7 +337,7 @@ def halves(first: FsdpConfig, second: FsdpConfig, kind: str) -> dict[str, Any]:
     return train(model, strategy, begins=2, optimizer=optimizer)
 
 
-def _put_together(parts: dict[str, Any]) -> dict[str, Tensor]:
+def _gather_all(parts: dict[str, Any]) -> dict[str, Tensor]:
     wholes = {}
     for key, part in parts.items():
         wholes[key] = part.gather() if isinstance(part, ShardedTensor) else part.clone()
@@ -337,17 +345,17 @@ def _put_together(parts: dict[str, Any]) -> dict[str, Tensor]:
     return wholes
 
 
-def memory_of_loading(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return how a rank has built a model, and by how many bytes its memory has grown at most."""
+def measure_loading_memory(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return how a rank has built a model, and by how many bytes its peak memory has grown."""
     built = []
-    build = builder("lora", **numbers)
+    build = model_builder("lora", **numbers)
 
     def noted(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
         model = build(on_meta, on_host, device)
         built.append({weight.device.type for weight in model.parameters()})
         return model
 
-    strategy = ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    strategy = prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = peak_host_bytes()
     model = strategy.build_model(noted)
@@ -359,11 +367,13 @@ def memory_of_loading(numbers: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def uncut_weights_after_a_difference(config: FsdpConfig, kind: str) -> dict[str, Tensor]:
-    """Return what this rank holds whole after a step, had each rank rounded its gradients so."""
-    strategy, model = spread_model(config, builder(kind, model_type="qwen3", head_dim=8))
-    optimizer, weights = optimizer_of(model), trainable_parameters(model)
-    loss_of(model, *rows_of(0)).backward()
+def replicated_weights_after_unequal_gradients(config: FsdpConfig, kind: str) -> dict[str, Tensor]:
+    """Return replicated weights after a step in which each rank has slightly other gradients."""
+    strategy, model = build_sharded_model(
+        config, model_builder(kind, model_type="qwen3", head_dim=8)
+    )
+    optimizer, weights = make_optimizer(model), trainable_parameters(model)
+    compute_loss(model, *make_batch(0)).backward()
     for weight in weights.values():
         weight.grad *= 1 + strategy.global_rank / 100
     strategy.clip(optimizer, CLIP)
@@ -371,9 +381,9 @@ def uncut_weights_after_a_difference(config: FsdpConfig, kind: str) -> dict[str,
     return {name: weight for name, weight in weights.items() if weight not in strategy._split_dims}
 
 
-def what_unlike_ranks_are_told() -> list[str]:
-    """Return what this rank is told where the second has built other layers, more, and fewer."""
-    ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+def errors_of_different_models() -> list[str]:
+    """Return the errors of this rank if rank 1 has built other layers, more, and fewer."""
+    prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
     said = []
     for widths in (([2], [3]), ([2], [2, 4]), ([2, 4], [2])):
         own = widths[dist.get_rank()]
@@ -385,9 +395,9 @@ def what_unlike_ranks_are_told() -> list[str]:
     return said
 
 
-def where_scales_are() -> set[str]:
-    """Return where 4-bit layers find their scales; `meta` stands for a GPU that was asked for."""
-    ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+def devices_of_scales() -> set[str]:
+    """Return the devices of the scales of 4-bit layers; `meta` stands for a GPU."""
+    prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
     model = build_quantized(on_meta=dist.get_rank() > 0)
     Broadcaster(torch.device("meta"), 2, 2).broadcast_quantization(model)
     states = [module.quant_state for module in model.modules() if "quant_state" in vars(module)]
@@ -401,7 +411,7 @@ def where_scales_are() -> set[str]:
 
 def quantized_losses() -> list[float]:
     """Return the losses of a few steps on the shipped base in four bits."""
-    strategy, model = spread_model(FsdpConfig(), build_quantized)
+    strategy, model = build_sharded_model(FsdpConfig(), build_quantized)
     return train(model, strategy)["losses"]
 
 
@@ -421,11 +431,11 @@ def build_quantized(on_meta: bool = False, on_host: bool = False, device: Any = 
 
 
 def refusals(cases: list[tuple[FsdpConfig, dict[str, Any]]]) -> list[str]:
-    """Return what a person is told in each case."""
+    """Return the error message of each case."""
     said = []
     for config, made in cases:
         try:
-            spread_model(config, builder(**made))
+            build_sharded_model(config, model_builder(**made))
         except UserError as error:
             said.append(str(error))
     return said
