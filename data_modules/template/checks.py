@@ -282,7 +282,7 @@ _TOOLS: tuple[dict[str, object], ...] = (_build_tool(),)
 def find_unsupported_turns(renderer: Renderer) -> UnsupportedTurns:
     """Return the turns that the template of `renderer` rejects.
 
-    None if it rejects the smallest chat: such a template rejects every row, with its own reason.
+    Nothing is unsupported if it rejects even the smallest chat: each row then gets its own error.
     """
 
     def rejects(pattern: str) -> bool:

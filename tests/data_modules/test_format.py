@@ -219,7 +219,7 @@ def test_a_mapped_field_takes_precedence_over_its_aliases() -> None:
 def test_missing_column_error_keeps_the_columns_of_its_row_when_pickled() -> None:
     with pytest.raises(MissingColumnError) as caught:
         convert({"instruction": "i", "answer": "a"}, "alpaca")
-    # A copy is made as a pickle is: from the arguments and the attributes.
+    # Copies are made like pickles: from the arguments and the attributes.
     for error in (caught.value, copy.copy(caught.value)):
         assert error.columns == ("instruction", "answer")
         assert str(error).startswith("missing 'output'; found ['instruction', 'answer']")

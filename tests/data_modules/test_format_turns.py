@@ -375,12 +375,12 @@ def test_every_answer_is_trained_on_exactly_once(tree: dict[str, Any], sizes: li
             todo.append((reply, node["text"], stays and fine))
     items = paths_of(tree)
     turns = [turn for item in items for turn in item.turns]
-    learned = Counter(turn.content for turn in turns if turn.weight != 0)
+    num_trained = Counter(turn.content for turn in turns if turn.weight != 0)
     answers = {turn.content for turn in turns if turn.role == "assistant"}
     assert answers == kept["assistant"]
-    assert all(learned[text] == 1 for text in answers)
-    assert max(learned.values(), default=1) == 1
-    # Whatever is too long is dropped: what could be learned then is.
+    assert all(num_trained[text] == 1 for text in answers)
+    assert max(num_trained.values(), default=1) == 1
+    # Whatever is too long is dropped: what could be num_trained then is.
     for limit in {sum(len(turn.content) for turn in item.turns) for item in items}:
         short = [
             turn
@@ -395,7 +395,7 @@ def test_every_answer_is_trained_on_exactly_once(tree: dict[str, Any], sizes: li
     for item in items:
         texts = [turn.content for turn in item.turns]
         assert item.turns[-1].role == "assistant" or not answers
-        if learned:
+        if num_trained:
             assert set(zip(["", *texts], texts, strict=False)) <= pairs
 
 
