@@ -54,6 +54,11 @@ NOTES = {
         "have control tokens in their text, which act as such",
         "set data.control_tokens=escape, or remove them",
     ),
+    "branch_dropped": (
+        "some of their branches are longer than data.sequence_len and dropped",
+        "have branches that are longer than data.sequence_len and dropped",
+        "set a larger data.sequence_len",
+    ),
     "rewritten_turns": (
         "the chat template rejects some of their turns, which are rewritten",
         "have turns that the chat template rejects, which are rewritten",
@@ -160,8 +165,8 @@ def _warn_of_long(
     if dataset.lost_share <= REPORTED_ABOVE:
         return None
     if fact.on_long == "drop":
-        # A tree whose paths fit only in part counts as truncated; its other paths are dropped.
-        count, action = dataset.dropped + dataset.truncated, "dropped"
+        # Of a tree of conversations only some branches may be too long.
+        count, action = dataset.dropped + dataset.notes.get("branch_dropped", 0), "dropped"
     else:
         count, action = dataset.truncated, "cut"
     limit = "" if run.sequence_len is None else f"={run.sequence_len}"

@@ -526,10 +526,14 @@ def test_tokens_lost_with_long_rows_are_reported_first(
 
 
 def test_rows_that_are_dropped_in_part_count_as_dropped() -> None:
-    tree = long_rows(dropped_long=2, truncated=21)
-    found = run_audit([chat()], [chat()], datasets=[tree])
+    trees = long_rows(dropped_long=2, notes={"branch_dropped": (21, "a.jsonl:3")})
+    found = run_audit([chat()], [chat()], datasets=[trees])
     assert found.warnings[0].startswith(
         "a: 23 of 1,160 rows (93% of the tokens) are longer than data.sequence_len and dropped; "
+    )
+    assert found.warnings[1] == (
+        "a: 21 of 1,160 rows, first a.jsonl:3: some of their branches are longer than "
+        "data.sequence_len and dropped; set a larger data.sequence_len"
     )
 
 
