@@ -3,7 +3,7 @@ reason."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from app.model.recompute import BY_SPEED
@@ -100,18 +100,8 @@ def choose_strategy(
             )
         return Choice("fsdp", f"no strategy shards more, but memory will be tight: {size}")
     if nodes > 1 and run.hardware.network_gb_per_second < FAST_NETWORK:
-        slow = "the links between nodes are slow (no InfiniBand was found)"
-        if fits_under("fsdp_hybrid"):
-            return Choice(
-                "fsdp_hybrid", f"it fits the {ranks // nodes} GPUs of a node, and {slow}: {size}"
-            )
-        # hpZ shards a second copy of the weights within each node, for the backward pass.
-        if has_deepspeed and method == "none" and fits_under("zero3_hpz"):
-            return Choice(
-                "zero3_hpz",
-                f"only the weights fit the GPUs of a node, and {slow}: {size}",
-            )
-        return Choice("fsdp", f"it needs all {ranks} GPUs: {size}")
+        has_hpz = has_deepspeed and method == "none"
+        return _choose_for_slow_network(fits_under, ranks, nodes, size, has_hpz=has_hpz)
     if method == "none" and fits_under("fsdp_grad_op"):
         return Choice(
             "fsdp_grad_op",
@@ -119,6 +109,21 @@ def choose_strategy(
         )
     where = "a node" if nodes == 1 else f"{nodes} nodes with fast links"
     return Choice("fsdp", f"it does not fit one GPU, but the {ranks} GPUs of {where}: {size}")
+
+
+def _choose_for_slow_network(
+    fits_under: Callable[[str], bool], ranks: int, nodes: int, size: str, *, has_hpz: bool
+) -> Choice:
+    """Choose the strategy that communicates within the nodes as much as memory allows."""
+    slow = "the links between nodes are slow (no InfiniBand was found)"
+    if fits_under("fsdp_hybrid"):
+        return Choice(
+            "fsdp_hybrid", f"it fits the {ranks // nodes} GPUs of a node, and {slow}: {size}"
+        )
+    # hpZ shards a second copy of the weights within each node, for the backward pass.
+    if has_hpz and fits_under("zero3_hpz"):
+        return Choice("zero3_hpz", f"only the weights fit the GPUs of a node, and {slow}: {size}")
+    return Choice("fsdp", f"it needs all {ranks} GPUs: {size}")
 
 
 def _describe_unsharded(run: PlannedRun) -> str:

@@ -124,7 +124,13 @@ def grade(body: dict[str, Any]) -> str:
 def test_verdicts_are_grades_and_wins_with_the_order_swapped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with judging(grade) as (judge, url):
+    delays = iter([0.3])
+
+    def grade_first_last(body: dict[str, Any]) -> str:
+        time.sleep(next(delays, 0))
+        return grade(body)
+
+    with judging(grade_first_last) as (judge, url):
         settings = {"grading": ["single", "pairwise"], "input_price": 2.0, "output_price": 20.0}
         judged = judged_by(url, tmp_path, KEY, **settings)
         assert len(judge.requests) == 15  # 8 answers, one of them empty; 4 comparisons, both orders

@@ -210,6 +210,8 @@ def judge_answers(
                         break
                     pending.add(pool.submit(_verdict, endpoint, request))
                 if not pending:
+                    # Verdicts arrive in any order; tables and pages must not depend on it.
+                    judged.verdicts.sort(key=lambda verdict: requests.index(verdict.request))
                     return judged
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
