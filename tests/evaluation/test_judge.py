@@ -124,13 +124,11 @@ def grade(body: dict[str, Any]) -> str:
 def test_verdicts_are_grades_and_wins_with_the_order_swapped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    delays = iter([0.3])
-
-    def grade_first_last(body: dict[str, Any]) -> str:
-        time.sleep(next(delays, 0))
+    def grade_math_last(body: dict[str, Any]) -> str:
+        time.sleep(0.3 if "2 + 2?" in body["messages"][1]["content"] else 0)
         return grade(body)
 
-    with judging(grade_first_last) as (judge, url):
+    with judging(grade_math_last) as (judge, url):
         settings = {"grading": ["single", "pairwise"], "input_price": 2.0, "output_price": 20.0}
         judged = judged_by(url, tmp_path, KEY, **settings)
         assert len(judge.requests) == 15  # 8 answers, one of them empty; 4 comparisons, both orders
