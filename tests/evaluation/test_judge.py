@@ -129,7 +129,12 @@ def test_verdicts_are_grades_and_wins_with_the_order_swapped(
         return grade(body)
 
     with judging(grade_math_last) as (judge, url):
-        settings = {"grading": ["single", "pairwise"], "input_price": 2.0, "output_price": 20.0}
+        settings = {
+            "grading": ["single", "pairwise"],
+            "num_parallel": 16,
+            "input_price": 2.0,
+            "output_price": 20.0,
+        }
         judged = judged_by(url, tmp_path, KEY, **settings)
         assert len(judge.requests) == 15  # 8 answers, one of them empty; 4 comparisons, both orders
         assert set(judge.keys) == {f"Bearer {KEY}"}
