@@ -30,8 +30,10 @@ TIMEOUT_SECONDS = 180
 
 def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(*args)` on each of `num_ranks` new ranks; return their results in order."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.ranks", "tests.strategy.preload"])
+    # CUDA cannot be used in a fork of a process that has looked for its devices.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if not torch.cuda.is_available():
+        context.set_forkserver_preload(["tests.ranks", "tests.strategy.preload"])
     port = free_port()
     ranks = []
     for rank in range(num_ranks):

@@ -111,6 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     torch.mul(logits @ weight, scale, out=grad_hidden[chunk])
                 if of_weight:
                     grad_weight = _add(grad_weight, logits.T @ (rows * scale).to(rows.dtype))
+                del logits  # else it would be in memory beside the next chunk's
                 continue
             products = linear(rows, weight).float()
             logits, slope = _logits_of(products, bias, softcap, needs_slope=needs_grad)
@@ -128,6 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_hidden[chunk] = linear(grad, weight.T)
             if of_weight:
                 grad_weight = _add(grad_weight, grad.T @ rows)
+            del products, logits, slope, grad
         ctx.grads = (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -69,7 +69,7 @@ class StrategyMixin:
     def build_model(self, build: BuildModel) -> Any:
         """Build the model and place its weights; called before the optimizer is built."""
         device = self.root_device
-        return build() if device.type == "cpu" else build(device=device)
+        return build(device=None if device.type == "cpu" else device)
 
     def unwrap_optimizer(self, optimizer: Any) -> torch.optim.Optimizer:
         """Return the optimizer without the wrapper of a strategy."""

@@ -124,9 +124,19 @@ def resolve_recompute(task: Task, part: Part, adapter: AdapterConfig, env: Envir
 
 
 def build(
-    task: Task, part: Part, adapter: AdapterConfig, recompute: str, backend: str, precision: str
+    task: Task,
+    part: Part,
+    adapter: AdapterConfig,
+    recompute: str,
+    backend: str,
+    precision: str,
+    *,
+    device: torch.device | None = None,
 ) -> torch.nn.Module:
-    """Build base and adapter in the order of `app.model.build`, all of it on the device."""
+    """Build base and adapter in the order of `app.model.build`, all of it on the task's device.
+
+    `device`, which a strategy passes, is that of the task.
+    """
     import torch
 
     from app.model.adapter import apply_adapter, skip_redundant_casts

@@ -25,6 +25,7 @@ DEVICE = torch.device("meta")
 
 
 def build(method: str = "none", adapter: AdapterConfig | None = None, **how: Any) -> Any:
+    torch.manual_seed(0)
     return build_model(
         ModelConfig(path=str(TINY_BASE)),
         QuantizationConfig(method=method),
@@ -137,7 +138,9 @@ def test_a_gpu_holds_what_it_has_read(method: str) -> None:
     back = build(method=method, device=device, on_host=True)
     assert {weight.device.type for weight in back.parameters()} == {"cpu"}
     for one, other in zip(model.parameters(), back.parameters(), strict=True):
-        assert torch.equal(one.cpu(), other)
+        # As bytes: packed weights that are read as numbers may be NaN.
+        packed, expected = (weight.detach().cpu().view(torch.uint8) for weight in (one, other))
+        assert torch.equal(packed, expected)
 
 
 @pytest.mark.gpu

@@ -69,6 +69,8 @@ class Person:
             start_new_session=True,
         )
         self._is_ready = False
+        # CUDA's libraries start threads as they are imported, and no fork has them.
+        self._can_fork = not Path("/dev/nvidiactl").exists()
 
     def _environment(self) -> dict[str, str]:
         return environment_of_a_person() | self.environment
@@ -91,7 +93,7 @@ class Person:
         log = folder / LOG
         begins = log.stat().st_size if log.exists() else 0
         (folder / LINES).write_text(lines)
-        start = self._start_warm if is_warm else self._start_cold
+        start = self._start_warm if is_warm and self._can_fork else self._start_cold
         pid, wait = start(module, words, folder, environment or {})
         too_long = threading.Timer(LONGEST, end_session, (pid, signal.SIGABRT))
         too_long.start()

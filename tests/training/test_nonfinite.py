@@ -119,10 +119,10 @@ def batches(accumulation: int) -> list[Batch]:
     return made
 
 
-def build_model() -> Any:
+def build_model(device: torch.device | None = None) -> Any:
     model = tiny_llama(vocab_size=96, hidden_size=64, intermediate_size=128)  # 8 bits need 4096
     model.set_attn_implementation(attention_implementation("sdpa"))
-    return model.train()
+    return model.to(device).train()
 
 
 def fit(

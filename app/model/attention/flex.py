@@ -36,6 +36,9 @@ def attend_by_blocks(
         rows, _, tokens, _ = query.shape
         documents = [[tokens]] * rows
         attention_mask = block_mask(documents, (rows, tokens), query.device, window=sliding_window)
+    if query.is_cuda and query.shape[2] < BLOCK:
+        # PyTorch would take the kernel for decoding, for which these blocks are too large.
+        options["kernel_options"] = {"BACKEND": "TRITON"}
     parts = in_one_dtype(query, key, value)
     attended: tuple[torch.Tensor, torch.Tensor | None] = flex_attention_forward(
         module, *parts, attention_mask, **options
