@@ -96,7 +96,7 @@ DAMAGES: list[tuple[Callable[[Path], None], list[str]]] = [
     (lose_the_config, ["no adapter_config.json there"]),
     (lose_the_weights, ["no adapter_model.safetensors there"]),
     (break_the_config, ["adapter_config.json:1:2 invalid JSON"]),
-    (become_another_kind, ["peft_type 'PREFIX_TUNING' is not known", "LORA or IA3"]),
+    (become_another_kind, ["peft_type 'PREFIX_TUNING' is not supported", "LORA or IA3"]),
     (leave_a_pickle, ["adapter_model.bin is a pickle", "save_file(torch.load("]),
     (cut_off, ["cut off", "download it again"]),
     (empty_one, ["1 of 2 tensors are empty", "lora_B"]),

@@ -241,8 +241,8 @@ def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
     ("settings", "why"),
     [
         ({"experts": "frozen"}, "adapter.experts=frozen"),
-        ({"dropout": 0.1}, "has no dropout; type adapter.dropout=0"),
-        ({"use_dora": True}, "knows no DoRA; type adapter.use_dora=false"),
+        ({"dropout": 0.1}, "has no dropout for fused experts; type adapter.dropout=0"),
+        ({"use_dora": True}, "has no DoRA for fused experts; type adapter.use_dora=false"),
         ({"init": "pissa"}, "type adapter.init=default"),
         ({"target_modules": ["q_proj"]}, "not in adapter.target_modules; type adapter.experts="),
     ],
@@ -291,7 +291,7 @@ def random_family(kind: str) -> Any:
 def test_dora_that_stock_peft_could_not_open(kind: str, tmp_path: Path) -> None:
     """It takes matrices of dense layers for experts; the advice that is given holds."""
     dora = {"r": 2, "use_dora": True}
-    with pytest.raises(UserError, match=f"peft takes down_proj, gate_proj, up_proj of {kind}"):
+    with pytest.raises(UserError, match=f"treats down_proj, gate_proj, up_proj of {kind}"):
         apply_adapter(tiny_mixture(kind), LoraConfig(**dora), half_precision=False)
     config = LoraConfig(**dora, target_modules=["o_proj"])
     adapted = apply_adapter(tiny_mixture(kind), config, half_precision=False)
@@ -303,7 +303,7 @@ def test_dora_that_stock_peft_could_not_open(kind: str, tmp_path: Path) -> None:
 
 def test_a_base_without_experts_says_so() -> None:
     (problem,) = find_targets(LoraConfig(experts="lora"), modules_of(tiny_llama())).problems
-    assert "has no experts in one weight" in problem
+    assert "has no fused experts" in problem
 
 
 def test_few_experts_stay_frozen_and_layers_choose_among_many() -> None:

@@ -78,7 +78,7 @@ def test_a_tied_head_trains_its_embedding_and_that_is_said(
     caplog.set_level(logging.INFO)
     model = freeze(tiny_llama(), layers="none", modules=["lm_head"])
     assert trained(model) == {"model.embed_tokens"}
-    assert "lm_head trains, and with it model.embed_tokens: they are one weight" in caplog.text
+    assert "lm_head is tied to model.embed_tokens, so both are trained" in caplog.text
     caplog.clear()
     for module in ("lm_head", "embed_tokens"):
         freeze(tiny_llama(tie_word_embeddings=False), layers="none", modules=[module])
@@ -101,7 +101,7 @@ def test_what_trains_is_fp32_unless_all_is_half(half: bool, expected: torch.dtyp
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"layers": "none"}, r"nothing would train; type 'adapter\.layers=top 2'"),
+        ({"layers": "none"}, r"nothing would be trained; type 'adapter\.layers=top 2'"),
         ({"token_ids": [3]}, r"new tokens in model.embed_tokens .*adapter\.modules=\[embed_tokens"),
     ],
 )

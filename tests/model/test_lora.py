@@ -338,7 +338,7 @@ def test_rows_are_saved_and_come_back(kind: str, tmp_path: Path) -> None:
 
 
 def test_rows_that_cannot_train_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"token 64 has no row: the embedding has 64; .*added_tok"):
+    with pytest.raises(ValueError, match=r"token 64 has no row: .* 64 rows; .*added_tok"):
         adapt(tiny_llama(), token_ids=[64])
     phi = transformers.PhiForCausalLM(
         transformers.PhiConfig(
@@ -371,7 +371,7 @@ def test_rows_that_cannot_train_are_refused() -> None:
     ],
 )
 def test_a_shared_embedding_that_peft_would_pull_apart_is_refused(kind: str, name: str) -> None:
-    with pytest.raises(ValueError, match=r"shares one weight with .* type adapter\.trainable_tok"):
+    with pytest.raises(ValueError, match=r"is tied to .* type adapter\.trainable_tok"):
         adapt(TINY[kind](), modules_to_save=[name])
 
 
@@ -409,7 +409,7 @@ def test_going_on_with_new_tokens_needs_an_adapter_that_trains_their_rows(tmp_pa
         model = adapt(tiny_llama(), token_ids=ids)
         move(model)
         save_adapter(model, tmp_path / name)
-    with pytest.raises(ValueError, match=r"trains no rows for tokens \[5\]"):
+    with pytest.raises(ValueError, match=r"does not train the rows of tokens \[5\]"):
         adapt(tiny_llama(), path=str(tmp_path / "without"), token_ids=[5])
     again = adapt(tiny_llama(), path=str(tmp_path / "with"), token_ids=[5])
     assert [name for name in trained(again) if "trainable_tokens" in name]

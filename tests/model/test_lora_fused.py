@@ -102,7 +102,7 @@ def test_the_adapter_is_added_to_a_matrix_that_is_smaller_than_its_input(
         output.square().sum().backward()
         a, b = linear.lora_A["default"].weight, linear.lora_B["default"].weight
         found.append({"output": output, "input": hidden.grad, "a": a.grad, "b": b.grad})
-    assert _step_of(output).adds_before is is_added
+    assert _step_of(output).is_merged is is_added
     assert distance(found[1], found[0]) < 1e-5
 
 
@@ -110,7 +110,7 @@ def test_a_matrix_larger_than_its_input_stays_apart_from_the_adapter() -> None:
     _, fused = pair(tiny_llama(intermediate_size=80), dropout=0.0)
     hidden = torch.randn(1, 64, 32)
     output = fused.base_model.model.model.layers[0].mlp.gate_proj(hidden)
-    assert not _step_of(output).adds_before
+    assert not _step_of(output).is_merged
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -188,7 +188,7 @@ def in_4_bits(dtype: torch.dtype = torch.float32, **numbers: Any) -> Any:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the step of a GPU, on the CPU."""
     monkeypatch.setattr(fused_4bit, "_is_faster", lambda layer, x: layer.training)
-    monkeypatch.setattr("app.model.adapter.fused._adds_to_lora", lambda x: True)
+    monkeypatch.setattr("app.model.adapter.fused._lora_comes_first", lambda x: True)
 
 
 class Operators(TorchDispatchMode):
@@ -283,7 +283,7 @@ def test_layers_that_read_the_same_are_one_step_and_give_the_same(make: Any, mod
     members = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
     assert members[0].group.layers == members
     assert layer.self_attn.o_proj.group is None
-    assert not any(member.group._waiting for member in members)
+    assert not any(member.group._outputs for member in members)
     ungroup_adapters(fused)
     assert all(member.group is None for member in members)
 

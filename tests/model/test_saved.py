@@ -195,7 +195,7 @@ DAMAGES: dict[Callable[[Tensors], None], str] = {
     cut_one: "has shape .* this base needs",
     poison_one: "holds NaN or infinity",
     overflow_one: "holds NaN or infinity",
-    zero_all: "is zero, nothing was learned",
+    zero_all: "is zero: nothing was learned",
 }
 
 
@@ -254,7 +254,7 @@ def test_an_adapter_that_changes_nothing_is_refused_and_one_that_changes_a_littl
     rewrite(tmp_path, lambda tensors: keep(tensors, 1))
     load_adapter(base(), tmp_path)
     rewrite(tmp_path, lambda tensors: keep(tensors, 0))
-    with pytest.raises(ValueError, match=f"every {part} is .*, nothing was learned"):
+    with pytest.raises(ValueError, match=f"every {part} is .*: nothing was learned"):
         load_adapter(base(), tmp_path)
 
 
@@ -267,7 +267,7 @@ def test_an_adapter_of_elsewhere_on_another_base_is_noted(
     file.write_text(json.dumps(config))
     with caplog.at_level("INFO"):
         load_adapter(base(), tmp_path)
-    assert "was made on someone/else, and is put on" in caplog.text
+    assert "was trained on someone/else and is loaded onto" in caplog.text
 
 
 CONVERTED = [

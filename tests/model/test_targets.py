@@ -53,7 +53,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
      ["expected all-linear, a list like [q_proj, v_proj], or a reg"]),
     ("lora", {"target_modules": 3}, ["adapter.target_modules=3: expected all-linear"]),
     ("lora", {"target_modules": ["embed_tokens"]}, ["embed_tokens is the embedding"]),
-    ("lora", {"target_modules": ["lm_head"]}, ["lm_head is also this base's embedding"]),
+    ("lora", {"target_modules": ["lm_head"]}, ["lm_head is tied to this base's embedding"]),
     ("lora", {"rank_pattern": {"down_prj": 2}},
      ["rank_pattern: down_prj matches no module that gets an adapter; did you"]),
     ("lora", {"alpha_pattern": {"mlp": 2.0}},
@@ -66,14 +66,14 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("lora", {"alpha_pattern": {"up_proj": 0.0}},
      ["adapter.alpha_pattern.up_proj=0.0: expected a number above"]),
     ("lora", {"rank_pattern": {"down_proj": 99}},
-     [".down_proj (32 x 48) has; type adapter.rank_pattern.down_proj=32 or less"]),
+     [".down_proj (32 x 48); type adapter.rank_pattern.down_proj=32 or less"]),
     ("lora", {"r": 17, "target_modules": ["q_proj", "k_proj"]},
-     ["r=17 is more than model.layers.0.self_attn.k_proj (16 x 32) has; type"]),
+     ["r=17 is above the rank of model.layers.0.self_attn.k_proj (16 x 32); type"]),
     ("lora", {"modules_to_save": ["nrm"]},
      ["modules_to_save: nrm matches no module with weights; did you mean norm?"]),
     ("lora", {"modules_to_save": ["act_fn"]}, ["act_fn matches no module with weights"]),
     ("lora", {"modules_to_save": ["lm_head"]},
-     ["lm_head shares one weight with model.embed_tokens"]),
+     ["lm_head is tied to model.embed_tokens"]),
     ("lora", {"layers": "top 3"}, ["adapter.layers='top 3', but the model has 2 layers"]),
     ("lora", {"layers": [0, 2]},
      ["the model has no layer 2; its 2 layers have the numbers 0 to 1"]),
@@ -86,9 +86,9 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("ia3", {"target_modules": 3},
      ["adapter.target_modules=3: expected auto, or a list like [k_proj]"]),
     ("ia3", {"target_modules": ["k_proj"], "feedforward_modules": ["down_proj"]},
-     ["['k_proj']; type adapter.target_modules=[k_proj,down_proj]"]),
+     ["['k_proj'] does not match; type adapter.target_modules=[k_proj,down_proj]"]),
     ("ia3", {"layers": "top 3"}, ["the model has 2 layers"]),
-    ("freeze", {"layers": "none"}, ["nothing would train; type 'adapter.layers=top 2'"]),
+    ("freeze", {"layers": "none"}, ["nothing would be trained; type 'adapter.layers=top 2'"]),
     ("freeze", {"layers": "top 3"}, ["the model has 2 layers"]),
     ("freeze", {"modules": ["lm_hed"]},
      ["modules: lm_hed matches no module with weights; did you mean lm_head?"]),
@@ -152,7 +152,7 @@ def test_all_linear_leaves_out_the_head_and_what_is_too_thin() -> None:
     assert find("lora", base, r=1).thin == []
     router = replace(TIED, linear={**(TIED.linear or {}), "model.layers.0.mlp.gate": (8, 32)})
     assert find("lora", router, r=16).thin == ["model.layers.0.mlp.gate"]
-    assert "mlp.gate (8 x 32) has" in find("lora", router, target_modules=["gate"]).problems[0]
+    assert "mlp.gate (8 x 32)" in find("lora", router, target_modules=["gate"]).problems[0]
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "mamba", "mamba2", "nemotron_h"])
@@ -166,7 +166,7 @@ def test_a_linear_module_that_gives_no_product(family: str) -> None:
     assert any(".in_proj." in name for name in names)
     assert not any(".out_proj." in name for name in names)
     (problem,) = find("lora", base, target_modules=["in_proj", "out_proj"]).problems
-    assert f"out_proj of {family} models is no plain product" in problem
+    assert f"out_proj of {family} models cannot take an adapter" in problem
 
 
 @pytest.mark.parametrize("family", ["falcon_mamba", "jamba", "mamba"])
@@ -179,11 +179,11 @@ def test_a_weight_that_a_layer_reads_itself(family: str) -> None:
     adapted(input_ids=torch.arange(3, 9)[None], use_cache=False).logits.sum().backward()
     assert all(one.grad is not None for one in trained.values())
     base = modules_of(tiny_family(family))
-    assert all(n.endswith((".dt_proj", ".out_proj")) for n in find("lora", base, r=2).read)
+    assert all(n.endswith((".dt_proj", ".out_proj")) for n in find("lora", base, r=2).not_plain)
     for kind in ("lora", "ia3"):
         inputs = {"feedforward_modules": []} if kind == "ia3" else {}
         (problem,) = find(kind, base, target_modules=["dt_proj"], **inputs).problems
-        assert f"dt_proj of {family} models is no plain product" in problem
+        assert f"dt_proj of {family} models cannot take an adapter" in problem
 
 
 @pytest.mark.parametrize("family", ["jamba", "mamba"])
@@ -195,7 +195,7 @@ def test_a_saved_adapter_on_such_a_weight_is_not_gone_on_with(family: str, tmp_p
             torch.nn.init.normal_(weight)
     model.save_pretrained(tmp_path)
     load_adapter(tiny_family(family), tmp_path)  # to be used, as stock peft does
-    with pytest.raises(UserError, match=f"dt_proj of {family} models is no plain product"):
+    with pytest.raises(UserError, match=f"dt_proj of {family} models cannot take an adapter"):
         load_adapter(tiny_family(family), tmp_path, trainable=True)
 
 

@@ -1,4 +1,4 @@
-"""What is trained of the base, and how it is kept: the only folder that knows peft."""
+"""Adapters: what trains on a base, and how it is saved. Only this folder imports peft."""
 
 from app.model.adapter.apply import apply_adapter
 from app.model.adapter.lora import (

@@ -1,4 +1,4 @@
-"""Put an adapter on a base: what is frozen, what is added, what is trained."""
+"""Apply an adapter to a base: freeze weights, add new ones, choose which train."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 @without_bitsandbytes()
 def apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
-    """Put vectors of ones on the outputs of keys and values and the inputs of the feed-forward.
+    """Add IA3 vectors, initially ones, to keys and values (outputs) and feed-forward (inputs).
 
-    UserError for a pattern that matches nothing, and for an architecture that is not known.
+    Raises UserError if a pattern matches nothing or the architecture is unknown.
     """
     import peft
     from transformers.pytorch_utils import Conv1D
@@ -46,10 +46,10 @@ def apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
     if found.problems:
         raise UserError(found.problems)
     names, inner = found.matrices, found.scaled_inputs
-    every = [*(name for name, _ in model.named_modules()), *tower_modules(model)]
-    short = shortest(names, found.endings, every)
-    short_inner = [one for one in short if by_ending(one, inner)]
-    # peft wants feedforward_modules among target_modules, and compares them without a dot.
+    all_names = [*(name for name, _ in model.named_modules()), *tower_modules(model)]
+    short = shortest(names, found.endings, all_names)
+    short_inner = [ending for ending in short if by_ending(ending, inner)]
+    # peft wants feedforward_modules to be among target_modules, and compares endings without a dot.
     if {name for name in names if name.endswith(tuple(short_inner))} != set(inner):
         short, short_inner = sorted(names), sorted(inner)
     counts = Counter(name.rpartition(".")[2] for name in names)
@@ -65,23 +65,19 @@ def apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
     )
 
 
-KEY = "adapter.modules"
-
-
 def apply_freeze(
     model: PreTrainedModel, config: FreezeConfig, *, token_ids: Sequence[int] = ()
 ) -> PreTrainedModel:
-    """Let only the chosen layers and modules train.
+    """Make only the chosen layers and modules trainable.
 
-    UserError for a pattern that matches nothing, ValueError for weights that cannot train and for
-    `token_ids` whose rows would not.
+    Raises UserError if a pattern matches nothing, a chosen weight is quantized, or the rows of
+    `token_ids` would stay frozen.
     """
     found = targets.find_targets(config, modules_of(model))
     if found.problems:
         raise UserError(found.problems)
-    chosen = found.whole
     model.requires_grad_(False)
-    for name in chosen:
+    for name in found.whole:
         module = model.get_submodule(name)
         if is_quantized(module):
             raise UserError(
@@ -89,7 +85,7 @@ def apply_freeze(
                 "or adapter=lora"
             )
         module.requires_grad_(True)
-    _log_tied(model, chosen)
+    _log_tied(model, found.whole)
     if token_ids:
         _check_rows_train(model)
     return model
@@ -98,9 +94,9 @@ def apply_freeze(
 def _log_tied(model: PreTrainedModel, chosen: Sequence[str]) -> None:
     sharing = sharing_embedding(model)
     if len(sharing) > 1 and model.get_input_embeddings().weight.requires_grad:
-        named = next(s for s in sharing if is_inside(s, chosen))
+        named = next(name for name in sharing if is_inside(name, chosen))
         others = ", ".join(name for name in sharing if name != named)
-        log.info("freeze: %s trains, and with it %s: they are one weight", named, others)
+        log.info("freeze: %s is tied to %s, so both are trained", named, others)
 
 
 def _check_rows_train(model: PreTrainedModel) -> None:
@@ -109,8 +105,8 @@ def _check_rows_train(model: PreTrainedModel) -> None:
             name = name_of(model, module)
             raise UserError(
                 f"model.added_tokens: with adapter=freeze the rows of new tokens in {name} would "
-                f"stay what they started as; type {KEY}=[{name.rpartition('.')[2]}] (with what it "
-                "already names), or adapter=lora"
+                f"keep their initial values; type adapter.modules=[{name.rpartition('.')[2]}] "
+                "(and the modules already in that list), or adapter=lora"
             )
 
 
@@ -122,18 +118,18 @@ def apply_adapter(
     token_ids: Sequence[int] = (),
     device: torch.device | None = None,
 ) -> PreTrainedModel | peft.PeftModel:
-    """Freeze the base and put the adapter's weights beside it; `full` leaves all weights trainable.
+    """Freeze the base and add the adapter's weights; `full` leaves all weights trainable.
 
     Trainable parameters are fp32 unless `half_precision`. The rows `token_ids` of embedding and
-    head train with the adapter. `device`: where starts are taken out of the base. ValueError for a
-    pattern that matches nothing.
+    head train too. `device`: where PiSSA and OLoRA decompose the base's weights. Raises UserError
+    if a pattern matches nothing.
     """
     import torch
 
     dtype = model.dtype if half_precision else torch.float32
     if isinstance(config, Ia3Config) and token_ids:
         raise UserError(
-            "adapter=ia3 cannot train the rows of new tokens (model.added_tokens); "
+            "adapter=ia3 cannot train the embedding rows of new tokens (model.added_tokens); "
             "type adapter=lora or adapter=full"
         )
     if folder := continued_from(config):
@@ -149,11 +145,7 @@ def apply_adapter(
         adapted = apply_freeze(model, config, token_ids=token_ids)
     else:
         return model
-    _cast_trained(adapted, dtype)
-    return adapted
-
-
-def _cast_trained(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    for parameter in model.parameters():
+    for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
+    return adapted

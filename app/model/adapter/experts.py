@@ -1,7 +1,7 @@
-"""LoRA on the fused experts of a mixture: peft's layers and files, computed in grouped products.
+"""LoRA on the fused experts of a mixture: peft's layers and files, computed by grouped products.
 
-peft (0.21) adds B A to the weights of all experts at each forward pass and keeps the sums for the
-backward pass; here each expert's A and B are small products beside its own.
+peft (0.21) adds B A to the weights of all experts in each forward pass and saves the sums for the
+backward pass; here each expert multiplies its input by its own A and B instead.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ WEIGHT = ".weight"
 
 
 class ParamWrapper(peft.tuners.lora.layer.ParamWrapper):
-    """peft's own layer, whose experts take A and B instead of a changed weight.
+    """peft's layer, but the experts receive A and B instead of a changed weight.
 
-    Of the same name: by it peft (0.21) knows the layers to which it may add a second adapter.
+    It keeps the name of peft's class, by which peft (0.21) finds layers that can take a second
+    adapter.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the experts make of x; peft's own way where adapters are merged."""
+        """Return the experts' output for x; merged or disabled adapters run peft's own forward."""
         names = [name for name in self.active_adapters if name in self.lora_A]
         if self.merged or self.disable_adapters or not names:
             output: Tensor = super().forward(x, *args, **kwargs)
@@ -46,7 +47,7 @@ class ParamWrapper(peft.tuners.lora.layer.ParamWrapper):
         return output
 
     def _low_rank(self, name: str) -> LowRank:
-        """Return A and B by expert; peft stacks A [experts x rank, inputs], and B by rank first."""
+        """Return A and B by expert: peft has A [experts x rank, in] and B [out, rank x experts]."""
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         return LowRank(
             a.view(self.num_experts, -1, a.shape[1]),
@@ -56,14 +57,14 @@ class ParamWrapper(peft.tuners.lora.layer.ParamWrapper):
 
 
 def _stacked(parts: Sequence[LowRank]) -> LowRank:
-    """Return the sum of several adapters as one of all their ranks."""
+    """Return the sum of several adapters as one whose rank is the sum of theirs."""
     b = [part.b * part.scale for part in parts]
     return LowRank(torch.cat([part.a for part in parts], 1), torch.cat(b, 2), 1.0)
 
 
 def fuse_experts(model: torch.nn.Module) -> None:
-    """Let LoRA on fused experts compute beside their weights, where these compute grouped."""
-    use_grouped_experts(model)  # other implementations would not look at A and B
+    """Replace peft's forward on fused experts, if these compute by grouped products."""
+    use_grouped_experts(model)  # other implementations ignore A and B
     experts = {id(module) for _, module in expert_modules(model)}
     for module in model.modules():
         is_plain = type(module) is peft.tuners.lora.layer.ParamWrapper
@@ -73,56 +74,59 @@ def fuse_experts(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def placeholders_for_packed(model: torch.nn.Module) -> Iterator[None]:
-    """Let peft find the shape, dtype and device of experts in 4 bits while it adds an adapter."""
-    shown = []
+    """Show peft placeholders of 4-bit experts, with their shape, dtype and device, in this context.
+
+    peft reads these while it adds an adapter.
+    """
+    added = []
     for _, module in expert_modules(model):
         for name in ("gate_up_proj", "up_proj", "down_proj"):
             packed = module._modules.get(packed_name(name))
             if packed is not None:
-                one = torch.zeros((), dtype=packed.compute_dtype, device=packed.weight.device)
-                stand_in = torch.nn.Parameter(one.expand(packed.shape), requires_grad=False)
-                module.register_parameter(name, stand_in)
-                shown.append((module, name))
+                zero = torch.zeros((), dtype=packed.compute_dtype, device=packed.weight.device)
+                placeholder = torch.nn.Parameter(zero.expand(packed.shape), requires_grad=False)
+                module.register_parameter(name, placeholder)
+                added.append((module, name))
     try:
         yield
     finally:
-        for module, name in shown:
+        for module, name in added:
             del module._parameters[name]
 
 
 @contextlib.contextmanager
 def keep_target_modules() -> Iterator[None]:
-    """Let peft take `target_modules` as they are.
+    """Stop peft from rewriting `target_modules`.
 
-    peft (0.21) takes gate_proj, up_proj and down_proj of some mixtures (DeepSeek, GLM) for their
-    experts, as they were called before transformers 5, and would leave the linear modules of these
-    names without an adapter: dense layers and shared experts.
+    For some mixtures (DeepSeek, GLM) peft (0.21) reads gate_proj, up_proj and down_proj as the
+    experts that had these names before transformers 5, and would leave the linear modules of these
+    names, in dense layers and shared experts, without an adapter.
     """
     from peft.utils import transformers_weight_conversion as conversion
 
-    own = conversion.convert_peft_config_for_transformers
+    original = conversion.convert_peft_config_for_transformers
 
-    def keep(*_: Any, **__: Any) -> None:
-        """Convert nothing."""
+    def convert_nothing(*_: Any, **__: Any) -> None:
+        pass
 
-    conversion.convert_peft_config_for_transformers = keep
+    conversion.convert_peft_config_for_transformers = convert_nothing
     try:
         yield
     finally:
-        conversion.convert_peft_config_for_transformers = own
+        conversion.convert_peft_config_for_transformers = original
 
 
 def to_stock_config(config: Any, model: Any) -> Any:
-    """Return settings with which stock peft adapts the very weights that `config` does here.
+    """Return settings with which stock peft adapts the same weights that `config` adapts here.
 
-    Modules that stock peft would convert to experts (see `keep_target_modules`) become
-    `target_parameters`: the tensors of the file have the same names and shapes.
+    Modules that stock peft would read as experts (see `keep_target_modules`) become
+    `target_parameters`, whose tensors have the same names and shapes in the file.
     """
-    taken = _taken_for_experts(model)
+    converted = _names_converted_to_experts(model)
     names = config.target_modules
     if config.peft_type != "LORA" or isinstance(names, str) or not names:
         return config
-    moved = sorted(name for name in names if name.rpartition(".")[2] in taken)
+    moved = sorted(name for name in names if name.rpartition(".")[2] in converted)
     if not moved:
         return config
     stock = copy.deepcopy(config)
@@ -130,19 +134,20 @@ def to_stock_config(config: Any, model: Any) -> Any:
     weights = [f"{name}{WEIGHT}" for name in moved]
     stock.target_parameters = sorted({*(config.target_parameters or ()), *weights})
     for patterns in (stock.rank_pattern, stock.alpha_pattern):
-        patterns |= {f"({pattern}){re.escape(WEIGHT)}": one for pattern, one in patterns.items()}
-    stock.lora_dropout = (
-        0.0  # which peft has for modules only; an adapter that is used drops nothing
-    )
+        patterns |= {
+            f"({pattern}){re.escape(WEIGHT)}": value for pattern, value in patterns.items()
+        }
+    # peft refuses dropout on parameters, and a finished adapter has no use for it.
+    stock.lora_dropout = 0.0
     return stock
 
 
 def from_stock_config(config: Any, model: Any) -> Any:
-    """Return the settings that `to_stock_config` was made of, or `config` itself."""
+    """Undo `to_stock_config`; other settings are returned unchanged."""
     if config.peft_type != "LORA" or not config.target_parameters:
         return config
     linear = [
-        name.replace(".base_layer", "")  # where an adapter is on it already
+        name.replace(".base_layer", "")  # if the module has an adapter already
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
     ]
@@ -157,8 +162,8 @@ def from_stock_config(config: Any, model: Any) -> Any:
     return config
 
 
-def _taken_for_experts(model: Any) -> set[str]:
-    """Return the last names of modules that stock peft takes for a mixture's experts."""
+def _names_converted_to_experts(model: Any) -> set[str]:
+    """Return the last name parts of modules that stock peft reads as a mixture's experts."""
     from peft.utils import transformers_weight_conversion as conversion
 
     model_type = model.config.model_type
@@ -169,11 +174,12 @@ def _taken_for_experts(model: Any) -> set[str]:
 
 
 def check_stock_peft_loads(config: LoraConfig, model: Any, names: Sequence[str]) -> None:
-    """Raise UserError for DoRA on matrices that stock peft takes for a mixture's experts."""
+    """Raise UserError for DoRA on matrices that stock peft reads as a mixture's experts."""
     endings = {name.rpartition(".")[2] for name in names}
-    if config.use_dora and (taken := sorted(endings & _taken_for_experts(model))):
+    if config.use_dora and (converted := sorted(endings & _names_converted_to_experts(model))):
         raise UserError(
-            f"adapter.use_dora=true: peft takes {', '.join(taken)} of {model.config.model_type} "
-            "models for their experts, which it gives no DoRA, and could not open what is saved; "
-            "type adapter.use_dora=false, or adapter.target_modules=[...] without them"
+            f"adapter.use_dora=true: peft treats {', '.join(converted)} of "
+            f"{model.config.model_type} models as experts, for which it has no DoRA, so it could "
+            "not load the saved adapter; type adapter.use_dora=false, or "
+            "adapter.target_modules=[...] without them"
         )

@@ -1,4 +1,4 @@
-"""LoRA beside a matrix in 4 bits as one step; imported only where bitsandbytes has such layers."""
+"""`FusedLoraLinear` for a 4-bit matrix. Imports only with bitsandbytes, which peft needs for it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,37 @@ import peft
 import torch
 from torch import Tensor
 
-from app.model.adapter.fused import LoraGroup, Read, fused_dtype, run_fused
+from app.model.adapter.fused import Dequantize, LoraGroup, fused_dtype, run_fused
 from app.model.quantization import stored_4bit
 
 
 class FusedLora4bit(peft.tuners.lora.Linear4bit):
-    """peft's own layer, with another forward while it trains one plain LoRA on a GPU.
+    """peft's layer with a fused forward while it trains one plain LoRA on a GPU.
 
-    The matrix is dequantized once forward and once backward, and LoRA's products are added to the
-    matrix's own.
+    The matrix is dequantized once in the forward and once in the backward pass.
     """
 
     group: LoraGroup | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the matrix's output with the adapter's added; in every other case peft's own."""
+        """Return W x + bias + scale B A x; any other case runs the forward of peft's `Linear`."""
         if not args and not kwargs and _is_faster(self, x):
-            if self.group is not None and (waiting := self.group.waiting(self, x)) is not None:
-                return waiting
+            if self.group is not None and (computed := self.group.take_output(self, x)) is not None:
+                return computed
             if (dtype := fused_dtype(self, x)) is not None:
                 if self.group is not None and (joint := self.group.run(self, x, dtype)) is not None:
                     return joint
                 return run_fused(self, x, dtype)
-        # Not that of peft's 4-bit layer: it copies the matrix's output, in case of a view.
+        # Not the forward of peft's `Linear4bit`, which copies W x in case it were a view.
         output: Tensor = peft.tuners.lora.Linear.forward(self, x, *args, **kwargs)
         return output
 
-    def stored(self, dtype: torch.dtype) -> tuple[Tensor, Read]:
-        """Return the packed weight, and what gives its matrix in `dtype`."""
+    def stored_weight(self, dtype: torch.dtype) -> tuple[Tensor, Dequantize]:
+        """Return the packed weight, and the function that makes the matrix of it."""
         weight, dequantize = stored_4bit(self.base_layer)
         return weight, lambda packed: dequantize(packed).to(dtype)
 
 
 def _is_faster(layer: torch.nn.Module, x: Tensor) -> bool:
-    """Whether to dequantize: bitsandbytes' own product reads fewer bytes for a few tokens."""
+    """Return whether to run fused: for few tokens, bitsandbytes' product on packed weights wins."""
     return x.device.type != "cpu" and layer.training and torch.is_grad_enabled()

@@ -1,4 +1,8 @@
-"""LoRA and its relatives: which matrices, of which rank, and what they start from."""
+"""LoRA and its variants: target matrices, ranks and initial weights.
+
+PiSSA and OLoRA subtract their initial B A from the base. Such an adapter is saved as a plain LoRA
+of twice the rank for the unchanged base (`save_converted`).
+"""
 
 from __future__ import annotations
 
@@ -26,54 +30,52 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_START_A, _START_B = "lora_A_at_start", "lora_B_at_start"
+INITIAL_A, INITIAL_B = "lora_A_at_start", "lora_B_at_start"
+"""buffers of a LoRA layer, and parts of their names in checkpoints"""
 
 
 def record_initial_weights(model: peft.PeftModel) -> None:
-    """Keep what A and B of each LoRA layer start from, as buffers that no checkpoint holds."""
+    """Copy the initial A and B of each LoRA layer to non-persistent buffers."""
     for _, layer in _named_lora_layers(model):
-        layer.register_buffer(_START_A, layer.lora_A["default"].weight.detach().clone(), False)
-        layer.register_buffer(_START_B, layer.lora_B["default"].weight.detach().clone(), False)
+        layer.register_buffer(INITIAL_A, layer.lora_A["default"].weight.detach().clone(), False)
+        layer.register_buffer(INITIAL_B, layer.lora_B["default"].weight.detach().clone(), False)
 
 
 def has_modified_base(model: torch.nn.Module) -> bool:
-    """Say whether the adapter of a model took its start out of the base's weights."""
-    return any(_START_A in layer._buffers for layer in model.modules())
+    """Return whether the initial weights of a model's adapter were subtracted from its base."""
+    return any(INITIAL_A in layer._buffers for layer in model.modules())
 
 
 def initial_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return A0 and B0 of every layer whose base was changed, by full name; {} where none was."""
+    """Return the initial A and B of layers whose base was modified, by full name; {} if none."""
     return {
         f"{name}.{part}": layer._buffers[part]
         for name, layer in model.named_modules()
-        for part in (_START_A, _START_B)
+        for part in (INITIAL_A, INITIAL_B)
         if part in layer._buffers
     }
 
 
 def save_converted(model: peft.PeftModel, folder: Path) -> None:
-    """Write the adapter as a LoRA of twice the rank, for the base as it was before.
+    """Save the adapter as a LoRA of twice the rank for the unmodified base: B A - B0 A0.
 
-    ValueError when nothing was learned.
+    Raises ValueError if A and B still have their initial values.
     """
     import peft
     import torch
     from safetensors.torch import save_file
 
     tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    moved = False
+    has_changed = False
     for name, layer in _named_lora_layers(model):
-        keys = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
-        (a, b), (a0, b0) = (
-            (tensors[key] for key in keys),
-            (layer.lora_A_at_start, layer.lora_B_at_start),
-        )
-        moved = moved or not (torch.equal(a, a0) and torch.equal(b, b0))
-        tensors |= dict(zip(keys, (torch.cat([a, a0]), torch.cat([b, -b0], dim=1)), strict=True))
-    if not moved:
-        raise ValueError("every lora_A and lora_B is what it started from, nothing was learned")
+        key_a, key_b = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+        a, b, a0, b0 = tensors[key_a], tensors[key_b], layer.lora_A_at_start, layer.lora_B_at_start
+        has_changed = has_changed or not (torch.equal(a, a0) and torch.equal(b, b0))
+        tensors[key_a], tensors[key_b] = torch.cat([a, a0]), torch.cat([b, -b0], dim=1)
+    if not has_changed:
+        raise ValueError("every lora_A and lora_B has its initial value: nothing was learned")
     folder.mkdir(parents=True, exist_ok=True)
-    config = _of_twice_the_rank(model.peft_config["default"])
+    config = _with_twice_the_rank(model.peft_config["default"])
     sort_sets(config)
     config.save_pretrained(str(folder))
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -86,48 +88,48 @@ def reopen_converted(
     probe: Mapping[str, torch.Tensor],
     reload_base: Callable[[], PreTrainedModel],
 ) -> tuple[float, peft.PeftModel]:
-    """Put what `save_converted` wrote on a base that was just read, and compare the logits.
+    """Load what `save_converted` wrote onto a reloaded base, and compare it with `model`.
 
-    Returns the largest difference and the reopened model. ValueError where a matrix differs by more
-    than the rounding of the base, which was rounded in memory after A0 and B0 were taken out of it.
-    How far the logits come apart by that is for the model to say, and no sign of a wrong file.
+    Returns the largest difference of the logits, and the reopened model. Raises ValueError if a
+    matrix W + B A differs by more than the rounding of the modified base. The logits are not
+    checked: how far that rounding moves them depends on the model.
     """
     in_memory = probe_logits(model, probe)
     reopened = load_adapter(reload_base().to(model.device), folder)
     pairs = zip(_named_lora_layers(model), _named_lora_layers(reopened), strict=True)
-    for (name, ours), (_, read) in pairs:
-        _check_same_matrix(f"{folder}: {name}", ours, read)
+    for (name, trained), (_, loaded) in pairs:
+        _check_same_matrix(f"{folder}: {name}", trained, loaded)
     difference = (in_memory - probe_logits(reopened, probe)).abs().max().item()
     rank = reopened.peft_config["default"].r
-    log.info("adapter: kept as a LoRA of rank %d for the base as it was", rank)
+    log.info("adapter: saved as a LoRA of rank %d for the unmodified base", rank)
     return difference, reopened
 
 
-def _check_same_matrix(where: str, ours: Any, read: Any) -> None:
+def _check_same_matrix(where: str, trained: Any, loaded: Any) -> None:
     import torch
 
-    residual, delta = ours.get_base_layer().weight.float(), _delta(ours)
-    # Half a step of the dtype in the residual; the rest is room for the sums in fp32.
-    eps = torch.finfo(ours.get_base_layer().weight.dtype).eps
+    residual, delta = trained.get_base_layer().weight.float(), _delta(trained)
+    # The residual is off by half a unit in the last place; the rest is margin for fp32 sums.
+    eps = torch.finfo(trained.get_base_layer().weight.dtype).eps
     rounding = 4 * eps * max(residual.abs().max().item(), delta.abs().max().item())
-    whole = read.get_base_layer().weight.float() + _delta(read)
+    whole = loaded.get_base_layer().weight.float() + _delta(loaded)
     difference = (residual + delta - whole).abs().max().item()
     if not difference <= rounding:
         raise ValueError(
-            f"{where} is reopened another matrix: an entry differs by {difference:.2g}, and "
-            f"rounding explains {rounding:.2g}"
+            f"{where} differs from the trained matrix after reloading: by {difference:.2g} in one "
+            f"entry, of which rounding explains {rounding:.2g}"
         )
 
 
 def _delta(layer: Any) -> torch.Tensor:
-    """Return what a LoRA layer adds to its weight, in fp32 and the weight's orientation."""
+    """Return scale B A of a LoRA layer, in fp32 and the weight's orientation."""
     a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
     delta = layer.scaling["default"] * b @ a
     return delta.T if layer.fan_in_fan_out else delta
 
 
-def _of_twice_the_rank(config: peft.LoraConfig) -> peft.LoraConfig:
-    """Return settings of rank 2r with the scale kept: alpha / r, or alpha / sqrt(r) (rsLoRA)."""
+def _with_twice_the_rank(config: peft.LoraConfig) -> peft.LoraConfig:
+    """Return settings of rank 2r and the same scale: alpha / r, or alpha / sqrt(r) (rsLoRA)."""
     doubled = copy.deepcopy(config)
     factor = 2**0.5 if config.use_rslora else 2
     doubled.r = 2 * config.r
@@ -148,8 +150,7 @@ def _named_lora_layers(model: peft.PeftModel) -> Iterator[tuple[str, Any]]:
 
 
 MAX_GROWTH = 4.0
-"""growth of a weight's largest entry above which a warning is logged, where A and B take their
-start out of the weight"""
+"""growth of a weight's largest entry, when B A is subtracted, above which a warning is logged"""
 
 
 @without_bitsandbytes()
@@ -161,10 +162,11 @@ def apply_lora(
     token_ids: Sequence[int] = (),
     device: torch.device | None = None,
 ) -> peft.PeftModel:
-    """Put low-rank matrices beside the chosen ones, in fp32 unless `half_precision`.
+    """Add A and B to the target matrices, in fp32 unless `half_precision`.
 
-    The rows `token_ids` of embedding and head train besides. UserError for a pattern that matches
-    nothing, a rank above a matrix's, and for what peft would train wrongly.
+    The rows `token_ids` of embedding and head train too. `device`: where PiSSA and OLoRA decompose
+    the base's weights. Raises UserError if a pattern matches nothing, a rank exceeds a matrix's,
+    or peft would train something wrongly.
     """
     import torch
 
@@ -173,8 +175,7 @@ def apply_lora(
     found = targets.find_targets(config, modules_of(model))
     if found.problems:
         raise UserError(found.problems)
-    whole = found.whole
-    for name in whole:
+    for name in found.whole:
         if is_quantized(model.get_submodule(name)):
             raise UserError(
                 f"adapter.modules_to_save: {name} is quantized and cannot train; leave it out"
@@ -183,15 +184,15 @@ def apply_lora(
     _log_left_out(config, found)
     _check_init(config, modules)
     check_stock_peft_loads(config, model, found.matrices)
-    rows = trainable_rows(model, token_ids, whole)
+    rows = trainable_rows(model, token_ids, found.whole)
     log.debug("lora: %s", _describe_targets(config, modules, found.experts))
     adapted = wrap(model, _peft_config(model, config, found, rows))
-    if not half_precision:
-        _start_in_fp32(adapted, config)
+    if config.use_dora and not half_precision:
+        _init_magnitudes_in_fp32(adapted)
     if config.init in ("pissa", "olora"):
         dtype = model.dtype if half_precision else torch.float32
-        if model.device.type != "meta":  # there is nothing to take
-            _take_start_from_base(adapted, config.init, dtype, device)
+        if model.device.type != "meta":
+            _init_from_base(adapted, config.init, dtype, device)
         adapted.peft_config["default"].init_lora_weights = config.init
         record_initial_weights(adapted)
     return adapted
@@ -200,19 +201,22 @@ def apply_lora(
 def _peft_config(
     model: PreTrainedModel, config: LoraConfig, found: targets.Targets, rows: Any
 ) -> peft.LoraConfig:
-    """Return peft's settings of a new adapter on `found`; `rows`: tokens that train by module."""
+    """Return peft's settings of a new adapter on `found`.
+
+    `rows`: token ids whose rows train, by full name of the module.
+    """
     import peft
     from transformers.pytorch_utils import Conv1D
 
-    every = [name for name, _ in model.named_modules() if not is_inside(name, found.whole)]
-    every += tower_modules(model)
+    all_names = [name for name, _ in model.named_modules() if not is_inside(name, found.whole)]
+    all_names += tower_modules(model)
     is_transposed = (isinstance(model.get_submodule(name), Conv1D) for name in found.matrices)
     return peft.LoraConfig(
         task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        target_modules=shortest(found.matrices, found.endings, every),
+        target_modules=shortest(found.matrices, found.endings, all_names),
         target_parameters=_experts_by_name(model, found) or None,
         fan_in_fan_out=any(is_transposed),
         rank_pattern=dict(config.rank_pattern),
@@ -228,12 +232,12 @@ def _peft_config(
 def _log_left_out(config: LoraConfig, found: targets.Targets) -> None:
     """Log which matrices target_modules=all-linear leaves frozen."""
     if found.thin:
-        log.info("lora: left out as too thin for rank %d: %s", config.r, ", ".join(found.thin))
+        log.info("lora: skipped, too thin for rank %d: %s", config.r, ", ".join(found.thin))
     if found.own_adapters:
-        log.info("lora: left out as the base's own adapters: %d matrices", len(found.own_adapters))
-    if found.read:
-        names = ", ".join(last_parts(found.read))
-        log.info("lora: left out, since no plain product is computed there: %s", names)
+        log.info("lora: skipped %d matrices, the base's own adapters", len(found.own_adapters))
+    if found.not_plain:
+        names = ", ".join(last_parts(found.not_plain))
+        log.info("lora: skipped, not used as plain linear modules: %s", names)
     if found.frozen_experts:
         log.warning("lora: the experts stay frozen: %s", found.frozen_experts)
 
@@ -248,22 +252,22 @@ def _check_init(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> N
     for name, module in modules.items():
         if is_quantized(module):
             raise UserError(
-                f"adapter.init={config.init} takes its start out of the base's weights, and {name} "
-                "is quantized; type adapter.init=default or quantization=none"
+                f"adapter.init={config.init} decomposes the base's weights, but {name} is "
+                "quantized; type adapter.init=default or quantization=none"
             )
         if config.init == "olora" and isinstance(module, Conv1D):
             raise UserError(
-                f"adapter.init=olora: {name} is a Conv1D, which peft cannot start from; "
+                f"adapter.init=olora: {name} is a Conv1D, which peft cannot decompose; "
                 "type adapter.init=pissa"
             )
 
 
-def _start_in_fp32(model: peft.PeftModel, config: LoraConfig) -> None:
-    """Undo the rounding of DoRA's first magnitudes: peft measures in the base's dtype, then casts.
+def _init_magnitudes_in_fp32(model: peft.PeftModel) -> None:
+    """Recompute DoRA's initial magnitudes, which peft computes in the base's dtype, in fp32.
 
     A rounded magnitude would scale its row from the first step on.
     """
-    for layer in _lora_layers(model) if config.use_dora else []:
+    for layer in _lora_layers(model):
         layer.lora_magnitude_vector["default"].update_layer(
             base_layer=layer.get_base_layer(),
             lora_A=layer.lora_A["default"].weight.detach(),
@@ -272,14 +276,14 @@ def _start_in_fp32(model: peft.PeftModel, config: LoraConfig) -> None:
         )
 
 
-def _take_start_from_base(
+def _init_from_base(
     model: peft.PeftModel, init: str, dtype: torch.dtype, device: torch.device | None = None
 ) -> None:
     """Move each weight's principal components (PiSSA) or QR factors (OLoRA) into A and B.
 
-    `dtype` is that of A and B in training: what is taken out of the weight is what they are after
-    they were rounded to it, where peft subtracts them as they were before. Each layer visits
-    `device` for it: a CPU would take hours for an 8B model.
+    `dtype` is that of A and B in training. They are rounded to it before B A is subtracted from the
+    weight; peft subtracts first. Each layer is moved to `device` meanwhile: on a CPU, an 8B model
+    would take hours.
     """
     import torch
 
@@ -293,21 +297,21 @@ def _take_start_from_base(
         ]
         for weight in weights:
             weight.data = weight.data.to(device or home)
-        growth = max(growth, _take_start(layer, init, dtype))
+        growth = max(growth, _init_layer_from_base(layer, init, dtype))
         for weight in weights:
             weight.data = weight.data.to(home)
     if growth > MAX_GROWTH and model.get_base_model().dtype != torch.float32:
         log.warning(
-            "warning: adapter.init=%s leaves a base whose entries are %.0f times as large, and so "
-            "is their rounding in half precision; type a smaller adapter.alpha, adapter.init=pissa "
-            "or trainer.precision=fp32",
+            "warning: adapter.init=%s makes entries of the base up to %.0f times as large, and so "
+            "their rounding error in half precision; type a smaller adapter.alpha, "
+            "adapter.init=pissa or trainer.precision=fp32",
             init,
             growth,
         )
 
 
-def _take_start(layer: Any, init: str, dtype: torch.dtype) -> float:
-    """Take the start of one layer; returns how much the largest entry of its weight has grown."""
+def _init_layer_from_base(layer: Any, init: str, dtype: torch.dtype) -> float:
+    """Initialize one layer; return the factor by which its weight's largest entry has grown."""
     weight = layer.get_base_layer().weight
     whole = weight.data.float().clone()
     if init == "pissa":
@@ -317,8 +321,8 @@ def _take_start(layer: Any, init: str, dtype: torch.dtype) -> float:
     for part in (layer.lora_A, layer.lora_B):
         part["default"].weight.data = part["default"].weight.data.to(dtype).contiguous()
     a, b = layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data
-    taken = layer.scaling["default"] * b.float() @ a.float()
-    residual = whole - (taken.T if layer.fan_in_fan_out else taken)
+    moved = layer.scaling["default"] * b.float() @ a.float()
+    residual = whole - (moved.T if layer.fan_in_fan_out else moved)
     weight.data = residual.to(weight.dtype)
     growth: float = (residual.abs().max() / whole.abs().max()).item()
     return growth
@@ -332,7 +336,7 @@ def _lora_layers(model: peft.PeftModel) -> list[Any]:
 
 
 def _experts_by_name(model: PreTrainedModel, found: targets.Targets) -> list[str]:
-    """Return the shortest names that mean exactly the experts' parameters."""
+    """Return the shortest name endings that match exactly the chosen experts' parameters."""
     endings = dict.fromkeys(".".join(name.split(".")[-2:]) for name in found.experts)
     return shortest(found.experts, endings, modules_of(model).experts)
 
@@ -341,8 +345,8 @@ def _describe_targets(
     config: LoraConfig, modules: Mapping[str, torch.nn.Module], experts: Sequence[str]
 ) -> str:
     counts = Counter(name.rpartition(".")[2] for name in modules)
-    said = ", ".join(f"{ending} x {count}" for ending, count in counts.items())
-    text = f"rank {config.r} on {len(modules)} matrices ({said})"
+    endings = ", ".join(f"{ending} x {count}" for ending, count in counts.items())
+    text = f"rank {config.r} on {len(modules)} matrices ({endings})"
     if experts:
         counts = Counter(".".join(name.split(".")[-2:]) for name in experts)
         text += ", and each expert of " + ", ".join(f"{e} x {n}" for e, n in counts.items())

@@ -1,4 +1,4 @@
-"""The modules of a base by name and shape, and how a loaded model has them."""
+"""Names and shapes of a base's modules, described from a loaded model; and queries on modules."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModules:
-    """The modules of a base by full name, in forward order; None where only loading would tell."""
+    """The modules of a base by full name, in forward order; None if only loading can tell."""
 
     name: str = "the model"
     model_type: str | None = None
     linear: Mapping[str, tuple[int, ...]] | None = None
-    """plain, quantized and GPT-2's transposed matrices: name -> shape of the weight"""
+    """linear modules, also quantized and GPT-2's transposed ones: name -> shape of the weight"""
     experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """fused experts: full name of the parameter -> its shape, [experts, ...]"""
     weighted: Sequence[str] | None = None
-    """those that hold weights, themselves or in modules inside"""
+    """modules that contain weights, directly or in a submodule"""
     layers: Sequence[str] | None = None
-    """the repeated layers, an encoder's before its decoder's; empty if the model names none"""
+    """the repeated layers, an encoder's before its decoder's; empty if the model has none"""
     embeddings: Sequence[str] = ()
     """the input embedding, then the modules that share its weight"""
     head: str | None = None
+    """the output embedding"""
 
 
 def modules_of(model: PreTrainedModel) -> BaseModules:
-    """Return the modules of a model."""
+    """Describe the modules of a model; of a multimodal one, those of its language model."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -49,7 +50,7 @@ def modules_of(model: PreTrainedModel) -> BaseModules:
             continue
         if isinstance(module, Conv1D):
             linear[name] = (module.nx, module.nf)
-        elif isinstance(module, torch.nn.Linear):  # whose weight may be packed to another shape
+        elif isinstance(module, torch.nn.Linear):  # a quantized weight has another shape
             linear[name] = (module.out_features, module.in_features)
         if name and next(module.parameters(), None) is not None:
             weighted.append(name)
@@ -67,7 +68,7 @@ def modules_of(model: PreTrainedModel) -> BaseModules:
 
 
 def _experts_of(name: str, module: Any) -> dict[str, tuple[int, ...]]:
-    """Return the parameters of a module that hold a matrix for each expert, by full name."""
+    """Return a module's parameters with one matrix per expert, by full name."""
     from app.model.experts import PackedExperts, packed_shapes
 
     if (
@@ -75,13 +76,14 @@ def _experts_of(name: str, module: Any) -> dict[str, tuple[int, ...]]:
         or "expert" not in f"{name} {type(module).__name__}".lower()
     ):
         return {}
-    shapes = {own: tuple(each.shape) for own, each in module.named_parameters(recurse=False)}
+    parameters = module.named_parameters(recurse=False)
+    shapes = {leaf: tuple(parameter.shape) for leaf, parameter in parameters}
     shapes |= packed_shapes(module)
-    return {f"{name}.{own}": shape for own, shape in shapes.items() if len(shape) == 3}
+    return {f"{name}.{leaf}": shape for leaf, shape in shapes.items() if len(shape) == 3}
 
 
 def sharing_embedding(model: PreTrainedModel) -> list[str]:
-    """Return the full names of the modules that hold the input embedding's weight, itself first."""
+    """Return full names of all modules that hold the input embedding's weight, embedding first."""
     embedding = model.get_input_embeddings()
     names = [
         name
@@ -98,13 +100,13 @@ def name_of(model: PreTrainedModel, wanted: torch.nn.Module) -> str:
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Return whether the head is the input embedding."""
+    """Return whether head and input embedding share one weight."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
-    """Return whether any weight of a module is packed, and therefore not trainable as it is."""
+    """Return whether any weight of a module is quantized, and so cannot train itself."""
     import torch
 
     return any(type(parameter) is not torch.nn.Parameter for parameter in module.parameters())

@@ -1,10 +1,10 @@
-"""An adapter on disk: written, read back, and refused when it is not what it should be."""
+"""Save adapters, load them, and check that a saved adapter is complete and the one in memory."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
-"""of the largest logit: how far a reopened model may be from the one in memory"""
+"""largest difference of a reloaded model's logits from memory, as a share of the largest logit"""
 
 
 def is_adapter(folder: Path) -> bool:
-    """Say whether `folder` holds an adapter rather than a whole model."""
+    """Return whether `folder` contains an adapter instead of a whole model."""
     return (folder / CONFIG_FILE).exists()
 
 
@@ -36,48 +36,49 @@ def is_adapter(folder: Path) -> bool:
 def load_adapter(
     model: PreTrainedModel, folder: Path, *, trainable: bool = False, half_precision: bool = False
 ) -> peft.PeftModel:
-    """Put a saved adapter on its base, for use or, `trainable`, to go on with; its settings hold.
+    """Load a saved adapter onto its base with its own settings: for inference, or `trainable`.
 
-    To go on with, its weights are fp32 unless `half_precision`. ValueError when the file is not
-    this base's or changes nothing: peft itself says nothing when a file holds none of the
-    adapter's tensors, and the model then answers like its base.
+    Trainable weights are fp32 unless `half_precision`. Raises ValueError if the file does not fit
+    the base, or changes nothing. peft ignores missing tensors, and the model then answers like its
+    base.
     """
     from app.model.adapter.experts import from_stock_config
 
-    with reading(f"the adapter in {folder}", "save it again, or take another one"):
+    with reading(f"the adapter in {folder}", "save it again, or use another one"):
         config = from_stock_config(load_peft_config(folder), model)
         _check_patterns(config, model, folder)
-        _note_other_base(folder, config.base_model_name_or_path, model.name_or_path)
+        _log_other_base(folder, config.base_model_name_or_path, model.name_or_path)
         config.base_model_name_or_path = model.name_or_path or None
         config.inference_mode = False
         wrapped = wrap(model, config, autocast_adapter_dtype=False)
         if trainable:
-            _check_called(wrapped, model.config.model_type, folder)
+            _check_targets_train(wrapped, model.config.model_type, folder)
         in_fp32 = not half_precision if trainable else _is_fp32(folder)
         _read_into(wrapped, folder, "default", in_fp32=in_fp32)
     if trainable:
-        log.info("adapter: going on from %s, whose settings hold", folder)
+        log.info("adapter: continuing %s, with the settings it was saved with", folder)
         return wrapped.train()
     config.inference_mode = True
     return wrapped.requires_grad_(False).eval()
 
 
-def _check_called(model: peft.PeftModel, model_type: str, folder: Path) -> None:
-    """Refuse to go on with an adapter on a module whose weight its layer reads by itself."""
+def _check_targets_train(model: peft.PeftModel, model_type: str, folder: Path) -> None:
+    """Raise UserError for an adapter on a module that its layer never calls."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    endings = tuple(f".{one}" for one in find_bypassed_linears(model_type))
+    endings = tuple(f".{ending}" for ending in find_bypassed_linears(model_type))
     tuned = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    if left := [name for name in tuned if name.endswith(endings)]:
+    if refused := [name for name in tuned if name.endswith(endings)]:
         raise UserError(
-            f"{folder / CONFIG_FILE}: target_modules: {', '.join(last_parts(left))} of "
-            f"{model_type} models is no plain product, and an adapter on it is left out and "
-            "would not train; begin a new one on other modules: leave out adapter.path"
+            f"{folder / CONFIG_FILE}: target_modules: {', '.join(last_parts(refused))} of "
+            f"{model_type} models cannot take an adapter: their layers do not use it as a plain "
+            "linear module, so the adapter would not train; leave out adapter.path to train a new "
+            "adapter on other modules"
         )
 
 
 def _check_patterns(config: peft.PeftConfig, model: PreTrainedModel, folder: Path) -> None:
-    """Refuse a saved adapter with regular expressions that are invalid or may never end."""
+    """Raise UserError for regular expressions that are invalid or may never end."""
     settings = config.to_dict()
     given: dict[str, list[str]] = {}
     for key in ("target_modules", "exclude_modules", "feedforward_modules"):
@@ -97,7 +98,7 @@ def _check_patterns(config: peft.PeftConfig, model: PreTrainedModel, folder: Pat
 
 
 def required_embedding_rows(model: PreTrainedModel, folder: Path) -> int:
-    """Count the rows of the embedding that a saved adapter was made with, as far as it says."""
+    """Return the least number of embedding rows that a saved adapter needs; 0 if it needs none."""
     from safetensors import safe_open
 
     settings, problems = read_adapter_config(folder)
@@ -118,9 +119,9 @@ def required_embedding_rows(model: PreTrainedModel, folder: Path) -> int:
 def save_adapter(
     model: peft.PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Write the adapter in peft's own format, as safetensors.
+    """Save the adapter in peft's own format, as safetensors.
 
-    `weights` are the parameters that train, by name, where the model itself holds parts of them.
+    `weights`: the full trainable parameters by name, if the model holds only shards of them.
     """
     from app.model.adapter.experts import to_stock_config
 
@@ -134,7 +135,7 @@ def save_adapter(
 
 
 def sort_sets(config: peft.PeftConfig) -> None:
-    """Sort a config's sets, whose order differs between processes: all write the same file."""
+    """Replace a config's sets by sorted lists: the order of sets differs between processes."""
     for name, value in vars(config).items():
         if isinstance(value, set):
             setattr(config, name, sorted(value))
@@ -147,10 +148,10 @@ def check_adapter_file(
     adapter_name: str = "default",
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Raise ValueError unless the file holds each adapter tensor, finite, of the right shape.
+    """Raise ValueError unless the file has every adapter tensor, finite and of the right shape.
 
-    An adapter that changes nothing is refused as well. With `weights`, as `save_adapter` was given
-    them, it must hold their very numbers.
+    Also raised for an adapter that changes nothing, and for tensors that differ from `weights`, as
+    these were given to `save_adapter`.
     """
     import peft
     import torch
@@ -170,8 +171,8 @@ def check_adapter_file(
     for name, tensor in saved.items():
         if not tensor.numel():
             raise ValueError(
-                f"{file}: {name} is empty (shape {list(tensor.shape)}), as a save of sharded "
-                f"weights leaves it; this base needs {list(expected[name].shape)}"
+                f"{file}: {name} is empty (shape {list(tensor.shape)}), as if sharded weights had "
+                f"been saved; this base needs {list(expected[name].shape)}"
             )
         if tensor.shape != expected[name].shape:
             raise ValueError(
@@ -181,30 +182,26 @@ def check_adapter_file(
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{file}: {name} holds NaN or infinity")
         if weights is not None and not torch.equal(tensor, expected[name]):
-            raise ValueError(f"{file}: {name} reads back another one than was written")
+            raise ValueError(f"{file}: {name} differs from the tensor that was written")
     _check_changes_something(file, saved)
 
 
 def _check_changes_something(file: Path, saved: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors that leave the base as it is, or wipe out what they scale."""
-
-    def all_of(kind: str, holds: Callable[[torch.Tensor], bool]) -> bool:
-        tensors = [tensor for name, tensor in saved.items() if kind in name]
-        return bool(tensors) and all(map(holds, tensors))
-
-    # lora_B starts at zero and the vectors of IA3 at one: if every one still is, nothing changes.
+    """Raise ValueError if the tensors leave the base unchanged, or set what they scale to zero."""
+    # lora_B is initially zero, and IA3's vectors are ones.
     for kind in ("lora_A", "lora_B", "ia3_l", "trainable_tokens_delta"):
-        if all_of(kind, lambda tensor: not tensor.any()):
-            raise ValueError(f"{file}: every {kind} is zero, nothing was learned")
-    if all_of("ia3_l", lambda tensor: bool((tensor == 1).all())):
-        raise ValueError(f"{file}: every ia3_l is one, nothing was learned")
+        tensors = [tensor for name, tensor in saved.items() if kind in name]
+        if tensors and not any(tensor.any() for tensor in tensors):
+            raise ValueError(f"{file}: every {kind} is zero: nothing was learned")
+        if kind == "ia3_l" and tensors and all((tensor == 1).all() for tensor in tensors):
+            raise ValueError(f"{file}: every ia3_l is one: nothing was learned")
 
 
 def verify_adapter(model: peft.PeftModel, folder: Path, probe: Mapping[str, torch.Tensor]) -> float:
-    """Reopen a saved adapter beside the one in memory and compare their logits.
+    """Load a saved adapter next to the one in memory and compare their logits.
 
-    `probe` is what `probe_logits` takes; returns the largest difference of two logits. ValueError
-    when they differ by more than the file's rounding.
+    `probe`: arguments of `probe_logits`. Returns the largest difference of two logits. Raises
+    ValueError if it is more than the file's rounding.
     """
     in_memory = probe_logits(model, probe)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -224,13 +221,13 @@ def verify_adapter(model: peft.PeftModel, folder: Path, probe: Mapping[str, torc
 
 
 def add_saved_adapter(model: peft.PeftModel, folder: Path, name: str) -> None:
-    """Put a further saved adapter beside those of a model, for use; `name` is not active yet.
+    """Load another saved adapter onto a model, for inference; `name` is not active yet.
 
-    UserError where it is not this base's.
+    Raises UserError if it does not fit the base.
     """
     from app.model.adapter.experts import fuse_experts
 
-    with reading(f"the adapter in {folder}", "save it again, or take another one"):
+    with reading(f"the adapter in {folder}", "save it again, or use another one"):
         _add_empty(model, folder, name)
         _read_into(model, folder, name, in_fp32=_is_fp32(folder))
     fuse_experts(model)
@@ -250,14 +247,14 @@ def _add_empty(model: peft.PeftModel, folder: Path, name: str) -> None:
 
 
 def _read_into(model: peft.PeftModel, folder: Path, adapter_name: str, *, in_fp32: bool) -> None:
-    """Give the adapter `adapter_name` of a model the weights of a file, once they are checked."""
+    """Check the weights in a file, and load them into the adapter `adapter_name` of a model."""
     import peft
     import torch
     from safetensors.torch import load_file
 
     check_adapter_file(model, folder, adapter_name=adapter_name)
-    # Before the weights come: peft makes them in the dtype of the layer beside them, which would
-    # round them on a half-precision base, and fp32 on one of int8, which would not.
+    # Cast first: peft creates the weights in the base layer's dtype, which would round them on a
+    # half-precision base, but creates fp32 on an int8 base.
     dtype = torch.float32 if in_fp32 else model.get_base_model().dtype
     for name, parameter in model.named_parameters():
         if adapter_name in name.split("."):
@@ -265,26 +262,26 @@ def _read_into(model: peft.PeftModel, folder: Path, adapter_name: str, *, in_fp3
     peft.set_peft_model_state_dict(
         model, load_file(folder / ADAPTER_FILE), adapter_name=adapter_name
     )
-    # DoRA has measured the first weights: autocast would reuse its cached copies of them.
+    # DoRA has computed norms of the initial weights; autocast would reuse its cached copies.
     torch.clear_autocast_cache()
 
 
 def _is_fp32(folder: Path) -> bool:
-    """Say whether the adapter is kept in fp32."""
+    """Return whether the adapter is saved in fp32."""
     from safetensors import safe_open
 
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         return any(file.get_slice(name).get_dtype() == "F32" for name in file.keys())  # noqa: SIM118
 
 
-def _note_other_base(folder: Path, named: str | None, here: str) -> None:
-    """Log when an adapter from elsewhere names another base; ours are compared by fingerprint."""
-    if named and named != here and not (folder / ORIGIN_FILE).exists():
-        log.info("adapter: %s was made on %s, and is put on %s", folder, named, here)
+def _log_other_base(folder: Path, recorded: str | None, used: str) -> None:
+    """Log if another tool's adapter names another base; ours are compared by fingerprint."""
+    if recorded and recorded != used and not (folder / ORIGIN_FILE).exists():
+        log.info("adapter: %s was trained on %s and is loaded onto %s", folder, recorded, used)
 
 
 def probe_logits(model: torch.nn.Module, probe: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of one row, without dropout or gradient.
+    """Return logits [tokens, vocabulary] of one row, without dropout or gradient.
 
     `probe`: `input_ids` [1, tokens], and `decoder_input_ids` for an encoder-decoder model.
     """
@@ -301,9 +298,9 @@ def probe_logits(model: torch.nn.Module, probe: Mapping[str, torch.Tensor]) -> t
 def check_same_logits(
     in_memory: torch.Tensor, reopened: torch.Tensor, folder: Path, tolerance: float = TOLERANCE
 ) -> float:
-    """Return the largest difference; ValueError when what was saved is not what was trained."""
+    """Return the largest difference of two logits; raise ValueError if it exceeds `tolerance`."""
     difference = (in_memory - reopened).abs().max().item()
     scale = in_memory.abs().max().item()
     if not math.isfinite(difference) or difference > tolerance * max(scale, 1.0):
-        raise ValueError(f"{folder}: reopened, its logits differ by {difference:.3g} from memory")
+        raise ValueError(f"{folder}: reloaded, its logits differ by {difference:.3g} from memory")
     return difference

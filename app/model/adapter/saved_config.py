@@ -1,4 +1,4 @@
-"""The keys of a saved adapter_config.json, each checked before peft reads it; needs no torch."""
+"""Read a saved adapter_config.json and check each key before peft sees it; needs no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
 KINDS = {"LORA": "lora", "IA3": "ia3"}
-"""peft_type -> name of the adapter here"""
+"""peft_type -> option of `adapter=`"""
 MAX_RANK = 65_536
 MAX_NUMBER = 1 << 21
-"""largest number of a layer or a token: a token's would need as many rows of the embedding"""
+"""largest layer number or token id; a token id needs as many rows of the embedding"""
 MAX_NAMES = 10_000
 MAX_PATTERN = 10_000
 """most characters of a name or regular expression"""
@@ -56,9 +56,9 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_PATTERN
 
 
-def _is_list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _is_list_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: (
-        isinstance(value, list) and len(value) <= MAX_NAMES and all(map(holds, value))
+        isinstance(value, list) and len(value) <= MAX_NAMES and all(map(is_valid, value))
     )
 
 
@@ -66,16 +66,16 @@ def _is_names(value: Any) -> bool:
     return _is_name(value) or (value != [] and _is_list_of(_is_name)(value))
 
 
-def _is_null_or(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or any(holds(value) for holds in kinds)
+def _is_null_or(*checks: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or any(is_valid(value) for is_valid in checks)
 
 
-def _is_pattern_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _is_pattern_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: (
         isinstance(value, dict)
         and len(value) <= MAX_NAMES
         and all(map(_is_name, value))
-        and all(map(holds, value.values()))
+        and all(map(is_valid, value.values()))
     )
 
 
@@ -92,6 +92,7 @@ def _is_indices(value: Any) -> bool:
 
 
 Rule = tuple[Callable[[Any], bool], str]
+"""whether a value is valid, and what is expected"""
 FLAG: Rule = (_is_flag, "true or false")
 TEXT: Rule = (_is_text, "a text or null")
 NAMES: Rule = (_is_names, "a name, a regular expression or a list of names")
@@ -101,8 +102,8 @@ SHARED: dict[str, Rule] = {
     "revision": TEXT,
     "task_type": (
         lambda value: value in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"),
-        "CAUSAL_LM, SEQ_2_SEQ_LM or null (others were trained with another head than a language "
-        "model's: take an adapter of a language model)",
+        "CAUSAL_LM, SEQ_2_SEQ_LM or null (other types have another head than a language model: "
+        "use an adapter of a language model)",
     ),
     "inference_mode": FLAG,
     "target_modules": NAMES,
@@ -115,7 +116,7 @@ RULES: dict[str, dict[str, Rule]] = {
     | {
         "r": (_is_rank, f"a rank from 1 to {MAX_RANK:,}"),
         "lora_alpha": (_is_scale, "a number above 0"),
-        "lora_dropout": (_is_share, "a share from 0 to below 1"),
+        "lora_dropout": (_is_share, "a number from 0 to below 1"),
         "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
         "use_dora": FLAG,
         "use_rslora": FLAG,
@@ -132,22 +133,23 @@ RULES: dict[str, dict[str, Rule]] = {
         "trainable_token_indices": (_is_null_or(_is_indices), "lists of token ids or null"),
         "init_lora_weights": (
             _is_init,
-            "true, false, gaussian, orthogonal, eva, pissa or olora (others change the base by "
-            "what the adapter's files do not hold: have the tool that made it save a plain LoRA)",
+            "true, false, gaussian, orthogonal, eva, pissa or olora (others change the base in a "
+            "way that the adapter's files do not contain: have the tool that made it save a plain "
+            "LoRA)",
         ),
     },
     "IA3": SHARED | {"feedforward_modules": NAMES_OR_NULL, "init_ia3_weights": FLAG},
 }
-"""peft_type -> the keys that are passed on to peft, and what each may hold"""
+"""peft_type -> keys that are passed on to peft, with the rule of each"""
 WITHOUT_EFFECT = {
     *("peft_type", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size"),
     *("runtime_config", "eva_config", "corda_config", "loftq_config", "lora_ga_config"),
 }
-"""keys without effect on trained weights: how they were initialized, where they were made"""
+"""keys without effect on trained weights, such as how these were initialized"""
 
 
 def read_adapter_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Read the settings of a saved adapter that peft may have, and what is wrong with the file."""
+    """Return the settings of a saved adapter to pass on to peft, and problems of the file."""
     file = folder / CONFIG_FILE
     content, problem = read_json_object(file)
     if problem is not None:
@@ -155,23 +157,23 @@ def read_adapter_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
     kind = content.get("peft_type")
     if not isinstance(kind, str) or kind not in KINDS:
         return {}, [
-            f"{file}: peft_type {_brief(kind)} is not known here; expected {' or '.join(KINDS)}"
+            f"{file}: peft_type {_brief(kind)} is not supported; expected {' or '.join(KINDS)}"
         ]
     rules = RULES[kind]
     problems = [
         f"{file}: {key}={_brief(content[key])}: expected {expected}"
-        for key, (holds, expected) in rules.items()
-        if key in content and not holds(content[key])
+        for key, (is_valid, expected) in rules.items()
+        if key in content and not is_valid(content[key])
     ]
     if "target_modules" not in content and not content.get("target_parameters"):
-        problems.append(f"{file}: no target_modules, so it adapts nothing; save the adapter again")
+        problems.append(f"{file}: no target_modules, so nothing is adapted; save the adapter again")
     unknown = [key for key in content if key not in rules and key not in WITHOUT_EFFECT]
     problems += [_unknown(file, key, content[key], rules) for key in unknown if content[key]]
     return {key: value for key, value in content.items() if key in rules}, problems
 
 
 def load_peft_config(folder: Path) -> peft.PeftConfig:
-    """Return the settings of a saved adapter as peft's; UserError lists what is wrong with them."""
+    """Return the settings of a saved adapter as peft's; raise UserError listing their problems."""
     import peft
 
     settings, problems = read_adapter_config(folder)
@@ -186,9 +188,9 @@ def load_peft_config(folder: Path) -> peft.PeftConfig:
 
 def _unknown(file: Path, key: str, value: Any, known: Mapping[str, Any]) -> str:
     return (
-        f"{file}: {key[:80]!r}={_brief(value)} is not supported here, and the adapter may be "
-        f"another one without it{nearest(key[:80], known)}; have the tool that made it save a "
-        "plain LoRA, or remove the key if it means nothing"
+        f"{file}: {key[:80]!r}={_brief(value)} is not supported, and ignoring it may change the "
+        f"adapter{nearest(key[:80], known)}; have the tool that made it save a plain LoRA, or "
+        "remove the key if it has no effect"
     )
 
 

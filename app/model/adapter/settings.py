@@ -1,4 +1,4 @@
-"""The settings of adapters, and the names of the files that they are kept in; needs no torch."""
+"""Settings of the adapters, and the names of the files they are saved in; needs no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from data_modules import setting
 
 ORIGIN_FILE = "base.json"
-"""in an adapter's folder: path, revision and fingerprints of the base that it was made on"""
+"""file in an adapter's folder with path, revision and fingerprints of its base"""
 
 
 def write_origin(folder: Path, base: Mapping[str, str | None]) -> None:
-    """Write which base the adapter in `folder` was made on."""
+    """Record in `folder` the base that its adapter was trained on."""
     (folder / ORIGIN_FILE).write_text(json.dumps(dict(base), indent=2) + "\n", encoding="utf-8")
 
 
@@ -26,16 +26,16 @@ INITS = ("default", "gaussian", "pissa", "olora")
 @dataclass(kw_only=True, slots=True)
 class AdapterConfig:
     name: str = "lora"
-    """lora (small matrices are trained), ia3 (vectors), freeze (a part), full (every weight)"""
+    """lora (trains low-rank matrices), ia3 (vectors), freeze (some layers), full (all weights)"""
     neftune_alpha: float | None = setting(None, gt=0, note="5 to 15 is usual")
-    """noise on the input embeddings while training; 5 to 15 is usual (NEFTune, arXiv 2310.05914)"""
+    """noise on the input embeddings in training; 5 to 15 is usual (NEFTune, arXiv 2310.05914)"""
 
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig(AdapterConfig):
     name: str = "lora"
     path: str | None = None
-    """folder of an adapter to continue training; its own settings are kept"""
+    """folder of an adapter to continue training, with the settings it was saved with"""
     r: int = setting(
         16,
         ge=1,
@@ -43,7 +43,7 @@ class LoraConfig(AdapterConfig):
         shown=("train",),
         aliases=("lora_r", "lora_rank", "rank"),
     )
-    """rank; more capacity, more memory"""
+    """rank of the matrices; a higher rank has more capacity and needs more memory"""
     alpha: float = setting(
         32.0,
         gt=0,
@@ -56,47 +56,48 @@ class LoraConfig(AdapterConfig):
         0.0,
         ge=0,
         lt=1,
-        note="0, or 0.05 to 0.1 where few rows are seen often",
+        note="0, or 0.05 to 0.1 for few rows over many epochs",
         shown=("train",),
         aliases=("lora_dropout",),
     )
-    """share of the adapter's inputs dropped in training; anything but 0 costs memory and time"""
+    """dropout probability of the adapter's input; any value above 0 costs memory and time"""
     target_modules: Any = setting("all-linear", shown=("train",), aliases=("lora_target_modules",))
     """all-linear, a list of module name endings, or a regular expression over full names"""
     rank_pattern: dict[str, int] = field(default_factory=dict)
-    """other ranks by module name ending or regular expression, as {down_proj: 32}"""
+    """ranks other than r, by module name ending or regular expression, as {down_proj: 32}"""
     alpha_pattern: dict[str, float] = field(default_factory=dict)
-    """other alphas by module name ending or regular expression"""
+    """alphas other than alpha, by module name ending or regular expression"""
     experts: str = setting("auto", choices=("auto", "lora", "frozen"))
-    """a mixture's fused experts: lora (matrices of rank r for each expert), frozen, or auto: lora
-    with all-linear where experts hold more than a third of the layers' weights"""
+    """fused experts of a mixture of experts: lora (matrices of rank r for each expert), frozen, or
+    auto: lora with all-linear if experts hold more than a third of the layers' weights"""
     layers: Any = "all"
     """decoder layers that get an adapter: all, `top 8` (the last eight), or a list of numbers"""
     init: str = setting("default", choices=INITS)
-    """default, gaussian, pissa (principal components, arXiv 2404.02948), olora (2406.01775)"""
+    """initial weights: default, gaussian, pissa (principal components of the base's weights,
+    arXiv 2404.02948), olora (their QR factors, arXiv 2406.01775)"""
     use_dora: bool = False
-    """learn each weight's magnitude apart from its direction (slower; arXiv 2402.09353)"""
+    """train each weight's magnitude separately from its direction (slower; arXiv 2402.09353)"""
     use_rslora: bool = False
     """scale by alpha / sqrt(r), stable at high ranks (arXiv 2312.03732)"""
     trainable_tokens: list[str] = field(default_factory=list)
-    """tokens whose rows of embedding and head are trained too, as [<|im_start|>, <|im_end|>]"""
+    """tokens whose embedding and head rows are trained too, as [<|im_start|>, <|im_end|>]"""
     modules_to_save: list[str] = field(default_factory=list)
-    """modules trained whole and kept with the adapter, as [lm_head] (where it is not tied)"""
+    """modules trained in full and saved with the adapter, as [lm_head] (unless it is tied)"""
     lora_plus_ratio: float | None = setting(None, gt=0, le=1000, note="16 is usual")
-    """learning rate of every B over that of every A; 16 is usual (LoRA+, arXiv 2402.12354)"""
+    """learning rate of B divided by that of A; 16 is usual (LoRA+, arXiv 2402.12354)"""
     lora_plus_weight_decay: float | None = setting(None, ge=0, le=10)
-    """decay of every B with lora_plus_ratio; null = optimizer.weight_decay"""
+    """weight decay of B if lora_plus_ratio is set; null = optimizer.weight_decay"""
 
 
 @dataclass(kw_only=True, slots=True)
 class Ia3Config(AdapterConfig):
     name: str = "ia3"
     path: str | None = None
-    """folder of an adapter to continue training; its own settings are kept"""
+    """folder of an adapter to continue training, with the settings it was saved with"""
     target_modules: Any = "auto"
-    """auto = key, value and feed-forward by architecture; or a list of module name endings"""
+    """auto (keys, values and feed-forward of the architecture), or a list of module name endings"""
     feedforward_modules: Any = "auto"
-    """those of target_modules whose input is scaled, not their output"""
+    """target_modules whose input is scaled instead of their output"""
     layers: Any = "all"
     """decoder layers that get an adapter: all, `top 8` (the last eight), or a list of numbers"""
 
@@ -105,9 +106,9 @@ class Ia3Config(AdapterConfig):
 class FreezeConfig(AdapterConfig):
     name: str = "freeze"
     layers: Any = "top 2"
-    """decoder layers that are trained: `top 2` (the last two), a list of numbers, all, or none"""
+    """decoder layers to train: `top 2` (the last two), a list of numbers, all, or none"""
     modules: list[str] = field(default_factory=list)
-    """further modules to train: name endings or regular expressions, as [lm_head, 'norm']"""
+    """other modules to train: name endings or regular expressions, as [lm_head, 'norm']"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,10 +120,10 @@ DEFAULT_LR = {"lora": 2e-4, "ia3": 3e-3, "freeze": 2e-5, "full": 2e-5}
 
 
 def continued_from(config: AdapterConfig) -> str | None:
-    """Return the folder of the adapter whose training is continued; None for a new adapter."""
+    """Return the folder of the adapter to continue training; None for a new adapter."""
     return config.path if isinstance(config, (LoraConfig, Ia3Config)) else None
 
 
 def saves_whole_model(config: AdapterConfig) -> bool:
-    """Return whether the whole model is saved, rather than an adapter beside its base."""
+    """Return whether the whole model is saved instead of an adapter."""
     return isinstance(config, (FullConfig, FreezeConfig))

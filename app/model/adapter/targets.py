@@ -1,7 +1,7 @@
-"""Which modules of a base an adapter's settings mean: the same answer before and after loading.
+"""Resolve an adapter's settings to modules of a base, equally before and after loading.
 
-`find_targets` reads names and shapes alone. Preflight has them from the headers of a base's files
-or from the numbers of its config.json, `modules.modules_of` from a model. Needs no torch.
+`find_targets` needs only names and shapes. Preflight takes these from the headers of a base's files
+or from its config.json, `modules.modules_of` from a loaded model. Needs no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from app.model.adapter.modules import BaseModules
 from app.model.adapter.settings import AdapterConfig, FreezeConfig, Ia3Config, LoraConfig
@@ -29,19 +29,16 @@ from app.model.patterns import (
 )
 from app.model.weight_reads import find_bypassed_linears
 
-if TYPE_CHECKING:
-    pass
-
 THIN = 64
-"""a matrix this many times longer than wide does not limit the rank of all-linear"""
+"""aspect ratio above which all-linear skips a matrix whose rank is below adapter.r"""
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
-"""a mixture's router does not either; in most models it is not a linear module"""
+"""names of routers, which all-linear skips too if their rank is below adapter.r"""
 OWN_ADAPTERS = re.compile(r"\.\w+_adapter_list\b")
-"""Zamba 2's low-rank matrices beside a block of several layers: each layer runs its own alone"""
+"""Zamba 2's low-rank matrices on a block shared by several layers, one per layer"""
 EXPERTS_SHARE = 1 / 3
-"""of the weights of the layers: where experts hold more, adapter.experts=auto adapts them"""
+"""share of the layers' weights above which adapter.experts=auto adapts the experts"""
 KEYS_AND_VALUES = (("k_proj", "v_proj"), ("k", "v"))
-"""matrices of their own: most models, T5"""
+"""separate key and value matrices: of most models, of T5"""
 FUSED = {
     "bloom": "query_key_value",
     "falcon": "query_key_value",
@@ -51,7 +48,7 @@ FUSED = {
     "mpt": "Wqkv",
     "phi3": "qkv_proj",
 }
-"""model_type -> the matrix that is query, key and value in one: IA3 scales the query with them"""
+"""model_type -> the matrix that holds query, key and value; IA3 then scales the query too"""
 FEED_FORWARD = (
     "down_proj",
     "fc2",
@@ -60,42 +57,42 @@ FEED_FORWARD = (
     "mlp.c_proj",
     "fc_out",
 )
-"""the second matrix of a feed-forward, whose input IA3 scales"""
+"""names of a feed-forward's second matrix, whose input IA3 scales"""
 OWN_FORWARD = {
     **dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), "out_proj"),
     **dict.fromkeys(("llama4", "llama4_text"), "router"),
 }
-"""model_type -> a linear module that does not give W x: a kernel reads its weight, or it returns
-two tensors; peft puts no LoRA on it"""
+"""model_type -> a linear module on which peft refuses LoRA, since its output is not W x: a kernel
+reads its weight, or its forward returns two tensors"""
 
 
 @dataclass(slots=True)
 class Targets:
-    """What an adapter's settings mean in a base, by full name, and what is wrong with them."""
+    """The modules that an adapter's settings select, by full name, and problems of the settings."""
 
     matrices: list[str] = field(default_factory=list)
     """linear modules that get low-rank matrices (LoRA) or a vector (IA3)"""
     experts: list[str] = field(default_factory=list)
-    """parameters of fused experts, each of which gets low-rank matrices"""
+    """parameters of fused experts that get low-rank matrices for each expert"""
     frozen_experts: str = ""
-    """why a mixture's experts get none"""
+    """reason why a mixture's experts stay frozen; empty if they do not"""
     endings: list[str] = field(default_factory=list)
-    """the name endings that may stand for all of `matrices`"""
+    """name endings by which peft may be given `matrices`"""
     scaled_inputs: list[str] = field(default_factory=list)
-    """those of `matrices` whose input IA3 scales instead of their output"""
+    """members of `matrices` whose input IA3 scales instead of their output"""
     whole: list[str] = field(default_factory=list)
-    """modules whose own weights are trained: modules_to_save, and all of adapter=freeze"""
+    """modules whose own weights train: modules_to_save, and all targets of adapter=freeze"""
     thin: list[str] = field(default_factory=list)
-    """gates and routers, which all-linear leaves out where the rank exceeds theirs"""
-    read: list[str] = field(default_factory=list)
-    """linear modules that are not called for W x, which all-linear leaves out"""
+    """thin matrices and routers of a rank below adapter.r, which all-linear skips"""
+    not_plain: list[str] = field(default_factory=list)
+    """modules that their layer does not use as plain linear modules, which all-linear skips"""
     own_adapters: list[str] = field(default_factory=list)
-    """low-rank matrices that are part of the base, which all-linear leaves out"""
+    """low-rank matrices that are part of the base, which all-linear skips"""
     problems: list[str] = field(default_factory=list)
 
 
 def find_targets(config: AdapterConfig, base: BaseModules) -> Targets:
-    """Return which modules of `base` the settings mean, as far as it is known."""
+    """Resolve the settings to modules of `base`, as far as these are known."""
     found = Targets()
     found.problems += _check_form(config) or _check_expressions(config, base)
     if not found.problems and isinstance(config, LoraConfig):
@@ -108,7 +105,7 @@ def find_targets(config: AdapterConfig, base: BaseModules) -> Targets:
 
 
 def _check_form(config: AdapterConfig) -> list[str]:
-    """List the values that mean nothing on any base."""
+    """List the values that are invalid on every base."""
     problems: list[str] = []
     if isinstance(config, LoraConfig):
         targets = config.target_modules
@@ -135,8 +132,8 @@ def _check_form(config: AdapterConfig) -> list[str]:
                 problems.append(f"adapter.{key}={value}: expected auto, or a list like [k_proj]")
     elif isinstance(config, FreezeConfig) and config.layers == "none" and not config.modules:
         problems.append(
-            "adapter=freeze: nothing would train; type 'adapter.layers=top 2', or name modules as "
-            "adapter.modules=[lm_head]"
+            "adapter=freeze: nothing would be trained; type 'adapter.layers=top 2', or list "
+            "modules, as adapter.modules=[lm_head]"
         )
     return problems
 
@@ -147,7 +144,7 @@ def _is_names(value: Any) -> bool:
 
 
 def _check_expressions(config: AdapterConfig, base: BaseModules) -> list[str]:
-    """List the regular expressions that are none, or would take too long on the base's names."""
+    """List the regular expressions that are invalid, or take too long on the base's names."""
     given: dict[str, list[str]] = {}
     if isinstance(config, LoraConfig):
         if isinstance(targets := config.target_modules, str):
@@ -163,24 +160,25 @@ def _check_expressions(config: AdapterConfig, base: BaseModules) -> list[str]:
 def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
     found.whole = _find_modules(config.modules_to_save, by_ending, "modules_to_save", base, found)
     for name in found.whole:
-        # peft ties copies of some models' modules, and forgets to when it reads them again.
-        if len(base.embeddings) > 1 and any(is_inside(one, [name]) for one in base.embeddings):
-            shared = [one for one in base.embeddings if one != name]
+        # peft ties the copies of some models' modules, but not when it loads them again.
+        is_tied = len(base.embeddings) > 1
+        if is_tied and any(is_inside(embedding, [name]) for embedding in base.embeddings):
+            tied = [embedding for embedding in base.embeddings if embedding != name]
             found.problems.append(
-                f"adapter.modules_to_save: {name} shares one weight with {', '.join(shared)}, and "
-                "peft would train it apart from them; type adapter.trainable_tokens=[...] to "
-                "train the rows of some tokens, or adapter=full"
+                f"adapter.modules_to_save: {name} is tied to {', '.join(tied)}, but peft would "
+                "train a separate copy of it; type adapter.trainable_tokens=[...] to train the "
+                "rows of some tokens, or adapter=full"
             )
     names = _linear_in_layers(config.layers, base, found)
     if base.linear is None or found.problems:
         return
     names = [name for name in names if not is_inside(name, found.whole)]
-    own = OWN_FORWARD.get(base.model_type or "")
+    own_forward = OWN_FORWARD.get(base.model_type or "")
     if _is_all_linear(config):
-        found.read = _not_called(names, base, own)
+        found.not_plain = _not_plain(names, base, own_forward)
         found.own_adapters = [name for name in names if OWN_ADAPTERS.search(name)]
-        left_out = {*found.read, *found.own_adapters}
-        for name in (name for name in names if name not in left_out):
+        skipped = {*found.not_plain, *found.own_adapters}
+        for name in (name for name in names if name not in skipped):
             short, long = min(base.linear[name]), max(base.linear[name])
             is_thin = short < config.r and (long > THIN * short or ROUTER.search(name))
             if name != base.head:
@@ -192,14 +190,14 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
             )
     else:
         found.matrices = _find_linear(config.target_modules, "target_modules", names, base, found)
-        instead = ", or type adapter.target_modules=all-linear, which leaves it out"
-        _refuse(_not_called(found.matrices, base, own), instead, base, found)
+        instead = ", or type adapter.target_modules=all-linear, which skips it"
+        _refuse(_not_plain(found.matrices, base, own_forward), instead, base, found)
     targets = config.target_modules
     found.endings = targets if isinstance(targets, list) else last_parts(found.matrices)
     if base.head in found.matrices and base.head in base.embeddings:
         found.problems.append(
-            f"adapter.target_modules: {base.head} is also this base's embedding, and a change of "
-            "one would change both; type adapter.trainable_tokens=[...] to train the rows of some "
+            f"adapter.target_modules: {base.head} is tied to this base's embedding, and an adapter "
+            "would change both; type adapter.trainable_tokens=[...] to train the rows of some "
             "tokens"
         )
     if not found.problems:
@@ -208,12 +206,15 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
         found.problems += _check_ranks(config, shapes, found.matrices + found.experts)
 
 
-def _not_called(names: list[str], base: BaseModules, own: str | None = None) -> list[str]:
-    """Return the linear modules that are not called for W x, where an adapter changes nothing.
+def _not_plain(names: list[str], base: BaseModules, own_forward: str | None = None) -> list[str]:
+    """Return the linear modules on which an adapter would have no effect.
 
-    `own`: one besides, which peft's LoRA refuses.
+    Their layer reads the weight instead of calling the module. `own_forward`: ending of one more,
+    on which peft refuses LoRA.
     """
-    endings = tuple(f".{one}" for one in (own, *find_bypassed_linears(base.model_type)) if one)
+    endings = tuple(
+        f".{end}" for end in (own_forward, *find_bypassed_linears(base.model_type)) if end
+    )
     return [name for name in names if name.endswith(endings)]
 
 
@@ -221,17 +222,18 @@ def _refuse(names: list[str], instead: str, base: BaseModules, found: Targets) -
     if names:
         found.problems.append(
             f"adapter.target_modules: {', '.join(last_parts(names))} of {base.model_type} models "
-            f"is no plain product, and an adapter on it would be left out; name others{instead}"
+            "cannot take an adapter, since their layers do not use it as a plain linear module; "
+            f"choose others{instead}"
         )
 
 
 def _find_experts(config: LoraConfig, base: BaseModules, found: Targets) -> None:
-    """Choose the experts that get low-rank matrices, or say why they get none."""
+    """Choose the experts that get low-rank matrices, or record why they get none."""
     if not base.experts:
         if config.experts == "lora":
             found.problems.append(
-                f"adapter.experts=lora: {base.name} has no experts in one weight, which peft could "
-                "adapt; type adapter.experts=auto"
+                f"adapter.experts=lora: {base.name} has no fused experts, which peft could adapt; "
+                "type adapter.experts=auto"
             )
         return
     if config.experts == "frozen":
@@ -260,20 +262,19 @@ def _is_all_linear(config: LoraConfig) -> bool:
 
 def _why_peft_cannot(config: LoraConfig) -> str | None:
     """Return why peft (0.21) cannot put this LoRA on a parameter, and what to type."""
-    what = "peft's LoRA on the experts' fused weights"
     if config.dropout:
-        return f"{what} has no dropout; type adapter.dropout=0"
+        return "peft has no dropout for fused experts; type adapter.dropout=0"
     if config.use_dora:
-        return f"{what} knows no DoRA; type adapter.use_dora=false"
+        return "peft has no DoRA for fused experts; type adapter.use_dora=false"
     if config.init in ("pissa", "olora"):
-        return f"{what} starts from nothing else; type adapter.init=default"
+        return f"peft has no init={config.init} for fused experts; type adapter.init=default"
     return None
 
 
 def _check_ranks(
     config: LoraConfig, linear: Mapping[str, Sequence[int]], matrices: list[str]
 ) -> list[str]:
-    """List patterns that mean no matrix, and ranks above a matrix's: one problem each setting."""
+    """List patterns that match nothing, and ranks above a matrix's: one problem per setting."""
     problems: list[str] = []
     for key in ("rank_pattern", "alpha_pattern"):
         problems += match(
@@ -293,7 +294,7 @@ def _check_ranks(
         if min(linear[name]) < min(linear[smallest.setdefault(setting, name)]):
             smallest[setting] = name
     return problems + [
-        f"{key}={rank} is more than {name} ({' x '.join(map(str, linear[name]))}) has; type "
+        f"{key}={rank} is above the rank of {name} ({' x '.join(map(str, linear[name]))}); type "
         f"{key}={min(linear[name])} or less"
         for (key, rank), name in smallest.items()
         if rank > min(linear[name])
@@ -309,7 +310,7 @@ def _find_ia3(config: Ia3Config, base: BaseModules, found: Targets) -> None:
         targets = _ia3_targets_of(base, names, found)
     found.endings = targets
     found.matrices = _find_linear(targets, "target_modules", names, base, found)
-    _refuse(_not_called(found.matrices, base), "", base, found)
+    _refuse(_not_plain(found.matrices, base), "", base, found)
     if inputs == "auto":
         inner = {name for ending in FEED_FORWARD for name in by_ending(ending, found.matrices)}
         found.scaled_inputs = [name for name in found.matrices if name in inner]
@@ -318,14 +319,14 @@ def _find_ia3(config: Ia3Config, base: BaseModules, found: Targets) -> None:
     outside = [name for name in found.scaled_inputs if name not in found.matrices]
     if outside and not found.problems:
         found.problems.append(
-            f"adapter.feedforward_modules={inputs} means {outside[0]}, which is not among "
-            f"adapter.target_modules={targets}; type adapter.target_modules="
+            f"adapter.feedforward_modules={inputs} matches {outside[0]}, which "
+            f"adapter.target_modules={targets} does not match; type adapter.target_modules="
             f"[{','.join(dict.fromkeys([*targets, *inputs]))}]"
         )
 
 
 def _ia3_targets_of(base: BaseModules, names: Sequence[str], found: Targets) -> list[str]:
-    """Return the endings of keys, values and feed-forward by architecture."""
+    """Return the name endings of keys, values and feed-forward in this architecture."""
 
     def exists(ending: str) -> bool:
         return bool(by_ending(ending, names))
@@ -338,8 +339,8 @@ def _ia3_targets_of(base: BaseModules, names: Sequence[str], found: Targets) -> 
     if attention and feed_forward:
         return [*attention[0], feed_forward[0]]
     found.problems.append(
-        f"adapter=ia3: which modules of {base.model_type} models are keys, values and feed-forward "
-        "is not known; type adapter.target_modules=[...] and adapter.feedforward_modules=[...]; "
+        f"adapter=ia3: the keys, values and feed-forward of {base.model_type} models are not "
+        "known; type adapter.target_modules=[...] and adapter.feedforward_modules=[...]; "
         f"{base.name} has {', '.join(last_parts(names))}"
     )
     return []
@@ -352,7 +353,7 @@ def _find_freeze(config: FreezeConfig, base: BaseModules, found: Targets) -> Non
 
 
 def _chosen_layers(setting: Any, base: BaseModules, found: Targets) -> list[str] | None:
-    """Return the names of the layers that `adapter.layers` means; None where they are not known."""
+    """Return the names of the layers that `adapter.layers` selects; None if they are not known."""
     if base.layers is not None and not base.layers:
         found.problems.append(unknown_layers_problem(base.model_type, "adapter.layers=all"))
         return None
@@ -373,14 +374,14 @@ def _linear_in_layers(setting: Any, base: BaseModules, found: Targets) -> list[s
 def _find_linear(
     patterns: str | list[str], key: str, names: list[str], base: BaseModules, found: Targets
 ) -> list[str]:
-    """Return the linear modules that a list of endings, or one regular expression, means."""
+    """Return the linear modules that a list of endings, or one regular expression, matches."""
     if isinstance(patterns, str):
         patterns, rule = [patterns], by_expression
     else:
         rule = by_ending
     embeddings = [p for p in patterns if by_ending(p, base.embeddings[:1]) and rule is by_ending]
     found.problems += [
-        f"adapter.{key}: {pattern} is the embedding, which has no inputs to multiply; type "
+        f"adapter.{key}: {pattern} is the embedding, which is no linear module; type "
         "adapter.trainable_tokens=[...] to train some of its rows, or "
         f"adapter.modules_to_save=[{pattern}] for all of them"
         for pattern in embeddings

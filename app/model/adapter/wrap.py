@@ -1,7 +1,7 @@
-"""Put peft's adapters on a model, and correct what peft (0.21) does wrong there.
+"""Wrap a model with peft's adapters, and work around what peft (0.21) gets wrong or does slowly.
 
-So with embedding and head beside an adapter: some of their rows train or all, and never half of a
-tied pair.
+Covers embedding and head too: rows of both train, or all of it, but never one module of a tied pair
+without the other.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-MODULES_TO_SAVE = "adapter.modules_to_save"
-
 
 @contextmanager
 def without_bitsandbytes() -> Iterator[None]:
-    """Have peft pass over bitsandbytes where no weight is quantized: importing it takes seconds.
+    """Stop peft from importing bitsandbytes, which takes seconds, if no weight is quantized.
 
-    peft (0.21) imports it wherever it is installed. What is None among the modules cannot be
-    imported; peft's answers are forgotten at the end, since a quantized base may come next.
+    peft (0.21) imports it wherever it is installed. A module that is None in `sys.modules` cannot
+    be imported. peft caches what it finds; the caches are cleared at the end, since a quantized
+    base may come next.
     """
-    if "bitsandbytes" in sys.modules:  # by the base, which is quantized
+    if "bitsandbytes" in sys.modules:  # imported by a quantized base
         yield
         return
     sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
@@ -49,9 +48,9 @@ def without_bitsandbytes() -> Iterator[None]:
 def wrap(
     model: PreTrainedModel, config: peft.PeftConfig, *, autocast_adapter_dtype: bool = True
 ) -> peft.PeftModel:
-    """Put a new adapter of these settings on a base, which is frozen.
+    """Add a new adapter with these settings to a base, and freeze the base.
 
-    ValueError where some of the modules that share the embedding's weight would not be trained.
+    Raises UserError if a module shares the embedding's weight but would not see its trained rows.
     """
     import peft
 
@@ -64,26 +63,25 @@ def wrap(
     check_tied_rows(adapted)
     for module in adapted.modules():
         if isinstance(module, peft.tuners.ia3.IA3Layer) and is_quantized(module):
-            module.register_forward_hook(_keep_dtype)
-    # peft asks for gradients at the embedding's output where layers are computed again; only
-    # reentrant checkpointing needs them, and the backward pass would go too deep.
+            module.register_forward_hook(_restore_dtype)
+    # With activation checkpointing, peft makes the embedding's output require gradients. Only
+    # reentrant checkpointing needs this, and the backward pass would run through frozen layers.
     model.disable_input_require_grads()
     _fuse_lora(adapted)
     return adapted
 
 
 IN_4_BITS, FUSED_IN_4_BITS = "Linear4bit", "FusedLora4bit"
-"""classes of LoRA layers that are there only where bitsandbytes is, by name"""
+"""names of LoRA layer classes that exist only if bitsandbytes is installed"""
 
 
 def skip_redundant_casts(model: torch.nn.Module) -> None:
-    """Let LoRA read its input, and a 4-bit layer's output, as they are.
+    """Stop peft from casting LoRA's inputs, and from copying the outputs of 4-bit layers.
 
-    For models that run in half precision, by autocast or all of it. peft gives each input the dtype
-    of its fp32 matrices, and autocast takes it back: two copies of every activation, of which one
-    is kept for the backward pass, for the very same products. And it copies what a 4-bit layer
-    returns before it adds to it, in case that were a view. DoRA computes norms in its input's dtype
-    and stays as it is.
+    For models in half precision, by autocast or as a whole. peft casts each input to the dtype of
+    its fp32 matrices, and autocast casts it back: two copies of every activation, one of them saved
+    for the backward pass, for the same products. peft also copies the output of a 4-bit layer, in
+    case it is a view. DoRA computes norms in its input's dtype, so its layers keep the casts.
     """
     import peft
 
@@ -98,13 +96,13 @@ def skip_redundant_casts(model: torch.nn.Module) -> None:
             module.cast_input_dtype_enabled = False
 
 
-def _keep_dtype(module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """On a quantized layer peft's IA3 returns fp32, also in the middle of a bf16 model."""
+def _restore_dtype(module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    """Cast the output to the input's dtype: on a quantized layer, peft's IA3 returns fp32."""
     return output.to(inputs[0].dtype)
 
 
 def _fuse_lora(model: torch.nn.Module) -> None:
-    """Let every plain LoRA beside a frozen matrix, whole or in 4 bits, compute in one step."""
+    """Give every plain LoRA layer on an unquantized or 4-bit matrix its fused forward."""
     import peft
 
     from app.model.adapter.fused import FusedLoraLinear
@@ -119,7 +117,7 @@ def _fuse_lora(model: torch.nn.Module) -> None:
 
 
 def unfuse_adapters(model: torch.nn.Module) -> None:
-    """Let every LoRA call the matrix beside it, for strategies that stand in its forward."""
+    """Give all LoRA layers peft's forward again, for strategies that hook the matrix's forward."""
     import peft
 
     from app.model.adapter.fused import FusedLoraLinear
@@ -136,12 +134,12 @@ def unfuse_adapters(model: torch.nn.Module) -> None:
 def _is_in_4_bits(module: torch.nn.Module) -> bool:
     import peft
 
-    # bitsandbytes' own class has the same name.
+    # bitsandbytes has a class of the same name.
     return type(module).__name__ == IN_4_BITS and isinstance(module, peft.tuners.lora.LoraLayer)
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether it is W x + bias + scale B A x: no DoRA, one adapter, no transposed matrix."""
+    """Return whether a layer computes W x + bias + scale B A x: one adapter, no DoRA, no Conv1D."""
     import torch
 
     parts = (*layer.lora_A.values(), *layer.lora_B.values())
@@ -155,72 +153,73 @@ def _is_plain(layer: Any) -> bool:
 
 
 def group_adapters(model: torch.nn.Module, run: Callable[[], Any]) -> int:
-    """Let fused layers of one module that read the same tensor compute together; count the groups.
+    """Compute fused layers of one module that read the same tensor together; count the groups.
 
-    `run` runs the model once, which shows what each layer reads.
+    `run` runs the model once, to record the input of each layer.
     """
     from app.model.adapter.fused import LoraGroup
 
-    seen = _inputs_seen(model, run)
+    inputs = _record_inputs(model, run)
     count = 0
     for parent in model.modules():
-        layers = [child for child in parent.children() if child in seen]
+        layers = [child for child in parent.children() if child in inputs]
         while layers:
             first, *layers = layers
-            alike = [other for other in layers if _go_together(first, other, seen)]
+            alike = [
+                layer
+                for layer in layers
+                if inputs[layer] is inputs[first] and layer.scaling == first.scaling
+            ]
             if not alike:
                 continue
-            layers = [other for other in layers if other not in alike]
-            group = LoraGroup(sorted([first, *alike], key=list(seen).index))
+            layers = [layer for layer in layers if layer not in alike]
+            group = LoraGroup(sorted([first, *alike], key=list(inputs).index))
             for layer in group.layers:
                 layer.group = group
             count += 1
     return count
 
 
-def _inputs_seen(model: torch.nn.Module, run: Callable[[], Any]) -> dict[Any, torch.Tensor]:
-    """Return what each layer that can be grouped has read, in the order of the forward pass."""
+def _record_inputs(model: torch.nn.Module, run: Callable[[], Any]) -> dict[Any, torch.Tensor]:
+    """Return the input of each layer that can be grouped, in order of the forward pass.
+
+    Layers with dropout, and layers that run more than once, cannot be grouped.
+    """
     import torch
 
-    seen: dict[Any, torch.Tensor] = {}
-    twice: set[Any] = set()
+    inputs: dict[Any, torch.Tensor] = {}
+    excluded: set[Any] = set()
 
-    def note(layer: Any, given: tuple[torch.Tensor, ...]) -> None:
-        if layer in seen or not given:
-            twice.add(layer)
+    def record(layer: Any, args: tuple[torch.Tensor, ...]) -> None:
+        if layer in inputs or not args:
+            excluded.add(layer)
         else:
-            seen[layer] = given[0]
+            inputs[layer] = args[0]
 
-    fused = [layer for layer in model.modules() if "group" in vars(type(layer))]
-    hooks = [layer.register_forward_pre_hook(note) for layer in fused if not _drops(layer)]
+    hooks = [
+        layer.register_forward_pre_hook(record)
+        for layer in model.modules()
+        if "group" in vars(type(layer))
+        and all(isinstance(drop, torch.nn.Identity) for drop in layer.lora_dropout.values())
+    ]
     with torch.no_grad():
         run()
     for hook in hooks:
         hook.remove()
-    return {layer: given for layer, given in seen.items() if layer not in twice}
-
-
-def _drops(layer: Any) -> bool:
-    import torch
-
-    return any(not isinstance(drop, torch.nn.Identity) for drop in layer.lora_dropout.values())
-
-
-def _go_together(one: Any, other: Any, seen: dict[Any, torch.Tensor]) -> bool:
-    return seen[one] is seen[other] and one.scaling == other.scaling
+    return {layer: given for layer, given in inputs.items() if layer not in excluded}
 
 
 def ungroup_adapters(model: torch.nn.Module) -> None:
-    """Let every layer compute alone again."""
+    """Compute every layer by itself again."""
     for layer in model.modules():
         vars(layer).pop("group", None)
 
 
 def declare_ties(model: PreTrainedModel) -> None:
-    """Have a model name exactly those weights as tied that are: peft believes the class.
+    """Remove keys from `_tied_weights_keys`, which peft trusts, whose weights are not tied.
 
-    FLAN-T5's head is its own matrix, but T5's class calls it tied, and peft would put the
-    embedding's rows into it.
+    FLAN-T5's head is a separate matrix, but T5's class lists it as tied, and peft would copy the
+    embedding's rows to it.
     """
     weights = dict(model.named_parameters(remove_duplicate=False))
     model._tied_weights_keys = {
@@ -233,9 +232,10 @@ def declare_ties(model: PreTrainedModel) -> None:
 def trainable_rows(
     model: PreTrainedModel, token_ids: Sequence[int], whole: Sequence[str]
 ) -> dict[str, list[int]]:
-    """Return the rows that train, by full name of the embedding and, where it is untied, the head.
+    """Return the rows to train, by full name of the embedding and, if it is untied, the head.
 
-    What is in `whole` trains all its rows already.
+    Modules in `whole` train all their rows anyway. Raises UserError for a token without a row, and
+    if peft could not train the head's rows.
     """
     if not token_ids:
         return {}
@@ -243,8 +243,8 @@ def trainable_rows(
     num_rows = embedding.num_embeddings
     if not (min(token_ids) >= 0 and max(token_ids) < num_rows):
         raise UserError(
-            f"token {max(token_ids)} has no row: the embedding has {num_rows}; "
-            "name new tokens in model.added_tokens"
+            f"token {max(token_ids)} has no row: the embedding has {num_rows} rows; "
+            "list new tokens in model.added_tokens"
         )
     modules: list[Any] = [embedding] if is_tied(model) else [embedding, head]
     names = [name_of(model, module) for module in modules]
@@ -252,13 +252,14 @@ def trainable_rows(
     if rows and head.bias is not None and name_of(model, head) not in whole:
         raise UserError(
             "model.added_tokens, adapter.trainable_tokens: the head of this base has a bias, which "
-            f"peft would lose; type {MODULES_TO_SAVE}=[{','.join(names)}] to train all rows"
+            "peft would drop; type adapter.modules_to_save="
+            f"[{','.join(names)}] to train all rows"
         )
     return rows
 
 
 def check_tied_rows(model: peft.PeftModel) -> None:
-    """Raise ValueError if a module reads the embedding's weight past the rows that train."""
+    """Raise UserError if a module shares the embedding's weight but not its trained rows."""
     import peft
 
     base = model.get_base_model()
@@ -266,15 +267,15 @@ def check_tied_rows(model: peft.PeftModel) -> None:
     wrapped = {id(wrapper.original_module) for wrapper in wrappers}
     weights = {id(wrapper.original_module.weight) for wrapper in wrappers}
     for name, module in base.named_modules():
-        if id(_own_weight(module)) in weights and id(module) not in wrapped:
+        if id(module._parameters.get("weight")) in weights and id(module) not in wrapped:
             raise UserError(
                 f"model.added_tokens, adapter.trainable_tokens: {name} shares the embedding's "
-                "weight, and peft does not train its rows; type adapter=full"
+                "weight, but peft would not train its rows; type adapter=full"
             )
 
 
 def check_token_rows_train(model: peft.PeftModel, token_ids: Sequence[int]) -> None:
-    """Raise ValueError if the rows `token_ids` are not among those that an adapter trains."""
+    """Raise UserError if an adapter does not train the rows of all `token_ids`."""
     import peft
 
     embedding = model.get_base_model().get_input_embeddings()
@@ -284,10 +285,6 @@ def check_token_rows_train(model: peft.PeftModel, token_ids: Sequence[int]) -> N
     trained = embedding.token_adapter.token_indices["default"] if is_partly else []
     if missing := sorted(set(token_ids) - set(trained)):
         raise UserError(
-            f"model.added_tokens: the adapter of adapter.path trains no rows for tokens {missing}; "
-            "start without adapter.path"
+            f"model.added_tokens: the adapter in adapter.path does not train the rows of tokens "
+            f"{missing}; leave out adapter.path"
         )
-
-
-def _own_weight(module: Any) -> Any:
-    return module._parameters.get("weight")
