@@ -114,6 +114,15 @@ def test_experts_that_round_otherwise_are_not_taken_for_a_leak(
         check_isolation(model, "sdpa")
 
 
+def test_a_faint_leak_is_found() -> None:
+    """It moves the logits by 4e-4 of their spread, which is less than two kernels may differ by."""
+    model = base("sdpa", torch.float32)
+    mixed = partial(torch.roll, shifts=4, dims=1)
+    model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + 5e-4 * mixed(out))
+    with pytest.raises(ValueError, match="see each other"):
+        check_isolation(model, "sdpa")
+
+
 def test_autocast_counts_as_the_dtype_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
     model = base("sdpa", torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -22,9 +22,26 @@ if TYPE_CHECKING:
 
 EDITS = (11, 29)
 """offsets added to token ids, one after the other"""
-LEAST_ULPS, ULPS, FLOOR = 2, 8, 1e-4
-"""rounding error of equal shapes: units in the last place, and a minimal share of the spread"""
+MIN_ULPS, MAX_ULPS, MIN_SHARE = 2, 8, 1e-4
+"""rounding error between batches of one shape: least and most units in the last place, and least
+share of the logits' spread"""
+KERNEL_ULPS, KERNEL_MIN_SHARE = 24, 1e-3
+"""rounding error between kernels: units in the last place, and least share of the logits' spread"""
 TF32_EPS = 2**-10
+FIRST_ID = 3
+"""first token id of a probe: lower ids are special tokens, and padding to some models"""
+CAUSAL_TOKENS = 8
+"""tokens of the probe that a model is causal"""
+VISIBLE_CHANGE = 0.02
+"""least change of a token's logits that shows it sees an edit, as a share of their spread"""
+NEIGHBOUR_TOKENS, DOCUMENT_TOKENS = 5, 12
+"""lengths of the two documents of the comparison with eager attention"""
+REACH = 3
+"""length of windows and chunks during this comparison, shorter than its document"""
+REACHES = ("sliding_window", "attention_chunk_size")
+"""names of windows and chunks in configs and layers"""
+MASK_ERRORS = (TypeError, AttributeError, IndexError)
+"""errors of a model that cannot read our masks"""
 
 
 def check_isolation(
@@ -143,7 +160,7 @@ def _effects_of_edit(
     model.train(was_training)
     moved = distances(logits, first_edited)
     noise = 4 * distances(logits, second_edited)[:4].max().item()
-    least, most = (rounding(model, logits, ulps, FLOOR) for ulps in (LEAST_ULPS, ULPS))
+    least, most = (rounding(model, logits, ulps, MIN_SHARE) for ulps in (MIN_ULPS, MAX_ULPS))
     limit = min(max(noise, least), most)
     return moved[:4].max().item(), moved[4:].max().item(), limit
 
@@ -179,7 +196,7 @@ def _pair_difference(
         logits, others = (_moved if is_packed else _padded)(model, backend, device)
     model.train(was_training)
     # Of equal shapes, so that rounding is small: a wrong position changes far more.
-    return distances(logits, others).max().item(), rounding(model, logits, ULPS, FLOOR)
+    return distances(logits, others).max().item(), rounding(model, logits, MAX_ULPS, MIN_SHARE)
 
 
 def _instead_of_pairs(
@@ -290,11 +307,6 @@ def _pair_logits(
     return logits
 
 
-FIRST_ID, TOKENS = 3, 8
-SEEN = 0.02
-"""least change of a token's logits that shows it sees an edit, as a share of their spread"""
-
-
 def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> None:
     """Raise UserError where tokens see those after them, as in a BERT.
 
@@ -305,9 +317,9 @@ def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> 
 
     vocab_size = model.config.get_text_config().vocab_size
     device = device or model.device
-    ids = torch.arange(FIRST_ID, FIRST_ID + TOKENS, device=device).unsqueeze(0) % vocab_size
-    edited, half = ids.clone(), TOKENS // 2
-    edited[0, half:] = (edited[0, half:] + TOKENS) % vocab_size
+    ids = torch.arange(FIRST_ID, FIRST_ID + CAUSAL_TOKENS, device=device).unsqueeze(0) % vocab_size
+    edited, half = ids.clone(), CAUSAL_TOKENS // 2
+    edited[0, half:] = (edited[0, half:] + CAUSAL_TOKENS) % vocab_size
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -317,7 +329,7 @@ def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> 
     model.train(was_training)
     # The median token: one or two may get another expert by rounding.
     moved = (logits - others).std(-1).median()
-    if moved > SEEN * logits.std(-1).mean():
+    if moved > VISIBLE_CHANGE * logits.std(-1).mean():
         kind, fields = model.config.model_type, ("is_decoder", "causal")
         causal = next((one for one in fields if getattr(model.config, one, None) is False), None)
         other = f'; one is causal where its config.json says "{causal}": true' if causal else ""
@@ -325,19 +337,6 @@ def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> 
             f"{kind} models let a token see those after it, so that this one would see the answers "
             f"that it is trained on: type model.path=ANOTHER_BASE{other}"
         )
-
-
-BEFORE, TOKENS = 5, 12
-"""tokens of the neighbour, and of the document after it"""
-FIRST_ID = 3
-REACH = 3
-"""length of windows and chunks during the probe, shorter than its document"""
-REACHES = ("sliding_window", "attention_chunk_size")
-"""names of windows and chunks in configs and layers"""
-ULPS, FLOOR = 24, 1e-3
-"""rounding error between kernels: units in the last place, and a minimal share of the spread"""
-NOT_TAKEN = (TypeError, AttributeError, IndexError)
-"""errors of a model that cannot read our masks"""
 
 
 def check_against_eager(
@@ -374,12 +373,12 @@ def _difference(
     """Return the difference of the logits, and the rounding error."""
     import torch
 
-    lengths = [BEFORE, TOKENS] if is_packed else [TOKENS]
+    lengths = [NEIGHBOUR_TOKENS, DOCUMENT_TOKENS] if is_packed else [DOCUMENT_TOKENS]
     vocab_size = model.config.get_text_config().vocab_size
-    # Not the first ids: these are special tokens, and padding to some models.
-    ids = torch.arange(FIRST_ID, FIRST_ID + BEFORE + TOKENS, device=device) % vocab_size
-    ids, start = ids.unsqueeze(0), sum(lengths) - TOKENS
-    document = slice(start, start + TOKENS)
+    num_tokens = NEIGHBOUR_TOKENS + DOCUMENT_TOKENS
+    ids = torch.arange(FIRST_ID, FIRST_ID + num_tokens, device=device).unsqueeze(0) % vocab_size
+    start = sum(lengths) - DOCUMENT_TOKENS
+    document = slice(start, start + DOCUMENT_TOKENS)
     was_training = model.training
     model.eval()
     with torch.no_grad(), _short_reaches(model):
@@ -390,7 +389,7 @@ def _difference(
     model.train(was_training)
     # The median token: one or two may get another expert by rounding.
     difference = distances(found, expected)[1:].median().item()
-    return difference, rounding(model, expected, ULPS, FLOOR)
+    return difference, rounding(model, expected, KERNEL_ULPS, KERNEL_MIN_SHARE)
 
 
 def _found(model: Any, backend: str, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -403,7 +402,7 @@ def _found(model: Any, backend: str, ids: torch.Tensor, lengths: list[int]) -> t
         inputs["position_ids"][0, : len(positions)] = positions.to(ids.device)
     try:
         logits: torch.Tensor = model(input_ids=ids, use_cache=False, **inputs).logits[0]
-    except NOT_TAKEN as error:
+    except MASK_ERRORS as error:
         if backend == "eager":
             raise
         raise UserError(
