@@ -6,8 +6,8 @@ sharding strategies override what differs. Importing it needs neither torch nor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -65,6 +65,16 @@ class StrategyMixin:
     def data_rank(self) -> int:
         """Index of this rank among the `num_data_ranks`."""
         return self.global_rank
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Create tensors on the CPU unless their device is named; Lightning enters this to build.
+
+        Lightning's own would draw the start of an adapter on the GPU, from its random numbers, so
+        that a seed would give another run than on a CPU or under FSDP.
+        """
+        with self.precision_plugin.tensor_init_context():
+            yield
 
     def build_model(self, build: BuildModel) -> Any:
         """Build the model and place its weights; called before the optimizer is built."""

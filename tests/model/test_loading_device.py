@@ -18,7 +18,9 @@ from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.strategy.ddp import SingleDevice
+from app.strategy.ddp import Ddp, SingleDevice
+from app.strategy.deepspeed import Zero
+from app.strategy.settings import ZeroConfig
 from tests.tiny import TINY_BASE, tiny_llama
 
 DEVICE = torch.device("meta")
@@ -65,6 +67,18 @@ def test_a_strategy_that_shards_nothing_asks_for_its_device(device_maps: list[An
     assert device_maps == [{"": DEVICE}, None]
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [SingleDevice(DEVICE), Ddp(), Zero(ZeroConfig(stage=1))],
+    ids=["single", "ddp", "zero1"],
+)
+def test_a_start_is_drawn_on_the_cpu(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a seed gives the same start on every device and under every strategy."""
+    monkeypatch.setattr(type(strategy), "root_device", DEVICE)
+    with strategy.tensor_init_context():
+        assert torch.empty(1).device.type == "cpu"
+
+
 def test_four_bits_are_made_on_the_device_and_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: set[str] = set()
     own = bitsandbytes.functional.quantize_4bit
@@ -103,13 +117,13 @@ class Moves(TorchFunctionMode):
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_a_start_is_taken_on_the_device(init: str, monkeypatch: pytest.MonkeyPatch) -> None:
     base, moves = tiny_llama(), Moves()
-    own = lora_room._take_start
+    own = lora_room._init_layer_from_base
 
     def take(*args: Any) -> float:
         moves.noted.append("take")
         return own(*args)
 
-    monkeypatch.setattr(lora_room, "_take_start", take)
+    monkeypatch.setattr(lora_room, "_init_layer_from_base", take)
     with moves:
         apply_lora(base, LoraConfig(init=init), half_precision=False, device=DEVICE)
     taken = [place for place, note in enumerate(moves.noted) if note == "take"]
