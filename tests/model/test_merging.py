@@ -233,7 +233,7 @@ def test_several_adapters_are_added_with_their_weights(
     alone = load_adapter(read_base(base), tmp_path / "one")
     assert not difference(alone, read).is_within(BOUNDS["bfloat16"])
     make_adapter(base, tmp_path / "dora", DORA_ON_ATTENTION if numbers else DORA)
-    with pytest.raises(UserError, match="only what LoRA adds can be weighted or summed"):
+    with pytest.raises(UserError, match="only plain LoRA can be weighted or summed"):
         read_weight_changes(lambda: on_meta(base), [*adapters, (tmp_path / "dora", 1.0)])
 
 

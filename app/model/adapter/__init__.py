@@ -1,4 +1,4 @@
-"""Adapters: what trains on a base, and how it is saved. Only this folder imports peft."""
+"""Adapters: add them to a base, save, load and merge them. Only this folder imports peft."""
 
 from app.model.adapter.apply import apply_adapter
 from app.model.adapter.lora import (

@@ -381,7 +381,7 @@ def _find_linear(
         rule = by_ending
     embeddings = [p for p in patterns if by_ending(p, base.embeddings[:1]) and rule is by_ending]
     found.problems += [
-        f"adapter.{key}: {pattern} is the embedding, which is no linear module; type "
+        f"adapter.{key}: {pattern} is the embedding, which is not a linear module; type "
         "adapter.trainable_tokens=[...] to train some of its rows, or "
         f"adapter.modules_to_save=[{pattern}] for all of them"
         for pattern in embeddings

@@ -86,7 +86,7 @@ KINDS = {
 }
 """peft's name of an adapter's part -> its usual name"""
 PREFIX = "base_model.model."
-WRAPPERS = {"base_layer", "modules_to_save", "token_adapter", "default"}
+WRAPPERS = {"base_layer", "original_module", "modules_to_save", "token_adapter", "default"}
 """parts that peft adds to the name of a base's weight"""
 
 
