@@ -297,14 +297,16 @@ def test_a_package_that_does_not_import(tmp_path: Any, monkeypatch: pytest.Monke
 def test_another_attention_than_was_asked_for_is_refused() -> None:
     model = tiny_llama(attn_implementation="eager")
     check_implementation(model, "eager")
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM was to run flash_attention_2.* eager"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM should run flash_attention_2.* eager"):
         check_implementation(model, "flash_attention_2")
 
 
 def test_a_part_that_was_given_another_attention_is_found() -> None:
     model = tiny_t5(attn_implementation="eager")
     model.decoder.config._attn_implementation = "sdpa"
-    with pytest.raises(ValueError, match="T5Stack was to run eager, but transformers gave it sdpa"):
+    with pytest.raises(
+        ValueError, match="T5Stack should run eager, but transformers replaced it by sdpa"
+    ):
         check_implementation(model, "eager")
 
 
@@ -320,7 +322,9 @@ def test_a_model_that_is_loaded_is_checked(tmp_path: Any, monkeypatch: pytest.Mo
         ModelConfig(path=str(tmp_path)),
         ModelConfig(from_scratch=True, architecture=tiny_llama().config.to_dict()),
     ):
-        with pytest.raises(ValueError, match="was to run sdpa, but transformers gave it eager"):
+        with pytest.raises(
+            ValueError, match="should run sdpa, but transformers replaced it by eager"
+        ):
             load_base(config, "sdpa", torch.float32)
 
 

@@ -48,7 +48,7 @@ def plant(leak: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     def told(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda _, *rest, **options: function(leak, *rest, **options)
 
-    for name in ("group_documents", "block_mask", "_boundaries", "_dense_mask"):
+    for name in ("group_documents", "block_mask", "place_documents", "_dense_mask"):
         monkeypatch.setattr(inputs, name, told(getattr(inputs, name)))
 
 

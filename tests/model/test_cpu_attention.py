@@ -8,7 +8,7 @@ from torch import Tensor
 
 from app.model.attention import attend
 from app.model.attention.documents import (
-    MAX_PADDED_SHARE,
+    MAX_PADDED_RATIO,
     SHORT_TOKENS,
     STACK_TOKENS,
     DocumentSpan,
@@ -150,4 +150,4 @@ def test_short_documents_of_like_length_are_stacked_and_long_ones_stand_alone() 
     for stack in stacks:
         longest, real = max(one.length for one in stack), sum(one.length for one in stack)
         assert len(stack) == 1 or longest <= SHORT_TOKENS
-        assert longest * len(stack) <= min(MAX_PADDED_SHARE * real, STACK_TOKENS) or len(stack) == 1
+        assert longest * len(stack) <= min(MAX_PADDED_RATIO * real, STACK_TOKENS) or len(stack) == 1

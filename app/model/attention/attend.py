@@ -1,4 +1,4 @@
-"""The attention function that transformers calls in every layer, and its mask: by document."""
+"""attention=sdpa: the attention and mask functions, computed document by document."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class MaskRule:
-    """A window or chunk: which keys a query sees, by their positions in the document.
+    """A sliding window or chunk, as a rule on the positions of a query and a key in a document.
 
-    transformers describes a mask by such a function of row, head, query and key. Kept as a function
-    instead of a matrix over whole rows, it holds inside each document of a pack. It has no effect
-    on documents up to `size` tokens.
+    A matrix over whole rows, as transformers builds from such a function, could not be applied to
+    the documents of a pack.
     """
 
     function: Callable[..., torch.Tensor]
+    """(row, head, query position, key position) -> whether the query sees the key"""
     size: int
+    """length of the window or chunk in tokens; shorter documents are not affected"""
     _visible: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def visible(self, tokens: int, device: torch.device) -> torch.Tensor:
@@ -40,8 +41,9 @@ class MaskRule:
         if tokens not in self._visible:
             zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
             position = torch.arange(tokens, device=device)
-            seen = self.function(zero, zero, position.view(1, 1, -1, 1), position.view(1, 1, 1, -1))
-            self._visible[tokens] = seen.expand(1, 1, tokens, tokens)
+            queries, keys = position.view(1, 1, -1, 1), position.view(1, 1, 1, -1)
+            mask = self.function(zero, zero, queries, keys)
+            self._visible[tokens] = mask.expand(1, 1, tokens, tokens)
         return self._visible[tokens]
 
 
@@ -52,9 +54,10 @@ def build_mask_rule(
     use_vmap: bool = False,
     **_: Any,
 ) -> MaskRule | None:
-    """Return what transformers passes to layers as their mask; None where all of the past is seen.
+    """Build what transformers passes to layers as their mask; None for a plain causal mask.
 
-    Registered beside our attention functions. UserError for masks of more than positions.
+    Registered together with our attention functions. Raises UserError for a mask that depends on
+    more than positions.
     """
     if use_vmap:
         raise UserError(
@@ -77,20 +80,21 @@ def attend_by_document(
     position_bias: torch.Tensor | None = None,
     **unsupported: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend inside each document; without `documents`, every row is one.
+    """Attend inside each document; without `documents`, every row is one document.
 
-    query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
-    position_bias [1, heads, query tokens, key tokens], by distance. Returns
-    [rows, tokens, heads, head_dim]. UserError for variants and masks that only `eager` computes.
+    query [rows, heads, tokens, head_dim]; key and value may have fewer heads (GQA). position_bias
+    [1, heads, query tokens, key tokens] depends on the distance of tokens. Returns
+    [rows, tokens, heads, head_dim]. Raises UserError for variants and masks that only `eager`
+    computes.
     """
     if not (attention_mask is None or isinstance(attention_mask, MaskRule)):
         raise UserError(
-            f"attention=sdpa cannot cut the mask that {type(module).__name__} computed of whole "
+            f"attention=sdpa cannot split the mask that {type(module).__name__} computed for whole "
             "rows into documents: type attention=eager"
         )
     if isinstance(documents, DocumentGroups) and position_bias is not None:
         raise UserError(
-            "attention=sdpa cannot cut this model's position_bias, which is of whole rows, into "
+            "attention=sdpa cannot split this model's position_bias, which covers whole rows, into "
             "documents: type packing=none"
         )
     for variant in ("softcap", "s_aux"):
@@ -98,33 +102,34 @@ def attend_by_document(
             raise UserError(
                 f"attention=sdpa cannot compute this model's {variant}: type attention=eager"
             )
-    # The mask holds the window, which layers get as an argument for other kernels.
+    # The mask includes the window, which layers also pass as an argument for other kernels.
     window = None if attention_mask is not None else sliding_window
     attend = partial(_attend, dropout=dropout, scaling=scaling, window=window, rule=attention_mask)
     parts = (query, key, value)
     if isinstance(documents, DocumentGroups):
         from app.model.cpu import causal_attention as matmul
 
-        longest = max(one.length for one in documents.documents)
+        longest = max(document.length for document in documents.documents)
         reach = attention_mask.size if attention_mask is not None else sliding_window
         is_full = reach is None or reach >= longest
         if is_full and matmul.is_faster(query, value, dropout):
-            output = matmul.attend_causally(*in_one_dtype(*parts), documents.stacks, scaling)
+            output = matmul.attend_causally(*cast_to_one_dtype(*parts), documents.stacks, scaling)
             return output, None
         return _attend_causally(parts, documents, partial(attend, is_causal=True)), None
     # As in transformers: a layer without the attribute is causal.
     attend = partial(attend, is_causal=getattr(module, "is_causal", True))
     if documents is None:
         return attend(*parts, bias=position_bias).transpose(1, 2), None
-    return _attend_to_pairs(module, parts, documents, position_bias, attend), None
+    return _attend_encoder_decoder(module, parts, documents, position_bias, attend), None
 
 
-def in_one_dtype(
+def cast_to_one_dtype(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cast query, key and value to autocast's dtype, or without one to the values'.
+    """Cast query, key and value to autocast's dtype, or to the values' dtype without autocast.
 
-    Rotary embeddings in fp32 leave queries in fp32, and autocast does not cover every kernel.
+    Rotary embeddings in fp32 leave queries and keys in fp32, and autocast does not cover every
+    kernel.
     """
     import torch
 
@@ -134,47 +139,47 @@ def in_one_dtype(
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _attend_to_pairs(
+def _attend_encoder_decoder(
     module: Any,
     parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     documents: PairGroups,
     bias: torch.Tensor | None,
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Attend as encoder, decoder or cross-attention, by the layer's attributes."""
+    """Attend as encoder, decoder or cross-attention, depending on the layer's attributes."""
     if module.is_causal:
         longest = documents.decoder.gather[0].shape[1] if documents.decoder else None
-        attend = partial(attend, bias=_cut(bias, longest, documents))
+        attend = partial(attend, bias=_slice_bias(bias, longest, documents))
         return _attend_causally(parts, documents.decoder, attend)
     # Layers without the attribute mix encoder and decoder (T5Gemma 2).
     if getattr(module, "is_decoder", None) is None:
         raise UserError(
-            f"attention=sdpa cannot tell encoder from decoder in {type(module).__name__}: "
+            f"attention=sdpa cannot tell encoder and decoder apart in {type(module).__name__}: "
             "type attention=eager packing=none"
         )
     groups = documents.cross if module.is_decoder else documents.encoder
     # No bias in cross-attention: T5 passes zeros, which would cost a mask and its gradient.
     if not module.is_decoder:
         longest = groups.groups[0].keys.shape[1] if groups else None
-        attend = partial(attend, bias=_cut(bias, longest, documents))
+        attend = partial(attend, bias=_slice_bias(bias, longest, documents))
     if groups is None:
         return attend(*parts).transpose(1, 2)
     members = ((group.queries, group.keys, group.visible) for group in groups.groups)
     return _attend_in_groups(parts, members, groups.restore, attend)
 
 
-def _cut(
+def _slice_bias(
     bias: torch.Tensor | None, longest: int | None, documents: PairGroups
 ) -> torch.Tensor | None:
-    """Return the bias of the longest document, cached since T5's layers share it.
+    """Return the bias for the longest document, cached since all layers of T5 share it.
 
-    Each slice of the bias of a whole row would cost a gradient of its size.
+    Each further slice would allocate a gradient of the whole bias.
     """
     if bias is None or longest is None:
         return bias
-    if documents.cut is None or documents.cut[0] is not bias:
-        documents.cut = bias, bias[..., :longest, :longest]
-    return documents.cut[1]
+    if documents.sliced_bias is None or documents.sliced_bias[0] is not bias:
+        documents.sliced_bias = bias, bias[..., :longest, :longest]
+    return documents.sliced_bias[1]
 
 
 def _attend_causally(
@@ -194,7 +199,10 @@ def _attend_in_groups(
     restore: torch.Tensor,
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Attend in each group: flat positions of queries and keys, and which keys are visible."""
+    """Attend in each group, and return the outputs in the order of the rows.
+
+    A group: flat positions of queries and of keys, and the mask of visible keys.
+    """
     import torch
 
     rows, _, tokens, _ = parts[0].shape
@@ -220,7 +228,10 @@ def _attend(
     visible: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dense attention; `visible` bool [documents, 1, 1, keys], only where it is not causal."""
+    """Run PyTorch's attention on a dense batch of documents.
+
+    `visible` bool [documents, 1, 1, keys]; None for causal attention.
+    """
     import torch
 
     from app.model.activation_checkpointing import attend_once
@@ -231,8 +242,8 @@ def _attend(
     if window is not None and window >= num_queries:
         window = None
     if rule is not None and rule.size < num_keys:
-        seen = rule.visible(num_keys, query.device)
-        mask = seen if mask is None else mask & seen
+        in_reach = rule.visible(num_keys, query.device)
+        mask = in_reach if mask is None else mask & in_reach
     elif is_causal and (window is not None or bias is not None):
         position = torch.arange(num_queries, device=query.device)
         distance = position.unsqueeze(1) - position.unsqueeze(0)
@@ -242,12 +253,12 @@ def _attend(
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
     if is_causal and mask is None and matmul.is_faster(query, value, dropout):
         rows = stack_documents(place_documents([[num_queries]] * len(query), num_queries))
-        parts = in_one_dtype(query, key, value)
+        parts = cast_to_one_dtype(query, key, value)
         return matmul.attend_causally(*parts, rows, scaling).transpose(1, 2)
-    if query.is_cuda and query.shape[1] != key.shape[1] and not _takes_flash(query, value, mask):
-        # CUDA's other kernels take no shared heads: all scores would be kept, in fp32.
-        shared = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
+    if query.is_cuda and query.shape[1] != key.shape[1] and not _runs_flash(query, value, mask):
+        # CUDA's other fused kernels do not support GQA, and the fallback saves all scores in fp32.
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
     output: torch.Tensor = attend_once(
         torch.nn.functional.scaled_dot_product_attention,
         query,
@@ -262,12 +273,12 @@ def _attend(
     return output
 
 
-def _takes_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Return whether PyTorch gives a GPU's attention to its FlashAttention."""
+def _runs_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Return whether PyTorch runs this attention on a GPU by its FlashAttention kernel."""
     import torch
 
     if torch.cuda.get_device_capability() < (8, 0):
         return False
-    query, _, value = in_one_dtype(query, value, value)
+    query, _, value = cast_to_one_dtype(query, value, value)
     widest = max(query.shape[-1], value.shape[-1])
     return mask is None and query.dtype.itemsize == 2 and widest <= WIDEST_FLASH_HEAD

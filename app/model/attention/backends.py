@@ -1,4 +1,4 @@
-"""The attention that a person can choose, and its name in transformers."""
+"""The attention backends, their names in transformers, and the models that they cannot run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GPU_ONLY = ("flash2", "flash3", "varlen", "flex")
-"""backends that need an NVIDIA GPU to train"""
+"""backends that can train only on an NVIDIA GPU"""
 HALF_PRECISION_ONLY = ("flash2", "flash3", "varlen")
 """backends that compute in half precision only"""
 BACKEND_PACKAGES = {
     "flash2": ("flash_attn", "flash-attn"),
     "flash3": ("flash_attn_interface", "flash-attn-3"),
 }
-"""backends of separate packages: the module to import, and the package's name"""
+"""backend in a separate package -> the module to import, and the package's name"""
 BY_DOCUMENT = "sdpa_by_document"
 BY_BOUNDARIES = "varlen_by_boundaries"
 BY_BLOCKS = "flex_attention_by_blocks"
@@ -37,8 +37,8 @@ IN_TRANSFORMERS = {
     "flash3": "flash_attention_3",
 }
 
-# Model types by what config.json does not tell (transformers 5.23). The lists give an early
-# message, the probes at the start of training refuse what they lack.
+# Properties of model types that config.json does not contain (transformers 5.23). The lists give an
+# early message; the probes at the start of training refuse the models that are missing here.
 COUNTS_POSITIONS = (
     "bart",
     "bigbird_pegasus",
@@ -64,24 +64,24 @@ COUNTS_POSITIONS = (
     "xlm-roberta-xl",
     "xmod",
 )
-"""model types that compute positions themselves, from the start of the row"""
+"""model types that compute positions themselves, counted from the start of the row"""
 WITHOUT_MASK = ("deepseek_v4", "openai-gpt", "xlm")
-"""model types that take no mask of queries by keys, or not in all layers"""
+"""model types that ignore a mask of queries by keys, at least in some layers"""
 ALIBI = ("bloom", "mpt")
 """model types that compute their ALiBi bias from the mask of a whole row"""
 SEES_PADDING = ("encoder-decoder", "prophetnet")
-"""model types of which no mask hides all padding"""
+"""model types that see padding whatever the mask is"""
 HASHES_ROWS = ("reformer",)
-"""model types whose queries see the keys of their bucket, and buckets hold tokens of a whole row"""
+"""model types that attend inside buckets, into which they sort the tokens of a whole row"""
 SHARED_EXPERTS = ("nllb-moe",)
-"""model types whose experts drop tokens beyond a capacity that the whole batch shares"""
+"""model types whose experts drop tokens above a capacity shared by the whole batch"""
 SELECTED_TOKENS = ("index_topk", "keep_window_size", "indexer_budget")
-"""names in config.json of how many keys each query selects by score"""
+"""names in config.json of the number of keys that each query selects by score"""
 COMPRESSED_TOKENS = {"deepseek_v4": 4}
-"""by model type, how many tokens each selected key stands for, where it is more than one"""
+"""model type -> number of tokens that each selected key represents, if more than one"""
 BY_CLASS = {"falcon": ("flash2",)}
-"""model types with an attention class per backend: they take positions only, which separate the
-documents of a pack where it is the only row of its batch"""
+"""model types with one attention class per backend, and the backends to use with them: these get
+only positions, which keep packed documents apart if the batch is a single row"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class AttentionConfig:
 
 
 def attention_implementation(backend: str) -> str:
-    """Name of `backend` in transformers; registers ours there."""
+    """Register our attention functions in transformers, and return the name of `backend` there."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if backend == "sdpa":
@@ -111,13 +111,13 @@ def attention_implementation(backend: str) -> str:
     elif backend == "flex":
         from app.model.attention.flex import attend_by_blocks
 
-        # No mask function on purpose: the blocks that a batch comes with are its whole mask.
+        # No mask function: the block mask that is built for each batch is complete.
         AttentionInterface.register(BY_BLOCKS, attend_by_blocks)
     return IN_TRANSFORMERS[backend]
 
 
 def check_implementation(model: PreTrainedModel, implementation: str) -> None:
-    """Raise UserError where a part of `model` runs another attention than `implementation`.
+    """Raise UserError if a part of `model` runs another attention than `implementation`.
 
     transformers silently replaces an attention that a model does not support.
     """
@@ -126,33 +126,33 @@ def check_implementation(model: PreTrainedModel, implementation: str) -> None:
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):
             continue
-        given = part.config._attn_implementation
-        if given != implementation:
+        actual = part.config._attn_implementation
+        if actual != implementation:
             raise UserError(
-                f"{type(part).__name__} was to run {implementation}, but transformers gave it "
-                f"{given}: type attention=sdpa or attention=eager"
+                f"{type(part).__name__} should run {implementation}, but transformers replaced it "
+                f"by {actual}: type attention=sdpa or attention=eager"
             )
 
 
-def why_not_packed(numbers: Mapping[str, Any], backend: str = "auto") -> str | None:
-    """Return why a model with these config.json `numbers` cannot be packed, None where it can.
+def why_not_packed(config: Mapping[str, Any], backend: str = "auto") -> str | None:
+    """Return why documents cannot be packed for a model, or None; they go into padded rows instead.
 
-    Its documents then stand in padded rows.
+    `config`: contents of its config.json.
     """
-    model_type = numbers.get("model_type")
+    model_type = config.get("model_type")
     if model_type in COUNTS_POSITIONS:
         reason = (
             "compute positions from the start of the row, which are wrong for every document of a "
             "pack but the first"
         )
-    elif model_type in ALIBI or (model_type == "falcon" and numbers.get("alibi")):
+    elif model_type in ALIBI or (model_type == "falcon" and config.get("alibi")):
         reason = (
             "compute their ALiBi bias over the whole row, and take no mask that separates the "
             "documents of a pack"
         )
     elif model_type in WITHOUT_MASK:
         reason = "take no mask that separates the documents of a pack"
-    elif numbers.get("is_encoder_decoder") and backend == "eager":
+    elif config.get("is_encoder_decoder") and backend == "eager":
         reason = (
             "have an encoder, and attention=eager gives it and cross-attention one mask, which "
             "cannot keep the documents of a pack apart"
@@ -162,12 +162,13 @@ def why_not_packed(numbers: Mapping[str, Any], backend: str = "auto") -> str | N
     return f"{model_type} models {reason}"
 
 
-def why_not_batched(numbers: Mapping[str, Any], longest: int | None = None) -> str | None:
-    """Return why a document's logits depend on what else is in its batch, None where they do not.
+def why_not_batched(config: Mapping[str, Any], longest: int | None = None) -> str | None:
+    """Return why a document's logits depend on the rest of its batch, or None if they do not.
 
-    For packed and padded batches alike, of documents up to `longest` tokens.
+    Holds for packed and for padded batches of documents up to `longest` tokens. `config`: contents
+    of config.json.
     """
-    model_type = numbers.get("model_type")
+    model_type = config.get("model_type")
     if model_type in SEES_PADDING:
         reason = "let documents see the padding after them, and each other in a pack"
     elif model_type in HASHES_ROWS:
@@ -180,19 +181,19 @@ def why_not_batched(numbers: Mapping[str, Any], longest: int | None = None) -> s
             "drop tokens beyond an expert_capacity that all documents of a batch share, so that "
             "the logits of one depend on the others"
         )
-    elif model_type == "t5gemma" and _starts_with_padding(numbers):
+    elif model_type == "t5gemma" and _starts_with_padding(config):
         reason = (
             "mask tokens whose id is pad_token_id, and this decoder starts with one "
             "(decoder_start_token_id): its logits depend on the padding of the row"
         )
     else:
-        return _why_too_long(numbers, longest)
+        return _why_too_long(config, longest)
     return f"{model_type} models {reason}: type model.path=ANOTHER_BASE"
 
 
-def _why_too_long(numbers: Mapping[str, Any], longest: int | None) -> str | None:
-    """Return why documents up to `longest` tokens are too long for an indexer."""
-    text = _part(numbers, "text_config")
+def _why_too_long(config: Mapping[str, Any], longest: int | None) -> str | None:
+    """Return why documents up to `longest` tokens are too long for a model that selects keys."""
+    text = _nested_config(config, "text_config")
     model_type = str(text.get("model_type"))
     keys = next((text[name] for name in SELECTED_TOKENS if text.get(name)), None)
     if longest is None or keys is None:
@@ -202,28 +203,28 @@ def _why_too_long(numbers: Mapping[str, Any], longest: int | None) -> str | None
         return None
     return (
         f"{model_type} models let each token attend to the {keys:,} keys of the highest scores, "
-        "and which of equal scores are taken depends on the rest of the row: "
+        "and the choice between equal scores depends on the rest of the row: "
         f"type data.sequence_len={selected}"
     )
 
 
-def _starts_with_padding(numbers: Mapping[str, Any]) -> bool:
-    start = numbers.get("decoder_start_token_id")
-    return start is not None and start == _part(numbers, "decoder").get("pad_token_id")
+def _starts_with_padding(config: Mapping[str, Any]) -> bool:
+    start = config.get("decoder_start_token_id")
+    return start is not None and start == _nested_config(config, "decoder").get("pad_token_id")
 
 
-def _part(numbers: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a nested config of a composite model, or `numbers` where there is none."""
-    part = numbers.get(name)
-    return part if isinstance(part, Mapping) else numbers
+def _nested_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a nested config of a composite model, or `config` itself if it has none."""
+    nested = config.get(name)
+    return nested if isinstance(nested, Mapping) else config
 
 
 @contextmanager
 def generation_attention(model: torch.nn.Module) -> Iterator[None]:
-    """Use transformers' own attention in `model.generate`, for its cache and left padding."""
+    """Use transformers' own attention in `model.generate`, which needs a cache and left padding."""
     from transformers import PreTrainedModel
 
-    # Encoder and decoder each have a config.
+    # Encoder and decoder have separate configs.
     changed = [
         (module, module.config._attn_implementation)
         for module in model.modules()
@@ -241,7 +242,7 @@ def generation_attention(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def use_backend(model: torch.nn.Module, backend: str) -> Iterator[None]:
-    """Run `model` with the attention of `backend`."""
+    """Run `model` with the attention of `backend` in this context."""
     from transformers import PreTrainedModel
 
     name = attention_implementation(backend)

@@ -1,8 +1,8 @@
-"""The documents of a batch as index tensors, by which layers attend inside each of them.
+"""Index tensors of a batch's documents, with which layers attend inside each document.
 
-Causal models read one sequence, in which a token sees its document's past. Encoder-decoder models
-have three attentions, each with its own groups: the encoder's (a source sees all of itself), the
-decoder's (a target sees its past), and cross-attention (a target sees its own source).
+In causal models, a token sees the past of its document. Encoder-decoder models have three kinds of
+attention, each with its own groups of documents: the encoder's (a source sees all of itself), the
+decoder's (a target sees its own past), and cross-attention (a target sees its own source).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 Lengths = Sequence[Sequence[int]]
 """document lengths by row"""
 
-MAX_PADDED_SHARE = 1.25
-"""limit of the work for padded over real tokens, up to which documents are batched together"""
+MAX_PADDED_RATIO = 1.25
+"""largest ratio of padded to real work up to which documents are batched together"""
 SHORT_TOKENS = 64
-"""up to this length, calling a kernel takes longer than computing a document"""
+"""length up to which launching a kernel takes longer than computing a document"""
 STACK_TOKENS = 1024
-"""tokens of short documents that are computed together while they fit into the CPU cache"""
+"""most tokens of short documents computed together, so that they fit into the CPU's cache"""
 FREE_PADDING = 1024
-"""query-key pairs of padding that a document may add besides: fewer, larger calls"""
+"""query-key pairs of padding that each document may add on top, for fewer and larger calls"""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor in host memory to `device`; no batch waits for what a GPU still computes."""
-    if device.type == "cuda":  # it copies beside its work from page-locked memory only
+    """Copy a tensor in host memory to `device`, without waiting for a GPU's queued work."""
+    if device.type == "cuda":  # copies are asynchronous only from pinned memory
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 class DocumentSpan(NamedTuple):
-    """Position of a document: its row, its first column and the one after its last."""
+    """Position of a document: its row, its first column, and the column after its last."""
 
     row: int
     start: int
@@ -45,7 +45,7 @@ class DocumentSpan(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Return its number of tokens."""
+        """Number of tokens."""
         return self.end - self.start
 
 
@@ -56,19 +56,19 @@ class DocumentGroups:
     documents: list[DocumentSpan]
     rows: int
     tokens: int
-    """tokens of a row"""
+    """tokens per row"""
     device: torch.device
 
     @cached_property
     def stacks(self) -> list[list[DocumentSpan]]:
-        """Groups of documents that are computed together without gathering: short ones only."""
+        """Groups of short documents that are computed together; a long document is a group."""
         return stack_documents(self.documents)
 
     @cached_property
     def gather(self) -> list[torch.Tensor]:
         """Flat positions (row * tokens + column) of each group, [documents, longest].
 
-        A shorter document is padded by repeating its last token, which no real token can see.
+        A shorter document is padded by repeating its last token, which no earlier token sees.
         """
         return self._indices[0]
 
@@ -79,23 +79,17 @@ class DocumentGroups:
 
     @cached_property
     def boundaries(self) -> dict[str, Any]:
-        """Where documents begin, counted through all rows, by transformers' names for kernels.
+        """The arguments of `boundary_arguments`, and each token's document for Mamba's kernels.
 
-        `cu_seq_lens_q`, `cu_seq_lens_k` int32 [documents + 1]: the ends; `seq_idx` int32
-        [1, rows * tokens]: the number of each token's document.
+        `seq_idx` int32 [1, rows * tokens]: number of the document.
         """
         import torch
 
-        lengths = torch.tensor([0, *(one.length for one in self.documents)])
-        ends = to_device(lengths.cumsum(0, dtype=torch.int32), self.device)
-        numbers = torch.arange(len(self.documents), dtype=torch.int32)
-        longest = max(one.length for one in self.documents)
-        return {
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
-            "max_length_q": longest,
-            "max_length_k": longest,
-            "seq_idx": to_device(numbers.repeat_interleave(lengths[1:])[None], self.device),
+        lengths = [document.length for document in self.documents]
+        numbers = torch.arange(len(lengths), dtype=torch.int32)
+        seq_idx = numbers.repeat_interleave(torch.tensor(lengths))[None]
+        return boundary_arguments(self.documents, self.device) | {
+            "seq_idx": to_device(seq_idx, self.device)
         }
 
     @cached_property
@@ -104,17 +98,15 @@ class DocumentGroups:
 
         gather, first_slot = [], 0
         restore = torch.empty(self.rows * self.tokens, dtype=torch.int64)
-        for members in _of_similar_length(self.documents):
-            lengths = torch.tensor([one.length for one in members]).unsqueeze(1)
-            starts = torch.tensor([one.row * self.tokens + one.start for one in members])
-            columns = torch.arange(members[0].length).unsqueeze(0)
-            index = starts.unsqueeze(1) + torch.minimum(columns, lengths - 1)
-            for number, one in enumerate(members):
-                first, slot = (
-                    one.row * self.tokens + one.start,
-                    first_slot + number * len(columns[0]),
-                )
-                restore[first : first + one.length] = torch.arange(slot, slot + one.length)
+        for members in _group_by_length(self.documents):
+            starts = [document.row * self.tokens + document.start for document in members]
+            lengths = [document.length for document in members]
+            columns = torch.arange(max(lengths)).unsqueeze(0)
+            last = torch.tensor(lengths).unsqueeze(1) - 1
+            index = torch.tensor(starts).unsqueeze(1) + torch.minimum(columns, last)
+            for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+                slot = first_slot + number * max(lengths)
+                restore[start : start + length] = torch.arange(slot, slot + length)
             first_slot += index.numel()
             gather.append(to_device(index, self.device))
         return gather, to_device(restore, self.device)
@@ -123,7 +115,7 @@ class DocumentGroups:
 def group_documents(
     document_lengths: Lengths, shape: tuple[int, int], device: torch.device
 ) -> DocumentGroups | None:
-    """Group a batch's documents by length; None when every row is one document.
+    """Group a batch's documents by length; None if every row is one document.
 
     The padding of a row counts as one more document.
     """
@@ -149,26 +141,43 @@ def place_documents(document_lengths: Lengths, tokens: int) -> list[DocumentSpan
     return placed
 
 
+def boundary_arguments(documents: Sequence[DocumentSpan], device: torch.device) -> dict[str, Any]:
+    """Return the boundaries of documents, counted through all rows, by transformers' names.
+
+    `cu_seq_lens_q`, `cu_seq_lens_k` int32 [documents + 1]: start of each document, end of the last.
+    """
+    import torch
+
+    lengths = [document.length for document in documents]
+    boundaries = to_device(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)
+    return {
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+
+
 def stack_documents(documents: Sequence[DocumentSpan]) -> list[list[DocumentSpan]]:
-    """Group short documents of similar length; a long one forms its own group."""
-    short = [one for one in documents if one.length <= SHORT_TOKENS]
-    alone = [[one] for one in documents if one.length > SHORT_TOKENS]
-    return alone + _of_similar_length(short, STACK_TOKENS)
+    """Group short documents of similar length; a long document is a group of its own."""
+    short = [document for document in documents if document.length <= SHORT_TOKENS]
+    long = [[document] for document in documents if document.length > SHORT_TOKENS]
+    return long + _group_by_length(short, STACK_TOKENS)
 
 
-def _of_similar_length(
+def _group_by_length(
     documents: Sequence[DocumentSpan], max_tokens: float = math.inf
 ) -> list[list[DocumentSpan]]:
-    """Group documents, longest first, so that padding to one length costs little."""
+    """Group documents of similar length, longest first, so that padding costs little."""
     groups: list[list[DocumentSpan]] = []
     real = 0
-    for one in sorted(documents, key=lambda one: -one.length):
+    for document in sorted(documents, key=lambda document: -document.length):
         padded = groups[-1][0].length * (len(groups[-1]) + 1) if groups else math.inf
-        if padded > max_tokens or padded > MAX_PADDED_SHARE * (real + one.length):
+        if padded > max_tokens or padded > MAX_PADDED_RATIO * (real + document.length):
             groups.append([])
             real = 0
-        groups[-1].append(one)
-        real += one.length
+        groups[-1].append(document)
+        real += document.length
     return groups
 
 
@@ -176,41 +185,40 @@ def _of_similar_length(
 class PairGroup:
     """Documents of similar lengths, computed as one dense batch.
 
-    `queries`, `keys` [documents, longest]: flat positions (row * tokens + column); a shorter
-    document is padded by repeating its last token. `visible` bool [documents, 1, 1, longest]: False
-    at padded keys, None where there are none.
+    A shorter document is padded by repeating its last token.
     """
 
     queries: torch.Tensor
+    """flat positions (row * tokens + column), [documents, longest]"""
     keys: torch.Tensor
+    """flat positions, [documents, longest]"""
     visible: torch.Tensor | None
+    """bool [documents, 1, 1, longest], False at padded keys; None if no key is padded"""
 
 
 @dataclass(slots=True)
 class BidirectionalGroups:
-    """Groups of documents whose queries see all of their keys.
-
-    `restore` [rows * tokens]: index of each flat query into the concatenated group outputs. Padding
-    gets the first output: no layer reads it, and it has no loss.
-    """
+    """Groups of documents whose queries see all of their keys."""
 
     groups: list[PairGroup]
     restore: torch.Tensor
+    """index of each flat query into the concatenated group outputs, [rows * tokens]; padding gets
+    the first output, which no layer reads"""
 
 
 @dataclass(slots=True)
 class PairGroups:
-    """The groups of each attention; None where every row is one document."""
+    """Groups of an encoder-decoder model, by attention; None if every row is one document."""
 
     encoder: BidirectionalGroups | None
     decoder: DocumentGroups | None
     cross: BidirectionalGroups | None
-    cut: tuple[torch.Tensor, torch.Tensor] | None = None
-    """the last relative position bias, and its slice for the longest document"""
+    sliced_bias: tuple[torch.Tensor, torch.Tensor] | None = None
+    """latest relative position bias, and its slice for the longest document"""
 
 
 class Span(NamedTuple):
-    """A document in one sequence: number of tokens, and flat position of the first."""
+    """A document's number of tokens, and the flat position of its first token."""
 
     length: int
     start: int
@@ -223,10 +231,10 @@ def group_pairs(
     target_shape: tuple[int, int],
     device: torch.device,
 ) -> PairGroups:
-    """Group a batch's documents for all layers; shapes are (rows, tokens) of source and target."""
+    """Group a batch's pairs of source and target; shapes are (rows, tokens)."""
     sources = _spans(source_lengths, source_shape)
     targets = _spans(target_lengths, target_shape)
-    if not sources:  # a micro-batch without documents: each row counts as one
+    if not sources:  # in a micro-batch without documents, each row counts as one
         sources = [Span(source_shape[1], row * source_shape[1]) for row in range(source_shape[0])]
         targets = [Span(target_shape[1], row * target_shape[1]) for row in range(target_shape[0])]
     source_tokens, target_tokens = (rows * tokens for rows, tokens in (source_shape, target_shape))
@@ -235,9 +243,9 @@ def group_pairs(
     if are_rows and decoder is None:
         return PairGroups(None, None, None)
     return PairGroups(
-        None if are_rows else _group(sources, sources, source_tokens, device),
+        None if are_rows else _group_bidirectional(sources, sources, source_tokens, device),
         decoder,
-        _group(targets, sources, target_tokens, device),
+        _group_bidirectional(targets, sources, target_tokens, device),
     )
 
 
@@ -251,7 +259,7 @@ def _spans(lengths: Lengths, shape: tuple[int, int]) -> list[Span]:
     return spans
 
 
-def _group(
+def _group_bidirectional(
     queries: list[Span], keys: list[Span], num_queries: int, device: torch.device
 ) -> BidirectionalGroups:
     import torch
@@ -266,32 +274,27 @@ def _group(
         restore[query_index[is_query]] = slots[is_query]
         first_slot += query_index.numel()
         visible = None if is_key.all() else to_device(is_key[:, None, None], device)
-        groups.append(
-            PairGroup(
-                to_device(query_index, device),
-                to_device(key_index, device),
-                visible,
-            )
-        )
+        positions = to_device(query_index, device), to_device(key_index, device)
+        groups.append(PairGroup(*positions, visible))
     return BidirectionalGroups(groups, to_device(restore, device))
 
 
 def _take_similar(
     documents: list[tuple[Span, Span]],
 ) -> tuple[list[tuple[Span, Span]], list[tuple[Span, Span]]]:
-    """Split off the first documents, sorted by key length, that may be padded to one size."""
+    """Split off the first documents that may be padded to one size; sorted by key length."""
     longest_query, real = 0, 0
     longest_key = documents[0][1].length
     for size, (query, key) in enumerate(documents, start=1):
         longest_query = max(longest_query, query.length)
         real += query.length * key.length
-        if longest_query * longest_key * size > MAX_PADDED_SHARE * real + FREE_PADDING * size:
+        if longest_query * longest_key * size > MAX_PADDED_RATIO * real + FREE_PADDING * size:
             return documents[: size - 1], documents[size - 1 :]
     return documents, []
 
 
 def _index(spans: list[Span]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat positions [documents, longest], and which of them are not padding."""
+    """Return flat positions [documents, longest], and a mask of those that are not padding."""
     import torch
 
     lengths = torch.tensor([span.length for span in spans]).unsqueeze(1)

@@ -1,10 +1,10 @@
-"""Attention by PyTorch's `flex_attention`, by the key blocks that each query block sees."""
+"""attention=flex: PyTorch's `flex_attention` with a block mask built from document lengths."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.attend import in_one_dtype
+from app.model.attention.attend import cast_to_one_dtype
 from app.model.attention.documents import Lengths
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def attend_by_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call the kernel as transformers does; without a mask, every row is one document.
 
-    query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared.
-    Returns [rows, tokens, heads, head_dim].
+    query [rows, heads, tokens, head_dim]; key and value may have fewer heads (GQA). Returns
+    [rows, tokens, heads, head_dim].
     """
     from transformers.integrations.flex_attention import flex_attention_forward
 
@@ -37,9 +37,9 @@ def attend_by_blocks(
         documents = [[tokens]] * rows
         attention_mask = block_mask(documents, (rows, tokens), query.device, window=sliding_window)
     if query.is_cuda and query.shape[2] < BLOCK:
-        # PyTorch would take the kernel for decoding, for which these blocks are too large.
+        # PyTorch would choose its decoding kernel, for which these blocks are too large.
         options["kernel_options"] = {"BACKEND": "TRITON"}
-    parts = in_one_dtype(query, key, value)
+    parts = cast_to_one_dtype(query, key, value)
     attended: tuple[torch.Tensor, torch.Tensor | None] = flex_attention_forward(
         module, *parts, attention_mask, **options
     )
@@ -53,40 +53,40 @@ def block_mask(
     *,
     window: int | None,
 ) -> BlockMask:
-    """Build the mask of [rows, tokens]: a token sees its document's past, at most `window` tokens.
+    """Build the mask of a batch: a token sees its document's past, at most `window` tokens.
 
-    Computed from the document lengths, without a mask of tokens by tokens.
+    `shape`: rows and tokens. Computed from the document lengths, never as a matrix of tokens.
     """
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
-    first = _first_seen(document_lengths, shape, window)
+    first = _first_visible_keys(document_lengths, shape, window)
     blocks = first.unflatten(1, (-1, BLOCK))
     lowest, highest = blocks.amin(2).unsqueeze(2), blocks.amax(2).unsqueeze(2)
     number = torch.arange(blocks.shape[1])
     is_past = number.unsqueeze(0) < number.unsqueeze(1)
-    is_touched = (is_past | torch.eye(len(number), dtype=torch.bool)) & (
+    is_needed = (is_past | torch.eye(len(number), dtype=torch.bool)) & (
         (number + 1) * BLOCK > lowest
     )
     is_whole = is_past & (number * BLOCK >= highest)
     first = first.to(device)
 
-    def sees(
+    def is_visible(
         row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
         return (first[row, query] <= key) & (key <= query)
 
     mask: BlockMask = BlockMask.from_kv_blocks(
-        *_listed(is_touched & ~is_whole),
-        *_listed(is_whole),
+        *_list_key_blocks(is_needed & ~is_whole),
+        *_list_key_blocks(is_whole),
         BLOCK_SIZE=BLOCK,
-        mask_mod=sees,
+        mask_mod=is_visible,
         seq_lengths=(shape[1], shape[1]),
     )
     return mask.to(device)
 
 
-def _first_seen(
+def _first_visible_keys(
     document_lengths: Lengths, shape: tuple[int, int], window: int | None
 ) -> torch.Tensor:
     """Return the column of the first key that each query sees, [rows, tokens padded to a block].
@@ -107,10 +107,10 @@ def _first_seen(
     return first
 
 
-def _listed(is_in: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number of key blocks of each query block, and their indices first."""
+def _list_key_blocks(is_chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of key blocks of each query block, and indices that start with these."""
     import torch
 
-    counts = is_in.sum(-1, dtype=torch.int32)
-    numbers = is_in.int().argsort(dim=-1, descending=True, stable=True).int()
+    counts = is_chosen.sum(-1, dtype=torch.int32)
+    numbers = is_chosen.int().argsort(dim=-1, descending=True, stable=True).int()
     return counts.unsqueeze(1), numbers.unsqueeze(1)

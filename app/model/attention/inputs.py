@@ -1,4 +1,4 @@
-"""Arguments of a model's forward by which its layers keep the documents of a batch apart."""
+"""Build the arguments of a model's forward that keep the documents of a batch apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.backends import BY_CLASS, why_not_batched, why_not_packed
-from app.model.attention.documents import Lengths, group_documents, group_pairs, to_device
+from app.model.attention.documents import (
+    Lengths,
+    boundary_arguments,
+    group_documents,
+    group_pairs,
+    place_documents,
+)
 from app.model.attention.flex import block_mask
 from app.model.attention.mixers import masks_recurrent_layers, mixer_inputs
 from app.process.errors import UserError
@@ -23,114 +29,120 @@ def attention_inputs(
     document_lengths: Lengths,
     ids: torch.Tensor,
 ) -> dict[str, Any]:
-    """Compute what a model's forward needs to keep documents apart, once per batch.
+    """Return the keyword arguments with which a model's forward keeps documents apart.
 
-    `ids` [rows, tokens] are its input; the result is passed to it as keyword arguments.
+    Computed once per batch. `ids` [rows, tokens]: the model's input.
     """
     _check_batch(model, document_lengths)
     inputs: dict[str, Any] = {"attention_mask": None}
     if _has_attention(model):
-        inputs = _inputs_of_attention(model, backend, document_lengths, ids)
+        inputs = _mask_inputs(model, backend, document_lengths, ids)
     return inputs | mixer_inputs(model, document_lengths, _shape(ids), ids.device)
 
 
 def _has_attention(model: PreTrainedModel) -> bool:
-    """Return whether a model has any attention, as Mamba has none: no mask is for its mixers."""
+    """Return whether a model has any attention layer; Mamba has none, and needs no mask."""
     text = model.config.get_text_config()
-    # Not the attribute: it is an error where the number differs by layer.
+    # Not by getattr, which fails if the number differs by layer.
     name = text.attribute_map.get("num_attention_heads", "num_attention_heads")
     return text.__dict__.get(name) is not None
 
 
-def _inputs_of_attention(
+def _mask_inputs(
     model: PreTrainedModel, backend: str, document_lengths: Lengths, ids: torch.Tensor
 ) -> dict[str, Any]:
-    # Not the model's device: its weights may be in host memory between two passes.
+    # Not the model's device: its weights may be offloaded to host memory between passes.
     shape, device = _shape(ids), ids.device
-    kind, is_packed = model.config.model_type, any(len(row) > 1 for row in document_lengths)
+    model_type, is_packed = model.config.model_type, any(len(row) > 1 for row in document_lengths)
     if backend == "sdpa":
         return {
-            "attention_mask": _unread_mask(model, ids),
+            "attention_mask": _placeholder_mask(model, ids),
             "documents": group_documents(document_lengths, shape, device),
         }
-    if is_packed and len(document_lengths) > 1 and backend in BY_CLASS.get(kind, ()):
+    if is_packed and len(document_lengths) > 1 and backend in BY_CLASS.get(model_type, ()):
         raise UserError(
-            f"attention={backend} of {kind} models would let the documents of a pack see each "
-            "other where a batch has several: type trainer.micro_batch_size=1, or attention=eager"
+            f"attention={backend} of {model_type} models would let packed documents see each "
+            "other if a batch has several rows: type trainer.micro_batch_size=1, or attention=eager"
         )
     if backend == "eager":
         return {"attention_mask": _dense_masks(model, document_lengths, ids)}
     if backend == "flex":
         build = partial(block_mask, document_lengths, shape, device)
         return {"attention_mask": _by_layer(model, backend, build)}
-    boundaries = _boundaries(document_lengths, shape, device)
-    mask = _unread_mask(model, ids) if backend == "varlen" else None
+    # For rows of one document, too: transformers would search for boundaries in every layer, and
+    # wait for the device.
+    boundaries = boundary_arguments(place_documents(document_lengths, shape[1]), device)
+    mask = _placeholder_mask(model, ids) if backend == "varlen" else None
     return {"attention_mask": mask} | boundaries
 
 
 def _check_batch(model: PreTrainedModel, *sides: Lengths) -> None:
-    """Raise UserError where no attention keeps the documents of this batch apart in `model`.
+    """Raise UserError if no attention keeps the documents of this batch apart in `model`.
 
-    `sides`: document lengths by row, of each sequence that the model reads.
+    `sides`: document lengths by row, for each sequence that the model reads.
     """
-    numbers = _config_numbers(model.config)
+    config = _config_values(model.config)
     is_packed = any(len(row) > 1 for side in sides for row in side)
     longest = max((length for side in sides for row in side for length in row), default=None)
-    if is_packed and (reason := why_not_packed(numbers)):
+    if is_packed and (reason := why_not_packed(config)):
         raise UserError(f"{reason}: type packing=none")
-    if reason := why_not_batched(numbers, longest):
+    if reason := why_not_batched(config, longest):
         raise UserError(reason)
 
 
-def _config_numbers(config: PretrainedConfig) -> dict[str, Any]:
-    """Return a config as config.json has it, without the deep copy of `to_dict`: once per batch."""
+def _config_values(config: PretrainedConfig) -> dict[str, Any]:
+    """Return a config's values by their names in config.json, without the deep copy of `to_dict`.
+
+    It is called once per batch.
+    """
     from transformers import PretrainedConfig
 
     parts = {
-        name: _config_numbers(value) if isinstance(value, PretrainedConfig) else value
+        name: _config_values(value) if isinstance(value, PretrainedConfig) else value
         for name, value in vars(config).items()
     }
     return parts | {"model_type": config.model_type}
 
 
-def _whole_rows(ids: torch.Tensor) -> torch.Tensor:
-    """Return a mask [rows, tokens] of ones: documents and padding are up to our attention.
+def _all_ones_mask(ids: torch.Tensor) -> torch.Tensor:
+    """Return a mask [rows, tokens] of ones: our attention handles documents and padding itself.
 
-    Without a mask, transformers looks for documents in the positions, and waits for the device.
+    Without a mask, transformers would search the positions for documents, and wait for the device.
     """
     import torch
 
     return torch.ones_like(ids)
 
 
-def _unread_mask(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return ones for our attention, which reads none: [rows, tokens], or [rows, 1, tokens].
+def _placeholder_mask(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return a mask of ones for our attention, which ignores it.
 
-    The latter where transformers would ask for recurrent layers whether all are ones, and wait for
-    the device: it reads no padding in other than two dimensions.
+    [rows, tokens], or [rows, 1, tokens] for a model with recurrent layers, for which transformers
+    would test whether all entries are ones, and wait for the device. It expects padding only in
+    masks of two dimensions.
     """
-    mask = _whole_rows(ids)
+    mask = _all_ones_mask(ids)
     return mask.unsqueeze(1) if masks_recurrent_layers(model) else mask
 
 
 def _dense_masks(model: PreTrainedModel, document_lengths: Lengths, ids: torch.Tensor) -> Any:
     if all(len(lengths) == 1 for lengths in document_lengths):
-        return _whole_rows(ids)  # the padding at a row's end cannot be seen by causal attention
+        return _all_ones_mask(ids)  # causal attention never sees the padding at a row's end
     build = partial(_dense_mask, document_lengths, _shape(ids), ids.device, model.dtype)
     return _by_layer(model, "eager", build)
 
 
 def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -> Any:
-    """Return one mask, or one by layer type where these differ."""
-    numbers = model.config.get_text_config().to_dict()
-    window, layer_types = numbers.get("sliding_window"), numbers.get("layer_types")
+    """Return one mask, or a mask by layer type if these differ."""
+    config = model.config.get_text_config().to_dict()
+    window, layer_types = config.get("sliding_window"), config.get("layer_types")
     if layer_types is None:
         return build(window=window)
     windows = {"full_attention": None, "sliding_attention": window}
     kinds = set(layer_types)
     if not kinds <= windows.keys():
         if backend == "eager":
-            return None  # the model builds its own from the positions
+            return None  # the model builds its own masks from the positions
         raise UserError(
             f"attention={backend} has no mask for "
             f"{', '.join(sorted(kinds - windows.keys()))} layers: type attention=sdpa"
@@ -147,7 +159,10 @@ def _dense_mask(
     *,
     window: int | None,
 ) -> torch.Tensor:
-    """Additive [rows, 1, tokens, tokens] mask: 0 inside a document's past, else the minimum."""
+    """Return an additive mask [rows, 1, tokens, tokens]: 0 where a query sees the key.
+
+    `window`: most tokens that a token sees, itself included.
+    """
     import torch
 
     rows, tokens = shape
@@ -158,31 +173,9 @@ def _dense_mask(
     visible = (document.unsqueeze(2) == document.unsqueeze(1)).tril()
     if window is not None:
         visible = visible.triu(1 - window)
-    # Boolean masks are read wrongly by transformers' eager attention.
+    # transformers' eager attention misreads Boolean masks.
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
     return mask.unsqueeze(1).to(device)
-
-
-def _boundaries(
-    document_lengths: Lengths, shape: tuple[int, int], device: torch.device
-) -> dict[str, Any]:
-    """Return the boundaries of documents, counted through all rows, by transformers' names.
-
-    The padding of a row counts as one more document. Rows of one document have boundaries, too:
-    else transformers looks for some in every layer, and waits for the device.
-    """
-    import torch
-
-    _, tokens = shape
-    lengths = [n for row in document_lengths for n in (*row, tokens - sum(row)) if n]
-    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    boundaries = to_device(ends, device)
-    return {
-        "cu_seq_lens_q": boundaries,
-        "cu_seq_lens_k": boundaries,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-    }
 
 
 def pair_inputs(
@@ -193,16 +186,16 @@ def pair_inputs(
     source_ids: torch.Tensor,
     target_ids: torch.Tensor,
 ) -> dict[str, Any]:
-    """Compute what an encoder-decoder model's forward needs, once per batch.
+    """Return the keyword arguments with which an encoder-decoder model keeps documents apart.
 
-    ids [rows, tokens]: the input of encoder and decoder. UserError where the documents of a pack
-    cannot be kept apart.
+    Computed once per batch. `source_ids`, `target_ids` [rows, tokens]: the inputs of encoder and
+    decoder. Raises UserError if packed documents cannot be kept apart.
     """
     _check_batch(model, source_lengths, target_lengths)
     if backend != "sdpa" and any(len(lengths) > 1 for lengths in source_lengths):
         raise UserError(
-            f"attention={backend} gives encoder and cross-attention one mask, which cannot "
-            "keep the documents of a pack apart: type packing=none"
+            f"attention={backend} gives encoder and cross-attention one mask, which cannot keep "
+            "packed documents apart: type packing=none"
         )
     device = source_ids.device
     if backend == "sdpa":
@@ -217,7 +210,7 @@ def _shape(ids: torch.Tensor) -> tuple[int, int]:
 
 
 def _padding_mask(lengths: Lengths, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Mask [rows, tokens]: 1 at tokens, 0 at padding; a row without any document is all tokens."""
+    """Return a mask [rows, tokens]: 1 at tokens, 0 at padding; all 1 in a row without documents."""
     import torch
 
     ends = torch.tensor([sum(row) or shape[1] for row in lengths]).unsqueeze(1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.attend import MaskRule, in_one_dtype
+from app.model.attention.attend import MaskRule, cast_to_one_dtype
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def attend_by_boundaries(
     own_width = value.shape[-1]
     if own_width != width:  # latent attention has narrower values
         value = torch.nn.functional.pad(value, (0, width - own_width))
-    parts = in_one_dtype(query, key, value)
+    parts = cast_to_one_dtype(query, key, value)
     query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in parts)
     # As in transformers: a layer without the attribute is causal.
     is_causal = getattr(module, "is_causal", True)
