@@ -68,7 +68,7 @@ class Machine:
         patch(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         patch(choice, "_version", version)
         patch(importlib, "import_module", load)
-        patch(choice, "_transformers_takes", lambda backend: True)
+        patch(choice, "_transformers_accepts", lambda backend: True)
         patch(varlen, "varlen_attn", of_2_13)
 
 
@@ -149,9 +149,9 @@ def test_a_package_that_transformers_does_not_take(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.is_of(**WORKS)
-    monkeypatch.setattr(choice, "_transformers_takes", lambda backend: False)
+    monkeypatch.setattr(choice, "_transformers_accepts", lambda backend: False)
     assert choose().backend == "varlen"
-    assert "transformers does not take it" in str(choose())
+    assert "transformers does not accept it" in str(choose())
 
 
 def gemma4() -> PretrainedConfig:
@@ -163,10 +163,10 @@ MODELS = [
     # what only some of them compute, and what is left with flash-attn and without it
     (GPT2Config(), "flash2", "sdpa", "varlen has no attention dropout, and this model has 0.1"),
     (Gemma2Config(head_dim=256), "flash2", "eager", "sdpa has no softcap of attention logits"),
-    (LlamaConfig(head_dim=512), "sdpa", "sdpa", "heads up to 256 wide, not 512"),
+    (LlamaConfig(head_dim=512), "sdpa", "sdpa", "head dimensions up to 256, not 512"),
     (LlamaConfig(head_dim=100), "flash2", "sdpa", "a multiple of 8, not 100"),
     (GptOssConfig(), "eager", "eager", "compute their attention themselves"),
-    (gemma4(), "sdpa", "sdpa", "heads up to 256 wide, not 512"),
+    (gemma4(), "sdpa", "sdpa", "head dimensions up to 256, not 512"),
     (MistralConfig(sliding_window=4096), "flash2", "varlen", "PyTorch's own"),
     (DeepseekV3Config(), "flash2", "varlen", "PyTorch's own"),
     (tiny_t5().config, "sdpa", "sdpa", "an encoder and a decoder"),

@@ -92,7 +92,7 @@ def test_varlen_takes_the_window_that_a_layer_names_alone() -> None:
     torch.testing.assert_close(ours, by_document)
     attend_by_boundaries(LAYER, query, key, value, rule("chunk", 12), kernel=KERNEL)
     for kind, window in (("window", None), ("chunk", None), ("chunk", 3)):
-        with pytest.raises(ValueError, match="mask of another kind: type attention=sdpa"):
+        with pytest.raises(ValueError, match="another kind of mask: type attention=sdpa"):
             attend_by_boundaries(
                 LAYER, query, key, value, rule(kind, 4), sliding_window=window, kernel=KERNEL
             )

@@ -26,7 +26,7 @@ from app.model.attention import (
     inputs,
 )
 from app.model.attention.attend import MaskRule, build_mask_rule
-from app.model.attention.choice import ModelOnDevice, why_not_here
+from app.model.attention.choice import ModelOnDevice, why_not_supported
 from tests.matrix import matrix
 from tests.parity.test_attention_families import SHAPE, build
 from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, train_into
@@ -116,7 +116,7 @@ def test_the_shipped_base_passes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["doge", "deepseek_v32"])
 def test_models_that_read_masks_are_sent_to_eager(family: str) -> None:
     model = build(family)
-    reason = why_not_here("sdpa", ModelOnDevice(model.config, "cpu", "fp32"))
+    reason = why_not_supported("sdpa", ModelOnDevice(model.config, "cpu", "fp32"))
     assert reason is not None and "select what they attend to" in reason
     model.set_attn_implementation(attention_implementation("sdpa"))
     with pytest.raises(ValueError, match=r"attention=sdpa.* masks? .* type attention=eager"):

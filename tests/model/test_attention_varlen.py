@@ -34,9 +34,9 @@ from app.model.attention.documents import group_documents
 from app.model.attention.varlen import (
     FLASH4_CAPABILITIES,
     VarlenKernel,
+    activate_flash4,
     attend_by_boundaries,
     restore_flash2,
-    take_flash4,
 )
 from tests.tiny import random_ids, tiny_llama
 
@@ -336,7 +336,7 @@ def test_flash_attention_4_is_taken_where_it_is_proven_equal(
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with caplog.at_level("INFO"):
-        take_flash4([16, 32], torch.device("cpu"))
+        activate_flash4([16, 32], torch.device("cpu"))
     is_taken = current_flash_attention_impl() == "FA4"
     restore_flash2()
     assert current_flash_attention_impl() is None
@@ -352,7 +352,7 @@ def test_flash_attention_4_is_taken_where_it_is_proven_equal(
 def test_an_older_gpu_keeps_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    take_flash4([16], torch.device("cpu"))
+    activate_flash4([16], torch.device("cpu"))
     assert current_flash_attention_impl() is None
 
 
@@ -364,7 +364,7 @@ def test_on_a_gpu_flash_attention_4_computes_what_2_does(caplog: pytest.LogCaptu
     if torch.cuda.get_device_capability(device)[0] not in FLASH4_CAPABILITIES:
         pytest.skip("this GPU has no FlashAttention 4")
     with caplog.at_level("INFO"):
-        take_flash4([64, 128], device)
+        activate_flash4([64, 128], device)
     restore_flash2()
     if "backward unsupported: windowed attention" in caplog.text:
         pytest.skip("PyTorch 2.11 takes causal documents for a window, of which it has no backward")

@@ -22,7 +22,7 @@ from app.model.attention import (
     check_isolation,
     choose_backend,
 )
-from app.model.attention.choice import ModelOnDevice, why_not_here
+from app.model.attention.choice import ModelOnDevice, why_not_supported
 from app.process.errors import UserError
 from data_modules import (
     BatchSpec,
@@ -260,7 +260,7 @@ def test_what_is_offered_on_a_gpu_is_the_models_own_attention(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     model = build(family)
-    reason = why_not_here(backend, ModelOnDevice(model.config, "gpu", "bf16"))
+    reason = why_not_supported(backend, ModelOnDevice(model.config, "gpu", "bf16"))
     is_runnable = reason is None or "16 wide" in reason  # these heads are no wider
     if not is_runnable or family == "gpt_oss":  # whose sinks flex has on a GPU alone
         return

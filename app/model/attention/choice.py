@@ -1,4 +1,4 @@
-"""Choose the attention of a run: what the device, the precision and the model can run."""
+"""Choose the attention backend of a run, by its device, precision and model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FASTEST_FIRST = ("flash3", "flash2", "varlen", "sdpa")
-"""`auto` takes the first that can run, else eager, which runs every model"""
+"""`auto` chooses the first that can run, else eager, which runs every model"""
 DESCRIPTIONS = {
     "varlen": "PyTorch's own, for NVIDIA GPUs in half precision",
     "flex": "PyTorch's flex_attention",
@@ -32,32 +32,31 @@ DESCRIPTIONS = {
     "eager": "the slow reference",
 }
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
-HEAD_WIDTHS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
-"""names in config.json"""
+"""names of the attention dropout in config.json"""
+HEAD_DIMS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+"""names of head dimensions in config.json"""
 SELECTED_KEYS = (*SELECTED_TOKENS, "index_topk_blocks")
-"""names in config.json of how many keys, or blocks of them, a query selects by score"""
-WIDEST_HEAD = 256
-"""limit of all flash attention kernels"""
-SMALLEST_FLEX_HEAD = 16
+"""names in config.json of the number of keys, or blocks of keys, that each query selects"""
+MAX_FLASH_HEAD_DIM = 256
+MIN_FLEX_HEAD_DIM = 16
 OWN_MASKS = ("blt",)
-"""model types whose layers compute masks of their own"""
+"""model types whose layers compute their own masks"""
 MASKED_WINDOWS = ("phimoe",)
-"""model types whose layers know their sliding window from the mask only"""
-TAKES_MASK_ONLY = ("nemotron", "stablelm")
-"""model types whose decoder layers pass nothing but the mask on to their attention (as of
-transformers 5.23)"""
-PAIRS_SINCE, PAIRS_OF_KIND_SINCE = "5.4", {"umt5": "5.18"}
-"""the transformers from which on encoder-decoder models tell sdpa what each attention is"""
+"""model types whose layers get their sliding window only from the mask"""
+MASK_ONLY = ("nemotron", "stablelm")
+"""model types whose decoder layers pass only the mask to their attention (transformers 5.23)"""
+ENCODER_DECODER_SINCE, ENCODER_DECODER_SINCE_BY_TYPE = "5.4", {"umt5": "5.18"}
+"""first version of transformers whose encoder-decoder models pass on which attention is causal"""
 FLASH4 = "flash-attn-4"
-"""the package of a faster kernel for `varlen`"""
-NO_HOPPER = "flash-attn-3 is for Hopper GPUs"
-IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AttributeError)
-"""errors of a package that was built for another PyTorch, or lacks a library"""
+"""package of a faster kernel for `varlen`"""
+NOT_HOPPER = "flash-attn-3 is for Hopper GPUs"
+IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
+"""errors of a package that was built for another PyTorch, or misses a library"""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The attention of a run and why it was chosen; printed as its string."""
+    """The attention backend of a run, and why it was chosen; printed by `str`."""
 
     backend: str
     why: str
@@ -68,7 +67,7 @@ class AttentionChoice:
 
 @dataclass(frozen=True, slots=True)
 class ModelOnDevice:
-    """A model, and the device and precision that it runs on."""
+    """A model with the device and precision that it runs on."""
 
     architecture: PretrainedConfig
     accelerator: str
@@ -78,66 +77,66 @@ class ModelOnDevice:
     def model_type(self) -> str:
         return str(self.architecture.model_type)
 
-    def number(self, name: str) -> Any:
-        """Return a value of config.json by its usual name; None where the model has none.
+    def config_value(self, name: str) -> Any:
+        """Return a value of config.json by its usual name; None if the model has none.
 
-        The largest of its layers' where each has its own, as Gemma 4's heads.
+        The largest one if layers differ, as Gemma 4's heads do.
         """
-        # Not by `to_dict`: GPT-2 has other names, which only the attributes map.
+        # Not by `to_dict`: GPT-2 uses other names, which only attributes are mapped to.
         text = self.architecture.get_text_config()
         try:
             return getattr(text, name, None)
-        except RuntimeError:  # transformers refuses to read such a number of the whole config
+        except RuntimeError:  # transformers raises it for values that differ by layer
             return max(getattr(layer, name) for layer in text.per_layer_config)
 
-    def head_widths(self) -> list[int]:
-        widths = [width for name in HEAD_WIDTHS if (width := self.number(name))]
-        heads = self.number("num_attention_heads")
-        return widths or ([self.number("hidden_size") // heads] if heads else [])
+    def head_dims(self) -> list[int]:
+        dims = [dim for name in HEAD_DIMS if (dim := self.config_value(name))]
+        heads = self.config_value("num_attention_heads")
+        return dims or ([self.config_value("hidden_size") // heads] if heads else [])
 
 
 def choose_backend(
     config: AttentionConfig, architecture: PretrainedConfig, accelerator: str, precision: str
 ) -> AttentionChoice:
-    """Resolve `auto` to the fastest backend that can run; `precision` is a resolved name.
+    """Resolve `auto` to the fastest backend that can run; `precision` is resolved already.
 
-    UserError when the chosen one cannot run this model here; ImportError when its package is
-    missing or does not import.
+    Raises UserError if the configured backend cannot run this model on this device, ImportError if
+    its package is missing or cannot be imported.
     """
     model = ModelOnDevice(architecture, accelerator, precision)
     if config.backend == "auto":
-        return _fastest(model)
-    if reason := why_not_here(config.backend, model):
-        raise UserError(f"attention={config.backend}: {reason}; type {_instead(model)}")
-    if fault := find_package_problem(config.backend):
-        raise ImportError(f"attention={config.backend}: {fault}; type {_instead(model)}")
+        return _choose_fastest(model)
+    if reason := why_not_supported(config.backend, model):
+        raise UserError(f"attention={config.backend}: {reason}; type {_suggest_backend(model)}")
+    if problem := find_package_problem(config.backend):
+        raise ImportError(f"attention={config.backend}: {problem}; type {_suggest_backend(model)}")
     return AttentionChoice(config.backend, f"{_describe(config.backend)}, as typed")
 
 
-def _fastest(model: ModelOnDevice) -> AttentionChoice:
+def _choose_fastest(model: ModelOnDevice) -> AttentionChoice:
     reasons: dict[str, None] = {}  # ordered, without duplicates
-    taken = "eager"
+    chosen = "eager"
     for backend in FASTEST_FIRST:
         if backend in BY_CLASS.get(model.model_type, ()):
-            continue  # it needs batches of one row
-        reason = why_not_here(backend, model) or find_package_problem(backend)
+            continue  # works only for batches of one row
+        reason = why_not_supported(backend, model) or find_package_problem(backend)
         if reason is None:
-            taken = backend
+            chosen = backend
             break
-        if reason != NO_HOPPER:  # not worth a line
+        if reason != NOT_HOPPER:  # expected on most GPUs
             reasons[reason] = None
-    return AttentionChoice(taken, "; ".join([_describe(taken), *reasons]))
+    return AttentionChoice(chosen, "; ".join([_describe(chosen), *reasons]))
 
 
-def _instead(model: ModelOnDevice) -> str:
-    """Return what to type instead of a backend that cannot run."""
-    backend = _fastest(model).backend
-    needs_rows = backend == "eager" and model.architecture.is_encoder_decoder
-    return f"attention={backend}{' packing=none' if needs_rows else ''}"
+def _suggest_backend(model: ModelOnDevice) -> str:
+    """Return the override to type instead of a backend that cannot run."""
+    backend = _choose_fastest(model).backend
+    cannot_pack = backend == "eager" and model.architecture.is_encoder_decoder
+    return f"attention={backend}{' packing=none' if cannot_pack else ''}"
 
 
-def why_not_here(backend: str, model: ModelOnDevice) -> str | None:
-    """Return why `backend` cannot run this model on its device, None where it can."""
+def why_not_supported(backend: str, model: ModelOnDevice) -> str | None:
+    """Return why `backend` cannot run this model on its device, or None if it can."""
     return next(_obstacles(backend, model), None)
 
 
@@ -159,43 +158,51 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
     model_type = model.model_type
     if backend != "sdpa" and model.architecture.is_encoder_decoder:
         yield (
-            f"all layers get one set of boundaries, but {model_type} models have an encoder and "
-            "a decoder"
+            f"{backend} gives all layers the same document boundaries, but {model_type} models "
+            "have an encoder and a decoder"
         )
-    if model.architecture.is_encoder_decoder and (since := _newer_for_pairs(model_type)):
-        yield f"before transformers {since}, {model_type} models do not tell sdpa what is causal"
-    if any(model.number(name) for name in SELECTED_KEYS):
-        yield f"{model_type} models select what they attend to from a mask that only eager has"
-    if model_type in TAKES_MASK_ONLY and backend != "flex":
+    if model.architecture.is_encoder_decoder and (since := _required_transformers(model_type)):
+        yield (
+            f"before transformers {since}, {model_type} models do not pass on which attention is "
+            "causal"
+        )
+    if any(model.config_value(name) for name in SELECTED_KEYS):
+        yield f"{model_type} models select what they attend to from a mask that only eager builds"
+    if model_type in MASK_ONLY and backend != "flex":
         yield f"{model_type} models do not pass document boundaries on to their attention"
     if model_type in OWN_MASKS:
-        yield f"{model_type} models attend by masks of their own, which only eager takes"
-    if backend in ("sdpa", "varlen") and model.number("attn_logit_softcapping"):
-        yield f"{backend} has no softcap of attention logits, as {model_type} models have"
-    if not _takes(backend, model.architecture):
+        yield f"{model_type} models build their own attention masks, which only eager supports"
+    if backend in ("sdpa", "varlen") and model.config_value("attn_logit_softcapping"):
+        yield f"{backend} has no softcap of attention logits, which {model_type} models need"
+    if not _supports(backend, model.architecture):
         if backend in ("sdpa", "varlen"):
             yield f"{model_type} models compute their attention themselves"
         yield f"transformers has no {backend} for {model_type} models"
-    if tower := _tower_without(backend, model.architecture):
+    if tower := _find_tower_without(backend, model.architecture):
         yield f"transformers has no {backend} for {tower}, a part of {model_type} models"
     if backend == "sdpa":
         return
-    if backend != "flash2" and (dropout := max(model.number(n) or 0 for n in DROPOUTS)):
+    if backend != "flash2" and (dropout := max(model.config_value(n) or 0 for n in DROPOUTS)):
         yield f"{backend} has no attention dropout, and this model has {dropout:g}"
-    if backend in (*HALF_PRECISION_ONLY, "flex") and model.number("attention_chunk_size"):
-        yield f"{backend} has no chunked attention, as {model_type} models have"
+    if backend in (*HALF_PRECISION_ONLY, "flex") and model.config_value("attention_chunk_size"):
+        yield f"{backend} has no chunked attention, which {model_type} models need"
     if backend in HALF_PRECISION_ONLY and model_type in MASKED_WINDOWS:
-        yield f"{backend} does not get the sliding window of {model_type} models"
-    if backend == "varlen" and model.number("sliding_window") and not _varlen_takes_windows():
+        yield f"{model_type} models do not pass their sliding window on to {backend}"
+    if (
+        backend == "varlen"
+        and model.config_value("sliding_window")
+        and not _varlen_supports_windows()
+    ):
         yield "varlen has no sliding window before PyTorch 2.11"
-    widths = model.head_widths()
+    dims = model.head_dims()
     if backend == "flex":
-        if min(widths, default=SMALLEST_FLEX_HEAD) < SMALLEST_FLEX_HEAD:
-            yield f"flex needs heads {SMALLEST_FLEX_HEAD} wide, and this model's are {min(widths)}"
-    elif max(widths, default=0) > WIDEST_HEAD:
-        yield f"flash attention takes heads up to {WIDEST_HEAD} wide, not {max(widths)}"
-    elif backend == "varlen" and any(width % 8 for width in widths):
-        yield f"varlen takes heads whose width is a multiple of 8, not {widths[0]}"
+        if min(dims, default=MIN_FLEX_HEAD_DIM) < MIN_FLEX_HEAD_DIM:
+            yield f"flex needs a head dimension of {MIN_FLEX_HEAD_DIM} or more, not {min(dims)}"
+    elif max(dims, default=0) > MAX_FLASH_HEAD_DIM:
+        limit = MAX_FLASH_HEAD_DIM
+        yield f"flash attention supports head dimensions up to {limit}, not {max(dims)}"
+    elif backend == "varlen" and any(dim % 8 for dim in dims):
+        yield f"varlen needs a head dimension that is a multiple of 8, not {dims[0]}"
 
 
 def _obstacles_of_gpu(backend: str) -> Iterator[str]:
@@ -203,7 +210,7 @@ def _obstacles_of_gpu(backend: str) -> Iterator[str]:
 
     capability = torch.cuda.get_device_capability()
     if backend == "flash3" and capability[0] != 9:
-        yield NO_HOPPER
+        yield NOT_HOPPER
     if backend in HALF_PRECISION_ONLY and capability < (8, 0):
         name = "sm{}{}".format(*capability)
         yield f"flash attention needs an Ampere GPU (sm80) or a newer one, and this is {name}"
@@ -211,23 +218,23 @@ def _obstacles_of_gpu(backend: str) -> Iterator[str]:
         yield "this PyTorch was built without flash attention"
 
 
-def _newer_for_pairs(model_type: str) -> str | None:
-    """Return the transformers whose encoder-decoder models run by sdpa, where this one is older."""
+def _required_transformers(model_type: str) -> str | None:
+    """Return the transformers version whose models of this type run by sdpa, if it is newer."""
     import transformers
     from packaging.version import Version
 
-    since = PAIRS_OF_KIND_SINCE.get(model_type, PAIRS_SINCE)
+    since = ENCODER_DECODER_SINCE_BY_TYPE.get(model_type, ENCODER_DECODER_SINCE)
     return since if Version(transformers.__version__) < Version(since) else None
 
 
-def _varlen_takes_windows() -> bool:
+def _varlen_supports_windows() -> bool:
     from app.model.attention.varlen import VarlenKernel
 
     return VarlenKernel.installed().takes_window
 
 
-def _takes(backend: str, architecture: PretrainedConfig) -> bool:
-    """Return whether the model's layers can run this attention through transformers."""
+def _supports(backend: str, architecture: PretrainedConfig) -> bool:
+    """Return whether the model's class in transformers supports this attention."""
     model_class = _model_class(architecture)
     if model_class is None:
         return True
@@ -238,14 +245,17 @@ def _takes(backend: str, architecture: PretrainedConfig) -> bool:
     if backend == "flex":
         return bool(model_class._supports_flex_attn)
     # A model with attention sinks lists the kernels that support them.
-    listed = getattr(model_class, "_compatible_flash_implementations", None)
+    compatible = getattr(model_class, "_compatible_flash_implementations", None)
     return bool(model_class._supports_flash_attn) and (
-        listed is None or IN_TRANSFORMERS[backend] in listed
+        compatible is None or IN_TRANSFORMERS[backend] in compatible
     )
 
 
-def _tower_without(backend: str, architecture: PretrainedConfig) -> str | None:
-    """Return a part of the model without this attention; towers of multimodal ones do not run."""
+def _find_tower_without(backend: str, architecture: PretrainedConfig) -> str | None:
+    """Return the class of a nested model that does not support this attention, if any.
+
+    Towers of multimodal models do not count: they do not run.
+    """
     from transformers.models.auto import modeling_auto
 
     if language_model_class(architecture) is not None:
@@ -259,21 +269,21 @@ def _tower_without(backend: str, architecture: PretrainedConfig) -> str | None:
 
 
 def _model_class(architecture: PretrainedConfig) -> Any:
-    """Return the class that transformers has for an architecture, None for remote code."""
+    """Return the model class of an architecture in transformers; None for remote code."""
     from transformers.models.auto import modeling_auto
 
     if (language_model := language_model_class(architecture)) is not None:
         return language_model
-    known = (
+    classes = (
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
         if architecture.is_encoder_decoder
         else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     )
-    return known.get(type(architecture), None)
+    return classes.get(type(architecture), None)
 
 
 def find_package_problem(backend: str) -> str | None:
-    """Return what is wrong with the package of `backend`, None where it can be used."""
+    """Return why the package of `backend` cannot be used, or None if it can."""
     if backend not in BACKEND_PACKAGES:
         return None
     module, package = BACKEND_PACKAGES[backend]
@@ -282,26 +292,26 @@ def find_package_problem(backend: str) -> str | None:
         return f"{package} is not installed"
     try:
         importlib.import_module(module)
-    except IMPORT_FAULTS as error:
+    except IMPORT_ERRORS as error:
         message = " ".join(str(error).split()) or type(error).__name__
         return f"{package} {version} is installed, but its import fails ({message})"
-    if not _transformers_takes(backend):
-        return f"{package} {version} is installed, but transformers does not take it"
+    if not _transformers_accepts(backend):
+        return f"{package} {version} is installed, but transformers does not accept it"
     return None
 
 
 def select_fastest_kernel(
     backend: str, architecture: PretrainedConfig, device: torch.device
 ) -> None:
-    """Let `backend` run the fastest of its kernels that are proven equal on `device`."""
+    """Select the fastest kernel of `backend` whose results on `device` are proven equal."""
     if backend == "varlen" and device.type == "cuda" and _version(FLASH4) is not None:
-        from app.model.attention.varlen import take_flash4
+        from app.model.attention.varlen import activate_flash4
 
-        take_flash4(ModelOnDevice(architecture, "gpu", "bf16").head_widths(), device)
+        activate_flash4(ModelOnDevice(architecture, "gpu", "bf16").head_dims(), device)
 
 
 def restore_kernel(backend: str) -> None:
-    """Let `backend` run its own kernel again."""
+    """Undo `select_fastest_kernel`."""
     if backend == "varlen":
         from app.model.attention.varlen import restore_flash2
 
@@ -309,7 +319,7 @@ def restore_kernel(backend: str) -> None:
 
 
 def _version(package: str) -> str | None:
-    import importlib.metadata  # here: it imports the parsing of e-mail
+    import importlib.metadata  # slow: it imports the email package
 
     try:
         return importlib.metadata.version(package)
@@ -317,11 +327,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _transformers_takes(backend: str) -> bool:
+def _transformers_accepts(backend: str) -> bool:
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-    asks = {"flash2": is_flash_attn_2_available, "flash3": is_flash_attn_3_available}
-    return bool(asks[backend]())
+    checks = {"flash2": is_flash_attn_2_available, "flash3": is_flash_attn_3_available}
+    return bool(checks[backend]())
 
 
 def _describe(backend: str) -> str:

@@ -1,6 +1,7 @@
-"""Attention by PyTorch's own variable-length kernel, for NVIDIA GPUs in half precision.
+"""attention=varlen: PyTorch's variable-length kernel, for NVIDIA GPUs in half precision.
 
-The kernel is FlashAttention 2, or 4 where that is installed, for this GPU, and proven equal.
+The kernel is FlashAttention 2, or FlashAttention 4 if that is installed, supports the GPU, and
+computes the same on it.
 """
 
 from __future__ import annotations
@@ -22,30 +23,31 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FLASH4_CAPABILITIES = (9, 10)
-"""compute capabilities that PyTorch gives FlashAttention 4: Hopper and Blackwell"""
-PROBE_ENDS = (0, 100, 300, 301)
+"""major compute capabilities for which PyTorch has FlashAttention 4: Hopper and Blackwell"""
+PROBE_BOUNDARIES = (0, 100, 300, 301)
+"""start of each document of the comparison, and end of the last"""
 PROBE_HEADS = (4, 2)
-"""of queries, and of keys"""
+"""heads of queries, and of keys and values"""
 TOLERANCE = 2.0**-5
-"""largest difference of two results in half precision, over a tensor's norm"""
+"""largest norm of the difference of two results in half precision, as a share of their norm"""
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenKernel:
-    """`torch.nn.attention.varlen.varlen_attn` in the signature of the installed PyTorch.
+    """`torch.nn.attention.varlen.varlen_attn`, called as the installed PyTorch requires.
 
-    2.10 takes `is_causal` only; 2.11 takes `window_size` instead, and `scale`; 2.12 takes fewer key
-    heads with `enable_gqa`.
+    Its parameters differ: PyTorch 2.10 has `is_causal`, 2.11 has `window_size` instead, and
+    `scale`, and 2.12 adds `enable_gqa`.
     """
 
     function: Callable[..., torch.Tensor]
     takes_window: bool
     takes_scale: bool
-    takes_shared_heads: bool
+    takes_gqa: bool
 
     @classmethod
     def of(cls, function: Callable[..., torch.Tensor]) -> VarlenKernel:
-        """Read the signature of a `varlen_attn`."""
+        """Wrap a version of `varlen_attn`, by its signature."""
         names = inspect.signature(function).parameters
         return cls(function, "window_size" in names, "scale" in names, "enable_gqa" in names)
 
@@ -61,7 +63,7 @@ class VarlenKernel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        ends: torch.Tensor,
+        boundaries: torch.Tensor,
         longest: int,
         *,
         is_causal: bool,
@@ -70,17 +72,18 @@ class VarlenKernel:
     ) -> torch.Tensor:
         """Attend inside each document; query, key, value [tokens, heads, head_dim].
 
-        ends int32 [documents + 1]: start of each document, and end of the last; window: tokens that
-        one sees, itself included. There may be fewer key heads than query heads.
+        boundaries int32 [documents + 1]: start of each document, and end of the last; longest: most
+        tokens of a document; window: most tokens that a token sees, itself included. Key and value
+        may have fewer heads (GQA).
         """
         from app.model.activation_checkpointing import attend_once
 
         options: dict[str, Any] = {}
-        shared = query.shape[1] // key.shape[1]
-        if shared > 1 and self.takes_shared_heads:
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1 and self.takes_gqa:
             options["enable_gqa"] = True
-        elif shared > 1:
-            key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
+        elif repeats > 1:
+            key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
         if self.takes_scale:
             options["scale"] = scaling
         elif scaling is not None:
@@ -95,9 +98,9 @@ class VarlenKernel:
             options["is_causal"] = is_causal
         elif is_causal:
             options["window_size"] = (-1 if window is None else window - 1, 0)
-        # The same tensor twice tells the kernel that queries and keys have the same lengths.
-        given = (query, key, value, ends, ends, longest, longest)
-        output: torch.Tensor = attend_once(self.function, *given, **options)
+        # The kernel knows that queries and keys have the same lengths if it gets one tensor twice.
+        arguments = (query, key, value, boundaries, boundaries, longest, longest)
+        output: torch.Tensor = attend_once(self.function, *arguments, **options)
         return output
 
 
@@ -116,12 +119,11 @@ def attend_by_boundaries(
     kernel: VarlenKernel,
     **unsupported: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention inside each document; without boundaries, every row is one.
+    """Attend inside each document; without boundaries, every row is one document.
 
-    query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
-    cu_seq_lens_q int32 [documents + 1] counts through all rows. Returns
-    [rows, tokens, heads, head_dim]. UserError for variants and masks that the kernel does not
-    compute.
+    query [rows, heads, tokens, head_dim]; key and value may have fewer heads (GQA). cu_seq_lens_q
+    int32 [documents + 1] counts through all rows. Returns [rows, tokens, heads, head_dim]. Raises
+    UserError for variants and masks that the kernel does not compute.
     """
     import torch
 
@@ -135,19 +137,19 @@ def attend_by_boundaries(
             raise UserError(
                 f"attention=varlen cannot compute this model's {variant}: type attention=eager"
             )
-    rows, _, tokens, width = query.shape
+    rows, _, tokens, head_dim = query.shape
     if cu_seq_lens_q is None or max_length_q is None:
         cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens
         max_length_q = tokens
     _check_mask(module, attention_mask, sliding_window, max_length_q)
-    own_width = value.shape[-1]
-    if own_width != width:  # latent attention has narrower values
-        value = torch.nn.functional.pad(value, (0, width - own_width))
+    value_dim = value.shape[-1]
+    if value_dim != head_dim:  # in latent attention, values have a smaller head dimension
+        value = torch.nn.functional.pad(value, (0, head_dim - value_dim))
     parts = cast_to_one_dtype(query, key, value)
     query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in parts)
     # As in transformers: a layer without the attribute is causal.
     is_causal = getattr(module, "is_causal", True)
-    reaches = is_causal and sliding_window is not None and sliding_window < max_length_q
+    has_window = is_causal and sliding_window is not None and sliding_window < max_length_q
     output = kernel(
         query,
         key,
@@ -155,31 +157,30 @@ def attend_by_boundaries(
         cu_seq_lens_q,
         max_length_q,
         is_causal=is_causal,
-        window=sliding_window if reaches else None,
+        window=sliding_window if has_window else None,
         scaling=scaling,
     )
-    return output[..., :own_width].unflatten(0, (rows, tokens)), None
+    return output[..., :value_dim].unflatten(0, (rows, tokens)), None
 
 
 def _check_mask(
     module: torch.nn.Module, mask: MaskRule | torch.Tensor | None, window: int | None, longest: int
 ) -> None:
-    """Raise UserError for a mask that is not the layer's own sliding window."""
+    """Raise UserError for a mask other than the layer's own sliding window."""
     if mask is None:
         return
     if isinstance(mask, MaskRule) and (mask.size == window or mask.size >= longest):
         return
     raise UserError(
-        f"attention=varlen takes sliding windows only from a layer's argument, and "
-        f"{type(module).__name__} has a mask of another kind: type attention=sdpa"
+        "attention=varlen supports only sliding windows that layers pass as an argument, and "
+        f"{type(module).__name__} has another kind of mask: type attention=sdpa"
     )
 
 
-def take_flash4(widths: Sequence[int], device: torch.device) -> None:
-    """Let PyTorch's kernel be FlashAttention 4, which is installed, where it is proven equal.
+def activate_flash4(head_dims: Sequence[int], device: torch.device) -> None:
+    """Make FlashAttention 4, which is installed, PyTorch's kernel if its results are equal.
 
-    Logs one line on GPUs that it is for. widths: of the heads. It holds for the process, until
-    `restore_flash2`.
+    Holds for the process, until `restore_flash2`. Logs the outcome on GPUs that it supports.
     """
     import torch
 
@@ -188,12 +189,12 @@ def take_flash4(widths: Sequence[int], device: torch.device) -> None:
     try:
         from torch.nn.attention import activate_flash_attention_impl  # PyTorch 2.11
 
-        own = _probe_kernel(widths, device)
+        expected = _run_kernel(head_dims, device)
         activate_flash_attention_impl("FA4")
-        pairs = zip(_probe_kernel(widths, device), own, strict=True)
+        pairs = zip(_run_kernel(head_dims, device), expected, strict=True)
         is_equal = all(bool((a - b).norm() <= TOLERANCE * b.norm()) for a, b in pairs)
         reason = "" if is_equal else "it differs"
-    except Exception as error:  # noqa: BLE001  compilers of kernels raise anything
+    except Exception as error:  # noqa: BLE001  kernel compilers may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     if reason:
         restore_flash2()
@@ -203,40 +204,51 @@ def take_flash4(widths: Sequence[int], device: torch.device) -> None:
 
 
 def restore_flash2() -> None:
-    """Let PyTorch's kernel be its own again."""
+    """Make PyTorch's built-in FlashAttention 2 its kernel again."""
     try:
         from torch.nn.attention import (
             current_flash_attention_impl,
             restore_flash_attention_impl,
         )
-    except ImportError:  # before PyTorch 2.11 it is the only one
+    except ImportError:  # the only kernel before PyTorch 2.11
         return
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
 
 
-def _probe_kernel(widths: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Return outputs and gradients in fp32 of random documents: causal, and with a window."""
+def _run_kernel(head_dims: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Return the kernel's outputs and gradients for random documents, with and without a window."""
     import torch
 
-    kernel, found = VarlenKernel.installed(), []
-    random = torch.Generator(device).manual_seed(0)
-    ends = torch.tensor(PROBE_ENDS, dtype=torch.int32, device=device)
-    longest = max(end - start for start, end in pairwise(PROBE_ENDS))
-    for width in sorted(set(widths)):
+    kernel, results = VarlenKernel.installed(), []
+    generator = torch.Generator(device).manual_seed(0)
+    boundaries = torch.tensor(PROBE_BOUNDARIES, dtype=torch.int32, device=device)
+    longest = max(end - start for start, end in pairwise(PROBE_BOUNDARIES))
+    num_heads, num_key_heads = PROBE_HEADS
+    for head_dim in sorted(set(head_dims)):
         for window in (None, longest // 4):
-            heads, shared = PROBE_HEADS
             query, key, value = (
-                torch.randn(PROBE_ENDS[-1], number, width, generator=random, device=device)
+                torch.randn(
+                    PROBE_BOUNDARIES[-1], heads, head_dim, generator=generator, device=device
+                )
                 .bfloat16()
                 .requires_grad_()
-                for number in (heads, shared, shared)
+                for heads in (num_heads, num_key_heads, num_key_heads)
             )
             with torch.enable_grad():
                 output = kernel(
-                    query, key, value, ends, longest, is_causal=True, window=window, scaling=None
+                    query,
+                    key,
+                    value,
+                    boundaries,
+                    longest,
+                    is_causal=True,
+                    window=window,
+                    scaling=None,
                 )
-                outer = torch.linspace(-1, 1, output.numel(), device=device).to(output)
-                grads = torch.autograd.grad(output, (query, key, value), outer.view_as(output))
-            found += [one.detach().float() for one in (output, *grads)]
-    return found
+                grad_output = torch.linspace(-1, 1, output.numel(), device=device).to(output)
+                grads = torch.autograd.grad(
+                    output, (query, key, value), grad_output.view_as(output)
+                )
+            results += [tensor.detach().float() for tensor in (output, *grads)]
+    return results
