@@ -143,8 +143,8 @@ def _working(run: PlannedRun, widths: Widths, execution: LayerExecution) -> floa
 def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, float]:
     """Return the bytes of the loss at its peak, and those saved until the end of the step.
 
-    The buffers of a chunk live until those of the next chunk are filled. The head's gradients are
-    computed with the loss and saved in its graph.
+    A chunk's buffers are freed before the next one's are filled. The head's gradients are computed
+    with the loss and saved in its graph.
     """
     model, hidden = run.model, run.model.widths.hidden
     value_bytes = execution.value_bytes
@@ -159,7 +159,7 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
     if has_kernel:
         rows *= TRAINED_CHUNKS if model.trains_head else FUSED_CHUNKS
     rows = min(run.tokens, rows)
-    num_chunks, second = -(-run.tokens // rows), min(1.0, run.tokens / rows - 1)
+    num_chunks = -(-run.tokens // rows)
     of_logit = value_bytes if has_kernel else FP32 if value_bytes == FP32 else LOSS_BYTES
     chunk, product = float(rows * vocabulary * of_logit), rows * hidden * value_bytes
     head = model.head_weights if model.trains_head else 0
@@ -168,6 +168,6 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
     summed = (
         value_bytes if num_chunks == 1 else FP32 + value_bytes * (2 if value_bytes < FP32 else 1)
     )
-    peak = max(chunk * (1 + second) + head * total, chunk + product + head * summed)
+    peak = chunk + max(head * total, product + head * summed)
     # The hidden states of trained positions are copied; their gradients stay.
     return 2 * states + peak, float(states + head * value_bytes)

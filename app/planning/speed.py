@@ -14,10 +14,13 @@ from app.planning.memory import PlannedRun
 from app.strategy.settings import FsdpConfig, ZeroConfig
 from app.training.memory import ModelSize, num_shares
 
-PRODUCTS, ATTENTION, BANDWIDTH, LINKS = 0.71, 0.335, 0.78, 0.8
-"""share of the datasheet's rate that large kernels reach: half-precision matrix products,
-FlashAttention 2, memory-bound kernels (the assumptions of benchmarks/fake_device/rates.py for an
-H100), and collectives (assumed)"""
+PRODUCTS, ATTENTION, BANDWIDTH, LINKS = 0.71, 0.335, 0.69, 0.8
+"""share of the datasheet's rate that large kernels reach: half-precision matrix products and
+attention (the assumptions of benchmarks/fake_device/rates.py for an H100), memory-bound kernels
+(measured on an H200), and collectives (assumed)"""
+FLASH_2 = 205e12
+"""FLOP/s of FlashAttention 2 on an H200, which has faster instructions that it does not use; the
+rate of any card is at most this"""
 FUSED = {"norm": 31.9, "rope": 8.2, "gate": 16.0, "adds": 12.0, "layout": 5.0, "lora": 9.8}
 PLAIN = {"norm": 253.0, "rope": 36.0, "gate": 28.0, "adds": 182.0, "layout": 20.0, "lora": 38.0}
 """bytes of memory traffic per token, layer and feature outside of products; features are hidden
@@ -123,7 +126,7 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     # With few tokens, reading the weights takes longer than the products.
     products = max(products, _weight_reads(run) * run.accumulation / split / bandwidth)
     attention = (flops.attention + flops.recomputed_attention) * tokens / split
-    attention /= ATTENTION * rate
+    attention /= min(ATTENTION * rate, FLASH_2)
     traffic = (_traffic(run) * tokens + _dequantized(run) * run.accumulation) / split / bandwidth
     stepped = size.whole.trained / num_shares(run.strategy, run.num_ranks, run.num_nodes)[2]
     offloads = isinstance(run.strategy, ZeroConfig) and run.strategy.offload_optimizer != "none"
@@ -156,10 +159,12 @@ def kernel_seconds(
     hardware: HardwareConfig, kind: str, dtype: str, flops: float, num_bytes: float
 ) -> float:
     """Estimate the time of one kernel: the larger of its compute time and its memory time."""
-    rate = hardware.half_tflops if dtype in ("bfloat16", "float16") else hardware.fp32_tflops
-    share = ATTENTION if kind == "attention" else PRODUCTS
+    peak = hardware.half_tflops if dtype in ("bfloat16", "float16") else hardware.fp32_tflops
+    rate = 1e12 * peak * (ATTENTION if kind == "attention" else PRODUCTS)
+    if kind == "attention":
+        rate = min(rate, FLASH_2)
     bandwidth = BANDWIDTH * hardware.memory_gb_per_second * 1e9
-    return max(flops / (share * rate * 1e12), num_bytes / bandwidth)
+    return max(flops / rate, num_bytes / bandwidth)
 
 
 def tokens_at_full_rate(run: PlannedRun) -> float:

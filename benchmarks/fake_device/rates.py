@@ -41,22 +41,25 @@ GPUS = {
         name="H100 SXM",
         products=700e12,
         products_fp32=50e12,
-        attention=330e12,
-        attention_4=495e12,
-        bandwidth=2.6e12,
+        attention=205e12,
+        attention_4=432e12,
+        bandwidth=2.3e12,
         source=(
-            "assumed: 71 % of the datasheet's 989 TFLOPS, a third of them in FlashAttention 2 "
-            "(arXiv 2407.08608 gives 35 %), 1.5 times as much in FlashAttention 4 where it is "
-            "taken (the least that the paper has for 3), 78 % of the datasheet's 3.35 TB/s"
+            "products: 71 % of the datasheet's 989 TFLOPS, assumed; attention as on the H200, whose "
+            "chip is the same; 69 % of the datasheet's 3.35 TB/s, as there"
         ),
     ),
     "h200": Gpu(
         name="H200",
-        products=788e12,
+        products=735e12,
         products_fp32=50e12,
-        attention=330e12,
-        attention_4=495e12,
-        bandwidth=4.3e12,
-        source="788 TFLOPS of products and 4.3 TB/s were measured on one H200; the rest as H100",
+        attention=205e12,
+        attention_4=432e12,
+        bandwidth=3.3e12,
+        source=(
+            "measured in LoRA steps of an 8B model on one H200 (2026-11-26): products, "
+            "FlashAttention 2 and memory-bound kernels; for FlashAttention 4, which did not run "
+            "there, stands cuDNN's kernel for this chip, as the plain loop ran it"
+        ),
     ),
 }
