@@ -45,8 +45,8 @@ GPUS = {
         attention_4=432e12,
         bandwidth=2.3e12,
         source=(
-            "products: 71 % of the datasheet's 989 TFLOPS, assumed; attention as on the H200, which "
-            "is the same chip; 69 % of the datasheet's 3.35 TB/s, as there"
+            "products: 71 % of the datasheet's 989 TFLOPS, assumed; attention as on the H200, "
+            "which is the same chip; 69 % of the datasheet's 3.35 TB/s, as there"
         ),
     ),
     "h200": Gpu(
