@@ -1,4 +1,4 @@
-"""What the numbers of config.json say of a model is what its modules weigh."""
+"""Models planned from config.json have the same sizes as those planned from modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAYS = (
 SMALL = {"num_hidden_layers": 3}
 DEPTHS = {"n_layer", "num_decoder_layers", "num_hidden_layers", "num_layers"}
 LAYERS = 8
-"""more than kinds of layers take to repeat"""
+"""enough layers for every kind of layer to occur"""
 
 
 def sizes_of(config: Any, model: PlannedModel) -> Any:
