@@ -50,7 +50,7 @@ def check_isolation(
     """Raise UserError if editing one document of a pack changes another one's logits.
 
     Costs three forward passes of eight tokens, on `device` or the model's device. Models differ in
-    what they pass on to their layers, and libraries change, so that only running one can tell.
+    what they pass on to their layers, and libraries change, so only a test run can show it.
     """
     device = device or model.device
     leak = _measure_leak(model, backend, device)
