@@ -261,7 +261,7 @@ def test_micro_batch_on_gpu_on_cpu_and_in_a_resumed_run(
         taken: list[int] = []
         _, found, _ = resolve_auto(config, base_of(), data_of(2048, taken), env, run)
         assert taken == [found.micro_batch_size]
-        return found.micro_batch_size, found.accumulation, found.tries_micro_batch
+        return found.micro_batch_size, found.accumulation, found.probes_micro_batch
 
     with caplog.at_level(logging.INFO):
         assert resolve(config, ONE, NewRun()) == (4, 2, True)

@@ -14,7 +14,7 @@ from app.planning.model_size import model_from_config_json, model_from_meta
 from app.planning.planned_model import PlannedModel, size_for
 from app.preflight.shapes import _FAMILIES
 from app.strategy.settings import DdpConfig
-from app.training.memory import Part, measure_model
+from app.training.memory import WeightBytes, measure_model
 
 WAYS = (
     ("adapter=lora",),
@@ -49,7 +49,7 @@ def compare(config: Any, numbers: dict[str, Any]) -> None:
         assert here == pytest.approx(there, rel=2e-3)
     ours, theirs = sizes_of(config, of_numbers), sizes_of(config, on_meta)
     for part in ("layer", "embedding", "head", "whole"):
-        for field in Part.__slots__:
+        for field in WeightBytes.__slots__:
             here, there = (getattr(getattr(size, part), field) for size in (ours, theirs))
             assert here == pytest.approx(there, rel=5e-3), (part, field)
 
