@@ -20,6 +20,7 @@ from app.planning import simulation
 from app.planning.memory import GpuMemory, PlannedRun, estimate_gpu_memory
 from app.planning.model_size import build_planned_model
 from app.planning.planned import on_hardware, plan_run, read_config_json
+from app.planning.simulation import device
 from app.planning.simulation.device import find_obstacle
 from app.process.errors import UserError
 from tests.planning.test_planned import STRATEGIES
@@ -79,9 +80,21 @@ def test_runs_that_cannot_be_simulated_are_refused_with_a_fix(
 
 
 def test_a_missing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "find_obstacle", lambda: "there is no C++ compiler (g++)")
+    monkeypatch.setenv("PATH", "")
     message = refused(tmp_path, "hardware=h100")
     assert "there is no C++ compiler (g++); install one" in message
+
+
+def test_a_pytorch_for_cuda_is_reported_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has registered a device of its own, and a second one would end the process."""
+    library = tmp_path / "lib" / "libtorch_cuda.so"
+    library.parent.mkdir()
+    library.touch()
+    monkeypatch.setattr(device, "_torch_folder", lambda: tmp_path)
+    message = refused(tmp_path, "hardware=h100")
+    assert "this PyTorch is built for CUDA" in message and "CPU build" in message
 
 
 @pytest.fixture
