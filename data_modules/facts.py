@@ -55,8 +55,8 @@ class Facts:
     """whether the first page of `--help` lists it: of every verb, or of those named"""
     aliases: tuple[str, ...] = ()
     """names in other tools; `name=value` if that name corresponds to one value of this setting"""
-    options_elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """an option's name in other tools -> our option, with further overrides to type"""
+    option_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """other tools' name of an option of this group -> our option, with further overrides to type"""
     instead_of: str = ""
     """the setting of the same group that expresses the same thing differently"""
     typed: str = ""
@@ -81,7 +81,7 @@ class _Facts(TypedDict, total=False):
     resume: ResumeRule
     shown: bool | tuple[str, ...]
     aliases: tuple[str, ...]
-    options_elsewhere: Mapping[str, str]
+    option_aliases: Mapping[str, str]
     instead_of: str
     typed: str
 

@@ -1,9 +1,9 @@
-"""Settings: what a person types and what conf/ says becomes one typed object, or an error.
+"""Settings: the command line and the files of conf/ become one typed object, or an error.
 
-`dispatch` is a verb's command line, `load` composes and types, `run_config` has the settings of an
-existing run; `overrides` reads words, `conf_files` YAML files; `validation` finds every wrong
-key and value with its place; `schema` is the tree of names, `verbs` what each verb
-takes, `help` the page.
+`dispatch` runs a verb from its command line, `load` composes and types its settings, `run_config`
+saves and inherits the settings of a run; `overrides` parses what is typed, `conf_files` reads YAML;
+`validation` locates every wrong key and value; `schema` flattens dataclasses into settings, `verbs`
+declares the settings of each verb, `help` prints them.
 """
 
 from app.config.dispatch import check_before_start, run_verb

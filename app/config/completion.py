@@ -1,10 +1,10 @@
-"""Completion of `loft` in a shell: verbs, settings, and the options of groups."""
+"""Shell completion of `loft`: verbs, settings, and the options of groups."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from app.config.conf_files import CONF, groups
+from app.config.conf_files import CONF, list_groups
 from app.config.schema import list_settings
 from app.config.verbs import PARTS, VERBS
 from app.process.errors import UserError
@@ -14,7 +14,7 @@ FILES = {
     "zsh": Path(".zfunc/_loft"),
     "fish": Path(".config/fish/completions/loft.fish"),
 }
-"""where a shell looks for completions, below the home folder"""
+"""where each shell looks for completions, relative to the home folder"""
 BASH = """\
 _loft() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" key="" words
@@ -41,23 +41,28 @@ ZSH = "#compdef loft\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
 def completion_script(shell: str, verbs: dict[str, str]) -> str:
-    """Return what `shell` reads to complete `loft`; `verbs` with what each does."""
-    options = {group: [*names] for group, names in groups(CONF).items()}
+    """Return the completion script of `shell`; `verbs` maps each verb to its description."""
+    options = {group: [*names] for group, names in list_groups(CONF).items()}
     settings = {
-        verb: [f"{one.typed_key}=" for one in list_settings(top, PARTS) if "[]" not in one.key]
-        for verb, top in VERBS.items()
+        verb: [
+            f"{setting.typed_key}="
+            for setting in list_settings(schema, PARTS)
+            if "[]" not in setting.key
+        ]
+        for verb, schema in VERBS.items()
     }
     for words in settings.values():
         words += ["+experiment=", "--help", "--verbose"]
     if shell == "fish":
         lines = [
-            f"complete -c loft -f -n __fish_use_subcommand -a {verb} -d '{what}'"
-            for verb, what in verbs.items()
+            f"complete -c loft -f -n __fish_use_subcommand -a {verb} -d '{description}'"
+            for verb, description in verbs.items()
         ]
         for verb, words in settings.items():
-            full = [f"{group}={name}" for group, names in options.items() for name in names]
-            every = " ".join(dict.fromkeys([*words, *full]))
-            lines.append(f"complete -c loft -n '__fish_seen_subcommand_from {verb}' -a '{every}'")
+            choices = [f"{group}={name}" for group, names in options.items() for name in names]
+            candidates = " ".join(dict.fromkeys([*words, *choices]))
+            seen = f"__fish_seen_subcommand_from {verb}"
+            lines.append(f"complete -c loft -n '{seen}' -a '{candidates}'")
         return "\n".join(lines) + "\n"
     by_key = [
         f'      {group}|+{group}) words="{" ".join(names)}" ;;' for group, names in options.items()
@@ -72,12 +77,12 @@ def completion_script(shell: str, verbs: dict[str, str]) -> str:
 
 
 def install_completion(shell: str, verbs: dict[str, str], home: Path) -> str:
-    """Write the completion where `shell` looks for it; return what to do then."""
+    """Write the completion script where `shell` looks for it; return the next step for the user."""
     if shell not in FILES:
         known = "|".join(FILES)
         raise UserError(f"--install-completion {shell}: expected --install-completion {known}")
     file = home / FILES[shell]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(completion_script(shell, verbs), encoding="utf-8")
-    then = {"zsh": "; ~/.zshrc needs: fpath+=~/.zfunc; autoload -U compinit; compinit"}
-    return f"written: {file}{then.get(shell, '')}; open a new terminal"
+    next_step = "; ~/.zshrc needs: fpath+=~/.zfunc; autoload -U compinit; compinit"
+    return f"written: {file}{next_step if shell == 'zsh' else ''}; open a new terminal"

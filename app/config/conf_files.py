@@ -1,5 +1,5 @@
-"""The YAML files that settings come from: the options of each group under conf/, and one file read
-as plain values with the line of every key. Composing them is Hydra's work.
+"""The YAML files of conf/: the options of each group, and the values of a file with the line of
+each key. Never composes files; Hydra does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from app.config.overrides import keys_in_python
-from app.config.verbs import OPTIONS_ELSEWHERE, TYPED_KEYS
+from app.config.overrides import python_keys
+from app.config.verbs import OPTION_ALIASES, TYPED_KEYS
 from app.planning.hardware import custom_hardware_advice
 from app.process.errors import ROOT, UserError, nearest
 from app.process.untrusted import limits, over_limit, read_text, reading
@@ -23,12 +23,12 @@ from app.run.folder import expand_home
 CONF = ROOT / "conf"
 YAML_SUFFIXES = (".yaml", ".yml")
 FLOAT = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"
-MAX_WORD = 200
-"""characters of an option in a defaults list, which is the name of a file"""
+MAX_OPTION_LENGTH = 200
+"""longest option in a defaults list, in characters; an option is a file name"""
 
 
 class HydraLoader(yaml.SafeLoader):
-    """YAML as Hydra reads it: 1e-3 is a number, a date is text."""
+    """Read YAML as Hydra does: 1e-3 is a number, a date is text."""
 
 
 HydraLoader.yaml_implicit_resolvers = {
@@ -42,7 +42,7 @@ HydraLoader.add_implicit_resolver(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfFile:
-    """One YAML file: its values without the defaults list, and the line of every key."""
+    """One YAML file: its values without the defaults list, and the line of each key."""
 
     path: Path
     package: str
@@ -50,26 +50,26 @@ class ConfFile:
     values: dict[str, Any]
     lines: dict[str, int]
     choices: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
-    """group and option of each choice in its defaults list"""
+    """(group, option) of each choice in the defaults list"""
 
-    def full(self, local: str) -> str:
-        """Return the full key of one in this file, whose keys may lie below a package."""
+    def full_key(self, local: str) -> str:
+        """Return the full key of a key in this file: the file's package goes before it."""
         return f"{self.package}.{local}" if self.package else local
 
     def sets(self, key: str) -> bool:
-        """Tell whether full key `key` stands in this file."""
-        return any(self.full(local) == key for local in self.lines)
+        """Return whether this file sets full key `key`."""
+        return any(self.full_key(local) == key for local in self.lines)
 
     def where(self, key: str) -> str:
-        """Return `conf/experiment/x.yaml:12`, the place of full key `key` in this file."""
-        local = key.removeprefix(self.full(""))
+        """Return the position of full key `key` in this file: `conf/experiment/x.yaml:12`."""
+        local = key.removeprefix(self.full_key(""))
         while local and local not in self.lines:
             local = local.rpartition("." if not local.endswith("]") else "[")[0]
-        return f"{shown(self.path)}:{self.lines.get(local, 1)}"
+        return f"{display_path(self.path)}:{self.lines.get(local, 1)}"
 
 
-def shown(path: Path) -> str:
-    """Return a path as a person would type it: relative to here where it lies below."""
+def display_path(path: Path) -> str:
+    """Return a path as a user would type it: relative to the current folder or the repository."""
     path = path.resolve()
     for base in (Path.cwd(), ROOT):
         if path.is_relative_to(base):
@@ -77,8 +77,8 @@ def shown(path: Path) -> str:
     return os.path.relpath(path)
 
 
-def groups(conf: Path) -> dict[str, list[str]]:
-    """Return the groups of `conf` with their options, sorted."""
+def list_groups(conf: Path) -> dict[str, list[str]]:
+    """Return the groups of `conf` with their sorted options."""
     found: dict[str, list[str]] = {}
     for file in sorted(conf.glob("*/*.yaml")):
         found.setdefault(file.parent.name, []).append(file.stem)
@@ -86,9 +86,9 @@ def groups(conf: Path) -> dict[str, list[str]]:
 
 
 def find_option(conf: Path, group: str, option: Any) -> Path:
-    """Return the file of `group=option`; UserError with the options there are.
+    """Return the file of `group=option`; UserError lists the existing options.
 
-    An experiment may also be a file of one's own, named by its path.
+    An experiment may also be the path of a user's own file.
     """
     options = sorted(file.stem for file in (conf / group).glob("*.yaml"))
     if isinstance(option, str) and option in options:
@@ -96,10 +96,10 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
     if group == "experiment" and str(option).endswith(YAML_SUFFIXES):
         file = expand_home("experiment", str(option))
         if not file.exists():
-            raise UserError(f"experiment={option}: no such file, looked for from {Path.cwd()}")
+            raise UserError(f"experiment={option}: no such file in {Path.cwd()}")
         return file
-    ours = OPTIONS_ELSEWHERE.get(group, {}).get(str(option).lower())
-    hint = f"; type {group}={ours}" if ours else nearest(str(option), options)
+    alias = OPTION_ALIASES.get(group, {}).get(str(option).lower())
+    hint = f"; type {group}={alias}" if alias else nearest(str(option), options)
     if group == "model":
         hint = _hint_for_model(str(option), options)
         raise UserError(f"model={option}: no such option{hint}; --help model lists {len(options)}")
@@ -108,34 +108,34 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
     if group == "hardware":
         hint += f"; or {custom_hardware_advice()}"
     if group == "experiment" and not hint:
-        hint = "; a file of your own: +experiment=PATH.yaml"
-    raise UserError(f"{group}={option}: no such option; there are {', '.join(options)}{hint}")
+        hint = "; to use your own file type +experiment=PATH.yaml"
+    raise UserError(f"{group}={option}: no such option; expected one of {', '.join(options)}{hint}")
 
 
 def _hint_for_model(option: str, options: list[str]) -> str:
-    """Word which shipped models have a name like `option`, and how another one is typed."""
+    """Return a hint: shipped models with a similar name, and how to type any other model."""
 
-    def plain(name: str) -> str:
+    def normalize(name: str) -> str:
         return re.sub(r"[^a-z0-9]|meta|instruct|chat|base|hf", "", name.lower())
 
     if "/" not in option and (hint := nearest(option, options)):
         return hint
-    by_name: dict[str, str] = {plain(name): name for name in options}
-    near = difflib.get_close_matches(plain(option.rpartition("/")[2]), by_name, n=2, cutoff=0.75)
-    named = " or ".join(by_name[one] for one in near)
-    meant = f"; did you mean {named}?" if near else ""
+    by_name: dict[str, str] = {normalize(name): name for name in options}
+    wanted = normalize(option.rpartition("/")[2])
+    near = [by_name[name] for name in difflib.get_close_matches(wanted, by_name, n=2, cutoff=0.75)]
+    guess = f"; did you mean {' or '.join(near)}?" if near else ""
     is_path = "/" in option or not near
-    return f"; for a folder or hub id type model.path={option}{meant}" if is_path else meant
+    return f"; for a folder or hub id type model.path={option}{guess}" if is_path else guess
 
 
 def read_conf_file(
     path: Path, package: str, *, is_global: bool = False, loader: type = HydraLoader
 ) -> ConfFile:
-    """Read one file; UserError with file:line where it is no YAML mapping, or beyond the limits.
+    """Read one file; UserError with file:line if it is not a YAML mapping or exceeds the limits.
 
-    `is_global`: an experiment or a sweep, whose first line says so and whose keys are full ones.
+    `is_global`: an experiment or a sweep: begins with `# @package _global_`, and has full keys.
     """
-    with reading(shown(path), "correct it, or write it anew"):
+    with reading(display_path(path), "correct it, or write it again"):
         text, problem = read_text(path, "yaml_mib")
         if problem is not None:
             raise UserError(problem)
@@ -143,33 +143,35 @@ def read_conf_file(
         try:
             root = stream.get_single_node()
             if root is not None and not isinstance(root, yaml.MappingNode):
-                raise UserError(f"{shown(path)}:1: expected `key: value` lines")
+                raise UserError(f"{display_path(path)}:1: expected `key: value` lines")
             lines = _lines_of(root, path, TYPED_KEYS if is_global else {})
             values = stream.construct_document(root) if root is not None else {}
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = mark.line + 1 if mark else 1
-            raise UserError(f"{shown(path)}:{line}: not valid YAML: {error.problem}") from error
+            raise UserError(
+                f"{display_path(path)}:{line}: not valid YAML: {error.problem}"
+            ) from error
         except RecursionError as error:
             raise UserError(over_limit(path, "nested too deep", "yaml_depth")) from error
-        if odd := [key for key in values if not isinstance(key, str)]:
-            raise UserError(f"{shown(path)}: {odd[0]!r} is not the name of a setting")
+        if invalid := [key for key in values if not isinstance(key, str)]:
+            raise UserError(f"{display_path(path)}: {invalid[0]!r} is not the name of a setting")
         defaults = values.pop("defaults", None) or []
         if (choices := _choices_in(defaults)) is None:
             raise UserError(
-                f"{shown(path)}:{lines['defaults']}: defaults={str(defaults)[:80]}: expected a "
-                "list of `override /GROUP: OPTION` and _self_"
+                f"{display_path(path)}:{lines['defaults']}: defaults={str(defaults)[:80]}: "
+                "expected a list of `override /GROUP: OPTION` and _self_"
             )
         if is_global and not text.startswith("# @package _global_"):
-            raise UserError(f"{shown(path)}:1: the first line must be `# @package _global_`")
-        values = keys_in_python("", values) if is_global else values
+            raise UserError(f"{display_path(path)}:1: the first line must be `# @package _global_`")
+        values = python_keys("", values) if is_global else values
         return ConfFile(path, package, defaults, values, lines, choices)
 
 
 def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:
     """Return (group, option) of each `model: tiny` or `override /model: tiny` in a defaults list.
 
-    None where it is no list of these and of words.
+    Return None if `defaults` is not a list of such entries and plain words.
     """
     if not isinstance(defaults, list):
         return None
@@ -180,7 +182,7 @@ def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:
         words = [word for pair in pairs for word in pair if word is not None]
         if not words or not all(
             isinstance(word, str)
-            and 0 < len(word) <= MAX_WORD
+            and 0 < len(word) <= MAX_OPTION_LENGTH
             and word.isprintable()
             and "$" not in word
             for word in words
@@ -193,28 +195,31 @@ def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:
 
 
 def _lines_of(root: Any, path: Path, typed_keys: dict[str, str]) -> dict[str, int]:
-    """Return the line of every key; UserError where one is set twice, or beyond the limits.
+    """Return the line of each key; UserError if one is set twice or the limits are exceeded.
 
-    Each alias counts with all that it stands for.
+    Each use of a YAML alias counts as all the nodes that it expands to.
     """
-    most, seen = limits(), 0
+    most, num_nodes = limits(), 0
     lines: dict[str, int] = {}
     waiting = [("", root, 0)] if root is not None else []
     while waiting:
         key, node, depth = waiting.pop()
         line = node.start_mark.line + 1
         parts: list[tuple[str, Any, int]] = []
-        seen += 1
+        num_nodes += 1
         if isinstance(node, yaml.MappingNode):
-            seen += len(node.value)
+            num_nodes += len(node.value)
             for name, value in node.value:
                 if not isinstance(name, yaml.ScalarNode):
-                    raise UserError(f"{shown(path)}:{line}: a list or mapping is not a key")
+                    raise UserError(
+                        f"{display_path(path)}:{line}: a key must be a name, not a list or mapping"
+                    )
                 full = f"{key}.{name.value}" if key else str(name.value)
                 full, line = typed_keys.get(full, full), name.start_mark.line + 1
                 if full in lines:
+                    first = lines[full]
                     raise UserError(
-                        f"{shown(path)}:{line}: {full} is set twice, first on {lines[full]}"
+                        f"{display_path(path)}:{line}: {full} is set twice, first on line {first}"
                     )
                 lines[full] = line
                 parts.append((full, value, depth + 1))
@@ -222,8 +227,8 @@ def _lines_of(root: Any, path: Path, typed_keys: dict[str, str]) -> dict[str, in
             for index, value in enumerate(node.value):
                 lines[f"{key}[{index}]"] = value.start_mark.line + 1
                 parts.append((f"{key}[{index}]", value, depth + 1))
-        if seen > most.yaml_nodes:
-            raise UserError(over_limit(path, "too many values, by its aliases", "yaml_nodes"))
+        if num_nodes > most.yaml_nodes:
+            raise UserError(over_limit(path, "too many values, aliases expanded", "yaml_nodes"))
         if depth > most.yaml_depth:
             raise UserError(over_limit(path, "nested too deep", "yaml_depth"))
         waiting += reversed(parts)

@@ -1,4 +1,4 @@
-"""A verb from its command line to its exit code: help, a sweep, the settings alone, or the run."""
+"""Run a verb from its command line to its exit code, after every check that needs no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 import yaml  # type: ignore[import-untyped]
 
-from app.config.conf_files import CONF, groups
-from app.config.load import Config, check_empty, compose, load_config, load_run_config
+from app.config.conf_files import CONF, list_groups
+from app.config.load import Config, check_paths, compose, load_config, load_run_config
 from app.config.validation import print_note
 from app.config.verbs import (
     PARTS,
@@ -31,7 +31,7 @@ from app.process.launch import check_launch, is_child
 from app.process.logs import be_verbose
 from app.process.reporting import report
 from app.run import NEVER, ExistingRun, compare_existing
-from app.run.folder import NO_URL, UNSET, check_output, discard_unused
+from app.run.folder import check_output, discard_unused
 from app.run.ranks import check_nodes, check_supervise
 from app.strategy.rendezvous import check_network
 from data_modules import printable, redact
@@ -46,15 +46,15 @@ def run_verb(
     sweep: Callable[[list[str]], int] | None = None,
     words: Sequence[str] | None = None,
 ) -> int:
-    """Run a verb from its command line; returns the exit code, prints at most one error.
+    """Run a verb from its command line; return the exit code and print at most one error.
 
-    `function` gets the verb's settings, and the run that they resume where there is one.
+    `function` receives the verb's settings, and the existing run if they resume one.
     """
     typed = list(sys.argv[1:] if words is None else words)
     try:
         _check_current_folder()
         return _dispatch(verb, function, sweep, typed)
-    except BaseException as error:  # noqa: BLE001  last guard, also of what Rust calls a panic
+    except BaseException as error:  # noqa: BLE001  last guard, also against panics of Rust libraries
         code = report(error)
         discard_unused()
         return code
@@ -78,19 +78,19 @@ def _dispatch(
     is_sweep = bool({"-m", "--multirun"} & set(words))
     be_verbose("--verbose" in words)
     words = [word for word in words if word not in ("-m", "--multirun", "--verbose")]
-    shows_settings, words = _take_cfg(words)
+    shows_settings, words = _pop_cfg_flag(words)
     if verb in ("train", "preview", "plan") and not words:
         words = [f"+experiment={DEFAULT_EXPERIMENT}"]
-        print_note(f"no settings typed: +experiment={DEFAULT_EXPERIMENT} (--help shows more)")
+        print_note(f"no settings given: +experiment={DEFAULT_EXPERIMENT} (--help shows more)")
     if is_sweep:
         if sweep is None:
-            raise UserError(f"-m: {verb} runs once; sweeps are for train")
+            raise UserError(f"-m: {verb} cannot be swept; only train can")
         if shows_settings:
-            raise UserError("--cfg job shows one run: leave -m and the lists of values out")
+            raise UserError("--cfg job prints the settings of one run: remove -m and value lists")
         return sweep(words)
-    of_a_sweep = ("sweep.", "launcher=", "launcher.")
-    if of_sweep := [word for word in words if word.lstrip("+").startswith(of_a_sweep)]:
-        raise UserError(f"{of_sweep[0]}: a sweep's settings mean nothing in one run; add -m")
+    prefixes = ("sweep.", "launcher=", "launcher.")
+    if sweep_words := [word for word in words if word.lstrip("+").startswith(prefixes)]:
+        raise UserError(f"{sweep_words[0]}: sweep settings have no effect in a single run; add -m")
     if shows_settings:
         _print_settings(verb, words)
         return DONE
@@ -104,7 +104,7 @@ def _dispatch(
 
 
 def version() -> str:
-    """Return the version of this program, as it was installed."""
+    """Return the installed version of loft."""
     import importlib.metadata
 
     try:
@@ -119,65 +119,57 @@ def _check_current_folder() -> None:
     except FileNotFoundError as error:
         where = os.environ.get("PWD", "the current folder")
         raise FileNotFoundError(
-            f"{where} does not exist any more: it was moved or deleted; go to another folder (cd)"
+            f"{where} no longer exists: it was moved or deleted; change to another folder (cd)"
         ) from error
 
 
 def check_before_start(config: Config, words: Sequence[str] | None = None) -> ExistingRun | None:
-    """Run every check that needs no torch; UserError lists all problems of all rooms.
+    """Run every check that needs no torch, and return the run that is resumed (None: a new run).
 
-    `words`: of the command line; None for the trials of a sweep.
-    Returns the run that is resumed, None for a new one. A preview may be of a run for another
-    machine, and needs no weights.
+    UserError lists the problems of all rooms together. `words`: the command line; None for a trial
+    of a sweep. A preview needs no weights, and may be of a run for another machine.
     """
+    is_preview = isinstance(config, PreviewConfig)
+    training = config if isinstance(config, TrainConfig) and not is_preview else None
     resumes = isinstance(config, TrainConfig) and config.resume != NEVER
     problems = _check_required(config) + check_output(config.output, resumes=resumes)
-    problems += _check_cache_dir(config) + check_empty(config)
+    problems += check_paths(config)
     if problems:
         raise UserError(problems)
     if isinstance(config, PlanConfig):
-        return None  # it checks against its hardware, and reads neither weights nor data
+        return None  # a plan is checked against its hardware, and reads neither weights nor data
     existing = None
-    if isinstance(config, TrainConfig) and not isinstance(config, PreviewConfig):
-        problems = _check_faults(config) + check_supervise(config)
-        existing = compare_existing(config, load_run_config) if resumes else None
+    if training is not None:
+        if training.faults:
+            faults, problems = parse_faults(training.faults)
+            problems += check_workers(faults, training.data.num_workers)
+        problems += check_supervise(training)
+        existing = compare_existing(training, load_run_config) if resumes else None
         problems += [] if existing is None else existing.problems
     if existing is not None and existing.is_done and not problems:
-        return existing  # it needs neither its data nor its model
-    problems += _check_launch(config, words) + _check_parts(config)
+        return existing  # a finished run needs neither its data nor its model
+    is_cluster_job = training is not None and training.launcher.name != "local"
+    runs_here = not is_preview and not is_cluster_job
+    if not is_cluster_job:
+        problems += _check_launch(config, words)
+    problems += check_compatibility(config, on_this_machine=runs_here)
+    problems += check_files(config, needs_weights=not is_preview)
+    if isinstance(config, (TrainConfig, EvaluateConfig)):
+        for check in (check_metrics, check_tasks, check_harness):
+            problems += check(config.evaluation)
     if problems:
         raise UserError(problems)
-    if _runs_here(config):
+    if runs_here:
         check_gpus(config)
     return existing
 
 
-def _check_cache_dir(config: Config) -> list[str]:
-    if not isinstance(config, (TrainConfig, EvaluateConfig)):
-        return []
-    cache_dir = config.data.cache_dir
-    if not cache_dir.strip():
-        return [f"data.cache_dir is empty; {UNSET}"]
-    return [f"data.cache_dir={cache_dir}: {NO_URL}"] if "://" in cache_dir else []
-
-
-def _check_faults(config: TrainConfig) -> list[str]:
-    if not config.faults:
-        return []
-    faults, problems = parse_faults(config.faults)
-    return problems + check_workers(faults, config.data.num_workers)
-
-
 def _check_launch(config: Config, words: Sequence[str] | None) -> list[str]:
-    """List what is wrong with how this process was started, and with the nodes of a training."""
-    if isinstance(config, PreviewConfig):
-        return check_launch(None)
+    """List problems of how this process was launched, and of the nodes of a training run."""
     if isinstance(config, EvaluateConfig):
         return check_launch(requested_devices(config).num_ranks)
-    if not isinstance(config, TrainConfig):
+    if isinstance(config, PreviewConfig) or not isinstance(config, TrainConfig):
         return check_launch(None)
-    if not _runs_here(config):
-        return []
     devices = requested_devices(config)
     return [
         *check_launch(devices.num_ranks, devices.ranks_per_node),
@@ -186,80 +178,59 @@ def _check_launch(config: Config, words: Sequence[str] | None) -> list[str]:
     ]
 
 
-def _check_parts(config: Config) -> list[str]:
-    """List what does not go together, and what is wrong with the files and measurements typed."""
-    problems = check_compatibility(config, on_this_machine=_runs_here(config))
-    problems += check_files(config, needs_weights=not isinstance(config, PreviewConfig))
-    if isinstance(config, (TrainConfig, EvaluateConfig)):
-        for check in (check_metrics, check_tasks, check_harness):
-            problems += check(config.evaluation)
-    return problems
-
-
-def _runs_here(config: Config) -> bool:
-    """Return whether it runs on this machine: not in a job, nor as the preview of a run."""
-    if isinstance(config, TrainConfig):
-        return not isinstance(config, PreviewConfig) and config.launcher.name == "local"
-    return True
-
-
-def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
-    """Take `--cfg job` out of the words; says whether it was there."""
+def _pop_cfg_flag(words: list[str]) -> tuple[bool, list[str]]:
+    """Return whether `--cfg job` is among the words, and the other words."""
     if "--cfg" not in words:
         return False, words
     position = words.index("--cfg")
-    what = words[position + 1 : position + 2]
-    if what != ["job"]:
-        raise UserError(f"--cfg {''.join(what)}: expected --cfg job, which prints the settings")
+    argument = words[position + 1 : position + 2]
+    if argument != ["job"]:
+        raise UserError(f"--cfg {''.join(argument)}: expected --cfg job, which prints the settings")
     return True, words[:position] + words[position + 2 :]
 
 
 def _print_settings(verb: str, words: list[str]) -> None:
-    """Print the settings that a command would use, as YAML."""
+    """Print the composed settings of a command as YAML."""
     settings = dataclasses.asdict(compose(verb, words))
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     print(printable(redact(text), keep="\n"), end="")
-
-
-def _models() -> str:
-    """Return how to type a model by name: too many for a message, as groups go."""
-    return f"model=NAME (--help model lists {len(groups(CONF)['model'])})"
 
 
 def _check_required(config: Config) -> list[str]:
     """List what has no default and was not given: a model, data."""
     problems = []
     run = config.run if isinstance(config, TunedConfig) else None
+    named_models = f"model=NAME (--help model lists {len(list_groups(CONF)['model'])})"
     if isinstance(config, PreviewConfig):
         if config.resume != NEVER:
             problems.append(f"resume={config.resume}: a preview trains nothing; leave it out")
         if config.model.path is None and config.model.tokenizer_path is None:
             problems.append(
                 "no tokenizer: type model.path=FOLDER_OR_HUB_ID (its weights are not needed), or "
-                f"{_models()}; +experiment=quickstart is a whole run"
+                f"{named_models}; +experiment=quickstart is a complete example"
             )
     elif config.model.path is None and not config.model.from_scratch and run is None:
         problems.append(
-            f"no model: type model.path=FOLDER_OR_HUB_ID, or {_models()}; "
-            "+experiment=quickstart is a whole run"
+            f"no model: type model.path=FOLDER_OR_HUB_ID, or {named_models}; "
+            "+experiment=quickstart is a complete example"
         )
     if isinstance(config, PlanConfig) or not isinstance(config, (TrainConfig, EvaluateConfig)):
         return problems
-    needs_none = isinstance(config, EvaluateConfig) and (
+    is_evaluated_otherwise = isinstance(config, EvaluateConfig) and (
         config.data.test_datasets
         or config.evaluation.tasks
         or config.evaluation.harness
         or config.evaluation.judge.questions
     )
-    if not config.data.datasets and not needs_none:
+    if not config.data.datasets and not is_evaluated_otherwise:
         is_training = isinstance(config, TrainConfig)
         problems.append(
-            f"no data: type data=NAME ({', '.join(groups(CONF)['data'])}), or "
+            f"no data: type data=NAME ({', '.join(list_groups(CONF)['data'])}), or "
             "'data.datasets=[{path: FILE, format: alpaca}]'; "
             + (
-                "+experiment=quickstart is a whole run"
+                "+experiment=quickstart is a complete example"
                 if is_training
-                else "evaluation=mmlu (arc, gsm8k, ...) asks a task and needs no other data"
+                else "evaluation=mmlu (arc, gsm8k, ...) runs a task and needs no other data"
             )
         )
     return problems

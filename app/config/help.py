@@ -1,4 +1,4 @@
-"""The pages that `--help` prints: made from conf/ and the settings' fields, without torch."""
+"""The pages of `--help`, generated from conf/ and the settings' fields, without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from app.config.conf_files import CONF, groups, read_conf_file
+from app.config.conf_files import CONF, list_groups, read_conf_file
 from app.config.schema import Setting, default_of, list_settings
 from app.process.errors import UserError, nearest
 from data_modules import describe_values
@@ -17,22 +17,22 @@ from data_modules import describe_values
 Parts = Mapping[str, Mapping[str, type]]
 
 WHAT = {
-    "train": "fine-tune a language model; leaves a verified adapter in outputs/",
-    "preview": "what a run would learn from: rows, loss mask, packs, audit; needs a tokenizer only",
-    "plan": "will it fit, how fast, what to change; needs no weights, no GPU and no network",
+    "train": "fine-tune a language model; saves a verified adapter under outputs/",
+    "preview": "show what a run would train on: rows, loss mask, packs, audit; needs a tokenizer",
+    "plan": "estimate memory and speed, and what to change; needs no weights, GPU or network",
     "evaluate": "loss per data set, metrics of answers, tasks (MMLU, GSM8K, ...); base vs tuned",
-    "merge": "adapter into base, checked against the adapter: a Hugging Face folder, and GGUF",
-    "chat": "talk to a base with its adapter in the terminal",
-    "serve": "OpenAI's chat API and a page for the browser, answered as an evaluation measures",
+    "merge": "merge an adapter into its base and verify it: a Hugging Face folder, and GGUF",
+    "chat": "chat with a base and its adapter in the terminal",
+    "serve": "serve the model with OpenAI's chat API and a page for the browser",
 }
 USAGE = {
     "train": (
         ("python -m app.train", "the same as +experiment=quickstart"),
         ("python -m app.train +experiment=NAME [GROUP=OPTION] [KEY=VALUE] ...", ""),
         ("python -m app.train model.path=DIR 'data.datasets=[{path: FILE}]' ...", ""),
-        ("python -m app.train resume=FOLDER", "go on with a run, by its own settings"),
-        ("python -m app.train -m KEY=A,B ...", "every combination, a process each, one table"),
-        ("python -m app.train ... --cfg job", "print the settings that this would use"),
+        ("python -m app.train resume=FOLDER", "resume a run with its own settings"),
+        ("python -m app.train -m KEY=A,B ...", "sweep: one process per combination, one table"),
+        ("python -m app.train ... --cfg job", "print the composed settings"),
     ),
     "preview": (
         ("python -m app.preview", "the same as +experiment=quickstart"),
@@ -68,17 +68,17 @@ USAGE = {
         ("python -m app.serve run=FOLDER serve.engine=vllm", "print the line that starts vLLM"),
     ),
 }
-MOST_OPTIONS = 40
-"""of a group, on the first page"""
+MAX_OPTIONS = 40
+"""most options of a group that the first page lists"""
 ENDING = """\
 A value with spaces or commas goes into quotes: model.path="'my models/tiny'".
-Files: settings in conf/, results of the experiments in conf/experiment/README.md.
-Exit codes: 0 done, 2 wrong input, 3 the environment (disk, memory, package), 4 training went bad,
-130/143 stopped by a signal. LOFT_TRACEBACK=1 shows where an error happened, --verbose details."""
+Files: settings in conf/, measured results of the experiments in conf/experiment/README.md.
+Exit codes: 0 done, 2 invalid input, 3 environment (disk, memory, package), 4 training failed,
+130/143 stopped by a signal. LOFT_TRACEBACK=1 prints tracebacks, --verbose more details."""
 
 
 def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None = None) -> str:
-    """Return the page of a verb: the first one, or every setting of `topic`.
+    """Return the help of a verb: its first page, or every setting of `topic`.
 
     `parts`: group -> option -> schema. `topic`: `all`, a group, or a setting's full key.
     """
@@ -88,11 +88,11 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     width = _width()
     primary = read_conf_file(conf / f"{verb}.yaml", package="")
     defaults = dict(primary.choices)
-    options = groups(conf)
+    options = list_groups(conf)
     lines = [f"loft {verb}: {WHAT[verb]}", "", "usage"]
     lines += [f"  {command:<44}  {meaning}".rstrip() for command, meaning in USAGE[verb]]
     if verb in ("train", "preview", "plan"):
-        lines += ["", "whole runs: +experiment=NAME"]
+        lines += ["", "complete runs: +experiment=NAME"]
         runs = {
             name: _first_comment(conf / "experiment" / f"{name}.yaml")
             for name in options["experiment"]
@@ -102,27 +102,27 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     lines += _two_columns(
         {
             group: _names(names, defaults[group])
-            if len(names) <= MOST_OPTIONS
-            else f"{len(names)} names, which --help {group} lists"
+            if len(names) <= MAX_OPTIONS
+            else f"{len(names)} options, listed by --help {group}"
             for group, names in options.items()
             if group in defaults and len(names) > 1
         },
         width,
     )
     lines += ["", "most used settings: KEY=VALUE (default)"]
-    shown = [one for one in settings if is_shown(one, verb)]
-    lines += _two_columns({one.typed_key: describe(one) for one in shown}, width)
+    shown = [setting for setting in settings if is_shown(setting, verb)]
+    lines += _two_columns({setting.typed_key: describe(setting) for setting in shown}, width)
     element = "data.datasets[]."
     of_datasets = {
-        one.key.removeprefix(element): describe(one)
-        for one in settings
-        if one.key.startswith(element)
+        setting.key.removeprefix(element): describe(setting)
+        for setting in settings
+        if setting.key.startswith(element)
     }
     if of_datasets:
-        each = "each data set: 'data.datasets=[{KEY: VALUE, ...}, ...]', also data.test_datasets"
-        lines += ["", each, *_two_columns(of_datasets, width)]
-    names = ", ".join(one.key for one in settings if one.is_part and "." not in one.key)
-    lines += ["", *textwrap.wrap(f"every setting: --help all, or --help and one of {names}", width)]
+        heading = "each data set: 'data.datasets=[{KEY: VALUE, ...}, ...]', also data.test_datasets"
+        lines += ["", heading, *_two_columns(of_datasets, width)]
+    groups = ", ".join(each.key for each in settings if each.is_part and "." not in each.key)
+    lines += ["", *textwrap.wrap(f"all settings: --help all, or --help and one of {groups}", width)]
     return "\n".join([*lines, "", *ENDING.splitlines()])
 
 
@@ -132,55 +132,56 @@ def _names(options: Sequence[str], default: str | None) -> str:
 
 def _topic_page(topic: str, settings: Sequence[Setting]) -> str:
     found = [
-        one
-        for one in settings
-        if topic in ("all", one.key, one.typed_key)
-        or one.key.startswith((f"{topic}.", f"{topic}["))
+        setting
+        for setting in settings
+        if topic in ("all", setting.key, setting.typed_key)
+        or setting.key.startswith((f"{topic}.", f"{topic}["))
     ]
     if not found:
-        known = [one.typed_key for one in settings]
+        known = [setting.typed_key for setting in settings]
         raise UserError(
             f"--help {topic}: no such setting; type --help, --help all, --help GROUP or --help KEY"
             f"{nearest(topic, known)}"
         )
     lines: list[str] = []
-    if topic in (options := groups(CONF)):
+    if topic in (options := list_groups(CONF)):
         lines += ["", *_two_columns({f"{topic}=": _names(options[topic], None)}, _width())]
     for title, members in sections(found):
-        rows = {one.typed_key: describe(one) for one in members}
+        rows = {setting.typed_key: describe(setting) for setting in members}
         lines += ["", title, *_two_columns(rows, _width())]
     return "\n".join(lines[1:])
 
 
 def sections(settings: Sequence[Setting]) -> list[tuple[str, list[Setting]]]:
-    """Return settings under the title of their group, and of the options that have them."""
+    """Group settings under titles: their group, or the options of the group that have them."""
     found: dict[str, list[Setting]] = {}
-    about = {one.key: one.doc for one in settings if one.is_part}
-    for one in settings:
-        if one.is_part:
+    docs = {setting.key: setting.doc for setting in settings if setting.is_part}
+    for setting in settings:
+        if setting.is_part:
             continue
-        group = one.key.partition(".")[0] if "." in one.key else ""
-        title = f"{group}: {about[group]}" if group in about else group or "the run"
-        if one.options:
-            title = f"{group}={'|'.join(one.options)}"
-        found.setdefault(title, []).append(one)
+        group = setting.key.partition(".")[0] if "." in setting.key else ""
+        title = f"{group}: {docs[group]}" if group in docs else group or "the run"
+        if setting.options:
+            title = f"{group}={'|'.join(setting.options)}"
+        found.setdefault(title, []).append(setting)
     return list(found.items())
 
 
-def is_shown(one: Setting, verb: str) -> bool:
-    """Return whether the first page of a verb's help has a setting; those of elements never."""
-    shown = one.facts.shown
-    return "[]" not in one.key and (verb in shown if isinstance(shown, tuple) else shown)
+def is_shown(setting: Setting, verb: str) -> bool:
+    """Return whether the first page of help lists a setting; never one of list elements."""
+    shown = setting.facts.shown
+    return "[]" not in setting.key and (verb in shown if isinstance(shown, tuple) else shown)
 
 
-def describe(one: Setting) -> str:
-    """Return `(default; values) meaning` of a setting; the values where the meaning has not all."""
-    return f"({'; '.join(filter(None, [default_text(one), values_text(one)]))}) {one.doc}"
+def describe(setting: Setting) -> str:
+    """Return `(default; values) docstring` of a setting."""
+    facts = filter(None, [default_text(setting), values_text(setting)])
+    return f"({'; '.join(facts)}) {setting.doc}"
 
 
-def default_text(one: Setting) -> str:
-    """Return a setting's default as it is typed; without one it is required."""
-    default = default_of(one.field)
+def default_text(setting: Setting) -> str:
+    """Return a setting's default as a user types it, or `required`."""
+    default = default_of(setting.field)
     if default is dataclasses.MISSING:
         return "required"
     words = {"None": "null", "True": "true", "False": "false", "[]": "none", "{}": "none"}
@@ -188,9 +189,9 @@ def default_text(one: Setting) -> str:
     return words.get(str(shown), str(shown))
 
 
-def values_text(one: Setting) -> str:
-    """Return the values that a setting takes; empty where its default and meaning have them."""
-    facts, text = one.facts, f"{default_text(one)} {one.doc}"
+def values_text(setting: Setting) -> str:
+    """Return the values that a setting accepts; empty if default and docstring name all choices."""
+    facts, text = setting.facts, f"{default_text(setting)} {setting.doc}"
     if all(re.search(rf"\b{re.escape(str(word))}\b", text) for word in facts.choices):
         facts = dataclasses.replace(facts, choices=())
     return describe_values(facts, None)
@@ -211,11 +212,11 @@ def _two_columns(rows: dict[str, str], width: int) -> list[str]:
     left = min(max(map(len, rows)) + 4, width // 3)
     lines = []
     for name, text in rows.items():
-        beside = max(len(name) + 4, left)  # a long name takes from the first line of its text
+        indent = max(len(name) + 4, left)  # a long name shortens the first line of its text
         first, *others = textwrap.wrap(
-            text, width, initial_indent=" " * beside, break_on_hyphens=False
+            text, width, initial_indent=" " * indent, break_on_hyphens=False
         ) or [""]
-        lines.append(f"  {name:<{beside - 2}}{first.lstrip()}".rstrip())
+        lines.append(f"  {name:<{indent - 2}}{first.lstrip()}".rstrip())
         lines += [
             " " * left + line for line in textwrap.wrap(" ".join(others), max(width - left, 30))
         ]

@@ -1,7 +1,7 @@
-"""What a person types and what the YAML files say becomes one typed object, or an error.
+"""Turn the command line and the YAML files into one typed object, or into an error.
 
-Hydra composes plain values, OmegaConf gives them their types. Where either refuses, and only there,
-`validation` names every problem with its place. After this no room knows OmegaConf.
+Hydra composes plain values, OmegaConf converts them to the types of the settings. Only if either
+fails, `validation` lists every problem with its place. No other room sees OmegaConf.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import yaml  # type: ignore[import-untyped]
 from app.config.conf_files import (
     CONF,
     ConfFile,
+    display_path,
     find_option,
-    groups,
+    list_groups,
     read_conf_file,
-    shown,
 )
-from app.config.overrides import Given, read_words, refuse
-from app.config.run_config import as_experiment, find_run_of, without_trust
+from app.config.overrides import Override, parse_overrides, why_refused
+from app.config.run_config import experiment_from_run, find_source_run, without_trust
 from app.config.validation import Settings, Sources, find_problems, print_note
 from app.config.verbs import (
     ALTERNATIVES,
@@ -43,68 +43,72 @@ from app.model.adapter import Ia3Config, LoraConfig
 from app.process.errors import ROOT, UserError
 from app.process.untrusted import reading
 from app.run import NEVER, find_run_to_resume
-from app.run.folder import CONFIG_FILE, expand_home
+from app.run.folder import CONFIG_FILE, NO_URL, expand_home
 from data_modules import TEMPLATE_NAMES, hints_of
 
 Config = TrainConfig | TunedConfig
-"""the settings of a verb; those of a preview are a training's and more"""
+"""the settings of a verb; PreviewConfig and PlanConfig are TrainConfigs"""
 EXPERIMENT = "typed-experiment"
-"""the name under which Hydra gets the experiment that was read here"""
-MAX_NAME = 72
+"""name in Hydra's ConfigStore of the experiment that this module has read"""
+MAX_NAME_LENGTH = 72
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def load_config(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
-    """Compose the settings of a verb, with paths that exist absolute; UserError as `compose`."""
+    """Compose the settings of a verb, and make existing paths absolute; UserError as `compose`.
+
+    `words`: overrides as on the command line, e.g. `["+experiment=quickstart", "seed=1"]`.
+    """
     config = compose(verb, words, conf)
     resolve_paths(config)
     return config
 
 
 def load_run_config(folder: Path) -> TrainConfig:
-    """Read a run's config.yaml back through the same schemas; UserError with file and key.
+    """Load a run's config.yaml through the same schemas; UserError with file and key.
 
-    Whatever it says of trust is left at its default: the folder may be somebody else's.
+    Settings that grant trust are reset to their defaults: the folder may be somebody else's.
     """
     return without_trust(_read_run(folder))
 
 
 def settings_of(group: str, option: str) -> Any:
-    """Return the settings that `group=option` means, as its file has them."""
+    """Return the settings of `group=option`, as defined by its file."""
     file = read_conf_file(find_option(CONF, group, option), package=group)
     schema = PARTS[group][option] if group in PARTS else hints_of(VERBS["plan"])[group]
     return schema(**file.values)
 
 
 def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
-    """Return the settings of a verb, every key and value checked; UserError with every problem."""
-    known = groups(conf)
-    given, problems = read_words(words, known)
-    typed = {one.key: one.value for one in given}
+    """Return the typed settings of a verb; UserError lists every wrong key and value."""
+    known = list_groups(conf)
+    overrides, problems = parse_overrides(words, known)
+    typed = {override.key: override.value for override in overrides}
     if "sweep" in typed:
-        raise UserError("sweep=NAME lists several runs: add -m to try each of them")
-    run, overrides = None, [one.override for one in given if one.key != "experiment"]
+        raise UserError("sweep=NAME defines several runs: add -m to run each of them")
+    run, for_hydra = None, [each.for_hydra for each in overrides if each.key != "experiment"]
     try:
-        experiment = _check_options(verb, [one for one in given if one.key in known], known, conf)
-        if experiment is None and (run := find_run_of(verb, typed)) is not None:
-            experiment = as_experiment(run, _read_run(run), verb, typed.keys())
-        overrides += [] if experiment is None else [f"+experiment={EXPERIMENT}"]
-        values, options = _compose_values(verb, overrides, experiment, conf)
+        choices = [override for override in overrides if override.key in known]
+        experiment = _check_options(verb, choices, known, conf)
+        if experiment is None and (run := find_source_run(verb, typed)) is not None:
+            experiment = experiment_from_run(run, _read_run(run), verb, typed.keys())
+        for_hydra += [] if experiment is None else [f"+experiment={EXPERIMENT}"]
+        values, options = _compose_values(verb, for_hydra, experiment, conf)
     except UserError as error:
         raise UserError(problems + error.problems) from error
-    for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
-        # An experiment's schedule.warmup_steps would else win over a typed schedule.warmup_ratio.
-        group, _, name = other.partition(".")
-        if one in typed and other not in typed and isinstance(values.get(group), dict):
+    for key, alternative in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
+        # Otherwise an experiment's schedule.warmup_steps would win over a typed warmup_ratio.
+        group, _, name = alternative.partition(".")
+        if key in typed and alternative not in typed and isinstance(values.get(group), dict):
             values[group].pop(name, None)
-    sources = Sources(lambda: _files_in_use(verb, overrides, experiment, conf), given)
+    sources = Sources(lambda: _files_in_use(verb, for_hydra, experiment, conf), overrides)
     config = _build(
         VERBS[verb], values, options, sources, problems, replaced=typed.keys() & PARTS.keys()
     )
     name = verb
     if experiment is not None:
-        name = NOT_IN_NAMES.sub("-", experiment.path.stem).strip("-._")[:MAX_NAME] or verb
-        # Apart from the runs of its name.
+        name = NOT_IN_NAMES.sub("-", experiment.path.stem).strip("-._")[:MAX_NAME_LENGTH] or verb
+        # Keeps previews and plans out of the folder of the experiment's runs.
         name = f"{name}-{verb}" if verb in ("preview", "plan") else name
     config.output.name = config.output.name or name
     if config.output.dir is not None and config.output.dir.strip():
@@ -117,27 +121,31 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     config.output.dir = config.output.dir if run is None else str(run)
     if "trainer.num_epochs" in typed and config.trainer.max_steps is not None:
         print_note(
-            f"note: trainer.max_steps={config.trainer.max_steps} wins over "
+            f"note: trainer.max_steps={config.trainer.max_steps} takes precedence over "
             "trainer.num_epochs; type trainer.max_steps=null to train whole epochs"
         )
     return config
 
 
 def _check_options(
-    verb: str, given: Sequence[Given], known: Mapping[str, Sequence[str]], conf: Path
+    verb: str, typed: Sequence[Override], known: Mapping[str, Sequence[str]], conf: Path
 ) -> ConfFile | None:
-    """Return the experiment that was typed, after checking that every chosen option exists."""
-    has = [part.name for part in dataclasses.fields(VERBS[verb]) if part.name in known]
+    """Check that every chosen option exists; return the experiment if one was typed."""
+    groups = [part.name for part in dataclasses.fields(VERBS[verb]) if part.name in known]
     experiment: ConfFile | None = None
     problems = []
-    chosen: list[tuple[ConfFile | None, str, Any]] = [(None, one.key, one.value) for one in given]
+    chosen: list[tuple[ConfFile | None, str, Any]] = [
+        (None, each.key, each.value) for each in typed
+    ]
     for chosen_in, group, option in chosen:
         is_experiment = group == "experiment" and chosen_in is None
         try:
             if is_experiment and experiment is not None:
-                raise UserError(f"experiment={option}: an experiment is typed already")
-            if not is_experiment and group not in has:
-                raise UserError(f"{group}={option}: {verb} has no {group}; it has {', '.join(has)}")
+                raise UserError(f"experiment={option}: only one experiment can be typed")
+            if not is_experiment and group not in groups:
+                raise UserError(
+                    f"{group}={option}: {verb} has no group {group}; it has {', '.join(groups)}"
+                )
             if option is None and chosen_in is not None:
                 continue
             file = find_option(conf, group, option)
@@ -157,9 +165,10 @@ def _check_options(
 def _compose_values(
     verb: str, overrides: list[str], experiment: ConfFile | None, conf: Path
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what Hydra composes, and which option of each group it took.
+    """Return the values that Hydra composes, and the option it used of each group.
 
-    Hydra gets the experiment as it was read here: within limits, its keys as Python has them.
+    Hydra receives the experiment as this module has read it: checked against the limits, with the
+    keys as Python spells them.
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -175,11 +184,11 @@ def _compose_values(
             composed = compose(verb, overrides=overrides, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         for file in sorted(conf.glob("**/*.yaml")):
-            read_conf_file(file, package="")  # says of a file what is wrong with it, and where
+            read_conf_file(file, package="")  # raises for an invalid file, with its line
         message = first_line(error)
         if experiment is not None:
             name = experiment.path.stem
-            message = f"{shown(experiment.path)}: {message.replace(EXPERIMENT, name)}"
+            message = f"{display_path(experiment.path)}: {message.replace(EXPERIMENT, name)}"
         raise UserError(message) from error
     options = {group: option for group, option in composed.hydra.runtime.choices.items() if option}
     values: dict[str, Any] = OmegaConf.to_container(composed, resolve=False)  # type: ignore[assignment]
@@ -190,7 +199,7 @@ def _compose_values(
 def _files_in_use(
     verb: str, overrides: list[str], experiment: ConfFile | None, conf: Path
 ) -> list[ConfFile]:
-    """Read the files that Hydra has composed, in its order, with the line of every key."""
+    """Read the files that Hydra composed, in its order, with the line of each key."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
@@ -216,10 +225,10 @@ def _build(
     problems: list[str],
     replaced: AbstractSet[str] = frozenset(),
 ) -> Config:
-    """Give composed values their types; UserError with every problem, `problems` first.
+    """Convert composed values to typed settings; UserError lists every problem, `problems` first.
 
-    `options`: group -> the option that was chosen; a part's own `name` where there is none.
-    `replaced`: groups whose option the command line chose, whatever an experiment says of them.
+    `options`: group -> chosen option; a group without one is identified by its `name`.
+    `replaced`: groups whose option the command line chose, overriding an experiment's choice.
     """
     values = with_dataset_paths(values)
     names, parts = {}, {}
@@ -243,15 +252,17 @@ def _build(
 
 
 def with_dataset_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Return composed values with each path that stands for a data set as {path: PATH}."""
+    """Return composed values with each data set given as a bare path expanded to {path: PATH}."""
     if not isinstance(data := values.get("data"), dict):
         return values
     changed = {}
     for name in ("datasets", "test_datasets"):
-        given = data.get(name)
-        several = [given] if isinstance(given, str) and not given.startswith("${") else given
-        if isinstance(several, list) and any(isinstance(one, str) for one in several):
-            changed[name] = [{"path": one} if isinstance(one, str) else one for one in several]
+        value = data.get(name)
+        entries = [value] if isinstance(value, str) and not value.startswith("${") else value
+        if isinstance(entries, list) and any(isinstance(entry, str) for entry in entries):
+            changed[name] = [
+                {"path": entry} if isinstance(entry, str) else entry for entry in entries
+            ]
     return {**values, "data": {**data, **changed}} if changed else values
 
 
@@ -262,14 +273,15 @@ def _give_types(
     names: Mapping[str, str],
     sources: Sources,
 ) -> Config:
-    """Return settings as typed objects; UserError with the first thing that is wrong.
+    """Return settings as typed objects; UserError with the first problem.
 
-    `names`: what each of the `parts` must be called. Numbers are checked before the start.
+    `names`: the required `name` of each of the `parts`. Bounds of numbers are checked later, by
+    `check_before_start`.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    if (refusal := refuse("", values)) is not None:
+    if (refusal := why_refused("", values)) is not None:
         raise UserError(refusal)
     node = OmegaConf.structured(schema)
     try:
@@ -284,16 +296,16 @@ def _give_types(
         raise UserError(f"{sources.where(key)} {key}: {first_line(error)}") from error
     unchecked = [config]
     while unchecked:
-        one = unchecked.pop()
-        for field in dataclasses.fields(one):
-            value, facts = getattr(one, field.name), field.metadata.get("facts")
-            several = value if isinstance(value, list) else [value]
-            unchecked += [part for part in several if dataclasses.is_dataclass(part)]
+        part = unchecked.pop()
+        for field in dataclasses.fields(part):
+            value, facts = getattr(part, field.name), field.metadata.get("facts")
+            elements = value if isinstance(value, list) else [value]
+            unchecked += [element for element in elements if dataclasses.is_dataclass(element)]
             choices = facts.choices if facts else ()
-            odd = [each for each in several if choices and each not in (None, *choices)]
+            invalid = [each for each in elements if choices and each not in (None, *choices)]
             takes_numbers = facts and (facts.ge is not None or facts.gt is not None)
-            if odd and not takes_numbers:
-                raise UserError(f"{field.name}={odd[0]}: expected one of {choices}")
+            if invalid and not takes_numbers:
+                raise UserError(f"{field.name}={invalid[0]}: expected one of {choices}")
     for group, name in names.items():
         if (named := getattr(config, group).name) != name:
             raise UserError(f"{group}.name={named}: expected {name}")
@@ -301,17 +313,17 @@ def _give_types(
 
 
 def _read_run(folder: Path) -> TrainConfig:
-    """Read a run's settings, with the trust that they ask for; once while its file is the same."""
+    """Load a run's settings including those that grant trust; cached until its file changes."""
     file = folder / CONFIG_FILE
-    changed = file.stat().st_mtime_ns if file.is_file() else 0
-    config = copy.deepcopy(_read_run_once(file.absolute(), changed))
+    mtime_ns = file.stat().st_mtime_ns if file.is_file() else 0
+    config = copy.deepcopy(_read_run_once(file.absolute(), mtime_ns))
     resolve_paths(config)
     return config
 
 
 @functools.lru_cache(maxsize=4)
-def _read_run_once(path: Path, changed: int) -> TrainConfig:
-    with reading(shown(path), "copy the run's folder again"):
+def _read_run_once(path: Path, mtime_ns: int) -> TrainConfig:
+    with reading(display_path(path), "copy the run's folder again"):
         file = read_conf_file(path, package="", loader=yaml.SafeLoader)
         config = _build(TrainConfig, file.values, {}, Sources(lambda: [file]), [])
         assert isinstance(config, TrainConfig)
@@ -319,10 +331,10 @@ def _read_run_once(path: Path, changed: int) -> TrainConfig:
 
 
 def resolve_paths(config: Config) -> None:
-    """Make paths that exist absolute, so that a run can be evaluated from another folder.
+    """Make existing paths absolute, so that a run can be evaluated from another folder.
 
-    Expands `~`, and lets relative paths of the shipped YAML files work from any folder. What does
-    not exist stays as it was typed: a hub id, a template's name, or a mistake to be named.
+    Expands `~`, and lets relative paths of the shipped YAML files work from any folder. A path that
+    does not exist stays as typed: it is a hub id, a template's name, or an error reported later.
     """
     for _, part, name in _paths_of(config):
         path = getattr(part, name)
@@ -331,16 +343,21 @@ def resolve_paths(config: Config) -> None:
         if path.startswith("~"):
             path = str(expand_home(name, path))
             setattr(part, name, path)
-        there = [each for each in (Path(path), ROOT / path) if each.exists()]
-        if there:
-            setattr(part, name, os.path.abspath(there[0]))
+        existing = [each for each in (Path(path), ROOT / path) if each.exists()]
+        if existing:
+            setattr(part, name, os.path.abspath(existing[0]))
 
 
-def check_empty(config: Config) -> list[str]:
-    """List the paths and the revision that are empty: each would be read as if it were left out."""
+def check_paths(config: Config) -> list[str]:
+    """List paths (and a revision) that are empty, not null, and a cache folder that is a URL."""
     places = [*_paths_of(config), ("model", config.model, "revision")]
+    problems = []
+    if isinstance(config, (TrainConfig, EvaluateConfig)):
+        places.append(("data", config.data, "cache_dir"))
+        if "://" in config.data.cache_dir:
+            problems.append(f"data.cache_dir={config.data.cache_dir}: {NO_URL}")
     values = [(f"{key}.{name}".lstrip("."), getattr(part, name)) for key, part, name in places]
-    return [
+    return problems + [
         f"{key} is empty; is it a variable that is not set? type its value, or leave it out"
         for key, value in values
         if value is not None and not value.strip()
@@ -348,9 +365,9 @@ def check_empty(config: Config) -> list[str]:
 
 
 def _paths_of(config: Config) -> list[tuple[str, Any, str]]:
-    """Return the full key of each part of the settings that holds a path, the part, and its name.
+    """Return (key of the part, part, field) of each setting that is a path.
 
-    Names of templates are no paths.
+    data.chat_template is left out if it names a shipped template.
     """
     paths: list[tuple[str, Any, str]] = [
         ("model", config.model, "path"),
@@ -377,5 +394,5 @@ def _paths_of(config: Config) -> list[tuple[str, Any, str]]:
 
 
 def first_line(error: Exception) -> str:
-    """Return what of an error of Hydra or OmegaConf is for people."""
+    """Return the readable part of an error of Hydra or OmegaConf."""
     return str(error).strip().splitlines()[0]

@@ -1,6 +1,6 @@
-"""What a person types, word by word: quoting for Hydra's grammar, and what is refused unread.
+"""Parse the overrides of a command line: quote values for Hydra's grammar, refuse unsafe ones.
 
-Knows the grammar, not the settings.
+Whether a key or a value exists is checked later, by `load` and `validation`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.config.schema import suggest
-from app.config.verbs import OPTIONS_ELSEWHERE, SETTINGS, TYPED_KEYS
+from app.config.verbs import OPTION_ALIASES, SETTINGS, TYPED_KEYS
 from app.planning.hardware import split_name
 from app.process.errors import UserError, nearest
 from data_modules import REDACTED, holds_token
@@ -19,110 +19,103 @@ from data_modules import REDACTED, holds_token
 WORD = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./@:+*%?|$-]*")
 NUMBERED_ELEMENT = re.compile(r"\[|\.\d+(\.|$)")
-HYDRAS_OWN = re.compile(r"hydra(\.|$)|.*[/@]", re.DOTALL)
-"""keys that configure Hydra itself, or that it would read as a group in another place"""
-SEVERAL = re.compile(r"\[([\w, ]+)\]")
-"""a list of options, as of loggers"""
-ADDED_GROUPS = ("experiment", "sweep")
-"""groups outside the defaults list: Hydra wants a plus sign before them, a person need not"""
+HYDRA_KEYS = re.compile(r"hydra(\.|$)|.*[/@]", re.DOTALL)
+"""keys that configure Hydra itself, or that it would read as a group in another package"""
+OPTION_LIST = re.compile(r"\[([\w, ]+)\]")
+"""a list of options, as in logger=[tensorboard,wandb]"""
+GROUPS_WITH_PLUS = ("experiment", "sweep")
+"""groups outside the defaults list: Hydra requires a plus sign before them, loft does not"""
 SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_token", "hf_token"}
-
 REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
-"""`${key.of.another.setting}`, whole: one inside another could form a resolver's name"""
+"""`${key.of.another.setting}`; a nested one does not match, as it could form a resolver's name"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Given:
-    """One override that a person typed: its key and value, and the override in Hydra's grammar."""
+class Override:
+    """One typed override."""
 
     key: str
     value: Any
-    override: str
+    for_hydra: str
+    """the override in Hydra's grammar"""
 
 
-def read_words(
+def parse_overrides(
     words: Sequence[str], groups: Mapping[str, Sequence[str]]
-) -> tuple[list[Given], list[str]]:
-    """Parse all words; returns what was given, and the problems.
+) -> tuple[list[Override], list[str]]:
+    """Parse the words of a command line; return the overrides, and the problems of the others.
 
-    Groups of the defaults list go to Hydra bare, added groups with a plus sign, settings with two
-    (whether they exist is checked later, better than Hydra does), however they were typed.
+    Whatever prefix was typed, Hydra receives groups of the defaults list without a prefix, other
+    groups with `+`, and settings with `++`, so that it accepts any key; `validation` checks them.
     """
-    given: list[Given] = []
+    overrides: list[Override] = []
     problems: list[str] = []
     if any(word.startswith("--") for word in words):
-        words, problems = _take_dashed(words)
+        words, problems = _split_off_dashed(words)
     for word in words:
         match = WORD.fullmatch(word)
         if match is None:
-            problems.append(f"{word}: expected key=value{_hint_for_word(word, groups)}")
+            problems.append(f"{word}: expected key=value{_hint_for_bare_word(word, groups)}")
             continue
         key, value = TYPED_KEYS.get(match["key"], match["key"]), match["value"]
-        beside: dict[str, str] = {}
+        implied: dict[str, str] = {}
         if key == "hardware":
             value, numbers = split_name(value)
-            beside = {name: str(number) for name, number in numbers.items()}
-        elif key == "logger" and (several := SEVERAL.fullmatch(value)):
-            value, _, others = several[1].replace(" ", "").partition(",")
-            beside = {"also": f"[{others}]"}
-        if (refusal := refuse(key, value)) is not None:
+            implied = {name: str(number) for name, number in numbers.items()}
+        elif key == "logger" and (options := OPTION_LIST.fullmatch(value)):
+            value, _, others = options[1].replace(" ", "").partition(",")
+            implied = {"also": f"[{others}]"}
+        if (refusal := why_refused(key, value)) is not None:
             problems.append(refusal)
         elif REDACTED in value:
             problems.append(
-                f"{key}: {REDACTED} stands where a secret was left out; type the secret in its "
-                f"place (or remove {REDACTED})"
+                f"{key}: {REDACTED} replaces a secret that was removed; type the secret instead "
+                f"(or remove {REDACTED})"
             )
         elif match["prefix"] == "~":
             problems.append(
-                f"{word}: settings cannot be removed; type {key}=null or another option"
+                f"{word}: settings cannot be removed; type {key}=null or choose another option"
             )
         elif NUMBERED_ELEMENT.search(key):
             whole = NUMBERED_ELEMENT.split(key)[0]
-            problems.append(f"{word}: elements of a list cannot be set alone; type {whole}=[...]")
-        elif HYDRAS_OWN.match(key):
+            problems.append(f"{word}: single elements of a list cannot be set; type {whole}=[...]")
+        elif HYDRA_KEYS.match(key):
             problems.append(f"command line: unknown key {key}={value}{nearest(key, groups)}")
         else:
             prefix = "" if key in groups else "++"
-            prefix = "+" if key in ADDED_GROUPS else prefix
+            prefix = "+" if key in GROUPS_WITH_PLUS else prefix
             try:
-                given.append(_read_word(key, value, prefix))
-                for name, text in beside.items():
-                    given.append(_read_word(f"{key}.{name}", text, "++"))
+                overrides.append(_parse_override(key, value, prefix))
+                for name, text in implied.items():
+                    overrides.append(_parse_override(f"{key}.{name}", text, "++"))
             except UserError as error:
                 problems += error.problems
-    return given, problems
+    return overrides, problems
 
 
-def _take_dashed(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take `--name value` and `--name=value` out of the words; returns what to type instead."""
-    left, problems = [], []
+def _split_off_dashed(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words without `--name value` and `--name=value`, and what to type instead."""
+    others, problems = [], []
     remaining = list(words)
     while remaining:
         word = remaining.pop(0)
         if not word.startswith("--") or len(word) == 2:
-            left.append(word)
+            others.append(word)
             continue
         name, equals, value = word[2:].partition("=")
         if not equals and remaining and WORD.fullmatch(remaining[0]) is None:
             value = "" if remaining[0].startswith("-") else remaining.pop(0)
         typed = f"{word} {value}" if value and not equals else word
         name = name.replace("-", "_")
-        meant = meant_by(name)
-        example = f"{meant or name}={value or 'VALUE'}"
-        known = f"type {example}" if meant else "--help shows the settings"
-        problems.append(f"{typed}: settings are typed without dashes, as KEY=VALUE; {known}")
-    return left, problems
+        # The nearest setting, or the one that other tools call so.
+        found = re.search(r"(?:did you mean|type) ([^\s?=]+)", suggest(name, [], SETTINGS))
+        advice = f"type {found[1]}={value or 'VALUE'}" if found else "--help shows the settings"
+        problems.append(f"{typed}: settings are typed without dashes, as KEY=VALUE; {advice}")
+    return others, problems
 
 
-def meant_by(name: str) -> str:
-    """Return the key of a setting that other tools call `name`, empty where it is not known."""
-    guess = suggest(name, [], SETTINGS)
-    found = re.search(r"(?:did you mean|type) ([^\s?=]+)", guess)
-    return found[1] if found else ""
-
-
-def _read_word(key: str, value: str, prefix: str) -> Given:
-    """Parse a word as it stands, else with quotes around what Hydra's grammar does not take."""
+def _parse_override(key: str, value: str, prefix: str) -> Override:
+    """Parse an override as typed, else with quotes around what Hydra's grammar does not accept."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -136,19 +129,19 @@ def _read_word(key: str, value: str, prefix: str) -> Given:
             continue
         if override.is_sweep_override():
             raise UserError(
-                f"{key}={value} lists several values: add -m to try each of them, "
+                f"{key}={value} lists several values: add -m to run each of them, "
                 f"or type '{key}=[{value}]' for a list, \"{key}='{value}'\" for text"
             )
-        meant = keys_in_python(key, parsed)
-        text = text if meant == parsed else _keys_in_text(text)
-        return Given(key, meant, f"{prefix}{key}={text}")
-    raise UserError(f"{key}={value}: this value cannot be read; type \"{key}='...'\" around it")
+        renamed = python_keys(key, parsed)
+        text = text if renamed == parsed else _python_keys_in_text(text)
+        return Override(key, renamed, f"{prefix}{key}={text}")
+    raise UserError(f"{key}={value}: this value cannot be parsed; quote it: \"{key}='...'\"")
 
 
-def keys_in_python(key: str, value: Any) -> Any:
-    """Return a given value with the keys in it as Python has them; `key` is what it is given to.
+def python_keys(key: str, value: Any) -> Any:
+    """Return the value of `key` with the keys inside it as Python spells them (`TYPED_KEYS`).
 
-    Where both spellings stand side by side, what was typed stays, and is an unknown key.
+    If both spellings are present, the typed one stays, and is reported as an unknown key.
     """
     if not isinstance(value, dict):
         return value
@@ -156,29 +149,29 @@ def keys_in_python(key: str, value: Any) -> Any:
     for name, part in value.items():
         full = f"{key}.{name}" if key else str(name)
         known = TYPED_KEYS[full].rpartition(".")[2] if full in TYPED_KEYS else name
-        renamed[name if known in value else known] = keys_in_python(full, part)
+        renamed[name if known in value else known] = python_keys(full, part)
     return renamed
 
 
-def _keys_in_text(mapping: str) -> str:
+def _python_keys_in_text(mapping: str) -> str:
     for typed, known in TYPED_KEYS.items():
         name, in_python = typed.rpartition(".")[2], known.rpartition(".")[2]
         mapping = re.sub(rf"(?<=[{{,\s]){name}(?=\s*:)", in_python, mapping)
     return mapping
 
 
-def _hint_for_word(word: str, groups: Mapping[str, Sequence[str]]) -> str:
-    homes = [group for group, options in groups.items() if word in options]
-    if homes:
-        return f"; did you mean {homes[0]}={word}?"
-    elsewhere = {name: group for group, names in OPTIONS_ELSEWHERE.items() for name in names}
-    if word in elsewhere:
-        return f"; type {elsewhere[word]}={OPTIONS_ELSEWHERE[elsewhere[word]][word]}"
+def _hint_for_bare_word(word: str, groups: Mapping[str, Sequence[str]]) -> str:
+    for group, options in groups.items():
+        if word in options:
+            return f"; did you mean {group}={word}?"
+    for group, aliases in OPTION_ALIASES.items():
+        if word in aliases:
+            return f"; type {group}={aliases[word]}"
     return "; `--help` shows the settings" if word.startswith("-") else ""
 
 
 def quote_value(value: str) -> str:
-    """Quote the parts of an override's value that Hydra's grammar would stumble over.
+    """Quote the parts of an override's value that Hydra's grammar does not accept.
 
     Lists and mappings keep their structure: `[{path: a=b.json}]` -> `[{path: 'a=b.json'}]`.
     """
@@ -223,33 +216,30 @@ def _end_of_quote(value: str, start: int) -> int:
     return min(position + 1, len(value))
 
 
-def _is_number(value: Any) -> bool:
-    """Tell whether a value is a number of a misspelt setting (plan.token=5), not a secret."""
-    return len(str(value)) <= 12 and re.fullmatch(r"[\d.]+(e\d+)?", str(value)) is not None
+def why_refused(key: str, value: Any, name: str | None = None) -> str | None:
+    """Return why a key and its value are unsafe: secrets, code, resolvers; None if they are not.
 
-
-def refuse(key: str, value: Any, name: str | None = None) -> str | None:
-    """Say why a given key and value are refused unread: secrets, code, the environment.
-
-    The text of a secret is never repeated. `name`: of the part of the value that is looked at.
+    Never repeats the text of a secret. `name`: key of the part of `value` under examination.
     """
     name = key.rpartition(".")[2] if name is None else name
     text = value if isinstance(value, str) else ""
-    is_secret = name.lower() in SECRET_NAMES and not (name == "token" and _is_number(value))
+    # plan.token=5 is a misspelt plan.tokens, not a secret.
+    is_number = len(str(value)) <= 12 and re.fullmatch(r"[\d.]+(e\d+)?", str(value)) is not None
+    is_secret = name.lower() in SECRET_NAMES and not (name == "token" and is_number)
     if is_secret or holds_token(text):
         return (
             f"{key}: secrets do not go into settings, where files and process lists show them; "
             "export HF_TOKEN, or run `hf auth login`"
         )
     if name in ("_target_", "_partial_", "_recursive_", "_convert_"):
-        return f"{key}: {name} is refused; settings never name code to run"
+        return f"{key}: {name} is not allowed; settings never name code to run"
     if "${" in REFERENCE.sub("", text):
         return (
-            f"{key}={text}: resolvers like ${{oc.env:NAME}} are refused, since their values "
-            "end up in files; type the value (`${key.of.another.setting}` is fine)"
+            f"{key}={text}: resolvers like ${{oc.env:NAME}} are not allowed, because their values "
+            "end up in files; type the value (`${key.of.another.setting}` is allowed)"
         )
     parts: list[tuple[Any, Any]] = []
     if isinstance(value, (dict, list)):
         parts = [*value.items()] if isinstance(value, dict) else [("", part) for part in value]
-    refusals = (refuse(key, part, str(inner)) for inner, part in parts)
+    refusals = (why_refused(key, part, str(inner)) for inner, part in parts)
     return next(filter(None, refusals), None)

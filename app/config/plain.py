@@ -1,6 +1,6 @@
-"""Verbs with a few settings of their own and no model to compose: read without Hydra.
+"""Command lines of verbs that have a few settings and compose no model, parsed without Hydra.
 
-Words are `key=value` as everywhere; a list's key may be typed several times.
+Settings are typed as `key=value`; the key of a list may be repeated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from app.config.overrides import refuse
+from app.config.overrides import why_refused
 from app.config.schema import default_of, docs_of
 from app.process.errors import DONE, UserError, nearest
 from app.process.reporting import report
@@ -25,7 +25,7 @@ TRUTH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0":
 def run_plain_verb(
     verb: str, schema: type[T], function: Callable[[T], object], words: Sequence[str] | None = None
 ) -> int:
-    """Run a verb from its command line; returns the exit code, prints at most one error."""
+    """Run a verb from its command line; return the exit code and print at most one error."""
     typed = list(sys.argv[1:] if words is None else words)
     try:
         if {"--help", "-h"} & set(typed):
@@ -38,20 +38,20 @@ def run_plain_verb(
 
 
 def read_plain(schema: type[T], words: Sequence[str]) -> T:
-    """Give typed words the types of `schema`'s fields: text, true or false, a number, or texts.
+    """Convert typed words to the fields of `schema`: str, bool, int, or a list of str.
 
-    UserError with every problem.
+    UserError lists every problem.
     """
     fields = {facts_of(field).typed or field.name: field for field in _fields(schema)}
-    kind: Any = schema
-    hints, values, problems = hints_of(kind), dict[str, Any](), []
+    untyped: Any = schema  # type[T] is not hashable to mypy
+    hints, values, problems = hints_of(untyped), dict[str, Any](), []
     for word in words:
         key, equals, value = word.partition("=")
         field = fields.get(key)
         if not equals or field is None:
-            hint = nearest(key, fields) or f"; it takes {', '.join(f'{one}=' for one in fields)}"
-            problems.append(f"{word}: unknown word{hint}")
-        elif (refusal := refuse(key, value)) is not None:
+            hint = nearest(key, fields) or f"; expected {', '.join(f'{name}=' for name in fields)}"
+            problems.append(f"{word}: unknown setting{hint}")
+        elif (refusal := why_refused(key, value)) is not None:
             problems.append(refusal)
         elif not value.strip():
             problems.append(f"{key} is empty; is it a variable that is not set?")
@@ -66,7 +66,7 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
         elif hints[field.name] == list[str]:
             values[field.name] = [*values.get(field.name, []), value]
         elif field.name in values:
-            problems.append(f"{key} is typed twice: {values[field.name]} and {value}")
+            problems.append(f"{key} is given twice: {values[field.name]} and {value}")
         else:
             values[field.name] = value
     missing = [

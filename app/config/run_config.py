@@ -1,4 +1,4 @@
-"""The settings of an existing run: written, and taken over by an evaluation of it or its resume."""
+"""The settings of a run: saved, compared with the defaults, and inherited by later commands."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import yaml  # type: ignore[import-untyped]
 from app.config.conf_files import ConfFile
 from app.config.schema import default_of
 from app.config.verbs import (
-    ON_A_RUN,
     PARTS,
     PER_START,
     TRUST_KEYS,
     VERBS,
+    VERBS_ON_A_RUN,
     TrainConfig,
     TunedConfig,
 )
@@ -40,28 +40,28 @@ from data_modules import (
 )
 
 log = logging.getLogger(__name__)
-TAKEN_FROM_TRAINER = ("precision", "micro_batch_size")
-"""what an evaluation takes over from its run's trainer; the rest is of training or of a machine"""
+INHERITED_FROM_TRAINER = ("precision", "micro_batch_size")
+"""settings of the run's trainer that an evaluation inherits"""
 
 
 def save_config(config: TrainConfig | TunedConfig, path: Path) -> None:
-    """Write settings as plain YAML, which `load_run_config` reads back, without secrets."""
+    """Save settings as plain YAML without secrets; `load_run_config` loads it."""
     settings = redacted(dataclasses.asdict(config))
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     write_whole(path, text)
 
 
 def write_experiment(config: TrainConfig, path: Path, header: str) -> None:
-    """Write settings as an experiment of one's own: what differs from the defaults.
+    """Write an experiment file with the settings that differ from the defaults.
 
-    `header`: comment lines below the first one.
+    `header`: comment lines that follow the first line.
     """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(TrainConfig):
         value = getattr(config, field.name)
         if field.name in PARTS:
             values[field.name] = dataclasses.asdict(value)
-        elif field.name not in PER_START and (given := _given(value, default_of(field))):
+        elif field.name not in PER_START and (given := _nondefault(value, default_of(field))):
             values[field.name] = given
     defaults = [{f"override /{group}": getattr(config, group).name} for group in PARTS]
     settings = redacted({"defaults": [*defaults, "_self_"], **values})
@@ -70,9 +70,10 @@ def write_experiment(config: TrainConfig, path: Path, header: str) -> None:
 
 
 def changed_settings(config: Any) -> list[tuple[str, str, str]]:
-    """List the settings that differ from their defaults, without secrets: key, value, default.
+    """List (key, value, default) of the settings that differ from their defaults, without secrets.
 
-    An option of a group is `adapter=full`; where a run lies and how it is watched is left out.
+    An option of a group is listed as `adapter=full`. Settings of a single start of a run (its
+    folder, supervision) are left out.
     """
     changed: list[tuple[str, str, str]] = []
 
@@ -94,28 +95,28 @@ def changed_settings(config: Any) -> list[tuple[str, str, str]]:
     return changed
 
 
-def _given(value: Any, default: Any) -> Any:
-    """Return what of a part differs from its default; nothing of what does not."""
-    if not dataclasses.is_dataclass(value):
-        plain = [dataclasses.asdict(one) for one in value] if _holds_parts(value) else value
-        return plain if value != default else None
-    fields = {field.name: default_of(field) for field in dataclasses.fields(value)}
-    given = {name: _given(getattr(value, name), before) for name, before in fields.items()}
-    return {name: part for name, part in given.items() if getattr(value, name) != fields[name]}
+def _nondefault(value: Any, default: Any) -> Any:
+    """Return a value as plain data, of a dataclass only the fields that differ from the default."""
+    if dataclasses.is_dataclass(value):
+        defaults = {field.name: default_of(field) for field in dataclasses.fields(value)}
+        return {
+            name: _nondefault(getattr(value, name), field_default)
+            for name, field_default in defaults.items()
+            if getattr(value, name) != field_default
+        }
+    if value == default:
+        return None
+    if isinstance(value, list) and all(map(dataclasses.is_dataclass, value)):
+        return [dataclasses.asdict(element) for element in value]
+    return value
 
 
-def _holds_parts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(dataclasses.is_dataclass, value))
+def find_source_run(verb: str, typed: Mapping[str, Any]) -> Path | None:
+    """Return the run whose settings a command inherits: the one it resumes, evaluates or merges.
 
-
-def find_run_of(verb: str, typed: Mapping[str, Any]) -> Path | None:
-    """Return the run whose settings a command means: one resumed, evaluated,
-    merged or talked to by its folder.
-
-    None where the model was typed, or no run is to be resumed. What is
-    wrong with the words is found when they are checked.
+    None if a model was typed instead, or no run is resumed. Invalid values are reported later.
     """
-    if verb in ON_A_RUN:
+    if verb in VERBS_ON_A_RUN:
         has_model = typed.get("model") is not None or typed.get("model.path") is not None
         if typed.get("run") is None and has_model:
             return None
@@ -124,24 +125,26 @@ def find_run_of(verb: str, typed: Mapping[str, Any]) -> Path | None:
         return find_run(named, verb=verb, takes_unfinished=takes_unfinished)
     if verb != "train" or not isinstance(typed.get("resume"), str):
         return None
-    names_parts = any(key.partition(".")[0] in ("model", "data") for key in typed)
-    name = typed.get("output.name", "train" if names_parts else None)
+    names_model_or_data = any(key.partition(".")[0] in ("model", "data") for key in typed)
+    name = typed.get("output.name", "train" if names_model_or_data else None)
     return find_run_to_resume(typed["resume"], typed.get("output.dir"), name)
 
 
-def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[str]) -> ConfFile:
-    """Return a run's settings as an experiment would give them, for Hydra to compose.
+def experiment_from_run(
+    run: Path, config: TrainConfig, verb: str, typed: AbstractSet[str]
+) -> ConfFile:
+    """Return a run's settings as an experiment, for Hydra to compose under what was typed.
 
-    Without the groups and settings that were typed: what was typed wins. UserError where one of
-    them is never taken from a run: trust, or a secret that was left out of its file.
+    UserError if a setting that is never inherited must be typed: one that grants trust, or one
+    whose secret was removed when the run was saved.
     """
-    own = PER_START if verb == "train" else {"run", "output"}
-    of_run = dataclasses.asdict(without_trust(config))
-    _leave_cache(of_run["data"], typed)
+    not_inherited = (PER_START if verb == "train" else {"run", "output"}) | typed
+    run_values = dataclasses.asdict(without_trust(config))
+    _reset_cache_dir(run_values["data"], typed)
     values = {
-        field.name: of_run[field.name]
+        field.name: run_values[field.name]
         for field in dataclasses.fields(VERBS[verb])
-        if field.name in of_run and field.name not in own and field.name not in typed
+        if field.name in run_values and field.name not in not_inherited
     }
     problems = _check_trust(run, config, values.keys(), typed)
     problems += _check_secrets(run, config, values, typed)
@@ -154,35 +157,37 @@ def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[
         values["output"] = {"name": config.output.name, "dir": str(run)}
     else:
         values["output"] = {"name": f"{config.output.name or 'run'}-{verb}"}
-    if verb != "train":
         for part in {"trainer", "evaluation"} & values.keys():
             known = {field.name for field in dataclasses.fields(hints_of(VERBS[verb])[part])}
-            taken = known & set(TAKEN_FROM_TRAINER) if part == "trainer" else known
-            of_part = values[part].items()
-            values[part] = {name: one for name, one in of_part if name in taken and one != "auto"}
+            inherited = known & set(INHERITED_FROM_TRAINER) if part == "trainer" else known
+            values[part] = {
+                name: value
+                for name, value in values[part].items()
+                if name in inherited and value != "auto"
+            }
     return ConfFile(run / CONFIG_FILE, "", [*defaults, "_self_"], values, {})
 
 
-def _leave_cache(data: dict[str, Any], typed: AbstractSet[str]) -> None:
-    """Put the default in the place of a run's cache folder, which would be written to."""
-    default, named = DataConfig().cache_dir, data["cache_dir"]
+def _reset_cache_dir(data: dict[str, Any], typed: AbstractSet[str]) -> None:
+    """Reset a run's cache folder to the default: a folder that is written to is never inherited."""
+    default, of_run = DataConfig().cache_dir, data["cache_dir"]
     data["cache_dir"] = default
-    if named != default and not {"data", "data.cache_dir"} & typed:
-        log.warning("data.cache_dir=%s of the run is not taken over; type it to use it", named)
+    if of_run != default and not {"data", "data.cache_dir"} & typed:
+        log.warning("data.cache_dir=%s of the run is not inherited; type it to use it", of_run)
 
 
 def without_trust(config: TrainConfig) -> TrainConfig:
-    """Return a run's settings with trust at its default: the folder may be somebody else's."""
+    """Return a run's settings with those that grant trust reset to their defaults."""
     config = copy.deepcopy(config)
     for key in TRUST_KEYS:
-        part, name = _place(config, key)
+        part, name = _part_and_name(config, key)
         default = next(field.default for field in dataclasses.fields(part) if field.name == name)
         setattr(part, name, default)
     return config
 
 
-def _place(config: TrainConfig, key: str) -> tuple[Any, str]:
-    """Return the part of a config that has setting `key`, and its name in there."""
+def _part_and_name(config: TrainConfig, key: str) -> tuple[Any, str]:
+    """Return the dataclass of a config that holds setting `key`, and the field's name."""
     *groups, name = key.split(".")
     return functools.reduce(getattr, groups, config), name
 
@@ -190,43 +195,48 @@ def _place(config: TrainConfig, key: str) -> tuple[Any, str]:
 def _check_trust(
     run: Path, config: TrainConfig, parts: AbstractSet[str], typed: AbstractSet[str]
 ) -> list[str]:
-    """List the trust that a run's file asks for and nobody has typed."""
-    before = {key: getattr(*_place(config, key)) for key in TRUST_KEYS}
+    """List the settings that grant trust in a run's file and were not typed."""
     model = config.model
     where = model.path if model.revision is None else f"{model.path} (revision {model.revision})"
-    of_model = ("Python files that come with the model run", f"those of {where}")
-    of_metric = ("code of an evaluation run", f"{config.evaluation.metric or 'its tasks'}")
-    files = {"evaluation.allow_code": of_metric}
-    return [
-        f"{run / CONFIG_FILE}: {key}={str(value).lower()} lets {files.get(key, of_model)[0]}, "
-        f"and is never taken from a run's own files; read {files.get(key, of_model)[1]}, then type "
-        f"{key}={str(value).lower()} (or {key}=false to go on without them)"
-        for key, value in before.items()
-        if value and key not in typed and key.partition(".")[0] in parts
-    ]
+    of_model = ("Python files that come with the model", f"those of {where}")
+    of_metric = ("code of an evaluation", f"{config.evaluation.metric or 'its tasks'}")
+    problems = []
+    for key in TRUST_KEYS:
+        value = getattr(*_part_and_name(config, key))
+        if not value or key in typed or key.partition(".")[0] not in parts:
+            continue
+        code, source = of_metric if key == "evaluation.allow_code" else of_model
+        problems.append(
+            f"{run / CONFIG_FILE}: {key}={str(value).lower()} runs {code}, and is never inherited "
+            f"from a run; read {source}, then type {key}={str(value).lower()} "
+            f"(or {key}=false to continue without them)"
+        )
+    return problems
 
 
 def _check_secrets(
     run: Path, config: TrainConfig, settings: dict[str, Any], typed: AbstractSet[str]
 ) -> list[str]:
-    """List the settings whose secrets were left out of a run's file and that nobody has typed."""
-    left_out = {key.partition("[")[0] for key in redacted_keys(settings)}
+    """List the settings whose secrets were removed from a run's file and that were not typed."""
+    without_secret = {key.partition("[")[0] for key in redacted_keys(settings)}
     return [
-        f"{run / CONFIG_FILE}: a secret was left out of {key} ({REDACTED} stands there), for files "
-        f"never hold one; type it again: '{key}={_as_typed(getattr(*_place(config, key)))}'"
-        for key in sorted(left_out - typed)
+        f"{run / CONFIG_FILE}: the secret in {key} was replaced by {REDACTED}, because files never "
+        "hold secrets; type it again: "
+        f"'{key}={_as_typed(getattr(*_part_and_name(config, key)))}'"
+        for key in sorted(without_secret - typed)
     ]
 
 
 def _as_typed(value: Any) -> str:
-    """Return a setting as it is typed; of data sets only what differs from the defaults."""
+    """Return a value as a user types it; of a data set only what differs from the defaults."""
     if dataclasses.is_dataclass(value):
-        given = {
-            field.name: getattr(value, field.name)
-            for field in dataclasses.fields(value)
-            if getattr(value, field.name) != default_of(field)
-        }
-        return _as_typed(given)
+        return _as_typed(
+            {
+                field.name: getattr(value, field.name)
+                for field in dataclasses.fields(value)
+                if getattr(value, field.name) != default_of(field)
+            }
+        )
     if isinstance(value, list):
         return f"[{', '.join(map(_as_typed, value))}]"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The settings of a schema as a flat list: keys, defaults, docstrings and facts of each field.
+"""A schema's settings as a flat list: key, default, docstring and facts of each field.
 
 Works on dataclasses and plain values; knows neither Hydra nor any setting by name.
 """
@@ -21,17 +21,17 @@ from data_modules import Facts, ResumeRule, facts_of, hints_of, is_optional
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One setting of a verb; elements of lists as `data.datasets[].path`."""
+    """One setting of a verb; a setting of list elements has a key like `data.datasets[].path`."""
 
     key: str
-    """full key, as Python has it"""
+    """full key, as Python spells it"""
     owner: type
     field: dataclasses.Field[Any]
     hint: Any
     resume: ResumeRule | None
-    """the rule stated at its field, else that of the part it belongs to"""
+    """the rule of its field, else of the part that contains it"""
     options: tuple[str, ...] = ()
-    """options of its group that have it; empty = all of them"""
+    """options of its group that have this setting; empty = all of them"""
 
     @property
     def facts(self) -> Facts:
@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def is_part(self) -> bool:
-        """Whether it holds settings of its own rather than a value."""
+        """Whether it is a group of settings rather than a value."""
         return _schema_in(self.hint) is not None and not self.is_list
 
     @property
@@ -52,14 +52,14 @@ class Setting:
 
     @property
     def typed_key(self) -> str:
-        """The full key as a person types it."""
+        """The full key as a user types it."""
         parent, dot, _ = self.key.rpartition(".")
         return f"{parent}{dot}{self.facts.typed}" if self.facts.typed else self.key
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One given value: its full key, and the dataclass and field that it is for."""
+    """One value with its full key, and the dataclass and field that it is for."""
 
     key: str
     owner: type
@@ -69,7 +69,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unknown:
-    """A key that no setting has, with the schema in which it was looked for (None: no place)."""
+    """A key that no setting has, and the schema that was searched (None: the verb itself)."""
 
     key: str
     owner: type | None
@@ -78,7 +78,7 @@ class Unknown:
 
 @functools.cache
 def docs_of(schema: type) -> dict[str, str]:
-    """Return the string that stands under each field of a dataclass, bases included."""
+    """Return the docstring under each field of a dataclass, including its bases."""
     docs: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         if dataclasses.is_dataclass(base):
@@ -88,14 +88,14 @@ def docs_of(schema: type) -> dict[str, str]:
 
 @functools.cache
 def _docs_in(module: str) -> dict[str, dict[str, str]]:
-    """Return the strings under the fields of each class of a module."""
+    """Return the docstrings under the fields of each class of a module."""
     source = Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8")
     return {
         node.name: {
-            above.target.id: " ".join(str(below.value.value).split())
-            for above, below in zip(node.body, node.body[1:], strict=False)
-            if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name)
-            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            field.target.id: " ".join(str(doc.value.value).split())
+            for field, doc in zip(node.body, node.body[1:], strict=False)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
         }
         for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef)
@@ -103,14 +103,14 @@ def _docs_in(module: str) -> dict[str, dict[str, str]]:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Return a field's default; dataclasses.MISSING where it must be given."""
+    """Return a field's default; dataclasses.MISSING if it is required."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def element_of(hint: Any) -> Any:
-    """Return X of X | None; other hints as they are."""
+    """Return X of X | None; any other hint unchanged."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         inner = [part for part in typing.get_args(hint) if part is not type(None)]
         return inner[0] if len(inner) == 1 else hint
@@ -118,7 +118,7 @@ def element_of(hint: Any) -> Any:
 
 
 def walk(value: Any, hint: Any, key: str, owner: type, field: str) -> Iterator[Leaf | Unknown]:
-    """Go through a given value beside its type: every leaf, and every key that does not exist."""
+    """Walk a value along its type; yield each leaf, and each key that does not exist."""
     hint = element_of(hint)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, dict):
         hints = hints_of(hint)
@@ -141,7 +141,7 @@ def walk(value: Any, hint: Any, key: str, owner: type, field: str) -> Iterator[L
 
 
 def _schema_in(hint: Any) -> type | None:
-    """Return the dataclass that a field holds, or of whose objects it holds a list."""
+    """Return the dataclass of a field that holds one or a list of them; None for plain values."""
     inner = element_of(hint)
     if typing.get_origin(inner) is list:
         (inner,) = typing.get_args(inner)
@@ -151,34 +151,36 @@ def _schema_in(hint: Any) -> type | None:
 def list_settings(
     schema: type, parts: Mapping[str, Mapping[str, type]] | None = None
 ) -> list[Setting]:
-    """List every setting of a verb, parts before what they hold.
+    """List every setting of a verb, each part before its own settings.
 
     `parts`: group -> option -> schema, for groups whose settings depend on the option.
     """
     settings: list[Setting] = []
     for field in dataclasses.fields(schema):
         options = (parts or {}).get(field.name)
-        (group, *inner) = _settings_of_field(schema, field, "", None)
-        settings.append(group)
+        (part, *inner) = _settings_of_field(schema, field, "", None)
+        settings.append(part)
         if options is None:
             settings += inner
         else:
-            settings += _merge_options(field.name, options, group.resume)
+            settings += _merge_options(field.name, options, part.resume)
     return settings
 
 
 def _merge_options(
     group: str, options: Mapping[str, type], resume: ResumeRule | None
 ) -> list[Setting]:
-    """List the settings of all options of a group, those that several options share once."""
+    """List the settings of all options of a group; a setting that several options share once."""
     merged: dict[tuple[str, str], Setting] = {}
     for option, schema in options.items():
-        for one in _settings_in(schema, f"{group}.", resume):
-            known = merged.get((one.key, one.doc), one)
-            merged[one.key, one.doc] = dataclasses.replace(known, options=(*known.options, option))
+        for setting in _settings_in(schema, f"{group}.", resume):
+            known = merged.get((setting.key, setting.doc), setting)
+            merged[setting.key, setting.doc] = dataclasses.replace(
+                known, options=(*known.options, option)
+            )
     return [
-        dataclasses.replace(one, options=()) if len(one.options) == len(options) else one
-        for one in merged.values()
+        dataclasses.replace(each, options=()) if len(each.options) == len(options) else each
+        for each in merged.values()
     ]
 
 
@@ -191,43 +193,41 @@ def _settings_of_field(
     owner: type, field: dataclasses.Field[Any], prefix: str, resume: ResumeRule | None
 ) -> Iterator[Setting]:
     hint, key = hints_of(owner)[field.name], f"{prefix}{field.name}"
-    one = Setting(
-        key=key, owner=owner, field=field, hint=hint, resume=facts_of(field).resume or resume
-    )
-    yield one
+    resume = facts_of(field).resume or resume
+    setting = Setting(key=key, owner=owner, field=field, hint=hint, resume=resume)
+    yield setting
     if (inner := _schema_in(hint)) is not None:
-        yield from _settings_in(inner, f"{key}[]." if one.is_list else f"{key}.", one.resume)
+        yield from _settings_in(inner, f"{key}[]." if setting.is_list else f"{key}.", resume)
 
 
 def aliases_of(settings: Iterable[Setting]) -> dict[str, str]:
-    """Return what other tools call a setting: their name -> our key, or `key=value`."""
+    """Return names that other tools use for settings: their name -> our key, or `key=value`."""
     aliases: dict[str, str] = {}
-    for one in settings:
-        for alias in (*one.facts.aliases, *filter(None, [one.facts.typed])):
+    for setting in settings:
+        for alias in (*setting.facts.aliases, *filter(None, [setting.facts.typed])):
             name, equals, value = alias.partition("=")
-            aliases.setdefault(name, f"{one.typed_key}{equals}{value}")
+            aliases.setdefault(name, f"{setting.typed_key}{equals}{value}")
     return aliases
 
 
 def suggest(key: str, siblings: list[str], settings: list[Setting]) -> str:
-    """Word a guess at what a misspelt full key was meant to be: `; did you mean X?`, or nothing."""
+    """Return a hint at the intended key of an unknown one: `; did you mean X?`, or nothing."""
     parent, _, leaf = key.rpartition(".")
-    if (meant := aliases_of(settings).get(leaf)) is not None:
-        return f"; type {meant}" if "=" in meant else f"; did you mean {meant}?"
-    here = nearest(leaf, siblings)
-    if here:
-        return here.replace(
+    if (ours := aliases_of(settings).get(leaf)) is not None:
+        return f"; type {ours}" if "=" in ours else f"; did you mean {ours}?"
+    if hint := nearest(leaf, siblings):
+        return hint.replace(
             "did you mean ", f"did you mean {parent}." if parent else "did you mean "
         )
-    all_keys = [one.key for one in settings]
-    elsewhere = [known for known in all_keys if known.rpartition(".")[2] == leaf]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
+    all_keys = [setting.key for setting in settings]
+    same_name = [known for known in all_keys if known.rpartition(".")[2] == leaf]
+    if same_name:
+        return f"; did you mean {same_name[0]}?"
     return nearest(key, [known for known in all_keys if not key.startswith(f"{known}.")])
 
 
 def describe_type(hint: Any) -> str:
-    """Say in words what a setting takes."""
+    """Describe the values of a type in words."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     inner = element_of(hint)
     if inner in words:

@@ -1,8 +1,7 @@
-"""What is wrong with composed settings: each problem in words, with its file and line, or its word.
-Asked only where something was refused: settings that are right are composed without it.
+"""Explain what is wrong with composed settings: every problem with its file and line.
 
-Only names, types and choices are checked here; numbers and what does not go together in
-preflight/couplings.
+Runs only after typing the settings has failed. Checks names, types and choices; bounds of numbers
+and combinations of settings are checked in `preflight/couplings`.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any
 
 from app.config import schema
 from app.config.conf_files import ConfFile
-from app.config.overrides import Given, refuse
+from app.config.overrides import Override, why_refused
 from app.process.errors import nearest
 from app.process.launch import is_child, is_first_rank
 from data_modules import expected, facts_of, hints_of, printable, redact, takes
 
 COMMAND_LINE = "command line:"
-ELSEWHERE = {
+FOREIGN_KEYS = {
     "push_to_hub": "afterwards type python -m app.push run=FOLDER repo=NAME",
     "hub_model_id": "afterwards type python -m app.push run=FOLDER repo=NAME",
     "tf32": "leave it out: half precision is trainer.precision=bf16",
@@ -31,23 +30,23 @@ ELSEWHERE = {
     "run_name": "type output.name=NAME",
     "local_rank": "leave it out: torchrun and srun set it",
 }
-"""settings of other tools that have no counterpart of one name, and what to do"""
+"""keys of other tools without a setting of the same meaning -> what to do instead"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """The names that exist: the verb's schema, with the schema of each part that was chosen."""
+    """The settings that exist: the verb's schema, with the schemas of the chosen options."""
 
     verb: type
     parts: dict[str, type]
-    """group -> schema of the option that was chosen for it"""
+    """group -> schema of its chosen option"""
     options: dict[str, str]
-    """group -> that option's name"""
-    other_options: dict[str, dict[str, type]]
-    """group -> option -> schema, for parts whose settings depend on the option"""
+    """group -> name of its chosen option"""
+    all_options: dict[str, dict[str, type]]
+    """group -> option -> schema, for groups whose settings depend on the option"""
     replaced: frozenset[str] = frozenset()
-    """groups whose option the command line chose: an experiment's settings for another option of
-    the group are then left out instead of refused"""
+    """groups whose option the command line chose: an experiment's settings of another option of
+    the group are dropped instead of reported"""
 
     def walk(self, values: dict[str, Any]) -> Iterator[schema.Leaf | schema.Unknown]:
         """Yield each leaf and each unknown key of `values`."""
@@ -59,14 +58,14 @@ class Settings:
                 yield schema.Unknown(name, None, value)
 
     def all_settings(self) -> list[schema.Setting]:
-        """List the settings of the verb, its parts' by their chosen options."""
+        """List the settings of the verb, with those of the chosen options."""
         chosen = {group: {self.options.get(group, ""): part} for group, part in self.parts.items()}
         return schema.list_settings(self.verb, chosen)
 
     def problem_of(self, found: schema.Leaf | schema.Unknown) -> str | None:
-        """Word what is wrong with one key or value, without its place; None if nothing is."""
+        """Return what is wrong with one key or value, without its place; None if nothing is."""
         if isinstance(found, schema.Leaf):
-            refusal = refuse(found.key, found.value)
+            refusal = why_refused(found.key, found.value)
             if refusal is not None or _is_reference(found.value):
                 return refusal
             if takes_value(found):
@@ -74,24 +73,24 @@ class Settings:
             expected = schema.describe_type(hints_of(found.owner)[found.field])
             value = found.value[0] if found.key.endswith("]") else found.value
             return f"{found.key}={_brief(value)}: expected {expected}"
-        if (refusal := refuse(found.key, found.value)) is not None:
+        if (refusal := why_refused(found.key, found.value)) is not None:
             return refusal
         group = found.key.partition(".")[0]
         if (option := self.option_with(found.key)) is not None:
-            here = self.options.get(group)
-            return f"{found.key}: a setting of {group}={option}, but here {group}={here}"
-        if (advice := ELSEWHERE.get(found.key.rpartition(".")[2].lower())) is not None:
+            chosen = self.options.get(group)
+            return f"{found.key}: a setting of {group}={option}, but {group}={chosen} is chosen"
+        if (advice := FOREIGN_KEYS.get(found.key.rpartition(".")[2].lower())) is not None:
             return f"unknown key {found.key}={_brief(found.value)}; {advice}"
         siblings = list(hints_of(found.owner or self.verb))
         guess = schema.suggest(found.key, siblings, self.all_settings())
-        guess = guess or f"; there are {', '.join(siblings)}"
+        guess = guess or f"; expected one of {', '.join(siblings)}"
         return f"unknown key {found.key}={_brief(found.value)}{guess}"
 
     def option_with(self, key: str) -> str | None:
-        """Return the option of `key`'s group that has this setting; the chosen one has not."""
+        """Return the option of `key`'s group that has a setting which the chosen option lacks."""
         group, _, rest = key.partition(".")
-        for option, other in self.other_options.get(group, {}).items():
-            if rest in hints_of(other):
+        for option, option_schema in self.all_options.get(group, {}).items():
+            if rest in hints_of(option_schema):
                 return option
         return None
 
@@ -102,12 +101,12 @@ class Settings:
                 return None
             return (
                 f"{leaf.key}={leaf.value}: expected {self.options[group]}; type "
-                f"{group}={leaf.value} to choose another one"
+                f"{group}={leaf.value} to choose another option"
             )
-        field = next(one for one in dataclasses.fields(leaf.owner) if one.name == leaf.field)
+        field = next(each for each in dataclasses.fields(leaf.owner) if each.name == leaf.field)
         facts, hint = facts_of(field), hints_of(leaf.owner)[leaf.field]
         if facts.bounds or takes(facts, hint, leaf.value):
-            return None  # numbers are checked with what they are coupled to, in preflight/couplings
+            return None  # bounds are checked together with combinations, in preflight/couplings
         value = leaf.value[0] if leaf.key.endswith("]") else leaf.value
         words = [str(choice) for choice in facts.choices]
         guess = nearest(str(value), words)
@@ -125,11 +124,11 @@ def _brief(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """All that settings were composed of: files in composing order, then the words typed."""
+    """Everything that settings were composed from: files in composition order, then overrides."""
 
     read_files: Callable[[], Sequence[ConfFile]]
-    """called when a file is first asked for"""
-    given: Sequence[Given] = ()
+    """called when the files are first needed"""
+    overrides: Sequence[Override] = ()
 
     @functools.cached_property
     def files(self) -> Sequence[ConfFile]:
@@ -137,27 +136,27 @@ class Sources:
 
     def source_of(self, key: str) -> ConfFile | None:
         """Return the file that set full key `key` last; None for the command line."""
-        if any(_sets(one, key) for one in self.given):
+        if any(_sets_key(override, key) for override in self.overrides):
             return None
         for file in reversed(self.files):
             if file.sets(key):
                 return file
-        of_its_group = [file for file in self.files if file.package == key.partition(".")[0]]
-        return (of_its_group or self.files)[-1]
+        files_of_group = [file for file in self.files if file.package == key.partition(".")[0]]
+        return (files_of_group or self.files)[-1]
 
     def where(self, key: str) -> str:
-        """Return `conf/experiment/x.yaml:12`, or that the command line set `key`."""
+        """Return where `key` was set: `conf/experiment/x.yaml:12` or `command line:`."""
         source = self.source_of(key)
         return COMMAND_LINE if source is None else source.where(key)
 
 
-def _sets(given: Given, key: str) -> bool:
-    """Tell whether an override sets full key `key`, itself or within its value."""
-    rest = key.removeprefix(given.key)
+def _sets_key(override: Override, key: str) -> bool:
+    """Return whether an override sets full key `key`, directly or inside its value."""
+    rest = key.removeprefix(override.key)
     if rest == key or rest[:1] not in ("", ".", "["):
-        return given.key.startswith(f"{key}.")
-    value = given.value
-    for step in _steps(rest):
+        return override.key.startswith(f"{key}.")
+    value = override.value
+    for step in _split_key(rest):
         if isinstance(value, list):
             value = dict(enumerate(value))
         if not isinstance(value, dict) or step not in value:
@@ -166,8 +165,8 @@ def _sets(given: Given, key: str) -> bool:
     return True
 
 
-def _steps(key: str) -> list[str | int]:
-    """Split a full key into names, and numbers of list elements."""
+def _split_key(key: str) -> list[str | int]:
+    """Split a full key into names and list indices."""
     parts = filter(None, key.replace("[", ".[").split("."))
     return [int(part[1:-1]) if part.startswith("[") else part for part in parts]
 
@@ -175,49 +174,49 @@ def _steps(key: str) -> list[str | int]:
 def find_problems(
     values: dict[str, Any], settings: Settings, sources: Sources
 ) -> tuple[dict[str, Any], list[str]]:
-    """List every wrong key and value with its place; returns the values as they are meant, too.
+    """Return the values with what can be corrected, and every other problem with its place.
 
-    A bare word typed for a list of text is a list of it alone. What an experiment says of an
-    option that the command line replaced is left out, with a note.
+    Corrected: a single word for a list of text becomes a list, 1e9 for an int becomes an int, and
+    an experiment's settings of an option that the command line replaced are dropped with a note.
     """
     values = copy.deepcopy(values)
     problems: dict[str, None] = {}
-    left_out: dict[str, list[str]] = {}
+    dropped: dict[str, list[str]] = {}
     for found in list(settings.walk(values)):
         if _is_word_for_list(found, sources):
             _replace(values, found.key, [found.value])
         elif (whole := _whole_number(found)) is not None:
             _replace(values, found.key, whole)
-        elif (replaced_in := _file_replaced_by_option(found, settings, sources)) is not None:
-            left_out.setdefault(replaced_in.path.stem, []).append(found.key)
+        elif (file := _file_replaced_by_option(found, settings, sources)) is not None:
+            dropped.setdefault(file.path.stem, []).append(found.key)
             _replace(values, found.key)
         elif (problem := settings.problem_of(found)) is not None:
             problems[f"{sources.where(found.key)} {problem}"] = None
-    if not problems and refuse("", values) is not None:
-        # Where any key may stand (model.architecture), no single one is walked.
+    if not problems and why_refused("", values) is not None:
+        # Inside model.architecture, which takes any key, `walk` visits no single key.
         for file in sources.files:
-            for key in map(file.full, file.lines):
-                if (refusal := refuse(key, None)) is not None:
+            for key in map(file.full_key, file.lines):
+                if (refusal := why_refused(key, None)) is not None:
                     problems[f"{file.where(key)} {refusal}"] = None
-    if not problems and left_out:
+    if not problems and dropped:
         chosen = ", ".join(f"{g}={settings.options[g]}" for g in sorted(settings.replaced))
-        for name, keys in left_out.items():
+        for name, keys in dropped.items():
             print_note(f"note: {name}'s {', '.join(keys)} do not apply to {chosen}")
     return values, list(problems)
 
 
 def _whole_number(found: schema.Leaf | schema.Unknown) -> int | None:
-    """Return the number where 1e9 was typed for a whole one."""
+    """Return the int if a float like 1e9 was typed for one, else None."""
     if not (isinstance(found, schema.Leaf) and isinstance(found.value, float)):
         return None
     hint = schema.element_of(hints_of(found.owner)[found.field])
-    # Small ones come from a search between 1.0 and 8.0, whose next proposal is no whole number.
+    # A small one may come from a search between 1.0 and 8.0, whose next trial is not whole.
     is_whole = found.value.is_integer() and abs(found.value) >= 1000
     return int(found.value) if hint is int and is_whole else None
 
 
 def _is_word_for_list(found: schema.Leaf | schema.Unknown, sources: Sources) -> bool:
-    """Tell whether a bare word was typed where a list of text is expected."""
+    """Return whether a single word was typed for a list of text."""
     if not (isinstance(found, schema.Leaf) and isinstance(found.value, str) and found.value):
         return False
     hint = schema.element_of(hints_of(found.owner)[found.field])
@@ -228,7 +227,7 @@ def _is_word_for_list(found: schema.Leaf | schema.Unknown, sources: Sources) -> 
 def _file_replaced_by_option(
     found: schema.Leaf | schema.Unknown, settings: Settings, sources: Sources
 ) -> ConfFile | None:
-    """Return the experiment that has this setting of an option which the command line replaced."""
+    """Return the experiment that sets this key of an option which the command line replaced."""
     group = found.key.partition(".")[0]
     if not isinstance(found, schema.Unknown) or group not in settings.replaced:
         return None
@@ -238,8 +237,8 @@ def _file_replaced_by_option(
 
 
 def _replace(values: dict[str, Any], key: str, value: Any = None) -> None:
-    """Set a full key of nested values, or remove it where `value` is None."""
-    *path, name = _steps(key)
+    """Set a full key in nested values; remove it if `value` is None."""
+    *path, name = _split_key(key)
     part: Any = values
     for step in path:
         part = part[step]
@@ -251,14 +250,14 @@ def _replace(values: dict[str, Any], key: str, value: Any = None) -> None:
 
 @functools.cache
 def _node_of(schema: type) -> Any:
-    """Return one node of a schema, to try values on."""
+    """Return a node of a schema on which values are tried."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(schema)
 
 
 def takes_value(leaf: schema.Leaf) -> bool:
-    """Tell whether a value can become what its field is declared as."""
+    """Return whether OmegaConf converts a value to the type of its field."""
     from omegaconf.errors import OmegaConfBaseException
 
     try:
@@ -269,6 +268,6 @@ def takes_value(leaf: schema.Leaf) -> bool:
 
 
 def print_note(note: str) -> None:
-    """Print a note on stderr, once for all ranks and for the process that starts them."""
+    """Print a note on stderr, once for all ranks and the process that started them."""
     if is_first_rank() and not is_child():
         print(printable(redact(note)), file=sys.stderr)

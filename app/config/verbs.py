@@ -1,4 +1,4 @@
-"""The settings of each verb, by parts that stand in the rooms which read them.
+"""The settings of each verb, composed of the dataclasses of the rooms that read them.
 
 Imports nothing heavy.
 """
@@ -53,46 +53,48 @@ class SweepConfig:
     """Choose which trials a sweep (`-m`) runs, and how many at a time."""
 
     search: str = setting("grid", choices=("grid", "optuna"))
-    """grid = every combination of the listed values; optuna = proposals that learn from the trials
-    before, also within 'optimizer.lr=interval(1e-5,1e-3)'"""
+    """grid = every combination of the listed values; optuna = trials proposed from earlier results,
+    also from ranges as in 'optimizer.lr=interval(1e-5,1e-3)'"""
     trials: int | None = setting(None, ge=1)
-    """trials of a search; null = 20"""
+    """number of trials of an optuna search; null = 20"""
     prune: str = setting("none", choices=("none", "median", "halving"))
-    """stops a trial of a search whose validation loss is worse than the median of the others at the
-    same step, or not among their best (successive halving); it keeps its curve"""
+    """stop a trial of an optuna search early: median = if its validation loss is above the median
+    of the others at the same step, halving = if it is not among the best (successive halving)"""
     parallel: int = setting(1, ge=1, le=1024)
-    """trials at a time, each with trainer.devices GPUs of its own; jobs in the queue at a time"""
+    """trials that run at the same time, each on its own trainer.devices GPUs; with
+    launcher=slurm, jobs submitted at the same time"""
 
 
 @dataclass(kw_only=True, slots=True)
 class LauncherConfig:
-    """Choose where the trials of a sweep run: here, or each as a job of SLURM."""
+    """Choose where the trials of a sweep run: on this machine, or each as a SLURM job."""
 
     name: str = setting("local", choices=("local", "slurm"))
-    """local = processes of this machine; slurm = jobs of one node each, submitted by submitit"""
+    """local = processes on this machine; slurm = one single-node job per trial, through submitit"""
     partition: str | None = None
-    """of a job; null = the cluster's default"""
+    """SLURM partition of a job; null = the cluster's default"""
     account: str | None = None
-    """that a job is billed to; null = the cluster's default"""
+    """SLURM account that is billed; null = the cluster's default"""
     minutes: int = setting(1440, ge=10)
-    """of a job; at their end a trial saves itself and is put back into the queue, three times"""
+    """time limit of a job, in minutes; a trial that reaches it saves a checkpoint and is requeued,
+    up to three times"""
     gpus: int | None = setting(None, ge=0, le=64)
-    """of a job; null = trainer.devices where that is a number, 1 otherwise"""
+    """GPUs of a job; null = trainer.devices if that is a number, else 1"""
     cpus: int | None = setting(None, ge=1)
-    """of a job; null = the cluster's default"""
+    """CPU cores of a job; null = the cluster's default"""
     memory_gib: int | None = setting(None, ge=1)
-    """of a job; null = the cluster's default"""
+    """host memory of a job, in GiB; null = the cluster's default"""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
-    """The settings of a training run; each part goes to the room of its name."""
+    """The settings of a training run; each part is read by the room of its name."""
 
     model: ModelConfig = setting(default_factory=ModelConfig, resume="fixed")
     """the base model"""
     adapter: AdapterConfig = setting(
         resume="fixed",
-        options_elsewhere={
+        option_aliases={
             "qlora": "lora quantization=nf4",
             "dora": "lora adapter.use_dora=true",
             "rslora": "lora adapter.use_rslora=true",
@@ -100,46 +102,46 @@ class TrainConfig:
             "none": "full",
         },
     )
-    """what is trained"""
+    """which parameters are trained"""
     quantization: QuantizationConfig = setting(
         default_factory=QuantizationConfig,
         resume="fixed",
         aliases=("load_in_4bit=nf4", "load_in_8bit=int8"),
-        options_elsewhere={
+        option_aliases={
             "4bit": "nf4",
             "8bit": "int8",
         },
     )
-    """the frozen base in 4 or 8 bits"""
+    """quantization of the frozen base to 4 or 8 bits"""
     attention: AttentionConfig = setting(
         default_factory=AttentionConfig,
         resume="rounding",
-        options_elsewhere={
+        option_aliases={
             "flash_attention_2": "auto",
             "flash_attention_3": "auto",
             "flex_attention": "flex",
         },
     )
-    """how attention is computed"""
+    """attention implementation"""
     recompute: RecomputeConfig = setting(
         default_factory=RecomputeConfig,
         resume="rounding",
         aliases=("gradient_checkpointing=full", "activation_checkpointing=full"),
-        options_elsewhere={
+        option_aliases={
             "true": "full",
             "block": "full",
             "cpu_offload": "offload",
         },
     )
-    """activations computed again in the backward pass: less memory for time"""
+    """activation checkpointing: recompute in the backward pass, less memory for more time"""
     data: DataConfig = setting(default_factory=DataConfig, resume="data")
-    """the data, and what of it is trained on"""
+    """data sets, chat template, and which tokens are trained on"""
     packing: PackingConfig = setting(default_factory=PackingConfig, resume="fixed")
-    """how documents share a row"""
+    """packing of several documents into one row"""
     optimizer: OptimizerConfig = setting(
         resume="fixed",
         aliases=("optim",),
-        options_elsewhere={
+        option_aliases={
             "adamw_torch": "adamw",
             "adamw_torch_fused": "adamw",
             "adamw_8bit": "adamw8bit",
@@ -149,26 +151,26 @@ class TrainConfig:
             "adamw_schedule_free": "schedule_free schedule=constant",
         },
     )
-    """what moves the weights"""
+    """optimizer, learning rate and weight decay"""
     schedule: ScheduleConfig = setting(
         default_factory=ScheduleConfig,
         resume="schedule",
         aliases=("lr_scheduler_type",),
-        options_elsewhere={
+        option_aliases={
             "constant_with_warmup": "constant",
             "cosine_with_min_lr": "cosine schedule.min_lr_ratio=0.1",
             "cosine_with_restarts": "cosine",
             "warmup_stable_decay": "wsd",
         },
     )
-    """how the learning rate moves over a run"""
+    """learning rate schedule"""
     trainer: TrainerConfig = setting(default_factory=TrainerConfig)
-    """batches, length, precision and devices of a run"""
+    """batch size, length, precision and devices of a run"""
     strategy: StrategyConfig = setting(
         default_factory=StrategyConfig,
         resume="rounding",
         aliases=("deepspeed=zero2", "fsdp=fsdp", "tensor_model_parallel_size=fsdp_tp"),
-        options_elsewhere={
+        option_aliases={
             "dp": "ddp",
             "ddp_spawn": "ddp",
             "powersgd": "ddp_compressed strategy.compression=powersgd",
@@ -200,45 +202,45 @@ class TrainConfig:
             "pipeline_parallel": "fsdp (there is no pipeline parallelism yet)",
         },
     )
-    """how a run is spread over several devices"""
+    """distributed strategy: how a run is spread over several devices"""
     logger: LoggerConfig = setting(
         default_factory=LoggerConfig, resume="free", aliases=("report_to", "log_with")
     )
-    """where the curves go"""
+    """experiment trackers that metrics are logged to"""
     evaluation: TrainEvaluationConfig = setting(
         default_factory=TrainEvaluationConfig, resume="free"
     )
-    """what the trained model is asked"""
+    """metrics and tasks of the model, during a run and at its end"""
     output: OutputConfig = setting(default_factory=OutputConfig, resume="per_start")
-    """the folder of a run"""
+    """name and folder of a run"""
     plan: EnforceConfig = setting(default_factory=EnforceConfig, resume="per_start")
-    """what the arithmetic of a plan decides"""
+    """what a run does if the plan says that it does not fit"""
     supervise: SuperviseConfig = setting(default_factory=SuperviseConfig, resume="per_start")
-    """what happens when a run dies or hangs"""
+    """supervision: what happens if a run crashes or hangs"""
     sweep: SweepConfig = setting(default_factory=SweepConfig, resume="per_start")
-    """the trials of a sweep, with -m"""
+    """trials of a sweep, with -m"""
     launcher: LauncherConfig = setting(default_factory=LauncherConfig, resume="per_start")
     """where the trials of a sweep run"""
     seed: int = setting(42, ge=0, le=2**32 - 1, resume="fixed", shown=("train", "preview"))
-    """every random choice follows from it: weights, order of the data, dropout"""
+    """seed of every random choice: initial weights, order of the data, dropout"""
     resume: str = setting(
         "never", resume="per_start", shown=("train",), aliases=("resume_from_checkpoint",)
     )
-    """never; auto = from the newest good checkpoint in output.dir, or of the newest unfinished run
-    of this name, if there is one; must = the same, or an error; or the folder of a run or of one
-    of its checkpoints, which brings the run's own settings"""
+    """never; auto = from the newest valid checkpoint in output.dir, else of the newest unfinished
+    run of this name, if one exists; must = the same, but an error if none exists; or the folder of
+    a run or of one of its checkpoints, whose settings are then inherited"""
     resume_allow: list[str] = setting(
         default_factory=list, choices=tuple(ALLOWED), resume="per_start", shown=("train",)
     )
-    """what may differ from the run that is resumed: lr, schedule, epochs, data, precision;
-    checkpoint = a named checkpoint may be of another run"""
+    """settings that may differ from the resumed run: lr, schedule, epochs, data, precision;
+    checkpoint = a checkpoint named by `resume` may belong to another run"""
     faults: list[str] = setting(default_factory=list, resume="per_start")
-    """faults to inject, each once: rank_killed@12, nan@7, hang@9, enospc, ckpt:POINT"""
+    """faults to inject once each, for tests: rank_killed@12, nan@7, hang@9, enospc, ckpt:POINT"""
 
 
 @dataclass(kw_only=True, slots=True)
 class PreviewConfig(TrainConfig):
-    """The settings of a preview: those of a training, and how much is shown."""
+    """The settings of a preview: those of a training run, and how much is shown."""
 
     preview: ShownConfig = setting(default_factory=ShownConfig)
     """how much a preview shows"""
@@ -246,20 +248,20 @@ class PreviewConfig(TrainConfig):
 
 @dataclass(kw_only=True, slots=True)
 class PlanConfig(TrainConfig):
-    """The settings of a plan: those of a training, and the hardware that it is for."""
+    """The settings of a plan: those of a training run, and the hardware that it is for."""
 
     hardware: HardwareConfig = setting(default_factory=HardwareConfig)
-    """the machine that a plan is for"""
+    """hardware to plan for"""
     plan: PlanningConfig = setting(default_factory=PlanningConfig)
-    """what a plan is asked"""
+    """size of the run, and how it is estimated"""
 
 
 @dataclass(kw_only=True, slots=True)
 class DeviceConfig:
-    """The trainer's settings that mean something without data; one process, one device."""
+    """Precision and accelerator of verbs that use a model in one process, on one device."""
 
     precision: str = setting("auto", choices=PRECISIONS)
-    """fp32, bf16 (autocast), bf16-pure (all bf16), fp16 (GPU); a run's own when there is a run"""
+    """fp32, bf16 (autocast), bf16-pure (all bf16), fp16 (GPU); auto = the run's precision"""
     accelerator: str = setting(
         "auto", choices=ACCELERATORS, shown=("evaluate", "merge", "chat", "serve")
     )
@@ -268,44 +270,44 @@ class DeviceConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateTrainerConfig(DeviceConfig):
-    """The trainer's settings that mean something without training."""
+    """The trainer's settings that apply to an evaluation."""
 
     micro_batch_size: int = setting(1, ge=1)
-    """packs (rows when not packing) that run forward at once; memory"""
+    """packs (rows if not packing) per forward pass; more is faster and needs more memory"""
     devices: int | str = setting("auto", choices=("auto",), ge=1, shown=("evaluate",))
-    """ranks on this machine, each with a share of the rows; auto = all GPUs, 1 on CPU"""
+    """ranks on this machine, which share the rows; auto = all GPUs, 1 on CPU"""
 
 
 @dataclass(kw_only=True, slots=True)
 class JudgedConfig(EvaluationConfig):
-    """What an evaluation asks beyond a training's own: an LLM as judge."""
+    """The evaluation settings of a run, and those of an LLM as judge."""
 
     judge: JudgeConfig = setting(default_factory=JudgeConfig)
-    """questions whose answers an LLM judges"""
+    """LLM as judge: questions, endpoint and grading"""
 
 
 @dataclass(kw_only=True, slots=True)
 class TunedConfig:
-    """The settings of a verb that uses what a run has trained."""
+    """The settings of a verb that uses a trained model."""
 
     run: str | None = setting(None, shown=True)
     """folder of a finished run; null = the newest under outputs/, unless model.path is given"""
     model: ModelConfig = setting(default_factory=ModelConfig)
     """the base model"""
     adapter_path: str | None = setting(None, shown=True)
-    """folder of an adapter on top of model.path, where there is no run"""
+    """folder of an adapter for model.path, if the model is not from a run"""
     quantization: QuantizationConfig = setting(default_factory=QuantizationConfig)
-    """the base in 4 or 8 bits"""
+    """quantization of the base to 4 or 8 bits"""
     attention: AttentionConfig = setting(default_factory=AttentionConfig)
-    """how attention is computed"""
+    """attention implementation"""
     trainer: DeviceConfig = setting(default_factory=DeviceConfig)
-    """precision and device"""
+    """precision and accelerator"""
     output: OutputConfig = setting(default_factory=OutputConfig)
-    """the folder of the results"""
+    """folder of the results"""
 
     @property
     def tuned_path(self) -> str | None:
-        """What was trained on the base: the typed adapter, else what the run has saved."""
+        """Folder of the trained adapter or model: `adapter_path`, else of the run; or None."""
         if self.adapter_path is not None or self.run is None:
             return self.adapter_path
         return str(saved_folder(Path(self.run)))
@@ -316,15 +318,15 @@ class EvaluateConfig(TunedConfig):
     """The settings of an evaluation."""
 
     data: DataConfig = setting(default_factory=DataConfig)
-    """the data"""
+    """data sets to evaluate on"""
     packing: PackingConfig = setting(default_factory=PackingConfig)
-    """how documents share a row"""
+    """packing of several documents into one row"""
     trainer: EvaluateTrainerConfig = setting(default_factory=EvaluateTrainerConfig)
-    """batches, precision and device"""
+    """batch size, precision and devices"""
     evaluation: JudgedConfig = setting(default_factory=JudgedConfig)
-    """what the models are asked"""
+    """metrics, tasks and judge"""
     seed: int = setting(42, ge=0, le=2**32 - 1)
-    """every random choice follows from it"""
+    """seed of every random choice"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -332,7 +334,7 @@ class MergeConfig(TunedConfig):
     """The settings of a merge."""
 
     merge: MergingConfig = setting(default_factory=MergingConfig)
-    """what is merged, onto what, and how it is checked"""
+    """adapters to merge, formats to write, and the check of the result"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -340,7 +342,7 @@ class ChatConfig(TunedConfig):
     """The settings of a chat."""
 
     chat: ConversationConfig = setting(default_factory=ConversationConfig)
-    """how the model answers"""
+    """system message and sampling"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -348,9 +350,9 @@ class ServerConfig(TunedConfig):
     """The settings of a server."""
 
     serve: ServeConfig = setting(default_factory=ServeConfig)
-    """where it listens, and its limits"""
+    """address, limits and engine of the server"""
     chat: ConversationConfig = setting(default_factory=ConversationConfig)
-    """how the model answers where a request does not say"""
+    """system message and sampling of requests that set none"""
 
 
 VERBS: dict[str, type] = {
@@ -362,8 +364,8 @@ VERBS: dict[str, type] = {
     "chat": ChatConfig,
     "serve": ServerConfig,
 }
-ON_A_RUN = tuple(verb for verb, schema in VERBS.items() if issubclass(schema, TunedConfig))
-"""verbs that take a finished run, the newest where none is typed"""
+VERBS_ON_A_RUN = tuple(verb for verb, schema in VERBS.items() if issubclass(schema, TunedConfig))
+"""verbs that use a finished run, by default the newest"""
 PARTS: dict[str, dict[str, type]] = {
     "adapter": {"lora": LoraConfig, "ia3": Ia3Config, "freeze": FreezeConfig, "full": FullConfig},
     "optimizer": {
@@ -376,20 +378,20 @@ PARTS: dict[str, dict[str, type]] = {
     },
     "strategy": FAMILIES,
 }
-"""the parts whose settings depend on the option: group -> option -> schema"""
+"""groups whose settings depend on the option: group -> option -> schema"""
 SETTINGS = list_settings(TrainConfig, PARTS)
-"""every setting of a training"""
-TRUST_KEYS = [one.key for one in SETTINGS if one.resume == "trust"]
-"""settings that let code run: typed at each start, never taken from a run's own files"""
-PER_START = {one.key for one in SETTINGS if one.resume == "per_start" and "." not in one.key}
-"""parts and settings of one start of a run: never taken from it"""
-TYPED_KEYS = {one.typed_key: one.key for one in SETTINGS if one.facts.typed}
-"""keys as people type them, where Python keeps the word for itself"""
-OPTIONS_ELSEWHERE = {one.key: one.facts.options_elsewhere for one in SETTINGS if one.is_part}
-"""group -> what other tools call its options"""
+"""every setting of a training run"""
+TRUST_KEYS = [each.key for each in SETTINGS if each.resume == "trust"]
+"""settings that allow code to run: typed at each start, never inherited from a run"""
+PER_START = {each.key for each in SETTINGS if each.resume == "per_start" and "." not in each.key}
+"""groups and settings of a single start of a run: never inherited from it"""
+TYPED_KEYS = {each.typed_key: each.key for each in SETTINGS if each.facts.typed}
+"""key as typed -> key in Python, for names that are Python keywords"""
+OPTION_ALIASES = {each.key: each.facts.option_aliases for each in SETTINGS if each.is_part}
+"""group -> other tools' names of its options -> our option"""
 ALTERNATIVES = [
-    (one.key, f"{one.key.rpartition('.')[0]}.{one.facts.instead_of}")
-    for one in SETTINGS
-    if one.facts.instead_of
+    (each.key, f"{each.key.rpartition('.')[0]}.{each.facts.instead_of}")
+    for each in SETTINGS
+    if each.facts.instead_of
 ]
-"""two ways to say the same thing"""
+"""pairs of settings that set the same thing, of which only one applies"""

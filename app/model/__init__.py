@@ -1,1 +1,1 @@
-"""The model: base, tokenizer, attention, activation recompute, quantization and adapter."""
+"""What is trained: base, tokenizer, attention, recompute, adapter."""

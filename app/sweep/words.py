@@ -99,7 +99,7 @@ def _words_of_file(path: Path) -> list[str]:
     params = file.values.get("hydra", {}).get("sweeper", {}).get("params")
     if not set(file.values) <= {"hydra", "sweep"} or not isinstance(params, dict):
         raise UserError(
-            f"{conf_files.shown(path)}:2 expected `hydra: {{sweeper: {{params: ...}}}}`, "
+            f"{conf_files.display_path(path)}:2 expected `hydra: {{sweeper: {{params: ...}}}}`, "
             "and settings of the sweep under `sweep:`"
         )
     settings = {f"sweep.{name}": value for name, value in file.values.get("sweep", {}).items()}

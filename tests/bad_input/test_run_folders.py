@@ -230,7 +230,7 @@ def test_a_received_run_does_not_choose_where_the_cache_is_written(
     for verb, typed in asked.items():
         code, said = run(verb, *typed, capsys=capsys)
         assert (code, elsewhere.exists()) == (0, False), said
-    assert f"data.cache_dir={elsewhere} of the run is not taken over" in caplog.text
+    assert f"data.cache_dir={elsewhere} of the run is not inherited" in caplog.text
     (received / "metrics.json").unlink()
     typed = [f"data.cache_dir={elsewhere}", "trainer.max_steps=8", "resume_allow=[epochs]"]
     code, said = run("train", f"resume={received}", *typed, capsys=capsys)
@@ -371,7 +371,7 @@ def test_a_current_folder_that_was_deleted_is_named(
     gone.rmdir()
     answer = ask(*words, environment={"PWD": str(gone)})
     assert answer.code == 3
-    assert f"{gone} does not exist any more" in answer.said
+    assert f"{gone} no longer exists" in answer.said
 
 
 @pytest.mark.parametrize("key", ["output.dir", "resume", "run", "data.cache_dir"])

@@ -237,12 +237,12 @@ def test_a_secret_that_was_left_out_is_asked_for(
     for verb, typed in (("train", [f"resume={run}", *longer]), ("evaluate", [f"run={run}"])):
         answer = ask(*typed, verb=verb)
         assert answer.code == 2
-        assert f"{run}/config.yaml: a secret was left out of data.datasets" in answer.said
+        assert f"{run}/config.yaml: the secret in data.datasets was replaced by" in answer.said
         again = f"type it again: 'data.datasets=[{{path: http://<redacted>@{server}/lists.json?"
         assert again in answer.said
         assert "name: lists, format: alpaca}]'" in answer.said
         answer = ask(*typed, data(address(server).replace(PASSWORD, "<redacted>")), verb=verb)
-        assert (answer.code, "type the secret in its place" in answer.said) == (2, True)
+        assert (answer.code, "type the secret instead" in answer.said) == (2, True)
         answer = ask(*typed, data(address(server)), verb=verb)
         assert answer.code == 0, answer.said
         assert PASSWORD in answer.config.data.datasets[0].path

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from app.config import compose, conf_files, load_config
-from app.config.overrides import ADDED_GROUPS
+from app.config.overrides import GROUPS_WITH_PLUS
 from app.config.schema import list_settings
 from app.config.verbs import PARTS, VERBS, TunedConfig
 from app.model.base import ModelConfig
 from app.sweep.words import read_words
 from data_modules import hints_of
 
-GROUPS = conf_files.groups(conf_files.CONF)
+GROUPS = conf_files.list_groups(conf_files.CONF)
 FAST_MODELS = ("llama8b", "qwen3_30b_a3b", "t5_small", "tiny")
 """of each kind of file one; test_models composes all of them"""
 OPTIONS = {
     group: [one for one in options if group != "model" or one in FAST_MODELS]
     for group, options in GROUPS.items()
-    if group not in ADDED_GROUPS
+    if group not in GROUPS_WITH_PLUS
 }
 VERB_OF = {"evaluation": "evaluate", "hardware": "plan"}
 """which has the group, where a training has it not"""
@@ -83,7 +83,7 @@ def test_every_verb_composes_alone() -> None:
 
 def test_every_group_is_a_field_of_its_name() -> None:
     fields = set(hints_of(VERBS["plan"]))
-    assert set(GROUPS) - set(ADDED_GROUPS) <= fields
+    assert set(GROUPS) - set(GROUPS_WITH_PLUS) <= fields
 
 
 def test_every_yaml_file_belongs_to_a_verb_or_a_group() -> None:

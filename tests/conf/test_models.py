@@ -32,7 +32,7 @@ from data_modules import TEMPLATE_NAMES
 
 pytestmark = pytest.mark.slow
 
-NAMES = conf_files.groups(conf_files.CONF)["model"]
+NAMES = conf_files.list_groups(conf_files.CONF)["model"]
 OURS = ("tiny", "tiny_base_scratch")
 # hidden size, layers, heads, context, weights. From public sources, none of them our files:
 # - sizes, layers, heads and contexts: litgpt's config.py for Llama (3.3 and the R1 distills of it,
@@ -169,7 +169,7 @@ SHAPES_OF_THE_BUILT = (
 LLAMA_3 = ["llama8b", "llama70b", "llama405b", "llama1b", "llama3b", "llama3_3_70b"]
 ON_THE_HUB = [
     name
-    for name in conf_files.groups(conf_files.CONF)["experiment"]
+    for name in conf_files.list_groups(conf_files.CONF)["experiment"]
     if name not in ("quickstart", "tiny_base")
 ]
 

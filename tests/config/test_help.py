@@ -7,7 +7,7 @@ import re
 import pytest
 
 from app.config.schema import list_settings
-from app.config.verbs import ON_A_RUN, PARTS, VERBS
+from app.config.verbs import PARTS, VERBS, VERBS_ON_A_RUN
 from tests.door import ask
 
 
@@ -24,7 +24,7 @@ def test_the_first_page_names_groups_defaults_and_meanings(verb: str) -> None:
     assert max(map(len, page.splitlines())) <= 120
     for fragment in ("usage", f"python -m app.{verb}", "Exit codes", "--help all", "output.dir"):
         assert fragment in page
-    has_data = verb not in ON_A_RUN or verb == "evaluate"
+    has_data = verb not in VERBS_ON_A_RUN or verb == "evaluate"
     assert ("path      (required) a file (json, jsonl" in page) == has_data
     first = [one.typed_key for one in list_settings(VERBS[verb]) if one.facts.shown is True]
     assert set(first) <= set(keys_on(page))

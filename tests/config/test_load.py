@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from app import config as door
 from app.config import schema
 from app.config.overrides import PLAIN_VALUE, quote_value
-from app.config.verbs import OPTIONS_ELSEWHERE, PARTS, VERBS
+from app.config.verbs import OPTION_ALIASES, PARTS, VERBS
 from app.model.adapter import FullConfig
 from app.process.errors import ROOT, UserError
 from app.process.launch import read_launch
@@ -67,7 +67,7 @@ BAD_WORDS = [
     (["adapter=qlora"], ["type adapter=lora quantization=nf4"], ["adapter=lora"]),
     (
         ["strategy=zero9"],
-        ["strategy=zero9: no such option; there are auto, ddp, ddp_compressed, fsdp"],
+        ["strategy=zero9: no such option; expected one of auto, ddp, ddp_compressed, fsdp"],
         ["strategy=auto"],
     ),
     (
@@ -77,7 +77,7 @@ BAD_WORDS = [
     ),
     (
         ["strategy=ddp", "strategy.stage=2"],
-        ["strategy.stage: a setting of strategy=zero1, but here strategy=ddp"],
+        ["strategy.stage: a setting of strategy=zero1, but strategy=ddp is chosen"],
         ["strategy=zero3", "strategy.stage=2"],
     ),
     (
@@ -108,7 +108,7 @@ BAD_WORDS = [
     (["adapter.name=full"], ["adapter.name=full", "type adapter=full"], ["adapter=full"]),
     (
         ["adapter=full", "adapter.r=4"],
-        ["adapter.r: a setting of adapter=lora, but here adapter=full"],
+        ["adapter.r: a setting of adapter=lora, but adapter=full is chosen"],
         ["adapter=lora", "adapter.r=4"],
     ),
     (
@@ -134,7 +134,7 @@ BAD_WORDS = [
     (["quickstart"], ["quickstart: expected key=value; did you mean experiment=quickstart?"], []),
     (
         ["data.datasets[0].format=alpaca"],
-        ["elements of a list cannot be set alone; type data.datasets=[...]"],
+        ["single elements of a list cannot be set; type data.datasets=[...]"],
         [],
     ),
     (
@@ -148,23 +148,23 @@ BAD_WORDS = [
         ["data.datasets[0].weight=x: expected a number"],
         [],
     ),
-    (["model._target_=os.system"], ["_target_ is refused"], []),
+    (["model._target_=os.system"], ["_target_ is not allowed"], []),
     (
         ["model.architecture={_target_: os.system}"],
-        ["_target_ is refused"],
+        ["_target_ is not allowed"],
         ["model.architecture={model_type: llama}"],
     ),
     (
         ["output.name=${oc.env:HOME}"],
-        ["resolvers like ${oc.env:NAME} are refused"],
+        ["resolvers like ${oc.env:NAME} are not allowed"],
         ["output.name=home"],
     ),
     (
         ["output.name=${oc.${data.chat_template}:HOME}"],
-        ["resolvers like ${oc.env:NAME} are refused"],
+        ["resolvers like ${oc.env:NAME} are not allowed"],
         ["output.name=${strategy.name}"],
     ),
-    (["output.name=${oc.${seed}}"], ["resolvers like ${oc.env:NAME} are refused"], []),
+    (["output.name=${oc.${seed}}"], ["resolvers like ${oc.env:NAME} are not allowed"], []),
     (["model.token=abcdef"], ["secrets do not go into settings", "HF_TOKEN"], []),
     (
         ["output.name=../other"],
@@ -199,14 +199,14 @@ def test_bad_words_are_named_and_their_twins_pass(
     ("group", "option"),
     [
         pytest.param(group, option, marks=() if " " in hint or not place else pytest.mark.slow)
-        for group, them in OPTIONS_ELSEWHERE.items()
+        for group, them in OPTION_ALIASES.items()
         for place, (option, hint) in enumerate(them.items())
     ],
 )
 def test_an_option_of_other_tools_is_answered_with_words_that_work(
     group: str, option: str, base: list[str]
 ) -> None:
-    hint = f"{group}={OPTIONS_ELSEWHERE[group][option]}"
+    hint = f"{group}={OPTION_ALIASES[group][option]}"
     for typed in (option, option.upper()):
         answer = ask(*base, f"{group}={typed}")
         assert answer.code == 2

@@ -66,10 +66,13 @@ def test_an_experiment_may_be_a_file_of_ones_own(
 
 def test_an_experiment_that_is_not_there_is_named(tmp_path: Path) -> None:
     answer = ask("+experiment=nope.yaml")
-    assert (answer.code, "nope.yaml: no such file, looked for from" in answer.said) == (2, True)
+    assert (answer.code, "nope.yaml: no such file in" in answer.said) == (2, True)
     os.mkfifo(tmp_path / "pipe.yaml")
     assert "is a named pipe" in ask(f"+experiment={tmp_path / 'pipe.yaml'}").said
-    assert "is typed already" in ask("+experiment=quickstart", "experiment=llama8b").said
+    assert (
+        "only one experiment can be typed"
+        in ask("+experiment=quickstart", "experiment=llama8b").said
+    )
 
 
 BAD_EXPERIMENTS = [
@@ -77,7 +80,7 @@ BAD_EXPERIMENTS = [
     ("defaults: ['${oc.env:HOME}']", ":2: defaults=['${oc.env:HOME}']: expected a list"),
     ("defaults: [{/model: tiny}]", ": Multiple values for model"),
     ("defaults: [override /model: tinny]", ":2: model=tinny: no such option"),
-    ("defaults: [override /nothing: x]", ":2: nothing=x: train has no nothing; it has"),
+    ("defaults: [override /nothing: x]", ":2: nothing=x: train has no group nothing; it has"),
     ("hydra: {run: {dir: x}}", ":2 unknown key hydra"),
     ("trainer: 3", ":2 trainer=3: expected {micro_batch_size"),
     ("trainer: {precision: fp17}", ":2 trainer.precision=fp17: expected"),
@@ -86,12 +89,15 @@ BAD_EXPERIMENTS = [
     ("trainr:\n  max_steps: 3", ":2 unknown key trainr={'max_steps': 3}; did you mean trainer?"),
     ("adapter:\n  r: 4\n  rr: 4", ":4 unknown key adapter.rr=4; did you mean adapter.r?"),
     ("data:\n  datasets:\n    - path: a\n      frmat: b", ":5 unknown key data.datasets[0].frmat"),
-    ("model:\n  _target_: os.system", ":3 model._target_: _target_ is refused"),
+    ("model:\n  _target_: os.system", ":3 model._target_: _target_ is not allowed"),
     ("model: {architecture: {x: {token: abc}}}", "model.architecture: secrets do not go into"),
-    ("model: {architecture: {x: '${oc.env:HOME}'}}", "resolvers like ${oc.env:NAME} are refused"),
+    (
+        "model: {architecture: {x: '${oc.env:HOME}'}}",
+        "resolvers like ${oc.env:NAME} are not allowed",
+    ),
     ("output:\n  name: ${oc.env:HOME}", ":3 output.name=${oc.env:HOME}: resolvers"),
     ("schedule: {warmup_steps: '${trainer.nothing}'}", "'trainer.nothing' not found"),
-    ("seed: 1\nseed: 2", ":3: seed is set twice, first on 2"),
+    ("seed: 1\nseed: 2", ":3: seed is set twice, first on line 2"),
     ("seed: [1", ":3: not valid YAML"),
     (
         "trainer:\n  checkpoint: {async: true}\n  max_stepz: 3",
@@ -103,7 +109,7 @@ BAD_EXPERIMENTS = [
     ),
     (
         "trainer:\n  checkpoint:\n    async: true\n    asynchronous: true",
-        ":5: trainer.checkpoint.asynchronous is set twice, first on 4",
+        ":5: trainer.checkpoint.asynchronous is set twice, first on line 4",
     ),
 ]
 
@@ -161,7 +167,7 @@ def test_one_of_two_ways_to_say_a_thing_wins_over_the_experiments_other_one(conf
 
 BAD_OPTIONS = [
     ("shape: [1\n", ":2: not valid YAML"),
-    ("shape: cosine\nshape: linear\n", ":2: shape is set twice, first on 1"),
+    ("shape: cosine\nshape: linear\n", ":2: shape is set twice, first on line 1"),
     ("shape: cosine\nwarm_up: 3\n", ":2 unknown key schedule.warm_up=3"),
     ("- a\n", ":1: expected `key: value` lines"),
     ("shape: cosinus\n", ":1 schedule.shape=cosinus: expected"),

@@ -1,4 +1,4 @@
-"""Our copies of DeepSpeed's estimators agree with the originals."""
+"""DeepSpeed's own estimators, called, say the same."""
 
 from __future__ import annotations
 

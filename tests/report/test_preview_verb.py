@@ -51,7 +51,7 @@ def data(tmp_path: Path) -> str:
     "name",
     [
         pytest.param(name, marks=() if name in IN_MAKE_TEST else pytest.mark.slow)
-        for name in conf_files.groups(conf_files.CONF)["experiment"]
+        for name in conf_files.list_groups(conf_files.CONF)["experiment"]
     ],
 )
 def test_every_experiment_can_be_previewed(name: str) -> None:
@@ -67,7 +67,7 @@ def test_every_experiment_can_be_previewed(name: str) -> None:
 def test_without_settings_quickstart_is_previewed() -> None:
     answer = preview()
     assert answer.code == 0, answer.said
-    assert "no settings typed: +experiment=quickstart" in answer.said
+    assert "no settings given: +experiment=quickstart" in answer.said
     assert answer.config.data.datasets[0].name == "lists"
 
 
@@ -98,7 +98,7 @@ BAD_WORDS = [
     (["trainer.global_batch_size=3", "trainer.devices=2"], "not a multiple of micro_batch_size 1"),
     (["data.audit.ngrams=3"], "did you mean data.audit.ngram?"),
     (["data.audit.ngram=1"], "data.audit.ngram=1: expected 2 or more"),
-    (["-m", "preview.rows=2"], "-m: preview runs once"),
+    (["-m", "preview.rows=2"], "-m: preview cannot be swept; only train can"),
     (["data.on_long=cut"], "data.on_long=cut: expected drop, truncate_left"),
 ]
 

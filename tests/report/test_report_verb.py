@@ -34,11 +34,11 @@ def test_pages_of_one_run_and_of_two(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["runs=a"], "unknown word; did you mean run?"),
+        (["runs=a"], "unknown setting; did you mean run?"),
         (["run="], "run is empty"),
         (["run=/nope"], "run=/nope: no such folder"),
         (["run=."], "has neither metrics.csv nor metrics.json"),
-        (["output.dir=a", "output.dir=b"], "output.dir is typed twice: a and b"),
+        (["output.dir=a", "output.dir=b"], "output.dir is given twice: a and b"),
         (["run=hf_" + "a" * 34], "secrets do not go into settings"),
     ],
 )

@@ -219,14 +219,14 @@ def test_a_sweep_file_lists_values(tmp_path: Path) -> None:
     file.write_text(f"{start}    param:\n      adapter.r: 4,8\n")
     with pytest.raises(UserError, match="params"):
         read_words(["+sweep=mine"], tmp_path)
-    with pytest.raises(UserError, match="there are find_lr, lora_rank"):
+    with pytest.raises(UserError, match="expected one of find_lr, lora_rank"):
         read_words(["+sweep=mine"], conf_files.CONF)
 
 
 def test_only_train_sweeps() -> None:
     answer = ask("-m", "seed=1,2", verb="evaluate")
     assert answer.code == 2
-    assert "sweeps are for train" in answer.said
+    assert "evaluate cannot be swept; only train can" in answer.said
 
 
 def test_the_page_of_a_sweep_holds_text_and_no_markup_of_others() -> None:
@@ -259,7 +259,7 @@ def test_a_grid_without_an_end_is_refused() -> None:
 def test_settings_of_a_sweep_mean_nothing_in_one_run() -> None:
     answer = ask("+experiment=quickstart", "sweep.trials=3")
     assert answer.code == 2
-    assert "sweep.trials=3: a sweep's settings mean nothing in one run; add -m" in answer.said
+    assert "sweep.trials=3: sweep settings have no effect in a single run; add -m" in answer.said
 
 
 @pytest.mark.parametrize(

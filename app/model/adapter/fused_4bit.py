@@ -1,4 +1,4 @@
-"""`FusedLoraLinear` for a 4-bit matrix; can be imported only if bitsandbytes is installed."""
+"""`FusedLoraLinear` for a 4-bit matrix. Imports only with bitsandbytes, which peft needs for it."""
 
 from __future__ import annotations
 
