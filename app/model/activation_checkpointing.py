@@ -123,7 +123,10 @@ class SelectiveLayers:
 def _module_of(layer: Callable[..., Any]) -> torch.nn.Module | None:
     """Return the module of a forward that transformers bound; None for a compiled one's."""
     bound = inspect.unwrap(layer)
-    first = bound.args[0] if isinstance(bound, partial) and bound.args else None
+    if not isinstance(bound, partial):
+        return None
+    # A function of which the module is the first argument; in transformers 5.17 its method.
+    first = bound.args[0] if bound.args else getattr(bound.func, "__self__", None)
     return first if isinstance(first, torch.nn.Module) else None
 
 
