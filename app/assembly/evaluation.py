@@ -20,7 +20,7 @@ from app.evaluation.row_runner import RowRunner, gather_results
 from app.evaluation.tasks.questions import Task, build_tasks
 from app.process.errors import UserError, nearest
 from app.process.files import write_whole
-from app.process.heartbeat import beat_again
+from app.process.heartbeat import refresh_liveness
 from app.process.signals import measuring
 from app.training.metrics import is_measured_at
 from app.training.trainer import validation_interval
@@ -116,7 +116,7 @@ class DuringTraining:
 
 
 def _beat(key: str, done: int, total: int) -> None:
-    beat_again()
+    refresh_liveness()
 
 
 def _row_runner(trainer: Any) -> RowRunner:

@@ -1,6 +1,7 @@
-"""What a rank reports to the process that started it, one line a message over a pipe.
+"""Messages from a rank to the supervisor that started it, one per line, over a pipe.
 
-Neither through the run's folder, since a disk may hang, nor by the time of day, which may be set.
+A pipe, not a file in the run's folder, since a disk may hang; no wall-clock times, since the clock
+may be set.
 """
 
 from __future__ import annotations
@@ -18,23 +19,29 @@ from app.process.files import open_no_follow
 from app.process.launch import PIPE_VARIABLE, read_launch
 
 BEAT, ENDED, LOST, PORT_TAKEN = "beat", "ended", "lost", "port"
-"""a step is done; the training loop has ended; another rank is lost; the run's port is not free"""
+"""messages: a step is done; the training loop has ended; another rank is lost; the run's port is in
+use"""
 STACKS_FILE = "stacks-rank-{}.txt"
-"""in a run's folder: the stack of each thread of a rank that hangs"""
+"""file in a run's folder with the stacks of all threads of a hanging rank"""
+PAUSE_FACTOR = 10
+"""multiple of a rank's longest pause so far that a new pause may take before it counts as a hang"""
+MAX_POLL_SECONDS = 1.0
+"""upper bound of the time counted between two polls: the polling process may have been stopped"""
 
 _pipe: int | None = None
 _num_beats = 0
 _num_signs = 0
-"""beats, and refreshed liveness"""
+"""signs of life: beats and liveness refreshes"""
 _step: int | None = None
 _thread: threading.Thread | None = None
-"""that trains: under Ray not the main one"""
+"""training thread; under Ray not the main thread"""
 _waits_for_thread = False
+"""whether the training thread waits for another thread, whose liveness then counts as its own"""
 _stacks: IO[str] | None = None
 
 
 def is_watched() -> bool:
-    """Say whether a supervisor watches this process."""
+    """Return whether a supervisor watches this process."""
     return PIPE_VARIABLE in os.environ and read_launch().has_parent
 
 
@@ -52,30 +59,36 @@ def beat(step: int) -> None:
     global _num_beats, _num_signs, _step, _thread
     _thread = threading.current_thread()
     _num_beats, _num_signs, _step = _num_beats + 1, _num_signs + 1, step
-    tell(f"{BEAT} {_num_beats} {step}")
+    send_to_supervisor(f"{BEAT} {_num_beats} {step}")
 
 
-def beat_again() -> None:
-    """Refresh liveness without advancing the counter, as during a long save.
+def refresh_liveness() -> None:
+    """Report that the training thread is alive, as during a long save, without counting a beat.
 
-    The counter tells which rank made fewer steps, and ranks differ in how much they write. Silent
-    before the first step, and in a thread beside the training unless the training waits for it.
+    The number of beats shows which rank has done fewer steps, and ranks differ in how much they
+    save. Ignored before the first step, and in any other thread unless the training thread waits
+    for it.
     """
     global _num_signs
-    is_of_training = _waits_for_thread or threading.current_thread() is _thread
-    if _step is not None and is_of_training:
+    is_training_thread = _waits_for_thread or threading.current_thread() is _thread
+    if _step is not None and is_training_thread:
         _num_signs += 1
-        tell(f"{BEAT} {_num_beats} {_step}")
+        send_to_supervisor(f"{BEAT} {_num_beats} {_step}")
 
 
 def progress() -> tuple[int, int, int | None]:
-    """Return the beats, all signs of life, and the optimizer steps done, None before the first."""
+    """Return the number of beats, of all signs of life, and of optimizer steps (None before)."""
     return _num_beats, _num_signs, _step
+
+
+def format_progress(step: int | None) -> str:
+    """Return where in the run something happened, for a message about a rank."""
+    return f"after step {step}" if step else "before its first step"
 
 
 @contextlib.contextmanager
 def waiting_for_thread() -> Iterator[None]:
-    """Let another thread call `beat_again` for the training thread, which waits for it in here."""
+    """Count `refresh_liveness` in any thread, while the training thread waits for one."""
     global _waits_for_thread
     _waits_for_thread = True
     try:
@@ -84,8 +97,8 @@ def waiting_for_thread() -> Iterator[None]:
         _waits_for_thread = False
 
 
-def tell(words: str) -> bool:
-    """Send one line to the supervisor; returns whether there is one that will read it."""
+def send_to_supervisor(message: str) -> bool:
+    """Send one line to the supervisor; return whether a supervisor will read it."""
     global _pipe
     if not is_watched():
         return False
@@ -94,8 +107,8 @@ def tell(words: str) -> bool:
         os.set_blocking(_pipe, False)
         os.set_inheritable(_pipe, False)
     try:
-        os.write(_pipe, f"{' '.join(words.split())}\n".encode())
-    except BlockingIOError:  # it reads again in a moment, and a beat is soon followed by another
+        os.write(_pipe, f"{' '.join(message.split())}\n".encode())
+    except BlockingIOError:  # the pipe is full; another beat follows soon
         return True
     except OSError:
         return False

@@ -25,7 +25,7 @@ from app.process.errors import (
     TrainingFault,
     exit_code,
 )
-from app.process.heartbeat import LOST, PORT_TAKEN, tell
+from app.process.heartbeat import LOST, PORT_TAKEN, send_to_supervisor
 from app.process.launch import is_first_here, is_first_rank, run_dir
 from app.process.peers import watched_peers
 from app.process.signals import signal_received
@@ -57,7 +57,7 @@ def report(error: BaseException) -> int:
     elif code != TERMINATED and not isinstance(error, SystemExit):
         message = lost or _message(error, code)
         if not lost and (peers := watched_peers()) is not None:
-            peers.tell(message.splitlines()[0])
+            peers.publish_failure(message.splitlines()[0])
         write_error_file(message)
         if lost:
             keep_reason(message)
@@ -76,7 +76,7 @@ def _name_lost(error: BaseException) -> str | None:
         return None
     # Of torch's message only what happened: the rest is advice of its own.
     happened = str(error).partition("] ")[2].partition(". This is typically")[0] or str(error)
-    explained = peers.explain(printable(redact(happened)))
+    explained = peers.explain_lost_connection(printable(redact(happened)))
     return None if explained is None else f"error (the environment): {explained}"
 
 
@@ -109,10 +109,10 @@ def _claim_message(error: BaseException, message: str) -> bool:
     error that another rank reports about the lost peer is none of its own.
     """
     folder = run_dir()
-    if TAKEN_PORT.search(str(error)) and tell(PORT_TAKEN):
+    if TAKEN_PORT.search(str(error)) and send_to_supervisor(PORT_TAKEN):
         return False  # the supervisor tries another port
     is_lost = not isinstance(error, TrainingFault) and LOST_CONNECTION.search(str(error))
-    if is_lost and tell(f"{LOST} {message}"):
+    if is_lost and send_to_supervisor(f"{LOST} {message}"):
         return False  # the supervisor knows which rank ended first
     if folder is None:  # a machine without its GPUs may not be that of rank 0
         return is_first_rank() or isinstance(error, DeviceError)

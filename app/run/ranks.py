@@ -198,17 +198,17 @@ def watch_ranks(run: Run, num_ranks: int) -> Peers:
             OWN_STORE_VARIABLE,
         )
 
-    def keep(message: str) -> None:
+    def save_reason(message: str) -> None:
         write_error_file(message)
         keep_reason(message)
 
     return Peers(
         rank=launched_rank(),
         num_ranks=num_ranks,
-        folder=run.folder,
-        limit=None if minutes is None else 60 * minutes,
+        run_folder=run.folder,
+        hang_seconds=None if minutes is None else 60 * minutes,
         resume_command=resume_command,
-        fail=keep,
+        save_reason=save_reason,
     )
 
 

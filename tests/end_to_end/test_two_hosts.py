@@ -156,7 +156,7 @@ def test_a_lost_host_is_named_by_the_other(
     hosts: tuple[Host, Host], start: Start, lives: int, dies: int, signum: int
 ) -> None:
     training = start("trainer.max_steps=400")
-    time.sleep(2 * REPORT_SECONDS)  # until each has heard of the other
+    time.sleep(2 * REPORT_SECONDS)  # until each has read the other's report
     hosts[dies].send(signum)
     training.wait_until(lambda: not training.ranks_of(hosts[lives]), NOTICED_WITHIN)
     training.wait_until(lambda: "error (" in training.said(hosts[lives]), GONE_WITHIN)

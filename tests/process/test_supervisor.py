@@ -33,7 +33,7 @@ import os, signal, sys, time
 from pathlib import Path
 from app.process.errors import UserError, TrainingFault
 from app.process.reporting import report
-from app.process.heartbeat import ENDED, beat, beat_again, start_heartbeat, tell
+from app.process.heartbeat import ENDED, beat, refresh_liveness, send_to_supervisor, start_heartbeat
 from app.process.launch import live_with_parent
 live_with_parent()
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
@@ -117,7 +117,7 @@ def tell_story(
 
 
 def test_ranks_that_end_well_end_the_run(tell_story: Tell) -> None:
-    story = tell_story("tell(ENDED)", "if rank == 0: time.sleep(0.3)")
+    story = tell_story("send_to_supervisor(ENDED)", "if rank == 0: time.sleep(0.3)")
     assert (story.code, story.said) == (0, "")
     assert {path.name for path in story.folder.iterdir()} == {"started-0", "started-1"}
 
@@ -273,7 +273,10 @@ def test_a_run_of_long_steps_does_not_hang(tell_story: Tell) -> None:
     slow = ("beat(1)", "time.sleep(0.9)", "beat(2)", "time.sleep(2.4)", "beat(3)")
     assert tell_story(*slow, hang_minutes=0.02).code == 0
     # What takes its time outside of the training loop is no concern.
-    assert tell_story("beat(1)", "tell(ENDED)", "time.sleep(2)", hang_minutes=0.02).code == 0
+    assert (
+        tell_story("beat(1)", "send_to_supervisor(ENDED)", "time.sleep(2)", hang_minutes=0.02).code
+        == 0
+    )
     assert tell_story("beat(1)", "time.sleep(2)", hang_minutes=None).code == 0
 
 
@@ -283,7 +286,7 @@ def test_waiting_for_a_long_save_is_not_a_hang(tell_story: Tell) -> None:
         "def is_there(what): return (folder / what).exists()",
         "if rank == 0:",
         "    (folder / 'started').touch()",
-        "    for _ in range(13): beat_again(); time.sleep(0.2)",
+        "    for _ in range(13): refresh_liveness(); time.sleep(0.2)",
         "    (folder / 'saved').touch()",
         "while not is_there('started'): beat(1); time.sleep(0.02)",
         "while not is_there('saved'): time.sleep(0.02)",
@@ -388,7 +391,7 @@ def test_ranks_that_have_not_started_a_step_are_not_waited_for(
 ) -> None:
     hear(signal.SIGTERM)
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    story = tell_story("tell(ENDED)", ignore, READY, "wait()")
+    story = tell_story("send_to_supervisor(ENDED)", ignore, READY, "wait()")
     assert story.code == 143
     assert story.seconds < GONE_WITHIN and not story.is_anyone_left()
     # From the signal on: what comes before is the start of two processes.

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from app.process.heartbeat import ENDED, beat, start_heartbeat, tell
+from app.process.heartbeat import ENDED, beat, send_to_supervisor, start_heartbeat
 from app.process.peers import Peers, start_peers
 
 
@@ -51,15 +51,15 @@ class Heartbeat(L.Callback):
         """Beat."""
         beat(trainer.global_step)
         if self.peers is not None:
-            self.peers.begin()
+            self.peers.mark_trained()
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Leave the end to `exception`: the page and the loggers of the run may take long."""
         if self.peers is not None:
-            self.peers.fail_here()
+            self.peers.mark_failed()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Stop: what follows has no steps."""
-        tell(ENDED)
+        send_to_supervisor(ENDED)
         if self.peers is not None:
-            self.peers.finish()
+            self.peers.mark_done()

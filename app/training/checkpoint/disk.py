@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.process import faults, files
-from app.process.heartbeat import beat_again
+from app.process.heartbeat import refresh_liveness
 
 BLOCK_BYTES = 4 << 20
 """of one read or write"""
@@ -48,7 +48,7 @@ def write_file(file: Path, blocks: Iterable[bytes | memoryview]) -> Written:
             while rest.nbytes:
                 faults.reach("disk.write")
                 rest = rest[stream.write(rest) or 0 :]
-            beat_again()
+            refresh_liveness()
         faults.reach("disk.fsync")
         os.fsync(stream.fileno())
     return Written(sha256=digest.hexdigest(), num_bytes=num_bytes)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.process.heartbeat import beat_again
+from app.process.heartbeat import refresh_liveness
 from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint import disk
 
@@ -216,7 +216,7 @@ class _OrderedGather:
         while self._remaining:
             key, tensor = self._remaining.pop()
             full = tensor.gather()
-            beat_again()
+            refresh_liveness()
             if key == name:
                 self._check({name: full})
                 return full
@@ -226,4 +226,4 @@ class _OrderedGather:
         """Gather the rest, for the ranks that write it."""
         while self._remaining:
             self._remaining.pop()[1].gather()
-            beat_again()
+            refresh_liveness()

@@ -43,7 +43,7 @@ def test_a_long_write_is_a_sign_of_life_of_the_thread_that_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(heartbeat, "tell", told.append)
+    monkeypatch.setattr(heartbeat, "send_to_supervisor", told.append)
     monkeypatch.setattr(heartbeat, "_step", None)
     monkeypatch.setattr(heartbeat, "_num_beats", 4)
     disk.write_file(tmp_path / "before", [b"a", b"b"])

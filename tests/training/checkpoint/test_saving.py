@@ -251,7 +251,7 @@ def test_a_save_that_is_waited_for_gives_signs_of_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(heartbeat, "tell", told.append)
+    monkeypatch.setattr(heartbeat, "send_to_supervisor", told.append)
     monkeypatch.setattr(heartbeat, "_step", 3)
     monkeypatch.setattr(heartbeat, "_thread", threading.current_thread())
     writer, may_write = BackgroundWriter(), Event()

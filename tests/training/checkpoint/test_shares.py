@@ -157,7 +157,7 @@ def test_a_rank_that_only_helps_the_others_gives_signs_of_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(heartbeat, "tell", told.append)
+    monkeypatch.setattr(heartbeat, "send_to_supervisor", told.append)
     monkeypatch.setattr(heartbeat, "_step", 7)
     monkeypatch.setattr(heartbeat, "_thread", threading.current_thread())
     rank = Rank(some_tensors([5, 1, 4]), held=set())
