@@ -33,8 +33,8 @@ from app.process.signals import (
     wait_for_step,
 )
 from app.run.folder import CONFIG_FILE, decide_run_dir
-from app.serving.address import KEY_VARIABLE, address_of, bind, read_key
-from app.serving.vllm import command, why_merge_first
+from app.serving.address import KEY_VARIABLE, open_socket, read_key, url_of
+from app.serving.vllm import build_vllm_command, find_unsupported_feature
 from data_modules import printable
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def serve(config: ServerConfig) -> None:
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise ImportError("a server needs Starlette and uvicorn: pip install -e '.[serve]'")
     key = read_key(config.serve)
-    listener = None if config.serve.engine == "vllm" else bind(config.serve)
+    listener = None if config.serve.engine == "vllm" else open_socket(config.serve)
     folder = decide_run_dir(config.output)
     quiet_libraries(offline=is_offline(config.model))
 
@@ -95,7 +95,7 @@ def run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) -
     from app.serving.server import build_server
 
     server = build_server(app)
-    address = address_of(listener)
+    address = url_of(listener)
     print(
         f"serving {printable(name)}: page {address}/, API {address}/v1; Ctrl-C ends it", flush=True
     )
@@ -121,7 +121,7 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
     lines = ["# in an environment of its own, where vLLM is installed"]
     if tuned.folder is not None and is_adapter(tuned.folder):
         settings = json.loads((tuned.folder / "adapter_config.json").read_text(encoding="utf-8"))
-        why = why_merge_first(settings)
+        why = find_unsupported_feature(settings)
         if why is None and config.quantization.method != "none":
             why = "the quantized base that the adapter was trained on"
         if why is None:
@@ -137,7 +137,7 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
             lines.append(f"# vLLM does not serve {why}: merge first, here")
             lines.append(shlex.join(["python", "-m", "app.merge", *words]))
     key = f"VLLM_API_KEY=${KEY_VARIABLE} " if has_key else ""
-    line = command(
+    line = build_vllm_command(
         model,
         name_of(config),
         host=config.serve.host,

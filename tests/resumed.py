@@ -15,7 +15,7 @@ from app.config import load_config, load_run_config, save_config
 from app.preflight import describe_base, requested_devices
 from app.run import Run, compare_existing, describe_global_batch, open_run
 from app.run.manifest import save_manifest
-from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING, random_state_of
+from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING, random_state_name
 from app.training.checkpoint.store import CheckpointStore
 
 RANDOM_STATE = {
@@ -79,7 +79,7 @@ def save_step(store: CheckpointStore, step: int) -> None:
     store.begin(step)
     for name in (MODEL, OPTIMIZER):
         store.add_tensors(step, name, {})
-    store.add_document(step, random_state_of(0), RANDOM_STATE)
+    store.add_document(step, random_state_name(0), RANDOM_STATE)
     store.add_document(step, TRAINING, training_document(step))
     details = {"num_ranks": 1, "num_data_ranks": 1, "total_steps": max(step, 4)}
     store.commit(step, details=details)

@@ -32,7 +32,7 @@ from app.preflight import check_compatibility
 from app.process.errors import UserError
 from app.process.launch import is_first_rank
 from app.strategy.settings import StrategyConfig
-from app.training.micro_batch import can_try
+from app.training.micro_batch import can_probe_micro_batch
 from app.training.trainer import Environment
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def resolve_micro_batch(
     elif plan is None:
         choice = MicroBatchChoice(1, "the sizes of the model's layers are unknown")
     else:
-        is_tried = can_try(plan.strategy)
+        is_tried = can_probe_micro_batch(plan.strategy)
         if config.recompute.mode == "auto":  # what one pack at a time needs
             mode, _ = choose_recompute(plan, compiles=config.trainer.compile)
             plan = replace(plan, recompute=mode.name)
@@ -134,7 +134,7 @@ def resolve_micro_batch(
         log.log(logging.INFO if is_tried else logging.DEBUG, "micro-batch: %s", choice)
     data.set_micro_batch_size(choice.size)
     env = env.with_micro_batch(choice.size)
-    return replace(env, tries_micro_batch=is_tried and choice.size > 1)
+    return replace(env, probes_micro_batch=is_tried and choice.size > 1)
 
 
 def resolve_recompute(

@@ -23,17 +23,17 @@ from app.strategy.build import build_strategy
 from app.strategy.settings import StrategyConfig
 from app.training.callbacks.gradient_check import GradientCheck
 from app.training.callbacks.heartbeat import Heartbeat
+from app.training.callbacks.machine_stats_monitor import MachineStatsMonitor
 from app.training.callbacks.progress import ProgressBar
 from app.training.callbacks.same_on_all_ranks import (
     SameOnAllRanks,
     program_values,
     rank_invariant_values,
 )
-from app.training.callbacks.watch_machine import WatchMachine
 from app.training.checkpoint.saving import build_checkpoints, build_saver
 from app.training.logger import build_loggers
 from app.training.metrics import Metrics
-from app.training.micro_batch import try_micro_batch
+from app.training.micro_batch import probe_micro_batch
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
 from app.training.optimizers import build_optimizer
@@ -102,7 +102,9 @@ def _build_watchers(
             rank_invariant_values(run.config, facts), program_values(installed_versions())
         ),
         GradientCheck(),
-        WatchMachine(run.folder, None if estimate is None else estimate.tokens_at_full_rate),
+        MachineStatsMonitor(
+            run.folder, None if estimate is None else estimate.peak_tokens_per_second
+        ),
     ]
     if run.config.trainer.compile:
         # Imported here: the compiler takes a second to import.
@@ -158,8 +160,8 @@ def build_module(
         router_aux_loss=choose_router_aux_loss(
             base.architecture, config.adapter, config.model.router_aux_loss
         ),
-        try_micro_batch=partial(try_micro_batch, optimizer=config.optimizer.name)
-        if env.tries_micro_batch
+        probe_micro_batch=partial(probe_micro_batch, optimizer=config.optimizer.name)
+        if env.probes_micro_batch
         else None,
         measure=None if during is None else during.measure,
         patience=settings.early_stopping_patience,

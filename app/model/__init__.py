@@ -1,1 +1,1 @@
-"""What is trained: base, tokenizer, attention, recompute, adapter."""
+"""The model: base, tokenizer, attention, activation recompute, quantization and adapter."""

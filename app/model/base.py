@@ -59,27 +59,28 @@ class ModelConfig:
     )
     """folder or hub id of the base model (config.json, safetensors, tokenizer)"""
     revision: str | None = setting(None, resume="content")
-    """hub commit, tag or branch; pins what is downloaded"""
+    """hub commit, tag or branch to download"""
     trust_remote_code: bool = setting(False, resume="trust")
-    """run Python files that come with the model; needs a pinned revision, and is typed at each
-    start: never taken from a run's own files"""
+    """run Python files from the model's repository; requires a pinned revision, and must be typed
+    at every start: it is never read from the files of a run"""
     tokenizer_path: str | None = setting(None, resume="content", shown=("preview",))
-    """folder or hub id of the tokenizer, where it is not the model's own"""
+    """folder or hub id of the tokenizer, if it is not in the model's folder"""
     added_tokens: list[str] = setting(default_factory=list)
-    """special tokens that are new to this base, as [<|im_start|>, <|im_end|>]; their rows train"""
+    """special tokens to add to the base, as [<|im_start|>, <|im_end|>]; their embedding rows are
+    trained"""
     from_scratch: bool = False
-    """start from random weights of `architecture` instead of a trained base"""
+    """start from random weights of `architecture` instead of a pretrained base"""
     architecture: dict[str, Any] = setting(default_factory=dict)
-    """the numbers of the model's config.json: lets checks run without a download"""
+    """values of the model's config.json, which allow checks without a download"""
     chat_template: str | None = setting(None, resume="content")
-    """template by name for a tokenizer that has none; null where the base learned no chat tokens"""
+    """name of the chat template for a tokenizer without one; null = the base has no chat tokens"""
     stop_tokens: list[str] = setting(default_factory=list, resume="free")
-    """tokens that end an answer besides the EOS and the template's own, as [<|eot_id|>]"""
+    """tokens that end an answer, in addition to EOS and those of the template, as [<|eot_id|>]"""
     router_aux_loss: float | None = setting(None, ge=0, le=10, note="0.001 to 0.02 is usual")
-    """adapter=full: weight of the loss that balances a mixture's experts, document by document;
-    null = router_aux_loss_coef of config.json, 0 = none; adapters leave the routers frozen"""
+    """adapter=full: weight of the load-balancing loss of a mixture of experts, computed per
+    document; null = router_aux_loss_coef of config.json, 0 = off; adapters keep routers frozen"""
     wrap_class: str | None = setting(None, resume="rounding")
-    """layer class that sharding strategies wrap; null = what the model itself names"""
+    """layer class that sharding strategies wrap; null = the classes the model declares"""
 
 
 def load_base(
@@ -95,18 +96,19 @@ def load_base(
 ) -> PreTrainedModel:
     """Load a base model's weights, or initialize random ones from `config.architecture`.
 
-    New tokens `new_ids` get rows in embedding and head. `on_meta`: the same modules on the meta
-    device, nothing is read; `device`: where files are read to; `on_host`: all on the CPU, though
-    quantized on `device`. UserError where the files are inconsistent, or weights are not finite.
+    The tokens `new_ids` get rows in embedding and head. `on_meta` builds the same modules on the
+    meta device without reading weights. Files are loaded to `device`; with `on_host` the weights
+    stay on the CPU and are only quantized on `device`. UserError if the files are inconsistent or
+    weights are not finite.
     """
     from transformers.utils import logging as transformers_logging
 
     from app.model.experts import use_grouped_experts
     from app.model.head import fuse_head
 
-    transformers_logging.disable_progress_bar()  # one bar per file is noise beside our one line
+    transformers_logging.disable_progress_bar()  # it shows one bar per file
     if not config.from_scratch and not on_meta:
-        _show_download(config)
+        _log_download(config)
     with reading_base(config):
         architecture = load_architecture(config)
         if config.from_scratch:
@@ -146,29 +148,30 @@ def _read_weights(
     on_host: bool,
     device: torch.device | None,
 ) -> PreTrainedModel:
-    """Read weights in the dtype of their training, quantized while they are read."""
+    """Read weights in their training dtype, and quantize them while they are read."""
     from app.model.experts import has_experts
 
     stored = stored_quantization(architecture)
     if stored and (problem := find_quantization_conflict(stored, quantization, config.path)):
         raise UserError(problem)
-    # Even None would replace the files' own setting, and quantized bits be read as numbers.
-    how: dict[str, Any] = {}
+    # Even None would override the files' own quantization_config, and packed bits would be read as
+    # values.
+    options: dict[str, Any] = {}
     if not stored:
-        how["quantization_config"] = quantization_settings(
+        options["quantization_config"] = quantization_settings(
             quantization, dtype, architecture.model_type
         )
     is_staged = quantization.method == "nf4" and has_experts(architecture)
     if on_host or is_staged:
-        how["device_map"] = {"": "cpu"}  # experts are quantized once they are read
+        options["device_map"] = {"": "cpu"}  # experts are quantized after they were read
     elif device is not None and device.type != "cpu":
-        how["device_map"] = {"": device}  # tensor by tensor, never whole in host memory
+        options["device_map"] = {"": device}  # tensor by tensor: the model never fills host memory
     folder = Path(str(config.path))
     shapes = read_shapes(weight_files(folder)) if folder.is_dir() else {}
     if shapes and not stored:
         check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
-    aside = device if on_host or is_staged else None
-    with quantizable_layers(architecture.model_type), quantize_on_device(aside):
+    quantizer_device = device if on_host or is_staged else None
+    with quantizable_layers(architecture.model_type), quantize_on_device(quantizer_device):
         model, loading = model_class(architecture).from_pretrained(
             config.path,
             revision=config.revision,
@@ -177,7 +180,7 @@ def _read_weights(
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            **how,
+            **options,
         )
     check_implementation(model, implementation)
     _check_loaded(config, model, loading, shapes, None if stored else dtype)
@@ -195,9 +198,9 @@ def _read_weights(
 
 
 def check_described(config: ModelConfig, architecture: PretrainedConfig) -> None:
-    """Raise UserError where config.json describes another model than the weights beside it.
+    """Raise UserError if config.json describes a different model from the weights next to it.
 
-    Reads headers alone, of files that are on this machine; not of quantized ones.
+    Reads only the headers of local files, and skips bases that are stored quantized.
     """
     if config.from_scratch or stored_quantization(architecture):
         return
@@ -218,8 +221,8 @@ def _check_loaded(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype | None,
 ) -> None:
-    """Compare a model with the files that it was read from; `dtype` is None for quantized ones."""
-    # transformers initializes missing tensors at random and only warns.
+    """Compare a model with the files it was read from; `dtype` is None for quantized files."""
+    # transformers only warns about missing tensors, and initializes them at random.
     for problem in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, loading[problem])):
             raise UserError(
@@ -228,8 +231,8 @@ def _check_loaded(
             )
     if model._hf_peft_config_loaded:
         raise UserError(
-            f"model.path={config.path}: there is an adapter_config.json beside the base, and "
-            "transformers has applied that adapter; use a copy without it"
+            f"model.path={config.path}: the folder of the base contains an adapter_config.json, "
+            "and transformers has applied that adapter; use a copy without it"
         )
     files = weight_files(base_folder(config))
     record_tower_files(model, files)
@@ -240,8 +243,8 @@ def _check_loaded(
         check_finite(files, dtype)
 
 
-def _show_download(config: ModelConfig) -> None:
-    """Say that weights come from the hub now, and let its library show a bar on a terminal."""
+def _log_download(config: ModelConfig) -> None:
+    """Log a download from the hub, and enable the hub library's progress bar on a terminal."""
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import enable_progress_bars
 
@@ -261,7 +264,7 @@ def _build_on_meta(
     quantization: QuantizationConfig | None,
     new_ids: Sequence[int],
 ) -> PreTrainedModel:
-    """Build the model that `from_pretrained` builds, without reading weights."""
+    """Build the same model as `from_pretrained`, without reading weights."""
     if stored_quantization(architecture):
         raise UserError(
             f"model.path={config.path} is stored quantized (config.json), which cannot be sharded; "
@@ -284,8 +287,8 @@ def _build_on_meta(
 
 
 def _untie_in_config(model: PreTrainedModel) -> None:
-    # transformers declares every T5 tied, and would tie FLAN-T5's own head when resizing.
-    # Nor is the embedding that a head is tied to always the model's first (T5Gemma: its decoder's).
+    # transformers declares every T5 as tied, and would tie FLAN-T5's separate head when resizing.
+    # A head may be tied to an embedding that is not the model's input embedding (T5Gemma).
     head = model.get_output_embeddings().weight
     every = model.named_parameters(remove_duplicate=False)
     if sum(weight is head for _, weight in every) == 1:

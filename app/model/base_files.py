@@ -1,6 +1,6 @@
-"""Check a base's weight files against the model built from them: all used, all finite.
+"""Check a base's weight files against its config.json: shapes, dtypes, unused tensors, NaN.
 
-transformers drops tensors that the model does not have, and loads NaN without a warning.
+transformers ignores tensors that the model does not have, and loads NaN without a warning.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT = re.compile(r"(^|\.)weight$")
-"""names of weights; other tensors may be masks or positions"""
+"""matches names of weights; other tensors may be masks or positions"""
 DIGITS = re.compile(r"\d+")
 LABELS = re.compile(r"Classification|Reward|QuestionAnswering|MultipleChoice|NextSentence")
-"""names of classes whose models write no text"""
+"""matches class names of models that do not generate text"""
 HEADS = {"lm_head", "embed_out", "output_layer"}
-"""names of modules that write text"""
+"""names of language-model heads"""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors of a base's folder that transformers reads."""
+    """Return the safetensors files that transformers reads from a base's folder."""
     if not (folder / INDEX).is_file():
         return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else []
     weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -62,65 +62,68 @@ def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def check_dtypes(headers: Mapping[Path, Header]) -> list[str]:
-    """Return which weights are not floats, in files whose config.json says of no quantization."""
+    """Return a problem for weights that are not floats, although config.json has no quantization.
+
+    At most one problem, for the first such file.
+    """
     for file, header in headers.items():
         if odd := header.odd_dtypes(WEIGHT):
             return [
-                f"{file}: {odd[0]}, and config.json has no quantization_config that says how to "
-                "read it; expected F32, BF16, F16 or F64: download config.json and the weights "
-                "again, or take another base"
+                f"{file}: {odd[0]}, and config.json has no quantization_config for it; expected "
+                "F32, BF16, F16 or F64: download config.json and the weights again, or use "
+                "another base"
             ]
     return []
 
 
 def check_head(where: str, classes: object, names: Iterable[str]) -> list[str]:
-    """Refuse a base whose `architectures` label or rate texts, and whose files have no head to
-    write them with.
+    """Return a problem if a base is a classifier or reward model without a language-model head.
 
-    With embedding and head tied it would train all the same, as a language model that it is not.
+    `classes` is `architectures` of config.json, `names` are the tensors in its files. With tied
+    embeddings such a base would load and train without an error.
     """
     labels = [name for name in classes if LABELS.search(name)] if isinstance(classes, list) else []
     if not labels or any(HEADS & set(name.split(".")) for name in names):
         return []
     return [
-        f"{where}: architectures={labels[0]}: this model labels or rates texts, and its files have "
-        "no head that writes them; type model.path=FOLDER_OR_HUB_ID of the language model that it "
-        "was made of"
+        f"{where}: architectures={labels[0]}: this model classifies or rates texts, and its files "
+        "have no language-model head; type model.path=FOLDER_OR_HUB_ID of the language model that "
+        "it was trained from"
     ]
 
 
 def check_shapes(
     architecture: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], folder: Path, **how: bool
 ) -> None:
-    """Compare config.json with the headers of the weight files, before memory is allocated.
+    """Raise UserError if the shapes in the weight files are not those of config.json.
 
-    `how` are further arguments of `from_config`; the model is built on `meta`. Tensors that have
-    other names in files are left to the loader.
+    The model is built on `meta`, before memory is allocated; `how` are further arguments of
+    `from_config`. Tensors with other names in the files are left to the loader.
     """
     import torch
 
     with torch.device("meta"), quantizable_layers(architecture.model_type):
         model = model_class(architecture).from_config(copy.deepcopy(architecture), **how)
     for name, parameter in model.named_parameters():
-        there, described = shapes.get(name), tuple(parameter.shape)
-        if there is not None and there != described:
+        in_file, described = shapes.get(name), tuple(parameter.shape)
+        if in_file is not None and in_file != described:
             raise UserError(
-                f"{folder / 'config.json'} describes another model than the weights beside it: "
-                f"{name} would be {_by(described)}, and is {_by(there)} in the files; copy or "
-                "download config.json and the weights again"
+                f"{folder / 'config.json'} describes a different model from the weights beside it: "
+                f"{name} would be {_describe(described)}, and is {_describe(in_file)} in the "
+                "files; copy or download config.json and the weights again"
             )
     if missing := _missing(model, shapes):
         raise UserError(
-            f"{folder / 'config.json'} describes another model than the weights beside it: "
-            f"{len(missing)} tensors are not in the files, {missing[0]} is the first; copy or "
-            "download config.json and the weights again"
+            f"{folder / 'config.json'} describes a different model from the weights beside it: "
+            f"{len(missing)} tensors are not in the files, first {missing[0]}; copy or download "
+            "config.json and the weights again"
         )
 
 
 def _missing(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return which weights the files lack: those that other layers in them have, and the head.
+    """Return weights that the files lack although they have them for other layers, and the head.
 
-    A weight that several modules share may be under any of their names.
+    A weight shared by several modules may be stored under any of their names.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -137,15 +140,15 @@ def _missing(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> l
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or head is None or embedding.weight is head.weight:
         return missing
-    embeddings, heads = (names[id(one.weight)] for one in (embedding, head))
-    # By its shape: a head may have any name in the files.
+    embeddings, heads = names[id(embedding.weight)], names[id(head.weight)]
+    # Compare shapes, because a head may have any name in the files.
     alike = {name for name, shape in shapes.items() if shape == tuple(head.weight.shape)}
     is_known = any(name in shapes for name in embeddings)
     return missing + (heads[:1] if is_known and not alike - set(embeddings) else [])
 
 
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "a number"
+def _describe(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"
 
 
 def check_all_used(
@@ -154,44 +157,44 @@ def check_all_used(
     shapes: Mapping[str, tuple[int, ...]],
     path: str,
 ) -> None:
-    """Raise UserError where layers of the files, or a bias, would not be used.
+    """Raise UserError if the model does not use layers or biases that its files contain.
 
-    Tensors of parts that this model class does not have, as an image encoder, are only logged.
+    Tensors of parts that the model class does not have, such as an image encoder, are only logged.
     """
     modules = {DIGITS.sub("#", name) for name, _ in model.named_modules()}
     prefix = f"{model.base_model_prefix}."
-    left: list[str] = []
-    apart: list[str] = []
+    unused: list[str] = []
+    other_parts: list[str] = []
     for name in sorted(unexpected):
         module, _, leaf = name.rpartition(".")
         module = DIGITS.sub("#", module)
         known = {module, prefix + module, module.removeprefix(prefix)} & modules
-        # Old files have masks among the weights, as `attn.bias` of four dimensions.
+        # Old files contain masks, such as `attn.bias` with four dimensions.
         is_mask = leaf == "bias" and len(shapes.get(name, (1,))) != 1
-        is_extra = _is_of_extra_layer(name, model.config)
-        is_left = known and leaf in ("weight", "bias") and not is_mask and not is_extra
-        (left if is_left else apart).append(name)
-    if left:
+        is_extra = _is_in_extra_layer(name, model.config)
+        is_unused = known and leaf in ("weight", "bias") and not is_mask and not is_extra
+        (unused if is_unused else other_parts).append(name)
+    if unused:
         raise UserError(
-            f"model.path={path}: {len(left)} tensors in its files would not be used, {left[0]} is "
-            "the first: config.json describes a smaller model (the number of layers, as "
+            f"model.path={path}: {len(unused)} tensors in its files would not be used, first "
+            f"{unused[0]}: config.json describes a smaller model (the number of layers, as "
             "num_hidden_layers, or whether they have a bias); download config.json again"
         )
     if not is_first_rank():
         return
     if towers := outermost(tower_modules(model)):
-        log.info("model: %s not loaded: text does not reach them", ", ".join(towers))
-    elif apart:
+        log.info("model: %s not loaded: text does not use them", ", ".join(towers))
+    elif other_parts:
         log.info(
-            "model: %d tensors in its files are of parts that a %s does not have, first %s",
-            len(apart),
+            "model: %d tensors in its files belong to parts that %s does not have, first %s",
+            len(other_parts),
             type(model).__name__,
-            apart[0],
+            other_parts[0],
         )
 
 
-def _is_of_extra_layer(name: str, config: PretrainedConfig) -> bool:
-    """Return whether a tensor is of a multi-token prediction layer, after all others."""
+def _is_in_extra_layer(name: str, config: PretrainedConfig) -> bool:
+    """Return whether a tensor belongs to a multi-token prediction layer, after all other layers."""
     text = config.get_text_config()
     extra = getattr(text, "num_nextn_predict_layers", None) or 0
     number = DIGITS.search(name)
@@ -202,10 +205,10 @@ def _is_of_extra_layer(name: str, config: PretrainedConfig) -> bool:
 
 
 def check_finite(files: Iterable[Path], dtype: torch.dtype) -> None:
-    """Raise UserError for weights that are not finite, or would not be in `dtype`.
+    """Raise UserError for weights that are not finite, or would overflow in `dtype`.
 
-    Each machine reads its own files: the first rank there checks them, each tensor once, from the
-    page cache, since transformers has just read it.
+    The first rank of each node checks the node's own files. transformers has just read them, so
+    they come from the page cache.
     """
     if not is_first_here():
         return
@@ -216,20 +219,23 @@ def check_finite(files: Iterable[Path], dtype: torch.dtype) -> None:
         for name, smallest, largest in _extremes(file, state.st_size, state.st_mtime_ns):
             if not (float("-inf") < smallest and largest < float("inf")):
                 raise UserError(
-                    f"{file}: {name} holds NaN or infinity, so no loss could be finite; download "
-                    "the file again, or take another base"
+                    f"{file}: {name} contains NaN or infinity, so no loss could be finite; "
+                    "download the file again, or use another base"
                 )
             most = torch.finfo(dtype).max
             if not (-most <= smallest and largest <= most):
                 raise UserError(
-                    f"{file}: {name} holds {max(largest, -smallest):.3g}, which {dtype} cannot; "
-                    "type trainer.precision=bf16 or fp32"
+                    f"{file}: {name} contains {max(largest, -smallest):.3g}, which overflows in "
+                    f"{dtype}; type trainer.precision=bf16 or fp32"
                 )
 
 
 @cache
 def _extremes(file: Path, size: int, changed: int) -> list[tuple[str, float, float]]:
-    """Return the minimum and maximum of each tensor, NaN where it has any."""
+    """Return name, minimum and maximum of each float tensor; NaN if it contains any.
+
+    `size` and `changed` (its modification time) only identify the file's version in the cache.
+    """
     import torch
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""Build the model to train, in the one legal order; or load a trained one."""
+"""Build the model to train, in the only valid order of steps; or load a trained model."""
 
 from __future__ import annotations
 
@@ -50,20 +50,21 @@ def build_model(
     on_host: bool = False,
     device: torch.device | None = None,
 ) -> torch.nn.Module:
-    """Build base + adapter, ready to train; `precision` is a resolved name.
+    """Build base + adapter, ready to train.
 
-    Tokens `new_ids` get rows in embedding and head; the rows `token_ids` train with an adapter.
-    `on_meta`: the same modules on the meta device, for ranks that get their weights from others;
-    `device`: where weights are read to, quantized and decomposed; `on_host`: they come back to the
-    CPU from there. Random weights are drawn on the CPU.
+    `backend` is the attention backend and `precision` the precision, both already resolved. The
+    tokens `new_ids` get rows in embedding and head; an adapter trains the rows `token_ids`.
+    `on_meta` builds the same modules on the meta device, for ranks that receive their weights from
+    others. Weights are loaded, quantized and decomposed on `device`, and with `on_host` moved back
+    to the CPU afterwards. Random weights are drawn on the CPU.
     """
     import torch
 
-    # The default device of every tensor that does not name one.
+    # The default device of all tensors that are created without one.
     with torch.device("meta") if on_meta else nullcontext():
-        # 1. Attention: layers look it up in the config that they are built with.
+        # 1. Attention: layers look up the implementation in the config they are built from.
         implementation = attention_implementation(backend)
-        # 2. Weights, in their dtype of training, quantized while they are read.
+        # 2. Weights, in their training dtype, quantized while they are loaded.
         dtype = weight_dtype(precision, adapter)
         model = load_base(
             config,
@@ -75,11 +76,11 @@ def build_model(
             on_host=on_host,
             device=device,
         )
-        _name_layers(model, config.wrap_class)
-        _check_stored(model, config, quantization, adapter)
-        # 3. Recompute before the adapter: it is a switch of the base's layers, which peft wraps.
+        _set_wrap_class(model, config.wrap_class)
+        _check_stored_quantization(model, config, quantization, adapter)
+        # 3. Recompute, before the adapter: it is set on the base's layers, which peft then wraps.
         apply_recompute(model, recompute)
-        # 4. The adapter last: it freezes the base and adds trainable parameters.
+        # 4. The adapter, last: it freezes the base and adds trainable parameters.
         adapted = apply_adapter(
             model,
             adapter,
@@ -89,35 +90,35 @@ def build_model(
         )
         if precision != "fp32":
             skip_redundant_casts(adapted)
-        # Only now it is known which modules are wrapped or packed.
+        # Last, because it depends on which modules are wrapped or quantized.
         disable_bypassing_kernels(adapted)
         apply_neftune(adapted, adapter.neftune_alpha)
         adapted.train()
-        report_trainable(adapted)  # raises where nothing is trainable
+        report_trainable(adapted)  # raises if there are no trainable parameters
         return adapted
 
 
-def _name_layers(model: PreTrainedModel, wrap_class: str | None) -> None:
-    """Let `model.wrap_class` replace the layer classes that the model names."""
+def _set_wrap_class(model: PreTrainedModel, wrap_class: str | None) -> None:
+    """Replace the layer classes that the model declares by `model.wrap_class`."""
     if wrap_class is None:
         return
     classes = {type(module).__name__ for module in model.modules()}
     if wrap_class not in classes:
         known = " or ".join(sorted(model._no_split_modules or ())) or "its decoder layer's class"
         raise UserError(
-            f"model.wrap_class={wrap_class}: no module of this {model.config.model_type} model is "
+            f"model.wrap_class={wrap_class}: this {model.config.model_type} model has no module "
             f"of that class; type model.wrap_class={known}"
         )
     model._no_split_modules = [wrap_class]
 
 
-def _check_stored(
+def _check_stored_quantization(
     model: PreTrainedModel,
     config: ModelConfig,
     quantization: QuantizationConfig,
     adapter: AdapterConfig,
 ) -> None:
-    """Raise UserError where a base that is stored quantized does not go with the settings."""
+    """Raise UserError if the settings conflict with a base that is stored quantized."""
     stored = stored_quantization(model.config)
     trains_base = saves_whole_model(adapter)
     if stored and (
@@ -129,7 +130,10 @@ def _check_stored(
 
 
 def weight_dtype(precision: str, adapter: AdapterConfig) -> torch.dtype:
-    """Return the dtype of the weights: under autocast, trained ones are fp32, frozen ones half."""
+    """Return the dtype of the base's weights.
+
+    Under autocast trainable weights are in fp32 and frozen weights in half precision.
+    """
     import torch
 
     if precision == "bf16-pure":
@@ -147,9 +151,10 @@ def load_tuned(
     quantization: QuantizationConfig | None = None,
     new_ids: Sequence[int] = (),
 ) -> torch.nn.Module:
-    """Load a run's result in `tuned`: an adapter on the base of `config`, or a whole model.
+    """Load the result of a run from the folder `tuned`: a whole model, or an adapter and its base.
 
-    The embedding gets as many rows as the adapter was trained with, even without `new_ids`.
+    The base of `config` gets as many embedding rows as the adapter was trained with, even without
+    `new_ids`.
     """
     if is_adapter(tuned):
         base = load_base(config, implementation, dtype, quantization, new_ids)

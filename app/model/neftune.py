@@ -1,4 +1,4 @@
-"""NEFTune: noise on the input embeddings while training (arXiv 2310.05914)."""
+"""NEFTune: noise on the input embeddings during training (arXiv 2310.05914)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 def apply_neftune(model: torch.nn.Module, alpha: float | None) -> None:
     """Add uniform noise of size alpha / sqrt(tokens * width) to every document's embeddings.
 
-    Call it after the adapter, which may replace the embedding module. It is not saved, and has no
-    effect in evaluation. None changes nothing; UserError for encoder-decoder models.
+    Apply it after the adapter, which may replace the embedding module. The noise is off in
+    evaluation and not saved. None has no effect; UserError for encoder-decoder models.
     """
     if alpha is None:
         return
-    if problem := why_no_noise(alpha, model.config.to_dict()):
+    if problem := find_neftune_problem(alpha, model.config.to_dict()):
         raise UserError(problem)
     noise = _EmbeddingNoise(alpha)
-    model.register_forward_pre_hook(noise.see_documents, with_kwargs=True)
+    model.register_forward_pre_hook(noise.record_positions, with_kwargs=True)
     model.get_input_embeddings().register_forward_hook(noise.add)
 
 
-def why_no_noise(alpha: float, numbers: Mapping[str, Any]) -> str | None:
-    """Return why a model of these config.json `numbers` gets no noise, None where it can."""
+def find_neftune_problem(alpha: float, numbers: Mapping[str, Any]) -> str | None:
+    """Return why NEFTune does not support a model with this config.json, or None if it does."""
     if not numbers.get("is_encoder_decoder"):
         return None
     return (
@@ -37,19 +37,19 @@ def why_no_noise(alpha: float, numbers: Mapping[str, Any]) -> str | None:
 
 
 class _EmbeddingNoise:
-    """Hooks of one model: the model's forward gives the positions, the embedding gets the noise."""
+    """Hooks of one model: one records the positions of a batch, the other adds the noise."""
 
     def __init__(self, alpha: float) -> None:
         self.alpha = alpha
         self.position_ids: torch.Tensor | None = None
 
-    def see_documents(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def record_positions(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self.position_ids = kwargs.get("position_ids")
 
     def add(
         self, embedding: torch.nn.Module, args: Any, embedded: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return `embedded` [rows, tokens, width] with noise; None leaves it as it is."""
+        """Return `embedded` [rows, tokens, width] with noise, or None in evaluation."""
         import torch
 
         if not embedding.training:
@@ -63,10 +63,10 @@ class _EmbeddingNoise:
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return the length of each token's document; positions start at 0 in each.
+    """Return the length of each token's document, given positions that start at 0 in each document.
 
-    int64 [rows, tokens] in and out, without a device sync. Padding, all at position 0, counts as
-    documents of one token.
+    int64 [rows, tokens] in and out, without a device sync. Padding tokens, all at position 0, count
+    as documents of one token.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Trade time for memory: which activations are computed again in the backward pass."""
+"""Activation recompute (checkpointing): trades time in the backward pass for memory."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ if TYPE_CHECKING:
 
 MODES = ("none", "full", "selective", "offload")
 BY_SPEED = ("none", "selective", "full", "offload")
-"""what `auto` tries, fastest first: offload computes what full does, and copies besides"""
+"""modes that `auto` tries, fastest first; offload is full recompute plus copies to the host"""
 
 
 @dataclass(kw_only=True, slots=True)
 class RecomputeConfig:
     mode: str = setting("auto", choices=("auto", *MODES))
-    """auto: none where memory allows on a GPU by arithmetic, else the fastest that fits; on a CPU
-    none; none: keep all activations; full: only each layer's input (slowest); selective: also
-    attention and narrow matrix products; offload: as full, inputs in host memory"""
+    """auto: the fastest mode whose estimated memory fits the GPU, none on a CPU; none: save all
+    activations; selective: save layer inputs, attention outputs and narrow matrix products; full:
+    save only layer inputs (slowest); offload: as full, with the inputs in host memory"""
     every: int = setting(1, ge=1, note="2 recomputes every other layer")
-    """every n-th layer recomputes, the others keep all (more memory, faster)"""
+    """recompute every n-th layer only; the others save all activations (more memory, faster)"""
 
 
 def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
     """Enable non-reentrant checkpointing for every n-th layer of encoder and decoder.
 
-    `auto` is resolved before, where it can be another mode than none.
+    `auto` means none here: on a GPU the caller has resolved it before.
     """
     if config.mode in ("none", "auto"):
         return
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    # Reentrant checkpointing loses the gradients of adapters whose layer input is frozen. Only it
-    # needs gradients at the first layer's input, with which the backward pass would go below the
-    # lowest trained layer.
+    # Reentrant checkpointing loses the gradients of adapters whose layer input requires none.
+    # Non-reentrant checkpointing does not need input gradients, with which the backward pass would
+    # continue below the lowest trained layer.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.disable_input_require_grads()
     run_layer = recompute_on_same_documents(_build_checkpoint(config.mode))

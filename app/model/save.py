@@ -43,17 +43,17 @@ def save_model(
     reload_base: Callable[[], PreTrainedModel],
     shards: Shards | None = None,
 ) -> tuple[Path, Any]:
-    """Save a trained model under `folder`, reload and compare it; return its folder and the model.
+    """Save a trained model under `folder` and verify it; return its folder and the saved model.
 
-    Adapters go to `adapter/` in peft's format, with `base`, which names their base model; full
-    models to `model/` as a Hugging Face folder in the dtype of the base. Compared are the logits of
-    `probe`, token ids by name of the model's argument. The returned model is the one on disk: not
-    `model` where the adapter had changed its base, which is then loaded again. TrainingFault where
-    the reloaded model differs.
+    An adapter is written to `adapter/` in peft's format, together with the description `base` of
+    its base model; a full model to `model/` as a Hugging Face folder in the dtype of the base. The
+    files are reloaded, and the logits of `probe` (token ids by model argument) compared. The
+    returned model is not `model` if the adapter had changed its base, which is then reloaded.
+    TrainingFault if the reloaded model differs.
 
-    Where weights are sharded, all ranks call this with their `shards`, and rank 0 writes. There is
-    no room for a second model then: the weights gathered for the files are written back to the
-    model, and its logits compared with those before.
+    If weights are sharded, all ranks call this with their `shards`, and rank 0 writes. There is no
+    memory for a second model then: the gathered weights are restored into the model, and its logits
+    compared with those from before.
     """
     import torch
 
@@ -61,7 +61,7 @@ def save_model(
     rows = {name: torch.tensor([list(ids)], device=device) for name, ids in probe.items()}
     is_whole = saves_whole_model(adapter)
     saved = folder / ("model" if is_whole else "adapter")
-    if not is_whole:  # peft's own classes read the base by it
+    if not is_whole:  # peft's AutoPeftModel loads this revision of the base
         model.peft_config["default"].revision = base.get("revision")
     try:
         if is_whole and shards is not None:
@@ -74,7 +74,7 @@ def save_model(
             difference, model = _save_adapter(model, saved, rows, reload_base)
             write_origin(saved, base)
     except ValueError as error:
-        raise TrainingFault(f"the saved files do not reload: {error}") from error
+        raise TrainingFault(f"the saved files failed verification: {error}") from error
     log.info("%s verified: reloaded logits match (max difference %.1g)", saved.name, difference)
     return saved, model
 
@@ -110,7 +110,7 @@ def _save_whole(
         .to(model.device)
     )
     in_memory, on_disk = probe_logits(model, probe), probe_logits(reopened, probe)
-    # From here on the saved weights are evaluated, in the dtypes of training.
+    # From here on the saved weights are evaluated, in their training dtypes.
     _cast_weights(model, kept)
     return check_same_logits(in_memory, on_disk, folder)
 
@@ -127,7 +127,7 @@ def _save_gathered_model(
     dtype = _dtype_on_disk(model, architecture)
     write_model(model, folder, dtype, shards)
     difference = _check_on_all(in_memory, probe_logits(model, probe), folder)
-    # From here on the saved weights are evaluated, in the dtypes of training.
+    # From here on the saved weights are evaluated, in their training dtypes.
     round_weights(model, shards, dtype)
     return difference
 
@@ -140,7 +140,7 @@ def _save_gathered_adapter(
     shards: Shards,
 ) -> float:
     if has_modified_base(model):
-        raise ValueError("an adapter that has changed its base is saved by a single process only")
+        raise ValueError("an adapter that changed its base can only be saved by a single process")
     in_memory = probe_logits(model, probe)
     shards.reshard(model)
     gatherer = WeightGatherer(shards)
@@ -163,7 +163,7 @@ def _save_gathered_adapter(
 
 
 def _check_on_all(in_memory: torch.Tensor, now: torch.Tensor, folder: Path) -> float:
-    """Compare logits as `check_same_logits`; ValueError on all ranks where one rank's differ."""
+    """Compare logits with `check_same_logits`; ValueError on all ranks if they differ on any."""
     difference, problems = 0.0, []
     try:
         difference = check_same_logits(in_memory, now, folder)
@@ -175,7 +175,7 @@ def _check_on_all(in_memory: torch.Tensor, now: torch.Tensor, folder: Path) -> f
 
 
 def _dtype_on_disk(model: PreTrainedModel, architecture: PretrainedConfig) -> torch.dtype:
-    """Return the dtype of the base's files, or the model's widest where it started from scratch."""
+    """Return the dtype of the base's files, or the model's widest dtype if it has no base."""
     kept = (parameter.dtype for parameter in model.parameters())
     stored = architecture.dtype or architecture.get_text_config().dtype
     dtype: torch.dtype = stored or max(kept, key=lambda dtype: dtype.itemsize)
@@ -183,6 +183,6 @@ def _dtype_on_disk(model: PreTrainedModel, architecture: PretrainedConfig) -> to
 
 
 def _cast_weights(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Cast only the parameters: `model.to` would round the rotary frequencies as well."""
+    """Cast the parameters only: `model.to` would also round the rotary frequencies."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])

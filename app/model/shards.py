@@ -1,7 +1,7 @@
-"""Write a whole model as a Hugging Face folder, shard by shard, and read each shard back.
+"""Write a whole model as a Hugging Face folder, file by file, and read each file back.
 
-At most one shard is in memory beside the model, so that sharded weights of any size can be gathered
-one by one.
+At most one file's weights are in memory in addition to the model, so that sharded weights of any
+size can be gathered one by one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from app.model.base_files import INDEX, WEIGHTS
 from app.model.multimodal import copy_processors, read_towers
 from app.process.collectives import all_gather_list, broadcast_from_rank0, is_first, run_on_rank0
 
@@ -24,30 +25,30 @@ if TYPE_CHECKING:
 
 
 class Shards(Protocol):
-    """What saving needs of a strategy that shards weights."""
+    """The methods of a sharding strategy that saving needs."""
 
     @property
     def root_device(self) -> torch.device:
-        """Where this rank computes."""
+        """Return the device of this rank."""
 
     def reshard(self, model: Any) -> None:
-        """Let every weight go back to where it is kept."""
+        """Free all gathered weights."""
 
     def full_tensor(self, weight: Tensor) -> Tensor:
-        """Return a weight whole; all ranks call it, in the same order."""
+        """Gather a weight; collective: all ranks call it in the same order."""
 
     def weight_state(self, weight: torch.nn.Parameter) -> Any:
-        """Return something of the whole weight's shape."""
+        """Return an object with the shape of the whole weight."""
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
-        """Copy a whole value into a weight; all ranks call it, in the same order."""
+        """Copy a whole value into a weight; collective: all ranks call it in the same order."""
 
 
 class WeightGatherer:
-    """Gather weights as rank 0, which writes them, has them, and write these back on all ranks.
+    """Gathers weights, broadcasts rank 0's copy, which is saved, and restores it on all ranks.
 
-    A forward pass after it then shows whether the saved weights are the ones before: a part that
-    got lost on the way is lost in the model, too.
+    A later forward pass thus verifies the saved weights: anything lost while gathering is then
+    missing from the model as well.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -55,33 +56,33 @@ class WeightGatherer:
         self.problems: list[str] = []
 
     def gather(self, name: str, weight: Any, shape: torch.Size) -> Tensor:
-        """Return a weight of `shape`, whole, on every rank."""
+        """Return a whole weight of shape `shape` on every rank."""
         import torch
 
         own = self.shards.full_tensor(weight)
         is_whole = own.shape == shape
         if not is_whole:
             found, needed = list(own.shape), list(shape)
-            self.problems.append(f"{name} was gathered as {found} and not {needed}")
+            self.problems.append(f"{name} was gathered with shape {found}, expected {needed}")
             own = torch.full(shape, torch.nan, dtype=own.dtype, device=own.device)
         taken = broadcast_from_rank0(own, self.shards.root_device)
         if is_whole and not torch.equal(taken, own.to(taken.device)):
-            self.problems.append(f"{name} is not finite, or not gathered alike on all ranks")
+            self.problems.append(f"{name} is not finite, or differs between ranks")
         if weight.requires_grad:
             self.shards.restore_weight(weight, taken)
         return taken
 
     def check(self) -> None:
-        """Raise ValueError on all ranks where a weight was not whole on one of them."""
+        """Raise ValueError on all ranks if gathering a weight failed on any rank."""
         if problems := all_gather_list(self.problems):
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
             raise ValueError(problems[0] + more)
 
 
 def round_weights(model: torch.nn.Module, shards: Shards, dtype: torch.dtype) -> None:
-    """Round what trains to `dtype`, as it is read from a file, and as what is frozen was.
+    """Round the trainable weights to `dtype`, the dtype of the saved files, in place.
 
-    Each weight keeps its own dtype.
+    Each weight keeps its own dtype. Frozen weights were loaded in `dtype` already.
     """
     shards.reshard(model)
     for weight in model.parameters():
@@ -91,8 +92,7 @@ def round_weights(model: torch.nn.Module, shards: Shards, dtype: torch.dtype) ->
 
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""largest file, unless one weight is larger"""
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""largest file, unless a single weight is larger"""
 SAFETENSORS_DTYPES = {
     "float32": "F32",
     "bfloat16": "BF16",
@@ -102,8 +102,8 @@ SAFETENSORS_DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-OF_A_LAYER = re.compile(r".*?\.\d+\.")
-"""prefix of the names of a layer's weights"""
+LAYER_PREFIX = re.compile(r".*?\.\d+\.")
+"""matches the common prefix of the names of a layer's weights"""
 
 
 def write_model(
@@ -116,12 +116,18 @@ def write_model(
 ) -> None:
     """Write a model's weights in `dtype`, its config and its generation config into `folder`.
 
-    Where weights are sharded, all ranks call this with their `shards`; rank 0 writes, and all ranks
-    continue with what it gathered. ValueError where a weight was incomplete or a file differs.
+    If weights are sharded, all ranks call this with their `shards`; rank 0 writes the files, and
+    all ranks continue with the weights it gathered. ValueError if a weight is incomplete or a file
+    differs when read back.
     """
     import torch
 
-    on_rank0: Callable[[Callable[[], None]], object] = _call if shards is None else run_on_rank0
+    def on_rank0(work: Callable[[], None]) -> None:
+        if shards is None:
+            work()
+        else:
+            run_on_rank0(work)
+
     gatherer = None if shards is None else WeightGatherer(shards)
     files = ModelFolder(model, folder, dtype)
     on_rank0(files.begin)
@@ -153,51 +159,47 @@ def write_model(
     on_rank0(files.end)
 
 
-def _call(work: Callable[[], None]) -> None:
-    work()
-
-
 class ModelFolder:
-    """The files of one model, whose expected weights follow from its config."""
+    """Writes the files of one model and checks them against the weights its config requires."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
         self.model, self.folder = model, folder
         self.shape = _shape_of(model, dtype)
         self.needed = _each_once(self.shape, self.shape.state_dict(keep_vars=True))
-        """every weight of the model's config, on `meta`; a tied one once"""
+        """all weights that the model's config requires, on `meta`; tied weights once"""
         held = _each_once(model, model.state_dict(keep_vars=True))
         if odd := self.needed.keys() ^ held.keys():
-            raise ValueError(f"{folder}: the model and its config do not agree on {sorted(odd)[0]}")
+            raise ValueError(f"{folder}: model and config.json differ in {sorted(odd)[0]}")
         for name, buffer in model.named_buffers():
             if name in self.needed:  # buffers keep their dtype
                 self.needed[name] = self.needed[name].to(buffer.dtype)
         self.on_disk = self.named_as_on_disk(self.needed)
         self.written: list[dict[str, Tensor]] = []
-        """names, shapes and dtypes by file"""
+        """tensors on `meta`, by name, for each file"""
 
     @property
     def groups(self) -> list[list[str]]:
-        """Names of weights that are written together: single ones, or a layer's.
+        """Names of weights that must be converted together: single weights, or those of a layer.
 
-        Some architectures are stored in another layout than computed (each expert by itself), and
-        converting back may take several weights of a layer.
+        Some architectures are stored in a different layout from the one in memory (one tensor per
+        expert), and converting back may need several weights of a layer.
         """
         if self.on_disk.keys() == self.needed.keys():
             return [[name] for name in self.needed]
         groups: dict[str, list[str]] = {}
         for name in self.needed:
-            layer = OF_A_LAYER.match(name)
+            layer = LAYER_PREFIX.match(name)
             groups.setdefault(layer[0] if layer else name, []).append(name)
         return list(groups.values())
 
     def begin(self) -> None:
-        """Write everything but the weights, as `save_pretrained` does."""
+        """Remove old weight files, and write everything but the weights, as `save_pretrained`."""
         for old in self.folder.glob(f"{Path(WEIGHTS).stem}*.safetensors*"):
             old.unlink()
         self.shape.save_pretrained(self.folder, state_dict={})
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write one file and read it back; ValueError where it differs."""
+        """Write one file and read it back; ValueError if it differs."""
         named = {name: t.contiguous() for name, t in self.named_as_on_disk(tensors).items()}
         self._write_file(named)
 
@@ -213,10 +215,10 @@ class ModelFolder:
         self.written.append({name: t.to("meta") for name, t in named.items()})
 
     def stream(self, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
-        """Write one file of the weights `names`, as they are called on disk, one after another.
+        """Write one file with the weights `names` (names on disk), one after another.
 
-        `read` gives each of them, so that only one is in memory. ValueError where one is not as the
-        model's config needs it.
+        `read` returns a weight by name, so that only one is in memory at a time. ValueError if one
+        does not have the shape and dtype that the model's config requires, or is not finite.
         """
         import torch
 
@@ -234,23 +236,23 @@ class ModelFolder:
             stream.write(len(text).to_bytes(8, "little") + text)
             for name in names:
                 tensor, needed = read(name), self.on_disk[name]
-                if (here := _described(tensor)) != _described(needed):
-                    raise ValueError(f"{name} is {here}, and its model needs {_described(needed)}")
+                if (found := _describe(tensor)) != _describe(needed):
+                    raise ValueError(f"{name} is {found}, the model expects {_describe(needed)}")
                 if tensor.is_floating_point() and not tensor.isfinite().all():
-                    raise ValueError(f"{name} is not finite once merged")
+                    raise ValueError(f"{name} is not finite after merging")
                 stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
         self.written.append({name: self.on_disk[name] for name in names})
 
     def end(self) -> None:
-        """Add what the base's files hold besides, rename the files and write their index.
+        """Add the towers of a multimodal base, rename the files and write their index.
 
-        ValueError where weights are missing.
+        ValueError if weights are missing.
         """
         found = {name: tensor for file in self.written for name, tensor in file.items()}
         for name in sorted(found.keys() | self.on_disk.keys()):
-            here, needed = (_described(of.get(name)) for of in (found, self.on_disk))
-            if here != needed:
-                raise ValueError(f"{self.folder}: {name} was written as {here}, it is {needed}")
+            actual, expected = _describe(found.get(name)), _describe(self.on_disk.get(name))
+            if actual != expected:
+                raise ValueError(f"{self.folder}: {name} is {actual} on disk, expected {expected}")
         for towers in read_towers(self.model):
             self._write_file(towers)
             found |= self.written[-1]
@@ -274,7 +276,7 @@ class ModelFolder:
         return self.folder / f"model-{index + 1:05}.safetensors"
 
     def named_as_on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return weights by their names on disk, in the layout that they have there."""
+        """Convert weights to the names and layout that they have on disk."""
         from transformers.core_model_loading import revert_weight_conversion
 
         named: dict[str, Tensor] = revert_weight_conversion(self.model, dict(tensors))
@@ -282,14 +284,14 @@ class ModelFolder:
 
 
 def _shape_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of the same config on `meta`."""
+    """Build a model of the same config on `meta`."""
     import torch
     from torch.distributed.fsdp import FSDPModule
 
-    # FSDP2 replaces a model's class by one derived from it.
+    # FSDP2 replaces a model's class by a subclass.
     own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     config = copy.deepcopy(model.config)
-    config._experts_implementation = None  # transformers 5.3 builds by no other than its own
+    config._experts_implementation = None  # transformers 5.3 accepts only its own names here
     with torch.device("meta"):
         shape = own(config)
     for parameter in shape.parameters():
@@ -299,7 +301,7 @@ def _shape_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _each_once(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out what `save_pretrained` does: second names of tied weights, and ignored keys."""
+    """Drop what `save_pretrained` drops: further names of tied weights, and ignored keys."""
     ignored = set(model._keys_to_ignore_on_save or ())
     seen: set[int] = set()
     found = {}
@@ -310,7 +312,7 @@ def _each_once(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _described(tensor: Tensor | None) -> str:
+def _describe(tensor: Tensor | None) -> str:
     if tensor is None:
-        return "nothing"
+        return "missing"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

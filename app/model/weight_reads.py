@@ -1,7 +1,8 @@
-"""Weights that a model's layers read themselves instead of calling the module that holds them.
+"""Find layers that read a module's weight directly instead of calling the module.
 
-Such a module's adapter would be left out in silence, and its 4-bit weight be read as numbers. Which
-these are is read in transformers' source. Needs no torch at its top.
+The adapter of such a module would silently have no effect, and its packed 4-bit weight would be
+read as plain values. These modules are found by a search in transformers' source code. Imports
+torch only where it is needed.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ LINEAR = re.compile(r"\bself\.(\w+) = nn\.Linear\(")
 
 @cache
 def find_bypassed_linears(model_type: str | None) -> tuple[str, ...]:
-    """Return the linear modules that a model type's layers never call, or multiply by themselves.
+    """Return the names of linear modules whose weights a model type's layers use directly.
 
-    Empty for a type that transformers has not.
+    Empty for a model type that transformers does not have.
     """
     found = importlib.util.find_spec("transformers")
     if not model_type or found is None or found.origin is None:
@@ -38,27 +39,28 @@ def find_bypassed_linears(model_type: str | None) -> tuple[str, ...]:
         path = Path(found.origin).parent / "models" / folder / f"modeling_{folder}.py"
         if path.is_file():
             source = path.read_text(encoding="utf-8")
-            products = {one for pair in PRODUCT.findall(source) for one in pair if one}
+            products = {name for pair in PRODUCT.findall(source) for name in pair if name}
             never_called = set(READ.findall(source)) - set(CALL.findall(source))
             return tuple(sorted((never_called | products) & set(LINEAR.findall(source))))
     return ()
 
 
 def disable_bypassing_kernels(model: torch.nn.Module) -> None:
-    """Let layers with a kernel for training alone call the modules whose weights it would read.
+    """Make layers with training-only fused kernels run their unfused path if a kernel would bypass
+    an adapter or read a packed weight.
 
-    Only where one of these is no plain module: it has an adapter, or its weight is packed. Mamba's
-    fused kernels are such; the layer then runs its parts, as in evaluation.
+    Mamba's fused kernels, for example, read the weights of several modules. The layer then calls
+    these modules one by one, as it does in evaluation.
     """
     for module in model.modules():
-        for method, names in _read_in_training(module.__class__):
-            held = [vars(module)["_modules"].get(name) for name in names]
-            if not all(one is None or _is_plain(one) for one in held):
+        for method, names in _reads_in_training(module.__class__):
+            children = [vars(module)["_modules"].get(name) for name in names]
+            if not all(child is None or _is_plain(child) for child in children):
                 setattr(module, method, UnfusedMethod(module, getattr(module, method)))
 
 
 class UnfusedMethod:
-    """A method of a layer as in evaluation; the modules inside stay in training."""
+    """Runs a layer's method in evaluation mode, while its child modules stay in training mode."""
 
     def __init__(self, module: Any, plain: Any) -> None:
         self._module, self._plain = module, plain
@@ -73,20 +75,20 @@ class UnfusedMethod:
 
 @cache
 def find_bypassed_children(kind: type) -> tuple[str, ...]:
-    """Return the children of a layer of class `kind` whose weights its own code reads."""
+    """Return the names of child modules whose weights the code of layer class `kind` reads."""
     try:
         source = inspect.getsource(kind)
-    except (OSError, TypeError):  # a class that was made while the program runs
+    except (OSError, TypeError):  # a class that was created at run time
         return ()
     return tuple(sorted(set(READ.findall(source))))
 
 
 @cache
-def _read_in_training(kind: type) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return by method of a class the modules whose weights it reads where `self.training`."""
+def _reads_in_training(kind: type) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return, by method of a class, the modules whose weights it reads if `self.training`."""
     try:
         source = inspect.getsource(kind)
-    except (OSError, TypeError):  # a class that was made while the program runs
+    except (OSError, TypeError):  # a class that was created at run time
         return ()
     if "self.training" not in source or not READ.search(source):
         return ()
@@ -102,7 +104,7 @@ def _read_in_training(kind: type) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """Return whether a module computes with its weight as it is."""
+    """Return whether a module is not wrapped and its weight is a plain parameter."""
     import torch
 
     is_wrapped = type(module).__module__.partition(".")[0] not in ("torch", "transformers")

@@ -19,7 +19,7 @@ from app.planning.memory import (
 )
 from app.strategy.settings import StrategyConfig
 from app.training.memory import ModelSize
-from app.training.micro_batch import can_try, divisors
+from app.training.micro_batch import can_probe_micro_batch, divisors
 
 UNTRIED_SHARE = 0.8
 """share of the memory for activations that is used if no micro-batch is tried on the device"""
@@ -168,7 +168,7 @@ def choose_micro_batch(run: PlannedRun) -> tuple[MicroBatchChoice, bool]:
     micro-batch does not make up for computing layers twice.
     """
     packs, size = run.micro_batch_size * run.accumulation, run.size
-    share = 1.0 if can_try(run.strategy) else UNTRIED_SHARE
+    share = 1.0 if can_probe_micro_batch(run.strategy) else UNTRIED_SHARE
     needs: dict[int, _Need] = {}
     number = 1
     for number in reversed(divisors(packs)):

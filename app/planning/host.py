@@ -11,7 +11,7 @@ from app.training.memory import (
     STATES,
     ModelSize,
     feedback_bytes,
-    num_shares,
+    num_shards,
     outer_state_bytes,
 )
 
@@ -46,7 +46,7 @@ def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> Host
     ):
         loading = (whole.frozen + whole.trained) * run.tensor_size
     if isinstance(strategy, FsdpConfig) and strategy.offload_parameters:
-        _, _, shares = num_shares(strategy, run.num_ranks, nodes)
+        _, _, shares = num_shards(strategy, run.num_ranks, nodes)
         offloaded += (whole.frozen + whole.trained + all_states) / shares * per_node
     if isinstance(strategy, ZeroConfig):
         if strategy.offload_optimizer != "none":

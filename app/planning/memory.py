@@ -32,7 +32,7 @@ from app.training.memory import (
     RankMemory,
     estimate_memory,
     gathered_by_fsdp,
-    num_shares,
+    num_shards,
 )
 
 GIB = 2**30
@@ -312,7 +312,7 @@ def _gradients(run: PlannedRun, size: ModelSize, gradients: float) -> _Gradients
     strategy, whole, accumulates = run.strategy, size.whole, run.accumulation > 1
     if isinstance(strategy, ZeroConfig) and strategy.stage == 2 and gradients:
         # The bucket exists in backward passes only, and fills before a rank gets its own shard.
-        own = whole.trained / num_shares(strategy, run.num_ranks, run.num_nodes)[1]
+        own = whole.trained / num_shards(strategy, run.num_ranks, run.num_nodes)[1]
         bucket, kept = gradients - own, own if accumulates else 0.0
         before = own if accumulates else own * (1 - bucket / max(1.0, whole.trained))
         return _Gradients(

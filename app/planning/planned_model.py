@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from app.model.layer_kind import Widths
 from app.model.quantization import QuantizationConfig
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
-from app.training.memory import ModelSize, Part, Sharing, add_up_weights, num_shares
+from app.training.memory import ModelSize, WeightBytes, WeightLayout, num_shards, sum_weight_bytes
 
 
 class Weight:
-    """Shape and dtype size of a weight, with the methods that `add_up_weights` calls."""
+    """Shape and dtype size of a weight, with the methods that `sum_weight_bytes` calls."""
 
     __slots__ = ("num_bytes", "requires_grad", "shape")
 
@@ -174,23 +174,24 @@ def size_for(
 ) -> ModelSize:
     """Return the sizes of a model on one rank of a strategy, for `estimate_memory`."""
     tensor_size = tensor_parallel_size(strategy, num_ranks // num_nodes)
-    shares, _, _ = num_shares(strategy, num_ranks, num_nodes)
+    shares, _, _ = num_shards(strategy, num_ranks, num_nodes)
     ends = frozenset(id(w) for end in (model.embedding, model.head) for w in end.values())
-    sharing = Sharing(precision, quantization, shares, tensor_size, ends)
+    sharing = WeightLayout(precision, quantization, shares, tensor_size, ends)
     plan = model.plan if tensor_size > 1 else {}
     layers = sum(
-        (add_up_weights(weights, sharing, plan) * times for weights, times in model.layers), Part()
+        (sum_weight_bytes(weights, sharing, plan) * times for weights, times in model.layers),
+        WeightBytes(),
     )
     is_fp32 = any(weight.element_size() == 4 for weight in model.embedding.values())
     # Same condition as `can_split_head`: a bias would be a second weight.
     splits_head = len(model.head) == 1 and model.widths.vocabulary % tensor_size == 0
-    head = add_up_weights(model.head, sharing, {}) if model.head else Part()
+    head = sum_weight_bytes(model.head, sharing, {}) if model.head else WeightBytes()
     return ModelSize(
         layer=layers * (1 / model.num_layers),
         num_layers=model.num_layers,
-        embedding=add_up_weights(model.embedding, sharing, {}),
+        embedding=sum_weight_bytes(model.embedding, sharing, {}),
         head=head * (1 / tensor_size) if splits_head else head,
-        rest=add_up_weights(model.rest, sharing, {}) if model.rest else Part(),
+        rest=sum_weight_bytes(model.rest, sharing, {}) if model.rest else WeightBytes(),
         width=model.widths.hidden,
         inner_width=model.widths.feed_forward,
         vocab_size=model.widths.vocabulary,

@@ -12,7 +12,7 @@ from app.planning.communication import Collective, list_collectives, sent_by_nod
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
 from app.strategy.settings import FsdpConfig, ZeroConfig
-from app.training.memory import ModelSize, num_shares
+from app.training.memory import ModelSize, num_shards
 
 PRODUCTS, ATTENTION, BANDWIDTH, LINKS = 0.71, 0.335, 0.69, 0.8
 """share of the datasheet's rate that large kernels reach: half-precision matrix products and
@@ -128,7 +128,7 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     attention = (flops.attention + flops.recomputed_attention) * tokens / split
     attention /= min(ATTENTION * rate, FLASH_2)
     traffic = (_traffic(run) * tokens + _dequantized(run) * run.accumulation) / split / bandwidth
-    stepped = size.whole.trained / num_shares(run.strategy, run.num_ranks, run.num_nodes)[2]
+    stepped = size.whole.trained / num_shards(run.strategy, run.num_ranks, run.num_nodes)[2]
     offloads = isinstance(run.strategy, ZeroConfig) and run.strategy.offload_optimizer != "none"
     if not offloads:
         traffic += OPTIMIZER_PASSES * stepped / bandwidth
@@ -150,7 +150,7 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
         host=host + waits,
         step=step,
         tokens_per_second=speed,
-        mfu=speed / tokens_at_full_rate(run),
+        mfu=speed / peak_tokens_per_second(run),
         verdict=_verdict(run, products + attention, traffic, messages, host + waits, collectives),
     )
 
@@ -167,7 +167,7 @@ def kernel_seconds(
     return max(flops / rate, num_bytes / bandwidth)
 
 
-def tokens_at_full_rate(run: PlannedRun) -> float:
+def peak_tokens_per_second(run: PlannedRun) -> float:
     """Return the tokens per second of all GPUs at an MFU of 1."""
     return run.num_ranks * _full_rate(run) / estimate_flops(run).model
 
@@ -230,7 +230,7 @@ def _host_copies(run: PlannedRun, size: ModelSize) -> float:
     if isinstance(strategy, ZeroConfig):
         parameters = strategy.offload_parameters != "none"
     if parameters:
-        shares, _, _ = num_shares(strategy, run.num_ranks, run.num_nodes)
+        shares, _, _ = num_shards(strategy, run.num_ranks, run.num_nodes)
         copied += 2.0 * whole / shares * run.accumulation
     return copied
 

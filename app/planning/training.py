@@ -30,7 +30,7 @@ from app.planning.memory import (
 )
 from app.planning.model_size import model_from_config_json, model_from_meta, model_from_modules
 from app.planning.planned import build_planned_run, is_stored_quantized
-from app.planning.speed import estimate_speed, tokens_at_full_rate
+from app.planning.speed import estimate_speed, peak_tokens_per_second
 from app.process.environment import host_bytes
 from app.process.errors import UserError
 from app.process.launch import is_first_rank
@@ -131,7 +131,7 @@ class Estimate:
     device_gib: float
     step_seconds: float | None
     """seconds per step; None if the device's rates are unknown"""
-    tokens_at_full_rate: float | None = None
+    peak_tokens_per_second: float | None = None
     """tokens per second of all GPUs at an MFU of 1"""
     guessed: str = ""
     """the model type, if the activations of its layers have not been checked by a simulation"""
@@ -202,7 +202,7 @@ def estimate_training(run: PlannedRun) -> Estimate:
         is_on_gpu=run.is_on_gpu,
         device_gib=run.hardware.memory_gib,
         step_seconds=estimate_speed(run, size).step if run.is_on_gpu and has_rates else None,
-        tokens_at_full_rate=tokens_at_full_rate(run) if run.is_on_gpu and has_rates else None,
+        peak_tokens_per_second=peak_tokens_per_second(run) if run.is_on_gpu and has_rates else None,
         guessed="" if widths.is_compared else widths.model_type,
     )
 

@@ -26,7 +26,7 @@ from app.model.attention import why_not_batched
 from app.model.base import ModelConfig
 from app.model.hub import COMMIT
 from app.model.layers import why_not_compiled
-from app.model.neftune import why_no_noise
+from app.model.neftune import find_neftune_problem
 from app.model.quantization import find_quantization_conflict
 from app.preflight.base_model import (
     BaseModel,
@@ -177,7 +177,7 @@ def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
     is_new = continued_from(config.adapter) is None
     problems = find_targets(config.adapter, base.modules).problems if is_new else []
     if (alpha := config.adapter.neftune_alpha) is not None:
-        problem = why_no_noise(alpha, base.numbers)
+        problem = find_neftune_problem(alpha, base.numbers)
         problems += [problem] if problem else []
     if config.trainer.compile:
         problem = why_not_compiled(base.numbers)

@@ -22,7 +22,7 @@ from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.gpus import read_machine
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.schema import COUNT, IDENTITY, shown
+from app.training.checkpoint.schema import COUNT, IDENTITY, format_value
 from data_modules import redacted
 
 LIBRARIES = (
@@ -192,10 +192,10 @@ def _why_not_own(
 
 def _malformed(run: Any) -> str | None:
     if not isinstance(run, dict):
-        return f"run is {shown(run)}; expected an object"
+        return f"run is {format_value(run)}; expected an object"
     for key, kind in KINDS.items():
-        if key not in run or not kind.holds(run[key]):
-            return f"run.{key} is {shown(run.get(key))}; expected {kind.words}"
+        if key not in run or not kind.accepts(run[key]):
+            return f"run.{key} is {format_value(run.get(key))}; expected {kind.description}"
     return None
 
 

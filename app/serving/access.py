@@ -1,4 +1,4 @@
-"""Who may use the server: by its own address, from its own page, with its key."""
+"""Access control: the Host and Origin headers and the API key of each request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from app.process.launch import is_loopback
-from app.serving.requests import RequestError, print_failure
+from app.serving.requests import RequestError, print_error
 from data_modules import printable
 
 if TYPE_CHECKING:
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 NO_SNIFFING = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 
 
-class AccessCheck:
-    """Let in who asks for this address by its name, from its own page, with the key.
+class AccessMiddleware:
+    """ASGI middleware that accepts requests for this host, from its own page, with the API key.
 
-    A page of another site that has its name point to this machine (DNS rebinding) sends that name
-    as Host; one that sends a form here says where it comes from by Origin.
+    The Host check stops DNS rebinding, by which another site's name resolves to this machine. The
+    Origin check stops pages of other sites that send requests here.
     """
 
     def __init__(self, app: ASGIApp, host: str, key: str | None) -> None:
         self._app, self._host, self._key = app, host, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer why not."""
+        """Forward an allowed request; respond to any other with an error."""
         if scope["type"] != "http":
             return
 
-        async def watched(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 extra = [(name.encode(), value.encode()) for name, value in NO_SNIFFING.items()]
                 message["headers"] = [*message.get("headers", []), *extra]
@@ -46,14 +46,14 @@ class AccessCheck:
 
         try:
             self._check(scope)
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send_with_headers)
         except RequestError as error:
             refusal = JSONResponse(error.body, error.status, error.headers)
-            await refusal(scope, receive, watched)
+            await refusal(scope, receive, send_with_headers)
         except ClientDisconnect:
             pass
-        except Exception as error:  # noqa: BLE001  answered already; the server goes on
-            print_failure(error)
+        except Exception as error:  # noqa: BLE001  the response was sent; keep serving
+            print_error(error)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -65,26 +65,26 @@ class AccessCheck:
             )
         origin = headers.get("origin")
         if origin is not None and origin not in (f"http://{hosts[0]}", f"https://{hosts[0]}"):
-            raise RequestError("Origin: pages of other sites may not ask this server", status=403)
+            raise RequestError("Origin: requests from other sites are refused", status=403)
         if self._key is None or not scope["path"].startswith("/v1"):
             return
-        kind, _, typed = headers.get("authorization", "").partition(" ")
-        # Digests have one length, and their comparison takes one time.
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # Digests of equal length, so that the time of the comparison reveals nothing about the key.
         digests = [
             hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-            for key in (typed.strip(), self._key)
+            for key in (given.strip(), self._key)
         ]
-        if kind.lower() != "bearer" or not hmac.compare_digest(*digests):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(*digests):
             raise RequestError(
-                "Authorization: Bearer KEY, with the key that this server was started with",
+                "Authorization: expected Bearer KEY, with the key this server was started with",
                 status=401,
                 code="invalid_api_key",
             )
 
     def _is_own(self, host: str) -> bool:
-        """Tell whether a Host header names this machine: by address, or as it was typed.
+        """Return whether a Host header names this machine.
 
-        The port is left out, since a tunnel may have another one.
+        The port is ignored, because a tunnel may use another one.
         """
         try:
             name = (urlsplit(f"//{host}").hostname or "").lower()
@@ -99,5 +99,5 @@ class AccessCheck:
             address = ipaddress.ip_address(name)
         except ValueError:
             return False
-        # An address is no name that somebody else could point here.
+        # DNS rebinding needs a host name, so an IP address is safe.
         return address.is_loopback or not is_loopback(self._host)

@@ -1,6 +1,6 @@
-"""Where a server listens, who may ask it, and its limits: settings, the key, the socket.
+"""The server's settings, API key and listening socket.
 
-Needs no server: the settings and the first checks must not wait for one.
+Imports no web framework: `--help` and the first checks must not wait for one.
 """
 
 from __future__ import annotations
@@ -20,40 +20,43 @@ KEY_VARIABLE = "LOFT_SERVE_KEY"
 @dataclass(kw_only=True, slots=True)
 class ServeConfig:
     engine: str = setting("loft", choices=("loft", "vllm"), shown=True)
-    """loft = this server; vllm = print the line that starts vLLM with what was trained, in an
-    environment of its own, and end"""
+    """loft = the built-in server; vllm = print the command that starts vLLM with the trained model
+    in a separate environment, and exit"""
     host: str = setting("127.0.0.1", shown=True)
-    """address to listen at; any but this machine's own loopback needs a key in the environment,
-    LOFT_SERVE_KEY"""
+    """address to listen on; any other than a loopback address requires an API key in the
+    environment variable LOFT_SERVE_KEY"""
     port: int = setting(8000, ge=0, le=65535, shown=True)
-    """0 = any free one, which is printed"""
+    """port to listen on; 0 = any free port, which is printed"""
     model_name: str | None = setting(None, aliases=("served_model_name",))
-    """what clients call the model; null = the name of the run, or of the base's folder"""
+    """model name in API requests; null = the name of the run, or of the base model's folder"""
     max_waiting: int = setting(16, ge=0, le=1024)
-    """requests that wait while one is answered; those beyond are refused (503)"""
+    """maximum number of requests that wait while one is answered; further ones get status 503"""
     timeout_seconds: float = setting(300.0, gt=0, le=86_400)
-    """seconds of a request from its arrival to the end of its answer"""
+    """time limit of a request, from its arrival to the end of its answer, in seconds"""
 
 
 def read_key(config: ServeConfig) -> str | None:
-    """Return the key that clients must have, from the environment; UserError where one is needed.
+    """Return the API key from the environment; raise UserError if it is required but not set.
 
-    It is never a setting: those are printed and written.
+    The key is not a setting, because settings are printed and saved.
     """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if key:
         return key
     if not is_loopback(config.host):
         raise UserError(
-            f"serve.host={config.host}: whoever reaches that address could use the model; set a "
-            f"key in the environment ({KEY_VARIABLE}=... before the command), or leave serve.host "
-            "out (127.0.0.1)"
+            f"serve.host={config.host}: anyone who can reach this address could use the model; set "
+            f"an API key in the environment ({KEY_VARIABLE}=... before the command), or leave out "
+            "serve.host (default: 127.0.0.1)"
         )
     return None
 
 
-def bind(config: ServeConfig) -> socket.socket:
-    """Take the address, so that nobody else does while the model loads; UserError where taken."""
+def open_socket(config: ServeConfig) -> socket.socket:
+    """Return a socket that listens at the configured address; raise UserError if it cannot.
+
+    Called before the model loads, so that no other program takes the port meanwhile.
+    """
     where = f"serve.host={config.host} serve.port={config.port}"
     listener: socket.socket | None = None
     try:
@@ -63,23 +66,23 @@ def bind(config: ServeConfig) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Connections are taken once the model is loaded; a second server is refused from now on.
+        # Clients that connect now wait in the backlog until the model is loaded.
         listener.listen(128)
     except (OSError, UnicodeError) as error:
         if listener is not None:
             listener.close()
         code = getattr(error, "errno", None)
         if code == errno.EADDRINUSE:
-            fix = "another program listens there; type another serve.port, or 0 for any free one"
+            fix = "another program listens on this port; use another serve.port (0 = any)"
         elif code == errno.EACCES:
-            fix = "ports below 1024 need rights; type serve.port=8000"
+            fix = "ports below 1024 need administrator rights; use serve.port=8000"
         else:
-            fix = f"this machine has no such address ({error}); type serve.host=127.0.0.1"
+            fix = f"this machine has no such address ({error}); use serve.host=127.0.0.1"
         raise UserError(f"{where}: {fix}") from error
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
-    """Return the URL of a socket that listens."""
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,6 +1,6 @@
-"""The application: the page, the API's paths, and what becomes of errors.
+"""The web application: routes of the page and the API, and error responses.
 
-A request is read and checked in full before it waits for its turn.
+A request is parsed and validated before it waits for its turn.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from app.evaluation.conversation import ConversationConfig, Responder
-from app.serving.access import AccessCheck
+from app.serving.access import AccessMiddleware
 from app.serving.address import ServeConfig
-from app.serving.answers import Answers
+from app.serving.completions import CompletionQueue
 from app.serving.requests import (
-    SERVER_FAILED,
+    INTERNAL_ERROR,
     RequestError,
-    check_contents,
-    read_chat,
-    read_json,
+    check_no_control_tokens,
+    parse_chat_request,
+    parse_json,
 )
 from data_modules import printable
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-MAX_BODY, MAX_DISCARDED = 2**20, 2**24
-"""bytes of a request, and of one that is read to its end before it is refused: a client that still
-writes sees no answer"""
-WHAT_THERE_IS = "there are POST /v1/chat/completions, and GET /v1/models, /health and /"
+MAX_BODY = 2**20
+"""maximum size of a request body, in bytes"""
+MAX_DISCARDED = 2**24
+"""size up to which a body that is too long is read to its end, in bytes: many clients see no
+response while they are still sending"""
+ROUTES = "this server has POST /v1/chat/completions, and GET /v1/models, /health and /"
 BODY_SECONDS = 30.0
-"""that a client may take to send the body of a request"""
+"""time limit for receiving the body of a request, in seconds"""
 PAGE = Path(__file__).with_name("chat.html")
 
 
@@ -51,10 +53,13 @@ def build_app(
     model: str,
     key: str | None = None,
 ) -> ASGIApp:
-    """Build the application: the page, `/v1/models`, `/v1/chat/completions`, `/health`."""
+    """Build the application: the page, `/v1/models`, `/v1/chat/completions` and `/health`.
+
+    `model` is the name that requests must use; `key` is the API key, None if none is required.
+    """
     page = PAGE.read_text(encoding="utf-8")
-    answers = Answers(responder, config, model)
-    about = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "loft"}
+    completions = CompletionQueue(responder, config, model)
+    model_card = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "loft"}
 
     async def show_page(request: Request) -> Response:
         return HTMLResponse(page, headers={"content-security-policy": page_policy(page)})
@@ -63,28 +68,28 @@ def build_app(
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [about]})
+        return JSONResponse({"object": "list", "data": [model_card]})
 
     async def one_model(request: Request) -> Response:
         if request.path_params["name"] != model:
-            raise RequestError(f"this server has {model}", "model", status=404)
-        return JSONResponse(about)
+            raise RequestError(f"this server has the model {model}", "model", status=404)
+        return JSONResponse(model_card)
 
     async def complete_chat(request: Request) -> ASGIApp:
         arrived = time.monotonic()
         try:
-            chat = read_chat(read_json(await _read_body(request)), model, defaults)
+            chat = parse_chat_request(parse_json(await _read_body(request)), model, defaults)
         except RecursionError as error:
             raise RequestError("the body is nested too deeply") from error
-        check_contents(chat.turns, responder.control_texts)
-        return answers.response(chat, arrived)
+        check_no_control_tokens(chat.turns, responder.control_texts)
+        return completions.response(chat, arrived)
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            where = f"{request.method} {printable(request.url.path)[:80]}"
-            error = RequestError(f"{where} is not here; {WHAT_THERE_IS}", status=error.status_code)
+            route = f"{request.method} {printable(request.url.path)[:80]}"
+            error = RequestError(f"{route} is not available; {ROUTES}", status=error.status_code)
         if not isinstance(error, RequestError):
-            error = RequestError(SERVER_FAILED, status=500)  # `AccessCheck` prints it
+            error = RequestError(INTERNAL_ERROR, status=500)  # `AccessMiddleware` prints the cause
         return JSONResponse(error.body, error.status, error.headers)
 
     app = Starlette(
@@ -98,15 +103,15 @@ def build_app(
         exception_handlers={RequestError: refuse, HTTPException: refuse, Exception: refuse},
     )
     app.router.redirect_slashes = False
-    return AccessCheck(app, config.host, key)
+    return AccessMiddleware(app, config.host, key)
 
 
 def page_policy(page: str) -> str:
-    """Return the Content-Security-Policy of a page: its own script and style, and this server."""
+    """Return a Content-Security-Policy: the page's own script and style, and this server."""
     allowed = [
-        "'sha256-" + base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() + "'"
+        "'sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() + "'"
         for tag in ("script", "style")
-        for inside in re.findall(f"<{tag}>(.*?)</{tag}>", page, re.S)
+        for content in re.findall(f"<{tag}>(.*?)</{tag}>", page, re.S)
     ]
     return (
         f"default-src 'none'; script-src {allowed[0]}; style-src {allowed[1]}; "
@@ -115,11 +120,11 @@ def page_policy(page: str) -> str:
 
 
 async def _read_body(request: Request) -> bytes:
-    """Return the body of a JSON request; RequestError where it is too long or too slow."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RequestError("Content-Type: application/json is what this server reads", status=415)
-    too_long = RequestError(f"the body has more than {MAX_BODY:,} bytes", status=413)
+    """Return the body of a JSON request; raise RequestError if it is too long or too slow."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise RequestError("Content-Type: expected application/json", status=415)
+    too_long = RequestError(f"the body is longer than {MAX_BODY:,} bytes", status=413)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > MAX_DISCARDED:
         raise too_long
@@ -134,7 +139,7 @@ async def _read_body(request: Request) -> bytes:
                     body += part
     except TimeoutError:
         raise RequestError(
-            f"the body did not come within {BODY_SECONDS:g} seconds", status=408
+            f"the body was not received within {BODY_SECONDS:g} seconds", status=408
         ) from None
     if size > MAX_BODY:
         raise too_long

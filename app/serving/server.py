@@ -1,4 +1,4 @@
-"""The HTTP server: one process, signals of the process's own, malformed HTTP refused in JSON."""
+"""The HTTP server: uvicorn in one process, with loft's signal handling and JSON error responses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 HEADER_SECONDS = 15.0
-"""that a client may take to send the headers of a request"""
+"""time limit for receiving the headers of a request, in seconds"""
 MAX_CONNECTIONS = 256
 STOP_SECONDS = 1
-"""that answers have to end by themselves when the server stops"""
+"""grace period of running requests when the server stops, in seconds"""
 
 
 class Protocol(H11Protocol):
-    """Malformed HTTP is answered as all else is; a connection that asks nothing is closed."""
+    """HTTP/1.1 with JSON errors for malformed requests; idle new connections are closed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -46,7 +46,7 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Signals are handled by the process (`install_signal_handlers`), and looked for here."""
+    """Stops on the signals that `install_signal_handlers` records, in place of uvicorn's own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -60,7 +60,7 @@ class Server(uvicorn.Server):
 
 
 def build_server(app: ASGIApp) -> uvicorn.Server:
-    """Build what serves `app` until a signal comes: `server.run([listener])`."""
+    """Build the server of `app`; `server.run([listener])` returns after a signal."""
     return Server(
         uvicorn.Config(
             app,

@@ -1,6 +1,6 @@
-"""The line that starts vLLM with what a run has trained, for an environment of its own.
+"""The command that starts vLLM with a trained model, in a separate environment.
 
-vLLM is not installed here: it pins another torch and another transformers.
+vLLM is never imported: it pins other versions of torch and transformers.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""values of --max-lora-rank"""
+MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""values that vLLM accepts for --max-lora-rank"""
 
 
-def why_merge_first(adapter: Mapping[str, Any]) -> str | None:
-    """Return what of an adapter_config.json vLLM does not serve beside its base; None: nothing."""
+def find_unsupported_feature(adapter: Mapping[str, Any]) -> str | None:
+    """Return the feature of an adapter_config.json that vLLM cannot serve unmerged, or None."""
     kind = adapter.get("peft_type")
     if kind != "LORA":
         return f"{kind} adapters"
-    unserved = {
+    unsupported = {
         "use_dora": "DoRA",
-        "modules_to_save": "modules trained whole",
+        "modules_to_save": "fully trained modules",
         "trainable_token_indices": "trained token rows",
         "target_parameters": "adapters on experts",
-        "rank_pattern": "ranks by module",
-        "alpha_pattern": "alphas by module",
+        "rank_pattern": "per-module ranks",
+        "alpha_pattern": "per-module alphas",
     }
-    found = next((what for name, what in unserved.items() if adapter.get(name)), None)
+    found = next((what for name, what in unsupported.items() if adapter.get(name)), None)
     if found is None and adapter.get("bias", "none") != "none":
         found = "trained biases"
-    if found is None and int(adapter["r"]) > RANKS[-1]:
-        found = f"ranks above {RANKS[-1]}"
+    if found is None and int(adapter["r"]) > MAX_LORA_RANKS[-1]:
+        found = f"ranks above {MAX_LORA_RANKS[-1]}"
     return found
 
 
-def command(
+def build_vllm_command(
     model: str,
     name: str,
     *,
@@ -47,10 +47,10 @@ def command(
     rank: int = 0,
     revision: str | None = None,
 ) -> str:
-    """Return the line that starts vLLM for `model`, with an adapter where there is one.
+    """Return the shell command that starts vLLM for `model` and, if given, a LoRA adapter.
 
-    `tokenizer` is the folder with the template of training, `generation` the one whose
-    generation_config.json has its stop tokens.
+    `tokenizer` is the folder with the chat template of training, `generation` the folder whose
+    generation_config.json has the stop tokens of training, `rank` the adapter's rank.
     """
     words: Sequence[str] = ["vllm", "serve", model, "--tokenizer", str(tokenizer)]
     words = [*words, "--chat-template", str(tokenizer / "chat_template.jinja")]
@@ -58,6 +58,12 @@ def command(
     words = [*words, "--revision", revision] if revision else words
     if adapter is None:
         return shlex.join([*words, "--served-model-name", name])
-    least = next(one for one in RANKS if one >= rank)
-    lora = ["--enable-lora", "--max-lora-rank", str(least), "--lora-modules", f"{name}={adapter}"]
+    max_rank = next(allowed for allowed in MAX_LORA_RANKS if allowed >= rank)
+    lora = [
+        "--enable-lora",
+        "--max-lora-rank",
+        str(max_rank),
+        "--lora-modules",
+        f"{name}={adapter}",
+    ]
     return shlex.join([*words, *lora])

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from app.process.files import open_no_follow, write_whole
-from app.training.checkpoint.disk import NO_ROOM, SaveError, format_bytes, free_bytes
+from app.training.checkpoint.disk import DISK_FULL, SaveError, format_bytes, free_bytes
 from data_modules import printable, redact
 
 log = logging.getLogger(__name__)
@@ -138,12 +138,12 @@ class CsvLogger(Logger):
 
     def _describe(self, error: OSError, num_bytes: int) -> str:
         what = f"{self.path} could not be written: {error.strerror}"
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_FULL:
             return what
         folder = self.path.parent
         return (
-            f"{what}; it needs {num_bytes:,} bytes, {format_bytes(free_bytes(folder))} are free; "
-            f"make room, then type resume={folder}"
+            f"{what}; it needs {num_bytes:,} bytes, but {format_bytes(free_bytes(folder))} are "
+            f"free; free disk space, then type resume={folder}"
         )
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:

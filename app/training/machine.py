@@ -1,6 +1,7 @@
-"""What a run takes of its machine, measured once a block of steps: waiting, memory, utilisation.
+"""Load of the machine during a run: data wait, memory, disk, GPU utilization and MFU.
 
-No device waits for it: times are the host's own, and a GPU is asked through its driver.
+Measured once per block of steps without synchronizing a device: times are the host's, and a GPU's
+figures come from its driver.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import ctypes
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,14 +17,14 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-WAITS, WAITS_FOR = 0.2, 30.0
-"""a warning is logged where the loop has waited for data more than this share of the training time,
-measured over at least so many seconds; the first block, which warms up, does not count"""
-BUSY = 0.9
-"""utilisation of a GPU above which it costs nothing that the loop waits for data"""
-LITTLE_MEMORY, LEAST_GIB = 0.05, 1.0
-"""a warning is logged where less of the host's memory is left than this share of it, and than so
-many GiB"""
+MAX_WAIT_SHARE, MIN_WAIT_SECONDS = 0.2, 30.0
+"""a warning is logged if the loop waited for data for more than this share of the training time,
+measured over at least this many seconds; the first block, which warms up, does not count"""
+BUSY_UTILIZATION = 0.9
+"""GPU utilization above which waiting for data costs nothing"""
+MIN_FREE_SHARE, MIN_FREE_GIB = 0.05, 1.0
+"""a warning is logged if less than this share of the host's memory and less than this many GiB are
+available"""
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 CONTAINERS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -35,124 +35,107 @@ CONTAINERS = (
         "total_inactive_file",
     ),
 )
-"""of cgroup v2 and v1: the files of a container's memory limit, use and statistics, and the
-statistic of file cache that can be given up"""
+"""for cgroup v2 and v1: the files with a container's memory limit, usage and statistics, and the
+name of the statistic that counts reclaimable file cache"""
 NAMES = (
     "speed/data_wait",
     "machine/host_memory_gib",
     "machine/host_left_gib",
     "machine/disk_left_gib",
 )
-ON_GPU = ("machine/gpu_utilization", "machine/gpu_memory_gib")
+GPU_NAMES = ("machine/gpu_utilization", "machine/gpu_memory_gib")
 MFU = "speed/mfu"
 
 
-class MachineWatch:
-    """Measure a block of steps; `figures` is called at its end, in the order of the blocks."""
+class MachineStats:
+    """Measure blocks of steps; call `metrics` at the end of each block, in order."""
 
     def __init__(
         self,
         folder: Path,
-        waited: Callable[[], float],
+        total_wait: Callable[[], float],
         *,
-        gpu: GpuWatch | None = None,
-        tokens_at_full_rate: float | None = None,
+        gpu: GpuStats | None = None,
+        peak_tokens_per_second: float | None = None,
     ) -> None:
-        """`waited` returns the seconds that the loop has waited for data so far.
+        """`total_wait` returns the seconds that the loop has waited for data so far.
 
-        `tokens_at_full_rate`: tokens a second of all GPUs together, were each FLOP of theirs one of
-        the model's; None where that is not known.
+        `peak_tokens_per_second`: training throughput of all GPUs if every FLOP of their datasheets
+        were one of the model's; None if it is not known.
         """
-        self.folder, self.waited, self.gpu = folder, waited, gpu
-        self.tokens_at_full_rate = tokens_at_full_rate
-        self.names = [*NAMES, *(ON_GPU if gpu is not None else ())]
-        self.names += [MFU] if tokens_at_full_rate is not None else []
-        self._waited_before = 0.0
-        self._blocks = 0
-        self._seconds = self._waiting = 0.0
+        self.folder, self.total_wait, self.gpu = folder, total_wait, gpu
+        self.peak_tokens_per_second = peak_tokens_per_second
+        self.names = [*NAMES, *(GPU_NAMES if gpu is not None else ())]
+        self.names += [MFU] if peak_tokens_per_second is not None else []
+        self._wait_before = 0.0
+        self._num_blocks = 0
+        self._seconds = self._wait_seconds = 0.0
         self._warned: set[str] = set()
 
-    def begin(self) -> None:
-        """Begin a block: what the loop waited before it, for its first batch, is not of it."""
-        self._waited_before = self.waited()
+    def start(self) -> None:
+        """Start the first block, or the one after a pause; earlier waits do not count."""
+        self._wait_before = self.total_wait()
 
-    def figures(self, seconds: float, tokens_per_second: float) -> dict[str, float]:
-        """Return the figures of a block that took `seconds`; warn once of what is wrong."""
-        waited = self.waited()
-        waiting, self._waited_before = waited - self._waited_before, waited
-        left, total = host_memory()
-        found = {
-            "speed/data_wait": min(1.0, waiting / max(seconds, 1e-9)),
+    def metrics(self, seconds: float, tokens_per_second: float) -> dict[str, float]:
+        """Return the metrics of a block that took `seconds`; warn once of each problem."""
+        wait = self.total_wait()
+        block_wait, self._wait_before = wait - self._wait_before, wait
+        available, total = host_memory()
+        metrics = {
+            "speed/data_wait": min(1.0, block_wait / max(seconds, 1e-9)),
             "machine/host_memory_gib": process_memory() / GIB,
-            "machine/host_left_gib": left / GIB,
+            "machine/host_left_gib": available / GIB,
         }
-        with suppress(OSError):  # a mount that is gone
-            found["machine/disk_left_gib"] = shutil.disk_usage(self.folder).free / GIB
+        with suppress(OSError):  # an unmounted disk
+            metrics["machine/disk_left_gib"] = shutil.disk_usage(self.folder).free / GIB
         if self.gpu is not None:
-            found |= self.gpu.figures()
-        if self.tokens_at_full_rate is not None:
-            found[MFU] = tokens_per_second / self.tokens_at_full_rate
-        if self._blocks:
+            metrics |= self.gpu.metrics()
+        if self.peak_tokens_per_second is not None:
+            metrics[MFU] = tokens_per_second / self.peak_tokens_per_second
+        if self._num_blocks:
             self._seconds += seconds
-            self._waiting += waiting
-        self._blocks += 1
-        self._warn_of_waiting(found.get("machine/gpu_utilization"))
-        self._warn_of_memory(left, total, found["machine/host_memory_gib"])
-        return found
+            self._wait_seconds += block_wait
+        self._num_blocks += 1
+        self._warn_of_data_wait(metrics.get("machine/gpu_utilization"))
+        self._warn_of_low_memory(available, total, metrics["machine/host_memory_gib"])
+        return metrics
 
     def summary(self) -> dict[str, float]:
-        """Return the share of the training time that was spent waiting, after the first block."""
-        return {"speed/data_wait": self._waiting / self._seconds} if self._seconds else {}
+        """Return the share of the training time spent waiting for data, after the first block."""
+        return {"speed/data_wait": self._wait_seconds / self._seconds} if self._seconds else {}
 
-    def _warn_of_waiting(self, utilization: float | None) -> None:
-        if self._seconds < WAITS_FOR or self._waiting < WAITS * self._seconds:
+    def _warn_of_data_wait(self, utilization: float | None) -> None:
+        if self._seconds < MIN_WAIT_SECONDS or self._wait_seconds < MAX_WAIT_SHARE * self._seconds:
             return
-        if utilization is None or utilization < BUSY:
+        if utilization is None or utilization < BUSY_UTILIZATION:
             self._warn_once(
-                "waiting",
-                f"speed: training waited for its data {self._waiting / self._seconds:.0%} "
-                f"of the last {self._seconds:.0f} s; data.num_workers=4 or more prepares batches "
-                "meanwhile",
+                "data wait",
+                f"speed: training waited for data {self._wait_seconds / self._seconds:.0%} of the "
+                f"last {self._seconds:.0f} s; prepare batches in parallel: type "
+                "data.num_workers=4 or more",
             )
 
-    def _warn_of_memory(self, left: float, total: float, own_gib: float) -> None:
-        if left < LITTLE_MEMORY * total and left < LEAST_GIB * GIB:
+    def _warn_of_low_memory(self, available: float, total: float, own_gib: float) -> None:
+        if available < MIN_FREE_SHARE * total and available < MIN_FREE_GIB * GIB:
             self._warn_once(
                 "memory",
-                f"host memory: {left / GIB:.2f} of {total / GIB:.1f} GiB are left, this process "
-                f"takes {own_gib:.1f}; the system kills a process when none is: end others, or "
-                "type a smaller data.num_workers or trainer.micro_batch_size",
+                f"host memory: only {available / GIB:.2f} of {total / GIB:.1f} GiB are available, "
+                f"this process uses {own_gib:.1f} GiB; when no memory is left the system kills a "
+                "process: end other processes, or type a smaller data.num_workers or "
+                "trainer.micro_batch_size",
             )
 
-    def _warn_once(self, what: str, message: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
+    def _warn_once(self, topic: str, message: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
             log.warning("%s", message)
 
 
-class WaitClock:
-    """Add up the time that the loop waits for its next batch."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._since: float | None = None
-
-    def start(self) -> None:
-        """Begin to wait."""
-        self._since = time.perf_counter()
-
-    def stop(self) -> None:
-        """End the wait."""
-        if self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
-
-
-class GpuWatch:
-    """Ask NVIDIA's management library (NVML) about the GPU of this process."""
+class GpuStats:
+    """Read utilization and memory of a GPU from NVIDIA's management library (NVML)."""
 
     def __init__(self, device: int) -> None:
-        """OSError where the library or the GPU is not there."""
+        """Raise OSError if the library or the GPU is not available."""
         import torch
 
         properties = torch.cuda.get_device_properties(device)
@@ -164,47 +147,48 @@ class GpuWatch:
         if failed:
             raise OSError(f"NVML error {failed}")
 
-    def figures(self) -> dict[str, float]:
-        """Return utilisation (of the last second or less) and memory taken, of all processes."""
+    def metrics(self) -> dict[str, float]:
+        """Return utilization (over the last second or less) and used memory, of all processes."""
         rates, memory = (ctypes.c_uint * 2)(), (ctypes.c_ulonglong * 3)()
-        found = {}
+        metrics = {}
         if not self._library.nvmlDeviceGetUtilizationRates(self._handle, rates):
-            found["machine/gpu_utilization"] = rates[0] / 100
+            metrics["machine/gpu_utilization"] = rates[0] / 100
         if not self._library.nvmlDeviceGetMemoryInfo(self._handle, memory):
-            found["machine/gpu_memory_gib"] = memory[2] / GIB
-        return found
+            metrics["machine/gpu_memory_gib"] = memory[2] / GIB
+        return metrics
 
 
-def watch_gpu(device: int) -> GpuWatch | None:
-    """Return a watch of a GPU; None where its driver tells nothing, as of a MIG slice."""
+def open_gpu_stats(device: int) -> GpuStats | None:
+    """Return the statistics of a GPU; None if its driver has none, such as for a MIG slice."""
     try:
-        return GpuWatch(device)
+        return GpuStats(device)
     except (OSError, AttributeError):
         return None
 
 
 def process_memory() -> float:
-    """Return the bytes of this process that are in memory."""
+    """Return the resident memory of this process, in bytes."""
     pages = (PROC / "self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def host_memory() -> tuple[float, float]:
-    """Return the bytes of memory left and in all, of this container or machine.
+    """Return the available and the total memory of this container or machine, in bytes.
 
-    File cache that counts against a container's limit is left: it can be given up.
+    File cache that counts against a container's limit is available: it can be reclaimed.
     """
     numbers = {}
     for line in (PROC / "meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         numbers[name] = float(value.split()[0]) * 1024
-    left, total = numbers["MemAvailable"], numbers["MemTotal"]
-    for limit_file, used_file, counts_file, kept_files in CONTAINERS:
-        with suppress(OSError, ValueError, KeyError):  # no limit: "max", or the other version
+    available, total = numbers["MemAvailable"], numbers["MemTotal"]
+    for limit_file, usage_file, statistics_file, cache_name in CONTAINERS:
+        # The limit is "max" if there is none; the files are missing in the other cgroup version.
+        with suppress(OSError, ValueError, KeyError):
             limit = float((CGROUP / limit_file).read_text())
-            words = (CGROUP / counts_file).read_text().split()
-            used = float((CGROUP / used_file).read_text())
-            files = float(dict(zip(words[::2], words[1::2], strict=True))[kept_files])
+            words = (CGROUP / statistics_file).read_text().split()
+            used = float((CGROUP / usage_file).read_text())
+            cache = float(dict(zip(words[::2], words[1::2], strict=True))[cache_name])
             if limit < total:
-                left, total = min(left, limit - used + files), limit
-    return left, total
+                available, total = min(available, limit - used + cache), limit
+    return available, total

@@ -41,7 +41,7 @@ DOUBLE_QUANT_SAVED_BITS = 0.373
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightBytes:
     """Bytes of some modules' weights before sharding; under tensor parallelism a rank's part."""
 
     frozen: float = 0.0
@@ -54,24 +54,24 @@ class Part:
     """on the fullest rank, where weights are shared out row by row"""
     held_trained: float = 0.0
 
-    def __add__(self, other: Part) -> Part:
-        return Part(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+    def __add__(self, other: WeightBytes) -> WeightBytes:
+        return WeightBytes(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
-    def __mul__(self, factor: float) -> Part:
-        return Part(*(getattr(self, name) * factor for name in self.__slots__))
+    def __mul__(self, factor: float) -> WeightBytes:
+        return WeightBytes(*(getattr(self, name) * factor for name in self.__slots__))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
     """What the arithmetic needs to know of a model with its adapter."""
 
-    layer: Part
+    layer: WeightBytes
     """the mean of its layers"""
     num_layers: int
-    embedding: Part
-    head: Part
+    embedding: WeightBytes
+    head: WeightBytes
     """nothing where it is the embedding's weight"""
-    rest: Part
+    rest: WeightBytes
     width: int
     """hidden size"""
     inner_width: int
@@ -81,7 +81,7 @@ class ModelSize:
     """of a number of the hidden states between layers"""
 
     @property
-    def whole(self) -> Part:
+    def whole(self) -> WeightBytes:
         """All weights."""
         return self.layer * self.num_layers + self.embedding + self.head + self.rest
 
@@ -108,7 +108,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class WeightLayout:
     """What decides the bytes of a weight on a rank."""
 
     precision: str
@@ -130,12 +130,14 @@ def bytes_per_weight(weight: Any, quantization: QuantizationConfig | None) -> fl
     return (BITS[quantization.method] - saves) / 8
 
 
-def add_up_weights(weights: Mapping[str, Any], sharing: Sharing, plan: Mapping[str, str]) -> Part:
+def sum_weight_bytes(
+    weights: Mapping[str, Any], sharing: WeightLayout, plan: Mapping[str, str]
+) -> WeightBytes:
     """Add up weights that FSDP gathers together, split as the tensor parallel `plan` says.
 
     They are parameters, or have their shape, element_size(), numel() and requires_grad.
     """
-    part = Part()
+    part = WeightBytes()
     in_bf16 = sharing.precision == "bf16" and all(w.element_size() == 4 for w in weights.values())
     for name, weight in weights.items():
         dim = split_dim(plan, name)
@@ -148,7 +150,7 @@ def add_up_weights(weights: Mapping[str, Any], sharing: Sharing, plan: Mapping[s
         # A LoRA of rank 16 gives each of 16 ranks a row, and the others nothing.
         rows = weight.shape[0] / (sharing.tensor_size if dim == 0 else 1)
         held = number * num_bytes * math.ceil(rows / sharing.shares) / rows
-        part += Part(
+        part += WeightBytes(
             frozen=0.0 if trains else number * num_bytes,
             trained=number * size if trains else 0.0,
             gathered=number * (2.0 if in_bf16 else num_bytes),
@@ -176,15 +178,15 @@ def measure_model(
 
     strategy = strategy or StrategyConfig(name="single")
     tensor_size = tensor_parallel_size(strategy, num_ranks // num_nodes)
-    shares, _, _ = num_shares(strategy, num_ranks, num_nodes)
+    shares, _, _ = num_shards(strategy, num_ranks, num_nodes)
     plan = layer_plan(model) if tensor_size > 1 else {}
     names = decoder_layers(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = {id(weight) for end in (embedding, head) for weight in end.parameters()}
-    shared = Sharing(precision, quantization, shares, tensor_size, frozenset(ends))
+    shared = WeightLayout(precision, quantization, shares, tensor_size, frozenset(ends))
 
-    def add_up(named: Iterable[tuple[str, torch.nn.Parameter]]) -> Part:
-        return add_up_weights(dict(named), shared, plan)
+    def add_up(named: Iterable[tuple[str, torch.nn.Parameter]]) -> WeightBytes:
+        return sum_weight_bytes(dict(named), shared, plan)
 
     layers = [add_up(model.get_submodule(name).named_parameters()) for name in names]
     others = {
@@ -203,10 +205,10 @@ def measure_model(
     is_fp32 = next(iter(embedding.parameters())).element_size() == 4
     is_tied = {id(w) for w in embedding.parameters()} == {id(w) for w in head.parameters()}
     return ModelSize(
-        layer=sum(layers, Part()) * (1 / len(layers)),
+        layer=sum(layers, WeightBytes()) * (1 / len(layers)),
         num_layers=len(layers),
         embedding=add_up(embedding.named_parameters()),
-        head=Part() if is_tied else add_up(head.named_parameters()) * head_share,
+        head=WeightBytes() if is_tied else add_up(head.named_parameters()) * head_share,
         rest=add_up(others.items()),
         width=widths.hidden,
         inner_width=widths.feed_forward,
@@ -244,7 +246,7 @@ def estimate_memory(
 
     `strategy` must be resolved, and `size` measured for it and its ranks.
     """
-    of_weights, of_gradients, of_states = num_shares(strategy, num_ranks, num_nodes)
+    of_weights, of_gradients, of_states = num_shards(strategy, num_ranks, num_nodes)
     whole = size.whole
     held = (whole.frozen + whole.trained) / of_weights
     gradients = whole.trained / of_gradients
@@ -285,7 +287,7 @@ def estimate_memory(
     )
 
 
-def _num_weights(part: Part) -> float:
+def _num_weights(part: WeightBytes) -> float:
     """Return about how many weights there are: FSDP counts packed ones, as they are stored."""
     return part.num_trained + part.frozen / 2
 
@@ -304,7 +306,7 @@ def feedback_bytes(size: ModelSize, strategy: StrategyConfig) -> float:
     return size.whole.trained if keeps else 0.0
 
 
-def num_shares(strategy: StrategyConfig, num_ranks: int, num_nodes: int) -> tuple[int, int, int]:
+def num_shards(strategy: StrategyConfig, num_ranks: int, num_nodes: int) -> tuple[int, int, int]:
     """Return into how many shares weights, gradients and optimizer states are divided."""
     if isinstance(strategy, FsdpConfig):
         groups = num_ranks // tensor_parallel_size(strategy, num_ranks // num_nodes)

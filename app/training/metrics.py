@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from app.process.errors import TrainingFault, UserError
-from app.training.checkpoint.schema import listed
+from app.training.checkpoint.schema import format_names
 from app.training.log_files import CsvLogger
-from app.training.machine import MachineWatch
-from app.training.nonfinite import StepWatch, not_finite
+from app.training.machine import MachineStats
+from app.training.nonfinite import StepWatch, nonfinite_metrics
 from app.training.objective import losses_by_dataset
 from app.training.routing import ExpertLoad
 
@@ -111,9 +111,9 @@ class Metrics:
         self.train_seconds = 0.0
         self._block_started: float | None = None
         self.expert_load: ExpertLoad | None = None
-        self.machine: MachineWatch | None = None
+        self.machine: MachineStats | None = None
 
-    def add_machine(self, machine: MachineWatch) -> None:
+    def add_machine(self, machine: MachineStats) -> None:
         """Write what the run takes of its machine in each block's last row."""
         self.machine = machine
         self._add_columns(machine.names)
@@ -137,7 +137,7 @@ class Metrics:
         if self._block_started is None:
             self._block_started = time.monotonic()
             if self.machine is not None:
-                self.machine.begin()
+                self.machine.start()
 
     def add(self, record: StepRecord, reduce: Callable[[Tensor], Tensor]) -> None:
         """Add a step; write the block when it is full. `reduce` sums a tensor over all ranks."""
@@ -166,7 +166,7 @@ class Metrics:
         self.num_tokens += block_tokens
         rate = block_tokens / max(seconds, 1e-9)
         last = self.waiting[-1]
-        of_machine = {} if self.machine is None else self.machine.figures(seconds, rate)
+        of_machine = {} if self.machine is None else self.machine.metrics(seconds, rate)
 
         for record, row, norm in zip(self.waiting, sums, norms.tolist(), strict=True):
             by_dataset = row[:num_sums].view(3, -1)
@@ -207,7 +207,7 @@ class Metrics:
         elif self.monitored:
             self.num_worse += 1
         self.write(step, metrics | self.measured)
-        if bad := not_finite(metrics, "val/loss/"):
+        if bad := nonfinite_metrics(metrics, "val/loss/"):
             raise TrainingFault(
                 f"validation after step {step}: loss {metrics['val/loss']} (of {', '.join(bad)}); "
                 "lower optimizer.lr, or check the validation rows"
@@ -264,9 +264,9 @@ class Metrics:
         """Restore `state_dict`; UserError if the data sets have other names."""
         if state["dataset_names"] != self.dataset_names:
             raise UserError(
-                f"resume: the run's data sets were named {listed(state['dataset_names'])}"
+                f"resume: the run's data sets were named {format_names(state['dataset_names'])}"
                 f", now they are {', '.join(self.dataset_names)}; restore the names with "
-                "data.datasets=[{name: ...}], or start anew with resume=never"
+                "data.datasets=[{name: ...}], or start a new run with resume=never"
             )
         for name in STATE_KEYS:
             if name in state:  # an earlier version monitored nothing

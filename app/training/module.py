@@ -1,4 +1,4 @@
-"""How one step goes: batch in, exact token-mean loss out, metrics by data set."""
+"""The training step: a batch in, the exact token-mean loss out, metrics by data set."""
 
 from __future__ import annotations
 
@@ -33,11 +33,16 @@ from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.checkpoint.optimizer_state import optimizer_state
 from app.training.checkpoint.state import model_state, restore_model
 from app.training.metrics import Metrics, StepRecord
-from app.training.nonfinite import StepSkipped, inject, propagate_nonfinite, skip_nonfinite_step
+from app.training.nonfinite import (
+    StepSkipped,
+    inject_faults,
+    propagate_nonfinite,
+    skip_nonfinite_step,
+)
 from app.training.objective import DatasetSums, DocumentSums, batch_loss
 from app.training.optimizers import base_lr
 from app.training.parameter_table import print_parameter_table
-from app.training.resume import Resume, check_same_step, run_owed_validation
+from app.training.resume import Resume, check_same_step, run_pending_validation
 from app.training.routing import ExpertLoad, RouterBalance
 from app.training.schedule import ScheduleConfig, build_schedule
 from data_modules import Batch
@@ -48,7 +53,7 @@ log = logging.getLogger(__name__)
 class FinetuneModule(L.LightningModule):
     """A language model, trained on the mean loss over all trained tokens of a global step.
 
-    `build` makes the model inside `configure_model`, where a strategy may shard while it loads.
+    `build` is called in `configure_model`, where a strategy may shard the weights while they load.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class FinetuneModule(L.LightningModule):
         metrics: Metrics,
         uses_fused_kernels: bool = True,
         router_aux_loss: float = 0.0,
-        try_micro_batch: Callable[[FinetuneModule], None] | None = None,
+        probe_micro_batch: Callable[[FinetuneModule], None] | None = None,
         measure: Callable[[FinetuneModule, int], dict[str, float]] | None = None,
         patience: int | None = None,
     ) -> None:
@@ -77,12 +82,12 @@ class FinetuneModule(L.LightningModule):
         self.metrics = metrics
         self.uses_fused_kernels = uses_fused_kernels
         self.router_aux_loss = router_aux_loss
-        self.try_micro_batch = try_micro_batch
-        """called before the first step of a run whose micro-batches were chosen"""
+        self.probe_micro_batch = probe_micro_batch
+        """probes the micro-batch size before the first step; None if the size is fixed"""
         self.patience = patience
-        """measurements of what is monitored without a better one, after which the run ends"""
+        """measurements of the monitored metric without improvement that end the run; None: never"""
         self.measure = measure
-        """returns the figures of tasks and answers after a validated step"""
+        """runs tasks and generations after the validation at a step, and returns their metrics"""
         self.model: Any = None
         self.expert_load: ExpertLoad | None = None
         self.balance: RouterBalance | None = None
@@ -93,19 +98,19 @@ class FinetuneModule(L.LightningModule):
         self.step_losses: list[Tensor] = []
         self.grad_norm: Tensor | None = None
         self.resume: Resume | None = None
-        """the checkpoint that is restored, until the first batch"""
-        self.owes_validation = False
+        """restores a checkpoint; None once the first batch has started"""
+        self.has_pending_validation = False
         """whether a signal has interrupted the validation of the last step"""
 
     @property
     def strategy(self) -> StrategyMixin:
-        """The strategy: where weights, states and data are."""
+        """The strategy, which places weights, optimizer states and data on ranks."""
         strategy: Any = self.trainer.strategy
         return strategy
 
     @property
     def shards(self) -> StrategyMixin | None:
-        """The strategy where each rank holds a part of the weights; None where each has all."""
+        """The strategy if each rank holds a shard of the weights; otherwise None."""
         return self.strategy if self.strategy.shards_weights else None
 
     @property
@@ -123,7 +128,7 @@ class FinetuneModule(L.LightningModule):
                 self.balance = RouterBalance(self.model, self.router_aux_loss)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Build optimizer and schedule, which advances once an optimizer step."""
+        """Build the optimizer and its schedule, which advances once per optimizer step."""
         optimizer = self.build_optimizer(self.model)
         if self.global_rank == 0:
             print_parameter_table(self.model, optimizer)
@@ -135,8 +140,9 @@ class FinetuneModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Verify attention and head, fuse layers, seed this rank, restore the optimizer."""
-        alone, device = quantize_tokens_independently(self.model), self.strategy.root_device
-        with self.trainer.precision_plugin.forward_context(), alone:
+        device = self.strategy.root_device
+        per_token = quantize_tokens_independently(self.model)
+        with self.trainer.precision_plugin.forward_context(), per_token:
             if self.uses_fused_kernels:
                 select_fastest_kernel(self.backend, self.model.config, device)
             with reading_first_forward(self.model):
@@ -145,11 +151,11 @@ class FinetuneModule(L.LightningModule):
             if self.uses_fused_kernels and self.strategy.fuses_adapters:
                 run = partial(run_probe, self.model, self.backend, device)
                 fuse_layers(self.model, self.strategy.gathered, device, run)
-                if device.type == "cuda":  # the numbers of a CPU stay
+                if device.type == "cuda":  # results on a CPU must not change
                     group_adapters(self.model, run)
-        if self.try_micro_batch is not None:
-            self.try_micro_batch(self)
-        # From here on only dropout draws random numbers, and each rank must draw its own.
+        if self.probe_micro_batch is not None:
+            self.probe_micro_batch(self)
+        # From here on only dropout draws random numbers, and each rank must draw different ones.
         torch.manual_seed(torch.initial_seed() + self.strategy.data_rank)
         check_same_step(self.trainer, self.resume)
         if self.resume is not None:
@@ -168,16 +174,16 @@ class FinetuneModule(L.LightningModule):
         check_against_eager(self.model, self.backend, device, is_packed=self.is_packed)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
-        """Restore what a resumed run still lacks; then use the weights that train.
+        """Finish the restore of a resumed run, then use the training weights.
 
-        Returns -1, by which Lightning skips the batch, if the owed validation has ended the run.
+        Returns -1, which makes Lightning skip the batch, if the pending validation ended the run.
         """
         if self.resume is not None:
             self.resume.restore_at_first_batch(batch)
             self.resume = None
-            if self.owes_validation:
-                self.owes_validation = False
-                run_owed_validation(self.trainer)
+            if self.has_pending_validation:
+                self.has_pending_validation = False
+                run_pending_validation(self.trainer)
                 if self.trainer.should_stop:
                     return -1
         use_training_weights(self.optimizer)
@@ -185,7 +191,7 @@ class FinetuneModule(L.LightningModule):
         return None
 
     def on_fit_end(self) -> None:
-        """Restore the averaged weights and the model's own layers, to be saved and evaluated."""
+        """Restore averaged weights and the unfused layers, which are saved and evaluated."""
         use_averaged_weights(self.optimizer)
         self.strategy.use_mean_weights()
         restore_kernel(self.backend)
@@ -193,25 +199,25 @@ class FinetuneModule(L.LightningModule):
         ungroup_adapters(self.model)
 
     def release_optimizer(self) -> None:
-        """Free gradients and optimizer states, after the last checkpoint."""
+        """Free gradients and optimizer states; call it after the last checkpoint."""
         self.optimizer.state.clear()
         self.zero_grad()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return a loss whose gradients, summed over all micro-batches, are those of the mean."""
+        """Return a loss whose gradients add up, over all micro-batches, to those of the mean."""
         self.metrics.resume_clock()
         self.step_tokens += batch.num_tokens
         loss = self.loss(batch) / batch.step_weight
-        if self.resume is None:  # else its gradients are dropped
-            loss = inject(loss, self.trainer.global_step + 1, batch, self.train_sums)
+        if self.resume is None:  # otherwise the gradients of this pass are discarded
+            loss = inject_faults(loss, self.trainer.global_step + 1, batch, self.train_sums)
         self.step_losses.append(loss.detach())
         loss = propagate_nonfinite(loss)
         # Lightning divides by the accumulation, DDP by the data ranks: both are undone here.
         return loss * self.trainer.accumulate_grad_batches * self.strategy.num_data_ranks
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the sum of loss times weight, with the routers' own where they train."""
-        if self.expert_load is None:  # a model that was not made by `configure_model`
+        """Return the sum of loss times weight, plus the auxiliary loss of trained routers."""
+        if self.expert_load is None:  # the model was not built by `configure_model`
             self.expert_load = ExpertLoad(self.model)
         with self.expert_load.counting(batch):
             if self.balance is None:
@@ -226,13 +232,13 @@ class FinetuneModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the global norm and record it; skip the step where it is not finite."""
+        """Clip gradients by their global norm and record it; skip the step if it is not finite."""
         assert gradient_clip_val is not None
         self.grad_norm = self.strategy.clip(optimizer, gradient_clip_val)
         skip_nonfinite_step(optimizer, self.grad_norm, is_scaled=self.is_scaled)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any) -> None:
-        """Step, then add the step's row to the metrics."""
+        """Run the optimizer step, then add its row to the metrics."""
         lr = base_lr(optimizer)
         with suppress(StepSkipped):
             super().optimizer_step(epoch, batch_idx, optimizer, *args)
@@ -256,39 +262,39 @@ class FinetuneModule(L.LightningModule):
 
     @property
     def is_scaled(self) -> bool:
-        """Tell whether a loss scaler checks the gradients."""
+        """Return whether a loss scaler checks the gradients."""
         return self.trainer.precision == "16-mixed"
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        """End the run at its last step, which makes Lightning validate there."""
+        """Stop at the last step, which makes Lightning run the last validation."""
         if self.trainer.global_step >= self.total_steps:
             self.trainer.should_stop = True
 
     def on_validation_start(self) -> None:
-        """Write the steps before a validation, whose time does not count as training."""
+        """Write the pending steps; the validation does not count as training time."""
         use_averaged_weights(self.optimizer)
         self.metrics.flush(self.sum_over_ranks, pause=True)
         self.strategy.use_mean_weights()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a micro-batch to the validation sums."""
-        documents = None if self._validates_at is None else self.val_documents
+        documents = None if self._row_losses_index is None else self.val_documents
         batch_loss(self.model, batch, self.backend, self.val_sums, documents)
 
     def on_validation_epoch_end(self) -> None:
-        """Write the exact validation loss of every data set."""
+        """Write the exact validation loss of every data set; stop if it no longer improves."""
         step = 0 if self.trainer.sanity_checking else self.trainer.global_step
-        if self._validates_at is not None:
+        if self._row_losses_index is not None:
             data: Any = self.trainer.datamodule
             rows = self.val_documents.take(data.val_order, len(data.val_examples))
-            self.metrics.row_losses[self._validates_at] = self.sum_over_ranks(rows).cpu()
+            self.metrics.row_losses[self._row_losses_index] = self.sum_over_ranks(rows).cpu()
         sums = self.sum_over_ranks(self.val_sums.take())
         measured = self.measure(self, step) if self.measure is not None else None
         self.strategy.use_own_weights()
         self.metrics.add_validation(step, sums, measured)
-        if self.stops_early:  # the same on all ranks, for the figures are
+        if self.stops_early:  # on all ranks alike, since the metrics are
             log.info(
-                "%s has not become better for %s measurements: the run ends after step %s",
+                "%s has not improved for %s measurements: stopping after step %s",
                 self.metrics.monitor,
                 self.patience,
                 step,
@@ -297,15 +303,15 @@ class FinetuneModule(L.LightningModule):
 
     @property
     def stops_early(self) -> bool:
-        """Tell whether what is monitored has not become better for `patience` measurements."""
+        """Return whether the monitored metric has not improved for `patience` measurements."""
         return self.patience is not None and self.metrics.num_worse >= self.patience
 
     @property
-    def _validates_at(self) -> int | None:
-        """Return 0 in the validation before the first step, -1 in that after the last."""
+    def _row_losses_index(self) -> int | None:
+        """Return where row losses are stored: 0 before the first step, -1 after the last."""
         if self.trainer.sanity_checking:
             return 0
-        # Any validation may be the last one of a run that may stop early.
+        # With early stopping, any validation may be the last.
         is_last = self.trainer.global_step >= self.total_steps or self.patience is not None
         return -1 if is_last else None
 
@@ -314,7 +320,7 @@ class FinetuneModule(L.LightningModule):
         self.metrics.flush(self.sum_over_ranks)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over all ranks that have data of their own."""
+        """Sum a tensor over all data ranks."""
         world_size, num_data_ranks = self.trainer.world_size, self.strategy.num_data_ranks
         if num_data_ranks == 1:
             return tensor
@@ -322,12 +328,12 @@ class FinetuneModule(L.LightningModule):
         return total if world_size == num_data_ranks else total * (num_data_ranks / world_size)
 
     def checkpoint_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the tensors of a checkpoint: of the model, and of the optimizer."""
-        of_optimizer, _ = optimizer_state(self.model, self.optimizer, self.strategy)
-        return model_state(self.model, self.strategy), of_optimizer
+        """Return the model's and the optimizer's tensors of a checkpoint."""
+        optimizer_tensors, _ = optimizer_state(self.model, self.optimizer, self.strategy)
+        return model_state(self.model, self.strategy), optimizer_tensors
 
     def reset_step(self) -> None:
-        """Drop what is summed of the step so far."""
+        """Discard the sums of the current step."""
         if self.train_sums.sums is not None:
             self.train_sums.take()
         if self.expert_load is not None:
@@ -339,21 +345,21 @@ class FinetuneModule(L.LightningModule):
         return model_state(self.model, self.strategy)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Copy `state_dict` into the model, all of it or UserError."""
+        """Copy `state_dict` into the model; UserError unless it fits completely."""
         if self.resume is not None:
             self.resume.restore_model(state_dict)
         else:
             restore_model(self.model, state_dict, self.strategy)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what a resumed run needs besides what Lightning collects."""
+        """Add what a resumed run needs in addition to Lightning's own state."""
         step, optimizer = self.trainer.global_step, self.optimizer
         _, numbers = optimizer_state(self.model, optimizer, self.strategy)
         checkpoint["training"] = {
             "step": step,
             "optimizer": numbers,
             "curves": self.metrics.state_dict(),
-            "owes_validation": self.owes_validation,
+            "owes_validation": self.has_pending_validation,
         }
         checkpoint["metric"] = self.metrics.monitored_at(step)
         checkpoint["details"] = {
@@ -363,12 +369,12 @@ class FinetuneModule(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep what is restored later: with the optimizer, and at the first batch."""
+        """Restore the metrics; `resume` keeps the rest until optimizer and first batch exist."""
         state = checkpoint["training"]
         self.resume = Resume(self, checkpoint["source"], state)
         self.metrics.load_state_dict(state["curves"])
-        self.owes_validation = state.get("owes_validation", False)
-        # It was stopped between its last checkpoint, which is of a validated step, and its end.
+        self.has_pending_validation = state.get("owes_validation", False)
+        # The run had stopped early, and was interrupted after its last checkpoint.
         if self.stops_early and self.metrics.validated_step == state["step"]:
             self.trainer.should_stop = True
         checkpoint["loops"] = self.resume.loop_state()

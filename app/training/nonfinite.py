@@ -81,7 +81,7 @@ def skip_nonfinite_step(optimizer: Any, grad_norm: Tensor, *, is_scaled: bool) -
         raise StepSkipped
 
 
-def inject(loss: Tensor, step: int, batch: Batch, sums: DatasetSums) -> Tensor:
+def inject_faults(loss: Tensor, step: int, batch: Batch, sums: DatasetSums) -> Tensor:
     """Return `loss` with the faults that are due at `step`; a faulty loss also enters `sums`."""
     for name, value in LOSS_FAULTS.items():
         if faults.is_due(name, step):
@@ -117,7 +117,7 @@ def check_finite(step: int, *parts: Mapping[str, Tensor]) -> None:
             )
 
 
-def not_finite(metrics: Mapping[str, float], prefix: str) -> list[str]:
+def nonfinite_metrics(metrics: Mapping[str, float], prefix: str) -> list[str]:
     """Return the metrics that start with `prefix` and are not finite, without the prefix."""
     return [
         name.removeprefix(prefix)
@@ -202,7 +202,7 @@ class StepWatch:
     ) -> str:
         """Return what is not finite, and the rows that it may come from."""
         loss, norm = metrics.get("train/loss"), metrics["train/grad_norm"]
-        datasets = not_finite(metrics, "train/loss/")
+        datasets = nonfinite_metrics(metrics, "train/loss/")
         of_datasets = f" (of {', '.join(datasets)})" if datasets else ""
         values = f"loss {loss}{of_datasets}, gradient norm {norm}"
         places = _bad_micro_batches(record, reduce)

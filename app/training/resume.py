@@ -1,7 +1,8 @@
-"""Resume a training: restore what a checkpoint holds besides the model, when there is room for it.
+"""Resume a run from a checkpoint, in three stages.
 
 Lightning loads the model before the optimizer exists, and random states must be restored after
-everything that draws: so the optimizer follows when the fit starts, the rest at the first batch.
+everything that draws random numbers: the optimizer is therefore restored when the fit starts, and
+the rest at the first batch.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from app.training.checkpoint.documents import (
     MODEL,
     OPTIMIZER,
     TRAINING,
-    local_state_of,
-    random_state_of,
+    local_state_name,
+    random_state_name,
     read_random_state,
-    unusable,
+    unusable_checkpoint,
 )
 from app.training.checkpoint.optimizer_state import restore_optimizer
 from app.training.checkpoint.schema import printable
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
     from app.training.module import FinetuneModule
 
 SEED_STRIDE = 1_000_003
-"""between the seeds of two steps: larger than any number of ranks"""
+"""difference between the seeds of two steps; larger than any number of ranks"""
 
 
 class Resume:
-    """Restore one checkpoint into a module, in the order in which Lightning makes its parts."""
+    """Restore one checkpoint into a module, in the order in which Lightning builds its parts."""
 
     def __init__(
         self, module: FinetuneModule, source: Checkpoint, state: Mapping[str, Any]
@@ -62,12 +63,12 @@ class Resume:
         return {"fit_loop": loop_state_after(trainer.fit_loop, step, accumulation)}
 
     def restore_model(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy `state_dict` into the model, all of it or UserError."""
+        """Copy `state_dict` into the model; UserError unless it fits completely."""
         with self._naming_file(MODEL):
             restore_model(self.module.model, state_dict, self.module.strategy)
 
     def restore_optimizer(self) -> None:
-        """Restore optimizer and schedule; UserError also where the random state does not fit."""
+        """Restore optimizer and schedule; UserError if they or the random state do not fit."""
         module, source = self.module, self.source
         with self._naming_file(OPTIMIZER):
             restore_optimizer(
@@ -80,11 +81,11 @@ class Resume:
             )
         restore_schedule(module.lr_schedulers(), source.step)
         if (rank := self._rank_of_random_state()) is not None:  # before a step is taken
-            with self._naming_file(random_state_of(rank)):
+            with self._naming_file(random_state_name(rank)):
                 check_random_state(read_random_state(source, rank), module.strategy.root_device)
 
     def restore_at_first_batch(self, batch: Batch) -> None:
-        """Check that `batch` is the next one, and restore the random state of the last step."""
+        """Check that `batch` is the next batch, and restore the random state of the last step."""
         module, source = self.module, self.source
         step, first_step = module.trainer.global_step, module.trainer.datamodule.first_step
         if not step == first_step == source.step:
@@ -97,13 +98,13 @@ class Resume:
         module.strategy.restore_local_state(module.optimizer, self._local_state())
         if (rank := self._rank_of_random_state()) is not None:
             restore_random_state(read_random_state(source, rank), module.strategy.root_device)
-        else:  # there are more data ranks than at the save
+        else:  # this run has more data ranks than the checkpoint
             torch.manual_seed(torch.initial_seed() + SEED_STRIDE * source.step)
 
     def _local_state(self) -> dict[str, Tensor]:
-        """Return what this rank alone held; nothing where ranks are others than at the save."""
+        """Return the tensors that only this rank held; none if the number of ranks has changed."""
         module, details = self.module, self.source.details
-        name = local_state_of(module.trainer.global_rank)
+        name = local_state_name(module.trainer.global_rank)
         ranks = module.trainer.world_size, module.strategy.num_data_ranks
         if ranks != (details["num_ranks"], details["num_data_ranks"]) or (
             name not in self.source.names()
@@ -117,22 +118,22 @@ class Resume:
 
     @contextmanager
     def _naming_file(self, name: str) -> Iterator[None]:
-        """Raise a StateError as UserError that names the checkpoint's file, and the way out."""
+        """Turn a StateError into a UserError that names the checkpoint's file and the fix."""
         try:
             yield
         except StateError as error:
-            raise unusable(
+            raise unusable_checkpoint(
                 self.source.folder,
                 [
-                    f"{_file_of(self.source, name, key)}: {printable(key)} {what}"
-                    for key, what in error.named
+                    f"{_file_of(self.source, name, key)}: {printable(key)} {problem}"
+                    for key, problem in error.problems_by_name
                 ],
             ) from error
 
     def _rank_of_random_state(self) -> int | None:
-        """Return the saved rank whose random state this rank takes over; None for a new one.
+        """Return the saved rank whose random state this rank continues; None for a new data rank.
 
-        Ranks that see the same data must drop the same.
+        Ranks that see the same data must use the same dropout masks.
         """
         data_rank, details = self.module.strategy.data_rank, self.source.details
         saved: int = details["num_data_ranks"]
@@ -140,22 +141,22 @@ class Resume:
 
 
 def check_same_step(trainer: L.Trainer, resume: Resume | None) -> None:
-    """Raise UserError where ranks resume at different steps: each looks for checkpoints itself."""
+    """Raise UserError if ranks, which each look for checkpoints, resume at different steps."""
     strategy, step = trainer.strategy, 0 if resume is None else resume.source.step
-    # By the strategy's device: the module's own is where its weights were last moved to.
+    # On the strategy's device: the module's device is where its weights were last moved to.
     steps = strategy.all_gather(torch.tensor(step, device=strategy.root_device))
     if trainer.world_size > 1 and len(set(steps.tolist())) > 1:
         found = ", ".join(map(str, steps.tolist()))
         raise UserError(
-            f"the ranks resume at different steps ({found}): not all of them see the same "
-            "checkpoints; name one by resume=FOLDER/checkpoints/step-N"
+            f"the ranks resume at different steps ({found}), because they do not all see the same "
+            "checkpoints; name one with resume=FOLDER/checkpoints/step-N"
         )
 
 
-def run_owed_validation(trainer: L.Trainer) -> None:
-    """Run the validation that a signal has interrupted, before the next step.
+def run_pending_validation(trainer: L.Trainer) -> None:
+    """Run the validation that a signal interrupted, before the next step.
 
-    Lightning 2.6 has no public way to validate between two batches; this is what its own loop does.
+    Lightning 2.6 has no public way to validate between two batches; this does what its loop does.
     """
     results = trainer._logger_connector
     is_first = results._first_loop_iter
@@ -165,11 +166,11 @@ def run_owed_validation(trainer: L.Trainer) -> None:
 
 
 def _rebuild_buckets(module: FinetuneModule, batch: Batch) -> None:
-    """Run a backward pass whose gradients are dropped, so that DDP's buckets are as at the save.
+    """Run a backward pass and discard its gradients, so that DDP's buckets are those of the save.
 
     DDP rebuilds its buckets after the first step of a process, in the order in which gradients
-    became ready. A parameter's place in its bucket decides in which order the ranks' parts are
-    added, which shows in the last bits from three ranks on.
+    became ready. A parameter's position in its bucket decides the order in which the ranks'
+    gradients are added, which changes the last bits with three or more ranks.
     """
     module.trainer.strategy.training_step(batch, 0).backward()
     module.zero_grad()

@@ -1,10 +1,11 @@
 """Stop all ranks after the same optimizer step when any of them has received a signal.
 
-Signals also learn here whether the loop waits for data, since such a step may never end.
+The signal handlers are also told when the loop waits for data, since such a step may never end.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import lightning as L
@@ -12,32 +13,31 @@ import torch
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from app.process.signals import signal_received, take_handlers, wait_for_data, wait_for_step
-from app.training.machine import WaitClock
 
 
-class Stopping:
-    """Ask once per optimizer step whether any rank has received a signal.
+class SignalSync:
+    """Check once per optimizer step whether any rank has received a signal.
 
-    Several ranks exchange four bytes between their hosts, for which no GPU waits.
+    The ranks exchange four bytes between their hosts; no GPU waits for them.
     """
 
     def __init__(self) -> None:
         self._hosts: Any = None
-        """a gloo process group; None for one rank"""
+        """a gloo process group; None with a single rank"""
 
-    def begin(self, trainer: L.Trainer) -> None:
-        """Defer signals to the end of a step from now on; all ranks call it."""
+    def start(self, trainer: L.Trainer) -> None:
+        """Defer signals to the end of a step from now on; all ranks must call this."""
         if trainer.world_size > 1:
             import torch.distributed as dist
 
             self._hosts = dist.new_group(backend="gloo")
-            # Private, tried with Lightning 2.6: it synchronizes ranks and GPUs at every micro-batch
-            # to broadcast a SIGTERM (its #21487), and offers no switch.
+            # Private API, tested with Lightning 2.6: it synchronizes ranks and GPUs at every
+            # micro-batch to broadcast a SIGTERM (its #21487), and cannot be switched off.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         take_handlers()
         wait_for_step(True)
 
-    def agreed(self) -> int | None:
+    def poll(self) -> int | None:
         """Return the signal that ends the run after this step, the same on all ranks, or None."""
         signum = signal_received()
         if self._hosts is None:
@@ -47,31 +47,35 @@ class Stopping:
         return int(highest) or None
 
     def end(self, trainer: L.Trainer) -> None:
-        """Let signals end the process at once again, on the rank that still has work to do."""
+        """Let signals end rank 0, which still has work to do, at once again."""
         if trainer.is_global_zero:
             wait_for_step(False)
 
 
-class FetchWatch(PassThroughProfiler):
-    """Tell the signal handlers when the training loop waits for a batch.
+class FetchProfiler(PassThroughProfiler):
+    """Measure how long training waits for batches, and tell the signal handlers when it waits.
 
-    A profiler, since Lightning has no hook around the fetch of a batch. `clock` adds up how long
-    training waited; a validation's batches count neither there nor as training time.
+    A profiler, because Lightning has no hook around the fetch of a batch. Fetches of validation
+    batches are not counted, as validations are not counted as training time.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = WaitClock()
+        self.seconds = 0.0
+        """time that the training loop has waited for batches so far"""
+        self._fetch_started: float | None = None
 
     def start(self, action_name: str) -> None:
         """Mark the start of a fetch."""
         if action_name.endswith("_next"):
             wait_for_data(True)
             if "train" in action_name:
-                self.clock.start()
+                self._fetch_started = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
         """Mark the end of a fetch."""
         if action_name.endswith("_next"):
-            self.clock.stop()
+            if self._fetch_started is not None:
+                self.seconds += time.perf_counter() - self._fetch_started
+                self._fetch_started = None
             wait_for_data(False)

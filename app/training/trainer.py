@@ -156,7 +156,7 @@ class Environment:
     """micro-batches a rank adds up before an optimizer step"""
     micro_batch_size: int = 1
     """packs of a micro-batch"""
-    tries_micro_batch: bool = False
+    probes_micro_batch: bool = False
     """whether the first one is to be tried, and halved where it does not fit"""
 
     @property
@@ -300,7 +300,7 @@ def build_lightning_trainer(
     """
     import lightning as L
 
-    from app.training.stopping import FetchWatch
+    from app.training.stopping import FetchProfiler
 
     # Importing Lightning sets its log levels; the verb logs the devices itself.
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -326,7 +326,7 @@ def build_lightning_trainer(
         use_distributed_sampler=False,  # the plan already gives each rank its packs
         # Weights that are gathered in inference mode cannot train afterwards.
         inference_mode=not strategy.shards_weights,
-        profiler=FetchWatch(),
+        profiler=FetchProfiler(),
         logger=list(loggers),
         callbacks=list(callbacks),
         default_root_dir=folder,

@@ -85,7 +85,7 @@ def refused(end: End, *fragments: str) -> None:
 CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"hidden_act": "nope"}, ["nope"]),
     ({"hidden_size": "x"}, ["hidden_size"]),
-    ({"hidden_size": 64}, ["describes another model than the weights", "32 in the files"]),
+    ({"hidden_size": 64}, ["describes a different model from the weights", "32 in the files"]),
     ({"vocab_size": 10**12}, ["would be 1000000000000 x 32, and is 768 x 32"]),
     ({"num_attention_heads": 0}, []),
     ({"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000", "at most 10,000"]),
@@ -370,10 +370,10 @@ def test_a_model_that_labels_texts(name: str, is_tied: bool, tmp_path: Path, mad
     save_file(tensors | {"score.weight": torch.ones(2, 32)}, base / WEIGHTS, {"format": "pt"})
     refused(
         open_base(base, made),
-        f"{base / 'config.json'}: architectures={name}: this model labels or rates texts, and its "
-        "files have no head that writes them; type model.path=FOLDER_OR_HUB_ID",
+        f"{base / 'config.json'}: architectures={name}: this model classifies or rates texts, and "
+        "its files have no language-model head; type model.path=FOLDER_OR_HUB_ID",
     )
-    with pytest.raises(UserError, match="labels or rates texts"):  # as of a base of the hub
+    with pytest.raises(UserError, match="classifies or rates texts"):  # as of a base of the hub
         check_described(model := ModelConfig(path=str(base)), load_architecture(model))
 
 
@@ -388,8 +388,8 @@ def test_what_the_files_lack_is_said_from_their_headers(
     monkeypatch.setattr(loading, "_read_weights", None)
     refused(
         open_base(base, made),
-        f"{base / 'config.json'} describes another model than the weights beside it: "
-        "1 tensors are not in the files, model.layers.0.mlp.up_proj.weight is the first",
+        f"{base / 'config.json'} describes a different model from the weights beside it: "
+        "1 tensors are not in the files, first model.layers.0.mlp.up_proj.weight",
     )
 
 
@@ -400,7 +400,7 @@ def test_a_head_that_is_tied_is_in_no_file(tmp_path: Path, made: Path) -> None:
     assert "lm_head.weight" not in load_file(base / WEIGHTS)
     assert open_base(base, made).code == 0
     change(base / "config.json", tie_word_embeddings=False)
-    refused(open_base(base, made), "1 tensors are not in the files, lm_head.weight is the first")
+    refused(open_base(base, made), "1 tensors are not in the files, first lm_head.weight")
 
 
 def test_layers_that_would_be_left_out(base: Path, made: Path) -> None:
@@ -417,7 +417,7 @@ def test_layers_left_out_of_one_of_two_stacks(tmp_path: Path, made: Path) -> Non
     base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path / "t5")
     assert open_base(base, made).code == 0
     change(base / "config.json", num_decoder_layers=1)
-    refused(open_base(base, made), str(base), "would not be used, decoder.block.1.layer.0")
+    refused(open_base(base, made), str(base), "would not be used, first decoder.block.1.layer.0")
 
 
 def test_a_bias_that_would_be_left_out(tmp_path: Path, made: Path) -> None:
@@ -464,7 +464,7 @@ def test_weights_that_are_not_finite(
     save_file(tensors, base / WEIGHTS, {"format": "pt"})
     refused(
         open_base(base, made),
-        f"{base / WEIGHTS}: model.layers.1.mlp.up_proj.weight holds NaN or infinity",
+        f"{base / WEIGHTS}: model.layers.1.mlp.up_proj.weight contains NaN or infinity",
     )
 
 
@@ -492,7 +492,7 @@ def test_weights_that_a_precision_cannot_hold(base: Path) -> None:
     save_file(tensors, base / WEIGHTS, {"format": "pt"})
     config = ModelConfig(path=str(base))
     load_base(config, "eager", torch.bfloat16)
-    with pytest.raises(UserError, match=r"norm.weight holds 1e\+05, which torch.float16 cannot"):
+    with pytest.raises(UserError, match=r"norm.weight contains 1e\+05, which overflows"):
         load_base(config, "eager", torch.float16)
 
 

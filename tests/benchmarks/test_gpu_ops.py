@@ -162,4 +162,4 @@ def test_without_a_compiler_it_says_why_and_goes_on(
 ) -> None:
     monkeypatch.setenv("PATH", "")
     assert bench.measure() == []
-    assert capsys.readouterr().out == "gpu_ops: skipped: there is no C++ compiler (g++)\n"
+    assert capsys.readouterr().out.startswith("gpu_ops: skipped: there is no C++ compiler (g++)")

@@ -1,4 +1,4 @@
-"""Bandwidth is what nccl-tests would say; ranks that are lost or hang end with a sentence."""
+"""Bandwidth is computed as in nccl-tests; lost and hanging ranks end with an error message."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ONE = "trainer.micro_batch_size=1"
 def test_bus_bandwidth_of_a_known_time(
     kind: str, num_ranks: int, num_bytes: int, link: float
 ) -> None:
-    """A ring over links of so many GB/s: what a plan says is sent, at that speed."""
+    """The bytes that a plan counts, sent over links of a known speed."""
     message = Collective(what="", kind=kind, num_bytes=num_bytes, times=1, num_ranks=num_ranks)
     seconds = message.sent / (link * 1e9)
     assert bus_bandwidth(kind, num_bytes, seconds, num_ranks) == pytest.approx(link)
@@ -87,7 +87,7 @@ def full_tuning(*words: str) -> Any:
     ("strategy", "models"), [("ddp", 2.0), ("zero2", 1 + 4.0), ("zero3", 3 * 4.0)]
 )
 def test_needs_in_units_of_the_model(strategy: str, models: float) -> None:
-    """2 x the weights a step for all-reduce, 3 x a micro-step for full sharding."""
+    """2 x the weights per step for all-reduce, 3 x per micro-batch for full sharding."""
     hardware = hardware_of_ranks(H100, Machine(), 8, 2)
     needs = estimate_needs(full_tuning(f"strategy={strategy}"), hardware, measured_at(100.0, 16))
     assert sum(need.models for need in needs.needs) == pytest.approx(models, rel=1e-3)
@@ -149,7 +149,7 @@ end_process(run_doctor(["seconds=600"]))
 
 @contextmanager
 def ranks(*command: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
-    """Start two ranks as torchrun does, without its agent, which would end the other itself."""
+    """Start two ranks as torchrun does, but without its agent, which would end the other rank."""
     port = str(free_port())
     processes = []
     for rank in ("0", "1"):
@@ -185,11 +185,11 @@ def test_two_cpu_ranks_are_measured_and_compared_with_a_step() -> None:
     words = ("--json", "seconds=6", "+experiment=quickstart", "strategy=zero3")
     link = "hardware.link_gb_per_second=10000"
     with ranks("-m", "app.doctor", *words, link) as (first, second):
-        printed, said = first.communicate(timeout=180)
+        printed, errors = first.communicate(timeout=180)
         assert second.communicate(timeout=60)[0] == ""
-    assert (first.returncode, second.returncode) == (0, 0), said
+    assert (first.returncode, second.returncode) == (0, 0), errors
     found = json.loads(printed)
-    assert found["ok"] and said.startswith("loft ")
+    assert found["ok"] and errors.startswith("loft ")
     assert {one["kind"] for one in found["bandwidth"]} == set(KINDS)
     for one in found["bandwidth"]:
         again = bus_bandwidth(one["kind"], one["num_bytes"], one["seconds"], 2)
@@ -202,7 +202,7 @@ def test_two_cpu_ranks_are_measured_and_compared_with_a_step() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lost", "by", "said"),
+    ("lost", "by", "message"),
     [
         (0, signal.SIGKILL, "bandwidth: another rank has ended"),
         (1, signal.SIGKILL, "bandwidth: another rank has ended"),
@@ -210,7 +210,7 @@ def test_two_cpu_ranks_are_measured_and_compared_with_a_step() -> None:
     ],
 )
 def test_a_rank_that_is_lost_ends_the_other_with_a_sentence(
-    lost: int, by: signal.Signals, said: str, tmp_path: Path
+    lost: int, by: signal.Signals, message: str, tmp_path: Path
 ) -> None:
     with ranks("-c", ENDLESS, str(tmp_path)) as processes:
         until = time.monotonic() + 120
@@ -221,11 +221,11 @@ def test_a_rank_that_is_lost_ends_the_other_with_a_sentence(
         other = processes[1 - lost]
         printed, error = other.communicate(timeout=60)
     assert other.returncode == 3, printed + error
-    assert said in error and "Traceback" not in error
+    assert message in error and "Traceback" not in error
 
 
 def test_larger_messages_are_sent_while_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that is made up: 1 s a GiB, whatever the collective."""
+    """With a fake clock: 1 s per GiB for every collective."""
     import torch
 
     monkeypatch.setattr(bandwidth, "_largest_message", lambda world: 2**31)
@@ -246,7 +246,7 @@ def test_larger_messages_are_sent_while_time_is_left(monkeypatch: pytest.MonkeyP
 def test_more_ranks_than_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On every rank of the machine: those with a GPU would wait for those without."""
+    """On every rank of the machine, since ranks with a GPU would wait for those without."""
     ranks = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "4", "LOCAL_RANK": "0"}
     for name, value in (ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
         monkeypatch.setenv(name, value)
@@ -275,8 +275,8 @@ def test_a_link_of_known_speed_is_measured(
         host.torchrun("-m", "app.doctor", *words, first=hosts[0].name, stderr=subprocess.PIPE)
         for host in hosts
     )
-    printed, said = first.communicate(timeout=240)
-    assert first.returncode == 0, said
+    printed, errors = first.communicate(timeout=240)
+    assert first.returncode == 0, errors
     assert second.communicate(timeout=60)[0] == "" and second.returncode == 0
     found = json.loads(printed)
     best = max(one["gb_per_second"] for one in found["bandwidth"] if one["kind"] == ALL_REDUCE)

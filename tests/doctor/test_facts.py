@@ -1,4 +1,4 @@
-"""What is read of this machine is what is there."""
+"""The facts that are read about a machine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_gpus_without_a_driver_are_counted(tmp_path: Path, monkeypatch: pytest.M
 
 
 class ThreeGpus:
-    """NVML of three GPUs: 0 and 2 by NVLink, 0 and 1 below a host bridge, 1 and 2 do not answer."""
+    """A fake NVML of three GPUs: NVLink for 0-2, a host bridge for 0-1, an error for 1-2."""
 
     def nvmlInit_v2(self) -> int:
         return 0
@@ -105,7 +105,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_failed_imports_are_reported(modules: dict[str, str]) -> None:
-    """One raises, one ends Python, one prints; those behind them are tried too."""
+    """One raises, one ends Python, one prints; the packages after them are tried as well."""
     assert try_imports([name for name in modules if name != "sleeps"]).failures == {
         "raises": "ImportError: undefined symbol: _ZN3c105Error",
         "ends": "its import ends Python (exit code 134)",

@@ -1,4 +1,4 @@
-"""Facts that are made up give the rows that a person should see."""
+"""Findings from made-up facts."""
 
 from __future__ import annotations
 
@@ -198,9 +198,9 @@ BAD: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
 def test_a_good_machine_has_no_warning() -> None:
     rows = list_rows(GOOD)
     assert {row.status for row in rows} == {OK}
-    said = "\n".join(row.found for row in rows)
+    findings = "\n".join(row.found for row in rows)
     for word in ("3.11.7", "torch 2.13.0", "2 x NVIDIA H100", "9.0", "580.65.06", "2.29.7"):
-        assert word in said
+        assert word in findings
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -1,4 +1,4 @@
-"""The verb: a first line at once, a table or JSON, exit code 3 where something would stop a run."""
+"""The verb: an immediate first line, a table or JSON, exit code 3 if something would stop a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.doctor.test_rows import GOOD
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> list[Facts]:
-    """What the verb finds: the last of the list."""
+    """Facts that the verb reads: the last of the list."""
     found = [GOOD]
     read_launch.cache_clear()
     monkeypatch.setattr(verb, "read_facts", lambda *args, **named: found[-1])

@@ -437,7 +437,7 @@ def test_a_server_keeps_its_port_and_its_key_and_stops_in_the_middle_of_an_answe
             text=True,
             check=False,
         )
-        assert again.returncode == 2 and "another program listens there" in again.stderr
+        assert again.returncode == 2 and "another program listens on this port" in again.stderr
         client: Any = openai.OpenAI(base_url=found[1], api_key=key["LOFT_SERVE_KEY"], max_retries=0)
         asked = {"model": base.name, "messages": [{"role": "user", "content": QUESTION}]}
         fields = {"max_tokens": 100_000, "temperature": 2, "stream": True}

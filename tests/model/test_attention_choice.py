@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.nn.attention import varlen
 from transformers import (
     AutoConfig,
@@ -195,7 +195,9 @@ def test_a_model_takes_what_can_compute_it(
 def test_pairs_of_an_older_transformers_run_by_eager(
     kind: str, version: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    # The first import of a model's code replaces the module `transformers`.
+    importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     assert choose(model=AutoConfig.for_model(kind)).backend == backend
 
 

@@ -166,7 +166,7 @@ def test_a_base_that_lacks_a_tensor_is_refused_and_not_filled_with_random_number
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(
-        UserError, match=r"not in the files, model\.layers\.1\.mlp\.up_proj\.weight"
+        UserError, match=r"not in the files, first model\.layers\.1\.mlp\.up_proj\.weight"
     ):
         load_base(ModelConfig(path=str(base)), "sdpa", FP32)
 
@@ -272,7 +272,7 @@ def test_a_full_model_that_does_not_read_back_is_a_training_fault(
         spoil(folder / "model.safetensors")
 
     monkeypatch.setattr(saving, "write_model", write_badly)
-    with pytest.raises(TrainingFault, match=r"do not reload: .*logits differ"):
+    with pytest.raises(TrainingFault, match=r"failed verification: .*logits differ"):
         save(model, FullConfig(), base, tmp_path)
 
 
@@ -288,7 +288,7 @@ def test_an_adapter_that_does_not_read_back_is_a_training_fault(
         spoil(folder / "adapter_model.safetensors")
 
     monkeypatch.setattr(saving, "save_adapter", write_badly)
-    with pytest.raises(TrainingFault, match=r"do not reload: .*logits differ"):
+    with pytest.raises(TrainingFault, match=r"failed verification: .*logits differ"):
         save(model, LoraConfig(), base, tmp_path)
 
 

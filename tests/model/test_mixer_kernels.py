@@ -25,7 +25,7 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAltUp
 
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.attention import attention_inputs, check_isolation, hide_boundaries_from_mixers
-from app.model.attention.mixers import ByDocument
+from app.model.attention.mixers import MixerForward
 from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.cpu.packed_mixers import CHUNK
@@ -234,7 +234,7 @@ def install(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 def takes_boundaries(model: Any) -> set[bool]:
     found = (vars(module).get("forward") for module in model.modules())
-    return {one.takes_boundaries for one in found if isinstance(one, ByDocument)}
+    return {one.takes_boundaries for one in found if isinstance(one, MixerForward)}
 
 
 @pytest.mark.parametrize("family", TAKES)

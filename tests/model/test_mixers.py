@@ -18,7 +18,7 @@ from app.model.attention import (
     generation_attention,
     mixers,
 )
-from app.model.attention.mixers import ByDocument, has_isolated_mixers
+from app.model.attention.mixers import MixerForward, has_isolated_mixers
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.process.errors import UserError
 from tests.families import tiny_family
@@ -38,7 +38,7 @@ LENGTHS, TOKENS = [[13, 7, 17], [21, 9]], 40
 
 def by_document(model: Any) -> set[str]:
     found = (vars(module).get("forward") for module in model.modules())
-    return {type(one._plain.__self__).__name__ for one in found if isinstance(one, ByDocument)}
+    return {type(one._original.__self__).__name__ for one in found if isinstance(one, MixerForward)}
 
 
 def ready(family: str, backend: str = "sdpa") -> Any:
@@ -86,7 +86,9 @@ def test_each_kind_is_found_and_keeps_documents_apart(family: str) -> None:
 @pytest.mark.parametrize("family", KINDS)
 def test_the_probe_sees_the_leak_of_each_kind(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what runs them by document, the state crosses the boundary, and the run stops."""
-    monkeypatch.setattr(mixers.ByDocument, "__call__", lambda self, *a, **k: self._plain(*a, **k))
+    monkeypatch.setattr(
+        mixers.MixerForward, "__call__", lambda self, *a, **k: self._original(*a, **k)
+    )
     with pytest.raises(UserError, match=r"documents packed together see each other .*packing=none"):
         ready(family)
 
@@ -154,7 +156,7 @@ def test_generation_runs_whole_rows() -> None:
 def test_boundaries_that_no_kernel_takes_do_not_reach_a_mixer() -> None:
     """As on a GPU without the packages of these layers, where transformers raises ValueError."""
     module: Any = NeedsKernel()
-    seen = ByDocument(module)
+    seen = MixerForward(module)
     documents = mixers.group_documents([[3, 5]], (1, 8), torch.device("cpu"))
     with mixers.use_documents(documents):
         output, state = seen(torch.ones(1, 8, 4), cu_seq_lens_q=torch.tensor([0, 3, 8]))

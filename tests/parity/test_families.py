@@ -54,6 +54,6 @@ def test_a_model_that_cannot_be_packed_goes_on_in_padded_rows(saved: Path) -> No
 @pytest.mark.parametrize("family", ["bert", "electra"])
 def test_a_model_that_sees_what_comes_is_refused(family: str, packing: str, tmp_path: Path) -> None:
     tiny_family(family, is_decoder=False).save_pretrained(tmp_path)
-    refused = f'{family} models let a token see those after it.* says "is_decoder": true'
+    refused = f'{family} models attend to later tokens.* with "is_decoder": true in config.json'
     with pytest.raises(ValueError, match=refused):
         our_step(tmp_path, packing)

@@ -1,4 +1,4 @@
-"""What `auto` takes, and whether what it takes fits."""
+"""What `auto` chooses, and that the choice fits."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ TABLE: list[tuple[str, dict[str, bool], str, str]] = [
 
 
 def planned(words: str) -> PlannedRun:
-    """Return a run that nothing was chosen for."""
+    """Return a planned run without `auto`."""
     defaults = ["data=dolly", "data.sequence_len=2048", "strategy=ddp", "recompute=full"]
     config: Any = load_config("plan", [*defaults, *words.split()])
     hardware = on_hardware(config, config.hardware)
@@ -100,17 +100,17 @@ def planned(words: str) -> PlannedRun:
     return replace(run, micro_batch_size=1, accumulation=8)
 
 
-@pytest.mark.parametrize(("words", "how", "name", "said"), TABLE)
+@pytest.mark.parametrize(("words", "how", "name", "message"), TABLE)
 def test_the_strategy_with_the_least_communication_that_fits(
-    words: str, how: dict[str, bool], name: str, said: str
+    words: str, how: dict[str, bool], name: str, message: str
 ) -> None:
     run, modes = planned(words), recompute_modes("auto", compiles=False)
     choice = choose_strategy(run, STRATEGIES, modes, **how)
     assert choice.name == name, choice
-    assert said in choice.reason
+    assert message in choice.reason
     assert str(choice) == f"{name} ({choice.reason})"
     tried = [replace(run, strategy=STRATEGIES[name], recompute=mode) for mode in modes]
-    if run.num_ranks > 1 and not how and "no strategy shards" not in said and name != "zero2":
+    if run.num_ranks > 1 and not how and "no strategy shards" not in message and name != "zero2":
         assert any(fits(each, estimate_gpu_memory(each)) for each in tried) or "offload" in name
 
 
@@ -121,7 +121,7 @@ def test_cpu_ranks_use_ddp() -> None:
 
 
 def of_memory(gib: float, words: str = LORA_8B, packs: int = 8) -> PlannedRun:
-    """A Llama 8B with LoRA and sequences of 4,096 tokens on one GPU of so much memory."""
+    """Return a Llama 8B with LoRA and sequences of 4,096 tokens on a GPU with `gib` of memory."""
     run = planned(f"{words} hardware=h100 hardware.memory_gib={gib} strategy=single")
     return replace(run, sequence_len=4096, accumulation=packs)
 
@@ -197,7 +197,7 @@ LLAMA_8B = LlamaConfig(
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The GPUs that this machine has none of."""
+    """Fake GPUs of this machine."""
     gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr("app.preflight.couplings.devices.count_gpus", lambda: 8)
@@ -261,7 +261,7 @@ def test_micro_batch_on_gpu_on_cpu_and_in_a_resumed_run(
         taken: list[int] = []
         _, found, _ = resolve_auto(config, base_of(), data_of(2048, taken), env, run)
         assert taken == [found.micro_batch_size]
-        return found.micro_batch_size, found.accumulation, found.tries_micro_batch
+        return found.micro_batch_size, found.accumulation, found.probes_micro_batch
 
     with caplog.at_level(logging.INFO):
         assert resolve(config, ONE, NewRun()) == (4, 2, True)
@@ -289,7 +289,7 @@ def test_unknown_layer_sizes(gpu: Any, caplog: pytest.LogCaptureFixture) -> None
 
 
 class SimpleUnknown(SimpleNamespace):
-    """A config without widths."""
+    """A config.json without layer sizes."""
 
     is_encoder_decoder = False
 
@@ -318,9 +318,9 @@ def test_a_choice_that_conflicts_with_an_override_is_refused(gpu: Any) -> None:
     assert check_compatibility(config, num_gpus=8) == []
     with pytest.raises(UserError) as caught:
         resolve_strategy(config, base_of(), EIGHT, planned(f"{LORA_70B} hardware=8xa100_80gb"))
-    said = str(caught.value)
-    assert said.startswith("strategy=auto is fsdp (it does not fit one GPU")
-    assert "; but optimizer=muon does not step shards" in said
+    message = str(caught.value)
+    assert message.startswith("strategy=auto is fsdp (it does not fit one GPU")
+    assert "; but optimizer=muon does not step shards" in message
 
 
 def test_the_smallest_gpu_of_this_machine_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How many tokens a run trains on, by its local data; with them time and cost are said."""
+"""The number of tokens of a run from its local data, and its time and cost."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ BASE += "num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 512}"
 
 
 def test_time_and_cost_from_local_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both were said only where somebody had counted the tokens."""
     file = tmp_path / "d.jsonl"
     file.write_text(500 * (json.dumps({"instruction": "count", "output": "one two"}) + "\n"))
     words = (BASE, "model.path=null", f"data.datasets=[{{path: {file}}}]", "hardware=h100")
     words += ("hardware.price_per_hour=2", "trainer.num_epochs=3", f"data.cache_dir={tmp_path}")
     facts, _ = plan_of(tmp_path / "out", *words)
-    said = "an estimate by 3 x all 500 rows at 4 bytes a token: its tokenizer is not here"
-    assert facts["tokens_by"] == said
+    reason = "an estimate by 3 x all 500 rows at 4 bytes a token: its tokenizer is not here"
+    assert facts["tokens_by"] == reason
     hours = facts["tokens"] / facts["tokens_per_second"] / 3600
     assert (facts["hours"], facts["cost"]) == pytest.approx((hours, 2 * hours))
-    line = f"about {facts['tokens']:,} tokens take {hours:.1f} h, cost {2 * hours:,.2f} ({said})"
+    line = f"about {facts['tokens']:,} tokens take {hours:.1f} h, cost {2 * hours:,.2f} ({reason})"
     assert line in capsys.readouterr().out.splitlines()
     typed, _ = plan_of(tmp_path / "typed", *words, "plan.tokens=1000")
     assert (typed["tokens"], typed["tokens_by"]) == (1000, "")
@@ -41,7 +40,7 @@ def test_time_and_cost_from_local_data(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_tokens_are_counted_by_the_bases_tokenizer() -> None:
-    """Beside what was tokenized: 139,604 tokens of the 95 % that are trained on."""
+    """Tokenizing gave 139,604 tokens for the 95 % of the rows that are trained on."""
     config: Any = load_config("plan", ["+experiment=quickstart", "hardware=h100"])
     config = replace(config, data=replace(config.data, cache_dir="no such cache"))
     tokens, by = estimate_tokens(config, 1024)

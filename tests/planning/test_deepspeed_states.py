@@ -1,4 +1,4 @@
-"""DeepSpeed's own estimators, called, say the same."""
+"""Our copies of DeepSpeed's estimators agree with the originals."""
 
 from __future__ import annotations
 

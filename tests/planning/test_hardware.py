@@ -1,4 +1,4 @@
-"""Cards by name, nodes of them, one's own, and this machine's."""
+"""Hardware by name, several GPUs and nodes, custom hardware, and this machine's."""
 
 from __future__ import annotations
 

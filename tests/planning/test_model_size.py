@@ -1,4 +1,4 @@
-"""What the numbers of config.json say of a model is what its modules weigh."""
+"""Models planned from config.json have the same sizes as those planned from modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.planning.model_size import model_from_config_json, model_from_meta
 from app.planning.planned_model import PlannedModel, size_for
 from app.preflight.shapes import _FAMILIES
 from app.strategy.settings import DdpConfig
-from app.training.memory import Part, measure_model
+from app.training.memory import WeightBytes, measure_model
 
 WAYS = (
     ("adapter=lora",),
@@ -28,7 +28,7 @@ WAYS = (
 SMALL = {"num_hidden_layers": 3}
 DEPTHS = {"n_layer", "num_decoder_layers", "num_hidden_layers", "num_layers"}
 LAYERS = 8
-"""more than kinds of layers take to repeat"""
+"""enough layers for every kind of layer to occur"""
 
 
 def sizes_of(config: Any, model: PlannedModel) -> Any:
@@ -49,7 +49,7 @@ def compare(config: Any, numbers: dict[str, Any]) -> None:
         assert here == pytest.approx(there, rel=2e-3)
     ours, theirs = sizes_of(config, of_numbers), sizes_of(config, on_meta)
     for part in ("layer", "embedding", "head", "whole"):
-        for field in Part.__slots__:
+        for field in WeightBytes.__slots__:
             here, there = (getattr(getattr(size, part), field) for size in (ours, theirs))
             assert here == pytest.approx(there, rel=5e-3), (part, field)
 

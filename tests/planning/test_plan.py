@@ -1,4 +1,4 @@
-"""`python -m app.plan`: from the settings alone, with words to type."""
+"""`python -m app.plan`: estimates from the settings alone, with overrides as advice."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_unchecked_activations_are_marked_as_a_guess(
 
 
 def test_overrides_that_make_a_run_fit(tmp_path: Path) -> None:
-    """The run to which a fixed share of the memory once said yes (two cards of 24 GB)."""
+    """A run on two 24 GB cards that an earlier rule of thumb accepted."""
     words = ("+experiment=llama70b_qlora", "hardware=2xrtx4090")
     facts, _ = plan_of(tmp_path / "before", *words)
     assert not facts["fits"] and facts["gpu_total_gib"] > facts["gpu_usable_gib"]
@@ -191,15 +191,15 @@ def test_bad_input_is_refused_with_a_fix(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    words, said = BAD[case]
+    words, message = BAD[case]
     message = refused(*words, f"output.dir={tmp_path / 'out'}")
-    for word in said:
+    for word in message:
         assert word in message
     assert not (tmp_path / "out").exists(), "nothing is left behind"
 
 
 def test_an_incomplete_download_is_refused(tmp_path: Path) -> None:
-    """C15: weights need not be there, but what is there must be whole."""
+    """C15: weights may be missing, but existing files must be complete."""
     folder = make_model(tmp_path / "base")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -237,7 +237,7 @@ def test_one_gpu_gets_only_single_gpu_strategies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "message"),
     [
         ("best", "an experiment is a .yaml file; type best.yaml"),
         ("nosuch/best.yaml", "there is no folder nosuch; make it first"),
@@ -245,10 +245,10 @@ def test_one_gpu_gets_only_single_gpu_strategies(tmp_path: Path) -> None:
     ],
 )
 def test_an_unwritable_plan_file_is_refused_first(
-    file: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.yaml").write_text("x: 1\n")
-    with pytest.raises(UserError, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(message)):
         plan_of(tmp_path / "out", "+experiment=llama8b", "hardware=h100", f"plan.write={file}")
     assert (tmp_path / "here.yaml").read_text() == "x: 1\n"

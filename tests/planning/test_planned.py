@@ -1,4 +1,4 @@
-"""What a plan takes for granted of its settings, and its arithmetic beside a real step."""
+"""Planned runs from settings, and their estimates compared with real steps."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def run_of(*words: str) -> tuple[PlannedRun, list[str]]:
 
 
 def test_auto_is_resolved_for_the_hardware() -> None:
-    large, said = run_of("+experiment=llama8b", "hardware=8xh100")
+    large, lines = run_of("+experiment=llama8b", "hardware=8xh100")
     assert (large.strategy.name, large.recompute) == ("ddp", "none")
-    assert said[0].startswith("strategy: ddp")
+    assert lines[0].startswith("strategy: ddp")
     small, _ = run_of("+experiment=llama8b", "hardware=rtx4090")
     assert (small.strategy.name, small.recompute) == ("single", "full")
     assert fits(small, estimate_gpu_memory(small))
@@ -71,7 +71,7 @@ def test_local_sgd_adds_outer_states_and_files_per_node() -> None:
 
 
 def test_unsent_gradients_of_compression_are_counted() -> None:
-    """Gradients are of the trained weights' dtype; PowerSGD's are in no checkpoint."""
+    """Residuals have the dtype of the weights; PowerSGD's are not in checkpoints."""
     run, _ = run_of("+experiment=llama8b", "adapter=full", "hardware=2x8xh100", "strategy=ddp")
     compressed = {
         name: replace(run, strategy=DdpConfig(compression=name))
@@ -129,7 +129,7 @@ def test_saved_bytes_of_adapters_equal_traces(experiment: str, traced: int) -> N
 
 
 def test_unfused_norms_are_the_peak_under_tensor_parallelism() -> None:
-    """Traced: 11,068 MiB in the backward pass of 4 layers; 9,127 were said."""
+    """A trace gave 11,068 MiB in the backward pass of 4 layers."""
     words = ("strategy=fsdp_tp", "strategy.tensor_parallel_size=4", "hardware=8xa100_80gb")
     layers = "model.architecture.num_hidden_layers=4"
     run, _ = run_of("+experiment=llama70b", *words, layers, "trainer.micro_batch_size=8")
@@ -139,7 +139,7 @@ def test_unfused_norms_are_the_peak_under_tensor_parallelism() -> None:
 
 
 def test_the_embedding_is_gathered_with_the_first_layer() -> None:
-    """FSDP asks for the unit before a layer, which of the first is the embedding, frozen too."""
+    """FSDP prefetches the unit before a layer; before the first layer that is the embedding."""
     run, _ = run_of("+experiment=llama70b_qlora", "hardware=2xa100_80gb")
     first = moment_of("backward pass of the first layer", run).gathered
     assert first == pytest.approx(run.size.embedding.gathered + run.size.layer.gathered, rel=0.01)
@@ -147,7 +147,7 @@ def test_the_embedding_is_gathered_with_the_first_layer() -> None:
 
 def test_gradients_at_each_moment() -> None:
     """Measured on two ranks: between micro-batches DDP has them twice, and ZeRO-2's bucket is there
-    in backward passes only (it was said to take 12 % less and 8 to 14 % more than was found).
+    in backward passes only (the estimate was 12 % less and 8 to 14 % more than was found).
     """
     words = ("+experiment=llama8b", "hardware=8xh100", "recompute=none", "adapter=full")
     run, _ = run_of(*words, "trainer.micro_batch_size=1", "strategy=ddp")
@@ -197,7 +197,7 @@ def test_hpz_copy_is_counted() -> None:
 
 
 def test_zero3_gathers_at_most_all_weights() -> None:
-    """A bound of a billion weights was counted for models of a thousandth of them, too."""
+    """DeepSpeed's limit of a billion gathered weights does not count for small models."""
     words = ("model=qwen3_0_6b", "data=dolly", "hardware=2xh100", "strategy=zero3", "adapter=full")
     run, _ = run_of(*words)
     small = estimate_gpu_memory(run)

@@ -1,4 +1,4 @@
-"""A plan's steps by the program's own code, beside the arithmetic."""
+"""Simulated steps of the program's own code, compared with the estimates."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from app.planning import simulation
 from app.planning.memory import GpuMemory, PlannedRun, estimate_gpu_memory
 from app.planning.model_size import build_planned_model
 from app.planning.planned import on_hardware, plan_run, read_config_json
+from app.planning.simulation import device
 from app.planning.simulation.device import find_obstacle
 from app.process.errors import UserError
 from tests.planning.test_planned import STRATEGIES
@@ -70,16 +71,30 @@ def refused(folder: Path, *typed: str) -> str:
 def test_runs_that_cannot_be_simulated_are_refused_with_a_fix(
     typed: str, instead: str, tmp_path: Path
 ) -> None:
-    said = refused(tmp_path / "out", *typed.split(), "hardware=2x4xh100", "recompute=none")
-    assert said.startswith("plan.simulate=true: ")
-    assert instead in said and said.endswith("or remove plan.simulate and use the estimates alone")
+    message = refused(tmp_path / "out", *typed.split(), "hardware=2x4xh100", "recompute=none")
+    assert message.startswith("plan.simulate=true: ")
+    assert instead in message and message.endswith(
+        "or remove plan.simulate and use the estimates alone"
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_a_missing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "find_obstacle", lambda: "there is no C++ compiler (g++)")
-    said = refused(tmp_path, "hardware=h100")
-    assert "there is no C++ compiler (g++); install one" in said
+    monkeypatch.setenv("PATH", "")
+    message = refused(tmp_path, "hardware=h100")
+    assert "there is no C++ compiler (g++); install one" in message
+
+
+def test_a_pytorch_for_cuda_is_reported_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has registered a device of its own, and a second one would end the process."""
+    library = tmp_path / "lib" / "libtorch_cuda.so"
+    library.parent.mkdir()
+    library.touch()
+    monkeypatch.setattr(device, "_torch_folder", lambda: tmp_path)
+    message = refused(tmp_path, "hardware=h100")
+    assert "this PyTorch is built for CUDA" in message and "CPU build" in message
 
 
 @pytest.fixture
@@ -98,7 +113,7 @@ def process() -> Iterator[ProcessPoolExecutor]:
 def one_process(
     compiler: None, process: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulate all in one process: a process of its own takes 10 s to believe in a GPU."""
+    """Simulate everything in one process: installing the fake GPU in a new one takes 10 s."""
     monkeypatch.setattr(simulation, "ProcessPoolExecutor", lambda *_, **__: nullcontext(process))
 
 
@@ -115,15 +130,17 @@ def one_process(
     ids=" ".join,
 )
 def test_simulated_steps_on_fake_ranks(typed: tuple[str, ...], tmp_path: Path) -> None:
-    """The states of a rank to a hundredth; the whole of a model this small more roughly."""
+    """States agree within 2 %; the total of a model this small within 15 %."""
     facts = plan_of(tmp_path, words(LLAMA), *typed, "data.sequence_len=4096")
     found = facts["simulated"]
-    traced, said = found["gpu_gib"], found["arithmetic_gib"]
-    states = [sum(of.get(part, 0.0) for part in ("weights", "trainable")) for of in (traced, said)]
+    traced, estimated = found["gpu_gib"], found["arithmetic_gib"]
+    states = [
+        sum(of.get(part, 0.0) for part in ("weights", "trainable")) for of in (traced, estimated)
+    ]
     assert states[0] == pytest.approx(states[1], rel=0.02)
-    assert traced["optimizer"] == pytest.approx(said["optimizer"], rel=0.02)
+    assert traced["optimizer"] == pytest.approx(estimated["optimizer"], rel=0.02)
     assert found["gpu_total_gib"] == pytest.approx(found["arithmetic_total_gib"], rel=0.15)
-    if "strategy=fsdp_tp" not in typed:  # whose layers are not fused, and here too small
+    if "strategy=fsdp_tp" not in typed:  # unfused layers, which are too small here
         assert found["step_seconds"] == pytest.approx(facts["step_seconds"], rel=0.5)
     assert "Estimated and simulated" in (tmp_path / "plan.html").read_text()
 
@@ -131,7 +148,7 @@ def test_simulated_steps_on_fake_ranks(typed: tuple[str, ...], tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_grouped_query_attention_saves_no_fp32_scores(tmp_path: Path) -> None:
-    """FlashAttention takes no fp32, and CUDA's other kernels no shared heads."""
+    """FlashAttention does not support fp32, and other CUDA kernels no grouped-query attention."""
     typed = ("hardware=h100", "trainer.precision=fp32", "recompute=none", "adapter=full")
     facts = plan_of(tmp_path, words(LLAMA), *typed, "data.sequence_len=4096")
     assert abs(facts["simulated"]["difference"]) <= 0.05
@@ -140,7 +157,7 @@ def test_grouped_query_attention_saves_no_fp32_scores(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
 def test_gradients_at_a_peak_in_the_backward_pass(tmp_path: Path) -> None:
-    """Of a wide feed-forward, whose backward pass begins when the head has its gradient."""
+    """With a wide feed-forward, whose backward pass starts when the head has its gradient."""
     wide = {"hidden_size": 64, "intermediate_size": 1024, "num_hidden_layers": 1, "vocab_size": 512}
     numbers = LLAMA | wide | {"num_attention_heads": 2, "num_key_value_heads": 2}
     typed = ("adapter=full", "trainer.precision=bf16-pure", "recompute=none", "hardware=h100")
@@ -166,9 +183,9 @@ SHIPPED = {
     "llama70b": "8x8xh100",
     "llama70b_qlora": "2xa100_80gb",
 }
-"""every shipped experiment that can be simulated, but the smallest; others are NOT_SIMULATED"""
+"""shipped experiments that are simulated: all but the smallest and those in NOT_SIMULATED"""
 PERIODS = {"flan_t5_xl": 2, "gemma4_12b": 6, "gpt_oss_20b": 2}
-"""layers after which their kinds repeat, where not all are alike"""
+"""number of layers after which the kinds of layers repeat, if they differ"""
 
 
 def depths_of(period: int) -> tuple[int, int]:
@@ -184,7 +201,7 @@ PARTS = (
     ("gathered",),
     ("activations", "gradients", "loss"),
 )
-"""of a GPU's memory, as far as a simulation tells them apart"""
+"""groups of parts that a simulation can tell apart"""
 
 
 def plan_shipped(name: str) -> tuple[PlanConfig, PlannedRun]:
@@ -197,7 +214,7 @@ def plan_shipped(name: str) -> tuple[PlanConfig, PlannedRun]:
 
 
 def with_layers(config: PlanConfig, run: PlannedRun, number: int) -> tuple[PlanConfig, PlannedRun]:
-    """Return a run of so many layers, by what was chosen for all of them."""
+    """Return a run with fewer layers and the choices that were made for all of them."""
     names = {"t5": ("num_layers", "num_decoder_layers"), "gpt2": ("n_layer",)}
     names["bart"] = ("encoder_layers", "decoder_layers")
     of_type = names.get(run.model.widths.model_type, ("num_hidden_layers",))
@@ -225,16 +242,18 @@ def test_estimates_and_simulation_of_experiments_agree(name: str) -> None:
     few, more = depths_of(period)
     while True:
         planned = [with_layers(config, run, depth) for depth in (few, more)]
-        said = [estimate_gpu_memory(each) for _, each in planned]
-        if {each.moment for each in said} == {estimate_gpu_memory(run).moment}:
+        estimated = [estimate_gpu_memory(each) for _, each in planned]
+        if {each.moment for each in estimated} == {estimate_gpu_memory(run).moment}:
             break
-        # Few layers keep so little that memory peaks at another moment than of the whole model.
+        # Few layers save so little that memory peaks at another moment than in the full model.
         few, more = few + period, more + period
         assert more <= run.model.num_layers
     steps = [simulation.simulate(*each) for each in planned]
     assert steps[0].phase == steps[1].phase
     of_layer = (steps[1].total - steps[0].total) / period
-    assert (allocated(said[1]) - allocated(said[0])) / period == pytest.approx(of_layer, rel=WITHIN)
+    assert (allocated(estimated[1]) - allocated(estimated[0])) / period == pytest.approx(
+        of_layer, rel=WITHIN
+    )
     found = steps[1].total + of_layer * (run.model.num_layers - more)
     assert allocated(estimate_gpu_memory(run)) == pytest.approx(found, rel=WITHIN)
 
@@ -252,7 +271,7 @@ FAMILIES = {
     "phi2": {},
     "phi4_mini": {},
 }
-"""bases of model types that no shipped experiment has, with what makes their layers alike"""
+"""architectures of model types without a shipped experiment"""
 ROPE_PERIODS = {"bart_large": 2, "gemma2_2b": 2, "gemma4_26b_a4b": 6, "llama4_scout": 4}
 
 
@@ -260,7 +279,7 @@ ROPE_PERIODS = {"bart_large": 2, "gemma2_2b": 2, "gemma4_26b_a4b": 6, "llama4_sc
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_estimates_and_simulation_of_families_agree(name: str) -> None:
-    """LoRA without recompute, by which a layer keeps the most of what its family is made of."""
+    """With LoRA and without recompute, so that layers save as much as possible."""
     length = 512 if name in ("bart_large", "gpt2_xl") else 2048
     words = [f"model={name}", "data=dolly", "hardware=h100", "strategy=single", "recompute=none"]
     words += [f"data.sequence_len={length}", "trainer.micro_batch_size=4"]
@@ -275,9 +294,9 @@ def test_estimates_and_simulation_of_families_agree(name: str) -> None:
     few, more = depths_of(period)
     planned = [with_layers(config, run, depth) for depth in (few, more)]
     steps = [simulation.simulate(*each) for each in planned]
-    said = [allocated(estimate_gpu_memory(each)) for _, each in planned]
+    estimated = [allocated(estimate_gpu_memory(each)) for _, each in planned]
     of_layer = (steps[1].total - steps[0].total) / period
-    assert (said[1] - said[0]) / period == pytest.approx(of_layer, rel=WITHIN)
+    assert (estimated[1] - estimated[0]) / period == pytest.approx(of_layer, rel=WITHIN)
     found = steps[1].total + of_layer * (run.model.num_layers - more)
     assert allocated(estimate_gpu_memory(run)) == pytest.approx(found, rel=WITHIN)
 
@@ -294,18 +313,18 @@ def test_estimates_and_simulation_of_families_agree(name: str) -> None:
     ids=" ".join,
 )
 def test_estimates_and_simulation_of_70b_parts_agree(typed: tuple[str, ...]) -> None:
-    """Within 5 % of the part or, of what is small beside the others, 1.2 % of the whole."""
+    """Within 5 % of each part, or 1.2 % of the total for small parts."""
     config = load_config("plan", ["+experiment=llama70b", "trainer.global_batch_size=64", *typed])
     assert isinstance(config, PlanConfig)
     hardware, numbers = on_hardware(config, config.hardware), read_config_json(config.model)
     run = plan_run(config, hardware, numbers, strategies=STRATEGIES)[0]
     config, run = with_layers(config, run, 4)
-    said, steps = estimate_gpu_memory(run), simulation.simulate(config, run)
+    estimated, steps = estimate_gpu_memory(run), simulation.simulate(config, run)
     for names in PARTS:
-        of_said, of_steps = (
-            sum(parts.get(name, 0) for name in names) for parts in (said.parts, steps.parts)
+        expected, traced = (
+            sum(parts.get(name, 0) for name in names) for parts in (estimated.parts, steps.parts)
         )
-        assert of_said == pytest.approx(of_steps, rel=0.05, abs=0.012 * steps.total), names
+        assert expected == pytest.approx(traced, rel=0.05, abs=0.012 * steps.total), names
 
 
 @pytest.mark.slow
@@ -328,7 +347,7 @@ NOT_SIMULATED = {
     "llama70b_zero3": "8xh100",
     "qwen3_5_9b_qlora": "h100",
 }
-"""DeepSpeed's engine needs its ranks, and a hybrid's recurrent layers their own kernels"""
+"""experiments that cannot be simulated: DeepSpeed needs real ranks, hybrids need their kernels"""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""FLOPs and messages by the published formulas."""
+"""FLOPs and communication agree with published formulas."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_layers_below_the_lowest_adapter_get_no_gradients() -> None:
 
 @pytest.mark.parametrize("nodes", [2, 4, 16])
 def test_zero3_between_nodes_by_the_rule_of_thumb(nodes: int) -> None:
-    """48 x M / N bits a node and step: three messages of M half-precision numbers over N nodes."""
+    """48 x M / N bits per node and step: three collectives of M 16-bit weights on N nodes."""
     run = run_of(
         "llama70b",
         "adapter=full",

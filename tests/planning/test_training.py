@@ -1,4 +1,4 @@
-"""A training's plan: refused before weights are loaded, and compared with what was measured."""
+"""Runs that do not fit are refused before loading; estimates are compared with measurements."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_a_run_that_will_not_fit_is_refused_with_overrides() -> None:
 
     with pytest.raises(UserError) as caught:
         check_room(run, estimate_training(run), "error", found)
-    said = str(caught.value)
-    assert said.startswith(
+    message = str(caught.value)
+    assert message.startswith(
         "this run will not fit: a step takes an estimated 28.9 of a GPU's 23.6 GiB"
     )
-    assert "; type " in said and said.endswith("or type plan.enforce=warn to try it")
+    assert "; type " in message and message.endswith("or type plan.enforce=warn to try it")
 
 
 def test_too_large_runs_are_refused_and_tight_ones_warned_of(
@@ -78,9 +78,9 @@ def test_guesses_are_marked_at_the_start_and_in_refusals(model_type: str, guess:
     estimate = estimate_training(small)
     with pytest.raises(UserError) as refused:
         check_room(small, estimate, "error", ways)
-    for said in (estimate.line(10), str(refused.value)):
-        assert ("are a guess" in said) is bool(guess)
-        assert f"; activations of model type {guess} are a guess" in said or not guess
+    for message in (estimate.line(10), str(refused.value)):
+        assert ("are a guess" in message) is bool(guess)
+        assert f"; activations of model type {guess} are a guess" in message or not guess
 
 
 def test_too_little_host_memory_is_refused() -> None:
@@ -118,8 +118,8 @@ def test_a_run_writes_both_figures_and_is_refused_before_loading(
     metrics = json.loads((folder / "metrics.json").read_text())
     assert 0 < metrics["memory/planned_peak_gib"] < 2 * metrics["memory/peak_gib"]
     assert metrics["speed/steps_per_second"] > 0
-    said = capsys.readouterr().out
-    assert "plan: " in said and "GiB measured" in said
+    message = capsys.readouterr().out
+    assert "plan: " in message and "GiB measured" in message
 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("weights are loaded")

@@ -196,7 +196,7 @@ def test_nothing_is_cut_in_a_browser_and_ids_are_listed(
             assert found["outside"] == [] and not found["wide"]
         titles, listed = browser.run(IDS)
         legend: list[float] = browser.run(LEGEND)
-        assert browser.complaints() == []
+        assert browser.console_messages() == []
     assert titles == listed and len(titles) > 100
     assert min(legend) > 5  # pixels between the entries
 

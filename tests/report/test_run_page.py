@@ -286,4 +286,4 @@ def test_nothing_is_cut_in_a_browser(width: int, tmp_path: Path) -> None:
             found: dict[str, Any] = browser.run(OUTSIDE)
             assert found.pop("charts") >= 8
             assert found == {"outside": [], "cut": 0, "wide": False, "images": 0}
-            assert browser.complaints() == []
+            assert browser.console_messages() == []

@@ -1,6 +1,6 @@
-"""A real headless Chromium, driven by its own driver through WebDriver's HTTP; no package needed.
+"""A headless Chromium, controlled through chromedriver's HTTP API without a Python package.
 
-`apt-get install chromium chromium-driver`; tests that need it are skipped where it is not.
+`apt-get install chromium chromium-driver`; tests that need it are skipped if it is not installed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ needs_browser = pytest.mark.skipif(
 
 
 class Browser:
-    """One window."""
+    """One browser window."""
 
     def __init__(self, driver: str, width: int, folder: Path) -> None:
         self._driver = driver
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         arguments += [f"--window-size={width},900", f"--user-data-dir={folder}"]
         options = {"binary": BROWSER, "args": arguments}
-        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        session = self._send("POST", "", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        capabilities = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = self._send("POST", "", {"capabilities": {"alwaysMatch": capabilities}})[
+            "sessionId"
+        ]
         self._session = f"/{session}"
-        # A headless window is at least 500 wide; what is shown in it is not.
+        # A headless window is at least 500 pixels wide; the emulated screen may be narrower.
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics}
         self._post("/goog/cdp/execute", command)
@@ -46,8 +48,8 @@ class Browser:
         data = None if body is None else json.dumps(body).encode()
         url = f"{self._driver}/session{path}"
         request = urllib.request.Request(url, data, method=method)
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.loads(answer.read())["value"]
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.loads(response.read())["value"]
 
     def _post(self, path: str, body: Any) -> Any:
         return self._send("POST", self._session + path, body)
@@ -56,7 +58,7 @@ class Browser:
         self._post("/url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """Run a function's body in the page, as the driver: the page's own policy stays."""
+        """Run a function body in the page; the page stays under its Content-Security-Policy."""
         return self._post("/execute/sync", {"script": script, "args": []})
 
     def type_into(self, css: str, text: str) -> None:
@@ -72,8 +74,8 @@ class Browser:
     def screenshot(self, file: Path) -> None:
         file.write_bytes(base64.b64decode(self._send("GET", f"{self._session}/screenshot")))
 
-    def complaints(self) -> list[str]:
-        """What the console has: errors of scripts, and what the policy has blocked."""
+    def console_messages(self) -> list[str]:
+        """Return the messages of the console: script errors and policy violations."""
         return [entry["message"] for entry in self._post("/se/log", {"type": "browser"})]
 
     def close(self) -> None:
@@ -82,7 +84,7 @@ class Browser:
 
 @contextmanager
 def browsing(folder: Path, width: int = 1280) -> Iterator[Browser]:
-    """Start a driver and a window of its own; both have ended after it."""
+    """Start a driver with one window; both are closed on exit."""
     assert DRIVER is not None
     process = subprocess.Popen(
         [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -1,4 +1,4 @@
-"""A server in a thread of this process, and a model that answers as it is told."""
+"""A server in a thread of this process, and a model that gives a scripted answer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from app.evaluation.conversation import ConversationConfig, Reply
-from app.serving.address import ServeConfig, address_of, bind
+from app.serving.address import ServeConfig, open_socket, url_of
 from app.serving.application import build_app
 from app.serving.server import build_server
 from data_modules import Turn
 
 NAME = "tiny"
-ASKED = {"model": NAME, "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
+REQUEST = {"model": NAME, "messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 
 
-class Told:
-    """Answers with given pieces; before each of them `before` is called."""
+class ScriptedResponder:
+    """Answers with the given pieces of text; calls `before` before each of them."""
 
     def __init__(self, *pieces: str, before: Callable[[], object] = lambda: None) -> None:
         self.pieces, self.before = pieces, before
         self.control_texts = ("<|im_end|>",)
-        self.num_given = 0
+        self.num_generated = 0
         self.num_turns: list[int] = []
         self.has_ended = threading.Event()
 
@@ -35,12 +35,14 @@ class Told:
         self.num_turns.append(len(turns))
         return [1] * len(turns)
 
-    def answer(self, reply: Reply, how: ConversationConfig, **_: Any) -> Generator[str, None, None]:
+    def answer(
+        self, reply: Reply, config: ConversationConfig, **_: Any
+    ) -> Generator[str, None, None]:
         try:
             for piece in self.pieces:
                 self.before()
                 reply.num_tokens += 1
-                self.num_given += 1
+                self.num_generated += 1
                 yield piece
             reply.is_finished = True
         finally:
@@ -49,34 +51,33 @@ class Told:
 
 @contextmanager
 def serving(responder: Any, *, key: str | None = None, **limits: Any) -> Iterator[str]:
-    """Serve at a free port; gives the address, and the server has ended after it."""
+    """Serve at a free port and yield the URL; the server is stopped on exit."""
     config = ServeConfig(port=0, **limits)
-    listener = bind(config)
+    listener = open_socket(config)
     defaults = ConversationConfig(max_new_tokens=16)
     server = build_server(build_app(responder, config, defaults, NAME, key))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    address = address_of(listener)
     thread.start()
     try:
-        yield address
+        yield url_of(listener)
     finally:
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
 
 
-def ask(
-    address: str, body: Any = None, path: str = "/v1/chat/completions", **headers: str
+def send(
+    url: str, body: Any = None, path: str = "/v1/chat/completions", **headers: str
 ) -> tuple[int, Any, Any]:
-    """Send one request; returns its status, what its JSON holds (else its text), its headers."""
-    typed = {name.replace("_", "-"): value for name, value in headers.items()}
+    """Send one request; return status, parsed JSON (or text), and headers of the response."""
+    request_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     if body is not None:
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        typed = {"content-type": "application/json", **typed}
-    request = urllib.request.Request(address + path, body, typed)
+        request_headers = {"content-type": "application/json", **request_headers}
+    request = urllib.request.Request(url + path, body, request_headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text, status, found = answer.read().decode(), answer.status, answer.headers
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text, status, found = response.read().decode(), response.status, response.headers
     except urllib.error.HTTPError as error:
         text, status, found = error.read().decode(), error.code, error.headers
     is_json = str(found["content-type"]).startswith("application/json")
@@ -85,7 +86,7 @@ def ask(
 
 def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
     """Wait until a condition holds."""
-    began = time.monotonic()
+    started = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < seconds
+        assert time.monotonic() - started < seconds
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The page in a real headless Chromium: it streams, and what a model writes stays text."""
+"""The chat page in a headless Chromium: streaming, buttons, and no HTML from the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving.browser import browsing, needs_browser
-from tests.serving.running import Told, serving, wait_for
+from tests.serving.running import ScriptedResponder, serving, wait_for
 
 HOSTILE = (
     "<script>document.title = 'stolen'</script>",
@@ -23,15 +23,17 @@ TEXTS = "return [...document.querySelectorAll('.turn')].map(t => t.className + '
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_page_streams_answers_and_shows_them_as_text(width: int, tmp_path: Path) -> None:
-    pieces, goes_on = (*HOSTILE, *(f" word{n}" for n in range(200))), threading.Event()
-    told = Told(*pieces, before=lambda: told.num_given < 4 or goes_on.wait(20))
-    with serving(told) as address, browsing(tmp_path / "profile", width) as browser:
+    pieces, resume = (*HOSTILE, *(f" word{n}" for n in range(200))), threading.Event()
+    responder = ScriptedResponder(
+        *pieces, before=lambda: responder.num_generated < 4 or resume.wait(20)
+    )
+    with serving(responder) as address, browsing(tmp_path / "profile", width) as browser:
         browser.open(address + "/")
         wait_for(lambda: browser.run("return document.title") == "tiny")
         browser.type_into("#question", "Are you <b>bold</b>?\ue007")
-        wait_for(lambda: "".join(HOSTILE) in browser.run(TEXTS)[-1])  # the rest is still to come
+        wait_for(lambda: "".join(HOSTILE) in browser.run(TEXTS)[-1])  # the rest is held back
         assert browser.run("return document.getElementById('send').textContent") == "Stop"
-        goes_on.set()
+        resume.set()
         wait_for(
             lambda: browser.run("return document.getElementById('send').textContent") == "Send"
         )
@@ -39,22 +41,28 @@ def test_the_page_streams_answers_and_shows_them_as_text(width: int, tmp_path: P
             "turn user|Are you <b>bold</b>?",
             "turn assistant|" + "".join(pieces),
         ]
-        inside = "return document.querySelectorAll('.turn *, img, iframe').length"
-        assert browser.run(inside) == 0 and browser.run("return document.title") == "tiny"
-        wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert browser.run(wide) <= 0
-        assert browser.complaints() == []
+        num_elements = "return document.querySelectorAll('.turn *, img, iframe').length"
+        assert browser.run(num_elements) == 0 and browser.run("return document.title") == "tiny"
+        overflow = (
+            "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
+        assert browser.run(overflow) <= 0
+        assert browser.console_messages() == []
         browser.screenshot(tmp_path / f"page-{width}.png")
 
 
 @needs_browser
 @pytest.mark.slow
-def test_the_page_stops_an_answer_begins_anew_and_asks_for_a_key(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-    told = Told("one", " two", before=lambda: told.num_given < 1 or goes_on.wait(20))
-    with serving(told, key="s3cret") as address, browsing(tmp_path / "profile") as browser:
+def test_the_page_stops_an_answer_starts_a_new_conversation_and_requires_a_key(
+    tmp_path: Path,
+) -> None:
+    resume = threading.Event()
+    responder = ScriptedResponder(
+        "one", " two", before=lambda: responder.num_generated < 1 or resume.wait(20)
+    )
+    with serving(responder, key="s3cret") as address, browsing(tmp_path / "profile") as browser:
         browser.open(address + "/")
-        wait_for(lambda: browser.run("return !document.getElementById('enter').hidden"))
+        wait_for(lambda: browser.run("return !document.getElementById('key-form').hidden"))
         assert "Bearer KEY" in browser.run(TEXTS)[-1]
         browser.type_into("#key", "s3cret\ue007")
         wait_for(lambda: browser.run("return document.title") == "tiny")
@@ -63,17 +71,17 @@ def test_the_page_stops_an_answer_begins_anew_and_asks_for_a_key(tmp_path: Path)
         wait_for(lambda: browser.run(TEXTS)[-1] == "turn assistant|one")
         browser.click("#send")
         wait_for(lambda: browser.run(TEXTS)[-1] == "turn note|stopped")
-        goes_on.set()
-        assert told.has_ended.wait(10)
+        resume.set()
+        assert responder.has_ended.wait(10)
         browser.click("#reset")
         assert browser.run(TEXTS) == []
-        told.num_given, told.num_turns = 0, []
-        goes_on.clear()
+        responder.num_generated, responder.num_turns = 0, []
+        resume.clear()
         browser.type_into("#question", "first\ue007")
         wait_for(lambda: browser.run(TEXTS)[-1:] == ["turn assistant|one"])
-        browser.click("#reset")  # while it is answered
-        goes_on.set()
+        browser.click("#reset")  # while the answer streams
+        resume.set()
         browser.type_into("#question", "second\ue007")
         wait_for(lambda: browser.run(TEXTS)[-1:] == ["turn assistant|one two"])
-        assert browser.run(TEXTS)[0] == "turn user|second" and told.num_turns == [1, 1]
-        assert [line for line in browser.complaints() if "401" not in line] == []
+        assert browser.run(TEXTS)[0] == "turn user|second" and responder.num_turns == [1, 1]
+        assert [line for line in browser.console_messages() if "401" not in line] == []

@@ -384,15 +384,15 @@ def replicated_weights_after_unequal_gradients(config: FsdpConfig, kind: str) ->
 def errors_of_different_models() -> list[str]:
     """Return the errors of this rank if rank 1 has built other layers, more, and fewer."""
     prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
-    said = []
+    messages = []
     for widths in (([2], [3]), ([2], [2, 4]), ([2, 4], [2])):
         own = widths[dist.get_rank()]
         model = torch.nn.ModuleList([torch.nn.Linear(n, 2, bias=False) for n in own])
         try:
             Broadcaster(torch.device("cpu"), 2, 2).check_same(model)
         except RuntimeError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def devices_of_scales() -> set[str]:
@@ -432,10 +432,10 @@ def build_quantized(on_meta: bool = False, on_host: bool = False, device: Any = 
 
 def refusals(cases: list[tuple[FsdpConfig, dict[str, Any]]]) -> list[str]:
     """Return the error message of each case."""
-    said = []
+    messages = []
     for config, made in cases:
         try:
             build_sharded_model(config, model_builder(**made))
         except UserError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages

@@ -1,4 +1,4 @@
-"""On a GPU a fused AdamW clips while it reads gradients: the same step, one pass less."""
+"""On a GPU a fused AdamW clips as it reads gradients: the same step with one pass less."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.training.nonfinite import skip_nonfinite_step
 
 
 def step(size: float, *, fused: bool = True) -> tuple[list[Tensor], Tensor]:
-    """Return weights after a step on gradients of a size, and the norm that was found."""
+    """Return the weights after a step on gradients scaled by `size`, and the gradient norm."""
     random = torch.Generator().manual_seed(1)
     weights = [torch.nn.Parameter(torch.randn(8, 3, generator=random)) for _ in range(3)]
     optimizer: Any = torch.optim.AdamW(weights, lr=0.1, eps=1.0, fused=fused)

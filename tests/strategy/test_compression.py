@@ -1,4 +1,4 @@
-"""DDP with compressed gradients: fewer digits or a low rank travel, and all ranks get the same."""
+"""DDP with compressed gradients: all ranks get the same gradients in half precision or low rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE, RANK = 32, 2
 
 
 class Matrix(L.LightningModule):
-    """One matrix, whose gradient is of full rank."""
+    """One matrix, whose gradient has full rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Matrix(L.LightningModule):
 
 
 def gradients(compression: str, bad_step: int | None = None) -> list[Tensor]:
-    """Return a rank's gradients behind each of some backward passes."""
+    """Return a rank's gradients after each backward pass."""
     config = DdpConfig(compression=compression, powersgd_rank=RANK)
     strategy: Any = prepare_strategy(build_strategy(config, accelerator="cpu", num_ranks=2))
     strategy.model = module = Matrix()
@@ -53,7 +53,7 @@ def gradients(compression: str, bad_step: int | None = None) -> list[Tensor]:
 
 
 def whole(step: int) -> Tensor:
-    """Return the mean of both ranks' gradients as it is without compression."""
+    """Return the mean of both ranks' gradients without compression."""
     module = Matrix()
     for rank in range(2):
         rows = torch.randn(64, SIZE, generator=torch.Generator().manual_seed(9 * step + rank))
@@ -101,5 +101,7 @@ def test_a_resumed_run_logs_missing_error_feedback(
     strategy = build_strategy(config, accelerator="cpu", num_ranks=2)
     strategy.checkpoint_io = SimpleNamespace(load_checkpoint=lambda path: {"step": path})
     assert strategy.load_checkpoint(3) == {"step": 3}
-    said = [line for line in caplog.messages if line.startswith("RESUME: PowerSGD starts without")]
-    assert len(said) == lines
+    messages = [
+        line for line in caplog.messages if line.startswith("RESUME: PowerSGD starts without")
+    ]
+    assert len(messages) == lines

@@ -1,4 +1,4 @@
-"""How ranks reach each other, how long they wait, and what they need not send."""
+"""Network interfaces and timeouts of ranks, and buffers that DDP does not send."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_ddp_sends_no_buffers(config: DdpConfig) -> None:
 
 
 def time_outs() -> set[timedelta]:
-    """Return the time-outs of a rank's groups, one a dimension of the mesh."""
+    """Return the timeouts of a rank's groups, one per dimension of the mesh."""
     strategy = prepare_strategy(
         build_strategy(FsdpConfig(tensor_parallel_size=2), accelerator="cpu", num_ranks=4)
     )

@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed: its config is ours, and its ranks train as one process."""
+"""DeepSpeed ZeRO: its config follows from our settings, and its ranks train as one process."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_invalid_values_of_deepspeed_keys_are_refused(further: Any, key: str) ->
 
 
 class Offloaded(Zero):
-    """Has parts in host memory, whose gradients are on their way there from `device`."""
+    """Has shards in host memory, whose gradients are still being copied from `device`."""
 
     def __init__(self, home: str, device: str) -> None:
         super().__init__(ZeroConfig(stage=2, offload_optimizer=home))
@@ -145,7 +145,7 @@ def test_clip_waits_for_offloaded_gradients(
 
 @pytest.mark.parametrize(("home", "where"), [("cpu", "cpu"), ("none", "cuda")])
 def test_the_norm_is_on_the_optimizers_device(one_rank: None, home: str, where: str) -> None:
-    """Else the fused AdamW reads, in host memory, a flag that is still on its way there."""
+    """Otherwise a fused AdamW on the host would read a flag before it has been copied."""
     with FakeTensorMode():
         strategy = Offloaded(home, "cuda:0")
         optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)], fused=True)
@@ -155,8 +155,8 @@ def test_the_norm_is_on_the_optimizers_device(one_rank: None, home: str, where: 
         assert optimizer.found_inf.device.type == where  # type: ignore[attr-defined]
 
 
-def prepare_where_it_fails() -> str:
-    """What a rank does on the second machine's first rank, which cannot build, and elsewhere."""
+def prepare_without_compiler() -> str:
+    """Build a model on two ranks, each the first of its machine, of which one cannot compile."""
     strategy: Any = build_strategy(
         ZeroConfig(quantized_weights=True), accelerator="cpu", num_ranks=2
     )
@@ -180,14 +180,14 @@ def build_nothing(on_meta: bool = False, **_: Any) -> Any:
 
 @pytest.mark.slow
 def test_a_failed_operator_build_ends_all_ranks() -> None:
-    said = on_ranks(2, prepare_where_it_fails)
-    assert said == ["no compiler here; type strategy=zero3_hpz"] * 2
+    messages = on_ranks(2, prepare_without_compiler)
+    assert messages == ["no compiler here; type strategy=zero3_hpz"] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_train_as_one_process(num_ranks: int) -> None:
-    """Accumulated, clipped, also past a bad step; what is kept is whole, and goes back as it was.
+    """With accumulation, clipping and a nonfinite step; checkpoints are full and bit-identical.
 
     Three ranks have parts of no two sizes alike.
     """
@@ -238,14 +238,14 @@ def _typed(config: Any) -> str:
     "name", ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_hpz"]
 )
 def test_one_gpu_trains_as_with_strategy_single(name: str, tmp_path: Path) -> None:
-    """NCCL, pinned host memory and streams of their own; with one GPU a part is the whole."""
+    """Tests NCCL, pinned host memory and streams; on one GPU a shard is the full tensor."""
     losses = []
     for strategy in ("single", name):
         folder = tmp_path / strategy
-        code, _, said = type_train(
+        code, _, messages = type_train(
             folder, f"strategy={strategy}", "trainer.devices=1", "trainer.accelerator=gpu"
         )
-        assert code == 0, said
+        assert code == 0, messages
         losses.append(read_column(folder, "train/loss"))
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
 
@@ -253,7 +253,7 @@ def test_one_gpu_trains_as_with_strategy_single(name: str, tmp_path: Path) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_one_gpu_skips_a_nonfinite_step(config: ZeroConfig) -> None:
-    """Also where the weights are stepped in host memory, and the bad number is on the GPU."""
+    """Also if weights are stepped in host memory and the nonfinite value is on the GPU."""
     [found] = on_ranks(1, zero_training.train, config, 0, "gpu")
     assert_same_results(
         found, zero_training.train_in_one_process(1, has_bad_step=True), config.name
@@ -268,14 +268,14 @@ def test_zero_plus_plus_losses_are_close(tmp_path: Path) -> None:
     losses = []
     for strategy in ("ddp", "zeropp"):
         folder = tmp_path / strategy
-        code, _, said = type_train(folder, f"strategy={strategy}", "trainer.accelerator=gpu")
-        assert code == 0, said
+        code, _, messages = type_train(folder, f"strategy={strategy}", "trainer.accelerator=gpu")
+        assert code == 0, messages
         losses.append(read_column(folder, "train/loss"))
     assert losses[1] == pytest.approx(losses[0], abs=0.1)
 
 
 class RecordingConfig(dict[str, Any]):
-    """A DeepSpeed config that notes which keys are looked for."""
+    """A DeepSpeed config that records which keys are read."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(values)

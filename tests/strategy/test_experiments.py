@@ -1,4 +1,4 @@
-"""The experiments on many GPUs: each passes the door of its machine, is built and shared out."""
+"""Multi-GPU experiments pass the checks on their machine, are built and sharded."""
 
 from __future__ import annotations
 
@@ -62,20 +62,20 @@ def test_quantized_70b_on_one_card() -> None:
 
 @pytest.fixture
 def group(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A group of ranks of which only this one is there; nothing is sent."""
+    """A process group with fake ranks, to which nothing is sent."""
     dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield request.param
     dist.destroy_process_group()
 
 
 def builder_of(config: Any) -> Any:
-    """Return what builds an experiment's model without numbers."""
+    """Return a function that builds an experiment's model on the meta device."""
 
     def build(**how: Any) -> Any:
         return build_model(
             replace(config.model, path=None, from_scratch=True),
-            QuantizationConfig(),  # what is quantized has numbers
-            "eager",  # which every model has
+            QuantizationConfig(),  # quantized weights need values
+            "eager",  # supported by every model
             config.adapter,
             config.recompute,
             "bf16",
@@ -94,7 +94,7 @@ def builder_of(config: Any) -> Any:
 def test_experiments_are_sharded_by_fsdp(
     monkeypatch: pytest.MonkeyPatch, name: str, group: int
 ) -> None:
-    """Without numbers; those of ZeRO-3 by FSDP2 too, which cuts the same layers."""
+    """On the meta device; the ZeRO-3 experiments are sharded by FSDP2 too."""
     config = load_config("train", [f"+experiment={name}"])
     build = builder_of(config)
 
@@ -102,7 +102,7 @@ def test_experiments_are_sharded_by_fsdp(
         world_size, num_processes, num_nodes, global_rank = group, group, 1, 0
         root_device = torch.device("meta")
 
-        def _init_mesh(self) -> None:  # there is none of the device without numbers
+        def _init_mesh(self) -> None:  # the meta device has no mesh
             names = ("replicate", "shard", "tensor")
             self._device_mesh = init_device_mesh("cpu", (1, group, 1), mesh_dim_names=names)
 
@@ -124,8 +124,8 @@ def test_experiments_are_sharded_by_fsdp(
     assert whole == sum(weight.numel() for weight in build().parameters())
 
 
-def share_out_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
-    """Spread an experiment's model by DeepSpeed in a process of its own, which it changes."""
+def shard_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
+    """Shard an experiment's model by DeepSpeed in a separate process, since it patches torch."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     import deepspeed
@@ -180,7 +180,7 @@ def share_out_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [8, 64])
 def test_a_meta_model_is_sharded_by_zero(num_ranks: int) -> None:
-    (found,) = on_ranks(1, share_out_by_zero, "llama70b_zero3", num_ranks)
+    (found,) = on_ranks(1, shard_by_zero, "llama70b_zero3", num_ranks)
     assert found["whole"] == found["built"] > 70e9
     assert found["here"] == pytest.approx(found["whole"] / num_ranks, rel=1e-3)
     assert found["bytes"] == pytest.approx(found["estimated"], rel=0.05)
@@ -188,7 +188,7 @@ def test_a_meta_model_is_sharded_by_zero(num_ranks: int) -> None:
 
 
 def set_up_zero(num_ranks: int) -> dict[str, float]:
-    """Set up the engine of ZeRO-3 on a rank of many, and take an optimizer step; nothing is sent.
+    """Set up the engine of ZeRO-3 on one of many fake ranks, and take an optimizer step.
 
     Of a 70B's kinds of layers, but narrow: every part is a share of the weights.
     """
@@ -241,12 +241,14 @@ def set_up_zero(num_ranks: int) -> dict[str, float]:
     states = [v for state in optimizer.state.values() for v in state.values() if v.ndim]
     bucket = settings["zero_optimization"]["reduce_bucket_size"] * trained[0].element_size()
     size = measure_model(build(), "bf16", None, config.strategy, num_ranks=num_ranks)
-    said = estimate_memory(size, config.strategy, num_ranks=num_ranks, tokens=1, recompute="full")
+    estimate = estimate_memory(
+        size, config.strategy, num_ranks=num_ranks, tokens=1, recompute="full"
+    )
     return {
-        "weights": sum(weight.ds_tensor.nbytes for weight in model.parameters()) / said.weights,
+        "weights": sum(weight.ds_tensor.nbytes for weight in model.parameters()) / estimate.weights,
         "gradients": (engine.optimizer.grad_partitions_flat_buffer.nbytes + bucket)
-        / said.gradients,
-        "optimizer": sum(one.nbytes for one in (*states, *flats)) / said.optimizer,
+        / estimate.gradients,
+        "optimizer": sum(state.nbytes for state in (*states, *flats)) / estimate.optimizer,
     }
 
 

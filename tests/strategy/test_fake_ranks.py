@@ -1,4 +1,4 @@
-"""What a rank of 8 or 64 holds of a 70B model is what the arithmetic says; no rank is there.
+"""The memory of one of 8 or 64 fake ranks with a 70B model equals the estimate.
 
 PyTorch's fake process group answers for the others, and tensors have shapes and storages, but no
 numbers: FSDP shards, gathers and reduces as it would.
@@ -39,12 +39,12 @@ RANKS_PER_NODE = 8
 
 
 class Live(TorchDispatchMode):
-    """Add up the storages that are alive after each operation."""
+    """Tracks the live storages after each operator."""
 
     def __init__(self) -> None:
         super().__init__()
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        """and the size that each had when it was last seen: FSDP resizes them"""
+        """storages with their last known sizes, as FSDP resizes them"""
         self.peak = 0
 
     def num_bytes(self) -> int:
@@ -86,7 +86,7 @@ class Case:
 
 @pytest.fixture
 def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Case], Any]]:
-    """Return what builds a strategy on a rank of many; nothing is sent."""
+    """Return a function that builds a strategy on one of many fake ranks."""
 
     def meet(case: Case) -> Any:
         dist.init_process_group("fake", rank=0, world_size=case.num_ranks, store=FakeStore())
@@ -144,7 +144,7 @@ def num_bytes(tensors: Any) -> int:
 
 
 def take_step(config: Any, strategy: Any, num_layers: int) -> RankMemory:
-    """Train for a step of two micro-batches, and return what was there of each part."""
+    """Train for a step of two micro-batches; return the memory of each part."""
     empty, live = build(config, num_layers), Live()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model = strategy.build_model(lambda **_: empty)

@@ -1,4 +1,4 @@
-"""Wherever a strategy keeps gradients, all ranks find the matrices that got none."""
+"""Under every strategy, all ranks report adapted matrices that got no gradient."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ def first_step(config: StrategyConfig) -> str:
         trainer.fit(Module(), [0, 0])
     except UserError as error:
         return str(error)
-    return "nothing was said"
+    return "no error"
 
 
 def first_steps() -> list[str]:
-    said, environment = [], dict(os.environ)
+    messages, environment = [], dict(os.environ)
     for config in STRATEGIES:
         os.environ |= environment  # Lightning takes out what it has read
-        said.append(first_step(config))
-    return said
+        messages.append(first_step(config))
+    return messages
 
 
 @pytest.mark.slow
 def test_every_rank_reports_matrices_without_gradients() -> None:
     for answers in on_ranks(2, first_steps):
-        for config, said in zip(STRATEGIES, answers, strict=True):
-            assert f"3 of 14 adapted matrices got no gradient, {SKIPPED}." in said, config.name
+        for config, messages in zip(STRATEGIES, answers, strict=True):
+            assert f"3 of 14 adapted matrices got no gradient, {SKIPPED}." in messages, config.name

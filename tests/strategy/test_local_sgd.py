@@ -1,4 +1,4 @@
-"""Local SGD trains as plain loops that average by hand, on nodes of one rank and of two."""
+"""Local SGD trains as plain loops with explicit averages, on nodes with one rank and with two."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONFIGS = {"mean": PLAIN, "outer": OUTER, "every step": ALWAYS}
 
 
 def train_on_rank(config: LocalSgdConfig, kind: str) -> dict[str, Any]:
-    """Take the steps of a rank as the trainer does, and return what it measured and holds."""
+    """Take the steps of a rank as the trainer does; return its figures and tensors."""
     strategy, model = build_sharded_model(config, model_builder(kind))
     trainer = SimpleNamespace(global_step=0)
     strategy._lightning_module = SimpleNamespace(trainer=trainer)
@@ -76,7 +76,7 @@ def train_on_rank(config: LocalSgdConfig, kind: str) -> dict[str, Any]:
 
 
 def train_by_hand(config: LocalSgdConfig, kind: str, num_ranks: int) -> dict[str, Any]:
-    """Take the same steps in one process with a model for each node."""
+    """Take the same steps in one process, with one model per node."""
     models = [model_builder(kind)() for _ in range(NODES)]
     optimizers = [make_optimizer(model) for model in models]
     weights = [trainable_parameters(model) for model in models]
@@ -170,8 +170,8 @@ def test_nodes_train_as_plain_loops(name: str, kind: str, num_ranks: int) -> Non
                 assert torch.equal(found, answers[0]["kept"][step][name])
 
 
-def state_apart(config: LocalSgdConfig) -> dict[str, Any]:
-    """Take a synchronous step and one apart; return what this rank alone holds then, as arrays.
+def state_between_averages(config: LocalSgdConfig) -> dict[str, Any]:
+    """Take a synchronous and an independent step; return this rank's local state as arrays.
 
     Tensors would be handed to the next ranks as open files, of which there are few.
     """
@@ -192,8 +192,8 @@ def after_first_step(config: LocalSgdConfig) -> tuple[Any, Any, Any]:
     return strategy, model, optimizer
 
 
-def go_on(config: LocalSgdConfig, states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Restore this rank's of `states` between two averages; return what it holds then."""
+def continue_training(config: LocalSgdConfig, states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Restore this rank's entry of `states` between two averages; return its state."""
     strategy, model, optimizer = after_first_step(config)
     before = [local(weight.detach()).clone() for weight in model.parameters()]
     strategy._lightning_module.trainer.global_step = 2
@@ -209,8 +209,8 @@ def go_on(config: LocalSgdConfig, states: list[dict[str, Any]]) -> dict[str, Any
 
 
 def test_state_of_other_ranks_or_strategies_is_not_restored() -> None:
-    """Of top-k, of groups of another size, and where one rank of two has lost its file."""
-    saved = on_ranks(4, state_apart, PLAIN)
+    """State of top-k, of groups of another size, and with the file of one rank missing."""
+    saved = on_ranks(4, state_between_averages, PLAIN)
     regrouped = replace(PLAIN, replicas=4)
     of_topk = [{"unsent/lm_head.weight": [0.0] * 9}] * 4
     for config, states in (
@@ -218,10 +218,10 @@ def test_state_of_other_ranks_or_strategies_is_not_restored() -> None:
         (regrouped, saved),
         (PLAIN, [{}, *saved[1:]]),
     ):
-        for answer in on_ranks(4, go_on, config, states):
+        for answer in on_ranks(4, continue_training, config, states):
             assert answer["starts from the mean"] and not answer["state"]
     moved = [{name: value + 1 for name, value in state.items()} for state in saved]
-    for rank, answer in enumerate(on_ranks(4, go_on, PLAIN, moved)):
+    for rank, answer in enumerate(on_ranks(4, continue_training, PLAIN, moved)):
         assert not answer["starts from the mean"]
         assert answer["state"].keys() == moved[rank].keys()
         for name, value in moved[rank].items():

@@ -1,4 +1,4 @@
-"""Operators are built once; what a killed build has left behind does not stop the next."""
+"""Operators are built once; the lock of a killed build does not block the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.strategy.deepspeed_operators import prepare_operator, remove_stale_lock
 
 
 class Builder:
-    """Stands in for DeepSpeed's: makes a file instead of compiling."""
+    """A fake of DeepSpeed's builder that creates a file instead of compiling."""
 
     name = "some_operator"
 

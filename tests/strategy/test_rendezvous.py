@@ -30,7 +30,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def listening(pid: int) -> list[str]:
-    """Return the addresses at which a process listens over TCP."""
+    """Return the addresses on which a process listens over TCP."""
     descriptors = Path(f"/proc/{pid}/fd")
     own = set()
     for entry in descriptors.iterdir():
@@ -101,15 +101,15 @@ def test_a_run_of_two_ranks_listens_on_loopback_only(person: Person, tmp_path: P
     seen: list[str] = []
     (tmp_path / LOG).touch()
 
-    def look(pid: int) -> None:
+    def record_addresses(pid: int) -> None:
         until = time.monotonic() + LONGEST
         while "\nstep " not in (tmp_path / LOG).read_text() and time.monotonic() < until:
             time.sleep(0.05)
-        for one in processes_of_session(pid):
-            seen.extend(listening(one))
+        for process in processes_of_session(pid):
+            seen.extend(listening(process))
         end_session(pid)
 
     words = small_run(*TWO_RANKS, "trainer.max_steps=400", "logger=csv")
-    person.train_into(tmp_path / "run", *words, code=-signal.SIGKILL, meanwhile=look)
+    person.train_into(tmp_path / "run", *words, code=-signal.SIGKILL, meanwhile=record_addresses)
     assert len(seen) >= 3, seen
     assert all(map(is_loopback, seen)), seen

@@ -1,4 +1,4 @@
-"""Ranks that hold parts save, together, the very files that one process saves, and answer alike."""
+"""Ranks with sharded weights save the same files as one process, and generate the same answers."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ IDS = [5, 9, 60, 33, 21, 7, 8]
 PROMPTS = [Prompt(ids, "", "") for ids in (IDS, IDS[2:], IDS[3:5])]
 
 
-def move(model: Any, spread: Any) -> None:
-    """Change what trains, as a training would, by the same numbers wherever it is."""
+def train_weights(model: Any, strategy: Any) -> None:
+    """Change the trainable weights by the same values under every strategy."""
     random = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            whole = spread.full_tensor(parameter)
-            spread.restore_weight(
-                parameter, whole + 0.1 * torch.randn(whole.shape, generator=random)
+            full = strategy.full_tensor(parameter)
+            strategy.restore_weight(
+                parameter, full + 0.1 * torch.randn(full.shape, generator=random)
             )
 
 
@@ -66,15 +66,15 @@ def save(model: Any, kind: str, folder: Path, shards: Any = None) -> dict[str, A
     return {"before": before, "after": probe_logits(model, row), "answers": answers}
 
 
-def spread_and_save(cases: list[tuple[str, str]], folder: Path) -> list[dict[str, Any]]:
-    """What a rank does."""
+def shard_and_save(cases: list[tuple[str, str]], folder: Path) -> list[dict[str, Any]]:
+    """Save each case on this rank."""
     found = []
     for name, kind in cases:
         strategy: Any = prepare_strategy(
             build_strategy(STRATEGIES[name], accelerator="cpu", num_ranks=2)
         )
         model = strategy.build_model(model_builder(kind))
-        move(model, strategy)
+        train_weights(model, strategy)
         found.append(save(model, kind, folder / name / kind, strategy))
     return found
 
@@ -82,7 +82,7 @@ def spread_and_save(cases: list[tuple[str, str]], folder: Path) -> list[dict[str
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, on_ranks(2, spread_and_save, CASES, folder)
+    return folder, on_ranks(2, shard_and_save, CASES, folder)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -96,7 +96,7 @@ def test_saved_files_equal_those_of_one_process(
     name, kind = case
     folder, found = of_ranks
     model: Any = model_builder(kind)()
-    move(model, REPLICATED)
+    train_weights(model, REPLICATED)
     whole = save(model, kind, tmp_path)
     ours, theirs = folder / name / kind, tmp_path
     files = files_of(theirs)
@@ -111,11 +111,11 @@ def test_saved_files_equal_those_of_one_process(
         assert any(answer is not None for answer in here["answers"])
 
 
-def save_what_one_rank_lost(folder: Path) -> str:
-    """What a rank does, where the first one does not get the other's part, which has it."""
+def save_with_a_lost_shard(folder: Path) -> str:
+    """Save on ranks of which rank 0 does not receive the other's shard."""
     strategy: Any = prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
     model = strategy.build_model(model_builder("lora"))
-    move(model, strategy)
+    train_weights(model, strategy)
     gather = strategy.full_tensor
 
     def lose(weight: Any) -> torch.Tensor:
@@ -131,14 +131,14 @@ def save_what_one_rank_lost(folder: Path) -> str:
 
 
 def test_a_shard_lost_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
-    for said in on_ranks(2, save_what_one_rank_lost, tmp_path):
-        assert "not gathered alike on all ranks" in said
+    for message in on_ranks(2, save_with_a_lost_shard, tmp_path):
+        assert "differs between ranks" in message
 
 
-def fail_on_the_first(folder: Path) -> list[str]:
-    """What a rank does, where the first one cannot write."""
+def fail_on_rank_0(folder: Path) -> list[str]:
+    """Run work that fails on rank 0; return the errors of this rank."""
     prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
-    said = []
+    message = []
 
     def write() -> None:
         raise PermissionError(13, "no room", str(folder))
@@ -149,13 +149,13 @@ def fail_on_the_first(folder: Path) -> list[str]:
     for work in (write, refuse):
         with pytest.raises((OSError, TrainingFault)) as failure:
             run_on_rank0(work)
-        said.append(f"{isinstance(failure.value, OSError)} {failure.value}")
+        message.append(f"{isinstance(failure.value, OSError)} {failure.value}")
     assert run_on_rank0(lambda: 7) == (7 if is_first() else None)
-    return said
+    return message
 
 
 def test_errors_on_rank_0_are_raised_on_all_ranks(tmp_path: Path) -> None:
-    first, second = on_ranks(2, fail_on_the_first, tmp_path)
+    first, second = on_ranks(2, fail_on_rank_0, tmp_path)
     assert first == second
     assert first[0].startswith("True") and "no room" in first[0]
     assert first[1] == "False it is another one"

@@ -1,4 +1,4 @@
-"""What a strategy's words lead to before any weight is read: ranks with data, cuts of matrices."""
+"""Effects of strategy settings before weights are read: data ranks and tensor parallel sizes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_indivisible_global_batches_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "together", "said"),
+    ("numbers", "together", "message"),
     [
         ({"num_attention_heads": 8, "num_key_value_heads": 2}, 4, "the 2 key heads"),
         ({"num_attention_heads": 6}, 4, "the 6 attention heads"),
@@ -64,15 +64,15 @@ def test_indivisible_global_batches_are_refused() -> None:
     ],
 )
 def test_indivisible_tensor_parallel_sizes_are_refused_before_loading(
-    tmp_path: Path, numbers: dict[str, int], together: int, said: str
+    tmp_path: Path, numbers: dict[str, int], together: int, message: str
 ) -> None:
     model, data = make_model(tmp_path / "model", **numbers), make_data(tmp_path / "data.jsonl")
     words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.devices=4"]
     answer = ask(*words, "strategy=tp")
     assert answer.code == 2
-    side = int(said.split()[1])
+    side = int(message.split()[1])
     assert (
-        f"strategy.tensor_parallel_size={together} does not divide {said} of {model} "
+        f"strategy.tensor_parallel_size={together} does not divide {message} of {model} "
         f"({side} / {together} leaves {side % together}); "
         "type strategy.tensor_parallel_size=2, or strategy=fsdp"
     ) in answer.said

@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism train as one process that holds everything."""
+"""FSDP2 and tensor parallelism train as one process without sharding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OF_FSDP: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "full", "recompute": "selective"}, {}),
 ]
 OF_TP: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    # Norms of single heads, biases of cut matrices, and a bias behind a sum.
+    # Norms of single heads, biases of split matrices, and a bias after an all-reduce.
     ({"kind": "full", "model_type": "qwen3", "head_dim": 8}, {}),
     ({"kind": "full", "model_type": "qwen2", "recompute": "full"}, {}),
     ({"kind": "lora", "model_type": "gpt_neox", "backend": "eager"}, {}),
@@ -74,12 +74,12 @@ def test_two_ranks_train_as_one(config: FsdpConfig, cases: list[Any]) -> None:
 
 @pytest.mark.parametrize("config", [COPIES, FSDP_TP, TP], ids=["2x2", "fsdp_tp", "tp of two"])
 def test_four_ranks_train_as_one(config: FsdpConfig) -> None:
-    """Copies of shares, shares of parts, and copies of parts."""
+    """Replicated shards, shards of split matrices, and replicated split matrices."""
     check_cases(4, config, [*CASES[:2], OF_TP[0]])
 
 
 def test_gradients_of_the_cases_are_large_enough_to_clip() -> None:
-    """As the cases would not show, were their gradients small."""
+    """Otherwise the cases would not test clipping."""
     norms = fsdp.train(model_builder("lora")())["norms"]
     assert min(norms) > CLIP
 
@@ -95,7 +95,7 @@ def test_a_run_continues_under_another_strategy(first: FsdpConfig, second: FsdpC
 
 
 def test_few_gradients_are_reduced_once_per_step() -> None:
-    """Whole gradients of a whole model would not fit beside it: they are shared out at once."""
+    """Many gradients are sharded after every micro-batch, since unsharded ones might not fit."""
     assert on_ranks(2, fsdp.has_gradients_by_micro_batch, FSDP, "lora") == [(False, True)] * 2
     assert on_ranks(2, fsdp.has_gradients_by_micro_batch, FSDP, "full") == [(True, True)] * 2
 
@@ -106,7 +106,7 @@ def test_weights_are_resharded_after_evaluation() -> None:
 
 
 def test_autocast_does_not_copy_gathered_weights() -> None:
-    """Each layer's copy would be kept for the backward pass: a whole model on every rank."""
+    """Copies of all layers, saved for the backward pass, would be a full model on every rank."""
     bf16, fp32 = "torch.bfloat16", "torch.float32"
     assert on_ranks(2, fsdp.dtypes_in_layers, FSDP, "full") == [[[bf16], [fp32], [fp32]]] * 2
     assert on_ranks(2, fsdp.dtypes_in_layers, FSDP, "lora") == [[[bf16, fp32], [fp32], [fp32]]] * 2
@@ -114,14 +114,14 @@ def test_autocast_does_not_copy_gathered_weights() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_hidden_states_between_layers_are_bf16(tied: bool) -> None:
-    """Where all weights train as well: in fp32 they are twice the memory and traffic."""
+    """Also if all weights are trained: fp32 would double their memory and traffic."""
     for config in (FSDP, GRAD_OP):
         found = on_ranks(2, fsdp.hidden_dtypes, config, {"tie_word_embeddings": tied})
         assert found == [["torch.bfloat16"]] * 2
 
 
 def test_embedding_and_head_are_gathered_only_while_in_use() -> None:
-    """They are the largest modules: of a 70B base in 4 bits, a tenth of a 24 GB card each."""
+    """They are the largest modules: for a 4-bit 70B base, a tenth of a 24 GB card each."""
     frozen = {"forward": [], "loss": ["head"], "backward": [], "after": []}
     assert on_ranks(2, fsdp.gathered_ends_in_step, FSDP, "lora") == [frozen] * 2
     (trained, _) = on_ranks(2, fsdp.gathered_ends_in_step, FSDP, "full")
@@ -140,7 +140,7 @@ def test_bf16_is_close_to_one_process() -> None:
 
 
 def test_4bit_weights_are_sharded() -> None:
-    """QLoRA: a rank that did not quantize the base computes with it to the same losses."""
+    """QLoRA: ranks that did not quantize the base compute the same losses."""
     alone = fsdp.train(fsdp.build_quantized())["losses"]
     assert on_ranks(2, fsdp.quantized_losses) == [pytest.approx(alone, abs=1e-5)] * 2
 
@@ -163,15 +163,15 @@ def test_tensor_parallel_has_two_all_reduces_per_layer_and_pass(kind: str) -> No
     (forward, backward), other = on_ranks(2, fsdp.count_all_reduces, TP, kind)
     assert (forward, backward) == other
     assert forward == 2 * layers
-    # Below the lowest LoRA nothing needs a gradient.
+    # Nothing below the lowest LoRA matrix needs a gradient.
     assert backward == 2 * layers - (kind == "lora")
 
 
 def test_a_split_head_never_gathers_logits() -> None:
-    """Its loss, gradients and weights are compared where two ranks train as one."""
+    """test_two_ranks_train_as_one compares its loss, gradients and weights."""
     layers = fsdp.ARCHITECTURE["num_hidden_layers"]
     assert isinstance(layers, int)
-    # In a chunk the largest logit, and the own one with the sum; back to the hidden states once.
+    # Per chunk: the largest logit, the label's logit with the sum; backward: hidden states once.
     assert (
         on_ranks(2, fsdp.count_all_reduces, TP, "lora", UNTIED)
         == [(2 * layers + 2, 2 * layers)] * 2
@@ -180,7 +180,7 @@ def test_a_split_head_never_gathers_logits() -> None:
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_replicated_weights_stay_equal_despite_rounding(kind: str) -> None:
-    """Full: also what the plan sums up, Qwen3's norms of single heads."""
+    """Includes Qwen3's norms of single heads, whose partial gradients are summed."""
     first, second = on_ranks(2, fsdp.replicated_weights_after_unequal_gradients, TP, kind)
     assert len(first) >= 12
     for name, weight in first.items():
@@ -202,7 +202,7 @@ def test_only_the_reading_rank_holds_the_full_model() -> None:
     reader, other = on_ranks(2, fsdp.measure_loading_memory, numbers)
     assert reader["built"] == [{"cpu"}] and other["built"] == [{"meta"}]
     assert reader["kept"] + other["kept"] == reader["whole"]
-    # Of the other half its rank has held one layer at a time, and what gloo and malloc need.
+    # The other rank has held one full layer at a time, and the overhead of gloo and malloc.
     assert other["grown"] < 0.9 * reader["whole"] < reader["grown"]
 
 
@@ -219,23 +219,23 @@ REFUSED: list[tuple[FsdpConfig, dict[str, Any], str]] = [
 
 def test_indivisible_sizes_are_refused() -> None:
     for answer in on_ranks(2, fsdp.refusals, [(config, made) for config, made, _ in REFUSED]):
-        for (_, _, expected), said in zip(REFUSED, answer, strict=True):
-            assert expected in said
+        for (_, _, expected), message in zip(REFUSED, answer, strict=True):
+            assert expected in message
 
 
 def losses_on_gpus(folder: Path, *words: str) -> dict[int, float]:
     from tests.conftest import read_column
     from tests.processes import type_train
 
-    code, _, said = type_train(folder, "trainer.accelerator=gpu", "adapter.dropout=0", *words)
-    assert code == 0, said
+    code, _, message = type_train(folder, "trainer.accelerator=gpu", "adapter.dropout=0", *words)
+    assert code == 0, message
     return read_column(folder, "train/loss")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_offload", "tp"])
 def test_one_gpu_trains_as_with_strategy_single(name: str, tmp_path: Path) -> None:
-    """A share that is the whole: where weights wait and gather, but do not travel."""
+    """Each shard is the full tensor: weights are gathered and offloaded, but not communicated."""
     alone, shared = (
         losses_on_gpus(tmp_path / strategy, f"strategy={strategy}", "trainer.devices=1")
         for strategy in ("single", name)

@@ -1,4 +1,4 @@
-"""The end of a fit moves nothing: saving and evaluation need the weights where they are."""
+"""The end of a fit moves no weights: saving and evaluation need them where they are."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Module(L.LightningModule):
 
 
 def fit(config: StrategyConfig, num_ranks: int) -> tuple[bool, list[str]]:
-    """Return whether a strategy gives the module back, and what of it is asked to end."""
+    """Return whether a strategy unwraps the module, and which of its parts are torn down."""
     strategy: Any = build_strategy(config, accelerator="cpu", num_ranks=num_ranks)
     ended: list[str] = []
     trainer = L.Trainer(
@@ -67,7 +67,7 @@ def test_two_ranks_tear_down_in_place(config: StrategyConfig) -> None:
 def test_optimizer_states_are_freed_before_the_end(
     train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The base is loaded beside what was trained, to verify it."""
+    """The base is loaded next to the trained model for verification, and needs the memory."""
     from app import train
 
     modules: list[Any] = []

@@ -1,4 +1,4 @@
-"""Top-k with error feedback: what is sent and what is left are all gradients."""
+"""Top-k with error feedback: sent and unsent gradients add up to all gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS, SHARE = 6, 0.02
 
 
 def gradients(share: float, bad_step: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """Return a rank's gradients behind each backward pass, and what it had not sent by then."""
+    """Return a rank's gradients after each backward pass, and its unsent gradients."""
     config = DdpConfig(compression="topk", topk_share=share)
     strategy: Any = prepare_strategy(build_strategy(config, accelerator="cpu", num_ranks=2))
     strategy.model = module = Matrix()

@@ -179,5 +179,5 @@ def test_rows_that_do_not_fit_the_disk_are_reported(
         logger.save()
     said = str(caught.value)
     assert "metrics.csv could not be written: No space left on device; it needs " in said
-    assert "iB are free; make room, then type resume=" in said
+    assert "iB are free; free disk space, then type resume=" in said
     assert exit_code(caught.value) == ENVIRONMENT_ERROR

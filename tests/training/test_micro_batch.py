@@ -1,4 +1,4 @@
-"""trainer.micro_batch_size=auto: by arithmetic, tried with a step, halved, alike on all ranks."""
+"""trainer.micro_batch_size=auto: the chosen size is probed, and halved on all ranks alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import app.assembly.auto
 import app.training.module
 from app.run import describe_global_batch
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
-from app.training.micro_batch import can_try, try_micro_batch
+from app.training.micro_batch import can_probe_micro_batch, probe_micro_batch
 from app.training.objective import batch_loss
 from app.training.trainer import Environment, TrainerConfig
 from data_modules import Batch
@@ -33,13 +33,13 @@ from tests.tiny import small_run
         (ZeroConfig(stage=1), False),
     ],
 )
-def test_ranks_that_wait_for_each_other_in_a_micro_batch_do_not_try_it(
+def test_no_probe_if_ranks_communicate_within_a_micro_batch(
     strategy: StrategyConfig, expected: bool
 ) -> None:
-    assert can_try(strategy) == expected
+    assert can_probe_micro_batch(strategy) == expected
 
 
-def test_another_number_of_ranks_may_not_divide_into_a_resumed_run_s_micro_batches() -> None:
+def test_a_resume_on_more_ranks_changes_micro_batches_that_no_longer_divide() -> None:
     before = {"packs": 8, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "num_ranks": 2}
     now = describe_global_batch(TrainerConfig(global_batch_size=8), 4, before)
     assert now == {
@@ -47,52 +47,54 @@ def test_another_number_of_ranks_may_not_divide_into_a_resumed_run_s_micro_batch
     }  # fmt: skip
 
 
-class Full:
-    """A device with room for `limit` tokens, and a step's work on it."""
+class LimitedDevice:
+    """A loss on a device with room for `limit` tokens."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.tried = limit, list[int]()
+        self.limit, self.batch_tokens = limit, list[int]()
 
     def __call__(self, model: Any, batch: Batch, *others: Any) -> Any:
         if torch.is_grad_enabled():
-            self.tried.append(batch.input_ids.numel())
-            if self.tried[-1] > self.limit:
+            self.batch_tokens.append(batch.input_ids.numel())
+            if self.batch_tokens[-1] > self.limit:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return batch_loss(model, batch, *others)
 
 
-def start_with(monkeypatch: pytest.MonkeyPatch, packs: int, limit: int) -> Full:
-    """Have the next run choose so many packs and try them, on a device with so much room."""
+def choose_micro_batch(monkeypatch: pytest.MonkeyPatch, packs: int, limit: int) -> LimitedDevice:
+    """Make the next run probe micro-batches of `packs`, with room for `limit` tokens."""
 
     def resolve(config: Any, data: Any, env: Environment, *_: Any) -> Environment:
         data.set_micro_batch_size(packs)
-        return replace(env.with_micro_batch(packs), tries_micro_batch=True)
+        return replace(env.with_micro_batch(packs), probes_micro_batch=True)
 
-    full = Full(limit)
+    device = LimitedDevice(limit)
     monkeypatch.setattr(app.assembly.auto, "resolve_micro_batch", resolve)
-    monkeypatch.setattr(app.training.module, "batch_loss", full)
-    return full
+    monkeypatch.setattr(app.training.module, "batch_loss", device)
+    return device
 
 
-WORDS = small_run(
+OVERRIDES = small_run(
     "trainer.gradient_accumulation_steps=8", "trainer.max_steps=2", "adapter.dropout=0.1"
 )
 
 
 @pytest.mark.slow
-def test_it_is_halved_until_it_fits_and_trains_as_if_it_had_been_typed(
+def test_the_size_is_halved_until_it_fits_and_trains_as_if_it_had_been_typed(
     train_run: TrainRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = train_run(*WORDS, "trainer.micro_batch_size=2", "trainer.gradient_accumulation_steps=4")
+    typed = train_run(
+        *OVERRIDES, "trainer.micro_batch_size=2", "trainer.gradient_accumulation_steps=4"
+    )
     with monkeypatch.context() as patch:
-        full = start_with(patch, packs=8, limit=600)
-        chosen = train_run(*WORDS)
-    said = capsys.readouterr().out
-    assert "micro-batch: 8 packs at once do not fit after all; 4 instead" in said
-    assert "micro-batch: 4 packs at once do not fit after all; 2 instead" in said
-    sizes = [tokens > full.limit for tokens in full.tried]
-    assert sizes[:4] == [True, True, False, False]  # twice: beside the gradients of the first
-    assert not any(sizes[4:])
+        device = choose_micro_batch(patch, packs=8, limit=600)
+        chosen = train_run(*OVERRIDES)
+    output = capsys.readouterr().out
+    assert "micro-batch: 8 packs do not fit in memory; using 4 instead" in output
+    assert "micro-batch: 4 packs do not fit in memory; using 2 instead" in output
+    is_too_large = [tokens > device.limit for tokens in device.batch_tokens]
+    assert is_too_large[:4] == [True, True, False, False]  # the last twice: with gradients present
+    assert not any(is_too_large[4:])
     for curve in ("train/loss", "val/loss"):
         assert read_column(typed, curve) == read_column(chosen, curve)
     before, after = (
@@ -108,14 +110,14 @@ def test_it_is_halved_until_it_fits_and_trains_as_if_it_had_been_typed(
 def test_a_single_pack_that_does_not_fit_ends_the_run(
     train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start_with(monkeypatch, packs=2, limit=1)
+    choose_micro_batch(monkeypatch, packs=2, limit=1)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        train_run(*WORDS)
+        train_run(*OVERRIDES)
 
 
-def test_a_rank_that_has_room_takes_what_the_others_have_room_for() -> None:
+def test_all_ranks_use_the_size_that_fits_on_every_rank() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
-    answers = iter([torch.tensor([1, 0]), torch.tensor([1, 1])])
+    fits_on_ranks = iter([torch.tensor([1, 0]), torch.tensor([1, 1])])
 
     class Data:
         batching = SimpleNamespace(micro_batch_size=6, accumulation_steps=1)
@@ -130,7 +132,7 @@ def test_a_rank_that_has_room_takes_what_the_others_have_room_for() -> None:
         datamodule=Data(),
         accumulate_grad_batches=1,
         val_check_interval=5,
-        strategy=SimpleNamespace(all_gather=lambda fits: next(answers)),
+        strategy=SimpleNamespace(all_gather=lambda fits: next(fits_on_ranks)),
         precision_plugin=SimpleNamespace(forward_context=nullcontext),
     )
     module: Any = SimpleNamespace(
@@ -142,6 +144,6 @@ def test_a_rank_that_has_room_takes_what_the_others_have_room_for() -> None:
         zero_grad=lambda: None,
         reset_step=lambda: None,
     )
-    try_micro_batch(module, "adamw")
+    probe_micro_batch(module, "adamw")
     assert (trainer.accumulate_grad_batches, trainer.val_check_interval) == (2, 10)
     assert trainer.datamodule.batching.micro_batch_size == 3

@@ -1,4 +1,4 @@
-"""`FusedLoraLinear` for a 4-bit matrix. Imports only with bitsandbytes, which peft needs for it."""
+"""`FusedLoraLinear` for a 4-bit matrix; can be imported only if bitsandbytes is installed."""
 
 from __future__ import annotations
 

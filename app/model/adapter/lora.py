@@ -217,7 +217,7 @@ def _peft_config(
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         target_modules=shortest(found.matrices, found.endings, all_names),
-        target_parameters=_experts_by_name(model, found) or None,
+        target_parameters=_expert_endings(model, found) or None,
         fan_in_fan_out=any(is_transposed),
         rank_pattern=dict(config.rank_pattern),
         alpha_pattern=dict(config.alpha_pattern),
@@ -335,7 +335,7 @@ def _lora_layers(model: peft.PeftModel) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
 
 
-def _experts_by_name(model: PreTrainedModel, found: targets.Targets) -> list[str]:
+def _expert_endings(model: PreTrainedModel, found: targets.Targets) -> list[str]:
     """Return the shortest name endings that match exactly the chosen experts' parameters."""
     endings = dict.fromkeys(".".join(name.split(".")[-2:]) for name in found.experts)
     return shortest(found.experts, endings, modules_of(model).experts)

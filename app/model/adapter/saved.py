@@ -1,4 +1,4 @@
-"""Save adapters, load them, and check that a saved adapter is complete and the one in memory."""
+"""Save and load adapters, and check saved adapters: complete, and equal to those in memory."""
 
 from __future__ import annotations
 
@@ -80,20 +80,20 @@ def _check_targets_train(model: peft.PeftModel, model_type: str, folder: Path) -
 def _check_patterns(config: peft.PeftConfig, model: PreTrainedModel, folder: Path) -> None:
     """Raise UserError for regular expressions that are invalid or may never end."""
     settings = config.to_dict()
-    given: dict[str, list[str]] = {}
+    expressions: dict[str, list[str]] = {}
     for key in ("target_modules", "exclude_modules", "feedforward_modules"):
         if isinstance(settings.get(key), str):
-            given[key] = [settings[key]]
+            expressions[key] = [settings[key]]
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in settings.get(key) or {}:
-            given[f"{key}: {pattern}"] = [expression_of_key(pattern)]
+            expressions[f"{key}: {pattern}"] = [expression_of_key(pattern)]
     layers = settings.get("layers_pattern") or []
     for pattern in [layers] if isinstance(layers, str) else layers:
-        given[f"layers_pattern: {pattern}"] = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\."]
+        expressions[f"layers_pattern: {pattern}"] = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\."]
     for name in settings.get("modules_to_save") or []:
-        given[f"modules_to_save: {name}"] = [rf"(^|.*\.){name}($|\..*)"]
+        expressions[f"modules_to_save: {name}"] = [rf"(^|.*\.){name}($|\..*)"]
     names = [name for name, _ in model.named_modules()]
-    if problems := check_patterns(given, names):
+    if problems := check_patterns(expressions, names):
         raise UserError([f"{folder / CONFIG_FILE}: {problem}" for problem in problems])
 
 

@@ -77,7 +77,7 @@ class Targets:
     frozen_experts: str = ""
     """reason why a mixture's experts stay frozen; empty if they do not"""
     endings: list[str] = field(default_factory=list)
-    """name endings by which peft may be given `matrices`"""
+    """name endings to try first when naming `matrices` to peft"""
     scaled_inputs: list[str] = field(default_factory=list)
     """members of `matrices` whose input IA3 scales instead of their output"""
     whole: list[str] = field(default_factory=list)
@@ -145,16 +145,18 @@ def _is_names(value: Any) -> bool:
 
 def _check_expressions(config: AdapterConfig, base: BaseModules) -> list[str]:
     """List the regular expressions that are invalid, or take too long on the base's names."""
-    given: dict[str, list[str]] = {}
+    expressions: dict[str, list[str]] = {}
     if isinstance(config, LoraConfig):
         if isinstance(targets := config.target_modules, str):
-            given[f"adapter.target_modules: {targets}"] = [targets]
+            expressions[f"adapter.target_modules: {targets}"] = [targets]
         for key in ("rank_pattern", "alpha_pattern"):
             for pattern in getattr(config, key):
-                given[f"adapter.{key}: {pattern}"] = [expression_of_key(pattern)]
+                expressions[f"adapter.{key}: {pattern}"] = [expression_of_key(pattern)]
     elif isinstance(config, FreezeConfig):
-        given = {f"adapter.modules: {pattern}": [pattern] for pattern in config.modules}
-    return check_patterns(given, dict.fromkeys([*(base.linear or ()), *(base.weighted or ())]))
+        expressions = {f"adapter.modules: {pattern}": [pattern] for pattern in config.modules}
+    return check_patterns(
+        expressions, dict.fromkeys([*(base.linear or ()), *(base.weighted or ())])
+    )
 
 
 def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
@@ -209,8 +211,8 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
 def _not_plain(names: list[str], base: BaseModules, own_forward: str | None = None) -> list[str]:
     """Return the linear modules on which an adapter would have no effect.
 
-    Their layer reads the weight instead of calling the module. `own_forward`: ending of one more,
-    on which peft refuses LoRA.
+    Their layer reads the weight instead of calling the module. `own_forward`: a further ending, on
+    which peft refuses LoRA.
     """
     endings = tuple(
         f".{end}" for end in (own_forward, *find_bypassed_linears(base.model_type)) if end

@@ -56,7 +56,7 @@ def wrap(
 
     from app.model.adapter.experts import fuse_experts, keep_target_modules, placeholders_for_packed
 
-    declare_ties(model)
+    drop_untied_keys(model)
     with keep_target_modules(), placeholders_for_packed(model):
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
     fuse_experts(adapted)
@@ -215,7 +215,7 @@ def ungroup_adapters(model: torch.nn.Module) -> None:
         vars(layer).pop("group", None)
 
 
-def declare_ties(model: PreTrainedModel) -> None:
+def drop_untied_keys(model: PreTrainedModel) -> None:
     """Remove keys from `_tied_weights_keys`, which peft trusts, whose weights are not tied.
 
     FLAN-T5's head is a separate matrix, but T5's class lists it as tied, and peft would copy the

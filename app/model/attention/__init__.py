@@ -1,8 +1,8 @@
-"""Which attention runs, and how the documents of a batch are kept apart from each other.
+"""Choose the attention backend of a run, and keep the documents of a batch apart in all backends.
 
-A packed batch holds many documents in one row, and no token may attend to another document. The
-boundaries of a batch become indices once, which every layer gets. Whether a model passes them on to
-its layers is checked before training (`check_isolation`).
+A packed row holds several documents, and no token may attend to another document. Document lengths
+are turned into index tensors or masks once per batch, and passed to all layers. `check_isolation`
+tests before training that a model uses them.
 """
 
 from app.model.attention.backends import (

@@ -1,7 +1,7 @@
-"""Find a model's mixers: run each module twice on a pack, and see what another document changes.
+"""Find a model's mixers: modules in which editing one document of a pack changes another's outputs.
 
-One whose outputs of a document change with another document is a mixer. Whether its kernels take
-the boundaries of documents is proven by the same search, in training too.
+The search also tests whether a mixer's kernels keep documents apart if they get their boundaries,
+in evaluation and in training.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.attention.documents import Lengths, group_documents
 from app.model.attention.mixers import (
-    ByDocument,
-    DocumentsOfModel,
+    ForwardWithDocuments,
+    MixerForward,
     has_isolated_mixers,
     transformers_model,
     use_documents,
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROBE = (5, 6)
-"""tokens of the two documents of the search"""
-ATTENTIONS = "ALL_ATTENTION_FUNCTIONS"
-"""name under which transformers' layers look up their attention"""
+"""lengths of the two documents of the search, in tokens"""
+ATTENTION_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+"""name of the registry in which transformers' layers look up their attention"""
 TOLERANCE = 2.0**-5
-"""largest difference of a kernel's outputs from those document by document, over their norm"""
-LEAST_EPS, FLOOR = 4, 1e-4
-"""least change that is a leak: in eps of the outputs' dtype, and as a share of their size"""
+"""largest norm of a difference between kernels with boundaries and runs document by document, as a
+share of the norm"""
+MIN_LEAK_EPS, MIN_LEAK_SHARE = 4, 1e-4
+"""smallest change that is a leak: in eps of the outputs' dtype, and as a share of their size"""
 
 
 def isolate_mixers(
@@ -44,16 +45,16 @@ def isolate_mixers(
     device: torch.device,
     inputs_of: Callable[[Lengths, torch.Tensor], dict[str, Any]],
 ) -> bool:
-    """Find a model's mixers and keep documents apart in them; return whether there are any.
+    """Find a model's mixers and make them keep documents apart; return whether there are any.
 
     Costs a forward pass of eleven tokens, in which every module runs three times. `inputs_of`
-    returns what the forward needs besides `input_ids` for given document lengths.
+    returns the forward's further arguments for document lengths and `input_ids`.
     """
     import torch
 
-    whole = transformers_model(model)
+    base = transformers_model(model)
     lengths = [list(PROBE)]
-    vocab_size = whole.config.get_text_config().vocab_size
+    vocab_size = base.config.get_text_config().vocab_size
     ids = torch.arange(3, 3 + sum(PROBE), device=device).unsqueeze(0) % vocab_size
     positions = torch.cat([torch.arange(length, device=device) for length in PROBE])
     documents = group_documents(lengths, (1, sum(PROBE)), device)
@@ -62,179 +63,189 @@ def isolate_mixers(
     was_training = model.training
     model.eval()
     try:
-        search.install(whole)
+        search.install(base)
         with torch.no_grad(), use_documents(documents):
             model(input_ids=ids, position_ids=positions.unsqueeze(0), use_cache=False, **inputs)
     finally:
         search.remove()
         model.train(was_training)
     if search.mixers and not has_isolated_mixers(model):
-        whole.forward = DocumentsOfModel(whole)
-    by_boundaries = {True: set[str](), False: set[str]()}
-    for module, takes_boundaries in search.mixers.items():
-        by_boundaries[takes_boundaries].add(type(module).__name__)
-    for takes, how in ((True, "by the boundaries of documents"), (False, "document by document")):
-        if by_boundaries[takes]:
-            log.info("packing: %s run %s", " and ".join(sorted(by_boundaries[takes])), how)
+        base.forward = ForwardWithDocuments(base)
+    for takes, how in ((True, "with document boundaries"), (False, "document by document")):
+        names = {type(mixer).__name__ for mixer, value in search.mixers.items() if value == takes}
+        if names:
+            log.info("packing: %s run %s", " and ".join(sorted(names)), how)
     return bool(search.mixers)
 
 
 class _Search:
-    """Tries every module inside of a forward pass, where a strategy has gathered its weights.
+    """Tests every module during a forward pass, in which a strategy has gathered its weights.
 
-    The innermost come first, so that what a mixer is a part of is tried with the mixer isolated.
+    Inner modules are tested first, so that a module that contains a mixer is tested with the mixer
+    isolated.
     """
 
     def __init__(self) -> None:
         self.mixers: dict[torch.nn.Module, bool] = {}
-        """whether kernels of each take the boundaries of documents"""
-        self._before: list[tuple[torch.nn.Module, Any]] = []
-        self._is_trying = False
+        """mixer -> whether its kernels support document boundaries"""
+        self._originals: list[tuple[torch.nn.Module, Any]] = []
+        self._is_testing = False
 
     def install(self, model: torch.nn.Module) -> None:
+        """Replace the forward of every module, except those that contain attention.
+
+        A leak through attention is a fault, which must not be covered up here.
+        """
         for module in model.modules():
-            own = vars(module).get("forward")
-            # A leak of attention is a fault, which is not to be covered up here.
-            if isinstance(own, ByDocument) or any(map(_is_attention, module.modules())):
+            original = vars(module).get("forward")
+            if isinstance(original, MixerForward) or any(map(_is_attention, module.modules())):
                 continue
-            self._before.append((module, own))
-            module.forward = _Trial(self, module)
+            self._originals.append((module, original))
+            module.forward = _TestedForward(self, module)
 
     def remove(self) -> None:
-        """Restore what each module ran before; those that were found keep running by document."""
-        for module, own in self._before:
+        """Restore the forward of each module; the mixers found keep their `MixerForward`."""
+        for module, original in self._originals:
             del module.forward
-            if own is not None:
-                module.forward = own
+            if original is not None:
+                module.forward = original
             if module in self.mixers:
-                module.forward = ByDocument(module, takes_boundaries=self.mixers[module])
+                module.forward = MixerForward(module, takes_boundaries=self.mixers[module])
 
-    def run(self, trial: _Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module, and find out whether it is a mixer."""
-        if self._is_trying or (edited := _edits(args, kwargs)) is None:
-            return trial.run(*args, **kwargs)
+    def run(self, tested: _TestedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module, and isolate its documents if it turns out to be a mixer."""
+        if self._is_testing or (edited := _edit_arguments(args, kwargs)) is None:
+            return tested.run(*args, **kwargs)
         try:
-            output = trial.run(*args, **kwargs)
+            output = tested.run(*args, **kwargs)
         except ValueError:
-            # So transformers says that only a kernel that is not installed takes boundaries.
-            return self._isolate(trial, args, kwargs, edited)
-        self._is_trying = True
-        first, second = (trial.run(*each[0], **each[1]) for each in edited)
-        self._is_trying = False
+            # transformers raises it if the kernel that supports boundaries is not installed.
+            return self._isolate(tested, args, kwargs, edited)
+        self._is_testing = True
+        first, second = (
+            tested.run(*edited_args, **edited_kwargs) for edited_args, edited_kwargs in edited
+        )
+        self._is_testing = False
         if not _leaks(output, first, second):
             return output
-        with suppress(UserError):  # this one cannot run by document, and the model is refused
-            return self._isolate(trial, args, kwargs, edited)
+        with suppress(UserError):  # it cannot run by document; `check_isolation` refuses the model
+            return self._isolate(tested, args, kwargs, edited)
         return output
 
     def _isolate(
-        self, trial: _Trial, args: tuple[Any, ...], kwargs: dict[str, Any], edited: list[Any]
+        self,
+        tested: _TestedForward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        edited: list[Any],
     ) -> Any:
+        """Choose how a mixer runs from now on, and return its output for these arguments."""
         from torch.utils._pytree import tree_leaves
 
         hidden = next(filter(_is_activation, tree_leaves((args, kwargs))))
         if hidden.device.type == "cpu":
             from app.model.cpu.packed_mixers import install_cpu_kernels
 
-            install_cpu_kernels(type(trial.module).forward)
-        by_document = ByDocument(trial.module, trial.forward)
+            install_cpu_kernels(type(tested.module).forward)
+        by_document = MixerForward(tested.module, tested.forward)
         output = by_document(*args, **kwargs)
-        self._is_trying = True
-        by_boundaries = ByDocument(trial.module, trial.forward, takes_boundaries=True)
+        self._is_testing = True
+        by_boundaries = MixerForward(tested.module, tested.forward, takes_boundaries=True)
         inputs = [(args, kwargs), *edited]
-        takes_boundaries = _is_right(by_boundaries, output, inputs) and _trains_right(
-            trial.module, by_boundaries, by_document, inputs
+        takes_boundaries = _isolates(by_boundaries, output, inputs) and _isolates_in_training(
+            tested.module, by_boundaries, by_document, inputs
         )
-        self._is_trying = False
-        trial.run = by_boundaries if takes_boundaries else by_document
-        self.mixers[trial.module] = takes_boundaries
+        self._is_testing = False
+        tested.run = by_boundaries if takes_boundaries else by_document
+        self.mixers[tested.module] = takes_boundaries
         return output
 
 
-def _is_right(forward: ByDocument, expected: Any, inputs: list[Any]) -> bool:
-    """Return whether a mixer's kernels keep documents apart by their boundaries.
+def _isolates(forward: MixerForward, expected: Any, inputs: list[Any]) -> bool:
+    """Return whether a mixer's kernels keep documents apart if they get boundaries.
 
-    `inputs`: as they are, and with each edit; `expected`: the outputs document by document.
+    `inputs`: the arguments, original and with each edit; `expected`: the output of a run document
+    by document.
     """
     import torch
 
     try:
         outputs = [forward(*args, **kwargs) for args, kwargs in inputs]
-    except Exception:  # noqa: BLE001  kernels that take no boundaries, and their compilers
+    except Exception:  # noqa: BLE001  of kernels without boundaries, and of kernel compilers
         return False
-    own, other = (one[0] if isinstance(one, tuple) else one for one in (outputs[0], expected))
-    is_whole = isinstance(own, torch.Tensor) and own.shape == other.shape
-    if not is_whole or not (own - other).norm() <= TOLERANCE * other.norm():
+    actual, expected = _first_output(outputs[0]), _first_output(expected)
+    is_same_shape = isinstance(actual, torch.Tensor) and actual.shape == expected.shape
+    if not is_same_shape or not (actual - expected).norm() <= TOLERANCE * expected.norm():
         return False
     return not _leaks(*outputs)
 
 
-def _trains_right(
-    module: torch.nn.Module, forward: ByDocument, by_document: ByDocument, inputs: list[Any]
+def _isolates_in_training(
+    module: torch.nn.Module, forward: MixerForward, by_document: MixerForward, inputs: list[Any]
 ) -> bool:
-    """Return whether `_is_right` holds in training as well, where other kernels may run.
+    """Return whether documents stay apart in training too, where other kernels may run.
 
-    Dropout is left out. Gradients of inputs and trained weights are compared, those of the first
-    document's outputs and of the second one's: none may reach the other document.
+    Compares outputs, and the gradients of inputs and trainable weights: those of the first
+    document's outputs, and of the second's. Dropout is disabled.
     """
     import torch
 
     with _in_training(module):
-        if not _is_right(forward, by_document(*inputs[0][0], **inputs[0][1]), inputs):
+        if not _isolates(forward, by_document(*inputs[0][0], **inputs[0][1]), inputs):
             return False
         try:
             with torch.enable_grad():
-                own, expected = (
-                    _gradients(module, one, inputs[0]) for one in (forward, by_document)
+                actual, expected = (
+                    _gradients(module, run, inputs[0]) for run in (forward, by_document)
                 )
         except Exception:  # noqa: BLE001  as in the forward pass
             return False
-    size = math.hypot(*(one.norm().item() for one in expected))
-    limit = torch.finfo(expected[0].dtype).eps * size
-    return len(own) == len(expected) and all(
-        (one - other).norm() <= TOLERANCE * other.norm() + limit
-        for one, other in zip(own, expected, strict=True)
+    total_norm = math.hypot(*(gradient.norm().item() for gradient in expected))
+    rounding = torch.finfo(expected[0].dtype).eps * total_norm
+    return len(actual) == len(expected) and all(
+        (gradient - other).norm() <= TOLERANCE * other.norm() + rounding
+        for gradient, other in zip(actual, expected, strict=True)
     )
 
 
 @contextmanager
 def _in_training(module: torch.nn.Module) -> Iterator[None]:
+    """Put a module into training mode in this context, except for its dropout."""
     from torch.nn.modules.dropout import _DropoutNd
 
-    before = [(one, one.training) for one in module.modules()]
-    for one, _ in before:
-        one.training = not isinstance(one, _DropoutNd)
+    modes = [(part, part.training) for part in module.modules()]
+    for part, _ in modes:
+        part.training = not isinstance(part, _DropoutNd)
     try:
         yield
     finally:
-        for one, was_training in before:
-            one.training = was_training
+        for part, was_training in modes:
+            part.training = was_training
 
 
-def _gradients(module: torch.nn.Module, forward: ByDocument, inputs: Any) -> list[torch.Tensor]:
-    """Return the gradients of each document's outputs, of activations document by document."""
+def _gradients(module: torch.nn.Module, forward: MixerForward, inputs: Any) -> list[torch.Tensor]:
+    """Return the gradients of each document's outputs, those of activations by document."""
     import torch
     from torch.utils._pytree import tree_map
 
     activations: list[torch.Tensor] = []
 
-    def lead(value: Any) -> Any:
+    def make_leaf(value: Any) -> Any:
         if not _is_activation(value):
             return value
         activations.append(value.detach().requires_grad_())
         return activations[-1]
 
-    args, kwargs = tree_map(lead, inputs)
-    output = forward(*args, **kwargs)
-    output = output[0] if isinstance(output, tuple) else output
-    # A strategy may have taken the others back already.
-    trained = [one for one in module.parameters() if one.requires_grad and one.numel()]
+    args, kwargs = tree_map(make_leaf, inputs)
+    output = _first_output(forward(*args, **kwargs))
+    # A strategy may have released inner modules' weights again, which are then empty.
+    weights = [weight for weight in module.parameters() if weight.requires_grad and weight.numel()]
     found: list[torch.Tensor] = []
     for part in output.split(PROBE, 1):
         direction = torch.arange(part.numel(), device=part.device).cos().view_as(part)
         gradients = torch.autograd.grad(
             (part * direction).sum(),
-            [*activations, *trained],
+            [*activations, *weights],
             retain_graph=True,
             materialize_grads=True,
         )
@@ -244,13 +255,13 @@ def _gradients(module: torch.nn.Module, forward: ByDocument, inputs: Any) -> lis
 
 
 def _is_attention(module: torch.nn.Module) -> bool:
-    """Return whether a module calls the attention that a model was built with."""
+    """Return whether a module calls the attention function that its model is configured with."""
     forward = inspect.unwrap(type(module).forward)
-    return ATTENTIONS in getattr(forward, "__code__", forward).co_names
+    return ATTENTION_REGISTRY in getattr(forward, "__code__", forward).co_names
 
 
-class _Trial:
-    """Stands in a module's forward during the search."""
+class _TestedForward:
+    """Replaces a module's forward during the search."""
 
     def __init__(self, search: _Search, module: Any) -> None:
         self._search, self.module = search, module
@@ -260,10 +271,10 @@ class _Trial:
         return self._search.run(self, args, kwargs)
 
 
-def _edits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Return the arguments with other activations in the first document, and in the second.
+def _edit_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Return two copies of the arguments, with edited activations in the first or second document.
 
-    None where no argument is an activation.
+    None if no argument is an activation.
     """
     from torch.utils._pytree import tree_leaves, tree_map
 
@@ -277,11 +288,11 @@ def _edits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     if not any(map(_is_activation, tree_leaves((args, kwargs)))):
         return None
     documents = slice(PROBE[0]), slice(PROBE[0], None)
-    return [tree_map(partial(edit, document=one), (args, kwargs)) for one in documents]
+    return [tree_map(partial(edit, document=document), (args, kwargs)) for document in documents]
 
 
 def _is_activation(value: Any) -> bool:
-    """Return whether an argument is a float [1, tokens, width]."""
+    """Return whether an argument is a floating-point tensor [1, tokens, features]."""
     import torch
 
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -291,22 +302,27 @@ def _is_activation(value: Any) -> bool:
 def _leaks(*outputs: Any) -> bool:
     """Return whether an edit of the first document changes the second one's outputs.
 
-    `outputs`: of the module as it is, and after each edit. Rounding is measured on the first
-    document when the second one is edited; an edit that changes nothing shows nothing.
+    `outputs`: a module's, for the original arguments and for each edit. Rounding is measured by how
+    far an edit of the second document moves the first, whose tokens all come before it.
     """
     import torch
 
-    found = [output[0] if isinstance(output, tuple) and output else output for output in outputs]
-    if not all(isinstance(one, torch.Tensor) and one.shape[:2] == (1, sum(PROBE)) for one in found):
+    found = [_first_output(output) for output in outputs]
+    shape = 1, sum(PROBE)
+    if not all(isinstance(output, torch.Tensor) and output.shape[:2] == shape for output in found):
         return False
     eps = torch.finfo(found[0].dtype).eps if found[0].is_floating_point() else 0.0
-    plain, first_edited, second_edited = (one.flatten(2)[0].float() for one in found)
-    moved = _size(plain - first_edited)[PROBE[0] :].max().item()
-    noise = _size(plain - second_edited)[: PROBE[0]].max().item()
-    least = max(LEAST_EPS * eps, FLOOR) * _size(plain).max().item()
-    return moved > max(4 * noise, least)
+    original, first_edited, second_edited = (output.flatten(2)[0].float() for output in found)
+    change = _rms(original - first_edited)[PROBE[0] :].max().item()
+    noise = _rms(original - second_edited)[: PROBE[0]].max().item()
+    smallest = max(MIN_LEAK_EPS * eps, MIN_LEAK_SHARE) * _rms(original).max().item()
+    return change > max(4 * noise, smallest)
 
 
-def _size(outputs: torch.Tensor) -> torch.Tensor:
-    """Return the root mean square of each token: [tokens]."""
+def _first_output(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) and output else output
+
+
+def _rms(outputs: torch.Tensor) -> torch.Tensor:
+    """Return the root mean square of each token, [tokens]."""
     return outputs.square().mean(-1).sqrt()

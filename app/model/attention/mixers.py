@@ -1,10 +1,9 @@
-"""Layers that mix tokens without attention: recurrent states, convolutions, token shifts.
+"""Keep documents apart in mixers: recurrent layers, convolutions and token shifts.
 
-They take no document boundaries on a CPU, and on a GPU only with kernels that take them. Which
-modules these are is found by `mixer_search`, not by a list of names. Where a mixer's kernels take
-the boundaries of the documents, by transformers' names, it runs the whole pack; else it runs
-document by document, those of similar lengths as one padded batch, with padding on the right, where
-no token sees it.
+`mixer_search` finds these modules by running them, not by a list of names. If a mixer's kernels
+support document boundaries, as some GPU kernels do, it runs whole packs with them. Otherwise it
+runs document by document: documents of similar lengths form a batch, padded on the right, where no
+token sees the padding.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ BOUNDARIES = (
     "max_length_k",
     "seq_idx",
 )
-"""arguments that describe a whole batch, which a mixer no longer sees"""
+"""arguments that describe a whole batch, which mixers do not get"""
 RECURRENT_MASK = "create_recurrent_attention_mask"
-"""name of the function by which transformers' models hide padding from recurrent layers"""
+"""name of the function with which transformers' models hide padding from recurrent layers"""
 
 
-class _Running:
-    """The documents of the pass that runs now.
+class _CurrentBatch:
+    """The documents of the forward pass in progress.
 
-    Not a context variable: a backward pass that recomputes a layer may be in a thread of autograd.
+    Not a context variable, since autograd may recompute a layer in a thread of its own.
     """
 
     documents: DocumentGroups | None = None
@@ -52,19 +51,19 @@ class _Running:
 
 @contextmanager
 def use_documents(documents: DocumentGroups | None) -> Iterator[None]:
-    """Run mixers on these documents; None: a row is one document."""
-    before, _Running.documents = _Running.documents, documents
+    """Run mixers on these documents in this context; None: every row is one document."""
+    before, _CurrentBatch.documents = _CurrentBatch.documents, documents
     try:
         yield
     finally:
-        _Running.documents = before
+        _CurrentBatch.documents = before
 
 
 def recompute_on_same_documents(run_layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a checkpoint recompute its layer on the documents that it first ran on."""
+    """Make an activation checkpoint recompute its layer on the documents of its forward pass."""
 
     def run(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        documents = _Running.documents
+        documents = _CurrentBatch.documents
 
         @wraps(layer)
         def on_same_documents(*inputs: Any, **named: Any) -> Any:
@@ -76,88 +75,92 @@ def recompute_on_same_documents(run_layer: Callable[..., Any]) -> Callable[..., 
     return run
 
 
-class DocumentsOfModel:
-    """A model's forward, which takes the documents of its mixers besides."""
+class ForwardWithDocuments:
+    """A model's forward with a further argument, `mixer_documents`."""
 
     def __init__(self, model: Any) -> None:
-        self._plain = model.forward
+        self._original = model.forward
         self.__signature__ = inspect.signature(model.forward)  # generation reads it
 
     def __call__(self, *args: Any, mixer_documents: Any = None, **kwargs: Any) -> Any:
         with use_documents(mixer_documents):
-            return self._plain(*args, **kwargs)
+            return self._original(*args, **kwargs)
 
 
-class ByDocument:
-    """A mixer's forward, document by document, or by their boundaries where its kernels take them.
+class MixerForward:
+    """A mixer's forward: document by document, or with boundaries if its kernels support them.
 
-    Boundaries of the attention do not reach it: they may count through several rows.
+    The boundaries for attention are dropped, since they may count through several rows.
     """
 
-    def __init__(self, module: Any, plain: Any = None, *, takes_boundaries: bool = False) -> None:
+    def __init__(
+        self, module: Any, original: Any = None, *, takes_boundaries: bool = False
+    ) -> None:
         import torch
 
-        self._module, self._plain = module, plain or module.forward
+        self._module, self._original = module, original or module.forward
         self.takes_boundaries = takes_boundaries
-        self._chunk = chunk_of(module)
-        # Documents differ from batch to batch: no graph of a compiled layer holds them.
+        self._chunk_size = find_chunk_size(module)
+        # Not in the graph of a compiled layer, since documents differ from batch to batch.
         self._run = torch.compiler.disable(
             run_by_boundaries if takes_boundaries else run_by_document
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         named = {key: value for key, value in kwargs.items() if key not in BOUNDARIES}
-        if _Running.documents is None:
-            return self._plain(*args, **named)
-        forward = self._plain if self.takes_boundaries else self._run_group
-        return self._run(forward, _Running.documents, args, named)
+        if _CurrentBatch.documents is None:
+            return self._original(*args, **named)
+        forward = self._original if self.takes_boundaries else self._run_group
+        return self._run(forward, _CurrentBatch.documents, args, named)
 
     def _run_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch of documents; on a CPU in chunks no longer than they are.
+        """Run a batch of documents, on a CPU with chunks that are not longer than the documents.
 
-        A scan pads each document to whole chunks (256 tokens in Mamba 2, 64 in a delta rule), whose
-        size changes no result. Kernels of a GPU are compiled for one size.
+        A scan pads each document to whole chunks (256 tokens in Mamba 2, 64 in a delta rule). Their
+        size does not change the result. GPU kernels are compiled for one size.
         """
         import torch
 
-        hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-        if self._chunk is None or hidden.device.type != "cpu":
-            return self._plain(*args, **kwargs)
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        hidden = next(tensors)
+        if self._chunk_size is None or hidden.device.type != "cpu":
+            return self._original(*args, **kwargs)
         tokens = hidden.shape[1]
         if "chunk_size" not in vars(self._module):
-            even = math.ceil(tokens / math.ceil(tokens / self._chunk))
-            return self._plain(*args, **kwargs, chunk_size=even)
-        self._module.chunk_size = min(self._chunk, tokens)
+            chunk_size = math.ceil(tokens / math.ceil(tokens / self._chunk_size))
+            return self._original(*args, **kwargs, chunk_size=chunk_size)
+        self._module.chunk_size = min(self._chunk_size, tokens)
         try:
-            return self._plain(*args, **kwargs)
+            return self._original(*args, **kwargs)
         finally:
-            self._module.chunk_size = self._chunk
+            self._module.chunk_size = self._chunk_size
 
 
 def mixers_run_by_document(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Go over the mixers of a model that run once for each group of documents of a batch."""
+    """Yield the mixers of a model that run once for each group of documents of a batch."""
     for module in model.modules():
         forward = vars(module).get("forward")
-        if isinstance(forward, ByDocument) and not forward.takes_boundaries:
+        if isinstance(forward, MixerForward) and not forward.takes_boundaries:
             yield module
 
 
-def chunk_of(module: Any) -> int | None:
-    """Return the tokens of a chunk in a mixer's scan, None where it is not known or not to choose.
+def find_chunk_size(module: Any) -> int | None:
+    """Return the tokens per chunk of a mixer's scan; None if it is unknown or cannot be changed.
 
-    It is the module's own, or the default of a function that its forward hands its arguments on to.
+    It is an attribute of the module, or a default of the function that its forward passes keyword
+    arguments on to.
     """
     own = vars(module).get("chunk_size")
     if type(own) is int:
         return own
     forward = inspect.unwrap(type(module).forward)
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in _parameters(forward).values())
-    if not takes_any or not inspect.isfunction(forward):
+    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in _parameters(forward).values())
+    if not takes_kwargs or not inspect.isfunction(forward):
         return None
     for name in forward.__code__.co_names:
         called = forward.__globals__.get(name)
-        if inspect.isfunction(called) and "chunk_size" in (taken := _parameters(called)):
-            default = taken["chunk_size"].default
+        if inspect.isfunction(called) and "chunk_size" in (parameters := _parameters(called)):
+            default = parameters["chunk_size"].default
             return default if type(default) is int else None
     return None
 
@@ -172,9 +175,9 @@ def run_by_boundaries(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run `forward` on all rows as one, with the boundaries of documents by transformers' names.
+    """Run `forward` on all rows joined into one, with the boundaries of the documents.
 
-    Kernels take boundaries for one row alone. Outputs as of `run_by_document`.
+    Kernels support boundaries only in a single row. Outputs as in `run_by_document`.
     """
     import torch
     from torch.utils._pytree import tree_map_only
@@ -187,13 +190,13 @@ def run_by_boundaries(
         return tensor.expand(rows, *tensor.shape[1:]).flatten(0, 1).unsqueeze(0)
 
     args, kwargs = tree_map_only(torch.Tensor, join, (args, kwargs))
-    with use_documents(None):  # what is inside gets the same boundaries
+    with use_documents(None):  # nested mixers get the same boundaries as arguments
         output = forward(*args, **kwargs, **documents.boundaries)
     if isinstance(output, torch.Tensor):
         return output.unflatten(1, (rows, tokens)).squeeze(0)
-    whole = 1, rows * tokens
+    joined = 1, rows * tokens
     return tuple(
-        part.unflatten(1, (rows, tokens)).squeeze(0) if _is_of_tokens(part, whole) else None
+        part.unflatten(1, (rows, tokens)).squeeze(0) if _has_shape(part, joined) else None
         for part in output
     )
 
@@ -206,20 +209,20 @@ def run_by_document(
 ) -> Any:
     """Run `forward` on batches of documents instead of rows.
 
-    Tensors [rows, tokens, ...] among the arguments are cut into documents, and such outputs put
-    together again; of a tuple's other outputs, as states, nothing remains. UserError for a mask of
-    queries by keys.
+    Arguments [rows, tokens, ...] are split into documents, and outputs of this shape joined again;
+    other outputs in a tuple, such as states, become None. Raises UserError for a mask of queries by
+    keys.
     """
     import torch
     from torch.utils._pytree import tree_map_only
 
     shape = documents.rows, documents.tokens
     outputs = []
-    with use_documents(None):  # what is inside runs on whole documents already
+    with use_documents(None):  # nested mixers already run on whole documents
         for index in documents.gather:
-            cut = partial(_cut, index=index, shape=shape)
-            on_group = tree_map_only(torch.Tensor, cut, (args, kwargs))
-            outputs.append(forward(*on_group[0], **on_group[1]))
+            gather = partial(_gather_documents, index=index, shape=shape)
+            group_args, group_kwargs = tree_map_only(torch.Tensor, gather, (args, kwargs))
+            outputs.append(forward(*group_args, **group_kwargs))
 
     def join(parts: list[torch.Tensor]) -> torch.Tensor:
         flat = torch.cat([part.flatten(0, 1) for part in parts])
@@ -229,33 +232,38 @@ def run_by_document(
         return join(outputs)
     sizes = [index.shape for index in documents.gather]
     return tuple(
-        join(list(parts)) if all(map(_is_of_tokens, parts, sizes)) else None
+        join(list(parts)) if all(map(_has_shape, parts, sizes)) else None
         for parts in zip(*outputs, strict=True)
     )
 
 
-def _cut(tensor: torch.Tensor, index: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def _gather_documents(
+    tensor: torch.Tensor, index: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
     rows, tokens = shape
     if tensor.ndim == 4 and tuple(tensor.shape[-2:]) == (tokens, tokens):
-        raise UserError("a mask of queries by keys cannot be cut into documents: type packing=none")
+        raise UserError(
+            "a mask of queries by keys cannot be split into documents: type packing=none"
+        )
     if tensor.ndim < 2 or tensor.shape[1] != tokens or tensor.shape[0] not in (1, rows):
         return tensor
     return tensor.expand(rows, *tensor.shape[1:]).flatten(0, 1)[index]
 
 
-def _is_of_tokens(value: Any, size: tuple[int, ...]) -> bool:
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether a value is a tensor whose first two dimensions are `shape`."""
     import torch
 
-    return isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == tuple(size)
+    return isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == tuple(shape)
 
 
 def has_isolated_mixers(model: torch.nn.Module) -> bool:
-    """Return whether mixers were found in a model, or in the base below its adapter."""
-    return isinstance(vars(transformers_model(model)).get("forward"), DocumentsOfModel)
+    """Return whether mixers were found in a model, or in the base of an adapter."""
+    return isinstance(vars(transformers_model(model)).get("forward"), ForwardWithDocuments)
 
 
 def masks_recurrent_layers(model: torch.nn.Module) -> bool:
-    """Return whether a model makes a mask for recurrent layers out of that for its attention."""
+    """Return whether a model derives a mask for recurrent layers from its attention mask."""
     return RECURRENT_MASK in vars(sys.modules[type(transformers_model(model)).__module__])
 
 
@@ -265,14 +273,14 @@ def mixer_inputs(
     shape: tuple[int, int],
     device: torch.device,
 ) -> dict[str, Any]:
-    """Return the argument of the forward that keeps documents apart in a model's mixers."""
+    """Return the keyword argument that keeps documents apart in a model's mixers, if any."""
     if not has_isolated_mixers(model):
         return {}
     return {ARGUMENT: group_documents(document_lengths, shape, device)}
 
 
 def transformers_model(model: torch.nn.Module) -> Any:
-    """Return the transformers model inside an adapter: peft calls its `forward`."""
+    """Return the transformers model inside an adapter, whose `forward` peft calls."""
     from transformers import PreTrainedModel
 
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))

@@ -1,4 +1,4 @@
-"""Check before training that a model is causal, isolates documents, and attends as in eager."""
+"""Checks at the start of training: a model is causal, isolates documents, and attends correctly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 EDITS = (11, 29)
-"""offsets added to token ids, one after the other"""
+"""offsets added to token ids; the second edit confirms what the first one shows"""
 MIN_ULPS, MAX_ULPS, MIN_SHARE = 2, 8, 1e-4
 """rounding error between batches of one shape: least and most units in the last place, and least
 share of the logits' spread"""
@@ -49,20 +49,20 @@ def check_isolation(
 ) -> None:
     """Raise UserError if editing one document of a pack changes another one's logits.
 
-    Costs three forward passes of eight tokens, on `device` or the model's. Needed since models
-    differ in what they pass on to their layers, and libraries change.
+    Costs three forward passes of eight tokens, on `device` or the model's device. Models differ in
+    what they pass on to their layers, and libraries change, so only a test run can show it.
     """
     device = device or model.device
-    share = _seen(model, backend, device)
-    if share is None:
-        return
-    if isolate_mixers(model, device, partial(attention_inputs, model, backend)):
-        share = _seen(model, backend, device)
-    if share is None:
+    leak = _measure_leak(model, backend, device)
+    if leak is not None and isolate_mixers(
+        model, device, partial(attention_inputs, model, backend)
+    ):
+        leak = _measure_leak(model, backend, device)
+    if leak is None:
         return
     raise UserError(
         f"attention={backend}: documents packed together see each other "
-        f"(editing one changes another one's logits by {share:.1%} of its own change): "
+        f"(editing one changes another one's logits by {leak:.1%} of its own change): "
         f"type {'attention=eager, or ' if _eager_isolates(model, backend, device) else ''}"
         "packing=none"
     )
@@ -71,10 +71,10 @@ def check_isolation(
 def hide_boundaries_from_mixers(
     model: PreTrainedModel, backend: str, device: torch.device | None = None
 ) -> None:
-    """Keep the boundaries that `backend` gives its attention for padded rows from the mixers.
+    """Isolate the mixers of a model for padded rows, if they fail with `backend`'s boundaries.
 
-    Few of their kernels take any, and these in one row alone: else there is a ValueError. Costs a
-    forward pass of two rows of four tokens.
+    Few kernels of mixers support boundaries, and only in a single row; others raise ValueError.
+    Costs a forward pass of two rows of four tokens.
     """
     import torch
 
@@ -96,12 +96,12 @@ def hide_boundaries_from_mixers(
         model.train(was_training)
 
 
-def _seen(model: PreTrainedModel, backend: str, device: torch.device) -> float | None:
-    """Return by how much an edit changes another document, as a share of its own change.
+def _measure_leak(model: PreTrainedModel, backend: str, device: torch.device) -> float | None:
+    """Return the change of the other document by an edit, as a share of the edited one's change.
 
-    None where the other one does not see it. A second edit where the first one is suspicious: an
-    expert's products round differently with other numbers of rows, which may break a tie between
-    experts.
+    None if the other document does not see the edit. A change must be confirmed by a second edit:
+    an expert's products round differently for another number of rows, which may flip the choice of
+    an expert.
     """
     share = 0.0
     for shift in EDITS:
@@ -110,25 +110,25 @@ def _seen(model: PreTrainedModel, backend: str, device: torch.device) -> float |
         except ValueError as error:
             if has_isolated_mixers(model) or isinstance(error, UserError):
                 raise
-            return 1.0  # transformers knows that a layer cannot keep them apart
+            return 1.0  # transformers reports that a layer cannot keep documents apart
         if own <= limit:
             raise ValueError(
                 f"attention={backend}: the isolation probe saw no effect of its own edit"
             )
-        if not others > limit:  # also where weights are NaN, which is not attention's fault
+        if not others > limit:  # or if weights are NaN, which is not a fault of attention
             return None
         share = others / own
     return share
 
 
 def _eager_isolates(model: PreTrainedModel, backend: str, device: torch.device) -> bool:
-    """Return whether eager attention keeps the documents apart."""
+    """Return whether eager attention keeps documents apart in this model."""
     if backend == "eager" or not model._can_set_attn_implementation():
         return False
     try:
         with use_backend(model, "eager"):
             _, others, limit = _effects_of_edit(model, "eager", device, EDITS[0])
-    except (UserError, RuntimeError):  # transformers before 5.14 gives recurrent layers its mask
+    except (UserError, RuntimeError):  # transformers < 5.14 passes its mask to recurrent layers
         return False
     return others <= limit
 
@@ -136,10 +136,10 @@ def _eager_isolates(model: PreTrainedModel, backend: str, device: torch.device) 
 def _effects_of_edit(
     model: PreTrainedModel, backend: str, device: torch.device, shift: int
 ) -> tuple[float, float, float]:
-    """Return how far an edit moves its own document's logits and the other's, and the rounding.
+    """Return the changes of the edited document's and the other's logits, and the rounding error.
 
-    Each is the largest of the document's tokens. Rounding is measured by how far an edit of the
-    second document moves the first one, whose tokens all come before it.
+    A change is the largest of the document's tokens. Rounding is measured by how far an edit of the
+    second document moves the first, whose tokens all come before it.
     """
     import torch
 
@@ -158,94 +158,96 @@ def _effects_of_edit(
             for ids in (tokens, *edits)
         )
     model.train(was_training)
-    moved = distances(logits, first_edited)
+    changes = distances(logits, first_edited)
     noise = 4 * distances(logits, second_edited)[:4].max().item()
-    least, most = (rounding(model, logits, ulps, MIN_SHARE) for ulps in (MIN_ULPS, MAX_ULPS))
-    limit = min(max(noise, least), most)
-    return moved[:4].max().item(), moved[4:].max().item(), limit
+    lower, upper = (rounding(model, logits, ulps, MIN_SHARE) for ulps in (MIN_ULPS, MAX_ULPS))
+    limit = min(max(noise, lower), upper)
+    return changes[:4].max().item(), changes[4:].max().item(), limit
 
 
 def check_pair_isolation(
     model: PreTrainedModel, backend: str, device: torch.device | None = None, *, is_packed: bool
 ) -> None:
-    """Raise UserError if a document's logits depend on what it shares a batch with.
+    """Raise UserError if a document's logits depend on the rest of its batch.
 
-    For encoder-decoder models; costs two forward passes of nine and five tokens, on `device` or the
-    model's. Packed, a document is compared before one neighbour and after another: if it sees
-    either, or positions count from the row's start, its logits differ. Padded, the padding's tokens
-    change.
+    For encoder-decoder models. Costs two forward passes of nine source and five target tokens, on
+    `device` or the model's device. Packed, a document is placed before one neighbour, then after
+    another: its logits differ if it sees either of them, or if positions count from the start of
+    the row. Padded, the tokens of the padding differ.
     """
     device = device or model.device
     difference, limit = _pair_difference(model, backend, device, is_packed=is_packed)
     if difference > limit:
+        override = _suggest_override(model, backend, device, is_packed=is_packed)
         raise UserError(
-            f"attention={backend}: {_fault(is_packed)} (logits differ by {difference:.2g}): "
-            f"type {_instead_of_pairs(model, backend, device, is_packed=is_packed)}"
+            f"attention={backend}: {_describe_fault(is_packed)} "
+            f"(logits differ by {difference:.2g}): type {override}"
         )
 
 
 def _pair_difference(
     model: PreTrainedModel, backend: str, device: torch.device, *, is_packed: bool
 ) -> tuple[float, float]:
-    """Return how far a document's logits move with what is around it, and the rounding error."""
+    """Return the difference of a document's logits in two contexts, and the rounding error."""
     import torch
 
     was_training = model.training
     model.eval()
     with torch.no_grad(), use_backend(model, backend):
-        logits, others = (_moved if is_packed else _padded)(model, backend, device)
+        run = _logits_beside_documents if is_packed else _logits_beside_padding
+        logits, others = run(model, backend, device)
     model.train(was_training)
-    # Of equal shapes, so that rounding is small: a wrong position changes far more.
+    # The shapes are equal, so rounding is small; a wrong position changes far more.
     return distances(logits, others).max().item(), rounding(model, logits, MAX_ULPS, MIN_SHARE)
 
 
-def _instead_of_pairs(
+def _suggest_override(
     model: PreTrainedModel, backend: str, device: torch.device, *, is_packed: bool
 ) -> str:
-    """Return what to type to keep the documents of this model apart, after trying it."""
+    """Return the override to type with which this model keeps documents apart, after trying it."""
     choices = {"packing=none": backend} if is_packed else {}
     if backend != "eager":
         choices["attention=eager packing=none" if is_packed else "attention=eager"] = "eager"
-    for words, other in choices.items():
+    for override, other in choices.items():
         difference, limit = _pair_difference(model, other, device, is_packed=False)
         if difference <= limit:
-            return words
+            return override
     return "model.path=ANOTHER_BASE"
 
 
-def _fault(is_packed: bool) -> str:
+def _describe_fault(is_packed: bool) -> str:
     if is_packed:
-        return "documents packed together see each other, or begin at wrong positions"
+        return "documents packed together see each other, or start at wrong positions"
     return "documents see the padding after them"
 
 
 def distances(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Return the RMS difference of each token's logits [tokens, vocabulary]: [tokens].
 
-    The mean of a token's logits, such as a head's bias, changes no probability and is taken off.
+    A difference that all logits of a token share is subtracted: it changes no probability.
     """
-    difference = logits.float() - others.float()
-    return _spread(difference)
+    return _spread(logits.float() - others.float())
 
 
-def rounding(model: PreTrainedModel, logits: torch.Tensor, ulps: float, floor: float) -> float:
-    """Return the RMS rounding error of `logits` [tokens, vocabulary].
+def rounding(model: PreTrainedModel, logits: torch.Tensor, ulps: float, min_share: float) -> float:
+    """Return the RMS rounding error to expect of `logits` [tokens, vocabulary].
 
-    `ulps` units in the last place of their spread, at least `floor` of it; and half a unit of their
-    mean, to which the last sum rounds them.
+    It is `ulps` units in the last place of their spread, or `min_share` of the spread if that is
+    more, plus half a unit of their mean, which the last addition rounds.
     """
-    eps = _precision(model, logits)
+    eps = _coarsest_eps(model, logits)
     spread = _spread(logits.float()).square().mean().sqrt().item()
-    shared = logits.float().mean(-1).abs().max().item()
-    return max(ulps * eps, floor) * spread + eps / 2 * shared
+    mean = logits.float().mean(-1).abs().max().item()
+    return max(ulps * eps, min_share) * spread + eps / 2 * mean
 
 
 def _spread(logits: torch.Tensor) -> torch.Tensor:
+    """Return the standard deviation of each token's logits."""
     return (logits - logits.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
-def _precision(model: PreTrainedModel, logits: torch.Tensor) -> float:
-    """Return the coarsest machine epsilon of weights, autocast and matrix products."""
+def _coarsest_eps(model: PreTrainedModel, logits: torch.Tensor) -> float:
+    """Return the largest machine epsilon of weights, autocast and matrix products."""
     import torch
 
     device = logits.device.type
@@ -257,40 +259,42 @@ def _precision(model: PreTrainedModel, logits: torch.Tensor) -> float:
     return eps if is_exact else max(eps, TF32_EPS)
 
 
-def _moved(
+def _logits_beside_documents(
     model: PreTrainedModel, backend: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits [3, vocabulary] of a document before one neighbour, and after another."""
+    """Return a document's logits [3, vocabulary] before one neighbour, and after another one."""
     import torch
 
-    source, target = _ids(model, device, 4, 3)
-    others, other_targets = _ids(model, device, 10, 4)
+    source, target = _token_ranges(model, device, 4, 3)
+    others, other_targets = _token_ranges(model, device, 10, 4)
     first = torch.cat([source, others[:5]]), torch.cat([target, other_targets[:2]])
     second = torch.cat([others[5:], source]), torch.cat([other_targets[2:], target])
     before = _pair_logits(model, backend, *first, [4, 5], [3, 2])
     return before[:3], _pair_logits(model, backend, *second, [5, 4], [2, 3])[2:]
 
 
-def _padded(
+def _logits_beside_padding(
     model: PreTrainedModel, backend: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits [3, vocabulary] of a document before two kinds of padding."""
+    """Return a document's logits [3, vocabulary] before padding of some tokens, and of others."""
     import torch
 
-    source, target = _ids(model, device, 4, 3)
-    padding, other_padding = _ids(model, device, 10, 4)
+    source, target = _token_ranges(model, device, 4, 3)
+    padding, other_padding = _token_ranges(model, device, 10, 4)
     first = torch.cat([source, padding[:5]]), torch.cat([target, other_padding[:2]])
     second = torch.cat([source, padding[5:]]), torch.cat([target, other_padding[2:]])
     before = _pair_logits(model, backend, *first, [4], [3])
     return before[:3], _pair_logits(model, backend, *second, [4], [3])[:3]
 
 
-def _ids(model: PreTrainedModel, device: torch.device, *lengths: int) -> tuple[torch.Tensor, ...]:
-    """Return two ranges of token ids that start at different tokens."""
+def _token_ranges(
+    model: PreTrainedModel, device: torch.device, *lengths: int
+) -> tuple[torch.Tensor, ...]:
+    """Return a range of token ids of each length, each starting at another id."""
     import torch
 
     vocab_size = model.config.get_text_config().vocab_size
-    return tuple(torch.arange(n, n + n, device=device) % vocab_size for n in lengths)
+    return tuple(torch.arange(length, 2 * length, device=device) % vocab_size for length in lengths)
 
 
 def _pair_logits(
@@ -308,10 +312,10 @@ def _pair_logits(
 
 
 def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> None:
-    """Raise UserError where tokens see those after them, as in a BERT.
+    """Raise UserError if tokens attend to later tokens, as in BERT.
 
     Such a model would see the answers that it is trained on. Costs two forward passes of eight
-    tokens, on `device` or the model's.
+    tokens, on `device` or the model's device.
     """
     import torch
 
@@ -324,18 +328,20 @@ def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> 
     model.eval()
     with torch.no_grad():
         logits, others = (
-            model(input_ids=one, use_cache=False).logits[0, :half].float() for one in (ids, edited)
+            model(input_ids=tokens, use_cache=False).logits[0, :half].float()
+            for tokens in (ids, edited)
         )
     model.train(was_training)
-    # The median token: one or two may get another expert by rounding.
-    moved = (logits - others).std(-1).median()
-    if moved > VISIBLE_CHANGE * logits.std(-1).mean():
-        kind, fields = model.config.model_type, ("is_decoder", "causal")
-        causal = next((one for one in fields if getattr(model.config, one, None) is False), None)
-        other = f'; one is causal where its config.json says "{causal}": true' if causal else ""
+    # The median token: rounding may send one or two tokens to another expert.
+    change = (logits - others).std(-1).median()
+    if change > VISIBLE_CHANGE * logits.std(-1).mean():
+        fields = ("is_decoder", "causal")
+        field = next((name for name in fields if getattr(model.config, name, None) is False), None)
+        model_type = model.config.model_type
+        hint = f'; {model_type} models with "{field}": true in config.json are causal'
         raise UserError(
-            f"{kind} models let a token see those after it, so that this one would see the answers "
-            f"that it is trained on: type model.path=ANOTHER_BASE{other}"
+            f"{model_type} models attend to later tokens, so this one would see the answers that "
+            f"it is trained on: type model.path=ANOTHER_BASE{hint if field else ''}"
         )
 
 
@@ -344,21 +350,21 @@ def check_against_eager(
 ) -> None:
     """Raise UserError if a document's logits are not those of the model's own eager attention.
 
-    Packed, the document comes after another one; padded, before padding; the reference is the
-    document alone. Windows and chunks are shortened meanwhile, so that the document is longer. For
-    causal models; costs two forward passes of 17 and 12 tokens, on `device` or the model's.
+    The document is packed after another one, or followed by padding; the reference is the document
+    alone. Sliding windows and chunks are shortened meanwhile, below the document's length. For
+    causal models. Costs forward passes of 17 and 12 tokens, on `device` or the model's device.
     """
     if backend != "eager" and not model._can_set_attn_implementation():
-        return  # layers of a class of their own cannot run another attention
-    probe = partial(_difference, model, device or model.device)
-    difference, limit = probe(backend, is_packed)
-    if difference <= limit or math.isnan(limit):  # NaN weights are not attention's fault
+        return  # its layers compute attention themselves and run no other
+    measure = partial(_difference_to_eager, model, device or model.device)
+    difference, limit = measure(backend, is_packed)
+    if difference <= limit or math.isnan(limit):  # NaN weights are not a fault of attention
         return
     others = {"attention=eager": ("eager", is_packed)} if backend != "eager" else {}
     if is_packed:
         others["packing=none"] = (backend, False)
-    agree = (words for words, other in others.items() if operator.le(*probe(*other)))
-    instead = next(agree, "model.path=ANOTHER_BASE")
+    working = (override for override, run in others.items() if operator.le(*measure(*run)))
+    instead = next(working, "model.path=ANOTHER_BASE")
     raise UserError(
         f"attention={backend}: {model.config.model_type} models compute other logits for a "
         f"document in a {'pack' if is_packed else 'padded row'} than for the same document alone "
@@ -367,10 +373,10 @@ def check_against_eager(
     )
 
 
-def _difference(
+def _difference_to_eager(
     model: Any, device: torch.device, backend: str, is_packed: bool
 ) -> tuple[float, float]:
-    """Return the difference of the logits, and the rounding error."""
+    """Return the difference of a document's logits to eager attention, and the rounding error."""
     import torch
 
     lengths = [NEIGHBOUR_TOKENS, DOCUMENT_TOKENS] if is_packed else [DOCUMENT_TOKENS]
@@ -383,20 +389,20 @@ def _difference(
     model.eval()
     with torch.no_grad(), _short_reaches(model):
         with use_backend(model, backend):
-            found = _found(model, backend, ids, lengths)[document]
+            found = _row_logits(model, backend, ids, lengths)[document]
         with use_backend(model, "eager"):
             expected = model(input_ids=ids[:, document], use_cache=False).logits[0]
     model.train(was_training)
-    # The median token: one or two may get another expert by rounding.
+    # The median token: rounding may send one or two tokens to another expert.
     difference = distances(found, expected)[1:].median().item()
     return difference, rounding(model, expected, KERNEL_ULPS, KERNEL_MIN_SHARE)
 
 
-def _found(model: Any, backend: str, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def _row_logits(model: Any, backend: str, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     import torch
 
     inputs = attention_inputs(model, backend, [lengths], ids)
-    if len(lengths) > 1:  # else the model computes positions itself, as in training
+    if len(lengths) > 1:  # for a single document, models compute positions themselves
         positions = torch.cat([torch.arange(length) for length in lengths])
         inputs["position_ids"] = torch.zeros_like(ids)
         inputs["position_ids"][0, : len(positions)] = positions.to(ids.device)
@@ -406,8 +412,8 @@ def _found(model: Any, backend: str, ids: torch.Tensor, lengths: list[int]) -> t
         if backend == "eager":
             raise
         raise UserError(
-            f"attention={backend}: {model.config.model_type} models read the attention mask as "
-            f"only eager attention builds it ({type(error).__name__}: {error}): "
+            f"attention={backend}: {model.config.model_type} models need an attention mask that "
+            f"only eager attention builds ({type(error).__name__}: {error}): "
             "type attention=eager"
         ) from error
     return logits
@@ -415,21 +421,21 @@ def _found(model: Any, backend: str, ids: torch.Tensor, lengths: list[int]) -> t
 
 @contextmanager
 def _short_reaches(model: torch.nn.Module) -> Iterator[None]:
-    """Shorten the windows and chunks of a model's configs and layers to `REACH` tokens."""
+    """Shorten the windows and chunks of a model to `REACH` tokens in this context."""
     from transformers import PreTrainedModel
 
     configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     holders = [*model.modules(), *configs, *(config.get_text_config() for config in configs)]
-    before = [
+    originals = [
         (holder, name, reach)
         for holder in holders
         for name in REACHES
         if type(reach := vars(holder).get(name)) is int and reach > REACH
     ]
-    for holder, name, _ in before:
+    for holder, name, _ in originals:
         setattr(holder, name, REACH)
     try:
         yield
     finally:
-        for holder, name, reach in before:
+        for holder, name, reach in originals:
             setattr(holder, name, reach)

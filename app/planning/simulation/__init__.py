@@ -75,7 +75,7 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
     elif config.trainer.compile:
         why = "compiled layers cannot be simulated; type trainer.compile=false,"
     elif obstacle := find_obstacle():
-        why = f"{obstacle}; install one, as by apt install g++,"
+        why = f"{obstacle},"
     if why is not None:
         raise UserError(f"plan.simulate=true: {why} {FALLBACK}")
 

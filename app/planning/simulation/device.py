@@ -30,9 +30,14 @@ class FakeDeviceError(Exception):
 
 
 def find_obstacle() -> str | None:
-    """Return why the fake device cannot be built on this machine; None if it can."""
+    """Return why the fake device cannot be built on this machine, and the fix; None if it can."""
     if shutil.which("g++") is None:
-        return "there is no C++ compiler (g++)"
+        return "there is no C++ compiler (g++); install one, as by apt install g++"
+    if (_torch_folder() / "lib" / "libtorch_cuda.so").exists():
+        return (
+            "this PyTorch is built for CUDA, and would use its real device; install PyTorch's CPU "
+            "build in another environment"
+        )
     return None
 
 
@@ -62,8 +67,6 @@ def _load_device() -> Any:
 
     # Computed here, since bitsandbytes' quantization map needs real values.
     functional.name2qmap["dynamic"] = functional.create_dynamic_map()
-    if torch.version.cuda is not None:
-        raise FakeDeviceError("this PyTorch is built for CUDA, and would use its real device")
     _patch_fake_tensors(torch)
     _patch_attention(torch)
     # For fake tensors transformers would skip work, such as reading whether a mask is needed.
@@ -84,11 +87,16 @@ def start() -> None:
     install_kernels()
 
 
-def _load_guard() -> None:
-    """Build the guard into a temporary folder and load it, before torch starts its threads."""
+def _torch_folder() -> Path:
+    """Return the folder of the installed PyTorch, without importing it."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
-    torch_folder = Path(spec.origin).parent
+    return Path(spec.origin).parent
+
+
+def _load_guard() -> None:
+    """Build the guard into a temporary folder and load it, before torch starts its threads."""
+    torch_folder = _torch_folder()
     libraries = torch_folder / "lib"
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)

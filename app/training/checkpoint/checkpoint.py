@@ -1,7 +1,7 @@
-"""One checkpoint on the disk: every byte verified first, tensors read lazily.
+"""A checkpoint on disk: every byte is verified before it is used, tensors are read lazily.
 
-Nothing in it is executable: tensors are safetensors files, the rest is JSON. A checkpoint with any
-other file, or with one that its manifest does not list, is damaged.
+It contains nothing executable: tensors are safetensors files, everything else is JSON. A checkpoint
+with any other file, or with a file that its manifest does not list, is damaged.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 1
-"""version of the layout; a reader refuses a higher one"""
+"""version of the checkpoint format; a higher one is refused when read"""
 MARKER, MANIFEST = "COMMITTED", "manifest.json"
 TENSORS, DOCUMENT = ".safetensors", ".json"
 KEYS = {"format", "step", "metric", "details", "versions", "files"}
 FILE_KEYS = {"sha256", "num_bytes"}
 LIBRARIES = ("loft", "torch", "lightning", "transformers", "peft", "safetensors")
 MAX_JSON_BYTES = 64 << 20
-"""a manifest of a thousand ranks takes 1 MiB, a year of validations 30"""
+"""largest JSON file that is read: the manifest of a thousand ranks has 1 MiB, a year of validations
+30 MiB"""
 MAX_DAMAGES = 5
-"""listed of one checkpoint"""
+"""most damages listed of one checkpoint"""
 MAX_READERS = 4
-"""files that are verified in parallel"""
+"""number of files verified in parallel"""
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class DamageError(ValueError):
-    """A checkpoint is not as it was written: `damages` describes each file that differs."""
+    """A checkpoint is not as it was written; `damages` describes each damaged file."""
 
     def __init__(self, damages: Iterable[str]) -> None:
         self.damages = list(damages)
@@ -55,7 +56,7 @@ class DamageError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint on the disk."""
+    """A committed checkpoint on disk."""
 
     folder: Path
     step: int
@@ -63,7 +64,7 @@ class Checkpoint:
 
     @property
     def metric(self) -> float | None:
-        """The value that `keep_best` ranks by; lower is better."""
+        """Value that `keep_best` ranks by, lower is better; None if it was not measured."""
         return self.manifest["metric"]
 
     @property
@@ -72,29 +73,32 @@ class Checkpoint:
         return self.manifest["details"]
 
     def names(self) -> list[str]:
-        """Return the names of its files, without their suffixes."""
+        """Return the names of the checkpoint's files, without their suffixes."""
         return sorted(Path(file).stem for file in self.manifest["files"])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of `name` from every rank's file, memory-mapped; KeyError if none."""
+        """Return the tensors of `name` from the files of all ranks, memory-mapped.
+
+        KeyError if there is no such file.
+        """
         tensors: dict[str, Tensor] = {}
         for file in self._files_of(name):
             tensors |= read_tensors(file)
         return tensors
 
     def file_of(self, name: str, key: str) -> str:
-        """Return the file that has tensor `key` of `name`, or rank 0's if none has it."""
+        """Return the file that contains tensor `key` of `name`; that of rank 0 if none does."""
         files = self._files_of(name)
         return next((file.name for file in files if key in names_in(file)), files[0].name)
 
     def document(self, name: str) -> Json:
-        """Return what `add_document` was given; KeyError if missing, ValueError if not JSON."""
+        """Return a JSON document; KeyError if it is missing, ValueError if it is not JSON."""
         return read_json(_small_file(self._file(name + DOCUMENT)))
 
     def _files_of(self, name: str) -> list[Path]:
         """Return the files of `name`, rank 0's first."""
-        of_ranks = re.compile(rf"{re.escape(name)}-rank-\d+")
-        others = [other for other in self.names() if of_ranks.fullmatch(other)]
+        pattern = re.compile(rf"{re.escape(name)}-rank-\d+")
+        others = [other for other in self.names() if pattern.fullmatch(other)]
         return [self._file(each + TENSORS) for each in (name, *others)]
 
     def _file(self, name: str) -> Path:
@@ -104,15 +108,15 @@ class Checkpoint:
 
 
 def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
-    """Verify every byte of the checkpoint in `folder`, of `step` if given.
+    """Load the checkpoint in `folder`, of `step` if given, after verifying every byte.
 
-    DamageError names every file that is not as it was written. UserError if the checkpoint was
-    written by a newer version of this program.
+    DamageError names every damaged file. UserError if the checkpoint was written by a newer version
+    of this program.
     """
     manifest = read_manifest(folder)
     if step not in (None, manifest["step"]):
-        raise DamageError([f"{MANIFEST} is of step {manifest['step']}"])
-    files = {name: disk.Written(**written) for name, written in manifest["files"].items()}
+        raise DamageError([f"{MANIFEST} belongs to step {manifest['step']}"])
+    files = {name: disk.WrittenFile(**written) for name, written in manifest["files"].items()}
     damages = [f"{name!r} is not a valid file name" for name in files if not _is_valid(name)]
     present = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
     unknown = sorted(present - {*files, MANIFEST, MARKER})
@@ -140,19 +144,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, OverflowError):
         raise DamageError([f"{MANIFEST} is unreadable"]) from None
     if file_format > FORMAT:
-        raise UserError(_is_newer(folder, manifest, file_format))
+        raise UserError(_describe_newer_format(folder, manifest, file_format))
     if not _is_manifest(manifest):
         raise DamageError([f"{MANIFEST} is unreadable"])
     return manifest
 
 
 def marker_of(manifest_sha256: str) -> bytes:
-    """Return the content of a checkpoint's marker."""
+    """Return the content of a checkpoint's marker file."""
     return f"{manifest_sha256}\n".encode()
 
 
 def read_json(text: bytes) -> Json:
-    """Parse a document of a checkpoint; ValueError says what is wrong."""
+    """Parse a JSON document of a checkpoint; ValueError if it is not valid."""
     try:
         return json.loads(text.decode("utf-8"))
     except RecursionError:
@@ -170,9 +174,13 @@ def _is_manifest(manifest: Mapping[str, Any]) -> bool:
         and manifest["step"] >= 0
         and (manifest["metric"] is None or is_number(manifest["metric"]))
         and isinstance(files, dict)
-        and all(isinstance(one, dict) and set(one) == FILE_KEYS for one in files.values())
-        and all(type(one["num_bytes"]) is int for one in files.values())
-        and all(type(one["sha256"]) is str for one in files.values())
+        and all(
+            isinstance(file, dict)
+            and set(file) == FILE_KEYS
+            and type(file["num_bytes"]) is int
+            and type(file["sha256"]) is str
+            for file in files.values()
+        )
     )
 
 
@@ -183,11 +191,11 @@ def _printable(name: str) -> str:
 def _small_file(file: Path) -> bytes:
     """Read a whole file; DamageError unless it is a regular file of at most MAX_JSON_BYTES."""
     try:
-        # Opening a FIFO would block, and a link may lead to one.
+        # Opening a FIFO would block, and a link may point to one.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise DamageError([f"{file.name} is not a file"])
+                raise DamageError([f"{file.name} is not a regular file"])
             content = stream.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:
         raise DamageError([f"{file.name} is missing"]) from None
@@ -198,29 +206,29 @@ def _small_file(file: Path) -> bytes:
     return content
 
 
-def _is_newer(folder: Path, manifest: Mapping[str, Any], file_format: int) -> str:
+def _describe_newer_format(folder: Path, manifest: Mapping[str, Any], file_format: int) -> str:
     written_by = manifest.get("versions")
-    theirs = written_by.get("loft") if isinstance(written_by, dict) else None
-    if not (isinstance(theirs, str) and re.fullmatch(r"[\w.+-]{1,40}", theirs, re.ASCII)):
-        theirs = "(of unknown version)"
+    version = written_by.get("loft") if isinstance(written_by, dict) else None
+    if not (isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,40}", version, re.ASCII)):
+        version = "(of unknown version)"
     return (
-        f"{folder / MANIFEST}: written by loft {theirs} as format {file_format}; "
+        f"{folder / MANIFEST}: written by loft {version} as format {file_format}; "
         f"this is loft {versions().get('loft')}, which reads up to format {FORMAT}; upgrade loft, "
         "or resume from an older checkpoint with resume=FOLDER"
     )
 
 
-def _check_size(file: Path, expected: disk.Written) -> Iterator[str]:
-    """Yield what is wrong with a file, as far as is known without reading it."""
+def _check_size(file: Path, expected: disk.WrittenFile) -> Iterator[str]:
+    """Yield what is wrong with a file, without reading it."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
-        yield f"{file.name} is not a file"
+        yield f"{file.name} is not a regular file"
     elif not file.exists():
         yield f"{file.name} is missing"
     elif (size := file.stat().st_size) != expected.num_bytes:
         yield f"{file.name} has {size} of {expected.num_bytes} bytes"
 
 
-def _check_content(file: Path, expected: disk.Written) -> str | None:
+def _check_content(file: Path, expected: disk.WrittenFile) -> str | None:
     """Return what is wrong with a file's bytes, or None."""
     try:
         if disk.read_hash(file) != expected.sha256:
@@ -240,7 +248,7 @@ def _is_valid(name: str) -> bool:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries that a checkpoint's content may depend on."""
+    """Return the versions of the libraries that the content of a checkpoint may depend on."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

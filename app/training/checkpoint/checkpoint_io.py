@@ -1,6 +1,6 @@
-"""Lightning's CheckpointIO on top of the store, and saving in the background.
+"""Lightning's CheckpointIO on top of the checkpoint store, and saving in the background.
 
-Which checkpoint to resume from is decided before; nothing is searched for here.
+The checkpoint to resume from is passed in; this module never searches for one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from app.training.checkpoint.documents import (
     MODEL,
     OPTIMIZER,
     TRAINING,
-    local_state_of,
-    random_state_of,
+    local_state_name,
+    random_state_name,
     read_training,
 )
 from app.training.checkpoint.store import CheckpointStore
@@ -38,15 +38,15 @@ from app.training.nonfinite import check_finite
 STORED_AS_TENSORS = ("state_dict", "optimizer_states")
 DERIVED_FROM_STEP = ("epoch", "global_step", "loops", "lr_schedulers")
 ALIGNMENT = 64
-"""bytes between the starts of two tensors in a buffer, at least"""
+"""tensors in a buffer start at multiples of so many bytes"""
 ADDED_BY_US = ("pytorch-lightning_version", "training", "metric", "details")
 
 
 class StoredCheckpoints(CheckpointIO):
-    """Write checkpoints into `store` and read `source`; every rank has one.
+    """Write checkpoints to `store` and read `source`, on every rank.
 
-    With `writer` the training step waits only for a copy in host memory, and a thread writes it;
-    its errors are raised by the next `check`, `wait` or `teardown`.
+    With `writer`, training waits only for a copy to host memory, which a thread then writes; its
+    errors are raised by the next `check`, `wait` or `teardown`.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class StoredCheckpoints(CheckpointIO):
             {} if identity is None else {"run": {key: identity[key] for key in ("id", "plan")}}
         )
         self._before_commit: list[Callable[[], object]] = []
-        """work of the current save that the writer's thread does before the commit"""
+        """functions that the writer's thread calls before it commits the current save"""
 
     def reserve(
         self, model: Mapping[str, StateTensor], optimizer: Mapping[str, StateTensor]
     ) -> None:
-        """Allocate host memory for what will be saved, on rank 0."""
+        """Allocate host buffers for snapshots of these tensors; called on rank 0."""
         if self.writer is not None:
             self.writer.reserve({MODEL: model, OPTIMIZER: optimizer})
 
     def do_before_commit(self, work: Callable[[], object]) -> None:
-        """Do `work` before the current save is committed: now, or in the writer's thread."""
+        """Call `work` before the current save is committed: now, or in the writer's thread."""
         if self.writer is None:
             work()
         else:
@@ -87,19 +87,19 @@ class StoredCheckpoints(CheckpointIO):
     ) -> None:
         """Write this rank's share of `tensors`, by file and name, before the save is committed.
 
-        All ranks call it. TrainingFault if a value is not finite: nothing of the save stays.
+        All ranks must call this. TrainingFault if a value is not finite; the save is then removed.
         """
         if self.writer is not None:
-            if rank == 0:  # sharding strategies are refused with asynchronous saves
+            if rank == 0:  # asynchronous saves are refused with sharding strategies
                 copies = {
                     name: self.writer.snapshot(name, named) for name, named in tensors.items()
                 }
                 self._before_commit.append(partial(self._write_copies, step, copies))
             return
         write, check = partial(self.store.add_tensors, step), partial(check_finite, step)
-        # If this rank fails, the others still need it to gather theirs.
+        # If this rank fails, the others still need it for their gathers.
         failures: list[SaveError | TrainingFault] = []
-        local = [
+        replicated = [
             {
                 name: tensor
                 for name, tensor in named.items()
@@ -108,7 +108,7 @@ class StoredCheckpoints(CheckpointIO):
             for named in tensors.values()
         ]
         try:
-            check_finite(step, *local)
+            check_finite(step, *replicated)
         except TrainingFault as failure:
             failures.append(failure)
         for name, named in tensors.items():
@@ -120,8 +120,8 @@ class StoredCheckpoints(CheckpointIO):
             raise failures[0]
 
     def add_local_state(self, step: int, tensors: Mapping[str, Tensor], *, rank: int) -> None:
-        """Write what this rank alone holds, if anything, before the save is committed."""
-        name = local_state_of(rank)
+        """Write the tensors that only this rank holds, if any, before the save is committed."""
+        name = local_state_name(rank)
         if tensors and self.writer is not None and rank == 0:
             copies = {name: self.writer.snapshot(name, tensors)}
             self._before_commit.append(partial(self._write_copies, step, copies))
@@ -144,25 +144,25 @@ class StoredCheckpoints(CheckpointIO):
             self.writer.wait()
 
     def check(self) -> None:
-        """Raise the error of a background save, if it has failed; called after each step."""
+        """Raise the error of a background save that has failed; called after each step."""
         if self.writer is not None:
             self.writer.check()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Commit the save, on rank 0, with what `on_save_checkpoint` added to `checkpoint`.
+        """Commit the current save, on rank 0, with what `on_save_checkpoint` added.
 
-        The save has started, and every rank has added its own files.
+        Called once every rank has added its files.
         """
         if not is_first_rank():
             return
         known = (*STORED_AS_TENSORS, *DERIVED_FROM_STEP, *ADDED_BY_US)
-        rest = {key: value for key, value in checkpoint.items() if key not in known}
-        training = checkpoint["training"] | {"lightning": rest}
+        lightning_state = {key: value for key, value in checkpoint.items() if key not in known}
+        training = checkpoint["training"] | {"lightning": lightning_state}
         metric, details = checkpoint["metric"], checkpoint["details"] | self.details
         step = training["step"]
-        needed = [random_state_of(rank) for rank in range(details["num_ranks"])]
+        needed = [random_state_name(rank) for rank in range(details["num_ranks"])]
 
         def write() -> None:
             self.store.add_document(step, TRAINING, training)
@@ -171,7 +171,7 @@ class StoredCheckpoints(CheckpointIO):
         if self.writer is None:
             write()
         else:
-            training = copy.deepcopy(training)  # its lists grow while the thread writes
+            training = copy.deepcopy(training)  # training extends its lists while the thread writes
             before_commit, self._before_commit = self._before_commit, []
 
             def write_all() -> None:
@@ -187,7 +187,7 @@ class StoredCheckpoints(CheckpointIO):
             self.writer.close()
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return what Lightning and the module's hooks restore; tensors are memory-mapped."""
+        """Return the state that Lightning and the module restore; tensors are memory-mapped."""
         if self.source is None or Path(path) != self.source.folder:
             raise ValueError(f"{path} is not the checkpoint that this run resumes from")
         training = read_training(self.source)
@@ -201,12 +201,12 @@ class StoredCheckpoints(CheckpointIO):
         }
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Raise NotImplementedError: only the store removes checkpoints."""
+        """Raise NotImplementedError, since only the store removes checkpoints."""
         raise NotImplementedError(f"{path}: only the store removes checkpoints")
 
 
 class BackgroundWriter:
-    """Write one snapshot at a time in a thread that the process joins before it exits.
+    """Write one snapshot at a time in a thread, which the process joins before it exits.
 
     An error in the thread is raised by the next call of any method.
     """
@@ -216,24 +216,24 @@ class BackgroundWriter:
         self._pending: Future[None] | None = None
         self._buffers: dict[str, Tensor] = {}
 
-    def reserve(self, names: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Allocate buffers for snapshots like `names`, in the thread.
+    def reserve(self, snapshots: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Allocate buffers for `snapshots` by name, in the thread.
 
-        The first write to a page takes longer than a copy into it: the first snapshot would wait.
+        The first write to a memory page is slow; without this the first snapshot would pay for it.
         """
-        needed = {name: _buffer_size(tensors.values()) for name, tensors in names.items()}
+        sizes = {name: _buffer_size(tensors.values()) for name, tensors in snapshots.items()}
 
-        def make() -> None:
-            for name, (num_bytes, is_pinned) in needed.items():
+        def allocate() -> None:
+            for name, (num_bytes, is_pinned) in sizes.items():
                 self._buffers[name] = _new_buffer(num_bytes, is_pinned).zero_()
 
-        self.submit(make)
+        self.submit(allocate)
 
     def snapshot(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy `tensors` into the buffer of `name`, once the current write has ended.
+        """Copy `tensors` into the buffer of `name`, after the current write has ended.
 
-        A GPU's tensors go into pinned memory without a host sync: the copy is complete when
-        `submit` runs its function, and later GPU work comes after it.
+        GPU tensors are copied into pinned memory without a host sync: the copy is complete when
+        `submit` calls its function, and later GPU work is queued behind it.
         """
         self.wait()
         num_bytes, is_pinned = _buffer_size(tensors.values())
@@ -248,7 +248,7 @@ class BackgroundWriter:
         return copies
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Run `write` in the thread, once the current write has ended."""
+        """Call `write` in the thread, after the current write has ended."""
         self.wait()
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
 
@@ -260,7 +260,7 @@ class BackgroundWriter:
         self._pending = self._executor.submit(write_after_copy)
 
     def wait(self) -> None:
-        """Wait for the current write; raise its error."""
+        """Wait for the current write; raise its error, if any."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -271,7 +271,7 @@ class BackgroundWriter:
             self.wait()
 
     def close(self) -> None:
-        """Wait for the current write and end the thread; raise its error."""
+        """Wait for the current write and end the thread; raise its error, if any."""
         try:
             self.wait()
         finally:
@@ -279,13 +279,13 @@ class BackgroundWriter:
 
 
 def _buffer_size(tensors: Iterable[Tensor]) -> tuple[int, bool]:
-    """Return the bytes of a buffer for `tensors`, and whether a GPU copies into it."""
+    """Return the size of a buffer for `tensors` in bytes, and whether a GPU copies into it."""
     tensors = list(tensors)
     return sum(map(_aligned, tensors)), any(tensor.is_cuda for tensor in tensors)
 
 
 def _new_buffer(num_bytes: int, is_pinned: bool) -> Tensor:
-    """Allocate one buffer for all tensors: pinning memory takes longer than copying into it."""
+    """Allocate one buffer for all tensors, since pinning memory is slower than copying into it."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
 
 

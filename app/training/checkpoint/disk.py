@@ -1,6 +1,6 @@
-"""File operations of a save, each a point where `app.process.faults` can inject a failure.
+"""File operations of a save; `app.process.faults` can inject a failure into each of them.
 
-Written bytes are synced when a function returns; `sync_folder` syncs the names.
+Written bytes are synced to disk when a function returns; `sync_folder` syncs folder entries.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from app.process import faults, files
 from app.process.heartbeat import refresh_liveness
 
 BLOCK_BYTES = 4 << 20
-"""of one read or write"""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""size of one read or write"""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
-    """Hash and size of a written file."""
+class WrittenFile:
+    """Hash and size of a file that was written."""
 
     sha256: str
     num_bytes: int
 
 
 def make_folder(folder: Path) -> None:
-    """Make one folder."""
+    """Create a folder, whose parent must exist."""
     faults.reach("disk.mkdir")
     folder.mkdir()
 
 
-def write_file(file: Path, blocks: Iterable[bytes | memoryview]) -> Written:
+def write_file(file: Path, blocks: Iterable[bytes | memoryview]) -> WrittenFile:
     """Write, hash and sync a new file from `blocks` of bytes."""
     digest, num_bytes = hashlib.sha256(), 0
     faults.reach("disk.create")
@@ -51,7 +51,7 @@ def write_file(file: Path, blocks: Iterable[bytes | memoryview]) -> Written:
             refresh_liveness()
         faults.reach("disk.fsync")
         os.fsync(stream.fileno())
-    return Written(sha256=digest.hexdigest(), num_bytes=num_bytes)
+    return WrittenFile(sha256=digest.hexdigest(), num_bytes=num_bytes)
 
 
 def read_hash(file: Path) -> str:
@@ -64,13 +64,13 @@ def read_hash(file: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder."""
+    """Sync the entries of a folder to disk."""
     faults.reach("disk.fsync")
     files.sync_folder(folder)
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file or a folder; a folder's target must be empty or missing."""
+    """Rename a file or a folder; the target of a folder must be empty or missing."""
     faults.reach("disk.replace")
     os.replace(source, target)
 
@@ -82,7 +82,7 @@ def remove_file(file: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with its content, without following links."""
+    """Remove a folder and its content, without following links."""
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
             remove_folder(entry)
@@ -97,9 +97,9 @@ class SaveError(OSError):
 
 
 def check_space(folder: Path, checkpoint_bytes: int, copies: int) -> None:
-    """Check that `folder` is writable and has room for `copies` checkpoints and one more.
+    """Raise SaveError unless `folder` is writable and has room for `copies` + 1 checkpoints.
 
-    Space of older checkpoints counts as free, since they are removed in time. SaveError otherwise.
+    The space of existing checkpoints counts as free, since they are removed in time.
     """
     probe = folder / f"probe-{os.getpid()}.tmp"
     try:
@@ -111,27 +111,27 @@ def check_space(folder: Path, checkpoint_bytes: int, copies: int) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise SaveError(
-            f"{folder}: checkpoints cannot be written here: {error.strerror}; give a "
-            "folder of your own with room by output.dir=FOLDER"
+            f"{folder}: checkpoints cannot be written here: {error.strerror}; type "
+            "output.dir=FOLDER with a writable folder that has room"
         ) from error
     existing = sum(file.stat().st_size for file in folder.glob("step-*/*") if file.is_file())
     need, free = checkpoint_bytes * (copies + 1), free_bytes(folder) + existing
     if need > free:
         raise SaveError(
-            f"{folder}: {copies} checkpoints and the one that is being written need "
-            f"{format_bytes(need)} ({format_bytes(checkpoint_bytes)} each), "
-            f"{format_bytes(free)} are free; make room, type output.dir=FOLDER on another disk, or "
-            "a smaller trainer.checkpoint.keep_last"
+            f"{folder}: {copies} checkpoints and the one being written need "
+            f"{format_bytes(need)} ({format_bytes(checkpoint_bytes)} each), but "
+            f"{format_bytes(free)} are free; free disk space, or type output.dir=FOLDER on another "
+            "disk or a smaller trainer.checkpoint.keep_last"
         )
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free bytes of the disk of `folder`, which need not exist yet."""
+    """Return the free bytes on the disk of `folder`, which need not exist yet."""
     existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
     return shutil.disk_usage(existing).free
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Format a number of bytes as GiB or MiB."""
+    """Format a size in bytes as GiB or MiB."""
     gibibytes = num_bytes / (1 << 30)
     return f"{gibibytes:.1f} GiB" if gibibytes >= 1 else f"{num_bytes / MEBIBYTE:.1f} MiB"

@@ -1,7 +1,7 @@
-"""What the documents of a checkpoint must hold, checked before anything is restored.
+"""Schemas of a checkpoint's JSON documents, checked before anything is restored.
 
-Hashes find damage. A file that is as it was written may still be unusable, or be made so on
-purpose: then the key is named, with its value and what was expected. Needs no torch.
+Hashes detect damage. An undamaged file may still be unusable, for example if it was crafted: the
+error then names the key, its value and what was expected. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ from app.training.checkpoint.schema import (
     ListOf,
     MapOf,
     differences,
+    format_value,
     is_number,
-    shown,
 )
 
 if TYPE_CHECKING:
     from app.training.checkpoint.checkpoint import Checkpoint
 
 MODEL, OPTIMIZER, TRAINING = "model", "optimizer", "training"
-"""files of a checkpoint"""
+"""names of a checkpoint's files"""
 MAX_LISTED = 5
-"""problems of one checkpoint that are listed"""
-WORD = 2**32
-"""a Mersenne Twister's state is 624 numbers below this"""
-TWISTER = 624
+"""most problems listed of one checkpoint"""
+TWISTER_LENGTH, TWISTER_RANGE = 624, 2**32
+"""the state of a Mersenne Twister: so many integers below this"""
 
 
 def _is_base64(value: Any) -> bool:
@@ -59,8 +58,8 @@ def _is_python_state(value: Any) -> bool:
         isinstance(value, list)
         and len(value) == 3
         and value[0] == 3
-        and not list(differences(value[1], ListOf(NUM_32_BITS, TWISTER + 1), ""))
-        and POSITION.holds(value[1][-1])
+        and not list(differences(value[1], ListOf(UINT32, TWISTER_LENGTH + 1), ""))
+        and POSITION.accepts(value[1][-1])
         and (value[2] is None or is_number(value[2]))
     )
 
@@ -70,25 +69,27 @@ def _is_numpy_state(value: Any) -> bool:
         isinstance(value, list)
         and len(value) == 5
         and value[0] == "MT19937"
-        and not list(differences(value[1], ListOf(NUM_32_BITS, TWISTER), ""))
-        and POSITION.holds(value[2])
+        and not list(differences(value[1], ListOf(UINT32, TWISTER_LENGTH), ""))
+        and POSITION.accepts(value[2])
         and type(value[3]) is int
         and value[3] in (0, 1)
         and is_number(value[4])
     )
 
 
-NUM_32_BITS = Kind(
-    f"a whole number below {WORD}", lambda value: type(value) is int and 0 <= value < WORD
+UINT32 = Kind(
+    f"a whole number below {TWISTER_RANGE}",
+    lambda value: type(value) is int and 0 <= value < TWISTER_RANGE,
 )
 POSITION = Kind(
-    f"a whole number up to {TWISTER}", lambda value: type(value) is int and 0 <= value <= TWISTER
+    f"a whole number up to {TWISTER_LENGTH}",
+    lambda value: type(value) is int and 0 <= value <= TWISTER_LENGTH,
 )
-BYTES = Kind("bytes in base64", _is_base64)
-RANDOM = Keys(
+BYTES = Kind("base64", _is_base64)
+RANDOM_STATE = Keys(
     {
-        "python": Kind("what random.getstate() returns", _is_python_state),
-        "numpy": Kind("what numpy.random.get_state() returns", _is_numpy_state),
+        "python": Kind("the value of random.getstate()", _is_python_state),
+        "numpy": Kind("the value of numpy.random.get_state()", _is_numpy_state),
         "torch": BYTES,
     },
     {"cuda": BYTES},
@@ -110,9 +111,9 @@ SCALER = Keys(
 GROUP = Keys(
     {"name": TEXT},
     {"train_mode": FLAG, "k": COUNT, "weight_sum": AMOUNT, "lr_max": NUMBER},
-    has_others=True,  # earlier versions saved more
+    allows_others=True,  # earlier versions saved more
 )
-DOCUMENT_OF_TRAINING = Keys(
+TRAINING_STATE = Keys(
     {
         "step": COUNT,
         "optimizer": Keys(
@@ -149,18 +150,18 @@ DOCUMENT_OF_TRAINING = Keys(
 )
 
 
-def random_state_of(rank: int) -> str:
-    """Return the name of a rank's random state; every rank writes its own."""
+def random_state_name(rank: int) -> str:
+    """Return the name of the file with the random state of `rank`; every rank writes one."""
     return f"random-rank-{rank}"
 
 
-def local_state_of(rank: int) -> str:
-    """Return the name of the tensors that one rank alone holds; a rank without any has no file."""
+def local_state_name(rank: int) -> str:
+    """Return the name of the file with the tensors that only `rank` holds, if it has any."""
     return f"local-rank-{rank}"
 
 
 def check_documents(checkpoint: Checkpoint) -> None:
-    """Check all of a checkpoint but its tensors; UserError names each key."""
+    """Check everything in a checkpoint except its tensors; UserError names each wrong key."""
     problems = [
         f"manifest.json: {problem}"
         for problem in differences(checkpoint.details, DETAILS, "details")
@@ -168,7 +169,7 @@ def check_documents(checkpoint: Checkpoint) -> None:
     if not problems:
         problems = [f"manifest.json: {problem}" for problem in _count_problems(checkpoint)]
     if problems := problems or list(_file_problems(checkpoint)):
-        raise unusable(checkpoint.folder, problems)
+        raise unusable_checkpoint(checkpoint.folder, problems)
     read_training(checkpoint)
     for rank in range(checkpoint.details["num_ranks"]):
         read_random_state(checkpoint, rank)
@@ -177,24 +178,28 @@ def check_documents(checkpoint: Checkpoint) -> None:
 def read_training(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the state of Lightning, optimizer and metrics; UserError names each wrong key."""
     training = _read(checkpoint, TRAINING)
-    problems = list(differences(training, DOCUMENT_OF_TRAINING, ""))
+    problems = list(differences(training, TRAINING_STATE, ""))
     problems = problems or list(_disagreements(training, checkpoint))
     if problems:
-        raise unusable(checkpoint.folder, [f"{TRAINING}.json: {problem}" for problem in problems])
+        raise unusable_checkpoint(
+            checkpoint.folder, [f"{TRAINING}.json: {problem}" for problem in problems]
+        )
     return training
 
 
 def read_random_state(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     """Return the random state of a rank; UserError names each wrong key."""
-    name = random_state_of(rank)
+    name = random_state_name(rank)
     state = _read(checkpoint, name)
-    if problems := list(differences(state, RANDOM, "")):
-        raise unusable(checkpoint.folder, [f"{name}.json: {problem}" for problem in problems])
+    if problems := list(differences(state, RANDOM_STATE, "")):
+        raise unusable_checkpoint(
+            checkpoint.folder, [f"{name}.json: {problem}" for problem in problems]
+        )
     return state
 
 
-def unusable(folder: Path, problems: Iterable[str]) -> UserError:
-    """Build the error for an intact checkpoint that cannot be resumed from, with the fix."""
+def unusable_checkpoint(folder: Path, problems: Iterable[str]) -> UserError:
+    """Return the error for an undamaged checkpoint that cannot be resumed from, with the fix."""
     problems = list(problems)
     listed = [f"{folder}: {problem}" for problem in problems[:MAX_LISTED]]
     if (more := len(problems) - MAX_LISTED) > 0:
@@ -205,7 +210,7 @@ def unusable(folder: Path, problems: Iterable[str]) -> UserError:
 
 def _fix(folder: Path) -> str:
     """Return what to type instead of resuming from the checkpoint in `folder`."""
-    anew = "start anew with resume=never and another output.dir"
+    new_run = "start a new run with resume=never and another output.dir"
     number = re.fullmatch(r"step-(\d+)", folder.name)
     steps = [
         int(match[1])
@@ -214,43 +219,43 @@ def _fix(folder: Path) -> str:
     ]
     earlier = [step for step in steps if number is not None and step < int(number[1])]
     if not earlier:
-        return anew
+        return new_run
     typed = shlex.quote(str(folder.parent / f"step-{max(earlier)}"))
-    return f"type resume={typed} to resume from an earlier checkpoint, or {anew}"
+    return f"type resume={typed} to resume from an earlier checkpoint, or {new_run}"
 
 
 def _read(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
     try:
         document: dict[str, Any] = checkpoint.document(name)
     except KeyError:
-        raise unusable(checkpoint.folder, [f"{name}.json is missing"]) from None
+        raise unusable_checkpoint(checkpoint.folder, [f"{name}.json is missing"]) from None
     except OSError as error:
-        raise unusable(checkpoint.folder, [f"{name}.json: {error.strerror}"]) from None
+        raise unusable_checkpoint(checkpoint.folder, [f"{name}.json: {error.strerror}"]) from None
     except ValueError as error:
-        raise unusable(checkpoint.folder, [f"{name}.json: {error}"]) from None
+        raise unusable_checkpoint(checkpoint.folder, [f"{name}.json: {error}"]) from None
     return document
 
 
 def _file_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the files that a checkpoint of so many ranks lacks, or should not have."""
+    """Yield files that are missing or unexpected for the checkpoint's number of ranks."""
     files, num_ranks = set(checkpoint.manifest["files"]), checkpoint.details["num_ranks"]
-    if num_ranks > len(files):  # each rank has a file of its own
-        yield f"manifest.json: details.num_ranks is {num_ranks}, and there are {len(files)} files"
+    if num_ranks > len(files):  # each rank writes its random state
+        yield f"manifest.json: details.num_ranks is {num_ranks}, but there are {len(files)} files"
         return
     ranks = range(num_ranks)
     needed = {f"{name}.safetensors" for name in (MODEL, OPTIMIZER)} | {f"{TRAINING}.json"}
-    needed |= {f"{random_state_of(rank)}.json" for rank in ranks}
+    needed |= {f"{random_state_name(rank)}.json" for rank in ranks}
     # A rank that has no tensor to write writes no file.
     shares = {f"{name}-rank-{rank}.safetensors" for name in (MODEL, OPTIMIZER) for rank in ranks}
-    shares |= {f"{local_state_of(rank)}.safetensors" for rank in ranks}
+    shares |= {f"{local_state_name(rank)}.safetensors" for rank in ranks}
     for name in sorted(needed - files):
         yield f"manifest.json: files lacks {name}"
     for name in sorted(files - needed - shares):
-        yield f"manifest.json: files has {name}, which no checkpoint of {num_ranks} ranks has"
+        yield f"manifest.json: files has {name}, which does not belong to {num_ranks} ranks"
 
 
 def _count_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the numbers of a manifest that contradict each other."""
+    """Yield numbers in the manifest that contradict each other."""
     details = checkpoint.details
     if details["num_ranks"] % details["num_data_ranks"]:
         yield (
@@ -258,11 +263,11 @@ def _count_problems(checkpoint: Checkpoint) -> Iterator[str]:
             f"details.num_ranks, {details['num_ranks']}"
         )
     if checkpoint.step > details["total_steps"]:
-        yield f"details.total_steps is {details['total_steps']}, and step is {checkpoint.step}"
+        yield f"details.total_steps is {details['total_steps']}, but step is {checkpoint.step}"
 
 
 def _disagreements(training: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the counts of a training that contradict each other or the checkpoint."""
+    """Yield counts in the training state that contradict each other or the checkpoint."""
     step, curves = checkpoint.step, training["curves"]
     for key, value in (("step", training["step"]), ("curves.latest_step", curves["latest_step"])):
         if value != step:
@@ -285,23 +290,24 @@ def _disagreements(training: Mapping[str, Any], checkpoint: Checkpoint) -> Itera
             f"curves.trained_tokens has {len(counted)} numbers; expected {len(names)}, one for "
             "each data set"
         )
-    for index, one in enumerate(curves.get("row_losses", [])):
-        if one and (len(one) != 2 or len(one[0]) != len(one[1])):
+    for index, sums in enumerate(curves.get("row_losses", [])):
+        if sums and (len(sums) != 2 or len(sums[0]) != len(sums[1])):
+            lengths = ", ".join(str(len(numbers)) for numbers in sums)
             yield (
-                f"curves.row_losses[{index}] has lists of {', '.join(str(len(of)) for of in one)} "
-                "numbers; expected two of one length"
+                f"curves.row_losses[{index}] has lists of {lengths} numbers; expected two lists of "
+                "the same length"
             )
     if (curves["validated_step"] >= 0) != bool(curves["validations"]):
         yield (
-            f"curves.validated_step is {curves['validated_step']}, and curves.validations has "
+            f"curves.validated_step is {curves['validated_step']}, but curves.validations has "
             f"{len(curves['validations'])} elements"
         )
     elif curves["validations"] and curves["validated_step"] == step:
         loss = curves["validations"][-1].get("val/loss")
-        # A checkpoint of an earlier version was ranked by its loss.
+        # Earlier versions always ranked checkpoints by the validation loss.
         monitored = next(iter(curves.get("monitored", [loss])), None)
         if monitored != checkpoint.metric:
             yield (
-                f"curves.validations ends with the loss {shown(monitored)}; expected "
-                f"{shown(checkpoint.metric)}, the metric of manifest.json"
+                f"curves.validations ends with the loss {format_value(monitored)}; expected "
+                f"{format_value(checkpoint.metric)}, the metric of manifest.json"
             )

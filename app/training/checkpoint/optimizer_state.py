@@ -1,9 +1,9 @@
-"""An optimizer's state as tensors by name and JSON, checked and restored bit for bit.
+"""An optimizer's state as named tensors and JSON, checked and restored bit for bit.
 
-A state goes by the name of its weight, never by an index, so that another number of ranks or
-another strategy finds it. What a state must be is learned from the optimizer itself: a twin of the
-same class and options steps a weight on `meta`, and its state has the expected names, shapes and
-dtypes. Values are checked as they are read, once.
+A state is saved under the name of its weight, never under an index, so that any number of ranks and
+any strategy can read it. The expected names, shapes and dtypes come from the optimizer itself: an
+instance of the same class and options steps a weight on the `meta` device. Values are checked while
+they are read, so that every file is read once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from app.process.errors import UserError
 from app.strategy.mixin import REPLICATED, ShardedTensor, StateTensor, StrategyMixin
 from app.training.algorithms import MuonWithAdamW
 from app.training.checkpoint.documents import MAX_LISTED
-from app.training.checkpoint.schema import Json, listed, printable, shown
+from app.training.checkpoint.schema import Json, format_names, format_value, printable
 from app.training.checkpoint.state import (
     OTHER_RUN,
     StateError,
@@ -31,16 +31,16 @@ from app.training.checkpoint.state import (
 )
 
 GROUP_KEYS = ("train_mode", "k", "weight_sum", "lr_max")
-"""what schedule-free AdamW counts in a parameter group; everything else in a group comes from the
-settings and the schedule, also after a resume"""
+"""counters of schedule-free AdamW in a parameter group; everything else in a group comes from the
+settings and the schedule, also in a resumed run"""
 META_OPTIONS = {"fused": False, "foreach": False, "capturable": False, "train_mode": True}
-"""options of a group with which an optimizer can step a weight on `meta`"""
+"""options of a group that let an optimizer step a weight on `meta`"""
 STEP = "step"
 NON_NEGATIVE = (
     *(STEP, "exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "RMS"),
-    *("state2", "qmap2", "absmax1", "absmax2"),  # AdamW8bit's, also of weights kept in fp32
+    *("state2", "qmap2", "absmax1", "absmax2"),  # AdamW8bit's, also for weights with fp32 moments
 )
-"""step counts, second moments, and the scales of quantized moments"""
+"""states that are never negative: step counts, second moments and scales of quantized moments"""
 
 
 def optimizer_state(
@@ -48,7 +48,10 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer,
     strategy: StrategyMixin = REPLICATED,
 ) -> tuple[dict[str, StateTensor], Json]:
-    """Return an optimizer's tensors as `exp_avg/WEIGHT NAME`, not copied, and the rest as JSON."""
+    """Return an optimizer's tensors by names such as `exp_avg/WEIGHT NAME`, and the rest as JSON.
+
+    The tensors are not copied.
+    """
     tensors: dict[str, StateTensor] = {}
     numbers: dict[str, dict[str, Json]] = {}
     on_host = set()
@@ -86,12 +89,12 @@ def restore_optimizer(
     *,
     step: float = inf,
 ) -> None:
-    """Restore what `optimizer_state` returned into a new optimizer, whose settings stay.
+    """Restore `optimizer_state` into a new optimizer, which keeps its settings.
 
-    `step`: the checkpoint's. UserError if the state is of another optimizer, is incomplete, has
-    unexpected parts, or is not finite.
+    `step`: step of the checkpoint. UserError if the state belongs to another optimizer, is
+    incomplete, has unexpected parts, or is not finite.
     """
-    # Not by load_state_dict: it goes by index, and casts to the weights' dtype.
+    # Not with load_state_dict: it matches weights by index, and casts to their dtype.
     _check_same_optimizer(optimizer, document)
     _check_states(model, optimizer, tensors, document, strategy)
     for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
@@ -109,7 +112,7 @@ def restore_optimizer(
             _check_values(f"optimizer.numbers.{name}.{key}", key, number, step)
         owner[weight][0].state[weight].update(numbers)
     states = _by_weight(tensors)
-    for name, weight in weights.items():  # in the model's order: ranks may have to do it together
+    for name, weight in weights.items():  # in the model's order, since ranks may have to cooperate
         if name in states:
             for key, value in states[name].items():
                 _check_values(f"{key}/{name}", key, value, step)
@@ -126,15 +129,15 @@ def _allocate(
     key: str,
     value: Tensor,
 ) -> Tensor:
-    """Make an empty tensor like `value` on the device where the optimizer keeps it."""
+    """Allocate a tensor like `value` on the device where the optimizer keeps it."""
     if type(part).__name__ == "AdamW8bit":
-        # Imported where it is used: bitsandbytes takes seconds.
+        # Imported here, because bitsandbytes takes seconds to import.
         from app.training.eight_bit import MOMENTS
 
-        if key in MOMENTS:  # paged where the optimizer would page it
+        if key in MOMENTS:  # paged if the optimizer would page it
             buffer: Tensor = part.get_state_buffer(weight, dtype=value.dtype)
             return buffer
-    if key == STEP:  # fused kernels read the step on the weights' device, all others on the host
+    if key == STEP:  # fused kernels read the step on the weights' device, others on the host
         is_on_host = not (group.get("fused") or group.get("capturable"))
     else:
         is_on_host = key in on_host
@@ -154,12 +157,13 @@ def _by_weight(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _check_same_optimizer(optimizer: torch.optim.Optimizer, document: Json) -> None:
-    there = [document["class"], *(group["name"] for group in document["groups"])]
-    here = [type(optimizer).__name__, *(group["name"] for group in optimizer.param_groups)]
-    if here != there:
+    saved_class, saved_groups = document["class"], [group["name"] for group in document["groups"]]
+    own_class, own_groups = type(optimizer).__name__, [g["name"] for g in optimizer.param_groups]
+    if (own_class, own_groups) != (saved_class, saved_groups):
         raise UserError(
-            f"resume: the checkpoint's optimizer is {printable(there[0])} with the groups "
-            f"{listed(there[1:])}, this run's {here[0]} with {', '.join(here[1:])}; {OTHER_RUN}"
+            f"resume: the checkpoint's optimizer is {printable(saved_class)} with the groups "
+            f"{format_names(saved_groups)}, that of this run is {own_class} with "
+            f"{', '.join(own_groups)}; {OTHER_RUN}"
         )
 
 
@@ -170,7 +174,7 @@ def _check_states(
     document: Json,
     strategy: StrategyMixin,
 ) -> None:
-    """Compare names, shapes and dtypes with the optimizer's; StateError where they differ."""
+    """Raise StateError if names, shapes or dtypes differ from those of the optimizer."""
     saved_tensors, numbers = _by_weight(tensors), document["numbers"]
     without_state = set(document.get("without_state", ()))
     expected: dict[Any, Mapping[str, Any]] = {}
@@ -196,7 +200,7 @@ def _check_states(
         for key in states
     ]
     if (more := len(problems) - MAX_LISTED) > 0:
-        problems = [*problems[:MAX_LISTED], (f"{more:,} other states", "are wrong, too")]
+        problems = [*problems[:MAX_LISTED], (f"{more:,} other states", "do not fit either")]
     if problems:
         raise StateError(problems)
 
@@ -213,7 +217,7 @@ def _missing_group_keys(
 def _expected_state(
     part: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return the state of a weight of `group` after one step: tensors on `meta`, numbers."""
+    """Return the state of a weight of `group` after one step: tensors on `meta`, and numbers."""
     weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     weight.grad = torch.empty_like(weight)
     options = {key: value for key, value in META_OPTIONS.items() if key in group}
@@ -229,12 +233,12 @@ def _expected_state(
 def _differences(
     expected: Mapping[str, Any], saved: Mapping[str, Any], name: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield the tensors of weight `name` that are not as expected, each with what is wrong."""
+    """Yield each state of weight `name` that is not as expected, with the problem."""
     for key in expected.keys() - saved.keys():
         yield f"{key}/{name}", "is missing"
     for key in saved.keys() - expected.keys():
         keys = ", ".join(sorted(expected)) or "nothing"
-        yield f"{key}/{name}", f"is not a state of the optimizer, which keeps {keys}"
+        yield f"{key}/{name}", f"is not a state of this optimizer, which has {keys}"
     for key in expected.keys() & saved.keys():
         wanted, found = describe_tensor(expected[key]), describe_tensor(saved[key])
         if wanted != found:
@@ -244,9 +248,9 @@ def _differences(
 def _check_values(name: str, key: str, value: Any, step: float) -> None:
     """Check a state's values just before they are used, so that a file is read once."""
     check_finite_values(name, value)
-    least, largest = value_range(value)
-    if least < 0 and key in NON_NEGATIVE:
-        raise StateError([(name, f"holds {least}; expected no number below 0")])
+    smallest, largest = value_range(value)
+    if smallest < 0 and key in NON_NEGATIVE:
+        raise StateError([(name, f"holds {smallest}; expected no number below 0")])
     if key == STEP and not (largest <= step and isfinite(largest) and largest == int(largest)):
-        wanted = f"expected a whole number up to {step}, the checkpoint's step"
-        raise StateError([(name, f"is {shown(largest)}; {wanted}")])
+        wanted = f"expected a whole number up to {step}, the step of the checkpoint"
+        raise StateError([(name, f"is {format_value(largest)}; {wanted}")])

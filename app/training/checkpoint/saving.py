@@ -1,4 +1,4 @@
-"""When a checkpoint is saved, and what each rank does for it."""
+"""The callback that saves checkpoints: when it saves, and what each rank contributes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
 from app.training.checkpoint.disk import SaveError, check_space
-from app.training.checkpoint.documents import MODEL, OPTIMIZER, random_state_of
+from app.training.checkpoint.documents import MODEL, OPTIMIZER, random_state_name
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
 from app.training.checkpoint.tensors import file_bytes
 from app.training.metrics import is_measured_at
-from app.training.stopping import Stopping
+from app.training.stopping import SignalSync
 from app.training.trainer import CheckpointConfig, TrainerConfig, validation_interval
 
 SAVES_PER_RUN = 10
-"""by default; more are saved at the ends of epochs"""
+"""checkpoints per run by default, in addition to those at the ends of epochs"""
 
 
 class CheckpointSaver(L.Callback):
-    """Save between two steps, after the validation of the first if it has one.
+    """Save checkpoints after optimizer steps, and after the validation of a step that has one.
 
-    `is_due` returns whether to save after a step, `validates_after` whether to validate after it.
+    `is_due` returns whether a step is saved, `validates_after` whether a validation follows it.
     """
 
     def __init__(
@@ -48,42 +48,42 @@ class CheckpointSaver(L.Callback):
         self.is_due, self.validates_after = is_due, validates_after
         self._checked_full_size = self._checked_local_state = False
         self._saved = 0 if checkpoints.source is None else checkpoints.source.step
-        """the step of the newest checkpoint"""
-        self.stopping = Stopping()
+        """step of the newest checkpoint"""
+        self.signals = SignalSync()
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Reinstall the signal handlers, which Lightning has just replaced."""
+        """Reinstall our signal handlers, which Lightning has just replaced."""
         take_handlers()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Raise SaveError if no checkpoint can be written, as far as its size is known."""
-        self._check_room(trainer, pl_module)
-        self.stopping.begin(trainer)
+        """Raise SaveError if the disk has no room for the states that already exist."""
+        self._check_disk_space(trainer, pl_module)
+        self.signals.start(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Wait for the last save, and let signals end the process at once again."""
+        """Wait for the last save; from then on signals end the process at once."""
         self._wait_for_all(trainer)
-        self.stopping.end(trainer)
+        self.signals.end(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Finish a step that no validation follows."""
+        """Finish an optimizer step that no validation follows."""
         is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if is_step and not self.validates_after(trainer.global_step):
             self._finish_step(trainer, pl_module)
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        """Interrupt a validation on a signal; a resumed run starts with that validation.
+        """Interrupt a validation on a signal; the resumed run starts with that validation.
 
-        The last one is completed: nothing is trained after it. So is any that may be the last.
+        A validation that is or may be the last is completed instead: no step follows it.
         """
         may_be_last = trainer.global_step >= pl_module.total_steps or pl_module.patience is not None
         if trainer.sanity_checking or may_be_last:
             return
-        if (signum := self.stopping.agreed()) is not None:
+        if (signum := self.signals.poll()) is not None:
             self._prepare(trainer, pl_module)
-            pl_module.owes_validation = True
+            pl_module.has_pending_validation = True
             self.save(trainer, pl_module)
             self._interrupt(trainer, signum)
 
@@ -93,19 +93,21 @@ class CheckpointSaver(L.Callback):
             self._finish_step(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Save if a signal has ended the wait for the next step's data, or a measurement.
+        """Save if a signal has interrupted the wait for the next step's data, or an evaluation.
 
-        Only with a single rank: others are inside that step, waiting for this one. The last step is
-        not saved without its measurement: a resumed run makes that up before its next step, and
-        would have none.
+        Only with a single rank: other ranks would be inside that step, waiting for this one. The
+        last step is not saved before its evaluation, since a resumed run repeats a pending
+        validation only before its next step, and there would be none.
         """
         if not isinstance(exception, DataStalled) or trainer.world_size > 1:
             return
         step, is_within_step = trainer.global_step, bool(pl_module.step_losses)
-        owes_last = trainer.validating and step >= pl_module.total_steps
-        if step > self._saved and not (is_within_step or owes_last or trainer.sanity_checking):
+        is_last_validation = trainer.validating and step >= pl_module.total_steps
+        if step > self._saved and not (
+            is_within_step or is_last_validation or trainer.sanity_checking
+        ):
             take_time()
-            pl_module.owes_validation = trainer.validating
+            pl_module.has_pending_validation = trainer.validating
             self._prepare(trainer, pl_module)
             self.save(trainer, pl_module)
             self._wait()
@@ -121,20 +123,21 @@ class CheckpointSaver(L.Callback):
         if is_saved:
             self.save(trainer, module)
         faults.reach("step", step)
-        if (signum := self.stopping.agreed()) is not None:
+        if (signum := self.signals.poll()) is not None:
             if not is_saved:
                 self.save(trainer, module)
             self._interrupt(trainer, signum)
 
     def _prepare(self, trainer: L.Trainer, module: Any) -> None:
-        if not self._checked_full_size:  # the first step has made the optimizer's state
-            self._check_room(trainer, module)
+        """Check the disk space and reserve buffers once the optimizer's state exists."""
+        if not self._checked_full_size:
+            self._check_disk_space(trainer, module)
             self._checked_full_size = True
             if trainer.is_global_zero:
                 self.checkpoints.reserve(*module.checkpoint_tensors())
-        # Nodes that train apart have theirs from a later step on.
+        # With local SGD, ranks have a local state only from a later step on.
         if not self._checked_local_state and trainer.strategy.local_state(module.optimizer):
-            self._check_room(trainer, module)
+            self._check_disk_space(trainer, module)
             self._checked_local_state = True
 
     def _interrupt(self, trainer: L.Trainer, signum: int) -> None:
@@ -142,7 +145,7 @@ class CheckpointSaver(L.Callback):
         raise Interrupted(signum, f"step {trainer.global_step} is saved")
 
     def _wait_for_all(self, trainer: L.Trainer) -> None:
-        """Wait on all ranks until rank 0 has written: the first rank to exit ends the others."""
+        """Wait on all ranks until rank 0 has written; the first rank to exit ends the others."""
         self._wait()
         trainer.strategy.barrier("the last checkpoint is written")
 
@@ -150,7 +153,7 @@ class CheckpointSaver(L.Callback):
         with waiting_for_thread():
             self.checkpoints.wait()
 
-    def _check_room(self, trainer: L.Trainer, module: Any) -> None:
+    def _check_disk_space(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.is_global_zero:
             num_bytes = sum(map(file_bytes, module.checkpoint_tensors()))
             local = trainer.strategy.local_state(module.optimizer)
@@ -158,9 +161,12 @@ class CheckpointSaver(L.Callback):
             check_space(self.store.folder, num_bytes, self.store.keep_last + self.store.keep_best)
 
     def save(self, trainer: L.Trainer, module: Any) -> None:
-        """Save now; all ranks call it at the same step. TrainingFault if a value is not finite."""
+        """Save a checkpoint; all ranks must call this at the same step.
+
+        TrainingFault if a value is not finite.
+        """
         step, strategy = trainer.global_step, trainer.strategy
-        # No step is saved before its loss is known to be finite.
+        # A step is saved only after its loss is known to be finite.
         module.metrics.flush(module.sum_over_ranks, pause=True)
         tensors = dict(zip((MODEL, OPTIMIZER), module.checkpoint_tensors(), strict=True))
         self._wait()
@@ -171,10 +177,14 @@ class CheckpointSaver(L.Callback):
         else:
             faults.reach("save", step)
         strategy.barrier("a checkpoint has started")
-        own = random_state(strategy.root_device)
-        add = partial(self.store.add_document, step, random_state_of(trainer.global_rank), own)
+        add_random_state = partial(
+            self.store.add_document,
+            step,
+            random_state_name(trainer.global_rank),
+            random_state(strategy.root_device),
+        )
         local = strategy.local_state(module.optimizer)
-        self._add_files(trainer, step, add, tensors, local)
+        self._add_files(trainer, step, add_random_state, tensors, local)
         strategy.barrier("all ranks have added their files")
         trainer.save_checkpoint(self.store.folder / f"step-{step}", weights_only=False)
         self._saved = step
@@ -187,11 +197,11 @@ class CheckpointSaver(L.Callback):
         tensors: Mapping[str, Mapping[str, StateTensor]],
         local: Mapping[str, torch.Tensor],
     ) -> None:
-        """Add this rank's files; with sharded tensors all ranks raise if one of them fails."""
+        """Add this rank's files; if tensors are sharded, all ranks raise if one of them fails."""
         rank, num_ranks = trainer.global_rank, trainer.world_size
         failure: SaveError | TrainingFault | None = None
         try:
-            # First: other ranks need this one to gather theirs, even if it cannot write.
+            # First, because other ranks gather with this one even if it cannot write.
             self.checkpoints.add_tensors(step, tensors, rank=rank, num_ranks=num_ranks)
             self.checkpoints.add_local_state(step, local, rank=rank)
             if rank == 0:
@@ -205,10 +215,10 @@ class CheckpointSaver(L.Callback):
             for named in tensors.values()
             for tensor in named.values()
         )
-        if is_sharded:  # one rank that cannot write fails the save of all
+        if is_sharded:  # a rank that cannot write fails the save of all ranks
             failures: list[SaveError | TrainingFault | None] = [None] * num_ranks
             torch.distributed.all_gather_object(failures, failure)
-            failure = next((one for one in failures if one is not None), None)
+            failure = next((error for error in failures if error is not None), None)
         if failure is not None:
             if trainer.is_global_zero:
                 self.store.abandon(step)
@@ -221,9 +231,9 @@ def build_checkpoints(
     source: Checkpoint | None,
     identity: Mapping[str, Any] | None = None,
 ) -> StoredCheckpoints:
-    """Build the CheckpointIO that writes into folder `run` and reads `source`.
+    """Build the CheckpointIO that writes to the folder `run` and reads `source`.
 
-    `identity`: the run's id and plan, which its checkpoints record.
+    `identity`: id and plan of the run, which its checkpoints record.
     """
     store = CheckpointStore(
         run / CHECKPOINTS, keep_last=config.keep_last, keep_best=config.keep_best
@@ -240,59 +250,57 @@ def build_saver(
     has_validation: bool,
     measure_every: int | None = None,
 ) -> CheckpointSaver:
-    """Build the callback that saves a run; `plan` is the plan of its steps.
+    """Build the callback that saves checkpoints of a run with the given `plan` of steps.
 
-    `measure_every`: optimizer steps between measurements of tasks.
+    `measure_every`: optimizer steps between evaluations of tasks and generations; None without.
     """
     every, total_steps = config.checkpoint.every_steps, plan.num_steps
     validate_every = validation_interval(config, total_steps)
-
-    interval = math.ceil(total_steps / SAVES_PER_RUN)  # as validations, which then rank them
+    # The default interval equals that of validations, whose losses can then rank the checkpoints.
+    default_every = math.ceil(total_steps / SAVES_PER_RUN)
 
     def is_due(step: int) -> bool:
         if every is not None:
             return step % every == 0 or step == total_steps
-        return step % interval == 0 or plan.ends_epoch(step) or step == total_steps
+        return step % default_every == 0 or plan.ends_epoch(step) or step == total_steps
 
     def validates_after(step: int) -> bool:
         return has_validation and (step == total_steps or step % validate_every == 0)
 
     if config.checkpoint.keep_best:
         validated = range(validate_every, total_steps, validate_every) if has_validation else ()
-        _check_some_are_ranked(
-            filter(is_due, validated), config.checkpoint.monitor, validate_every, has_validation
+        monitor = config.checkpoint.monitor
+        _check_some_are_validated(
+            filter(is_due, validated), monitor, validate_every, has_validation
         )
-        if measure_every is not None and not config.checkpoint.monitor.startswith("val/loss"):
+        if measure_every is not None and not monitor.startswith("val/loss"):
             measured = [
-                step for step in validated if is_measured_at(step, measure_every, validate_every)
+                step
+                for step in validated
+                if is_due(step) and is_measured_at(step, measure_every, validate_every)
             ]
-            _check_some_are_measured(filter(is_due, measured), config.checkpoint.monitor)
+            if not measured:
+                raise UserError(
+                    f"trainer.checkpoint.keep_best ranks by {monitor}, but of the saved steps only "
+                    "the last is evaluated; type a smaller evaluation.every_steps, or "
+                    "trainer.checkpoint.every_steps such that they coincide"
+                )
     return CheckpointSaver(checkpoints, is_due=is_due, validates_after=validates_after)
 
 
-def _check_some_are_measured(ranked: Iterable[int], monitor: str) -> None:
-    """Raise UserError if what is monitored is measured after no saved step but the last."""
-    if not any(ranked):
-        raise UserError(
-            f"trainer.checkpoint.keep_best goes by {monitor}, and of the saved steps only the last "
-            "is measured; type a smaller evaluation.every_steps, or trainer.checkpoint.every_steps "
-            "such that they meet"
-        )
-
-
-def _check_some_are_ranked(
-    ranked: Iterable[int], monitor: str, validate_every: int, has_validation: bool
+def _check_some_are_validated(
+    validated: Iterable[int], monitor: str, validate_every: int, has_validation: bool
 ) -> None:
-    """Raise UserError if no saved step but the last has a validation to rank it by."""
-    if any(ranked):
+    """Raise UserError if no saved step except the last has a validation to rank it by."""
+    if any(validated):
         return
     why, fix = (
         ("only the last of the saved steps is validated", "trainer.checkpoint.every_steps=")
         if has_validation
         else ("there are no validation rows", "data.val_set_size=0.05")
     )
-    what = "the validation loss" if monitor == "val/loss" else monitor
+    ranking = "the validation loss" if monitor == "val/loss" else monitor
     raise UserError(
-        f"trainer.checkpoint.keep_best goes by {what}, and {why}; type "
+        f"trainer.checkpoint.keep_best ranks by {ranking}, but {why}; type "
         f"{fix}{validate_every if has_validation else ''} or trainer.checkpoint.keep_best=0"
     )

@@ -1,7 +1,7 @@
 """The state of a model, its schedule, its loop and its random generators, restored bit for bit.
 
-Weights go by the base's names for them, so that another number of ranks or another strategy finds
-them. Numbers go as JSON: Python writes a float with all the digits that it takes.
+Weights are saved by their names in the base model, so that any number of ranks and any strategy can
+read them. Numbers are saved as JSON, where Python writes floats without loss of precision.
 """
 
 from __future__ import annotations
@@ -23,35 +23,39 @@ from app.strategy.mixin import REPLICATED, StateTensor, StrategyMixin
 from app.training.checkpoint.schema import Json, printable
 
 OTHER_RUN = (
-    "resume with the settings that the checkpoint was made with (the run's config.yaml), or start "
-    "anew with resume=never and another output.dir"
+    "resume with the settings of the run that saved the checkpoint (its config.yaml), or start a "
+    "new run with resume=never and another output.dir"
 )
 
 
 class StateError(UserError):
-    """A saved state does not fit this run: `named` has each tensor or key and what is wrong."""
+    """A saved state does not fit this run; each problem belongs to a tensor or key."""
 
-    def __init__(self, named: Iterable[tuple[str, str]]) -> None:
-        self.named = list(named)
-        super().__init__(f"resume: {printable(name)} {what}" for name, what in self.named)
+    def __init__(self, problems_by_name: Iterable[tuple[str, str]]) -> None:
+        self.problems_by_name = list(problems_by_name)
+        super().__init__(
+            f"resume: {printable(name)} {problem}" for name, problem in self.problems_by_name
+        )
 
 
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the trainable parameters by the base's names; a tied weight comes once."""
+    """Return the trainable parameters by their names in the base; a tied weight appears once."""
     weights = trainable_weights(model)
     by_name = {weight.name: weight.parameter for weight in weights}
     if len(by_name) < len(weights):
-        raise ValueError("two trainable parameters have one name, a checkpoint would hold only one")
+        raise ValueError(
+            "two trainable parameters share a name; a checkpoint could hold only one of them"
+        )
     return by_name
 
 
 def model_state(
     model: torch.nn.Module, strategy: StrategyMixin = REPLICATED
 ) -> dict[str, StateTensor]:
-    """Return what a checkpoint holds of a model, not copied.
+    """Return the tensors that a checkpoint holds of a model, without copying them.
 
-    That is the trainable parameters, and the start weights that PiSSA and OLoRA took out of the
-    base.
+    These are the trainable parameters, and the start weights that PiSSA and OLoRA subtracted from
+    the base.
     """
     weights = trainable_parameters(model)
     trained = {name: strategy.weight_state(weight) for name, weight in weights.items()}
@@ -62,9 +66,9 @@ def model_state(
 def restore_model(
     model: torch.nn.Module, saved: Mapping[str, Tensor], strategy: StrategyMixin = REPLICATED
 ) -> None:
-    """Copy `model_state` into a model that was built anew.
+    """Copy `model_state` into a newly built model.
 
-    UserError if other weights are trainable, a saved one is not finite, or the base differs.
+    UserError if different weights are trainable, a saved one is not finite, or the base differs.
     """
     starts = initial_weights(model)
     weights = trainable_parameters(model)
@@ -74,9 +78,9 @@ def restore_model(
         check_finite_values(name, saved[name])
         if not torch.equal(start, saved[name].to(start.device)):
             raise UserError(
-                f"resume: {name}, which adapter.init takes out of the base, came out another one "
-                "than in the run that is resumed, and so did the base that trains; resume on the "
-                "machine and with the number of threads (OMP_NUM_THREADS) of that run"
+                f"resume: {name}, which adapter.init computes from the base, differs from that of "
+                "the resumed run, and so does the base that remains; resume on the machine of that "
+                "run with the same number of threads (OMP_NUM_THREADS)"
             )
     for name, weight in weights.items():
         check_finite_values(name, saved[name])
@@ -85,26 +89,23 @@ def restore_model(
 
 def _check_same_weights(ours: Mapping[str, StateTensor], saved: Mapping[str, Tensor]) -> None:
     problems = []
-    for what, names in (
+    for problem, names in (
         ("is missing in the checkpoint", sorted(ours.keys() - saved.keys())),
-        (
-            "is in the checkpoint, and this run does not train it",
-            sorted(saved.keys() - ours.keys()),
-        ),
+        ("is in the checkpoint, but not trained in this run", sorted(saved.keys() - ours.keys())),
     ):
         if names:
             more = f", and so are {len(names) - 1:,} more" if len(names) > 1 else ""
-            problems.append((names[0], f"{what}{more}"))
+            problems.append((names[0], f"{problem}{more}"))
     for name in sorted(ours.keys() & saved.keys()):
-        here, there = describe_tensor(ours[name]), describe_tensor(saved[name])
-        if here != there:
-            problems.append((name, f"is {there} in the checkpoint, and {here} in this run"))
+        expected, found = describe_tensor(ours[name]), describe_tensor(saved[name])
+        if expected != found:
+            problems.append((name, f"is {found} in the checkpoint, but {expected} in this run"))
     if problems:
         raise StateError((name, f"{problem}; {OTHER_RUN}") for name, problem in problems)
 
 
 def describe_tensor(value: Any) -> str:
-    """Return dtype and shape of a tensor, or the kind of a number."""
+    """Return dtype and shape of a tensor, or the type of a number."""
     if isinstance(value, (int, float)):
         return "a whole number" if isinstance(value, int) else "a number"
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -112,31 +113,31 @@ def describe_tensor(value: Any) -> str:
 
 def check_finite_values(name: str, value: Any) -> None:
     """Raise StateError if a tensor or number is not finite; called just before it is used."""
-    least, largest = value_range(value)
-    if not (isfinite(least) and isfinite(largest)):
-        found = least if not isfinite(least) else largest
+    smallest, largest = value_range(value)
+    if not (isfinite(smallest) and isfinite(largest)):
+        found = smallest if not isfinite(smallest) else largest
         raise StateError([(name, f"holds numbers that are not finite ({found})")])
 
 
 def value_range(value: Any) -> tuple[float, float]:
-    """Return the least and the largest of a tensor's values; (0, 0) if it is empty or not floating.
+    """Return the smallest and largest value of a tensor; (0, 0) if it is empty or not floating.
 
-    Both are NaN if one is, and neither needs memory.
+    Both are NaN if any value is. No temporary tensor is allocated.
     """
     if not isinstance(value, Tensor):
         return float(value), float(value)
     if not value.numel() or not value.is_floating_point():
         return 0.0, 0.0
-    least, largest = value.aminmax()
-    return float(least), float(largest)
+    smallest, largest = value.aminmax()
+    return float(smallest), float(largest)
 
 
 def loop_state_after(fit_loop: Any, step: int, accumulation: int) -> dict[str, Any]:
-    """Return the state of `fit_loop`, a new one, as if `step` optimizer steps were done.
+    """Return the state of a new `fit_loop` as if it had done `step` optimizer steps.
 
-    Batches are counted from here on, as the loader does which starts at `step`; only their total,
-    by which Lightning validates, is the whole run's. Keys are those of Lightning 2.6's loops, which
-    have no public way to start at a step.
+    Batches are counted from the resume on, like in the loader, which starts at `step`; only their
+    total, which schedules validations, covers the whole run. The keys are those of Lightning 2.6's
+    loops, which have no public way to start at a step.
     """
     state = copy.deepcopy(fit_loop.state_dict())
     num_batches = step * accumulation
@@ -151,9 +152,9 @@ def loop_state_after(fit_loop: Any, step: int, accumulation: int) -> dict[str, A
 
 
 def restore_schedule(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
-    """Move a new schedule to where `step` optimizer steps have brought it.
+    """Advance a new schedule to optimizer step `step`.
 
-    It is a pure function of the step: only that is saved, and the rate follows.
+    The learning rate is a pure function of the step, which is all that a checkpoint saves of it.
     """
     factors = [factor(step) for factor in schedule.lr_lambdas]
     rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
@@ -179,23 +180,23 @@ def random_state(device: torch.device) -> Json:
 
 
 def check_random_state(state: Json, device: torch.device) -> None:
-    """Try the parts of a random state that only torch can read; StateError if it cannot."""
+    """Raise StateError if torch's generators cannot load their parts of a random state."""
     devices = {"torch": torch.device("cpu")} | ({"cuda": device} if device.type == "cuda" else {})
-    for key, place in devices.items():
+    for key, generator_device in devices.items():
         if key not in state:
             continue
-        generator = torch.Generator(place)
+        generator = torch.Generator(generator_device)
         saved, size = _as_tensor(state[key]), len(generator.get_state())
         try:
             generator.set_state(saved)
         except RuntimeError as error:
-            wrong_size = f"is of {len(saved):,} bytes; expected {size:,}"
-            refused = f"is not a state of its generator ({error})"
+            wrong_size = f"has {len(saved):,} bytes; expected {size:,}"
+            refused = f"is not a valid state of its generator ({error})"
             raise StateError([(key, wrong_size if len(saved) != size else refused)]) from None
 
 
 def restore_random_state(state: Json, device: torch.device) -> None:
-    """Put this rank's random generators back to `random_state`."""
+    """Restore this rank's random generators from `random_state`."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

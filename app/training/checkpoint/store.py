@@ -1,8 +1,9 @@
-"""The checkpoints of one run: folders `step-N`, each complete or absent.
+"""The checkpoints of one run: folders `step-N`, each either complete or absent.
 
-A checkpoint is written as `step-N.tmp`. Its manifest has size and sha256 of every file, the marker
-`COMMITTED` is written last and has the manifest's sha256, and only then the folder is renamed. A
-removal deletes the marker first. Readers never change anything; the next save removes leftovers.
+A checkpoint is written as `step-N.tmp`. Its manifest lists size and sha256 of every file. A marker
+file, `COMMITTED`, which contains the manifest's sha256, is written last; only then is the folder
+renamed. A removal deletes the marker first. Readers never change anything; the next save removes
+leftovers.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-"""the store's folder in a run's folder"""
-NOTE = ".written"
-"""suffix of the note in which another process records hash and size of a file that it wrote"""
+"""name of the store's folder in the folder of a run"""
+RECORD_SUFFIX = ".written"
+"""suffix of the file in which another process records hash and size of a file that it wrote"""
 VISIBILITY_TIMEOUT = 60.0
-"""seconds until a file that another machine has written must be visible here: network file systems
-poll for new files"""
+"""time within which a file written by another machine must become visible, in seconds; network file
+systems poll for new files"""
 STEP_FOLDER = re.compile(r"step-(\d+)")
 """name of a checkpoint's folder"""
 _STEP = re.compile(rf"{STEP_FOLDER.pattern}(\.old)?")
@@ -58,22 +59,22 @@ _LEFTOVER = re.compile(rf"{STEP_FOLDER.pattern}\.tmp")
 
 
 class CheckpointStore:
-    """Write, rotate and find the checkpoints of one run in `folder`."""
+    """Write, find and rotate the checkpoints of one run in `folder`."""
 
     def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
         if keep_last < 1 or keep_best < 0:
             raise UserError(
-                f"keep_last={keep_last}, keep_best={keep_best}: a run needs at least its last "
+                f"keep_last={keep_last}, keep_best={keep_best}: a run must keep its last "
                 "checkpoint; type trainer.checkpoint.keep_last=1 or more"
             )
         self.folder = folder
         self.keep_last, self.keep_best = keep_last, keep_best
-        self._written: dict[str, disk.Written] = {}
-        """files of the current save, in the process that began it"""
+        self._written: dict[str, disk.WrittenFile] = {}
+        """files of the current save, in the process that started it"""
         self._current_step: int | None = None
 
     def begin(self, step: int) -> Path:
-        """Begin the save of `step`, on rank 0, before any rank adds to it."""
+        """Start the save of `step`; called on rank 0 before any rank adds files."""
         faults.reach("save", step)
         self._written, self._current_step = {}, step
         unfinished = self._unfinished(step)
@@ -87,20 +88,20 @@ class CheckpointStore:
         return unfinished
 
     def add_tensors(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write `tensors` to the file `name`; on any rank, each name once."""
+        """Write `tensors` to the file `name`; any rank may call this, once per name."""
         with self._raising_save_errors(step, file_bytes(tensors)):
             file = self._new_file(step, name + TENSORS)
-            self._note(step, file, write_tensors(file, tensors))
+            self._record(step, file, write_tensors(file, tensors))
 
     def add_document(self, step: int, name: str, content: Json) -> None:
-        """Write `content` as JSON to the file `name`; on any rank, each name once.
+        """Write `content` as JSON to the file `name`; any rank may call this, once per name.
 
-        Floats keep every bit.
+        Floats keep their full precision.
         """
         text = json.dumps(content, indent=1).encode() + b"\n"
         with self._raising_save_errors(step, len(text)):
             file = self._new_file(step, name + DOCUMENT)
-            self._note(step, file, disk.write_file(file, [text]))
+            self._record(step, file, disk.write_file(file, [text]))
 
     def commit(
         self,
@@ -110,14 +111,14 @@ class CheckpointStore:
         metric: float | None = None,
         details: Json = None,
     ) -> Checkpoint:
-        """Commit the save of `step`, on rank 0 after all ranks have added; remove old checkpoints.
+        """Commit the save of `step` and remove old checkpoints.
 
-        `needed`: documents of all ranks that must be there. `metric`: what `keep_best` ranks by,
-        lower is better; None or NaN is never among the best.
+        Called on rank 0 after all ranks have added their files. `needed`: documents that must
+        exist. `metric`: what `keep_best` ranks by, lower is better; None or NaN is never ranked.
         """
         unfinished, folder = self._unfinished(step), self._folder(step)
         with self._raising_save_errors(step):
-            self._collect_notes(step, [name + DOCUMENT for name in needed])
+            self._collect_records(step, [name + DOCUMENT for name in needed])
             manifest = {
                 "format": FORMAT,
                 "step": step,
@@ -133,7 +134,7 @@ class CheckpointStore:
             disk.write_file(unfinished / MARKER, [marker_of(written.sha256)])
             disk.sync_folder(unfinished)
             faults.reach("ckpt:after_marker", step)
-            if folder.exists():  # the same step again: one of the two exists at any moment
+            if folder.exists():  # this step was saved before: one of the two exists at any moment
                 disk.replace(folder, folder.with_suffix(".old"))
             disk.replace(unfinished, folder)
             disk.sync_folder(self.folder)
@@ -144,7 +145,7 @@ class CheckpointStore:
         return committed
 
     def abandon(self, step: int) -> None:
-        """Remove the files of a save that will not be committed."""
+        """Remove the files of a save that is not going to be committed."""
         self._current_step = None
         with suppress(OSError):
             disk.remove_folder(self._unfinished(step))
@@ -158,7 +159,7 @@ class CheckpointStore:
         return found
 
     def newest_good(self) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest undamaged checkpoint, and a sentence for each newer, damaged one.
+        """Return the newest undamaged checkpoint, and a sentence about each newer, damaged one.
 
         UserError if the newest undamaged one was written by a newer version of this program.
         """
@@ -175,11 +176,11 @@ class CheckpointStore:
             lost = damaged[0][0] - good.step
             sentences[-1] += f"; using {good.folder.name}, {lost} steps lost"
         elif sentences:
-            sentences[-1] += "; no good checkpoint is left"
+            sentences[-1] += "; no undamaged checkpoint is left"
         return good, sentences
 
     def _folders(self) -> list[tuple[int, Path]]:
-        """Return step and folder of finished saves, oldest first; damaged ones too."""
+        """Return step and folder of each finished save, oldest first, damaged ones included."""
         found: dict[int, Path] = {}
         if self.folder.is_dir():
             for entry in self.folder.iterdir():
@@ -187,7 +188,7 @@ class CheckpointStore:
                 if match is None or entry.is_symlink() or not entry.is_dir():
                     continue
                 step = int(match[1])
-                if match[2] is None or step not in found:  # .old: replaced, or about to be
+                if match[2] is None or step not in found:  # .old: being replaced
                     found[step] = entry
         return sorted(found.items())
 
@@ -202,38 +203,39 @@ class CheckpointStore:
             raise ValueError(f"{name!r} is not a valid file name")
         return self._unfinished(step) / name
 
-    def _note(self, step: int, file: Path, written: disk.Written) -> None:
+    def _record(self, step: int, file: Path, written: disk.WrittenFile) -> None:
+        """Record hash and size of a written file, for the process that commits the save."""
         if self._current_step == step:
             self._written[file.name] = written
-        else:  # another process commits, and need not read the file again to hash it
-            note = file.with_name(file.name + NOTE)
-            disk.write_file(note, [json.dumps(asdict(written)).encode()])
+        else:
+            record = file.with_name(file.name + RECORD_SUFFIX)
+            disk.write_file(record, [json.dumps(asdict(written)).encode()])
         faults.reach("ckpt:after_file", step)
 
-    def _collect_notes(self, step: int, needed: Sequence[str]) -> None:
-        """Read the notes of other processes; SaveError if some of `needed` do not appear."""
+    def _collect_records(self, step: int, needed: Sequence[str]) -> None:
+        """Read the records of other processes; SaveError if some of `needed` do not appear."""
         deadline = time.monotonic() + VISIBILITY_TIMEOUT
-        self._read_notes(self._unfinished(step))
+        self._read_records(self._unfinished(step))
         while missing := [name for name in needed if name not in self._written]:
             if time.monotonic() > deadline:
                 self.abandon(step)
                 raise SaveError(
                     f"{self.folder}: the checkpoint of step {step} lacks {', '.join(missing)}, "
                     "which other ranks have written elsewhere: all machines must share one folder; "
-                    "type an output.dir that they share"
+                    "type output.dir=FOLDER with a folder on a shared disk"
                 )
             time.sleep(0.2)
-            self._read_notes(self._unfinished(step))
+            self._read_records(self._unfinished(step))
 
-    def _read_notes(self, unfinished: Path) -> None:
-        for note in sorted(unfinished.glob(f"*{NOTE}")):
-            self._written[note.name.removesuffix(NOTE)] = disk.Written(
-                **json.loads(note.read_text())
+    def _read_records(self, unfinished: Path) -> None:
+        for record in sorted(unfinished.glob(f"*{RECORD_SUFFIX}")):
+            self._written[record.name.removesuffix(RECORD_SUFFIX)] = disk.WrittenFile(
+                **json.loads(record.read_text())
             )
-            disk.remove_file(note)
+            disk.remove_file(record)
 
     def _remove_leftovers(self) -> None:
-        """Remove what killed processes have left of saves and removals."""
+        """Remove what killed processes left behind of saves and removals."""
         for entry in sorted(self.folder.iterdir()):
             if entry.is_symlink() or not entry.is_dir():
                 continue
@@ -249,7 +251,7 @@ class CheckpointStore:
                 self._remove(entry)
 
     def drop_newer(self, step: int) -> list[int]:
-        """Remove checkpoints after `step`, for a run that resumes from it; return their steps."""
+        """Remove checkpoints newer than `step`, where a run resumes; return their steps."""
         newer = [(number, folder) for number, folder in self._folders() if number > step]
         for _, folder in newer:
             self._remove(folder)
@@ -257,11 +259,14 @@ class CheckpointStore:
 
     def _rotate(self, newest: Checkpoint) -> None:
         """Remove checkpoints that are neither among the last nor the best; never `newest`."""
-        # Newer ones belong to a history that this run has left by resuming before them.
-        known = [one for one in self.checkpoints() if one.step <= newest.step]
-        last = {one.step for one in known[-self.keep_last :]}
-        ranked = [one for one in known if one.metric is not None]
-        best = {one.step for one in sorted(ranked, key=_by_metric)[: self.keep_best]}
+        # Newer ones were saved before this run was resumed from an earlier step.
+        known = [saved for saved in self.checkpoints() if saved.step <= newest.step]
+        last = {saved.step for saved in known[-self.keep_last :]}
+        ranked = sorted(
+            (saved for saved in known if saved.metric is not None),
+            key=lambda saved: (saved.manifest["metric"], -saved.step),
+        )
+        best = {saved.step for saved in ranked[: self.keep_best]}
         for step, folder in self._folders():
             if step > newest.step:
                 log.warning("%s removed: the run was resumed from an earlier step", folder)
@@ -273,7 +278,7 @@ class CheckpointStore:
         faults.reach("ckpt:after_rotation", newest.step)
 
     def _remove(self, folder: Path, step: int | None = None) -> None:
-        """Remove a checkpoint, its marker first; a removal that fails is tried again later."""
+        """Remove a checkpoint, its marker first; a failed removal is retried by the next save."""
         try:
             if (folder / MARKER).exists():
                 disk.remove_file(folder / MARKER)
@@ -285,42 +290,40 @@ class CheckpointStore:
 
     @contextmanager
     def _raising_save_errors(self, step: int, num_bytes: int = 0) -> Iterator[None]:
-        """Raise a disk error as SaveError, and remove the files of the save.
+        """Turn a disk error into a SaveError, and remove the files of the save.
 
-        `num_bytes`: about to be written.
+        `num_bytes`: size of the file that is about to be written.
         """
         try:
             yield
         except SaveError:
             raise
         except OSError as error:
-            need = max(self._largest_bytes(), num_bytes + sum(map(_size, self._written.values())))
-            if self._current_step == step:  # else other ranks still write, and rank 0 removes all
+            written_bytes = sum(written.num_bytes for written in self._written.values())
+            need = max(self._largest_bytes(), num_bytes + written_bytes)
+            if self._current_step == step:  # otherwise other ranks still write; rank 0 removes all
                 self.abandon(step)
             raise SaveError(self._describe(error, step, need)) from error
 
     def _describe(self, error: OSError, step: int, need: int) -> str:
-        what = f"{self.folder}: the checkpoint of step {step} could not be written"
+        failure = f"{self.folder}: the checkpoint of step {step} could not be written"
         existing = self._folders()
-        rest = f"{existing[-1][1].name} is kept" if existing else "there is no earlier one"
-        if error.errno in disk.NO_ROOM:
+        earlier = f"{existing[-1][1].name} is kept" if existing else "there is no earlier one"
+        if error.errno in disk.DISK_FULL:
             return (
-                f"{what}: {error.strerror}; it needs {format_bytes(need)}, "
-                f"{format_bytes(free_bytes(self.folder))} are free; {rest}; make room, or type "
-                "trainer.checkpoint.keep_last=1"
+                f"{failure}: {error.strerror}; it needs {format_bytes(need)}, but "
+                f"{format_bytes(free_bytes(self.folder))} are free; {earlier}; free disk space, or "
+                "type trainer.checkpoint.keep_last=1"
             )
-        where = f" ({error.filename})" if error.filename else ""
-        return f"{what}: {error.strerror}{where}; {rest}"
+        filename = f" ({error.filename})" if error.filename else ""
+        return f"{failure}: {error.strerror}{filename}; {earlier}"
 
     def _largest_bytes(self) -> int:
-        """Return the bytes of the largest checkpoint."""
-        sizes = (one.manifest["files"].values() for one in self.checkpoints())
-        return max((sum(file["num_bytes"] for file in files) for files in sizes), default=0)
-
-
-def _by_metric(checkpoint: Checkpoint) -> tuple[float, int]:
-    return checkpoint.manifest["metric"], -checkpoint.step
-
-
-def _size(written: disk.Written) -> int:
-    return written.num_bytes
+        """Return the size of the largest checkpoint, in bytes."""
+        return max(
+            (
+                sum(file["num_bytes"] for file in saved.manifest["files"].values())
+                for saved in self.checkpoints()
+            ),
+            default=0,
+        )

@@ -1,15 +1,16 @@
-"""Tensors by name as safetensors files, one per rank: written as a stream, read lazily.
+"""Named tensors in safetensors files, one file per rank: streamed to disk, read lazily.
 
-A file holds whole tensors, whatever strategy trains, so that any other strategy or number of ranks
-reads them by name. Sharded tensors are gathered one at a time, by all ranks in one order, and
-written by the rank with the least to write so far. Memory beside the tensors: one block, and one
-gathered tensor.
+A file holds full tensors under every strategy, so that any strategy and any number of ranks can
+read them by name. Sharded tensors are gathered one at a time, by all ranks in the same order, and
+each is written by the rank with the fewest bytes so far. Extra memory: one block and one gathered
+tensor.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint import disk
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 DTYPES = {
@@ -41,19 +41,19 @@ DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""torch's names of the dtypes that the format has, and its own"""
-Write = Callable[[str, Mapping[str, StateTensor]], None]
-"""writes a file of a checkpoint by its name: `CheckpointStore.add_tensors` of a step"""
+"""the dtypes that the format supports: torch's name -> safetensors' name"""
+WriteTensors = Callable[[str, Mapping[str, StateTensor]], None]
+"""writes tensors to the named file of a checkpoint: `CheckpointStore.add_tensors` of one step"""
 HEADER_MULTIPLE = 8
 """bytes; required by the format, for alignment"""
 
 
-def write_tensors(file: Path, tensors: Mapping[str, StateTensor]) -> disk.Written:
-    """Write a new file of `tensors`, from any device.
+def write_tensors(file: Path, tensors: Mapping[str, StateTensor]) -> disk.WrittenFile:
+    """Write `tensors`, which may be on any device, to a new file.
 
-    ValueError for a dtype that the format does not have, or a tensor that is not dense.
+    ValueError for a dtype that the format does not support, or a tensor that is not dense.
     """
-    tensors = in_order(tensors)
+    tensors = file_order(tensors)
     header = _header(tensors)
 
     def blocks() -> Iterator[bytes | memoryview]:
@@ -65,12 +65,12 @@ def write_tensors(file: Path, tensors: Mapping[str, StateTensor]) -> disk.Writte
 
 
 def file_bytes(tensors: Mapping[str, StateTensor]) -> int:
-    """Return the size of the file that `write_tensors` makes."""
-    return len(_header(in_order(tensors))) + sum(map(num_bytes, tensors.values()))
+    """Return the size of the file that `write_tensors` would write."""
+    return len(_header(file_order(tensors))) + sum(map(num_bytes, tensors.values()))
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return a file's tensors, memory-mapped: each is read from the disk when it is used."""
+    """Return a file's tensors, memory-mapped: each is read from disk when it is used."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt", device="cpu") as opened:
@@ -86,7 +86,7 @@ def names_in(file: Path) -> list[str]:
 
 
 def check_tensors(file: Path) -> None:
-    """Check a file's header; ValueError if it is not a safetensors file of this size."""
+    """Raise ValueError if a file is not a complete safetensors file, or has an unexpected dtype."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -96,24 +96,26 @@ def check_tensors(file: Path) -> None:
         raise ValueError(f"{file.name} is not a safetensors file ({error})") from error
     for name, dtype in dtypes.items():
         if dtype not in DTYPES.values():
-            raise ValueError(f"{file.name}: {name!a} is of type {dtype}, which is never saved")
+            raise ValueError(f"{file.name}: {name!a} has dtype {dtype}, which is never saved")
 
 
-def in_order(tensors: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
-    """Sort by width, the widest dtypes first, so that every tensor is aligned; then by name."""
+def file_order(tensors: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
+    """Sort by dtype, widest first, so that every tensor is aligned; then by name."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
 def num_bytes(tensor: StateTensor) -> int:
-    """Return the bytes that a tensor takes in a file."""
+    """Return the size of a full tensor in a file, in bytes."""
     return math.prod(tensor.shape) * int(tensor.dtype.itemsize)
 
 
 def _header(tensors: Mapping[str, StateTensor]) -> bytes:
+    import torch
+
     entries, start = {}, 0
     for name, tensor in tensors.items():
         dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-        is_dense = isinstance(tensor, ShardedTensor) or tensor.layout is _strided()
+        is_dense = isinstance(tensor, ShardedTensor) or tensor.layout is torch.strided
         if dtype is None or not is_dense:
             raise ValueError(f"{name}: a {tensor.dtype} tensor cannot be saved unless it is dense")
         end = start + num_bytes(tensor)
@@ -124,21 +126,15 @@ def _header(tensors: Mapping[str, StateTensor]) -> bytes:
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
-def _strided() -> torch.layout:
-    import torch
-
-    return torch.strided
-
-
 def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in logical order, in blocks; each is valid until the next."""
+    """Yield a tensor's bytes in logical order, in blocks; a block is valid until the next one."""
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() == 0:
         return
     if not tensor.is_contiguous() and len(tensor) > 1:
-        # By rows, through one buffer: contiguous() would copy all of it.
+        # Row by row through one buffer: contiguous() would copy the whole tensor.
         num_rows = max(1, disk.BLOCK_BYTES * len(tensor) // num_bytes(tensor))
         buffer = torch.empty_like(tensor[:num_rows], memory_format=torch.contiguous_format)
         for rows in tensor.split(num_rows):
@@ -153,23 +149,26 @@ def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
         yield memoryview(host[: len(block)].copy_(block).numpy())
 
 
-def file_of(name: str, rank: int) -> str:
-    """Return the name of a rank's file; rank 0's has no suffix, as a single process's."""
+def rank_file_name(name: str, rank: int) -> str:
+    """Return the file name for a rank's tensors; that of rank 0 has no suffix."""
     return f"{name}-rank-{rank}" if rank else name
 
 
-def owners(tensors: Mapping[str, StateTensor], num_ranks: int) -> dict[str, int]:
-    """Return which rank writes each tensor: rank 0 replicated ones, all ranks sharded ones."""
-    shares, owner = [0] * num_ranks, {}
-    for name, tensor in in_order(tensors).items():
-        rank = shares.index(min(shares)) if isinstance(tensor, ShardedTensor) else 0
-        owner[name] = rank
-        shares[rank] += num_bytes(tensor)
-    return owner
+def writer_ranks(tensors: Mapping[str, StateTensor], num_ranks: int) -> dict[str, int]:
+    """Return the rank that writes each tensor.
+
+    Rank 0 writes replicated tensors; sharded ones are spread so that ranks write equal amounts.
+    """
+    rank_bytes, writers = [0] * num_ranks, {}
+    for name, tensor in file_order(tensors).items():
+        rank = rank_bytes.index(min(rank_bytes)) if isinstance(tensor, ShardedTensor) else 0
+        writers[name] = rank
+        rank_bytes[rank] += num_bytes(tensor)
+    return writers
 
 
 def write_share(
-    write: Write,
+    write: WriteTensors,
     name: str,
     tensors: Mapping[str, StateTensor],
     check: Callable[[Mapping[str, Tensor]], None],
@@ -177,53 +176,54 @@ def write_share(
     rank: int,
     num_ranks: int,
 ) -> None:
-    """Write this rank's share of `tensors`; all ranks call it, each with the same names.
+    """Write this rank's share of `tensors`; all ranks must call this with the same names.
 
-    `check` is called with each gathered tensor before it is written. A rank that fails still
-    gathers for the others before it raises.
+    `check` is called with each gathered tensor before it is written. A rank that fails takes part
+    in the remaining gathers before it raises.
     """
-    owner = owners(tensors, num_ranks)
-    order = _OrderedGather(tensors, check)
-    own = {name: order.own(name, tensor) for name, tensor in tensors.items() if owner[name] == rank}
+    writers = writer_ranks(tensors, num_ranks)
+    gathers = _OrderedGather(tensors, check)
+    share = {
+        key: gathers.in_turn(key, tensor) for key, tensor in tensors.items() if writers[key] == rank
+    }
     try:
-        if own or rank == 0:
-            write(file_of(name, rank), own)
+        if share or rank == 0:
+            write(rank_file_name(name, rank), share)
     finally:
-        order.finish()
+        gathers.finish()
 
 
 class _OrderedGather:
-    """Gather sharded tensors in the order that all ranks share."""
+    """Gather sharded tensors in the same order on all ranks."""
 
     def __init__(
         self, tensors: Mapping[str, StateTensor], check: Callable[[Mapping[str, Tensor]], None]
     ) -> None:
         self._check = check
-        self._remaining = [
+        self._remaining = deque(
             (name, tensor)
-            for name, tensor in in_order(tensors).items()
+            for name, tensor in file_order(tensors).items()
             if isinstance(tensor, ShardedTensor)
-        ]
-        self._remaining.reverse()
+        )
 
-    def own(self, name: str, tensor: StateTensor) -> StateTensor:
-        """Return `tensor` so that gathering it first gathers all that come before it."""
+    def in_turn(self, name: str, tensor: StateTensor) -> StateTensor:
+        """Return a copy of `tensor` whose gather first gathers all tensors before it."""
         if not isinstance(tensor, ShardedTensor):
             return tensor
         return replace(tensor, gather=lambda: self._gather(name))
 
     def _gather(self, name: str) -> Tensor:
         while self._remaining:
-            key, tensor = self._remaining.pop()
+            key, tensor = self._remaining.popleft()
             full = tensor.gather()
             refresh_liveness()
             if key == name:
                 self._check({name: full})
                 return full
-        raise RuntimeError(f"{name} was gathered before")
+        raise RuntimeError(f"{name} has been gathered already")
 
     def finish(self) -> None:
-        """Gather the rest, for the ranks that write it."""
+        """Gather the remaining tensors, for the ranks that write them."""
         while self._remaining:
-            self._remaining.pop()[1].gather()
+            self._remaining.popleft()[1].gather()
             refresh_liveness()

@@ -31,7 +31,7 @@ from app.training.checkpoint.documents import (
     OPTIMIZER,
     TRAINING,
     check_documents,
-    random_state_of,
+    random_state_name,
     read_random_state,
 )
 from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
@@ -78,7 +78,7 @@ def save(training: Training, folder: Path, step: int) -> None:
     store.add_tensors(step, MODEL, model_state(training.model))
     store.add_tensors(step, OPTIMIZER, tensors)
     store.add_document(step, TRAINING, training_document(step) | {"optimizer": numbers})
-    store.add_document(step, random_state_of(0), random_state(CPU))
+    store.add_document(step, random_state_name(0), random_state(CPU))
     store.commit(step, details={"num_ranks": 1, "num_data_ranks": 1, "total_steps": 8})
 
 

@@ -23,8 +23,8 @@ from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CheckpointStore
 from app.training.module import FinetuneModule
-from app.training.resume import Resume, run_owed_validation
-from app.training.stopping import Stopping
+from app.training.resume import Resume, run_pending_validation
+from app.training.stopping import SignalSync
 from tests.resumed import contents
 from tests.runs import check_same_run, figures_of
 from tests.tiny import SAMPLES, small_run
@@ -385,7 +385,7 @@ def test_a_signal_interrupts_a_validation_which_is_repeated_before_the_next_step
     whole = run_into(tmp_path / "whole", *words)
     asked = iter(range(1, 100))
     # Of steps 1 and 2, then of the first and the second batch of step 3's validation.
-    monkeypatch.setattr(Stopping, "agreed", lambda _: SIGTERM if next(asked) == 4 else None)
+    monkeypatch.setattr(SignalSync, "poll", lambda _: SIGTERM if next(asked) == 4 else None)
     with pytest.raises(Interrupted, match="step 3 is saved"):
         run_into(tmp_path / "run", *words)
     newest = CheckpointStore(tmp_path / "run" / "checkpoints").checkpoints()[-1]
@@ -393,8 +393,8 @@ def test_a_signal_interrupts_a_validation_which_is_repeated_before_the_next_step
     monkeypatch.undo()
     seen: list[str] = []
     monkeypatch.setattr(
-        "app.training.module.run_owed_validation",
-        lambda trainer: seen.append("validates") or run_owed_validation(trainer),
+        "app.training.module.run_pending_validation",
+        lambda trainer: seen.append("validates") or run_pending_validation(trainer),
     )
     monkeypatch.setattr(faults, "reach", lambda point, step=None: seen.append(f"{point} {step}"))
     check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
@@ -460,6 +460,6 @@ def test_an_owed_validation_may_end_the_run(
 
 def test_the_last_validation_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(Stopping, "agreed", lambda _: asked.append(1))
+    monkeypatch.setattr(SignalSync, "poll", lambda _: asked.append(1))
     run_into(tmp_path / "run", "trainer.max_steps=1")
     assert len(asked) == 1  # behind it

@@ -20,7 +20,7 @@ from app.training.checkpoint.checkpoint_io import StoredCheckpoints
 from app.training.checkpoint.disk import SaveError
 from app.training.checkpoint.documents import MODEL, OPTIMIZER
 from app.training.checkpoint.store import CheckpointStore
-from app.training.checkpoint.tensors import file_of, num_bytes, owners, write_share
+from app.training.checkpoint.tensors import num_bytes, rank_file_name, write_share, writer_ranks
 from app.training.nonfinite import check_finite
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
@@ -80,7 +80,7 @@ def test_every_tensor_is_written_once_and_comes_back(tmp_path: Path, num_ranks: 
     store = CheckpointStore(tmp_path / "checkpoints")
     write_all(store, ranks)
     checkpoint = load_checkpoint(store.folder / "step-1")
-    expected = {f"{file_of('model', rank)}.safetensors" for rank in range(num_ranks)}
+    expected = {f"{rank_file_name('model', rank)}.safetensors" for rank in range(num_ranks)}
     assert set(checkpoint.manifest["files"]) == expected
     read = checkpoint.tensors("model")
     assert read.keys() == wholes.keys()
@@ -95,7 +95,7 @@ def test_every_tensor_is_written_once_and_comes_back(tmp_path: Path, num_ranks: 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 6))
 def test_shares_are_even_up_to_one_tensor(sizes: list[int], num_ranks: int) -> None:
     tensors = Rank(some_tensors(sizes), held=set()).tensors
-    owner = owners(tensors, num_ranks)
+    owner = writer_ranks(tensors, num_ranks)
     assert owner.keys() == tensors.keys()
     shares = [0] * num_ranks
     for name, rank in owner.items():
@@ -148,7 +148,7 @@ def test_a_rank_that_cannot_write_one_file_helps_with_the_next(
     tensors = {name: rank.tensors for name, rank in ranks.items()}
     with pytest.raises(SaveError, match="no room"):
         StoredCheckpoints(store).add_tensors(1, tensors, rank=1, num_ranks=2)
-    assert written[0] == file_of(MODEL, 1)
+    assert written[0] == rank_file_name(MODEL, 1)
     for rank in ranks.values():
         assert sorted(rank.gathered) == sorted(rank.tensors)
 

@@ -15,7 +15,7 @@ from app.config.verbs import PARTS
 from app.model.adapter import FullConfig, LoraConfig, apply_adapter
 from app.process.errors import UserError
 from app.training.algorithms import use_averaged_weights, use_training_weights
-from app.training.checkpoint.documents import unusable
+from app.training.checkpoint.documents import unusable_checkpoint
 from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
 from app.training.checkpoint.state import (
     model_state,
@@ -194,11 +194,11 @@ def test_another_model_s_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model.embed_tokens.weight is missing .* more"):
         restore_model(Training(AdamWConfig(), FullConfig()).model, saved)
     one = LoraConfig(r=4, target_modules=["q_proj"])
-    with pytest.raises(UserError, match="and this run does not train it") as caught:
+    with pytest.raises(UserError, match="but not trained in this run") as caught:
         restore_model(Training(AdamWConfig(), one).model, saved)
     (tmp_path / "step-2").mkdir()
-    said = str(unusable(tmp_path / "step-2", caught.value.problems))  # as a resume says it
-    assert said.count("start anew with resume=never") == 1
+    message = str(unusable_checkpoint(tmp_path / "step-2", caught.value.problems))
+    assert message.count("start a new run with resume=never") == 1
 
 
 def test_another_optimizer_s_state_is_refused() -> None:
@@ -206,7 +206,7 @@ def test_another_optimizer_s_state_is_refused() -> None:
     training.take_steps(range(1))
     tensors, document = optimizer_state(training.model, training.optimizer)
     other = Training(AdamWConfig(), FullConfig())
-    with pytest.raises(UserError, match=r"optimizer is MuonWithAdamW .* this run's AdamW"):
+    with pytest.raises(UserError, match=r"optimizer is MuonWithAdamW .* this run is AdamW"):
         restore_optimizer(other.model, other.optimizer, tensors, document)
 
 
@@ -223,7 +223,7 @@ def test_a_base_that_gave_its_start_away_is_the_same_again_or_refused(init: str)
         assert torch.equal(weight, weights[name]), name
     other = {name: tensor.clone() for name, tensor in saved.items()}
     next(t for name, t in other.items() if name.endswith("at_start")).mul_(-1)
-    with pytest.raises(UserError, match="came out another one than in the run that is resumed"):
+    with pytest.raises(UserError, match="differs from that of the resumed run"):
         restore_model(again.model, other)
 
 

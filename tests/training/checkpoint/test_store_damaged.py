@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         "extra.safetensors is not in the manifest",
     ),
     "a file outside": (name_a_file_outside, "'../../outside.json' is not a valid file name"),
-    "a link": (link_a_file, "trainer.json is not a file"),
+    "a link": (link_a_file, "trainer.json is not a regular file"),
     **{
         f"manifest {content!r}": (with_manifest(content), "manifest.json is unreadable")
         for content in (b"", b"[]", b"{}", b'{"format": 1}', b"\xff", b"null")
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_another_step_is_not_taken(folder: Path) -> None:
     good, sentences = CheckpointStore(folder).newest_good()
     assert good is not None and good.step == 60
     assert sentences == [
-        "step-90 damaged (manifest.json is of step 80); using step-60, 30 steps lost"
+        "step-90 damaged (manifest.json belongs to step 80); using step-60, 30 steps lost"
     ]
 
 
@@ -182,7 +182,7 @@ def test_all_damaged_checkpoints_are_listed(folder: Path) -> None:
     assert good is None
     assert sentences == [
         "step-80 damaged (model.safetensors is missing)",
-        "step-60 damaged (model.safetensors is missing); no good checkpoint is left",
+        "step-60 damaged (model.safetensors is missing); no undamaged checkpoint is left",
     ]
 
 

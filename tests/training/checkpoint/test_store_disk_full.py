@@ -86,13 +86,13 @@ def test_a_full_disk_is_reported_with_need_and_free(
     with pytest.raises(
         SaveError,
         match=r"checkpoints: the checkpoint of step 20 could not be written: No space left on "
-        r"device; it needs \d\.\d MiB, 1\.5 GiB are free; step-10 is kept; make room, or type "
-        r"trainer\.checkpoint\.keep_last=1",
+        r"device; it needs \d\.\d MiB, but 1\.5 GiB are free; step-10 is kept; free disk space, or "
+        r"type trainer\.checkpoint\.keep_last=1",
     ):
         save(store, 20)
 
 
-@pytest.mark.parametrize("number", disk.NO_ROOM)
+@pytest.mark.parametrize("number", disk.DISK_FULL)
 def test_a_quota_is_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -146,8 +146,8 @@ def test_room_is_counted_for_one_more_than_is_kept(
     check_space(folder, 1 << 30, 2)
     with pytest.raises(
         SaveError,
-        match=r"3 checkpoints and the one that is being written need 4\.0 GiB \(1\.0 GiB each\), "
-        r"3\.0 GiB are free; make room",
+        match=r"3 checkpoints and the one being written need 4\.0 GiB \(1\.0 GiB each\), "
+        r"but 3\.0 GiB are free; free disk space",
     ):
         check_space(folder, 1 << 30, 3)
     assert names_in(folder) == []

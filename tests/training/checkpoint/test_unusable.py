@@ -89,11 +89,11 @@ DOCUMENTS: dict[str, tuple[Change, str]] = {
     ),
     "a shorter random state": (
         of_document("random-rank-0.json", lambda state: state["python"][1].pop() and None),
-        r"random-rank-0.json: python is a list of 3; expected what random.getstate\(\) returns",
+        r"random-rank-0.json: python is a list of 3; expected the value of random.getstate\(\)",
     ),
     "a position behind the state": (
         of_document("random-rank-0.json", lambda state: state["numpy"].__setitem__(2, 10**6)),
-        "random-rank-0.json: numpy is a list of 5; expected what numpy",
+        "random-rank-0.json: numpy is a list of 5; expected the value of numpy",
     ),
     "another type": (
         of_document("training.json", lambda training: training.update(curves=[1, 2])),
@@ -109,7 +109,7 @@ DOCUMENTS: dict[str, tuple[Change, str]] = {
     ),
     "text for a number": (
         of_document("training.json", lambda t: t["curves"].update(num_tokens="\x1b[31m9")),
-        r'curves.num_tokens is "\\u001b\[31m9"; expected a whole number from 0 on',
+        r'curves.num_tokens is "\\u001b\[31m9"; expected a whole number of at least 0',
     ),
     "more tokens than data sets": (
         of_document("training.json", lambda t: t["curves"]["trained_tokens"].append(1.0)),
@@ -128,7 +128,7 @@ DOCUMENTS: dict[str, tuple[Change, str]] = {
     "not UTF-8": (text(b'{"step": "\xff"}'), "training.json: is not UTF-8 at byte 10"),
     "no ranks": (
         of_document("manifest.json", lambda m: m["details"].update(num_ranks=0)),
-        "manifest.json: details.num_ranks is 0; expected a whole number from 1 on",
+        "manifest.json: details.num_ranks is 0; expected a whole number of at least 1",
     ),
     "more ranks": (
         of_document("manifest.json", lambda m: m["details"].update(num_ranks=2)),
@@ -155,7 +155,7 @@ TENSORS: dict[str, tuple[Change, str]] = {
                 {last.replace("step/", "steps/"): torch.ones(()), last: torch.ones(())}
             ),
         ),
-        r"steps/\S+ is not a state of the optimizer, which keeps exp_avg, exp_avg_sq, step",
+        r"steps/\S+ is not a state of this optimizer, which has exp_avg, exp_avg_sq, step",
     ),
     "another dtype": (
         of_tensors(
@@ -193,11 +193,11 @@ TENSORS: dict[str, tuple[Change, str]] = {
     ),
     "a torch state of another size": (
         of_document("random-rank-0.json", lambda state: state.update(torch="AAAA")),
-        "random-rank-0.json: torch is of 3 bytes; expected 5,056",
+        "random-rank-0.json: torch has 3 bytes; expected 5,056",
     ),
     "a torch state of nothing": (
         of_document("random-rank-0.json", lambda state: state.update(torch="/" * 6740 + "/w==")),
-        "random-rank-0.json: torch is not a state of its generator",
+        "random-rank-0.json: torch is not a valid state of its generator",
     ),
 }
 

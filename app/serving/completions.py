@@ -1,7 +1,6 @@
-"""Answers: one at a time, a few requests wait; whole or streamed, in OpenAI's form.
+"""Chat completions in OpenAI's format, generated one at a time; a few requests may wait.
 
-What the tokenizer and the model do happens in the turn of one request, since neither takes two
-threads.
+Tokenizer and model are used only by the request that holds the lock: neither is thread-safe.
 """
 
 from __future__ import annotations
@@ -22,33 +21,36 @@ from starlette.responses import JSONResponse
 from app.evaluation.conversation import Reply, Responder
 from app.process.errors import UserError
 from app.serving.address import ServeConfig
-from app.serving.requests import SERVER_FAILED, ChatRequest, RequestError, print_failure
+from app.serving.requests import INTERNAL_ERROR, ChatRequest, RequestError, print_error
 from data_modules import DataError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 
-class Answers:
-    """Answer requests, one at a time; a few wait, and the next is refused."""
+class CompletionQueue:
+    """Answer one request at a time; refuse further requests if too many are waiting."""
 
     def __init__(self, responder: Responder, config: ServeConfig, model: str) -> None:
         self._responder, self._config, self._model = responder, config, model
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._num_waiting = 0
 
     def response(self, request: ChatRequest, arrived: float) -> ASGIApp:
-        """Return what answers a request, and stops when its client has gone."""
+        """Return the ASGI response to a request; it stops generating if the client disconnects.
+
+        `arrived` is the time of arrival by `time.monotonic`.
+        """
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             async with anyio.create_task_group() as group:
 
-                async def watch() -> None:
+                async def cancel_on_disconnect() -> None:
                     while (await receive())["type"] != "http.disconnect":
                         pass
                     group.cancel_scope.cancel()
 
-                group.start_soon(watch)
+                group.start_soon(cancel_on_disconnect)
                 stream = EventStream(send)
                 try:
                     body = await self._answer_in_time(request, arrived, stream)
@@ -71,42 +73,42 @@ class Answers:
     async def _answer_in_time(
         self, request: ChatRequest, arrived: float, stream: EventStream
     ) -> dict[str, Any]:
-        """Wait for the turn of a request and answer it; RequestError for all that goes wrong."""
+        """Answer a request when its turn comes; raise RequestError on timeout or failure."""
         left = self._config.timeout_seconds - (time.monotonic() - arrived)
         try:
             with anyio.fail_after(max(left, 0)):
-                async with self._in_turn():
+                async with self._wait_for_turn():
                     return await self._answer(request, stream)
         except RequestError:
             raise
         except TimeoutError:
             seconds = f"{self._config.timeout_seconds:g}"
-            message = f"no whole answer within {seconds} seconds (serve.timeout_seconds)"
+            message = f"answer not complete within {seconds} seconds (serve.timeout_seconds)"
             raise RequestError(message, status=503, code="timeout") from None
         except Exception as error:
-            print_failure(error)
-            raise RequestError(SERVER_FAILED, status=500) from error
+            print_error(error)
+            raise RequestError(INTERNAL_ERROR, status=500) from error
 
     @contextlib.asynccontextmanager
-    async def _in_turn(self) -> AsyncIterator[None]:
-        if self._turn.locked() and self._num_waiting >= self._config.max_waiting:
+    async def _wait_for_turn(self) -> AsyncIterator[None]:
+        if self._lock.locked() and self._num_waiting >= self._config.max_waiting:
             raise RequestError(
-                f"{self._num_waiting} requests wait already; ask again later",
+                f"the server is busy and {self._num_waiting} requests are waiting; retry later",
                 status=503,
                 code="overloaded",
             )
         self._num_waiting += 1
         try:
-            await self._turn.acquire()
+            await self._lock.acquire()
         finally:
             self._num_waiting -= 1
         try:
             yield
         finally:
-            self._turn.release()
+            self._lock.release()
 
     async def _answer(self, request: ChatRequest, stream: EventStream) -> dict[str, Any]:
-        """Write an answer to `stream` where that was asked for; returns the whole one."""
+        """Generate an answer, stream it if requested, and return the full response body."""
         started = time.monotonic()
         try:
             ids = await to_thread.run_sync(self._responder.prompt_ids, request.turns)
@@ -117,40 +119,41 @@ class Answers:
             raise RequestError(f"messages: {error}", "messages") from error
         reply = Reply(ids)
         pieces = self._responder.answer(
-            reply, request.how, stop_texts=request.stop_texts, seed=request.seed
+            reply, request.sampling, stop_texts=request.stop_texts, seed=request.seed
         )
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
-        whole = Completion(head | {"model": self._model}, reply)
+        completion = Completion(head | {"model": self._model}, reply)
         text: list[str] = []
         try:
             if request.is_stream:
-                await stream.write(whole.chunk({"role": "assistant", "content": ""}))
+                await stream.write(completion.chunk({"role": "assistant", "content": ""}))
             while (piece := await to_thread.run_sync(next, pieces, None)) is not None:
                 text.append(piece)
                 if request.is_stream and piece:
-                    await stream.write(whole.chunk({"content": piece}))
+                    await stream.write(completion.chunk({"content": piece}))
         finally:
-            # Also when the client has gone: the thread that generates ends at its next token.
+            # Shielded, so that generation also stops (at its next token) if the client disconnects.
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(pieces.close)
         if request.is_stream:
-            await stream.write(whole.chunk({}, ends=True))
-            if request.has_usage:
-                await stream.write(whole.chunk(None))
-        _print_answered(reply, time.monotonic() - started)
-        return whole.body("".join(text))
+            await stream.write(completion.chunk({}, is_last=True))
+            if request.include_usage:
+                await stream.write(completion.chunk(None))
+        _print_summary(reply, time.monotonic() - started)
+        return completion.body("".join(text))
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion as OpenAI writes it."""
+    """One chat completion in OpenAI's format."""
 
     head: Mapping[str, Any]
+    """fields that all chunks share: id, creation time, model"""
     reply: Reply
 
     @property
     def usage(self) -> dict[str, int]:
-        """The tokens of prompt and answer."""
+        """Token counts of the prompt and the answer."""
         prompt, answer = len(self.reply.prompt_ids), self.reply.num_tokens
         return {
             "prompt_tokens": prompt,
@@ -159,28 +162,37 @@ class Completion:
         }
 
     @property
-    def reason(self) -> str:
-        """Why it ended: `stop` as the model or a stop text had it, `length` by the limit."""
+    def finish_reason(self) -> str:
+        """`stop` after a stop token or stop text, `length` at the token limit."""
         return "stop" if self.reply.is_finished else "length"
 
     def body(self, text: str) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the response body of a request without streaming."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.reason}
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": self.finish_reason,
+        }
         kind = {"object": "chat.completion"}
         return {**self.head, **kind, "choices": [choice], "usage": self.usage}
 
-    def chunk(self, delta: Mapping[str, Any] | None, *, ends: bool = False) -> dict[str, Any]:
-        """Return a part of a streamed answer; without a delta the one that has the usage."""
+    def chunk(self, delta: Mapping[str, Any] | None, *, is_last: bool = False) -> dict[str, Any]:
+        """Return one chunk of a streamed answer; without a delta, the chunk with the usage."""
         kind = {"object": "chat.completion.chunk"}
         if delta is None:
             return {**self.head, **kind, "choices": [], "usage": self.usage}
-        choice = {"index": 0, "delta": delta, "finish_reason": self.reason if ends else None}
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "finish_reason": self.finish_reason if is_last else None,
+        }
         return {**self.head, **kind, "choices": [choice]}
 
 
 class EventStream:
-    """Send server-sent events, the status and the headers before the first of them."""
+    """A stream of server-sent events; status and headers are sent before the first event."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.is_open = send, False
@@ -194,15 +206,16 @@ class EventStream:
         await self._body(f"data: {json.dumps(event)}\n\n", more=True)
 
     async def close(self) -> None:
-        """Send the last event, and end."""
+        """Send the final event and end the response."""
         await self._body("data: [DONE]\n\n", more=False)
 
     async def _body(self, text: str, *, more: bool) -> None:
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
 
-def _print_answered(reply: Reply, seconds: float) -> None:
+def _print_summary(reply: Reply, seconds: float) -> None:
     print(
-        f"answered: {len(reply.prompt_ids):,} + {reply.num_tokens:,} tokens in {seconds:.2f} s",
+        f"answered: {len(reply.prompt_ids):,} prompt + {reply.num_tokens:,} completion tokens "
+        f"in {seconds:.2f} s",
         flush=True,
     )
