@@ -1,10 +1,10 @@
 """torch.compile, one decoder layer at a time.
 
-All layers of one shape share the graph compiled for the first. Attention stays outside, with its
-own arguments: documents differ from batch to batch, and it is fused already. So does the head.
-Recompute wraps a compiled layer instead of being inside: the backward pass must recompute what ran
-in the forward pass, and a compiled layer with a checkpoint around an attention is not compiled at
-all (pytorch issue 139989).
+All layers of one shape share the graph compiled for the first. Attention and head are excluded:
+attention is fused already, and its arguments describe documents, which differ in every batch.
+Recompute wraps the compiled layer from outside: the backward pass must recompute what ran in the
+forward pass, and torch does not compile a layer with a checkpoint around an attention (pytorch
+issue 139989).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ ONLY_FOR_ATTENTION = (
     "max_length_q",
     "max_length_k",
 )
-"""arguments that a layer passes on to its attention, different in every batch"""
-OF_MODES = ("GLOBAL_STATE changed", "requires_grad mismatch")
-"""the compiler's words for a graph of validation, or of a layer below all trained ones"""
+"""arguments that a layer only passes on to its attention; different in every batch"""
+MODE_CHANGES = ("GLOBAL_STATE changed", "requires_grad mismatch")
+"""recompile reasons of an expected second graph: validation, or a layer below all trained ones"""
 BACKEND = "inductor"
 MAX_SHOWN = 200
 
 
 class CompiledLayers:
-    """The compiled layers of one model, until `remove`.
+    """Compiles the layers of one model; `remove` restores them.
 
-    Names of modules and weights do not change. The first layer that cannot be compiled is logged;
-    it and all later ones run uncompiled. UserError for encoder-decoder models, and models whose
-    layers are not known.
+    Names of modules and weights do not change. The first failure to compile is logged, and all
+    layers run uncompiled from then on. Raises UserError for an encoder-decoder, and ValueError for
+    a model that does not declare the class of its layers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -58,24 +58,24 @@ class CompiledLayers:
         self._layers = [_CompiledLayer(model.get_submodule(name), self) for name in names]
 
     def fail(self, error: Exception) -> None:
-        """Log, once, why layers run uncompiled from here on."""
+        """Disable compiled layers, and log the reason once."""
         if self.failure is None:
             self.failure = _first_line(error)
             log.warning("compile: %s; the run continues without it", self.failure)
 
     def _outside(self, attend: Callable[..., Any]) -> Callable[..., Any]:
-        """Exclude an attention from compiling, and give it the layer's own arguments."""
+        """Exclude an attention from compilation, and pass it the current layer's arguments."""
 
         @torch.compiler.disable
         def attend_outside(*args: Any, **kwargs: Any) -> Any:
             output, *others = attend(*args, **kwargs, **self.for_attention)
-            # Graphs depend even on the stride of a single row: `view` makes it the same.
+            # Graphs are specialized even on the stride of a dimension of size 1; `view` resets it.
             return output.contiguous().view(output.shape), *others
 
         return attend_outside
 
     def remove(self) -> None:
-        """Restore plain layers and attention."""
+        """Restore the uncompiled layers and the attention functions."""
         for layer in self._layers:
             layer.remove()
         for name, function in self._attention.items():
@@ -83,13 +83,13 @@ class CompiledLayers:
 
 
 class _CompiledLayer:
-    """Replaces one layer's forward."""
+    """Forward of one layer, compiled until compilation fails."""
 
     def __init__(self, layer: Any, owner: CompiledLayers) -> None:
         self._layer, self._owner = layer, owner
         self._plain: Callable[..., Any] = layer.forward
         self._compiled = torch.compile(self._plain, backend=_compile_whole)
-        # A layer class with recompute would apply it inside.
+        # The layer class would apply recompute inside the compiled forward.
         self._recompute: Callable[..., Any] | None = None
         if getattr(layer, "gradient_checkpointing", False):
             layer.gradient_checkpointing = False
@@ -102,7 +102,7 @@ class _CompiledLayer:
                 return self._run(self._run_compiled, *args, **kwargs)
             except TorchDynamoException as error:
                 self._owner.fail(error)
-        # From the start, even where half of it ran: a recompute repeats a whole forward pass.
+        # Run the whole layer again, even if part of it ran: recompute repeats whole forwards.
         return self._run(self._plain, *args, **kwargs)
 
     def remove(self) -> None:
@@ -125,21 +125,24 @@ class _CompiledLayer:
 
 
 def num_compiled_graphs() -> int:
-    """Return how many graphs this process has compiled."""
+    """Return the number of graphs that this process has compiled."""
     return int(counters["stats"]["unique_graphs"])
 
 
 def recompile_reason(count: int) -> str:
     """Return why the latest `count` graphs were recompiled."""
-    reasons = [one.recompile_reason for one in get_compilation_metrics() if one.recompile_reason]
-    # Each gives the guard that failed on the newest graph, which may be of another mode.
-    telling = [one for one in reasons[-count:] if not any(words in one for words in OF_MODES)]
-    found = telling or reasons[-1:] or ["a layer ran for the first time"]
-    return _shortened(found[0])
+    metrics = get_compilation_metrics()
+    reasons = [each.recompile_reason for each in metrics if each.recompile_reason]
+    # A reason is the guard that failed on the newest graph, which may belong to another mode.
+    unexpected = [
+        reason for reason in reasons[-count:] if not any(mode in reason for mode in MODE_CHANGES)
+    ]
+    candidates = unexpected or reasons[-1:] or ["a layer ran for the first time"]
+    return _shorten(candidates[0])
 
 
 def _compile_whole(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """Compile forward and backward together, while the layer can still run uncompiled."""
+    """Compile forward and backward at once, so that a failure can still fall back to eager."""
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
     return compiled
@@ -154,9 +157,9 @@ def _attentions_of(model: torch.nn.Module) -> list[str]:
 
 def _first_line(error: Exception) -> str:
     cause = getattr(error, "inner_exception", error)
-    return _shortened(f"{type(cause).__name__}: {cause}")
+    return _shorten(f"{type(cause).__name__}: {cause}")
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     line = " ".join(text.split("\n", 1)[0].split())
     return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]}..."

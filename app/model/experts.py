@@ -1,8 +1,8 @@
-"""A mixture's fused experts: their products, grouped by expert, with adapters and in 4 bits.
+"""Grouped matrix products for the fused experts of a mixture of experts, with LoRA and 4 bits.
 
-transformers keeps the experts of a layer in two tensors [experts, outputs, inputs] (gpt-oss:
-[experts, inputs, outputs]). Tokens are sorted by expert, and each tensor is one grouped product:
-no loop over experts, and the host waits for nothing.
+transformers stores the experts of a layer in two tensors [experts, outputs, inputs] (gpt-oss:
+[experts, inputs, outputs]). Tokens are sorted by expert, so that each tensor takes one grouped
+product: no loop over experts, and no synchronization of the host with the GPU.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 IMPLEMENTATION = "loft_grouped"
-"""the name by which transformers' experts find `run_experts`"""
+"""name under which `run_experts` is registered with transformers"""
 ALIGNED_BYTES = 16
-"""bytes that a row of a grouped product's operands is a multiple of"""
+"""alignment that grouped products require for the rows of their operands, in bytes"""
 PACKED = "_4bit"
-"""how the name of a module ends that holds experts in 4 bits"""
-Read = Callable[[Tensor], Tensor]
+"""suffix of the name of a module that holds 4-bit experts"""
+Dequantize = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to each expert's matrix W: scale B A."""
+    """The low-rank update of each expert's matrix W: W + scale B A."""
 
     a: Tensor
     """[experts, rank, inputs]"""
@@ -39,35 +39,36 @@ class LowRank:
 
 
 def has_experts(architecture: PretrainedConfig) -> bool:
-    """Return whether a model is a mixture of experts, as far as its config tells."""
+    """Return whether a model's config declares more than one expert."""
     numbers = architecture.get_text_config().to_dict()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any((numbers.get(name) or 0) > 1 for name in names)
 
 
 def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules of a model that hold the fused experts of a layer, with their names."""
+    """Yield the name and module of each layer's fused experts."""
     for name, module in model.named_modules():
         if "is_transposed" in vars(module) and "has_gate" in vars(module):
             yield name, module
 
 
 class RoutingTrace(TorchDispatchMode):
-    """Note what routers choose in the passes inside; with `replay`, choose as they did in others.
+    """Record the experts that routers choose; with `replay`, force the choices of that trace.
 
-    Routers choose by `topk` or `argmax` of their scores, where the smallest rounding turns a tie.
+    Routers choose by `topk` or `argmax` of their scores, so that a rounding difference may change
+    which expert is chosen.
     """
 
     def __init__(self, replay: RoutingTrace | None = None) -> None:
         super().__init__()
         self.chosen: list[Tensor] = []
-        """[..., experts a token], in the order of the routers' calls"""
-        self._given = None if replay is None else iter(replay.chosen)
+        """chosen experts [..., experts per token], one tensor per router call"""
+        self._replayed = None if replay is None else iter(replay.chosen)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and note or replace what it chooses."""
+        """Run an operator; record or replace its result if it is a choice of experts."""
         output = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.topk.default:
             chosen = output[1]
@@ -75,23 +76,23 @@ class RoutingTrace(TorchDispatchMode):
             chosen = output.unsqueeze(-1)
         else:
             return output
-        if self._given is not None:
-            chosen = next(self._given).to(chosen.device)
+        if self._replayed is not None:
+            chosen = next(self._replayed).to(chosen.device)
             dim = args[2] if len(args) > 2 else -1
             is_top = isinstance(output, tuple)
             output = (args[0].gather(dim, chosen), chosen) if is_top else chosen.squeeze(-1)
         self.chosen.append(chosen.cpu())
         return output
 
-    def count_changed(self, others: RoutingTrace) -> tuple[int, int]:
-        """Return how many choices are of other experts than there, and how many there are."""
-        pairs = zip(self.chosen, others.chosen, strict=True)
-        changed = [(one.sort().values != other.sort().values).any(-1) for one, other in pairs]
+    def count_changed(self, other: RoutingTrace) -> tuple[int, int]:
+        """Return the number of choices that differ from those of `other`, and of all choices."""
+        pairs = zip(self.chosen, other.chosen, strict=True)
+        changed = [(own.sort().values != its.sort().values).any(-1) for own, its in pairs]
         return sum(int(each.sum()) for each in changed), sum(each.numel() for each in changed)
 
 
 def use_grouped_experts(model: Any) -> None:
-    """Let the fused experts of a model compute by `run_experts`."""
+    """Make the fused experts of a model compute with `run_experts`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if next(expert_modules(model), None) is None:
@@ -102,71 +103,72 @@ def use_grouped_experts(model: Any) -> None:
 
 
 def run_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return what the chosen experts make of each token, weighted.
+    """Return the weighted sum of the outputs of each token's experts, [tokens, width].
 
-    hidden [tokens, width]; chosen and weights [tokens, experts a token]. The order of the sums is
-    that of transformers' own grouped experts.
+    hidden [tokens, width]; chosen and weights [tokens, experts per token]. Sums in the order of
+    transformers' own grouped experts.
     """
     num_chosen = chosen.shape[-1]
     dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
     experts, order = torch.sort(chosen.reshape(-1))
-    # An integer count would make the host wait for the largest number on a GPU.
+    # Not `bincount`: it would make the host wait for the GPU to know the largest index.
     counts = torch.zeros(self.num_experts, dtype=torch.int32, device=hidden.device)
     counts.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int32))
     ends = counts.cumsum(0, dtype=torch.int32)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(len(order), device=order.device)
 
-    rows = _Spread.apply(hidden.to(dtype), order, places, num_chosen)
+    rows = _RepeatRows.apply(hidden.to(dtype), order, positions, num_chosen)
     first = "gate_up_proj" if self.has_gate else "up_proj"
     rows = _project(self, first, rows, experts, ends)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
     rows = _project(self, "down_proj", rows, experts, ends)
-    if vars(self).get("has_post_expert_norm"):  # transformers 5.3 has no such norms
+    if vars(self).get("has_post_expert_norm"):  # the attribute is missing in transformers 5.3
         rows = self.post_expert_norm(rows)
     weighted = rows * weights.reshape(-1)[order].unsqueeze(-1)
-    summed = weighted[places].view(len(hidden), num_chosen, -1).sum(1)
+    summed = weighted[positions].view(len(hidden), num_chosen, -1).sum(1)
     return summed.to(hidden.dtype)
 
 
 def _project(module: Any, name: str, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
-    """Return each row times its expert's matrix, with the adapter and the bias added."""
+    """Return each row times its expert's matrix, plus adapter and bias."""
     dtype = rows.dtype
-    stored, read = stored_experts(module, name, dtype)
+    stored, dequantize = _stored_experts(module, name, dtype)
     low: LowRank | None = vars(module).get("low_rank", {}).get(name)
     a = b = None
     if low is not None:
         a, b = _aligned_rank(low.a.to(dtype), low.b.to(dtype))
     output: Tensor = _GroupedLinear.apply(
-        rows, ends, stored, a, b, low.scale if low else 1.0, read, module.is_transposed
+        rows, ends, stored, a, b, low.scale if low else 1.0, dequantize, module.is_transposed
     )
     bias = module._parameters.get(f"{name}_bias")
     return output if bias is None else output + bias[experts].to(dtype)
 
 
-def stored_experts(module: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, Read]:
-    """Return the weight of experts as it is stored, and what gives their matrices in `dtype`."""
+def _stored_experts(module: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, Dequantize]:
+    """Return the stored weight of the experts, and a function from it to matrices in `dtype`."""
     packed = module._modules.get(packed_name(name))
     if packed is None:
         weight = module._parameters[name]
         if not weight.is_contiguous() or (weight.device.type == "cpu" and weight.data_ptr() % 16):
-            return weight.to(dtype).clone(), _as_is  # a mapped file may begin anywhere
-        return weight.to(dtype), _as_is
+            # Tensors in a memory-mapped file may be unaligned.
+            return weight.to(dtype).clone(), _identity
+        return weight.to(dtype), _identity
     from app.model.quantization import stored_4bit
 
-    stored, dequantize = stored_4bit(packed)
-    return stored, lambda values: dequantize(values).to(dtype)
+    stored, unpack = stored_4bit(packed)
+    return stored, lambda values: unpack(values).to(dtype)
 
 
 def packed_name(name: str) -> str:
-    """Return the name of the module that holds the parameter `name` of experts in 4 bits."""
+    """Return the name of the module that holds the 4-bit form of the experts' parameter `name`."""
     return f"{name}{PACKED}"
 
 
 class PackedExperts(torch.nn.Module):
-    """The weight of experts in 4 bits, beside the module that it was a parameter of."""
+    """A 4-bit weight of experts; a child of the module whose parameter it replaces."""
 
     quant_state: Any = None
 
@@ -179,7 +181,7 @@ class PackedExperts(torch.nn.Module):
 def pack_experts(
     model: torch.nn.Module, pack: Callable[[torch.nn.Parameter], torch.nn.Parameter]
 ) -> None:
-    """Let `pack` put the fused experts of a model into 4 bits, one weight at a time."""
+    """Quantize the fused experts of a model to 4 bits by `pack`, one weight at a time."""
     for _, module in expert_modules(model):
         for name, weight in list(module.named_parameters(recurse=False)):
             if weight.ndim == 3:
@@ -189,7 +191,7 @@ def pack_experts(
 
 
 def packed_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a module's parameters that are in 4 bits, by their own names."""
+    """Return the unpacked shapes of a module's 4-bit parameters, by parameter name."""
     return {
         name.removesuffix(PACKED): tuple(packed.shape)
         for name, packed in module._modules.items()
@@ -197,12 +199,12 @@ def packed_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _as_is(weight: Tensor) -> Tensor:
+def _identity(weight: Tensor) -> Tensor:
     return weight
 
 
 def _aligned_rank(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad a rank with zeros until grouped products take it."""
+    """Pad the rank with zeros to the alignment of grouped products."""
     missing = -a.shape[1] % (ALIGNED_BYTES // a.element_size())
     if missing:
         a = torch.nn.functional.pad(a, (0, 0, 0, missing))
@@ -210,31 +212,34 @@ def _aligned_rank(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.contiguous(), b.contiguous()
 
 
-class _Spread(torch.autograd.Function):
-    """Each token's row once for every expert that it goes to, sorted by expert.
+class _RepeatRows(torch.autograd.Function):
+    """Repeat each token's row once per chosen expert, sorted by expert.
 
-    Its gradients are added in the order of the token's choices, alike in every run; autograd's own
-    scatter would sort them once more.
+    The backward pass adds a token's gradients in the order of its choices, which is deterministic;
+    autograd's scatter would sort them again.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, order: Tensor, places: Tensor, num_chosen: int) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(
+        ctx: Any, hidden: Tensor, order: Tensor, positions: Tensor, num_chosen: int
+    ) -> Tensor:
+        ctx.save_for_backward(positions)
         ctx.num_chosen = num_chosen
         return hidden[order // num_chosen]
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        grad = outer[0][places]
+        (positions,) = ctx.saved_tensors
+        grad = outer[0][positions]
         return grad.view(-1, ctx.num_chosen, grad.shape[-1]).sum(1), None, None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
     """W_e x + scale B_e A_e x for rows x that are sorted by their expert e.
 
-    `ends` [experts] are the ends of the experts' rows; `read` gives the matrices of the stored
-    weight, in the backward pass again; `by_inputs`: they are [experts, inputs, outputs].
+    `ends` [experts]: index after the last row of each expert; `dequantize`: computes the matrices
+    from the stored weight, once in the forward and again in the backward pass; `is_transposed`: the
+    matrices are [experts, inputs, outputs].
     """
 
     @staticmethod
@@ -246,12 +251,12 @@ class _GroupedLinear(torch.autograd.Function):
         a: Tensor | None,
         b: Tensor | None,
         scale: float,
-        read: Read,
-        by_inputs: bool,
+        dequantize: Dequantize,
+        is_transposed: bool,
     ) -> Tensor:
-        ctx.scale, ctx.read, ctx.by_inputs = scale, read, by_inputs
-        matrices = read(stored)
-        output = grouped_product(x, matrices if by_inputs else matrices.mT, ends)
+        ctx.scale, ctx.dequantize, ctx.is_transposed = scale, dequantize, is_transposed
+        matrices = dequantize(stored)
+        output = grouped_product(x, matrices if is_transposed else matrices.mT, ends)
         low = None
         if a is not None and b is not None:
             low = grouped_product(x, a.mT, ends)
@@ -261,22 +266,22 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Any, ...]:
-        """The gradients of x, of W where it trains, of A and of B."""
+        """Return the gradients of x, of W if it is trained, of A and of B."""
         x, ends, stored, a, b, low = ctx.saved_tensors
         grad = outer[0].contiguous()
         grad_x = grad_weight = grad_a = grad_b = grad_low = None
         if a is not None:
             grad_low = grouped_product(grad, b, ends).mul_(ctx.scale)
-            grad_a = grouped_outer(grad_low, x, ends)
-            grad_b = grouped_outer(grad, low, ends).mul_(ctx.scale)
+            grad_a = _grouped_outer(grad_low, x, ends)
+            grad_b = _grouped_outer(grad, low, ends).mul_(ctx.scale)
         if ctx.needs_input_grad[0]:
-            matrices = ctx.read(stored)
-            grad_x = grouped_product(grad, matrices.mT if ctx.by_inputs else matrices, ends)
+            matrices = ctx.dequantize(stored)
+            grad_x = grouped_product(grad, matrices.mT if ctx.is_transposed else matrices, ends)
             if grad_low is not None:
                 grad_x += grouped_product(grad_low, a, ends)
         if ctx.needs_input_grad[2]:
-            pair = (x, grad) if ctx.by_inputs else (grad, x)
-            grad_weight = grouped_outer(*pair, ends)
+            pair = (x, grad) if ctx.is_transposed else (grad, x)
+            grad_weight = _grouped_outer(*pair, ends)
         return grad_x, None, grad_weight, grad_a, grad_b, None, None, None
 
 
@@ -285,23 +290,23 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     if _is_aligned(rows) and _is_aligned(matrices):
         return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
     output = rows.new_zeros(len(rows), matrices.shape[2])
-    for expert, part in _parts(ends):
+    for expert, part in _rows_by_expert(ends):
         output[part] = rows[part] @ matrices[expert]
     return output
 
 
-def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Return left [rows, m], transposed, times right [rows, n] of each expert: [experts, m, n]."""
+def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Return left.T [m, rows] times right [rows, n] of each expert's rows: [experts, m, n]."""
     if _is_aligned(left) and _is_aligned(right):
         return torch.nn.functional.grouped_mm(left.T, right, offs=ends)
     output = left.new_zeros(len(ends), left.shape[1], right.shape[1])
-    for expert, part in _parts(ends):
+    for expert, part in _rows_by_expert(ends):
         output[expert] = left[part].T @ right[part]
     return output
 
 
-def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the experts that have rows, and where these are; for sizes of tests, not of models."""
+def _rows_by_expert(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield each expert that has rows, and their slice; slow, for unaligned sizes (tests)."""
     start = 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
@@ -310,7 +315,7 @@ def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _is_aligned(operand: Tensor) -> bool:
-    """Return whether grouped products take an operand; they are picky on a CPU as on a GPU."""
+    """Return whether `grouped_mm` accepts the strides of an operand, on a CPU or a GPU."""
     *_, outer, inner = operand.stride()
     long = inner if outer == 1 else outer
     return min(inner, outer) == 1 and long * operand.element_size() % ALIGNED_BYTES == 0

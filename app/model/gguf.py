@@ -1,4 +1,4 @@
-"""A merged model as one GGUF file, by llama.cpp's own converter; and its greedy tokens."""
+"""Convert a merged model to GGUF by llama.cpp's converter, and decode greedily from the file."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from app.process.errors import TrainingFault, UserError
 
 SCRIPT = "convert_hf_to_gguf.py"
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-"""dtype of the merged weights -> the converter's name of it"""
+"""dtype of the merged weights -> the converter's name for it"""
 UNKNOWN_TOKENIZER = "pre-tokenizer was not recognized"
-"""what the converter says of a tokenizer that it has no name for"""
+"""the converter's error for a tokenizer that it does not know"""
 INSTALL = (
     "pip download --no-deps --no-binary :all: llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz"
 )
-"""brings the converter: the packages gguf and llama-cpp-python install without it"""
+"""commands that fetch the converter, which the packages gguf and llama-cpp-python do not install"""
 
 
 def find_converter(folder: str | None) -> Path:
-    """Return llama.cpp's converter in `folder`, or on PATH; UserError says how to get it."""
+    """Return the path of llama.cpp's converter in `folder` or on PATH.
+
+    The UserError for a missing converter contains the commands that fetch it.
+    """
     found = shutil.which(SCRIPT) if folder is None else str(Path(folder) / SCRIPT)
     if found is None or not Path(found).is_file():
         where = "on PATH" if folder is None else f"in merge.llama_cpp={folder}"
@@ -34,7 +37,7 @@ def find_converter(folder: str | None) -> Path:
 
 
 def convert(converter: Path, model: Path, dtype: str) -> Path:
-    """Write `model.gguf` into a model's folder; UserError with the converter's last words."""
+    """Write `model.gguf` into a model's folder; UserError with the converter's last line."""
     file = model / "model.gguf"
     command = [sys.executable, str(converter), str(model), "--outfile", str(file)]
     done = subprocess.run(
@@ -46,9 +49,9 @@ def convert(converter: Path, model: Path, dtype: str) -> Path:
     )
     if done.returncode or not file.is_file():
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        why = lines[-1].strip() if lines else "no word of why"
+        why = lines[-1].strip() if lines else "it printed no error"
         if UNKNOWN_TOKENIZER in why:
-            why = "llama.cpp has a list of the tokenizers that it knows, without that of this base"
+            why = "llama.cpp does not support the tokenizer of this base"
         raise UserError(
             f"{converter} does not convert {model}: {why}; the merged model itself is complete: "
             "leave merge.gguf=true out"
@@ -57,9 +60,9 @@ def convert(converter: Path, model: Path, dtype: str) -> Path:
 
 
 def greedy_tokens(file: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Return up to `count` tokens with which llama.cpp goes on after each prompt, on the CPU.
+    """Return up to `count` tokens that llama.cpp generates greedily per prompt, on the CPU.
 
-    An end of text is the last of them.
+    The end-of-text token, if it is generated, is included.
     """
     import xllamacpp
 
@@ -68,11 +71,13 @@ def greedy_tokens(file: Path, prompts: Sequence[Sequence[int]], count: int) -> l
     params.n_ctx = max(len(prompt) for prompt in prompts) + count
     params.n_parallel, params.warmup, params.verbosity = 1, False, 0
     runner = xllamacpp.Server(params)
-    asked = {"n_predict": count, "temperature": 0, "top_k": 1, "logprobs": 1, "cache_prompt": False}
-    answers = []
+    sampling = {"n_predict": count, "temperature": 0, "top_k": 1, "logprobs": 1}
+    completions = []
     for prompt in prompts:
-        answer = runner.handle_completions({"prompt": list(prompt), **asked})
-        if "choices" not in answer:
-            raise TrainingFault(f"{file}: llama.cpp does not go on with it: {answer['error']}")
-        answers.append([token["id"] for token in answer["choices"][0]["logprobs"]["content"]])
-    return answers
+        request = {"prompt": list(prompt), "cache_prompt": False, **sampling}
+        response = runner.handle_completions(request)
+        if "choices" not in response:
+            raise TrainingFault(f"{file}: llama.cpp cannot generate from it: {response['error']}")
+        content = response["choices"][0]["logprobs"]["content"]
+        completions.append([token["id"] for token in content])
+    return completions

@@ -1,4 +1,7 @@
-"""A head that computes the loss in chunks instead of returning logits, the largest tensor."""
+"""A language-model head that computes the loss in chunks.
+
+The logits of a whole batch, the largest tensor of a training step, are never in memory at once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from app.model.attention import attention_inputs, pair_inputs
 from app.model.cpu import fp32 as onednn
 
 LossKernel = Callable[..., None]
-"""`loss_kernel.cross_entropy_`"""
+"""`app.model.loss_kernel.cross_entropy_`"""
 
 
 def linear_cross_entropy(
@@ -32,11 +35,11 @@ def linear_cross_entropy(
     """Return the sum of loss times weight, and each position's loss in nats, fp32 and detached.
 
     hidden [positions, width], weight [vocabulary, width], bias [vocabulary]; labels [positions] are
-    the next tokens, -100 where masked (loss 0); loss_weights [positions].
-    `softcap` bounds the logits to softcap * tanh(logits / softcap), as Gemma 2 does. Under autocast
-    the products are taken in its dtype, all else in fp32. `kernel` computes losses and gradients of
-    a chunk without bias at once. `shard`: `weight` holds a rank's rows of the vocabulary alone; the
-    loss is that of all rows, and the gradient of `hidden` this rank's part of the sum.
+    the next tokens, -100 if masked (loss 0); loss_weights [positions].
+    `softcap` bounds the logits to softcap * tanh(logits / softcap), as in Gemma 2. Under autocast
+    matrix products use its dtype, everything else fp32. `kernel` computes losses and gradients of a
+    chunk in one pass, if there is no bias. `shard`: `weight` holds only this rank's rows of the
+    vocabulary; the loss is over all rows, and the gradient of `hidden` is this rank's summand.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -61,19 +64,19 @@ def linear_cross_entropy(
 
 
 class VocabularyShard(Protocol):
-    """The rows of the vocabulary that a rank's head holds, and the ranks that hold the others."""
+    """The rows of the vocabulary in a rank's head, and reductions over the ranks that share it."""
 
     first_row: int
 
     def largest_(self, tensor: Tensor) -> None:
-        """Put the ranks' largest values in its place."""
+        """All-reduce `tensor` in place by the maximum."""
 
     def sum_(self, tensor: Tensor) -> None:
-        """Put the ranks' sums in its place."""
+        """All-reduce `tensor` in place by the sum."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses and gradients, chunk by chunk."""
+    """Losses and gradients, chunk by chunk; gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -87,19 +90,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kernel: LossKernel | None,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        hidden_needs_grad, weight_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
         needs_grad = any(ctx.needs_input_grad[:3])
         losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if of_hidden else None
+        grad_hidden = torch.empty_like(hidden) if hidden_needs_grad else None
         # Sums over chunks are in fp32: half precision would lose small terms.
-        grad_weight = torch.zeros_like(weight) if of_weight and not len(labels) else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
+        grad_weight = torch.zeros_like(weight) if weight_needs_grad and not len(labels) else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias_needs_grad else None
         linear = onednn.linear if needs_grad else torch.nn.functional.linear
         size = rows_per_chunk(len(weight), hidden.device.type)
         if shard is not None or bias is not None:
-            kernel = None  # it sees a whole row of logits, and no bias
+            kernel = None  # it needs whole rows of logits, and does not support a bias
         if kernel is not None:
-            size *= TRAINED_CHUNKS if of_weight else FUSED_CHUNKS
+            size *= TRAINED_CHUNKS if weight_needs_grad else FUSED_CHUNKS
         for start in range(0, len(labels), size):
             chunk = slice(start, start + size)
             rows = hidden[chunk]
@@ -109,9 +112,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 scale = loss_weights[chunk].float().unsqueeze(1)
                 if grad_hidden is not None:
                     torch.mul(logits @ weight, scale, out=grad_hidden[chunk])
-                if of_weight:
+                if weight_needs_grad:
                     grad_weight = _add(grad_weight, logits.T @ (rows * scale).to(rows.dtype))
-                del logits  # else it would be in memory beside the next chunk's
+                del logits  # otherwise it would stay in memory together with the next chunk's
                 continue
             products = linear(rows, weight).float()
             logits, slope = _logits_of(products, bias, softcap, needs_slope=needs_grad)
@@ -127,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[chunk] = linear(grad, weight.T)
-            if of_weight:
+            if weight_needs_grad:
                 grad_weight = _add(grad_weight, grad.T @ rows)
             del products, logits, slope, grad
         ctx.grads = (
@@ -140,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale by the gradient of the sum."""
+        """Scale the gradients by the gradient of the sum."""
         scaled = (None if grad is None else grad * outer[0] for grad in ctx.grads)
         return (*scaled, None, None, None, None, None)
 
@@ -148,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _logits_of(
     logits: Tensor, bias: Tensor | None, softcap: float | None, *, needs_slope: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Add the bias and apply the softcap, in place; return the logits and the slope of its tanh."""
+    """Add bias and softcap in place; return the logits and the derivative of the softcap."""
     if bias is not None:
         logits += bias
     if softcap is None:
@@ -166,84 +169,86 @@ def _cross_entropy(
     *,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the losses of a chunk, and its logits (fp32) turned into their gradients."""
+    """Return the losses of a chunk and the gradients of its logits, which overwrite them (fp32)."""
     is_trained_on = labels >= 0
     target = labels.clamp(min=0).unsqueeze(1)
     highest = logits.amax(1, keepdim=True)
     if shard is not None:
         shard.largest_(highest)
         target = target - shard.first_row
-        is_here = (target >= 0) & (target < logits.shape[1])
+        is_local = (target >= 0) & (target < logits.shape[1])
         target = target.clamp(0, logits.shape[1] - 1)
     own = logits.gather(1, target)
     exponentials = logits.sub_(highest).exp_()
     sums = exponentials.sum(1, keepdim=True)
     if shard is not None:
-        shard.sum_(both := torch.stack([own * is_here, sums]))
+        shard.sum_(both := torch.stack([own * is_local, sums]))
         own, sums = both.unbind()
     losses = (sums.log() + highest - own).squeeze(1) * is_trained_on
     if not needs_grad:
         return losses, None
     scale = (loss_weights * is_trained_on).float().unsqueeze(1)
-    here = scale if shard is None else scale * is_here
-    return losses, exponentials.mul_(scale / sums).scatter_add_(1, target, -here)
+    label_scale = scale if shard is None else scale * is_local
+    return losses, exponentials.mul_(scale / sums).scatter_add_(1, target, -label_scale)
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:
-    """Add a chunk's part in fp32; a single one stays as it is."""
+    """Add a chunk's summand in fp32; the first one keeps its dtype."""
     return part if total is None else total.float().add_(part)
 
 
 log = logging.getLogger(__name__)
 
 LOGITS_SCALES = {"logits_scaling": -1, "logit_scale": 1}
-"""config values that scale the logits: Granite divides by its own, Cohere multiplies"""
+"""config.json keys of a scale of the logits: Granite divides by it (-1), Cohere multiplies (1)"""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""names in configs of the softcap of the logits: Gemma, RecurrentGemma, xLSTM"""
+"""config.json keys of the softcap of the logits, of Gemma, RecurrentGemma and xLSTM"""
 PROBE_TOKENS = 8
 TOLERANCE, ROUNDING_STEPS = 1e-2, 100
-"""largest relative difference of the two losses, and the same in eps of the logits' dtype"""
+"""largest relative difference of the two losses, absolute and in eps of the logits' dtype; the
+smaller of both counts"""
 
 
 @dataclass(slots=True)
 class Targets:
-    """Labels and loss weights [rows, positions] of the next forward pass.
+    """Labels and loss weights [rows, positions] for the next forward pass.
 
-    `columns` [positions]: the tokens of a row whose logits were requested, None for all.
+    `columns` [positions]: indices of the tokens whose logits were requested, None for all.
     """
 
     labels: Tensor
     loss_weights: Tensor
     columns: Tensor | None = None
 
-    def cut(self, outputs: Tensor) -> Tensor:
-        """Select the requested positions, where the model returns all: [rows, positions, ...]."""
+    def select(self, outputs: Tensor) -> Tensor:
+        """Select the requested positions if `outputs` has all: [rows, positions, ...]."""
         if self.columns is None or outputs.shape[1] == self.labels.shape[1]:
             return outputs
         return outputs[:, self.columns]
 
 
 class LossHead(torch.nn.Linear):
-    """A model's own head, which computes the loss instead of logits where `targets` were set.
+    """A model's head that computes the loss instead of logits if `targets` were set.
 
-    The same module with the same parameter names, so that sharding, tying and saving are not
-    affected. The loss is computed inside its forward, where a strategy has gathered its weights.
+    The class of the existing head is changed, and its parameters keep their names, so that
+    sharding, tying and saving are not affected. The loss is computed inside the forward, when a
+    strategy has gathered the head's weights.
     """
 
     targets: Targets | None = None
-    found: tuple[Tensor, Tensor] | None = None
+    computed: tuple[Tensor, Tensor] | None = None
     softcap: float | None = None
     scale: float = 1.0
     kernel: LossKernel | None = None
     shard: VocabularyShard | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits, or an empty tensor where the loss is computed."""
+        """Return the logits, or an empty tensor if the loss was computed instead."""
         if self.targets is None:
             return super().forward(hidden)
         targets, self.targets = self.targets, None
-        hidden = targets.cut(hidden)
-        self.found = linear_cross_entropy(
+        hidden = targets.select(hidden)
+        self.computed = linear_cross_entropy(
             (hidden if self.scale == 1.0 else hidden * self.scale).flatten(0, 1),
             self.weight,
             targets.labels.flatten(),
@@ -255,18 +260,18 @@ class LossHead(torch.nn.Linear):
         )
         # Empty, but part of the graph between loss and head: strategies hook a forward's output to
         # gather weights for its backward pass and reduce gradients after it.
-        return self.found[0] * hidden.new_empty(*hidden.shape[:2], 0)
+        return self.computed[0] * hidden.new_empty(*hidden.shape[:2], 0)
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return the sum of loss times weight, and the losses, of the last forward."""
-        if self.found is None:
-            raise RuntimeError("the model's forward did not reach its head")
-        found, self.found = self.found, None
-        return found
+    def pop_loss(self) -> tuple[Tensor, Tensor]:
+        """Return and clear the sum of loss times weight, and the losses, of the last forward."""
+        if self.computed is None:
+            raise RuntimeError("the model's forward did not call its head")
+        computed, self.computed = self.computed, None
+        return computed
 
 
 def fuse_head(model: Any) -> None:
-    """Replace a model's head by a `LossHead` where it is one linear layer and nothing is added."""
+    """Turn a model's head into a `LossHead` if it is one linear layer without a later bias."""
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear or "final_logits_bias" in model._buffers:
         return
@@ -283,21 +288,21 @@ def head_loss(
     """Return the sum of loss times weight, and the losses [positions] in nats, fp32 and detached.
 
     `inputs`: arguments of the forward pass, whose logits are [rows, positions, vocabulary]; labels
-    (-100 where masked) and loss_weights are [rows, positions].
+    (-100 if masked) and loss_weights are [rows, positions].
     """
     head = model.get_output_embeddings()
     targets = Targets(labels, loss_weights, inputs.get("logits_to_keep"))
     if isinstance(head, LossHead):
         head.targets = targets
         empty = model(**inputs).logits
-        total, losses = head.take()
+        total, losses = head.pop_loss()
         return total + empty.sum(), losses
-    losses = token_losses(targets.cut(model(**inputs).logits), labels)
+    losses = token_losses(targets.select(model(**inputs).logits), labels)
     return (losses * loss_weights).sum(), losses.detach().flatten()
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each position in nats, fp32; 0 where the label is -100.
+    """Return the cross-entropy of each position in nats, fp32; 0 if the label is -100.
 
     logits [rows, positions, vocabulary]; labels [rows, positions] are the next tokens.
     """
@@ -309,10 +314,10 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_head_loss(model: Any, backend: str, device: torch.device | None = None) -> None:
-    """Compare the head's own loss with that of the model's logits, on eight tokens.
+    """Compare the chunked loss with the loss of the model's logits, on eight tokens.
 
-    Runs on `device`, or the model's. Where they differ, since this model changes its logits in an
-    unknown way, the head returns logits again, which is logged.
+    Runs on `device`, or the model's device. If they differ, because the model modifies its logits
+    in a way that is not supported, the head is restored to return logits, and this is logged.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, LossHead):
@@ -334,7 +339,7 @@ def check_head_loss(model: Any, backend: str, device: torch.device | None = None
 
 @torch.no_grad()
 def run_probe(model: Any, backend: str, device: torch.device) -> None:
-    """Run a model on eight tokens, as it is evaluated, for those who look at its layers."""
+    """Run a model on eight tokens in evaluation mode, for callers that observe its layers."""
     was_training = model.training
     model.eval()
     model(**_probe(model, backend, device))
@@ -352,7 +357,7 @@ def _probe(model: Any, backend: str, device: torch.device) -> dict[str, Any]:
 
 
 def _without_loss(kind: Any) -> Any:
-    """Return a head's class with `nn.Linear` for `LossHead`; FSDP2 derives classes of its own."""
+    """Replace `LossHead` by `nn.Linear` in a head's class, which FSDP2 may have derived from it."""
     if kind is LossHead:
         return torch.nn.Linear
     bases = (_without_loss(base) if issubclass(base, LossHead) else base for base in kind.__bases__)

@@ -1,8 +1,9 @@
-"""Fused kernels in place of a model's own norms, gates, rope and linear layers, proven equal.
+"""Replace a model's norms, gated MLPs, rope, linear layers and loss by equivalent fused kernels.
 
-Liger's on a GPU; our own norm and oneDNN's products on a CPU. Only in training, so that evaluation
-runs the model as it is. A module's `forward` is replaced and restored after the fit; its parameters
-are untouched, so that adapters, sharding and saving are not affected.
+Liger's kernels on a GPU; our own RMS norm and oneDNN's matrix products on a CPU. A kernel is used
+only if it gives the same results and gradients as the module on random inputs, and only in
+training: evaluation runs the original forward. The `forward` of a module is replaced, and restored
+after the fit; its parameters stay, so that adapters, sharding and saving are not affected.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 64
 PROBE_SIZES = (-2.0, 1.5)
-"""powers of ten: scale of the first token, and of the last"""
+"""scale of the first and of the last probe token, as powers of ten"""
 LOSS_WIDTH, LOSS_VOCABULARY = 64, 40_000
 ROUNDING_STEPS = 8
-"""largest difference of two results in eps of their dtype, over a tensor's norm"""
+"""largest relative difference of two results, in eps of their dtype"""
 NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
-"""offset of a norm's weight, and where it rounds"""
+"""offset added to a norm's weight, and Liger's name for where the norm rounds"""
 
 
 @dataclass(slots=True)
 class FusedNorm:
-    """The forward of an RMS norm, by one kernel."""
+    """Forward of an RMS norm by one kernel."""
 
     kernel: Callable[..., torch.Tensor]
     module: torch.nn.Module
@@ -46,8 +47,8 @@ class FusedNorm:
     offset: float
     casting: str
 
-    def __call__(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        return _forward(self, *given, *named.values())
+    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return _forward(self, *args, *kwargs.values())
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         # Not in place: it would overwrite a gradient that another branch still reads.
@@ -57,13 +58,13 @@ class FusedNorm:
 
 @dataclass(slots=True)
 class FusedGate:
-    """The forward of a gated MLP, down(silu(gate) * up), with one kernel between the products."""
+    """Forward of a gated MLP, down(silu(gate) * up), with one kernel for silu and product."""
 
     kernel: Callable[..., torch.Tensor]
     module: Any
 
-    def __call__(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        return _forward(self, *given, *named.values())
+    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return _forward(self, *args, *kwargs.values())
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         layer = self.module
@@ -75,13 +76,13 @@ class FusedGate:
 
 @dataclass(slots=True)
 class FusedLinear:
-    """The forward of a linear layer, by another library's products."""
+    """Forward of a linear layer by another matrix product than PyTorch's."""
 
     kernel: Callable[..., torch.Tensor]
     module: Any
 
-    def __call__(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        return _forward(self, *given, *named.values())
+    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return _forward(self, *args, *kwargs.values())
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.kernel(hidden, self.module.weight, self.module.bias)
@@ -89,47 +90,46 @@ class FusedLinear:
 
 Fused = FusedNorm | FusedGate | FusedLinear
 ROPE = "apply_rotary_pos_emb"
-"""what transformers' modules name their rotation of queries and keys"""
+"""name of the function of transformers' modules that rotates queries and keys"""
 Rotation = Callable[..., tuple["torch.Tensor", "torch.Tensor"]]
 
 
 @dataclass(slots=True)
 class FusedRope:
-    """A rotation of queries and keys by their positions, by one kernel where gradients are taken.
+    """Rotation of queries and keys by their positions, by one kernel while gradients are enabled.
 
-    It stands in place of the function in the Python module `home` of a model's layers.
+    Replaces the function `original` of the Python module `source`, which defines a model's layers.
     """
 
     kernel: Rotation
-    own: Rotation
-    home: ModuleType
+    original: Rotation
+    source: ModuleType
 
-    def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        if len(given) != 4 or named or not torch.is_grad_enabled():
-            return self.own(*given, **named)
-        return self.compute(*given)
+        if len(args) != 4 or kwargs or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        return self.compute(*args)
 
     def compute(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The kernel writes over what it is given, which selective recompute may have kept.
+        # The kernel overwrites its inputs, which selective recompute may have saved.
         return self.kernel(query.clone(), key.clone(), cos, sin)
 
 
 @dataclass(kw_only=True, slots=True)
 class Kernels:
-    """The kernels of a device; None where the model's own is as good."""
+    """The kernels of a device; None if the device has no better one than the model's own."""
 
     norm: Callable[..., torch.Tensor]
     gate: Callable[..., torch.Tensor] | None = None
     linear: Callable[..., torch.Tensor] | None = None
-    rope: Rotation | None = None
 
 
 def _forward(fused: Fused, hidden: torch.Tensor) -> torch.Tensor:
-    module = fused.module  # its own forward takes one tensor, of any name
+    module = fused.module  # its own forward takes one tensor; the parameter may have any name
     if module.training:
         return fused.compute(hidden)
     output: torch.Tensor = type(module).forward(module, hidden)
@@ -137,7 +137,7 @@ def _forward(fused: Fused, hidden: torch.Tensor) -> torch.Tensor:
 
 
 Gathered = Callable[["torch.nn.Module"], AbstractContextManager[None]]
-"""a context in which a module's own sharded weights are gathered"""
+"""returns a context in which the sharded weights of one module are gathered"""
 
 
 def fuse_layers(
@@ -146,11 +146,11 @@ def fuse_layers(
     device: torch.device | None = None,
     run: Callable[[], None] | None = None,
 ) -> None:
-    """Replace the forward of each layer for which a kernel is proven to give the same results.
+    """Replace the forward of each module for which a kernel gives the same results.
 
-    Each layer is tried on random tokens, with gradients, on `device` or the model's. `run` runs the
-    model once, which shows what its rope is given; without it the rope stays. Logs one line on a
-    GPU.
+    Each module is compared with its kernel on random tokens, with gradients, on `device` or the
+    model's device. `run` runs the model once, to observe the inputs of its rope; without it the
+    rope is not replaced. Logs one line on a GPU.
     """
     device = device or model.device
     _fuse_loss(model, device)
@@ -159,7 +159,7 @@ def fuse_layers(
             from app.model.cpu.fp32 import rms_norm, trained_linear
 
             kernels = Kernels(norm=rms_norm, linear=trained_linear)
-            _replace(_prove_all(model, kernels, gathered, device)[0])
+            _replace(_find_equal_forwards(model, kernels, gathered, device)[0])
         return
     if find_spec("liger_kernel") is None:
         log.info("kernels: the model's own (liger-kernel is not installed)")
@@ -167,26 +167,28 @@ def fuse_layers(
     try:
         from liger_kernel.transformers.functional import liger_rms_norm, liger_rope, liger_swiglu
 
-        kernels = Kernels(norm=liger_rms_norm, gate=liger_swiglu, rope=liger_rope)
-        fused, refused = _prove_all(model, kernels, gathered, device)
-        ropes, refused_ropes = _prove_ropes(model, kernels, run) if run else ([], set())
-    except Exception as error:  # noqa: BLE001  compilers of kernels raise anything
+        kernels = Kernels(norm=liger_rms_norm, gate=liger_swiglu)
+        fused, differing = _find_equal_forwards(model, kernels, gathered, device)
+        ropes: list[FusedRope] = []
+        if run is not None:
+            ropes, is_rope_different = _find_equal_ropes(model, liger_rope, run)
+            differing |= {"rope"} if is_rope_different else set()
+    except Exception as error:  # noqa: BLE001  kernel compilers raise any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         log.warning("kernels: the model's own (liger-kernel is installed, but broken: %s)", reason)
         return
     _replace(fused)
     for rope in ropes:
-        setattr(rope.home, ROPE, rope)
+        setattr(rope.source, ROPE, rope)
     counts = Counter(type(forward.module).__name__ for forward in fused)
     names = [f"{count} {name}" for name, count in counts.items()] + ["rope"] * bool(ropes)
     fused_names = ", ".join(names) or "none of the layers"
-    differing = sorted(refused | refused_ropes)
-    own = "".join(f"; the model's own for {name}, which differs" for name in differing)
+    own = "".join(f"; the model's own for {name}, which differs" for name in sorted(differing))
     log.info("kernels: Liger's for %s, proven equal%s", fused_names, own)
 
 
 def _fuse_loss(model: Any, device: torch.device) -> None:
-    """Let a kernel compute the head's loss on a GPU, where it is proven equal; logs what does."""
+    """Compute the head's loss by a kernel on a GPU if the results are equal; log it if not."""
     head = model.get_output_embeddings()
     if not (_is_on_gpu(device) and isinstance(head, LossHead)):
         return
@@ -194,7 +196,7 @@ def _fuse_loss(model: Any, device: torch.device) -> None:
         from app.model.loss_kernel import cross_entropy_
 
         reason = "" if _is_equal_loss(cross_entropy_, head.softcap, device) else "it differs"
-    except Exception as error:  # noqa: BLE001  compilers of kernels raise anything
+    except Exception as error:  # noqa: BLE001  kernel compilers raise any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     if reason:
         log.warning("loss: by PyTorch's operators, not by one kernel (%s)", reason)
@@ -208,7 +210,7 @@ def _is_equal_loss(
     import torch
 
     random = torch.Generator(device).manual_seed(0)
-    # More logits than a block of the kernel holds.
+    # More logits per row than the kernel processes at a time.
     shapes = ((PROBE_TOKENS, LOSS_WIDTH), (LOSS_VOCABULARY, LOSS_WIDTH))
     hidden, weight = (
         torch.randn(shape, generator=random, device=device).bfloat16().requires_grad_()
@@ -217,14 +219,14 @@ def _is_equal_loss(
     labels = torch.arange(PROBE_TOKENS, device=device) * (LOSS_VOCABULARY // PROBE_TOKENS)
     labels[::3] = -100
     weights = torch.linspace(0.5, 2, PROBE_TOKENS, device=device)
-    found = []
+    results = []
     with torch.enable_grad():
-        for way in (None, kernel):
+        for kernel_or_none in (None, kernel):
             total, losses = linear_cross_entropy(
-                hidden, weight, labels, weights, softcap=softcap, kernel=way
+                hidden, weight, labels, weights, softcap=softcap, kernel=kernel_or_none
             )
-            found.append([losses, *torch.autograd.grad(total, [hidden, weight])])
-    return all(map(_are_same, *found))
+            results.append([losses, *torch.autograd.grad(total, [hidden, weight])])
+    return all(map(_are_close, *results))
 
 
 def _replace(fused: list[Fused]) -> None:
@@ -233,119 +235,119 @@ def _replace(fused: list[Fused]) -> None:
 
 
 def unfuse_layers(model: torch.nn.Module) -> None:
-    """Restore every module's own forward, and its head's loss."""
+    """Restore the original forward of every module, the original rope, and the head's loss."""
     for module in model.modules():
         if isinstance(module, LossHead):
             module.kernel = None
         if isinstance(vars(module).get("forward"), Fused):
             del module.forward
-    for home in _rope_homes(model):
-        if isinstance(rope := vars(home)[ROPE], FusedRope):
-            setattr(home, ROPE, rope.own)
+    for source in _rope_sources(model):
+        if isinstance(rope := vars(source)[ROPE], FusedRope):
+            setattr(source, ROPE, rope.original)
 
 
-def _rope_homes(model: torch.nn.Module) -> list[ModuleType]:
-    """Return the Python modules of a model's layers that have a rope."""
-    homes = {sys.modules[type(module).__module__] for module in model.modules()}
-    return [home for home in homes if ROPE in vars(home)]
+def _rope_sources(model: torch.nn.Module) -> list[ModuleType]:
+    """Return the Python modules of a model's layers that define a rope function."""
+    sources = {sys.modules[type(module).__module__] for module in model.modules()}
+    return [source for source in sources if ROPE in vars(source)]
 
 
-def _prove_ropes(
-    model: torch.nn.Module, kernels: Kernels, run: Callable[[], None]
-) -> tuple[list[FusedRope], set[str]]:
-    """Return the proven ropes, and a name for those that differ."""
-    proven: list[FusedRope] = []
-    if kernels.rope is None:
-        return proven, set()
-    refused: set[str] = set()
-    for home in _rope_homes(model):
-        rope = FusedRope(kernels.rope, vars(home)[ROPE], home)
+def _find_equal_ropes(
+    model: torch.nn.Module, kernel: Rotation, run: Callable[[], None]
+) -> tuple[list[FusedRope], bool]:
+    """Return the ropes that `kernel` may replace, and whether it differs from any other."""
+    equal: list[FusedRope] = []
+    is_any_different = False
+    for source in _rope_sources(model):
+        rope = FusedRope(kernel, vars(source)[ROPE], source)
         calls: list[tuple[Any, ...]] = []
-        setattr(home, ROPE, partial(_note_call, rope.own, calls))
+        setattr(source, ROPE, partial(_record_call, rope.original, calls))
         try:
             run()
         finally:
-            setattr(home, ROPE, rope.own)
-        if not calls or not all(map(_is_rotation, calls)):
+            setattr(source, ROPE, rope.original)
+        if not calls or not all(map(_rotates_pair, calls)):
             continue
-        # Layers share their tables of angles, but local and global ones have their own.
-        alike = {(id(given[2]), given[0].shape, given[1].shape): given for given in calls}
-        if all(_turns_the_same(rope, *given) for given in alike.values()):
-            proven.append(rope)
+        # Layers share tables of angles, except that local and global layers have different ones.
+        distinct = {(id(args[2]), args[0].shape, args[1].shape): args for args in calls}
+        if all(_is_equal_rope(rope, *args) for args in distinct.values()):
+            equal.append(rope)
         else:
-            refused.add("rope")
-    return proven, refused
+            is_any_different = True
+    return equal, is_any_different
 
 
-def _is_rotation(given: tuple[Any, ...]) -> bool:
-    """Return whether a rope was given queries, keys and angles: Gemma 4's turns one at a time."""
+def _rotates_pair(args: tuple[Any, ...]) -> bool:
+    """Return whether a rope takes queries, keys, cos and sin; Gemma 4's takes only one of two."""
     import torch
 
-    return len(given) == 4 and all(isinstance(one, torch.Tensor) for one in given)
+    return len(args) == 4 and all(isinstance(arg, torch.Tensor) for arg in args)
 
 
-def _note_call(function: Rotation, calls: list[tuple[Any, ...]], *given: Any, **named: Any) -> Any:
-    calls.append((*given, *named.values()))
-    return function(*given, **named)
+def _record_call(
+    function: Rotation, calls: list[tuple[Any, ...]], *args: Any, **kwargs: Any
+) -> Any:
+    calls.append((*args, *kwargs.values()))
+    return function(*args, **kwargs)
 
 
-def _turns_the_same(
+def _is_equal_rope(
     rope: FusedRope, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> bool:
-    """Compare both ways on random queries and keys of the model's shapes, with gradients."""
+    """Compare kernel and original on random queries and keys of the model's shapes and strides."""
     import torch
 
     random = torch.Generator(query.device).manual_seed(0)
-    given = [
-        # In memory as the model has them: [rows, tokens, heads, width].
-        torch.empty_like(one).normal_(generator=random).detach().requires_grad_()
-        for one in (query, key)
+    inputs = [
+        # `empty_like` keeps the model's memory layout, [rows, tokens, heads, width].
+        torch.empty_like(tensor).normal_(generator=random).detach().requires_grad_()
+        for tensor in (query, key)
     ]
-    found = []
+    results = []
     with torch.enable_grad():
-        ways: tuple[Rotation, ...] = (rope.own, rope.compute)
-        for turn in ways:
-            outputs = turn(*given, cos, sin)
-            outer = [torch.linspace(-1, 1, one.numel()).to(one).view_as(one) for one in outputs]
-            grads = torch.autograd.grad(outputs, given, outer)
-            found.append([*outputs, *grads])
-    return all(map(_are_same, *found))
+        rotations: tuple[Rotation, ...] = (rope.original, rope.compute)
+        for rotate in rotations:
+            outputs = rotate(*inputs, cos, sin)
+            outer = [torch.linspace(-1, 1, out.numel()).to(out).view_as(out) for out in outputs]
+            grads = torch.autograd.grad(outputs, inputs, outer)
+            results.append([*outputs, *grads])
+    return all(map(_are_close, *results))
 
 
 def _is_on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _prove_all(
+def _find_equal_forwards(
     model: Any, kernels: Kernels, gathered: Gathered, device: torch.device
 ) -> tuple[list[Fused], set[str]]:
-    """Return the proven forwards, and the names of classes with an unproven one."""
+    """Return the forwards with equal results, and the classes of modules without one."""
     fused: list[Fused] = []
-    refused: set[str] = set()
+    differing: set[str] = set()
     embedding = model.get_input_embeddings()
     with gathered(embedding):
         dtype = embedding.weight.dtype
     was_training = model.training
-    model.eval()  # dropout would differ between the two
+    model.eval()  # dropout would make the two results differ
     for width, candidates in _candidates(model, kernels):
         with gathered(candidates[0].module):
-            proven = (one for one in candidates if _is_equal(one, width, dtype, device))
-            forward = next(proven, None)
+            equal = (each for each in candidates if _is_equal(each, width, dtype, device))
+            forward = next(equal, None)
         if forward is not None:
             fused.append(forward)
         else:
-            refused.add(type(candidates[0].module).__name__)
+            differing.add(type(candidates[0].module).__name__)
     model.train(was_training)
-    return fused, refused
+    return fused, differing
 
 
 def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int, Sequence[Fused]]]:
-    """Yield the input width of each module, and the fused forwards to try."""
+    """Yield the input width of each replaceable module, and the fused forwards to compare."""
     import torch
 
     for module in model.modules():
-        own, children = vars(module), module._modules
-        eps = own.get("variance_epsilon", own.get("eps"))
+        attributes, children = vars(module), module._modules
+        eps = attributes.get("variance_epsilon", attributes.get("eps"))
         if not _takes_one_tensor(module):
             continue
         if (
@@ -362,9 +364,9 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
 
 
 def _takes_one_tensor(module: torch.nn.Module) -> bool:
-    """Return whether a module's forward takes one argument, as its replacement does.
+    """Return whether a module's forward takes exactly one argument, as its replacement does.
 
-    A gated norm takes a second one, which may be optional.
+    A gated norm takes a second one, possibly optional.
     """
     return len(inspect.signature(module.forward).parameters) == 1
 
@@ -375,11 +377,11 @@ def _is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.devi
     module = forward.module
     trained = [weight for weight in module.parameters(recurse=False) if weight.requires_grad]
     random = torch.Generator(device).manual_seed(0)
-    # Of many scales: large tokens show a gate that is clamped, small ones an eps.
+    # Tokens of many scales: large ones reveal a clamped gate, small ones a different eps.
     sizes = torch.logspace(*PROBE_SIZES, PROBE_TOKENS, device=device).unsqueeze(1)
     hidden = torch.randn(1, PROBE_TOKENS, width, generator=random, device=device) * sizes
     hidden = hidden.to(dtype).requires_grad_()
-    found = []
+    results = []
     with torch.enable_grad():
         for compute in (module.forward, forward.compute):
             output = compute(hidden)
@@ -387,18 +389,19 @@ def _is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.devi
             grads = torch.autograd.grad(
                 output, [hidden, *trained], outer.view_as(output), materialize_grads=True
             )
-            found.append((output, *grads))
-    return all(map(_are_same, *found))
+            results.append((output, *grads))
+    return all(map(_are_close, *results))
 
 
-def _are_same(own: torch.Tensor, fused: torch.Tensor) -> bool:
+def _are_close(own: torch.Tensor, fused: torch.Tensor) -> bool:
+    """Return whether two results differ by no more than rounding."""
     import torch
 
     if own.dtype != fused.dtype:
         return False
-    # Under autocast even fp32 gradients come from products in half precision.
+    # Under autocast even fp32 gradients were computed by products in half precision.
     device, dtype = own.device.type, own.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    apart = (own.float() - fused.float()).norm()
-    return bool(apart <= ROUNDING_STEPS * torch.finfo(dtype).eps * own.float().norm())
+    difference = (own.float() - fused.float()).norm()
+    return bool(difference <= ROUNDING_STEPS * torch.finfo(dtype).eps * own.float().norm())

@@ -1,4 +1,4 @@
-"""Which of a model's modules are its repeated layers, and which of them `adapter.layers` means."""
+"""Find a model's repeated layers, and those that the setting `adapter.layers` selects."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ TOP = re.compile(r"top\s+(\d+)")
 
 
 def decoder_layers(model: torch.nn.Module, instead: str = "adapter.layers=all") -> list[str]:
-    """Return the full names of the repeated layers in forward order, an encoder's first.
+    """Return the full names of the repeated layers in forward order, those of an encoder first.
 
-    ValueError for a model that names no class of layers, with what to type `instead`.
+    `instead`: setting that the message of the ValueError suggests if the model does not declare the
+    class of its layers.
     """
     layers = repeated_layers(model)
     if not layers:
@@ -26,20 +27,21 @@ def decoder_layers(model: torch.nn.Module, instead: str = "adapter.layers=all") 
 
 
 def unknown_layers_problem(model_type: str | None, instead: str) -> str:
-    """Return what is wrong with a model whose layers are not known."""
+    """Return the error message for a model that does not declare the class of its layers."""
     return (
-        f"{instead.partition('=')[0]}: {model_type} models do not name their layers; type {instead}"
+        f"{instead.partition('=')[0]}: {model_type} models do not declare the class of their "
+        f"layers; type {instead}"
     )
 
 
 def repeated_layers(model: torch.nn.Module) -> list[str]:
-    """Return what `decoder_layers` does; nothing for a model that names no class of layers."""
+    """Return the same as `decoder_layers`; an empty list if the layer class is not declared."""
     classes = set(model._no_split_modules or ())
     layers: list[str] = []
     for name, module in model.named_modules():
         is_numbered = name.rpartition(".")[2].isdigit()
         is_inside = layers and name.startswith(f"{layers[-1]}.")
-        # By its bases, too: a strategy may have put a class of its own before the model's.
+        # Base classes count too: FSDP2 replaces a layer's class by a class derived from it.
         is_layer = any(base.__name__ in classes for base in type(module).__mro__)
         if is_numbered and not is_inside and is_layer:
             layers.append(name)
@@ -47,20 +49,19 @@ def repeated_layers(model: torch.nn.Module) -> list[str]:
 
 
 def why_not_compiled(numbers: Mapping[str, Any]) -> str | None:
-    """Return why layers of a model with these config.json numbers are not compiled, or None."""
+    """Return why a model with these config.json values cannot be compiled; None if it can."""
     if not numbers.get("is_encoder_decoder"):
         return None
     return (
-        f"trainer.compile=true: {numbers.get('model_type')} models have two sides, whose lengths "
-        "change from batch to batch, and each new pair would be compiled for; "
-        "type trainer.compile=false"
+        f"trainer.compile=true: {numbers.get('model_type')} models are encoder-decoders: each new "
+        "pair of input and output lengths would be compiled again; type trainer.compile=false"
     )
 
 
 def layer_numbers(setting: Any, num_layers: int) -> Sequence[int]:
-    """Return the numbers of the layers that `adapter.layers` means, ascending from 0.
+    """Return the indices of the layers that `adapter.layers` selects, ascending from 0.
 
-    ValueError for a word that is not understood, and for a layer that the model does not have.
+    Raises UserError for an invalid value or a layer that the model does not have.
     """
     numbers = range(num_layers)
     if setting == "all":
@@ -70,7 +71,8 @@ def layer_numbers(setting: Any, num_layers: int) -> Sequence[int]:
         if not 1 <= count <= num_layers:
             raise UserError(
                 f"adapter.layers={setting!r}, but the model has {num_layers} layers; "
-                f"type a number from 1 to {num_layers}, as 'adapter.layers=top {num_layers}'"
+                f"type a number from 1 to {num_layers}, for example 'adapter.layers=top "
+                f"{num_layers}'"
             )
         return numbers[-count:]
     if isinstance(setting, (list, tuple)) and setting and all(type(n) is int for n in setting):
@@ -78,15 +80,15 @@ def layer_numbers(setting: Any, num_layers: int) -> Sequence[int]:
         if missing:
             raise UserError(
                 f"adapter.layers={list(setting)}: the model has no layer {missing[0]}; "
-                f"its {num_layers} layers have the numbers 0 to {num_layers - 1}"
+                f"its {num_layers} layers are numbered 0 to {num_layers - 1}"
             )
         return sorted(set(setting))
     if type(setting) is int:
         raise UserError(
-            f"adapter.layers={setting} could mean a number of layers or one layer; "
+            f"adapter.layers={setting} could mean a count of layers or a single layer; "
             f"type 'adapter.layers=top {setting}' or adapter.layers=[{setting}]"
         )
     raise UserError(
-        f"adapter.layers={setting!r} is not understood; type all, 'adapter.layers=top 8' for the "
-        "last eight, or their numbers as adapter.layers=[0,1]"
+        f"adapter.layers={setting!r} is not valid; type all, 'adapter.layers=top 8' for the last "
+        "eight layers, or a list of layer numbers such as adapter.layers=[0,1]"
     )

@@ -1,7 +1,7 @@
-"""Cross-entropy of rows of logits and its gradient by one Triton kernel, over the logits.
+"""Cross-entropy and its gradient in one Triton kernel; the gradient overwrites the logits.
 
-Imported only on a GPU: Triton comes with PyTorch for CUDA alone. The rows are read twice and
-written once, where PyTorch's operators pass over them in fp32 seven times.
+Imported only on a GPU, because Triton comes only with PyTorch for CUDA. Rows are read twice and
+written once; PyTorch's operators pass over them seven times, in fp32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_BLOCK = 2**15
-"""logits that a program holds at a time"""
+"""largest number of logits that a program holds at a time"""
 WARPS = 32
 
 
@@ -40,7 +40,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     logits += row * row_stride
     label = tl.load(labels + row)
     is_trained_on = label >= 0
-    # Before any thread writes a gradient in its place: the reductions below wait for all of them.
+    # Read before any thread overwrites it with a gradient: the reductions below are barriers.
     own = tl.load(logits + label, mask=is_trained_on, other=0.0).to(tl.float32)
     if HAS_SOFTCAP:
         own = softcap * (2.0 * tl.sigmoid(2.0 * own / softcap) - 1.0)
@@ -66,9 +66,9 @@ def _kernel(  # type: ignore[no-untyped-def]
 def cross_entropy_(
     logits: Tensor, labels: Tensor, losses: Tensor, softcap: float | None, *, writes_gradient: bool
 ) -> None:
-    """Write each row's loss in nats to `losses`, and its gradient over the logits.
+    """Write each row's loss in nats to `losses`, and overwrite `logits` by their gradient.
 
-    logits [rows, vocabulary]; labels [rows], negative where masked (loss and gradient 0); losses
+    logits [rows, vocabulary]; labels [rows], negative if masked (loss and gradient 0); losses
     [rows] in fp32. The gradient is that of the sum of the losses.
     """
     num_rows, num_columns = logits.shape

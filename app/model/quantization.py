@@ -1,7 +1,7 @@
-"""A frozen base quantized to four or eight bits by bitsandbytes.
+"""Quantize a frozen base to four or eight bits by bitsandbytes.
 
-Embeddings and the head are not quantized, tied or not, nor is what transformers leaves out for an
-architecture (T5's `wo`).
+Embeddings and head are never quantized, nor are the layers that transformers excludes for an
+architecture (`wo` of T5).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 
 SCALES = "absmax"
-"""parameter of a 4-bit layer that holds the scales of its blocks, where a strategy shards them"""
+"""name of a 4-bit layer's parameter for the scales of its blocks, if a strategy shards them"""
 
 
 MAX_UNQUANTIZED = 0.1
-"""share of a mixture's weights that may stay unquantized; with more, the base would be far larger
-than was asked for, and is refused"""
+"""largest share of unquantized weights in a mixture of experts; a base with more is refused, since
+it would need far more memory than the requested quantization"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,22 +47,23 @@ class QuantizationConfig:
 def quantization_settings(
     config: QuantizationConfig, dtype: torch.dtype, model_type: str | None = None
 ) -> transformers.BitsAndBytesConfig | None:
-    """Return the loader's argument; `dtype` is that of the weights that are not quantized.
+    """Return the `quantization_config` for `from_pretrained`; None without quantization.
 
-    `model_type`: weights that its layers read without calling the module stay as they are.
+    `dtype`: of the weights that are not quantized. `model_type`: linear modules whose weight its
+    layers read without calling the module are not quantized.
     """
     import transformers
 
     if config.method == "none":
         return None
-    read = find_bypassed_linears(model_type)
-    # A list replaces the loader's own, which names the head.
-    kept = [*read, "lm_head"] if read else None
+    bypassed = find_bypassed_linears(model_type)
+    # A list replaces transformers' default, which contains the head.
+    skipped = [*bypassed, "lm_head"] if bypassed else None
     if config.method == "int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
+        return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
-        llm_int8_skip_modules=kept,
+        llm_int8_skip_modules=skipped,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=config.double_quant,
         bnb_4bit_compute_dtype=dtype,
@@ -72,13 +73,13 @@ def quantization_settings(
 
 
 def stored_quantization(architecture: transformers.PretrainedConfig) -> Mapping[str, Any] | None:
-    """Return the `quantization_config` of config.json; None where the files are not quantized."""
+    """Return the `quantization_config` of config.json; None if the files are not quantized."""
     stored: Mapping[str, Any] | None = architecture.to_dict().get("quantization_config")
     return stored
 
 
 def stored_method(stored: Mapping[str, Any]) -> str:
-    """Return the method of a `quantization_config`: nf4, fp4, int8, or another tool's, as gptq."""
+    """Return the method of a `quantization_config`: nf4, fp4, int8, or another, such as gptq."""
     if stored.get("load_in_4bit"):
         return str(stored.get("bnb_4bit_quant_type", "fp4"))
     return "int8" if stored.get("load_in_8bit") else str(stored.get("quant_method"))
@@ -91,36 +92,36 @@ def find_quantization_conflict(
     *,
     trains_base: bool = False,
 ) -> str | None:
-    """Return why weights that are stored quantized cannot be used, None where they can.
+    """Return why weights that are stored quantized cannot be used; None if they can.
 
-    `trains_base`: whether some of them are trained, instead of an adapter.
+    `trains_base`: whether base weights are trained, instead of an adapter.
     """
     method = stored_method(stored)
     if method not in ("nf4", "fp4", "int8"):
         return (
             f"model.path={path}: its weights are quantized by {method} (config.json), which is not "
-            "trained on here; type model.path=THE_UNQUANTIZED_BASE quantization=nf4"
+            "supported in training; type model.path=THE_UNQUANTIZED_BASE quantization=nf4"
         )
     if config.method not in ("none", method):
         return (
-            f"quantization={config.method}, but model.path={path} holds its weights in {method} "
-            "already (config.json); type quantization=none to take them as they are, or the "
-            "unquantized base"
+            f"quantization={config.method}, but the weights of model.path={path} are stored in "
+            f"{method} already (config.json); type quantization=none to use them as they are, or "
+            "model.path=THE_UNQUANTIZED_BASE"
         )
     if trains_base:
         return (
-            f"model.path={path} holds its weights in {method} (config.json), where they cannot be "
-            "trained; type adapter=lora, or the unquantized base"
+            f"the weights of model.path={path} are stored in {method} (config.json), which cannot "
+            "be trained; type adapter=lora, or model.path=THE_UNQUANTIZED_BASE"
         )
     return None
 
 
 @contextlib.contextmanager
 def quantizable_layers(model_type: str) -> Iterator[None]:
-    """Build Falcon with torch's linear layers while it is loaded; its own compute the same.
+    """Build Falcon from torch's linear layers while it is loaded.
 
-    transformers (5.23) quantizes `nn.Linear` and no class derived from it, so it would leave every
-    layer of Falcon unquantized.
+    transformers (5.23) quantizes `nn.Linear` but no derived class, so that every layer of Falcon
+    would stay unquantized. `FalconLinear` computes the same as `nn.Linear`.
     """
     if model_type != "falcon":
         yield
@@ -138,10 +139,10 @@ def quantizable_layers(model_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quantize_on_device(device: torch.device | None) -> Iterator[None]:
-    """Quantize to 4 bits on `device` what is read to host memory, and bring it back packed.
+    """Quantize weights that are read to host memory on `device`, and copy the 4-bit result back.
 
-    A CPU would take over an hour for 70B. Wraps a public function of bitsandbytes, which has no
-    setting for it.
+    Quantizing 70B parameters on a CPU would take over an hour. Patches a public function of
+    bitsandbytes, which has no option for this.
     """
     if device is None or device.type == "cpu":
         yield
@@ -165,35 +166,36 @@ def quantize_on_device(device: torch.device | None) -> Iterator[None]:
 def prepare_quantized(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Freeze a quantized base and prepare it for training, computing in `dtype`.
 
-    UserError where nothing was quantized, or a mixture's experts were not.
+    UserError if nothing was quantized, or the experts of a mixture were not.
     """
     import bitsandbytes
 
     _check_share(model)
-    # Only the freezing of peft.prepare_model_for_kbit_training. Norms and head in fp32 would double
-    # the head and could not be sharded with the rest; norms compute in fp32 anyway. Inputs that
-    # require a gradient would extend the backward pass below the lowest adapter; only reentrant
-    # checkpointing needs them.
+    # Of peft.prepare_model_for_kbit_training, only the freezing. Its fp32 norms and head would
+    # double the head's memory and could not be sharded with the other weights; norms compute in
+    # fp32 anyway. Its inputs that require gradients, needed only by reentrant checkpointing, would
+    # extend the backward pass below the lowest adapter.
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
-            # Stored quantized weights come with a dtype of their own.
+            # Weights that were stored quantized have the compute dtype of their files.
             module.compute_dtype = dtype
-            if module.weight.quant_state is not None:  # else it is on `meta`
+            if module.weight.quant_state is not None:  # None on the meta device
                 module.weight.quant_state.dtype = dtype
-            # A forward in eval mode would repack the weights for inference on the CPU, and every
-            # gradient after that would silently be lost (bitsandbytes 0.50).
+            # A forward in eval mode on the CPU would repack the weights for inference, after which
+            # gradients are silently lost (bitsandbytes 0.50).
             module.support_avx512bf16_for_cpu = False
         if isinstance(module, bitsandbytes.nn.Linear8bitLt):
-            module.register_forward_pre_hook(_keep_scales)
+            module.register_forward_pre_hook(_discard_weight_without_scales)
 
 
 def quantize_experts(
     model: PreTrainedModel, config: QuantizationConfig, device: torch.device | None = None
 ) -> None:
-    """Put a mixture's fused experts into nf4, which the loader leaves as they are.
+    """Quantize the fused experts of a mixture to nf4, which transformers' loader does not.
 
-    Block by block of 64 weights, as linear layers are; each on `device`, and back where it was.
+    In blocks of 64 weights, like linear layers; each weight is quantized on `device` and copied
+    back to its own device.
     """
     if config.method != "nf4":
         return
@@ -219,7 +221,7 @@ def quantize_experts(
 def quantize_on_meta(
     model: PreTrainedModel, config: QuantizationConfig, dtype: torch.dtype
 ) -> None:
-    """Replace the layers of a model on `meta` as the loader would."""
+    """Replace the layers of a model on `meta` as the loader of weights would."""
     from transformers.quantizers import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(
@@ -233,9 +235,9 @@ def quantize_on_meta(
 def quantized_layers(
     model: PreTrainedModel, config: QuantizationConfig, dtype: torch.dtype
 ) -> dict[str, bool]:
-    """Return the weights of a model on `meta` that are quantized once it is loaded, by name.
+    """Return the names of the weights that loading this model, here on `meta`, would quantize.
 
-    True where it quantizes them transposed: GPT-2 keeps its matrices as [in, out].
+    The value is True for weights that are quantized transposed: GPT-2 stores matrices as [in, out].
     """
     import bitsandbytes
 
@@ -260,7 +262,7 @@ def quantized_layers(
 def quantize_dequantize(
     weight: torch.Tensor, config: QuantizationConfig, *, is_transposed: bool = False
 ) -> torch.Tensor:
-    """Return a weight [out, in], or experts', as its quantized form has it, in its own dtype."""
+    """Return a weight, [out, in] or of experts, rounded to its quantized values; same dtype."""
     import torch
     from bitsandbytes import functional
 
@@ -278,10 +280,10 @@ def quantize_dequantize(
 
 
 def stored_4bit(layer: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return a 4-bit layer's packed weight, and what gives its matrix [out, in] of that."""
+    """Return a 4-bit layer's packed weight, and a function from it to the matrix [out, in]."""
     from bitsandbytes.functional import dequantize_4bit
 
-    # Where a strategy shards the packed values, their scales stay in the layer.
+    # If a strategy shards the packed values, the quantization state is in the layer instead.
     weight = layer.weight
     state = vars(weight).get("quant_state") or layer.quant_state
     return weight, lambda packed: dequantize_4bit(packed.view(-1, 1), state)
@@ -291,13 +293,13 @@ def detach_quant_states(module: torch.nn.Module, device: torch.device) -> dict[s
     """Turn 4-bit weights in `module` into plain parameters; return their quantization states.
 
     Packed values and their scales become parameters that a strategy can shard; the nested scales,
-    one per 16,384 weights, stay in the layer on `device` (see `bind_scales`). The states, by name,
-    are for `attach_quant_states` on other ranks; weights on `meta` have none.
+    one per 16,384 weights, stay in the layer on `device` (see `bind_scales`). The states, by layer
+    name, are passed to `attach_quant_states` on other ranks; weights on `meta` have none.
     """
     import torch
 
     states = {}
-    for name, layer in _layers_of_4_bits(module):
+    for name, layer in _find_4bit_layers(module):
         weight = layer.weight
         if weight.quant_state is None:
             continue
@@ -310,7 +312,7 @@ def detach_quant_states(module: torch.nn.Module, device: torch.device) -> dict[s
             key: value.cpu() if isinstance(value, torch.Tensor) else value
             for key, value in layer.quant_state.as_dict(packed=True).items()
         }
-        shapes = [(tuple(one.shape), one.dtype) for one in (layer.weight, scales)]
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in (layer.weight, scales)]
         states[name] = shapes, packed
         layer.quant_state.to(device)
     return states
@@ -319,23 +321,23 @@ def detach_quant_states(module: torch.nn.Module, device: torch.device) -> dict[s
 def attach_quant_states(
     module: torch.nn.Module, states: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Give the layers in `module` their 4-bit weights on `meta`, with the states of rank 0."""
+    """Give the layers in `module` 4-bit weights on `meta` with the given quantization states."""
     import torch
     from bitsandbytes.functional import QuantState
 
     for name, (shapes, packed) in states.items():
         layer = module.get_submodule(name)
-        for own, (shape, dtype) in zip(("weight", SCALES), shapes, strict=True):
+        for parameter, (shape, dtype) in zip(("weight", SCALES), shapes, strict=True):
             empty = torch.empty(shape, dtype=dtype, device="meta")
-            layer.register_parameter(own, torch.nn.Parameter(empty, requires_grad=False))
+            layer.register_parameter(parameter, torch.nn.Parameter(empty, requires_grad=False))
         layer.quant_state = QuantState.from_dict(dict(packed), device=device)
         layer.quant_state.dtype = layer.compute_dtype
 
 
 def bind_scales(module: torch.nn.Module) -> None:
-    """Let the 4-bit layers in `module` find their scales where its forward has gathered them.
+    """Make the 4-bit layers in `module` use the scales that its forward has gathered.
 
-    Called after `module` was sharded. The same memory is gathered again for its backward pass.
+    Call it after `module` was sharded. The backward pass gathers them into the same memory.
     """
     layers: list[Any] = [layer for layer in module.modules() if SCALES in layer._parameters]
 
@@ -347,8 +349,8 @@ def bind_scales(module: torch.nn.Module) -> None:
         module.register_forward_pre_hook(bind)
 
 
-def _layers_of_4_bits(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with 4-bit weights and their names in `module`."""
+def _find_4bit_layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield name and module of each layer in `module` with a 4-bit weight."""
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
         if weight is not None and type(weight).__name__ == "Params4bit":
@@ -356,34 +358,37 @@ def _layers_of_4_bits(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _check_share(model: PreTrainedModel) -> None:
-    """Compare the quantized weights with all matrices except embedding and head."""
+    """UserError if none of the matrices, or too few of a mixture's, are quantized.
+
+    Embedding and head do not count.
+    """
     from bitsandbytes.nn import Int8Params, Params4bit
 
-    aside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    excluded = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     quantized = matrices = 0
     for parameter in model.parameters():
-        if parameter.ndim >= 2 and id(parameter) not in aside:
+        if parameter.ndim >= 2 and id(parameter) not in excluded:
             num_weights = storage_of(parameter).num_weights
             matrices += num_weights
             quantized += num_weights * isinstance(parameter, (Int8Params, Params4bit))
     kind = model.config.model_type
     if not quantized:
         raise UserError(f"no layer of a {kind} model can be quantized; type quantization=none")
-    whole = [p for p in model.parameters() if p.ndim == 3 and not isinstance(p, Params4bit)]
-    left = sum(weight.numel() for weight in whole)
-    if left > MAX_UNQUANTIZED * matrices:
+    experts = [p for p in model.parameters() if p.ndim == 3 and not isinstance(p, Params4bit)]
+    unquantized = sum(weight.numel() for weight in experts)
+    if unquantized > MAX_UNQUANTIZED * matrices:
         method = model.config.quantization_config.quantization_method()
         instead = "quantization=none" if "4bit" in method else "quantization=nf4"
         raise UserError(
-            f"quantization would leave {left / matrices:.0%} of the weights of this {kind} model "
-            f"as they are: its experts are one tensor a layer; type {instead}"
+            f"quantization would leave {unquantized / matrices:.0%} of the weights of this {kind} "
+            f"model unquantized: the experts of a layer are one tensor; type {instead}"
         )
 
 
-def _keep_scales(module: Any, _: Any) -> None:
+def _discard_weight_without_scales(module: Any, _: Any) -> None:
     """Keep an int8 layer's scales after peft's DoRA has read its weight on the CPU (peft 0.21).
 
-    The weight is moved to its own device; the copy has no scales, which the layer would adopt.
+    DoRA moves the weight to its own device; that copy has no scales, and the layer would adopt it.
     """
     if module.weight.SCB is None:
         module.weight.CB = None
@@ -391,10 +396,10 @@ def _keep_scales(module: Any, _: Any) -> None:
 
 @contextlib.contextmanager
 def quantize_tokens_independently(model: Any) -> Iterator[None]:
-    """Quantize each token's activations independently while a probe compares tokens of a batch.
+    """Make int8 rounding of a token independent of its batch, for probes that compare tokens.
 
     LLM.int8() separates outlier columns for all tokens of a batch at once, so that a token's
-    rounding depends on its batch.
+    rounding depends on the other tokens.
     """
     layers = []
     if stored_quantization(model.config):
@@ -412,10 +417,7 @@ def quantize_tokens_independently(model: Any) -> Iterator[None]:
 
 
 def cast_unquantized(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast all weights that are not quantized to `dtype`.
-
-    transformers ignores the requested dtype where the files are quantized already.
-    """
+    """Cast all unquantized weights to `dtype`, which transformers ignores for quantized files."""
     from bitsandbytes.nn import Int8Params, Params4bit
 
     for parameter in model.parameters():
@@ -429,13 +431,13 @@ class Storage:
 
     num_weights: int
     dtype: str
-    """a torch dtype's name, or nf4, fp4, int8"""
+    """name of a torch dtype, or nf4, fp4, int8"""
     num_bytes: int
     """including the scales of quantized weights"""
 
 
 def storage_of(parameter: torch.nn.Parameter) -> Storage:
-    """Return how a parameter is stored; a 4-bit one packs several weights in an element."""
+    """Return how a parameter is stored; a 4-bit one packs several weights into an element."""
     import torch
 
     num_bytes = parameter.numel() * parameter.element_size()
@@ -446,11 +448,11 @@ def storage_of(parameter: torch.nn.Parameter) -> Storage:
 
     if isinstance(parameter, bitsandbytes.nn.Params4bit):
         state = parameter.quant_state
-        if state is None:  # on `meta`, not packed
+        if state is None:  # not packed yet on the meta device
             return Storage(parameter.numel(), parameter.quant_type, parameter.numel() // 2)
         scales = [state.absmax, state.state2.absmax] if state.nested else [state.absmax]
         num_bytes += sum(scale.numel() * scale.element_size() for scale in scales)
         return Storage(math.prod(state.shape), state.quant_type, num_bytes)
     if isinstance(parameter, bitsandbytes.nn.Int8Params):
-        num_bytes += 4 * parameter.shape[0]  # an fp32 scale a row
+        num_bytes += 4 * parameter.shape[0]  # one fp32 scale per row
     return Storage(parameter.numel(), dtype, num_bytes)

@@ -173,8 +173,8 @@ def test_the_backward_pass_comes_by_what_a_forward_has_returned() -> None:
 def test_a_forward_that_misses_its_head_is_an_error() -> None:
     model = tiny_llama()
     fuse_head(model)
-    with pytest.raises(RuntimeError, match="did not reach its head"):
-        model.lm_head.take()
+    with pytest.raises(RuntimeError, match="did not call its head"):
+        model.lm_head.pop_loss()
 
 
 def test_a_chunk_on_a_gpu_is_whole_tiles_and_never_small() -> None:

@@ -47,17 +47,19 @@ def test_encoder_layers_come_before_decoder_layers() -> None:
     assert bart == [f"model.{side}.layers.{n}" for side in ("encoder", "decoder") for n in (0, 1)]
 
 
-def test_an_adapter_hides_no_layer() -> None:
+def test_layers_are_found_below_an_adapter() -> None:
     adapted = apply_adapter(tiny_gpt2(), LoraConfig(r=2), half_precision=False)
     names = decoder_layers(adapted)
     assert names == [f"base_model.model.transformer.h.{number}" for number in range(2)]
     assert [type(adapted.get_submodule(name)).__name__ for name in names] == ["GPT2Block"] * 2
 
 
-def test_a_model_that_names_no_layer_is_refused() -> None:
+def test_a_model_without_a_declared_layer_class_is_refused() -> None:
     model = tiny_llama()
     model._no_split_modules = None
-    with pytest.raises(ValueError, match=r"do not name their layers; type adapter\.layers=all"):
+    with pytest.raises(
+        ValueError, match=r"do not declare the class of their layers; type adapter\.layers=all"
+    ):
         decoder_layers(model)
 
 
@@ -71,31 +73,31 @@ def test_a_model_that_names_no_layer_is_refused() -> None:
         ([2, 0, 2], [0, 2]),
     ],
 )
-def test_a_setting_means_these_of_four_layers(setting: Any, expected: list[int]) -> None:
+def test_layers_selected_out_of_four(setting: Any, expected: list[int]) -> None:
     assert list(layer_numbers(setting, 4)) == expected
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ("top 40", r"'top 40', but the model has 32 layers; type a number from 1 to 32"),
         ("top 0", r"'top 0', but the model has 32 layers"),
         (8, r"'adapter\.layers=top 8' or adapter\.layers=\[8\]"),
-        ([31, 32], "has no layer 32; its 32 layers have the numbers 0 to 31"),
+        ([31, 32], "has no layer 32; its 32 layers are numbered 0 to 31"),
         ([-1], "has no layer -1"),
-        ([], r"=\[\] is not understood; type all"),
-        ([True], "is not understood"),
-        ("last 8", "'last 8' is not understood; type all, 'adapter.layers=top 8'"),
-        ("none", "'none' is not understood"),
-        (None, "None is not understood"),
+        ([], r"=\[\] is not valid; type all"),
+        ([True], "is not valid"),
+        ("last 8", "'last 8' is not valid; type all, 'adapter.layers=top 8'"),
+        ("none", "'none' is not valid"),
+        (None, "None is not valid"),
     ],
 )
-def test_what_32_layers_do_not_have_is_refused(setting: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_selection_is_refused(setting: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         layer_numbers(setting, 32)
 
 
-def test_the_numbers_need_no_torch() -> None:
+def test_layer_numbers_needs_no_torch() -> None:
     code = (
         "import sys; from app.model.layers import layer_numbers; "
         "assert list(layer_numbers('top 2', 3)) == [1, 2]; assert 'torch' not in sys.modules"

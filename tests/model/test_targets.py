@@ -76,9 +76,9 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
      ["lm_head is tied to model.embed_tokens"]),
     ("lora", {"layers": "top 3"}, ["adapter.layers='top 3', but the model has 2 layers"]),
     ("lora", {"layers": [0, 2]},
-     ["the model has no layer 2; its 2 layers have the numbers 0 to 1"]),
+     ["the model has no layer 2; its 2 layers are numbered 0 to 1"]),
     ("lora", {"layers": 1}, ["type 'adapter.layers=top 1' or adapter.layers=[1]"]),
-    ("lora", {"layers": "some"}, ["is not understood"]),
+    ("lora", {"layers": "some"}, ["is not valid"]),
     ("ia3", {"target_modules": ["k_proj", "v_prj"]},
      ["adapter.target_modules: v_prj matches no linear module"]),
     ("ia3", {"feedforward_modules": ["down_prj"]},
@@ -224,7 +224,8 @@ def test_what_is_not_known_of_a_base_is_not_judged() -> None:
     )
     nameless = replace(TIED, layers=[], model_type="new")
     assert find("lora", nameless, layers="top 1").problems == [
-        "adapter.layers: new models do not name their layers; type adapter.layers=all"
+        "adapter.layers: new models do not declare the class of their layers; "
+        "type adapter.layers=all"
     ]
 
 
