@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from app.config import load_config, settings_of
-from app.config.conf_files import CONF, groups
+from app.config.conf_files import CONF, list_groups
 from app.planning.hardware import (
     HardwareConfig,
     check_hardware,
@@ -19,7 +19,7 @@ from app.process.errors import DeviceError
 from app.process.gpus import Gpu, Machine
 from tests.door import ask
 
-CARDS = [name for name in groups(CONF)["hardware"] if name != "auto"]
+CARDS = [name for name in list_groups(CONF)["hardware"] if name != "auto"]
 
 
 def test_names_of_several_gpus_and_nodes() -> None:
