@@ -1,4 +1,4 @@
-"""In half precision LoRA reads what it is given as it is: the same numbers, fewer copies."""
+"""In half precision, LoRA's inputs are not cast: the same results with fewer copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiny import random_ids, save_with_tokenizer, tiny_llama
 
 
 def trained(config: LoraConfig, *, is_quantized: bool = False) -> Any:
-    """A bf16 or nf4 base with adapters in fp32 that do something already."""
+    """A bf16 or nf4 base with nonzero adapters in fp32."""
     model = tiny_llama(tie_word_embeddings=False).to(torch.bfloat16)
     if is_quantized:
         quantize(model, torch.bfloat16)
@@ -29,14 +29,14 @@ def trained(config: LoraConfig, *, is_quantized: bool = False) -> Any:
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(0))
-    unfuse_adapters(adapted)  # as layers are that cannot be fused
+    unfuse_adapters(adapted)  # as for layers that cannot be fused
     for module in adapted.modules():
         vars(module).pop("forward", None)
     return adapted.train()
 
 
 def step(model: Any) -> tuple[float, dict[str, Tensor], int]:
-    """Loss, gradients, and the bytes that are kept for the backward pass."""
+    """Loss, gradients, and the bytes saved for the backward pass."""
     ids, kept = random_ids(2, 64), {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def step(model: Any) -> tuple[float, dict[str, Tensor], int]:
 
 
 @pytest.mark.parametrize("is_quantized", [False, True])
-def test_the_numbers_stay_bit_for_bit_and_less_is_kept(is_quantized: bool) -> None:
+def test_results_are_bit_equal_and_fewer_bytes_are_saved(is_quantized: bool) -> None:
     model = trained(LoraConfig(r=4, dropout=0.0), is_quantized=is_quantized)
     loss, grads, kept = step(model)
     skip_redundant_casts(model)
@@ -100,7 +100,7 @@ def test_dora_keeps_its_cast() -> None:
 
 
 @pytest.mark.parametrize(("precision", "casts"), [("bf16", False), ("fp32", True)])
-def test_a_built_model_casts_only_where_there_is_no_autocast(
+def test_a_built_model_casts_only_without_autocast(
     tmp_path: Path, precision: str, casts: bool
 ) -> None:
     base = save_with_tokenizer(tiny_llama(vocab_size=768), tmp_path)

@@ -21,7 +21,7 @@ LENGTHS = [[5, 9, 3, 30, 7, 20], [40, 1, 2]]
 TOKENS = 80
 
 
-def test_groups_hold_every_position_once() -> None:
+def test_every_position_is_in_exactly_one_group() -> None:
     groups = group_documents(LENGTHS, (2, TOKENS), torch.device("cpu"))
     assert groups is not None
     flat = torch.cat([index.flatten() for index in groups.gather])
@@ -30,7 +30,7 @@ def test_groups_hold_every_position_once() -> None:
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex"])
-def test_generation_uses_an_attention_that_knows_caches(backend: str) -> None:
+def test_generation_uses_an_attention_with_a_cache(backend: str) -> None:
     model, ids = tiny_llama(), random_ids(2, 6)
     model.set_attn_implementation(attention_implementation(backend))
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -42,7 +42,7 @@ def test_generation_uses_an_attention_that_knows_caches(backend: str) -> None:
     assert torch.equal(answer, expected)
 
 
-def test_a_variant_that_it_cannot_compute_is_refused() -> None:
+def test_an_unsupported_variant_is_refused() -> None:
     part = torch.zeros(1, 4, 6, 8)
     with pytest.raises(ValueError, match="attention=eager"):
         attend.attend_by_document(torch.nn.Identity(), part, part, part, None, softcap=50.0)
@@ -51,6 +51,6 @@ def test_a_variant_that_it_cannot_compute_is_refused() -> None:
 @pytest.mark.parametrize(
     ("family", "expected"), [("gpt2", True), ("dots3_note_text", True), ("mamba2", False)]
 )
-def test_heads_by_any_name_and_by_layer_are_attention(family: str, expected: bool) -> None:
+def test_attention_is_recognized_by_any_name_of_its_heads(family: str, expected: bool) -> None:
     model: Any = SimpleNamespace(config=CONFIG_MAPPING[family]())
     assert _has_attention(model) is expected

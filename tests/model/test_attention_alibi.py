@@ -87,7 +87,7 @@ def logits(model: Any, tokens: torch.Tensor, lengths: list[list[int]]) -> torch.
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
-def test_each_padded_row_has_the_logits_it_has_alone(name: str) -> None:
+def test_a_padded_row_has_the_logits_of_the_row_alone(name: str) -> None:
     model, tokens, lengths = made(name), ids(3, 12), [[12], [5], [1]]
     padded = logits(model, tokens, lengths)
     for row, (length,) in enumerate(lengths):
@@ -115,7 +115,7 @@ def test_falcon_with_rotary_positions_is_packed() -> None:
 
 
 @pytest.mark.parametrize("name", matrix(MODELS, fast=lambda name: name == "bloom"))
-def test_each_trains_unpacked(name: str, train_run: TrainRun, tmp_path: Path) -> None:
+def test_alibi_models_train_unpacked(name: str, train_run: TrainRun, tmp_path: Path) -> None:
     model = MODELS[name](vocab_size=768)
     base = save_with_tokenizer(model, tmp_path / "base")
     sizes = ["data.sequence_len=128", "trainer.micro_batch_size=2", "optimizer.lr=1e-2"]

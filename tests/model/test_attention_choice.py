@@ -1,4 +1,4 @@
-"""Which attention a run takes, on machines that are not this one."""
+"""The choice of the attention backend, on simulated machines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MISSING_SYMBOL = "flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E"
 
 @dataclass
 class Machine:
-    """A GPU machine; packages by name, with what their import fails with, or None."""
+    """A simulated GPU machine; packages: module -> the error of its import, or None."""
 
     monkeypatch: pytest.MonkeyPatch
 
@@ -94,7 +94,7 @@ BROKEN = {"flash_attn": ImportError(MISSING_SYMBOL)}
 
 
 @pytest.mark.parametrize(
-    ("capability", "packages", "backend", "said"),
+    ("capability", "packages", "backend", "message"),
     [
         (AMPERE, {}, "varlen", "flash-attn is not installed"),
         (AMPERE, WORKS, "flash2", "flash-attn 2.8.3"),
@@ -114,18 +114,18 @@ BROKEN = {"flash_attn": ImportError(MISSING_SYMBOL)}
         ),
     ],
 )
-def test_a_gpu_in_half_precision_takes_the_fastest_that_is_there(
+def test_a_gpu_in_half_precision_gets_the_fastest_available_backend(
     machine: Machine,
     capability: tuple[int, int],
     packages: dict[str, Any],
     backend: str,
-    said: str,
+    message: str,
 ) -> None:
     machine.is_of(capability, **packages)
     for precision in ("bf16", "bf16-pure", "fp16"):
         taken = choose(precision=precision)
         assert taken.backend == backend
-        assert said in str(taken) and "\n" not in str(taken)
+        assert message in str(taken) and "\n" not in str(taken)
 
 
 def test_the_cpu_and_fp32_attend_by_document(machine: Machine) -> None:
@@ -145,7 +145,7 @@ def test_a_pytorch_without_flash_attention(
         choose("varlen")
 
 
-def test_a_package_that_transformers_does_not_take(
+def test_a_package_that_transformers_does_not_accept(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.is_of(**WORKS)
@@ -160,7 +160,7 @@ def gemma4() -> PretrainedConfig:
 
 
 MODELS = [
-    # what only some of them compute, and what is left with flash-attn and without it
+    # model, backend with flash-attn and without it, reason
     (GPT2Config(), "flash2", "sdpa", "varlen has no attention dropout, and this model has 0.1"),
     (Gemma2Config(head_dim=256), "flash2", "eager", "sdpa has no softcap of attention logits"),
     (LlamaConfig(head_dim=512), "sdpa", "sdpa", "head dimensions up to 256, not 512"),
@@ -173,12 +173,12 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "with_flash", "without", "said"), MODELS)
-def test_a_model_takes_what_can_compute_it(
-    machine: Machine, model: PretrainedConfig, with_flash: str, without: str, said: str
+@pytest.mark.parametrize(("model", "with_flash", "without", "message"), MODELS)
+def test_auto_chooses_a_backend_that_supports_the_model(
+    machine: Machine, model: PretrainedConfig, with_flash: str, without: str, message: str
 ) -> None:
     assert choose(model=model).backend == without
-    assert said in str(choose(model=model))
+    assert message in str(choose(model=model))
     machine.is_of(**WORKS)
     assert choose(model=model).backend == with_flash
 
@@ -192,7 +192,7 @@ def test_a_model_takes_what_can_compute_it(
         ("umt5", "5.18.0", "sdpa"),
     ],
 )
-def test_pairs_of_an_older_transformers_run_by_eager(
+def test_encoder_decoder_models_of_older_transformers_run_eager(
     kind: str, version: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The first import of a model's code replaces the module `transformers`.
@@ -201,7 +201,7 @@ def test_pairs_of_an_older_transformers_run_by_eager(
     assert choose(model=AutoConfig.for_model(kind)).backend == backend
 
 
-def test_a_window_needs_a_pytorch_that_has_one(
+def test_a_window_needs_a_pytorch_with_windows(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", of_2_10)
@@ -212,7 +212,7 @@ def test_a_window_needs_a_pytorch_that_has_one(
 
 
 @pytest.mark.parametrize(
-    ("backend", "changes", "said"),
+    ("backend", "changes", "message"),
     [
         ("varlen", {"accelerator": "cpu"}, "needs an NVIDIA GPU; type attention=sdpa"),
         ("flex", {"accelerator": "cpu"}, "needs an NVIDIA GPU; type attention=sdpa"),
@@ -225,16 +225,16 @@ def test_a_window_needs_a_pytorch_that_has_one(
         ("flash2", {"model": GptOssConfig()}, "type attention=eager"),
     ],
 )
-def test_what_cannot_run_is_refused_when_typed(
-    machine: Machine, backend: str, changes: dict[str, Any], said: str
+def test_a_typed_backend_that_cannot_run_is_refused(
+    machine: Machine, backend: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"attention={backend}: ") as caught:
         choose(backend, **changes)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert exit_code(caught.value) == USER_ERROR
 
 
-def test_a_typed_package_that_is_broken_or_missing_is_the_environments_fault(
+def test_a_broken_or_missing_package_is_an_environment_error(
     machine: Machine,
 ) -> None:
     machine.is_of(AMPERE, **BROKEN)
@@ -248,7 +248,7 @@ def test_a_typed_package_that_is_broken_or_missing_is_the_environments_fault(
         choose("flash3")
 
 
-def test_what_is_typed_is_taken(machine: Machine) -> None:
+def test_a_typed_backend_is_used(machine: Machine) -> None:
     machine.is_of(HOPPER, **BOTH)
     for backend in ("flash2", "flash3", "varlen", "flex", "sdpa", "eager"):
         taken = choose(backend)
@@ -256,7 +256,7 @@ def test_what_is_typed_is_taken(machine: Machine) -> None:
         assert "as typed" in str(taken)
 
 
-def test_falcon_has_layers_of_its_own_for_flash_attention(machine: Machine) -> None:
+def test_falcon_has_separate_layers_for_flash_attention(machine: Machine) -> None:
     machine.is_of(**WORKS)
     falcon = FalconConfig(new_decoder_architecture=True)
     assert choose("flash2", model=falcon).backend == "flash2"
@@ -265,7 +265,7 @@ def test_falcon_has_layers_of_its_own_for_flash_attention(machine: Machine) -> N
         choose("flash2", model=BloomConfig())
 
 
-def test_falcons_flash_attention_takes_one_packed_row_a_batch() -> None:
+def test_falcons_flash_attention_supports_one_packed_row_per_batch() -> None:
     model: Any = FalconForCausalLM(
         FalconConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, vocab_size=64)
     )
@@ -278,14 +278,14 @@ def test_falcons_flash_attention_takes_one_packed_row_a_batch() -> None:
     assert "cu_seq_lens_q" in attention_inputs(llama, "flash2", [[8], [3, 5]], rows)
 
 
-def test_the_real_probes_find_no_package_here() -> None:
+def test_no_package_is_found_on_this_machine() -> None:
     for backend, (module, package) in choice.BACKEND_PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             assert choice.find_package_problem(backend) == f"{package} is not installed"
 
 
-def test_a_package_that_does_not_import(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole probe, on a package that was built for another PyTorch."""
+def test_a_package_that_cannot_be_imported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actual check, on a package that was built for another PyTorch."""
     (tmp_path / "flash_attn.py").write_text(f"raise ImportError({MISSING_SYMBOL!r})")
     (tmp_path / "flash_attn-2.8.3.dist-info").mkdir()
     (tmp_path / "flash_attn-2.8.3.dist-info" / "METADATA").write_text(
@@ -296,14 +296,14 @@ def test_a_package_that_does_not_import(tmp_path: Any, monkeypatch: pytest.Monke
     assert fault == f"flash-attn 2.8.3 is installed, but its import fails ({MISSING_SYMBOL})"
 
 
-def test_another_attention_than_was_asked_for_is_refused() -> None:
+def test_another_attention_than_requested_is_refused() -> None:
     model = tiny_llama(attn_implementation="eager")
     check_implementation(model, "eager")
     with pytest.raises(ValueError, match=r"LlamaForCausalLM should run flash_attention_2.* eager"):
         check_implementation(model, "flash_attention_2")
 
 
-def test_a_part_that_was_given_another_attention_is_found() -> None:
+def test_another_attention_in_a_submodel_is_found() -> None:
     model = tiny_t5(attn_implementation="eager")
     model.decoder.config._attn_implementation = "sdpa"
     with pytest.raises(
@@ -312,8 +312,8 @@ def test_a_part_that_was_given_another_attention_is_found() -> None:
         check_implementation(model, "eager")
 
 
-def test_a_model_that_is_loaded_is_checked(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers replaces attention that a model does not list, and says so in a log only."""
+def test_a_loaded_model_is_checked(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers replaces attention that a model does not list, and only logs it."""
     from app.model.base import ModelConfig, load_base
 
     tiny_llama().save_pretrained(tmp_path)
@@ -330,8 +330,8 @@ def test_a_model_that_is_loaded_is_checked(tmp_path: Any, monkeypatch: pytest.Mo
             load_base(config, "sdpa", torch.float32)
 
 
-def test_a_tower_without_sdpa_does_not_slow_the_language_model_down() -> None:
-    """Gemma 4's tower of sounds: transformers would refuse to build it, and it does not run."""
+def test_a_tower_without_sdpa_does_not_affect_the_language_model() -> None:
+    """Gemma 4's audio tower: transformers would refuse to build it, but it does not run."""
     gemma4 = pytest.importorskip("transformers.models.gemma4")
     heard = gemma4.Gemma4Config(audio_config=gemma4.Gemma4AudioConfig())
     assert choose_backend(AttentionConfig(), heard, "cpu", "fp32").backend == "sdpa"

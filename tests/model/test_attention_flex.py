@@ -1,7 +1,7 @@
-"""The blocks that flex attention is given hold every document's past, and nothing else.
+"""The block masks of flex attention contain every document's past, and nothing else.
 
-A stand-in for PyTorch's kernel, which has no gradient on the CPU, reads them as the kernel does: a
-whole block unseen, a touched one by its mask; the tests marked `gpu` run the kernel itself.
+PyTorch's kernel has no gradient on the CPU. A substitute reads the blocks as the kernel does: full
+blocks as a whole, partial blocks by their mask. The tests marked `gpu` run the kernel itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.model.test_attention_varlen import assert_same, mistral, of_2_13, run
 from tests.tiny import probe, tiny_llama, train_into
 
 CASES = [
-    # documents of each row, tokens of a row
+    # document lengths by row, tokens per row
     ([[80]], 80),
     ([[5, 9, 3, 30, 7, 20], [40, 1, 2]], 80),
     ([[BLOCK] * 3], 3 * BLOCK),
@@ -41,7 +41,7 @@ CASES = [
 
 
 def expected(lengths: list[list[int]], tokens: int, window: int | None) -> torch.Tensor:
-    """Which key each query sees, bool [rows, tokens, tokens]."""
+    """Visible keys of each query, bool [rows, tokens, tokens]."""
     document = torch.stack(
         [
             torch.repeat_interleave(torch.tensor([*row, tokens - sum(row)]))[:tokens]
@@ -53,7 +53,7 @@ def expected(lengths: list[list[int]], tokens: int, window: int | None) -> torch
 
 
 def seen(mask: BlockMask) -> torch.Tensor:
-    """What a kernel makes of the blocks: bool [rows, tokens, tokens]."""
+    """Visible keys by the blocks, as a kernel reads them, bool [rows, tokens, tokens]."""
     rows, _, _, num_blocks = mask.kv_indices.shape
     queries, keys = mask.seq_lengths
     visible = torch.zeros(rows, num_blocks * BLOCK, num_blocks * BLOCK, dtype=torch.bool)
@@ -96,7 +96,7 @@ def _by_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 8, 150])
 @pytest.mark.parametrize(("lengths", "tokens"), CASES)
-def test_blocks_hold_what_is_seen(
+def test_blocks_contain_exactly_the_visible_keys(
     lengths: list[list[int]], tokens: int, window: int | None
 ) -> None:
     mask = block_mask(lengths, (len(lengths), tokens), torch.device("cpu"), window=window)
@@ -104,7 +104,7 @@ def test_blocks_hold_what_is_seen(
     assert torch.equal(seen(mask), expected(lengths, tokens, window))
 
 
-def test_what_is_hidden_is_not_computed() -> None:
+def test_hidden_blocks_are_not_computed() -> None:
     mask = block_mask([[2 * BLOCK] * 4], (1, 8 * BLOCK), torch.device("cpu"), window=None)
     assert mask.kv_num_blocks.sum() == 8  # the blocks on the diagonal
     assert mask.full_kv_num_blocks.sum() == 4  # and one before it in every document
@@ -112,7 +112,7 @@ def test_what_is_hidden_is_not_computed() -> None:
 
 
 @pytest.mark.usefixtures("_by_stand_in")
-def test_layers_of_two_kinds_get_blocks_each() -> None:
+def test_each_layer_type_gets_its_own_blocks() -> None:
     shape = tiny_llama().config.to_dict() | {"head_dim": 8, "sliding_window": 8}
     torch.manual_seed(0)
     model = Gemma2ForCausalLM(Gemma2Config(**shape)).eval()
@@ -131,13 +131,13 @@ def test_without_blocks_every_row_is_a_document(make: Any) -> None:
 
 
 @pytest.mark.usefixtures("_by_stand_in")
-def test_it_computes_in_the_dtype_of_autocast() -> None:
+def test_attention_runs_in_the_dtype_of_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits, _ = run(tiny_llama(), "flex", CASES[1][0])
     assert logits.dtype == torch.bfloat16
 
 
-def test_it_has_no_gradient_on_the_cpu() -> None:
+def test_flex_cannot_train_on_the_cpu() -> None:
     model = tiny_llama().config
     with pytest.raises(ValueError, match=r"attention=flex: .* type attention=sdpa"):
         choose_backend(AttentionConfig(backend="flex"), model, "cpu", "fp32")
@@ -147,8 +147,8 @@ def test_it_has_no_gradient_on_the_cpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_by_stand_in")
-def test_whole_runs_learn_as_by_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probe, training with recomputed layers, validation, saving, and answers with a cache."""
+def test_runs_learn_as_with_sdpa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probe, training with recompute, validation, saving, and generation with a cache."""
     monkeypatch.setattr(varlen, "varlen_attn", of_2_13)
     words = ("recompute=full", "trainer.max_steps=2", "evaluation.exact_match=true")
     found = {}

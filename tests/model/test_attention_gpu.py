@@ -1,4 +1,4 @@
-"""The kernels themselves: in bf16 they are no further from eager fp32 than eager bf16 is."""
+"""The GPU kernels: in bf16 they differ from eager fp32 no more than eager bf16 does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 BACKENDS = ["sdpa", "varlen", "flex", "flash2", "flash3"]
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "initializer_range": 0.05}
 FACTOR = 2.0
-"""how much further from fp32 than eager bf16 another order of sums may be"""
+"""allowed ratio of the error to that of eager bf16, for another order of additions"""
 
 
 def llama(**numbers: Any) -> Any:
@@ -48,7 +48,7 @@ Run = tuple[torch.Tensor, list[torch.Tensor]]
 
 
 def assert_rounds_alike(ours: Run, plain: Run, exact: Run) -> None:
-    """Compare logits and every gradient with those of fp32, each against its own size."""
+    """Compare logits and every gradient with those of fp32, relative to their norm."""
     parts = ([logits, *gradients] for logits, gradients in (ours, plain, exact))
     for one, other, right in zip(*parts, strict=True):
         found, allowed = ((part.float() - right).norm() / right.norm() for part in (one, other))
@@ -106,7 +106,7 @@ def test_fp32_weights_compute_in_half_precision_under_autocast(backend: str) -> 
     assert_rounds_alike(ours, plain, exact)
 
 
-def test_what_auto_takes_here_keeps_documents_apart() -> None:
+def test_the_backend_of_auto_keeps_documents_apart() -> None:
     model = llama().to("cuda", torch.bfloat16)
     taken = choose_backend(AttentionConfig(), model.config, "gpu", "bf16")
     model.set_attn_implementation(attention_implementation(taken.backend))
@@ -115,7 +115,7 @@ def test_what_auto_takes_here_keeps_documents_apart() -> None:
         assert taken.backend in ("flash3", "flash2", "varlen"), str(taken)
 
 
-def test_a_run_learns_as_it_does_by_document(tmp_path: Path) -> None:
+def test_a_run_learns_as_with_sdpa(tmp_path: Path) -> None:
     words = ["trainer.precision=bf16", "trainer.accelerator=gpu", "trainer.devices=1"]
     losses = []
     for backend in ("sdpa", "varlen"):
@@ -124,13 +124,13 @@ def test_a_run_learns_as_it_does_by_document(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-def test_a_run_says_what_it_chose_for_this_gpu(
+def test_a_run_logs_the_backend_for_this_gpu(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["trainer.precision=bf16", "trainer.accelerator=gpu", "trainer.devices=1"]
     train_into(tmp_path, *words)
     captured = capfd.readouterr()
-    said = captured.out + captured.err
-    assert "recompute: none (all activations fit" in said
-    assert "loss: by PyTorch's operators" not in said
-    assert "attention varlen" in said or "attention flash" in said
+    printed = captured.out + captured.err
+    assert "recompute: none (all activations fit" in printed
+    assert "loss: by PyTorch's operators" not in printed
+    assert "attention varlen" in printed or "attention flash" in printed

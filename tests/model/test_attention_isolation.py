@@ -1,4 +1,4 @@
-"""The start-up probe finds documents that see each other, in every dtype, and no others."""
+"""The start-up probe finds leaks between documents in every dtype, without false alarms."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.tiny import TINY_BASE, tiny_llama
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BACKENDS = ["sdpa", "matmul", "eager", "varlen", "flex"]
 LEAKS = {"all": [[8]], "one token": [[5, 3]], "another token": [[3, 5]]}
-"""the documents that the attention is told of, where there are two of four tokens each"""
+"""document lengths passed to the attention instead of two documents of four tokens each"""
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backend's name; what needs a GPU runs by a stand-in, `matmul` is part of sdpa."""
+    """A backend; GPU kernels are replaced by substitutes, and `matmul` is a path of sdpa."""
     monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", stand_in)
     monkeypatch.setattr(of_torch, "varlen_attn", of_2_13)
     if request.param == "sdpa":
@@ -43,13 +43,13 @@ def base(backend: str, dtype: torch.dtype) -> Any:
 
 
 def plant(leak: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tell the attention of other documents than those of the batch, whichever computes it."""
+    """Pass the document lengths `leak` to the attention instead of those of the batch."""
 
-    def told(function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_leak(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda _, *rest, **options: function(leak, *rest, **options)
 
     for name in ("group_documents", "block_mask", "place_documents", "_dense_mask"):
-        monkeypatch.setattr(inputs, name, told(getattr(inputs, name)))
+        monkeypatch.setattr(inputs, name, with_leak(getattr(inputs, name)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -101,7 +101,7 @@ def test_an_offset_of_all_logits_changes_nothing(
 @pytest.mark.parametrize(
     ("dtype", "seed"), matrix(DTYPES, range(4), fast=lambda _, seed: seed == 0)
 )
-def test_experts_that_round_otherwise_are_not_taken_for_a_leak(
+def test_rounding_in_experts_is_not_a_leak(
     dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = tiny_llama().config.to_dict() | {"num_local_experts": 4}
@@ -123,7 +123,7 @@ def test_a_faint_leak_is_found() -> None:
         check_isolation(model, "sdpa")
 
 
-def test_autocast_counts_as_the_dtype_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rounding_limit_follows_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     model = base("sdpa", torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check_isolation(model, "sdpa")
@@ -132,13 +132,13 @@ def test_autocast_counts_as_the_dtype_it_computes_in(monkeypatch: pytest.MonkeyP
             check_isolation(model, "sdpa")
 
 
-def test_another_attention_is_advised_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_is_suggested_only_if_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = base("sdpa", torch.float32)
     with monkeypatch.context() as patch:
         patch.setattr(inputs, "group_documents", lambda *_: None)
         with pytest.raises(ValueError, match="type attention=eager, or packing=none"):
             check_isolation(model, "sdpa")
-        # As masks of eager attention that an older transformers gives to recurrent layers.
+        # Like eager masks that an older transformers passes to recurrent layers.
         patch.setattr(inputs, "_dense_masks", lambda *_: torch.zeros(1, 1, 9, 9))
         with pytest.raises(ValueError, match=r"\): type packing=none"):
             check_isolation(model, "sdpa")
@@ -148,13 +148,13 @@ def test_another_attention_is_advised_only_where_it_helps(monkeypatch: pytest.Mo
         check_isolation(model, "sdpa")
 
 
-def test_a_probe_that_sees_nothing_says_so() -> None:
+def test_a_probe_without_effect_raises() -> None:
     model = base("sdpa", torch.float32)
     torch.nn.init.zeros_(model.model.norm.weight)
     with pytest.raises(ValueError, match="saw no effect of its own edit"):
         check_isolation(model, "sdpa")
 
 
-def test_the_stand_ins_are_given_documents() -> None:
+def test_the_replaced_functions_exist() -> None:
     assert group_documents([[4, 4]], (1, 8), torch.device("cpu")) is not None
     assert block_mask([[4, 4]], (1, 8), torch.device("cpu"), window=None) is not None

@@ -1,4 +1,4 @@
-"""Windows and chunks that only a mask tells of hold inside each document."""
+"""Windows and chunks given only by a mask function apply inside each document."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parts(tokens: int) -> tuple[torch.Tensor, ...]:
 
 
 def expected(kind: str, size: int) -> torch.Tensor:
-    """Attention of each document alone, by the plainest mask."""
+    """Attention of each document alone, with a dense mask."""
     query, key, value = parts(TOKENS)
     key, value = (part.repeat_interleave(2, dim=1) for part in (key, value))
     outputs, start = [], 0
@@ -58,24 +58,24 @@ def expected(kind: str, size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [1, 4, 9, 100])
 @pytest.mark.parametrize("kind", ["window", "chunk"])
-def test_a_rule_holds_in_every_document(kind: str, size: int) -> None:
+def test_a_mask_rule_holds_in_every_document(kind: str, size: int) -> None:
     groups = group_documents(LENGTHS, (1, TOKENS), torch.device("cpu"))
     output, _ = attend_by_document(LAYER, *parts(TOKENS), rule(kind, size), documents=groups)
     torch.testing.assert_close(output, expected(kind, size))
 
 
-def test_the_rule_is_worked_out_once_for_all_layers() -> None:
+def test_a_mask_is_computed_once_for_all_layers() -> None:
     windowed = rule("window", 4)
     first = windowed.visible(9, torch.device("cpu"))
     assert windowed.visible(9, torch.device("cpu")) is first
     assert first.shape == (1, 1, 9, 9)
 
 
-def test_where_all_of_the_past_is_seen_there_is_no_rule() -> None:
+def test_a_plain_causal_mask_has_no_rule() -> None:
     assert build_mask_rule(mask_function=causal_mask_function) is None
 
 
-def test_what_is_more_than_positions_is_refused() -> None:
+def test_a_mask_of_more_than_positions_is_refused() -> None:
     with pytest.raises(ValueError, match=r"more than the positions .* type attention=eager"):
         build_mask_rule(mask_function=causal_mask_function, use_vmap=True)
     whole = torch.zeros(1, 1, 6, 6)
@@ -83,7 +83,7 @@ def test_what_is_more_than_positions_is_refused() -> None:
         attend_by_document(LAYER, *parts(6), whole)  # type: ignore[arg-type]
 
 
-def test_varlen_takes_the_window_that_a_layer_names_alone() -> None:
+def test_varlen_supports_only_the_layers_own_window() -> None:
     query, key, value = parts(12)
     ours, _ = attend_by_boundaries(
         LAYER, query, key, value, rule("window", 4), sliding_window=4, kernel=KERNEL

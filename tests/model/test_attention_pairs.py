@@ -1,4 +1,4 @@
-"""Encoder-decoder models: a target sees its own source, and nobody sees padding or a neighbour."""
+"""Encoder-decoder models: a target sees its own source, never padding or other documents."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def ids(shape: tuple[int, int], seed: int = 1) -> torch.Tensor:
 
 
 def switch(model: Any, name: str) -> None:
-    """In transformers 5.17, a model's own method leaves its halves as they are."""
+    """In transformers 5.17, the model's method does not change its encoder and decoder."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.set_attn_implementation(name)
 
 
 def by_document(model: Any) -> Any:
-    """Switch a model to our attention, and see that both of its halves know it."""
+    """Switch a model to our attention, and check encoder and decoder."""
     name = attention_implementation("sdpa")
     switch(model, name)
     halves = (model.get_encoder(), model.get_decoder())
@@ -92,7 +92,7 @@ def alone(
     source_lengths: list[list[int]],
     target_lengths: list[list[int]],
 ) -> list[torch.Tensor]:
-    """The logits of each document by transformers' own eager attention."""
+    """Logits of each document alone, with transformers' eager attention."""
     documents_of = documents(source_lengths, sources), documents(target_lengths, targets)
     return [
         reference(input_ids=source, decoder_input_ids=target, use_cache=False).logits[0]
@@ -101,7 +101,7 @@ def alone(
 
 
 def small(model_class: Any, config_class: Any, **numbers: Any) -> Callable[..., Any]:
-    """What makes another model of T5's or BART's shape; `numbers` are its own."""
+    """Return a function that builds another model of T5's or BART's shape."""
     template = tiny_t5() if issubclass(config_class, (MT5Config, UMT5Config)) else tiny_bart()
     shape = {k: v for k, v in template.config.to_diff_dict().items() if k not in SKIPPED}
 
@@ -130,7 +130,7 @@ ALL = T5_KIN | BART_KIN
 @torch.no_grad()
 @pytest.mark.parametrize("kind", T5_KIN)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
-def test_each_document_of_a_pack_has_the_logits_it_has_alone(
+def test_a_packed_document_has_the_logits_of_the_document_alone(
     kind: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     sources, targets = ids(SOURCE_SHAPE), ids(TARGET_SHAPE, 2)
@@ -145,7 +145,7 @@ def test_each_document_of_a_pack_has_the_logits_it_has_alone(
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ALL)
-def test_each_padded_document_has_the_logits_it_has_alone(kind: str, backend: str) -> None:
+def test_a_padded_document_has_the_logits_of_the_document_alone(kind: str, backend: str) -> None:
     sources, targets = ids((4, 20)), ids((4, 9), 2)
     lengths = [[20], [3], [1], [18]], [[2], [9], [1], [8]]
     reference = ALL[kind](attn_implementation="eager")
@@ -164,7 +164,7 @@ def gradients(model: Any, outputs: list[torch.Tensor]) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", ["t5", "umt5", "bart"])
-def test_gradients_are_those_of_documents_alone(kind: str, recompute: bool) -> None:
+def test_gradients_equal_those_of_the_documents_alone(kind: str, recompute: bool) -> None:
     sources, targets = ids(SOURCE_SHAPE), ids(TARGET_SHAPE, 2)
     lengths = (SOURCES, TARGETS) if kind in T5_KIN else ([[50], [20]], [[7], [35]])
     reference = ALL[kind](attn_implementation="eager").train()
@@ -182,7 +182,7 @@ def test_gradients_are_those_of_documents_alone(kind: str, recompute: bool) -> N
 
 
 @torch.no_grad()
-def test_a_batch_without_documents_is_computed() -> None:
+def test_a_batch_without_documents_runs() -> None:
     for model in (by_document(tiny_t5()), by_document(tiny_bart())):
         logits = batched(model, ids((1, 1)), ids((1, 1)), [[]], [[]])
         assert torch.isfinite(logits).all()
@@ -190,7 +190,7 @@ def test_a_batch_without_documents_is_computed() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_a_document_beside_an_empty_row_has_the_logits_it_has_alone(backend: str) -> None:
+def test_an_empty_row_does_not_change_the_logits_of_others(backend: str) -> None:
     model = tiny_t5(attn_implementation=attention_implementation(backend))
     sources, targets = ids((2, 9)), ids((2, 5), 2)
     logits = batched(model, sources, targets, [[7], []], [[4], []], backend)
@@ -200,7 +200,7 @@ def test_a_document_beside_an_empty_row_has_the_logits_it_has_alone(backend: str
 
 
 def tiny_t5gemma(start: int) -> Any:
-    """A random T5Gemma whose decoder begins with token `start`; its pad token is 0."""
+    """A random T5Gemma whose decoder starts with token `start`; its pad token is 0."""
     side = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     side |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
     config = T5GemmaConfig(encoder=side, decoder=side, vocab_size=64, decoder_start_token_id=start)
@@ -217,7 +217,7 @@ def tiny_nllb_moe() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (partial(tiny_t5gemma, 0), r"decoder starts with one \(decoder_start_token_id\)"),
         (tiny_nllb_moe, "expert_capacity that all documents of a batch share"),
@@ -225,13 +225,13 @@ def tiny_nllb_moe() -> Any:
     ids=["t5gemma", "nllb-moe"],
 )
 def test_models_whose_documents_depend_on_their_batch_are_refused(
-    make: Callable[..., Any], said: str
+    make: Callable[..., Any], message: str
 ) -> None:
-    with pytest.raises(UserError, match=f"{said}.*: type model.path=ANOTHER_BASE"):
+    with pytest.raises(UserError, match=f"{message}.*: type model.path=ANOTHER_BASE"):
         check_pair_isolation(make(), "eager", is_packed=False)
 
 
-def test_t5gemma_that_starts_with_another_token_has_the_same_logits_padded() -> None:
+def test_padding_does_not_change_a_t5gemma_with_another_start_token() -> None:
     model, sources, targets = tiny_t5gemma(1), ids((2, 9)), ids((2, 8), 2)
     targets[:, 0] = 1
     lengths = [[9], [4]], [[8], [3]]
@@ -276,7 +276,7 @@ def test_the_probe_refuses_a_leak_of_any_kind(
         check_pair_isolation(model, "sdpa", is_packed=is_packed)
 
 
-def test_the_probe_refuses_positions_that_go_on_from_document_to_document(
+def test_the_probe_refuses_positions_that_continue_across_documents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = by_document(tiny_bart())
@@ -287,7 +287,7 @@ def test_the_probe_refuses_positions_that_go_on_from_document_to_document(
         check_pair_isolation(model, "sdpa", is_packed=True)
 
 
-def test_eager_attention_packs_no_pairs() -> None:
+def test_eager_attention_refuses_packed_pairs() -> None:
     model = tiny_t5(attn_implementation="eager")
     with pytest.raises(ValueError, match=r"attention=eager .* type packing=none"):
         check_pair_isolation(model, "eager", is_packed=True)
@@ -296,7 +296,7 @@ def test_eager_attention_packs_no_pairs() -> None:
 
 @pytest.mark.parametrize("backend", ["flash2", "flash3", "varlen", "flex"])
 @pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
-def test_pairs_run_by_document_and_never_by_flash_attention(
+def test_encoder_decoder_models_never_run_flash_attention(
     make: Callable[..., Any], backend: str
 ) -> None:
     architecture = make().config
@@ -310,7 +310,7 @@ def test_pairs_run_by_document_and_never_by_flash_attention(
         choose_backend(AttentionConfig(backend="sdpa"), led, "cpu", "fp32")
 
 
-def test_a_layer_that_mixes_its_sides_is_refused() -> None:
+def test_a_layer_that_mixes_encoder_and_decoder_is_refused() -> None:
     part, layer = torch.zeros(1, 4, 6, 8), torch.nn.Identity()
     layer.is_causal = False
     groups = PairGroups(None, None, None)
@@ -321,7 +321,7 @@ def test_a_layer_that_mixes_its_sides_is_refused() -> None:
     assert output.shape == (1, 6, 4, 8)
 
 
-def test_groups_hold_every_token_once_and_only_their_own() -> None:
+def test_every_token_is_in_one_group_of_its_document() -> None:
     groups = group_pairs(SOURCES, TARGETS, SOURCE_SHAPE, TARGET_SHAPE, torch.device("cpu"))
     for kind, lengths, tokens in ((groups.encoder, SOURCES, 50), (groups.cross, TARGETS, 35)):
         assert kind is not None
@@ -339,14 +339,14 @@ def test_groups_hold_every_token_once_and_only_their_own() -> None:
     assert torch.equal(seen, is_source.long())
 
 
-def test_whole_rows_need_no_groups() -> None:
+def test_rows_of_one_document_need_no_groups() -> None:
     device = torch.device("cpu")
     groups = group_pairs([[7], [7]], [[5], [2]], (2, 7), (2, 5), device)
     assert groups.encoder is groups.decoder is groups.cross is None
 
 
 @pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
-def test_generation_uses_an_attention_that_knows_caches(make: Callable[..., Any]) -> None:
+def test_generation_uses_an_attention_with_a_cache(make: Callable[..., Any]) -> None:
     tokens, real = ids((3, 6)), torch.ones(3, 6, dtype=torch.int64)
     real[1, 2:] = 0
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

@@ -1,4 +1,4 @@
-"""The start-up probe finds masks that a backend does not keep, in every dtype."""
+"""The start-up comparison with eager attention finds masks that a backend loses, in every dtype."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WRONG = "than for the same document alone with their own eager attention"
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
-    """Put another function where transformers is given the rules of masks."""
+    """Replace the function that builds mask rules for transformers."""
     return lambda function: monkeypatch.setattr(attend, "build_mask_rule", function)
 
 
@@ -48,7 +48,7 @@ def no_rule(**_: Any) -> None:
 
 
 def shifted(**options: Any) -> MaskRule | None:
-    """A window or chunk that begins a token later."""
+    """A window or chunk that starts a token later."""
     rule = build_mask_rule(**options)
     if rule is None:
         return None
@@ -59,7 +59,7 @@ def shifted(**options: Any) -> MaskRule | None:
     ("family", "dtype", "is_packed"),
     matrix(WINDOWED, DTYPES, [True, False], fast=lambda _, dtype, __: dtype == torch.bfloat16),
 )
-def test_windows_that_are_kept_pass(family: str, dtype: torch.dtype, is_packed: bool) -> None:
+def test_correct_windows_pass(family: str, dtype: torch.dtype, is_packed: bool) -> None:
     model = build(family, "sdpa", long=True).to(dtype)
     check_against_eager(model, "sdpa", is_packed=is_packed)
     model.set_attn_implementation("eager")
@@ -76,7 +76,7 @@ def test_windows_that_are_kept_pass(family: str, dtype: torch.dtype, is_packed: 
         fast=lambda _, __, dtype, ___: dtype == torch.bfloat16,
     ),
 )
-def test_a_window_that_is_lost_is_found(
+def test_a_lost_window_is_found(
     lost: Callable[..., Any],
     family: str,
     dtype: torch.dtype,
@@ -89,7 +89,7 @@ def test_a_window_that_is_lost_is_found(
         check_against_eager(model, "sdpa", is_packed=is_packed)
 
 
-def test_windows_and_chunks_are_as_long_as_before() -> None:
+def test_the_probe_restores_windows_and_chunks() -> None:
     model = build("llama4_text", "sdpa", long=True)
     check_against_eager(model, "sdpa", is_packed=True)
     assert model.config.attention_chunk_size == 8192
@@ -114,7 +114,7 @@ def test_the_shipped_base_passes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", ["doge", "deepseek_v32"])
-def test_models_that_read_masks_are_sent_to_eager(family: str) -> None:
+def test_models_that_read_masks_need_eager(family: str) -> None:
     model = build(family)
     reason = why_not_supported("sdpa", ModelOnDevice(model.config, "cpu", "fp32"))
     assert reason is not None and "select what they attend to" in reason
@@ -125,7 +125,7 @@ def test_models_that_read_masks_are_sent_to_eager(family: str) -> None:
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("model_class", [BartForCausalLM, BlenderbotForCausalLM])
-def test_a_decoder_that_counts_positions_is_packed_by_no_backend(
+def test_a_decoder_that_computes_positions_is_never_packed(
     model_class: Any, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = tiny_bart().config.to_dict() | {"is_encoder_decoder": False, "is_decoder": True}
@@ -141,14 +141,14 @@ def test_a_decoder_that_counts_positions_is_packed_by_no_backend(
     with pytest.raises(ValueError, match=NUMBERED):
         check_isolation(model, backend)
     check_against_eager(model, backend, is_packed=False)
-    # Found as well where the model's type is not known to do so.
+    # Also found in a model type that is not listed.
     monkeypatch.setattr(inputs, "why_not_packed", lambda numbers: None)
     with pytest.raises(ValueError, match=f"in a pack {WRONG} .* type packing=none"):
         check_against_eager(model, backend, is_packed=True)
 
 
-def test_whole_documents_are_numbered_by_the_model_itself() -> None:
-    """RoBERTa's positions begin behind that of its pad token."""
+def test_models_compute_the_positions_of_single_documents() -> None:
+    """RoBERTa's positions start after that of its pad token."""
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = RobertaConfig(**shape, vocab_size=64, initializer_range=0.2, is_decoder=True)
     config._attn_implementation = attention_implementation("sdpa")
@@ -159,7 +159,7 @@ def test_whole_documents_are_numbered_by_the_model_itself() -> None:
         check_against_eager(model, "sdpa", is_packed=True)
 
 
-def test_weights_that_are_nan_are_not_blamed_on_attention() -> None:
+def test_nan_weights_are_not_reported_as_a_fault_of_attention() -> None:
     model = build("llama", "sdpa")
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
     check_isolation(model, "sdpa")

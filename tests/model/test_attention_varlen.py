@@ -1,7 +1,7 @@
-"""Our use of PyTorch's variable-length attention gives what attention by document gives.
+"""PyTorch's variable-length attention equals attention by document.
 
-Its kernel runs on GPUs alone. Here stand-ins with its signatures, which say no to what it would not
-take, show what is handed to it; the tests marked `gpu` run the kernel itself.
+Its kernel runs only on GPUs. Here, substitutes with the kernel's signatures check the arguments
+that it gets and refuse what it does not support; the tests marked `gpu` run the kernel itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def attend(
     scale: float | None,
     window: tuple[int, int],
 ) -> torch.Tensor:
-    """Attention [tokens, heads, width] by the plainest formula, a document after the other."""
+    """Attention [tokens, heads, head_dim] by its formula, one document after another."""
     assert ends[0] is ends[1] and ends[0].dtype == torch.int32
     lengths = ends[0].diff().tolist()
     assert longest == (max(lengths), max(lengths)) and sum(lengths) == len(query) == len(key)
@@ -143,7 +143,7 @@ def granite() -> GraniteForCausalLM:
 
 
 def latent() -> DeepseekV3ForCausalLM:
-    """A model whose values are narrower than its keys."""
+    """A model whose values have a smaller head dimension than its keys."""
     shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
     widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2}
@@ -155,7 +155,7 @@ def latent() -> DeepseekV3ForCausalLM:
 def run(
     model: LlamaForCausalLM, backend: str, lengths: list[list[int]]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of the documents' own tokens, and the gradients of a loss over them."""
+    """Logits of the documents' tokens without padding, and the gradients of a loss over them."""
     ids = random_ids(len(lengths), TOKENS).to(model.device)
     model.set_attn_implementation(attention_implementation(backend))
     model.zero_grad()
@@ -179,7 +179,7 @@ def assert_same(
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize("make", [tiny_llama, granite, latent])
 @pytest.mark.parametrize("release", RELEASES)
-def test_logits_and_gradients_are_those_of_attention_by_document(
+def test_logits_and_gradients_equal_attention_by_document(
     release: Callable[..., Any],
     make: Callable[[], Any],
     lengths: list[list[int]],
@@ -192,10 +192,10 @@ def test_logits_and_gradients_are_those_of_attention_by_document(
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize("make", [tiny_llama, mistral])
-def test_flash_attention_is_given_the_same_boundaries(
+def test_flash_attention_gets_the_same_boundaries(
     make: Callable[[], Any], lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for what transformers calls flash attention's packages through."""
+    """By a substitute for the function through which transformers calls the packages."""
 
     def stand_in(
         query: Any,
@@ -232,7 +232,7 @@ def test_flash_attention_is_given_the_same_boundaries(
 
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
-def test_attention_by_document_of_narrow_values_is_that_of_the_reference(
+def test_attention_by_document_with_narrow_values_equals_eager(
     lengths: list[list[int]],
 ) -> None:
     """`tests/parity/test_attention_families.py` has the other shapes."""
@@ -242,7 +242,7 @@ def test_attention_by_document_of_narrow_values_is_that_of_the_reference(
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize("release", [of_2_11, of_2_13])
-def test_a_sliding_window_reaches_as_far_as_by_document(
+def test_a_sliding_window_equals_attention_by_document(
     release: Callable[..., Any], lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(of_torch, "varlen_attn", release)
@@ -250,7 +250,9 @@ def test_a_sliding_window_reaches_as_far_as_by_document(
     assert_same(run(model, "varlen", lengths), run(model, "sdpa", lengths))
 
 
-def test_a_window_that_the_kernel_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_the_kernel_does_not_support_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(of_torch, "varlen_attn", of_2_10)
     with pytest.raises(ValueError, match=r"before PyTorch 2\.11: type attention=sdpa"):
         run(mistral(), "varlen", PACKED)
@@ -270,7 +272,7 @@ def test_values_may_be_narrower_than_keys() -> None:
     torch.testing.assert_close(ours, expected)
 
 
-def test_it_computes_in_the_dtype_of_autocast() -> None:
+def test_attention_runs_in_the_dtype_of_autocast() -> None:
     part = torch.randn(1, 2, 6, 8)
     kernel = VarlenKernel.of(of_2_13)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -293,14 +295,14 @@ def test_it_computes_in_the_dtype_of_autocast() -> None:
         ({"dropout": 0.1}, "attention=sdpa"),
     ],
 )
-def test_a_variant_that_it_cannot_compute_is_refused(variant: dict[str, Any], instead: str) -> None:
+def test_an_unsupported_variant_is_refused(variant: dict[str, Any], instead: str) -> None:
     part, kernel = torch.zeros(1, 4, 6, 8), VarlenKernel.of(of_2_13)
     with pytest.raises(ValueError, match=f"attention=varlen .* type {instead}"):
         attend_by_boundaries(torch.nn.Identity(), part, part, part, None, kernel=kernel, **variant)
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_installed_kernel_takes_what_it_is_given(window: int | None) -> None:
+def test_the_installed_kernel_accepts_our_arguments(window: int | None) -> None:
     kernel = VarlenKernel.installed()
     if window is not None and not kernel.takes_window:
         pytest.skip("this PyTorch has no window")
@@ -321,12 +323,12 @@ class Handle:
 
 
 @pytest.mark.parametrize("way", ["right", "wrong", "broken"])
-def test_flash_attention_4_is_taken_where_it_is_proven_equal(
+def test_flash_attention_4_is_activated_if_it_is_equal(
     way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     @wraps(of_2_13)
     def dispatch(query: Any, *given: Any, **named: Any) -> torch.Tensor:
-        """As PyTorch does: by what was chosen last."""
+        """Compute like the kernel that was activated last, as PyTorch does."""
         if current_flash_attention_impl() == "FA4" and way == "broken":
             raise AssertionError("(head_dim, head_dim_v)=(300, 300) is not supported on SM90")
         output = of_2_13(query, *given, **named)
@@ -341,12 +343,12 @@ def test_flash_attention_4_is_taken_where_it_is_proven_equal(
     restore_flash2()
     assert current_flash_attention_impl() is None
     assert is_taken == (way == "right")
-    said = {
+    message = {
         "right": "varlen by FlashAttention 4, proven equal",
         "wrong": "varlen by FlashAttention 2, not 4 (it differs)",
         "broken": "not 4 ((head_dim, head_dim_v)=(300, 300) is not supported on SM90)",
     }
-    assert said[way] in caplog.text
+    assert message[way] in caplog.text
 
 
 def test_an_older_gpu_keeps_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +359,7 @@ def test_an_older_gpu_keeps_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_flash_attention_4_computes_what_2_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_on_a_gpu_flash_attention_4_equals_2(caplog: pytest.LogCaptureFixture) -> None:
     device = torch.device("cuda")
     if importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash-attn-4 is not installed")

@@ -1,4 +1,4 @@
-"""Attention by matrix products is causal attention, in its value and in every gradient."""
+"""Attention by matrix products equals causal attention, in outputs and gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def whole(tensors: list[Tensor]) -> list[list[DocumentSpan]]:
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """The same in fp64, key heads repeated."""
+    """PyTorch's attention in fp64, with repeated key heads."""
     times = query.shape[1] // key.shape[1]
     key, value = (part.double().repeat_interleave(times, 1) for part in (key, value))
     return torch.nn.functional.scaled_dot_product_attention(
@@ -42,7 +42,7 @@ def reference(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) 
 @pytest.mark.parametrize("scaling", [None, 1.0])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("tokens", [1, 2, 64, 65, 150])
-def test_values_and_gradients_are_those_of_causal_attention(
+def test_values_and_gradients_equal_causal_attention(
     tokens: int, heads: int, key_heads: int, scaling: float | None
 ) -> None:
     tensors = parts(heads, key_heads, tokens, torch.float32)
@@ -57,7 +57,7 @@ def test_values_and_gradients_are_those_of_causal_attention(
 
 
 def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """As transformers' own attention: scores in half precision, their softmax in fp32."""
+    """Like transformers' eager attention: scores in half precision, softmax in fp32."""
     key, value = (part.repeat_interleave(2, 1) for part in (key, value))
     scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
     future = torch.full(scores.shape[2:], float("-inf")).triu(1)
@@ -65,7 +65,7 @@ def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("tokens", [60, 600])
-def test_in_half_precision_it_rounds_about_as_eager_attention_does(tokens: int) -> None:
+def test_half_precision_rounds_as_eager_attention_does(tokens: int) -> None:
     tensors = parts(4, 2, tokens, torch.bfloat16)
     exact = [part.detach().float().requires_grad_() for part in tensors]
     truth = torch.autograd.grad(reference(*exact, None).square().sum(), exact)
@@ -81,7 +81,7 @@ def test_in_half_precision_it_rounds_about_as_eager_attention_does(tokens: int) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kept", [0, 64, 1024])
-def test_documents_of_a_row_are_each_their_own(
+def test_documents_of_a_row_are_kept_apart(
     dtype: torch.dtype, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matmul, "MAX_TOKENS", kept)
@@ -110,7 +110,7 @@ def test_documents_of_a_row_are_each_their_own(
     ("settings", "expected"),
     [({}, True), ({"sliding_window": 9}, True), ({"sliding_window": 8}, False)],
 )
-def test_it_is_taken_on_the_cpu_where_no_document_is_longer_than_the_window(
+def test_it_runs_on_the_cpu_if_no_document_exceeds_the_window(
     settings: dict[str, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = []
@@ -130,7 +130,7 @@ def test_rows_of_one_document_are_causal_too() -> None:
     assert torch.allclose(output.double(), truth, atol=1e-5)
 
 
-def test_queries_in_fp32_beside_values_in_half_precision_are_taken_as_autocast_has_it() -> None:
+def test_fp32_queries_with_half_precision_values_are_cast() -> None:
     query, key, value = parts(4, 2, 70, torch.float32)
     layer = torch.nn.Module()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -140,7 +140,7 @@ def test_queries_in_fp32_beside_values_in_half_precision_are_taken_as_autocast_h
     assert torch.allclose(output.double(), truth, atol=5e-2)
 
 
-def test_short_documents_of_like_length_are_stacked_and_long_ones_stand_alone() -> None:
+def test_short_documents_are_stacked_and_long_ones_are_not() -> None:
     torch.manual_seed(0)
     lengths = [int(length) for length in torch.randint(1, 150, (400,))]
     documents = place_documents([lengths], sum(lengths))

@@ -1,4 +1,4 @@
-"""LoRA on a mixture's fused experts: equal to LoRA on each expert's own matrices, kept for peft."""
+"""LoRA on fused experts equals LoRA on each expert's own matrices; stock peft loads the files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def tiny_mixture(kind: str, **numbers: Any) -> Any:
     config = AutoConfig.for_model(kind, **(SIZES | MIXTURES[kind] | numbers))
     model = AutoModelForCausalLM.from_config(config).eval()
     for _, buffer in model.named_buffers():
-        if buffer.shape == (4,):  # the routing's biases, which a trained model has
+        if buffer.shape == (4,):  # biases of the router, nonzero in trained models
             buffer.copy_(torch.linspace(-0.2, 0.2, 4))
     use_grouped_experts(model)
     return model
@@ -120,7 +120,7 @@ def loss_of(model: Any) -> torch.Tensor:
 
 
 def unfused_forward(experts: Any, layers: Any) -> Any:
-    """Each expert by itself, as linear modules W and their own A and B: a plain reference."""
+    """A plain reference: each expert computed separately, with its own W, A and B."""
 
     def linear(x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
         weight = getattr(experts, name)[expert]
@@ -211,7 +211,7 @@ def test_stock_peft_loads_what_is_saved(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_the_headers_of_files_tell_what_the_model_has(kind: str, tmp_path: Path) -> None:
+def test_file_headers_describe_the_same_experts_as_the_model(kind: str, tmp_path: Path) -> None:
     model = tiny_mixture(kind)
     model.save_pretrained(tmp_path)
     tensors = read_shapes(weight_files(tmp_path))
@@ -247,7 +247,7 @@ def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
         ({"target_modules": ["q_proj"]}, "not in adapter.target_modules; type adapter.experts="),
     ],
 )
-def test_experts_that_stay_frozen_are_said_or_refused(settings: dict[str, Any], why: str) -> None:
+def test_frozen_experts_are_logged_or_refused(settings: dict[str, Any], why: str) -> None:
     modules = modules_of(tiny_mixture("qwen3_moe"))
     found = find_targets(LoraConfig(r=2, **settings), modules)
     assert not found.problems and not found.experts
@@ -260,8 +260,8 @@ def test_experts_that_stay_frozen_are_said_or_refused(settings: dict[str, Any], 
 
 
 @pytest.mark.parametrize("kind", ["jetmoe", "llama4_text"])
-def test_experts_of_their_own_form_are_computed_by_peft(kind: str, tmp_path: Path) -> None:
-    """Not in grouped products; Llama 4's router is a linear module of two outputs."""
+def test_experts_of_other_classes_run_in_peft(kind: str, tmp_path: Path) -> None:
+    """They have no grouped products; Llama 4's router is a linear module with two outputs."""
     model = random_family(kind)
     adapted = adapt(model, experts="lora")
     names = [one.name for one in trainable_weights(adapted)]
@@ -288,8 +288,8 @@ def random_family(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
-def test_dora_that_stock_peft_could_not_open(kind: str, tmp_path: Path) -> None:
-    """It takes matrices of dense layers for experts; the advice that is given holds."""
+def test_dora_that_stock_peft_could_not_load_is_refused(kind: str, tmp_path: Path) -> None:
+    """It treats matrices of dense layers as experts; the suggested setting works."""
     dora = {"r": 2, "use_dora": True}
     with pytest.raises(UserError, match=f"treats down_proj, gate_proj, up_proj of {kind}"):
         apply_adapter(tiny_mixture(kind), LoraConfig(**dora), half_precision=False)
@@ -301,7 +301,7 @@ def test_dora_that_stock_peft_could_not_open(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(probe_logits(stock, row()), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_base_without_experts_says_so() -> None:
+def test_a_base_without_experts_is_refused() -> None:
     (problem,) = find_targets(LoraConfig(experts="lora"), modules_of(tiny_llama())).problems
     assert "has no fused experts" in problem
 
@@ -315,9 +315,7 @@ def test_few_experts_stay_frozen_and_layers_choose_among_many() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_experts_in_4_bits_give_what_their_dequantized_weights_give(
-    kind: str, tmp_path: Path
-) -> None:
+def test_4_bit_experts_equal_their_dequantized_weights(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "head_dim": 16} if kind != "deepseek_v3" else {"hidden_size": 64}
     tiny_mixture(kind, **sizes).save_pretrained(tmp_path / "base")
     config = ModelConfig(path=str(tmp_path / "base"))
@@ -370,8 +368,8 @@ def test_experts_that_would_stay_unquantized_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", [*MIXTURES, "switch_transformers"])
-def test_a_mixture_chooses_the_experts_that_another_chose(kind: str) -> None:
-    """Whatever its routers are called; what nothing rounds chooses as before."""
+def test_routers_choose_the_same_experts_as_before(kind: str) -> None:
+    """Under any name of the routers; a second run without changes chooses the same."""
     if kind == "switch_transformers":
         model = AutoModelForSeq2SeqLM.from_config(tiny_config(kind)).eval()
         inputs = {"input_ids": row()["input_ids"], "labels": row()["input_ids"]}

@@ -1,4 +1,4 @@
-"""What is named trains, the rest of the base stays as it is."""
+"""adapter=freeze trains the chosen layers and modules and changes nothing else."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def trained(model: Any) -> set[str]:
         (tiny_bart(), ("model.decoder.layers.0.", "model.decoder.layers.1.")),
     ],
 )
-def test_the_last_two_layers_train_unless_told_otherwise(
-    model: Any, prefixes: tuple[str, ...]
-) -> None:
+def test_the_last_two_layers_train_by_default(model: Any, prefixes: tuple[str, ...]) -> None:
     frozen = freeze(model)
     expected = {
         name.removesuffix(".weight")
@@ -62,7 +60,7 @@ def test_layers_and_modules_add_up() -> None:
     assert len(trained(freeze(tiny_llama(), layers="all"))) == 18
 
 
-def test_only_what_trains_gets_a_gradient_and_the_rest_stays() -> None:
+def test_only_trainable_parameters_get_gradients_and_change() -> None:
     model = freeze(tiny_llama(), layers="top 1").train()
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -72,7 +70,7 @@ def test_only_what_trains_gets_a_gradient_and_the_rest_stays() -> None:
     assert {name.removesuffix(".weight") for name in changed} == trained(model)
 
 
-def test_a_tied_head_trains_its_embedding_and_that_is_said(
+def test_training_a_tied_head_logs_that_the_embedding_trains_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -82,11 +80,11 @@ def test_a_tied_head_trains_its_embedding_and_that_is_said(
     caplog.clear()
     for module in ("lm_head", "embed_tokens"):
         freeze(tiny_llama(tie_word_embeddings=False), layers="none", modules=[module])
-    assert "one weight" not in caplog.text
+    assert "is tied to" not in caplog.text
 
 
 @pytest.mark.parametrize(("half", "expected"), [(False, FP32), (True, BF16)])
-def test_what_trains_is_fp32_unless_all_is_half(half: bool, expected: torch.dtype) -> None:
+def test_trainable_layers_are_fp32_unless_half_precision(half: bool, expected: torch.dtype) -> None:
     model = freeze(tiny_llama().to(BF16), half=half, layers="top 1", modules=["lm_head"])
     assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {
         (True, expected),
@@ -99,18 +97,18 @@ def test_what_trains_is_fp32_unless_all_is_half(half: bool, expected: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"layers": "none"}, r"nothing would be trained; type 'adapter\.layers=top 2'"),
         ({"token_ids": [3]}, r"new tokens in model.embed_tokens .*adapter\.modules=\[embed_tokens"),
     ],
 )
-def test_what_means_nothing_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_settings_without_effect_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         freeze(tiny_llama(), **settings)
 
 
-def test_rows_of_new_tokens_train_where_embedding_and_head_do() -> None:
+def test_rows_of_new_tokens_need_trainable_embedding_and_head() -> None:
     assert trained(freeze(tiny_llama(), token_ids=[3], modules=["embed_tokens"]))
     untied = {"tie_word_embeddings": False}
     with pytest.raises(ValueError, match="rows of new tokens in lm_head"):

@@ -1,4 +1,4 @@
-"""IA3 scales keys, values and the feed-forward's inside, by every architecture's own names."""
+"""IA3 scales keys, values and the inner feed-forward, by the names of every architecture."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_targets_by_architecture(kind: str, outputs: set[str], inside: set[str])
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_vectors_of_ones_change_nothing_and_others_do(kind: str) -> None:
+def test_only_vectors_other_than_ones_change_logits(kind: str) -> None:
     base = TINY[kind]()
     row = probe_of(base)
     plain = probe_logits(copy.deepcopy(base), row)
@@ -107,7 +107,7 @@ def test_vectors_of_ones_change_nothing_and_others_do(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_saved_and_read_the_same_vectors_are_in_the_same_places(kind: str, tmp_path: Path) -> None:
+def test_saved_vectors_are_loaded_onto_the_same_modules(kind: str, tmp_path: Path) -> None:
     for layers in ("all", "top 1"):
         model = adapt(TINY[kind](), layers=layers)
         disturb(model)
@@ -119,7 +119,7 @@ def test_saved_and_read_the_same_vectors_are_in_the_same_places(kind: str, tmp_p
             assert torch.equal(probe_logits(read, row), probe_logits(model, row))
 
 
-def test_the_top_layers_alone() -> None:
+def test_only_the_top_layers_get_vectors() -> None:
     assert {name.rpartition(".layers.")[2][0] for name in vectors(adapt(tiny_llama()))} == {
         "0",
         "1",
@@ -129,7 +129,7 @@ def test_the_top_layers_alone() -> None:
     assert all("decoder.block.1" in name for name in vectors(adapt(tiny_t5(), layers="top 1")))
 
 
-def test_a_query_that_is_typed_is_taken_and_the_inside_is_found_among_the_targets() -> None:
+def test_typed_targets_are_used_and_feed_forward_is_found_among_them() -> None:
     model = adapt(tiny_llama(), target_modules=["q_proj", "down_proj"])
     shapes = {name.rpartition(".")[2]: tuple(p.shape) for name, p in vectors(model).items()}
     assert shapes == {"q_proj": (32, 1), "down_proj": (1, 48)}
@@ -147,7 +147,7 @@ def test_rows_of_new_tokens_are_refused() -> None:
         adapt(tiny_llama(), token_ids=[3])
 
 
-def test_an_unknown_architecture_names_what_to_type_and_what_there_is() -> None:
+def test_an_unknown_architecture_is_refused_with_its_modules() -> None:
     model = transformers.CTRLLMHeadModel(
         transformers.CTRLConfig(vocab_size=64, n_embd=32, dff=48, n_layer=1, n_head=4)
     )
@@ -164,7 +164,7 @@ def test_an_unknown_architecture_names_what_to_type_and_what_there_is() -> None:
     [("nf4", FP32, False), ("nf4", BF16, False), ("nf4", BF16, True), ("int8", BF16, False)],
 )
 @pytest.mark.parametrize("kind", TINY)
-def test_on_a_quantized_base_the_dtype_of_the_base_goes_on(
+def test_outputs_on_a_quantized_base_keep_its_dtype(
     kind: str, method: str, dtype: torch.dtype, half: bool, tmp_path: Path
 ) -> None:
     TINY[kind]().save_pretrained(tmp_path / "base")

@@ -1,4 +1,4 @@
-"""LoRA finds its matrices in every architecture, and refuses what it would get wrong."""
+"""LoRA: targets in every architecture, initial weights, token rows, continuing, and refusals."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def trained(model: Any) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def test_bitsandbytes_stays_out_where_nothing_is_quantized(
+def test_bitsandbytes_is_not_imported_for_an_unquantized_base(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("bitsandbytes", "peft.tuners.lora.bnb"):
@@ -66,7 +66,7 @@ def test_bitsandbytes_stays_out_where_nothing_is_quantized(
 
 
 def flan_t5(folder: Path) -> T5ForConditionalGeneration:
-    """A T5 whose head is its own matrix, although its class calls it tied."""
+    """A T5 with an untied head, although its class lists it as tied."""
     model = tiny_t5()
     torch.manual_seed(5)
     model.lm_head.weight = torch.nn.Parameter(torch.randn(64, 32))
@@ -77,7 +77,7 @@ def flan_t5(folder: Path) -> T5ForConditionalGeneration:
     return read
 
 
-# Which matrices.
+# Targets.
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def flan_t5(folder: Path) -> T5ForConditionalGeneration:
         ("bart", {}, {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}),
     ],
 )
-def test_all_linear_is_every_matrix_but_the_head(
+def test_all_linear_targets_every_matrix_but_the_head(
     kind: str, numbers: dict[str, Any], expected: set[str]
 ) -> None:
     model = on_meta(kind, **numbers)
@@ -116,7 +116,7 @@ def test_all_linear_is_every_matrix_but_the_head(
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_a_new_adapter_of_any_architecture_changes_no_logit(kind: str) -> None:
+def test_a_new_adapter_changes_no_logit_of_any_architecture(kind: str) -> None:
     model = TINY[kind]()
     row = probe_of(model)
     plain = probe_logits(copy.deepcopy(model), row)
@@ -130,7 +130,7 @@ def test_a_new_adapter_of_any_architecture_changes_no_logit(kind: str) -> None:
     assert not torch.allclose(probe_logits(adapted, row), plain, atol=1e-3)
 
 
-def test_experts_stay_frozen_where_that_is_asked_and_it_is_said(
+def test_frozen_experts_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -160,7 +160,7 @@ def test_experts_stay_frozen_where_that_is_asked_and_it_is_said(
         (["q_proj"], [0], ["model.layers.0.self_attn.q_proj"]),
     ],
 )
-def test_the_file_names_targets_as_shortly_as_is_exact(
+def test_saved_target_names_are_the_shortest_exact_ones(
     targets: Any, layers: Any, expected: list[str]
 ) -> None:
     model = adapt(tiny_llama(), target_modules=targets, layers=layers)
@@ -169,7 +169,7 @@ def test_the_file_names_targets_as_shortly_as_is_exact(
 
 @pytest.mark.parametrize("kind", TINY)
 @pytest.mark.parametrize("layers", ["all", "top 1"])
-def test_peft_alone_reads_what_is_saved_into_the_same_places(
+def test_stock_peft_loads_a_saved_adapter_onto_the_same_modules(
     kind: str, layers: str, tmp_path: Path
 ) -> None:
     settings = {"rank_pattern": {r".*\.1\..*": 2}, "use_rslora": True, "layers": layers}
@@ -179,18 +179,18 @@ def test_peft_alone_reads_what_is_saved_into_the_same_places(
     read = peft.PeftModel.from_pretrained(TINY[kind](), str(tmp_path)).eval()
     assert adapted_names(read) == adapted_names(model)
     row = probe_of(read)
-    # Ours adds in another order, and rounding grows with matrices as large as these.
+    # Our order of additions differs, and rounding grows with matrices of this size.
     read, model = read.double(), model.double()
     theirs, ours = probe_logits(read, row), probe_logits(model, row)
     assert torch.allclose(theirs, ours, rtol=1e-9, atol=1e-9)
 
 
-def test_layer_1_is_not_layer_10() -> None:
+def test_layer_1_does_not_match_layer_10() -> None:
     model = adapt(tiny_llama(num_hidden_layers=11), layers=[1], target_modules=["q_proj"])
     assert adapted_names(model) == ["model.layers.1.self_attn.q_proj"]
 
 
-def test_layers_of_encoder_and_decoder_are_not_mixed_up() -> None:
+def test_layer_numbers_tell_encoder_and_decoder_apart() -> None:
     names = adapted_names(adapt(tiny_t5(), layers="top 1"))
     assert names
     assert all(name.startswith("decoder.block.1.") for name in names)
@@ -199,7 +199,7 @@ def test_layers_of_encoder_and_decoder_are_not_mixed_up() -> None:
     assert all(name.startswith("encoder.block.0.") for name in names)
 
 
-def test_what_the_settings_do_not_find_is_refused() -> None:
+def test_patterns_that_match_nothing_are_refused() -> None:
     """`tests/model/test_targets.py` has all cases."""
     with pytest.raises(ValueError, match=r"v_prj matches no linear module; did you mean v_proj\?"):
         adapt(tiny_llama(), target_modules=["q_proj", "v_prj"])
@@ -207,7 +207,7 @@ def test_what_the_settings_do_not_find_is_refused() -> None:
         adapt(tiny_llama(), init="best")
 
 
-def test_patterns_that_mean_something_are_taken() -> None:
+def test_matching_patterns_are_accepted() -> None:
     model = adapt(
         tiny_llama(tie_word_embeddings=False),
         target_modules=["q_proj", "down_proj", "lm_head"],
@@ -224,7 +224,7 @@ def test_patterns_that_mean_something_are_taken() -> None:
     assert "lm_head" in adapted_names(model)
 
 
-def test_numbers_of_the_settings_reach_peft() -> None:
+def test_settings_reach_peft() -> None:
     model = adapt(tiny_llama(), r=6, alpha=18.0, dropout=0.25, use_rslora=True, use_dora=True)
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     assert layer.lora_A["default"].weight.shape == (6, 32)
@@ -236,17 +236,17 @@ def test_numbers_of_the_settings_reach_peft() -> None:
     assert layer.scaling["default"] == pytest.approx(18 / 6)
 
 
-def test_a_model_in_which_nothing_trains_is_refused() -> None:
+def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(ValueError, match=r"adapter\.target_modules"):
         report_trainable(tiny_llama().requires_grad_(False))
 
 
-# What they start from.
+# Initial weights.
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_what_is_taken_out_of_a_weight_is_in_the_adapter(kind: str, init: str) -> None:
+def test_residual_and_adapter_sum_to_the_weight(kind: str, init: str) -> None:
     base = TINY[kind]()
     if (kind, init) == ("gpt2", "olora"):
         with pytest.raises(ValueError, match=r"is a Conv1D, .*type adapter\.init=pissa"):
@@ -268,7 +268,7 @@ def test_what_is_taken_out_of_a_weight_is_in_the_adapter(kind: str, init: str) -
             assert torch.allclose(update, best, atol=1e-4)
 
 
-def test_gaussian_is_what_is_asked_for() -> None:
+def test_gaussian_init_reaches_peft() -> None:
     torch.manual_seed(0)
     model = adapt(tiny_llama(hidden_size=256), init="gaussian", target_modules=["q_proj"], r=8)
     a = model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight
@@ -276,7 +276,7 @@ def test_gaussian_is_what_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"init": "pissa"}, {"init": "olora"}])
-def test_a_start_on_a_bf16_base_is_not_rounded_twice(settings: dict[str, Any]) -> None:
+def test_init_on_a_bf16_base_is_rounded_once(settings: dict[str, Any]) -> None:
     base = tiny_llama().to(BF16)
     before = {name: weight.clone() for name, weight in base.state_dict().items()}
     model = adapt(base, alpha=4.0, **settings)
@@ -290,15 +290,15 @@ def test_a_start_on_a_bf16_base_is_not_rounded_twice(settings: dict[str, Any]) -
         else:
             a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
             whole = layer.base_layer.weight.float() + layer.scaling["default"] * b @ a
-            # Only the residual is kept in bf16, and it is smaller than the weight.
+            # Only the residual is stored in bf16, and it is smaller than the weight.
             assert (whole - original).abs().max() <= 2**-8 * original.abs().max()
 
 
-# Rows of embedding and head, and modules as a whole.
+# Token rows, and modules trained in full.
 
 
 @pytest.mark.parametrize("kind", [*TINY, "untied", "flan_t5"])
-def test_rows_of_tokens_train_everywhere_the_token_is_used(kind: str, tmp_path: Path) -> None:
+def test_token_rows_train_in_embedding_and_head(kind: str, tmp_path: Path) -> None:
     if kind == "untied":
         base = tiny_llama(tie_word_embeddings=False)
     else:
@@ -327,7 +327,7 @@ def test_rows_of_tokens_train_everywhere_the_token_is_used(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["llama", "flan_t5"])
-def test_rows_are_saved_and_come_back(kind: str, tmp_path: Path) -> None:
+def test_token_rows_survive_saving_and_loading(kind: str, tmp_path: Path) -> None:
     make = tiny_llama if kind == "llama" else lambda: flan_t5(tmp_path / "base")
     model = adapt(make(), token_ids=[5, 63])
     move(model)
@@ -337,7 +337,7 @@ def test_rows_are_saved_and_come_back(kind: str, tmp_path: Path) -> None:
     assert torch.equal(probe_logits(read, row), probe_logits(model, row))
 
 
-def test_rows_that_cannot_train_are_refused() -> None:
+def test_token_rows_that_cannot_train_are_refused() -> None:
     with pytest.raises(ValueError, match=r"token 64 has no row: .* 64 rows; .*added_tok"):
         adapt(tiny_llama(), token_ids=[64])
     phi = transformers.PhiForCausalLM(
@@ -370,26 +370,26 @@ def test_rows_that_cannot_train_are_refused() -> None:
         ("bart", "shared"),
     ],
 )
-def test_a_shared_embedding_that_peft_would_pull_apart_is_refused(kind: str, name: str) -> None:
+def test_a_tied_embedding_that_peft_would_untie_is_refused(kind: str, name: str) -> None:
     with pytest.raises(ValueError, match=r"is tied to .* type adapter\.trainable_tok"):
         adapt(TINY[kind](), modules_to_save=[name])
 
 
-def test_modules_to_save_are_the_named_ones_and_get_no_matrices() -> None:
+def test_modules_to_save_match_exactly_and_get_no_matrices() -> None:
     model = adapt(tiny_llama(tie_word_embeddings=False), modules_to_save=["lm_head", "o_proj"])
     whole = {n for n in trained(model) if "modules_to_save" in n}
     assert len(whole) == 3
     assert not [name for name in adapted_names(model) if name.endswith("o_proj")]
-    # A name is one only after a dot: the norms inside the layers stay frozen.
+    # Names match only after a dot: the norms inside the layers stay frozen.
     model = adapt(tiny_llama(), modules_to_save=["norm"])
     whole = {n for n in trained(model) if "modules_to_save" in n}
     assert whole == {"base_model.model.model.norm.modules_to_save.default.weight"}
 
 
-# Going on with what was saved.
+# Continuing a saved adapter.
 
 
-def test_going_on_trains_what_was_saved_in_fp32_and_no_deeper(tmp_path: Path) -> None:
+def test_a_continued_adapter_trains_the_saved_weights_in_fp32(tmp_path: Path) -> None:
     model = adapt(tiny_llama(), layers="top 1", token_ids=())
     move(model)
     save_adapter(model, tmp_path)
@@ -404,7 +404,7 @@ def test_going_on_trains_what_was_saved_in_fp32_and_no_deeper(tmp_path: Path) ->
     assert {p.dtype for p in trained(half).values()} == {BF16}
 
 
-def test_going_on_with_new_tokens_needs_an_adapter_that_trains_their_rows(tmp_path: Path) -> None:
+def test_continuing_with_new_tokens_needs_an_adapter_with_their_rows(tmp_path: Path) -> None:
     for name, ids in (("without", []), ("with", [5, 63])):
         model = adapt(tiny_llama(), token_ids=ids)
         move(model)
@@ -415,14 +415,14 @@ def test_going_on_with_new_tokens_needs_an_adapter_that_trains_their_rows(tmp_pa
     assert [name for name in trained(again) if "trainable_tokens" in name]
 
 
-# How it is kept.
+# Dtypes, recompute and dropout.
 
 
 @pytest.mark.parametrize(("half", "expected"), [(False, FP32), (True, BF16)])
 @pytest.mark.parametrize(
     "settings", [{}, {"use_dora": True}, {"init": "pissa"}, {"modules_to_save": ["lm_head"]}]
 )
-def test_all_that_trains_is_fp32_unless_all_is_half(
+def test_trainable_parameters_are_fp32_unless_half_precision(
     half: bool, expected: torch.dtype, settings: dict[str, Any]
 ) -> None:
     base = tiny_llama(tie_word_embeddings=False).to(BF16)
@@ -436,7 +436,7 @@ def test_all_that_trains_is_fp32_unless_all_is_half(
     assert all(p.grad is not None for p in trained(model).values())
 
 
-def test_recompute_lets_no_gradient_into_the_embedding() -> None:
+def test_recompute_does_not_make_the_embedding_require_gradients() -> None:
     base = tiny_llama()
     apply_recompute(base, RecomputeConfig(mode="full"))
     model = adapt(base)
@@ -447,7 +447,7 @@ def test_recompute_lets_no_gradient_into_the_embedding() -> None:
     assert all(gradient is not None and gradient.any() for gradient in gradients)
 
 
-def test_nothing_is_dropped_unless_it_is_asked_for() -> None:
+def test_dropout_applies_only_if_set() -> None:
     assert LoraConfig().dropout == 0.0
     model = apply_adapter(tiny_llama(), LoraConfig(), half_precision=False)
     layer: Any = model.base_model.model.model.layers[0].self_attn.q_proj

@@ -1,4 +1,4 @@
-"""Fused LoRA gives what peft's own layers give, with gradients, and leaves the rest to peft."""
+"""Fused LoRA equals peft's own layers, in outputs and gradients; other cases run in peft."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TINY: dict[str, Callable[..., Any]] = {"llama": tiny_llama, "t5": tiny_t5}
 
 
 def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
-    """The same model with an adapter that is no longer zero, as peft has it and fused."""
+    """Two copies of a model with a nonzero adapter: peft's layers, and fused ones."""
     fused: Any = apply_adapter(model, LoraConfig(r=4, **settings), half_precision=False)
     move(fused, seed=9)
     plain = copy.deepcopy(fused)
@@ -47,7 +47,7 @@ def inputs_of(model: Any) -> dict[str, Tensor]:
 
 
 def outcome(model: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits, and the gradients of what trains."""
+    """Logits, and the gradients of the trainable parameters."""
     model.zero_grad()
     torch.manual_seed(1)
     with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
@@ -57,13 +57,13 @@ def outcome(model: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Largest relative norm of a difference; the same gradients are there in both."""
+    """Largest relative norm of a difference; both must have the same gradients."""
     assert one.keys() == other.keys()
     return max(((one[n] - other[n]).norm() / other[n].norm()).item() for n in one)
 
 
 def _step_of(output: Tensor) -> Any:
-    """The step that gave the rows of which `output` is a view."""
+    """The autograd node that computed the rows of which `output` is a view."""
     return output.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
@@ -74,7 +74,7 @@ def num_fused(model: Any) -> int:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("architecture", TINY)
-def test_values_and_gradients_are_those_of_peft(architecture: str, dropout: float) -> None:
+def test_values_and_gradients_equal_peft(architecture: str, dropout: float) -> None:
     plain, fused = pair(TINY[architecture](), dropout=dropout)
     assert num_fused(fused) == sum(".lora_A." in name for name, _ in fused.named_parameters())
     (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
@@ -88,7 +88,7 @@ def test_values_and_gradients_are_those_of_peft(architecture: str, dropout: floa
     [(64, 0.0, True), (65, 0.0, False), (64, 0.3, False)],
     ids=["more rows than the matrix has", "rows that are no full tiles", "dropout"],
 )
-def test_the_adapter_is_added_to_a_matrix_that_is_smaller_than_its_input(
+def test_the_adapter_is_merged_into_a_matrix_smaller_than_its_input(
     positions: int, dropout: float, is_added: bool, name: str
 ) -> None:
     plain, fused = pair(tiny_llama(), dropout=dropout, alpha=12.0)
@@ -106,7 +106,7 @@ def test_the_adapter_is_added_to_a_matrix_that_is_smaller_than_its_input(
     assert distance(found[1], found[0]) < 1e-5
 
 
-def test_a_matrix_larger_than_its_input_stays_apart_from_the_adapter() -> None:
+def test_the_adapter_is_not_merged_into_a_matrix_larger_than_its_input() -> None:
     _, fused = pair(tiny_llama(intermediate_size=80), dropout=0.0)
     hidden = torch.randn(1, 64, 32)
     output = fused.base_model.model.model.layers[0].mlp.gate_proj(hidden)
@@ -114,7 +114,7 @@ def test_a_matrix_larger_than_its_input_stays_apart_from_the_adapter() -> None:
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_under_autocast_it_is_as_near_to_the_exact_gradients_as_peft(together: bool) -> None:
+def test_autocast_gradients_are_as_exact_as_those_of_peft(together: bool) -> None:
     plain, fused = pair(tiny_llama(), dropout=0.0)
     _, truths = outcome(plain)
     if together:
@@ -133,12 +133,12 @@ def test_under_autocast_it_is_as_near_to_the_exact_gradients_as_peft(together: b
     [(tiny_gpt2, {}), (tiny_llama, {"use_dora": True})],
     ids=["transposed matrices", "dora"],
 )
-def test_other_layers_stay_as_peft_has_them(make: Any, settings: dict[str, Any]) -> None:
+def test_other_layers_are_not_fused(make: Any, settings: dict[str, Any]) -> None:
     _, fused = pair(make(), **settings)
     assert num_fused(fused) == 0
 
 
-def test_switched_off_merged_and_second_adapters_are_left_to_peft() -> None:
+def test_disabled_merged_and_second_adapters_run_in_peft() -> None:
     plain, fused = pair(tiny_llama(), dropout=0.0)
     with plain.disable_adapter(), fused.disable_adapter():
         assert torch.equal(outcome_of(fused), outcome_of(plain))
@@ -164,7 +164,7 @@ def outcome_of(model: Any) -> Tensor:
     return logits
 
 
-def test_a_model_may_change_a_layers_output_in_place() -> None:
+def test_a_model_may_modify_a_layers_output_in_place() -> None:
     plain, fused = pair(tiny_llama(), dropout=0.0)
     hidden = torch.randn(2, 5, 32)
     grads = []
@@ -186,19 +186,19 @@ def in_4_bits(dtype: torch.dtype = torch.float32, **numbers: Any) -> Any:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the step of a GPU, on the CPU."""
+    """Run the GPU's code path on the CPU."""
     monkeypatch.setattr(fused_4bit, "_is_faster", lambda layer, x: layer.training)
     monkeypatch.setattr("app.model.adapter.fused._lora_comes_first", lambda x: True)
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that run inside."""
+    """Counts the operators that run in its context."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.added: list[torch.Size] = []
-        """right-hand sides of products that are added to something"""
+        """shapes of the right-hand sides of accumulating products"""
 
     def __torch_dispatch__(
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
@@ -211,7 +211,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_beside_4_bits_values_and_gradients_are_those_of_peft(dropout: float) -> None:
+def test_values_and_gradients_on_a_4_bit_base_equal_peft(dropout: float) -> None:
     plain, fused = pair(in_4_bits(), dropout=dropout)
     assert num_fused(fused) == 14
     assert num_fused(plain) == 0
@@ -221,7 +221,7 @@ def test_beside_4_bits_values_and_gradients_are_those_of_peft(dropout: float) ->
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_beside_4_bits_under_autocast_it_is_as_near_to_the_exact_gradients_as_peft() -> None:
+def test_autocast_gradients_on_a_4_bit_base_are_as_exact_as_those_of_peft() -> None:
     plain, fused = pair(in_4_bits(torch.bfloat16))
     exact, _ = pair(in_4_bits())
     for mine, theirs in zip(exact.parameters(), plain.parameters(), strict=True):
@@ -236,16 +236,16 @@ def test_beside_4_bits_under_autocast_it_is_as_near_to_the_exact_gradients_as_pe
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_beside_4_bits_the_matrix_is_dequantized_once_forward_and_once_backward() -> None:
+def test_a_4_bit_matrix_is_dequantized_once_per_pass() -> None:
     _, fused = pair(in_4_bits())
     with Operators() as operators:
         outcome(fused)
     assert operators.counts["bitsandbytes::gemm_4bit"] == 0
-    # Nothing trains below the first layer's q, k and v.
+    # The first layer's q, k and v need no gradient of their input.
     assert operators.counts["bitsandbytes::dequantize_4bit"] == 14 + 14 - 3
 
 
-def test_beside_4_bits_a_cpu_and_an_evaluation_keep_the_numbers_of_peft(
+def test_a_4_bit_base_runs_in_peft_on_a_cpu_and_in_evaluation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, fused = pair(in_4_bits())
@@ -271,7 +271,7 @@ def grouped(model: Any) -> int:
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("make", [with_biases, in_4_bits], ids=["whole", "4 bits"])
-def test_layers_that_read_the_same_are_one_step_and_give_the_same(make: Any, mode: str) -> None:
+def test_layers_with_one_input_are_grouped_and_give_the_same_results(make: Any, mode: str) -> None:
     base = make()
     apply_recompute(base, RecomputeConfig(mode=mode))
     plain, fused = pair(base, rank_pattern={"k_proj": 2}, alpha_pattern={"k_proj": 16.0})
@@ -288,7 +288,7 @@ def test_layers_that_read_the_same_are_one_step_and_give_the_same(make: Any, mod
     assert all(member.group is None for member in members)
 
 
-def test_together_fewer_products_read_the_input() -> None:
+def test_a_group_reads_its_input_in_fewer_products() -> None:
     _, fused = pair(tiny_llama())
     counts = []
     for _ in range(2):
@@ -296,20 +296,20 @@ def test_together_fewer_products_read_the_input() -> None:
             outcome(fused)
         counts.append(operators.counts)
         grouped(fused)
-    # A step saves 3 products with A of 5, and as many of its gradients; and the sums between.
+    # Each layer has 3 fewer products with A, 3 fewer for its gradients, and fewer additions.
     products = [sum(count[f"aten::{name}"] for name in ("mm", "addmm")) for count in counts]
     assert products[0] - products[1] >= 2 * 2 * 3
     assert counts[0]["aten::add.Tensor"] - counts[1]["aten::add.Tensor"] >= 2 * 3 - 2
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_on_a_gpu_only_products_with_a_matrix_read_what_they_add_to() -> None:
+def test_on_a_gpu_only_products_with_a_matrix_accumulate() -> None:
     _, fused = pair(tiny_llama(), dropout=0.0)
     grouped(fused)
     with Operators() as operators:
         outcome(fused)
-    # Forward each of 14 starts from nothing, and B low is added to; backward to A's in place.
-    # Scaled from nothing are the gradients of each B and of what it was given.
+    # Forward: B low with beta = 0, and W x added to it. Backward: the gradient of x through W,
+    # added to that through A; with beta = 0 again, the gradients of each B and of its input.
     num_added = operators.counts["aten::addmm"] + operators.counts["aten::addmm_"]
     assert num_added == 2 * 14 + 14 - 3 + 2 * 14
     assert not any(name.startswith("aten::mul_") for name in operators.counts)
@@ -319,13 +319,13 @@ def test_on_a_gpu_only_products_with_a_matrix_read_what_they_add_to() -> None:
 @pytest.mark.parametrize(
     ("architecture", "settings", "count"),
     [
-        ("t5", {}, 6),  # of its two encoder and two decoder layers; across, k and v alone
+        ("t5", {}, 6),  # two encoder and two decoder layers; in cross-attention k and v only
         ("llama", {"dropout": 0.1}, 0),
-        ("llama", {"alpha_pattern": {"k_proj": 3.0}}, 4),  # q and v go on together
+        ("llama", {"alpha_pattern": {"k_proj": 3.0}}, 4),  # q and v are still grouped
         ("llama", {"use_dora": True}, 0),
     ],
 )
-def test_only_layers_that_may_go_together_do(
+def test_only_compatible_layers_are_grouped(
     architecture: str, settings: dict[str, Any], count: int
 ) -> None:
     plain, fused = pair(TINY[architecture](), **settings)
@@ -335,7 +335,7 @@ def test_only_layers_that_may_go_together_do(
     assert distance(grads, truths) < 3e-5
 
 
-def test_a_layer_that_is_given_something_else_computes_alone() -> None:
+def test_a_grouped_layer_with_another_input_computes_alone() -> None:
     plain, fused = pair(tiny_llama())
     grouped(fused)
     found = []
@@ -349,10 +349,10 @@ def test_a_layer_that_is_given_something_else_computes_alone() -> None:
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize(("projection", "times"), [("down_proj", 2), ("up_proj", 3)])
-def test_what_selective_keeps_of_4_bits_is_not_dequantized_to_be_computed_again(
+def test_selective_recompute_does_not_dequantize_saved_products_again(
     projection: str, times: int
 ) -> None:
-    """Forward, for the gradient of the input, and between them where the matrix widens."""
+    """In the forward pass, for the input's gradient, and to recompute an output that is wider."""
     _, fused = pair(in_4_bits(), dropout=0.0)
     layer = fused.base_model.model.model.layers[0].mlp.get_submodule(projection)
     rows = torch.randn(5, layer.in_features, requires_grad=True)
@@ -366,7 +366,7 @@ def test_what_selective_keeps_of_4_bits_is_not_dequantized_to_be_computed_again(
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["none", "selective"])
 @pytest.mark.parametrize("make", [with_biases, in_4_bits], ids=["whole", "4 bits"])
-def test_on_a_gpu_one_step_gives_what_peft_gives(make: Any, mode: str) -> None:
+def test_on_a_gpu_the_fused_step_equals_peft(make: Any, mode: str) -> None:
     base = make()
     apply_recompute(base, RecomputeConfig(mode=mode))
     plain, fused = (model.to("cuda") for model in pair(base, rank_pattern={"k_proj": 2}))

@@ -1,7 +1,7 @@
-"""Kernels that take the boundaries of documents get them; other mixers run document by document.
+"""Kernels that support document boundaries get them; other mixers run document by document.
 
-They run on GPUs alone. Here stand-ins with the signatures of their packages record what they are
-given, and compute by transformers' own reference; the test marked `gpu` runs those installed.
+The kernels run only on GPUs. Here, substitutes with the signatures of their packages record their
+arguments, and compute by transformers' own reference; the test marked `gpu` runs installed ones.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.model.weight_reads import disable_bypassing_kernels
 from tests.families import tiny_family
-from tests.model.test_mixers import alone, ids_and_positions, packed, ready
+from tests.model.test_mixers import alone, ids_and_positions, isolated_model, packed
 
 hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
 GIVEN = [13, 7, 17, 3, 21, 9, 10]
-"""lengths of the documents of both rows, as one; the padding of each is one more"""
+"""document lengths of both joined rows; the padding of a row is a document too"""
 
 
 def cut(given: list[list[int]], lengths: list[int] | None, tensors: list[Tensor], axis: int) -> Any:
-    """Cut what a kernel is given into documents, of which it is told in one row alone."""
+    """Split a kernel's inputs into documents if it gets boundaries, and record the lengths."""
     if lengths is None:
         return [tensors]
     assert all(len(each) == 1 for each in tensors)
@@ -50,7 +50,7 @@ def cut(given: list[list[int]], lengths: list[int] | None, tensors: list[Tensor]
 
 
 def lengths_of(numbers: Tensor | None) -> list[int] | None:
-    """Return how many tokens have each number in `seq_idx` int32 [1, tokens]."""
+    """Return the document lengths of a `seq_idx`, int32 [1, tokens]."""
     if numbers is None:
         return None
     assert numbers.dtype == torch.int32 and numbers.is_contiguous() and len(numbers) == 1
@@ -109,7 +109,7 @@ def scan(plain: Any, given: list[list[int]]) -> Any:
 
 
 def fused(plain: Any, given: list[list[int]]) -> Any:
-    """Mamba 2 in one kernel, which takes the weights of the modules after the scan as well."""
+    """Mamba 2 in one kernel, which also reads the weights of the modules after the scan."""
     plain_conv, plain_scan = (
         inspect.unwrap(plain.__globals__[name])
         for name in ("causal_conv1d_fn", "mamba2_chunk_scan")
@@ -158,7 +158,7 @@ def fused(plain: Any, given: list[list[int]]) -> Any:
 
 
 def inner(plain: Any, given: list[list[int]]) -> Any:
-    """Mamba 1 in one kernel, which takes no boundaries, and the weights of all modules inside."""
+    """Mamba 1 in one kernel without boundaries, which reads the weights of all inner modules."""
     conv, scan_all = (
         inspect.unwrap(plain.__globals__[name])
         for name in ("causal_conv1d_fn", "mamba_selective_scan")
@@ -193,15 +193,15 @@ def inner(plain: Any, given: list[list[int]]) -> Any:
 
 
 FUSED: list[Tensor] = []
-"""the last weight that each call of a fused kernel was given"""
-STANDS_FOR = {
+"""weight of the output projection in each call of a fused kernel"""
+SUBSTITUTES = {
     "causal_conv1d_fn": ("causal_conv1d", convolution),
     "torch_chunk_gated_delta_rule": ("fla", delta_rule),
     "mamba2_chunk_scan": ("mamba_ssm", scan),
     "mamba2_split_conv1d_scan_combined": ("mamba_ssm", fused),
     "mamba_inner_fn": ("mamba_ssm", inner),
 }
-TAKES = {
+NUM_KERNELS = {
     "bamba": 2,
     "falcon_h1": 2,
     "granitemoehybrid": 2,
@@ -212,13 +212,13 @@ TAKES = {
     "qwen3_next": 2,
     "zamba2": 2,
 }
-"""kernels that a mixer of each calls: a convolution, and a scan"""
+"""number of kernels that a mixer calls: a convolution, and a scan"""
 
 
 def install(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Let transformers find the stand-ins as it finds packages; return what they will be told."""
+    """Install the substitutes as packages; return the list of document lengths they will record."""
     module, given = sys.modules[type(model).__module__], list[list[int]]()
-    for reference, (package, build) in STANDS_FOR.items():
+    for reference, (package, build) in SUBSTITUTES.items():
         if (wrapped := vars(module).get(reference)) is None:
             continue
         plain = inspect.unwrap(wrapped)
@@ -237,27 +237,25 @@ def takes_boundaries(model: Any) -> set[bool]:
     return {one.takes_boundaries for one in found if isinstance(one, MixerForward)}
 
 
-@pytest.mark.parametrize("family", TAKES)
-def test_kernels_are_told_where_documents_begin(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("family", NUM_KERNELS)
+def test_kernels_get_document_boundaries(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = alone(tiny_family(family))
     given = install(tiny_family(family), monkeypatch)
-    model = ready(family)
+    model = isolated_model(family)
     assert takes_boundaries(model) == {True}
     given.clear()
     found = packed(model.train())
     assert torch.allclose(found, expected, atol=1e-4)
     assert given and all(lengths == GIVEN for lengths in given)
-    assert len(given) % TAKES[family] == 0
+    assert len(given) % NUM_KERNELS[family] == 0
     found.logsumexp(1).sum().backward()
 
 
-def test_a_scan_that_takes_no_boundaries_runs_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jamba's convolution takes them, its scan does not."""
+def test_a_scan_without_boundaries_runs_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jamba's convolution supports them, but its scan does not."""
     expected = alone(tiny_family("jamba"))
     install(tiny_family("jamba"), monkeypatch)
-    model = ready("jamba")
+    model = isolated_model("jamba")
     assert takes_boundaries(model) == {False}
     assert torch.allclose(packed(model), expected, atol=1e-4)
 
@@ -276,10 +274,10 @@ def test_a_scan_that_takes_no_boundaries_runs_by_document(monkeypatch: pytest.Mo
         ("mamba", ["in_proj"], True),
     ],
 )
-def test_training_computes_with_every_adapter(
+def test_training_applies_every_adapter(
     family: str, targets: Any, is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fused kernel of training reads weights, which would leave an adapter beside them out."""
+    """A fused training kernel reads weights, and would ignore an adapter on them."""
     install(tiny_family(family), monkeypatch)
     adapter = LoraConfig(r=2, dropout=0.0, target_modules=targets)
     model = apply_adapter(tiny_family(family), adapter, half_precision=False)
@@ -298,8 +296,8 @@ def test_training_computes_with_every_adapter(
     assert all(module.training for module in model.modules())
 
 
-def test_a_weight_that_is_clipped_in_training_alone() -> None:
-    """Gemma 3n's, by a method that its layers call by name: past the adapter there."""
+def test_a_weight_clipped_only_in_training() -> None:
+    """Gemma 3n clips it in a method that its layers call by name, bypassing the adapter."""
     config = Gemma3nTextConfig(hidden_size=8, altup_coef_clip=0.01)
     model = torch.nn.ModuleList([Gemma3nTextAltUp(config)])
     (adapted,) = inject_adapter_in_model(
@@ -336,21 +334,21 @@ def test_no_kernel_reads_packed_weights(
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
-def test_a_kernel_that_is_wrong_is_left(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes boundaries and forgets them, or says no."""
+def test_a_wrong_kernel_is_not_used(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts boundaries but ignores them, or raises."""
     expected = alone(tiny_family(family))
     given = install(tiny_family(family), monkeypatch)
     monkeypatch.setitem(globals(), "lengths_of", lambda numbers: None)
-    model = ready(family)
+    model = isolated_model(family)
     assert takes_boundaries(model) == {False} and not any(one == GIVEN for one in given)
     assert torch.allclose(packed(model), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("wrong", ["in training", "backwards"])
-def test_a_kernel_that_is_wrong_in_training_is_left(
+def test_a_kernel_that_is_wrong_in_training_is_not_used(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one runs there, or its gradient crosses from a document to the one before."""
+    """Another kernel runs in training, or a gradient leaks into the previous document."""
     expected = alone(tiny_family("bamba"))
     model = tiny_family("bamba")
     install(model, monkeypatch)
@@ -371,15 +369,15 @@ def test_a_kernel_that_is_wrong_in_training_is_left(
         fused_call = module.mamba2_split_conv1d_scan_combined.__wrapped__
         monkeypatch.setattr(module, "mamba2_split_conv1d_scan_combined", fused_call)
     monkeypatch.setattr(module, name, replaced)
-    model = ready("bamba")
+    model = isolated_model("bamba")
     assert takes_boundaries(model) == {False}
     assert torch.allclose(packed(model.train()), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "olmo_hybrid", "qwen3_5_text", "qwen3_next"])
-def test_a_whole_pack_on_the_cpu(family: str) -> None:
-    """Where no package is installed; documents of one chunk, of several, and of whole ones."""
-    model = ready(family)
+def test_a_pack_on_the_cpu(family: str) -> None:
+    """Without packages; documents shorter than a chunk, longer, and of whole chunks."""
+    model = isolated_model(family)
     assert takes_boundaries(model) == {True}
     lengths = [[1, CHUNK, 3 * CHUNK + 5, 9, 2 * CHUNK, 2 * CHUNK + 1]]
     tokens = sum(lengths[0])
@@ -404,8 +402,8 @@ def test_a_whole_pack_on_the_cpu(family: str) -> None:
     assert all((of_pack[name] - one).norm() <= limit for name, one in of_documents.items())
 
 
-def test_boundaries_of_padded_rows_stay_with_the_attention() -> None:
-    """They count through all rows, which kernels of mixers do not take; nor does a CPU."""
+def test_mixers_do_not_get_the_boundaries_of_padded_rows() -> None:
+    """They count through all rows, which neither mixer kernels nor the CPU support."""
     model, (ids, _) = tiny_family("qwen3_5_text"), ids_and_positions()
     model.set_attn_implementation("sdpa")
     inputs = attention_inputs(model, "varlen", [[40], [30]], ids)
@@ -419,7 +417,7 @@ def test_boundaries_of_padded_rows_stay_with_the_attention() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", TAKES)
+@pytest.mark.parametrize("family", NUM_KERNELS)
 def test_the_installed_kernels(family: str) -> None:
     for package in ("causal_conv1d", "fla" if "qwen" in family else "mamba_ssm"):
         if importlib.util.find_spec(package) is None:

@@ -41,8 +41,8 @@ def by_document(model: Any) -> set[str]:
     return {type(one._original.__self__).__name__ for one in found if isinstance(one, MixerForward)}
 
 
-def ready(family: str, backend: str = "sdpa") -> Any:
-    """A model whose mixers were found."""
+def isolated_model(family: str, backend: str = "sdpa") -> Any:
+    """A model whose mixers were found and isolated."""
     model = tiny_family(family)
     if model._supports_sdpa:
         model.set_attn_implementation(attention_implementation(backend))
@@ -51,7 +51,7 @@ def ready(family: str, backend: str = "sdpa") -> Any:
 
 
 def packed(model: Any, backend: str = "sdpa") -> Tensor:
-    """Logits of the documents, one behind the other."""
+    """Logits of the packed documents, concatenated."""
     ids, positions = (one.to(model.device) for one in ids_and_positions())
     inputs = attention_inputs(model, backend, LENGTHS, ids)
     logits = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
@@ -77,23 +77,25 @@ def ids_and_positions() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_each_kind_is_found_and_keeps_documents_apart(family: str) -> None:
-    model = ready(family)
+def test_every_mixer_is_found_and_keeps_documents_apart(family: str) -> None:
+    model = isolated_model(family)
     assert by_document(model) == KINDS[family]
     assert torch.allclose(packed(model), alone(model), atol=1e-4)
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_the_probe_sees_the_leak_of_each_kind(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what runs them by document, the state crosses the boundary, and the run stops."""
+def test_the_probe_finds_a_leak_in_every_mixer(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If mixers run whole rows, the state crosses a boundary, and the model is refused."""
     monkeypatch.setattr(
         mixers.MixerForward, "__call__", lambda self, *a, **k: self._original(*a, **k)
     )
     with pytest.raises(UserError, match=r"documents packed together see each other .*packing=none"):
-        ready(family)
+        isolated_model(family)
 
 
-def test_attention_alone_is_left_as_it_is() -> None:
+def test_a_model_without_mixers_is_unchanged() -> None:
     model = tiny_llama()
     model.set_attn_implementation(attention_implementation("sdpa"))
     check_isolation(model, "sdpa")
@@ -101,15 +103,15 @@ def test_attention_alone_is_left_as_it_is() -> None:
     assert "mixer_documents" not in attention_inputs(model, "sdpa", LENGTHS, torch.ones(2, 40))
 
 
-def test_eager_attention_beside_mixers() -> None:
-    model = ready("qwen3_next", "eager")
+def test_eager_attention_in_a_model_with_mixers() -> None:
+    model = isolated_model("qwen3_next", "eager")
     assert torch.allclose(packed(model, "eager"), alone(model), atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "offload"])
-def test_a_layer_is_recomputed_on_the_documents_that_it_ran_on(mode: str) -> None:
-    """The backward pass of the first batch comes after the forward pass of another one."""
-    expected = gradients(ready("qwen3_5_text"), between=False)
+def test_a_layer_is_recomputed_on_its_own_documents(mode: str) -> None:
+    """The backward pass of a batch may follow the forward pass of another one."""
+    expected = gradients(isolated_model("qwen3_5_text"), between=False)
     model = tiny_family("qwen3_5_text")
     apply_recompute(model, RecomputeConfig(mode=mode))
     model.set_attn_implementation(attention_implementation("sdpa"))
@@ -128,7 +130,7 @@ def gradients(model: Any, *, between: bool) -> dict[str, Tensor]:
     return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-def test_below_an_adapter_and_in_a_copy() -> None:
+def test_mixers_run_by_document_under_an_adapter_and_in_a_copy() -> None:
     model: Any = apply_adapter(tiny_family("jamba"), LoraConfig(r=2), half_precision=False)
     model.base_model.model.set_attn_implementation(attention_implementation("sdpa"))
     check_isolation(model, "sdpa")
@@ -142,8 +144,8 @@ def test_below_an_adapter_and_in_a_copy() -> None:
 
 
 def test_generation_runs_whole_rows() -> None:
-    """Also right after a packed batch of the same size."""
-    model = ready("lfm2").eval()
+    """Even right after a packed batch of the same size."""
+    model = isolated_model("lfm2").eval()
     plain = tiny_family("lfm2").eval()
     packed(model)
     ids, _ = ids_and_positions()
@@ -153,7 +155,7 @@ def test_generation_runs_whole_rows() -> None:
         assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
 
 
-def test_boundaries_that_no_kernel_takes_do_not_reach_a_mixer() -> None:
+def test_a_mixer_does_not_get_unsupported_boundaries() -> None:
     """As on a GPU without the packages of these layers, where transformers raises ValueError."""
     module: Any = NeedsKernel()
     seen = MixerForward(module)
@@ -171,7 +173,7 @@ class NeedsKernel(torch.nn.Module):
 
 
 class _Waits(TorchDispatchMode):
-    """Counts what the host reads of a tensor, for which it would wait for a GPU."""
+    """Counts reads of tensor values by the host, for which it would wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,9 +186,9 @@ class _Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["bamba", "falcon_h1", "lfm2", "qwen3_5_text"])
 @pytest.mark.parametrize("lengths", [LENGTHS, [[40], [30]]], ids=["packed", "padded"])
-def test_nothing_is_asked_of_the_device(family: str, lengths: list[list[int]]) -> None:
-    """transformers asks whether a mask is all ones."""
-    model = ready(family)
+def test_the_host_never_waits_for_the_device(family: str, lengths: list[list[int]]) -> None:
+    """transformers would test whether a mask is all ones."""
+    model = isolated_model(family)
     ids, positions = ids_and_positions()
     inputs = attention_inputs(model, "sdpa", lengths, ids)
     with torch.no_grad(), _Waits() as waits:

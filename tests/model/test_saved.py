@@ -1,4 +1,4 @@
-"""What is on disk is what was trained, whatever it was, or whoever reads it refuses it."""
+"""Saved adapters and models equal the trained ones; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def adapted(kind: str, *, half: bool = False, base_dtype: torch.dtype = FP32) -> Any:
-    """An untied Llama with an adapter that was moved as a training would."""
+    """An untied Llama with an adapter whose weights have changed, as in training."""
     model = tiny_llama(tie_word_embeddings=False).to(base_dtype)
     ids = [5, 9] if kind == "tokens" else []
     model = apply_adapter(model, ADAPTERS[kind], half_precision=half, token_ids=ids)
@@ -79,7 +79,7 @@ def rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
 
 
 def in_mixed_precision(kind: str, precision: tuple[bool, torch.dtype]) -> bool:
-    """Whether adapters are in fp32 on a base in bf16; of LoRA every precision is tried."""
+    """Whether a fast test covers this case: LoRA in all precisions, others in mixed precision."""
     return kind == "lora" or precision == (False, BF16)
 
 
@@ -112,10 +112,8 @@ def test_every_adapter_is_saved_verified_and_loaded_exactly(
 
 
 @pytest.mark.parametrize("base_dtype", [FP32, BF16], ids=str)
-def test_an_adapter_is_reopened_in_the_middle_of_an_autocast(
-    base_dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """As a run does: what autocast has cast while an adapter was made is not what was read."""
+def test_an_adapter_is_verified_inside_autocast(base_dtype: torch.dtype, tmp_path: Path) -> None:
+    """As in a run: autocast must not reuse casts of the initial weights."""
     model = adapted("dora", base_dtype=base_dtype)
     save_adapter(model, tmp_path)
     with torch.autocast("cpu", BF16):
@@ -130,7 +128,7 @@ def test_an_adapter_is_reopened_in_the_middle_of_an_autocast(
     ("kind", "half"),
     matrix(ADAPTERS, [False, True], fast=lambda kind, half: not half or kind == "tokens"),
 )
-def test_an_adapter_to_go_on_with_trains_what_it_trained_before(
+def test_a_continued_adapter_has_the_same_trainable_parameters(
     kind: str, half: bool, tmp_path: Path
 ) -> None:
     model = adapted(kind, half=half, base_dtype=BF16)
@@ -144,7 +142,7 @@ def test_an_adapter_to_go_on_with_trains_what_it_trained_before(
 
 
 @pytest.mark.parametrize("was_half", [False, True])
-def test_an_adapter_to_go_on_with_trains_in_the_precision_of_its_new_run(
+def test_a_continued_adapter_trains_in_the_new_runs_precision(
     was_half: bool, tmp_path: Path
 ) -> None:
     save_adapter(adapted("lora", half=was_half, base_dtype=BF16), tmp_path)
@@ -206,18 +204,18 @@ DAMAGES: dict[Callable[[Tensors], None], str] = {
 def test_a_damaged_file_of_any_kind_is_refused(
     kind: str, damage: Callable[[Tensors], None], tmp_path: Path
 ) -> None:
-    model, said = adapted(kind), DAMAGES[damage]
+    model, message = adapted(kind), DAMAGES[damage]
     save_adapter(model, tmp_path)
     check_adapter_file(model, tmp_path)
     rewrite(tmp_path, damage)
     expected = in_eval(model)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_adapter_file(model, tmp_path)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         verify_adapter(model, tmp_path, probe_of(model))
     assert torch.equal(in_eval(model), expected)
     for trainable in (False, True):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             load_adapter(base(), tmp_path, trainable=trainable)
 
 
@@ -242,7 +240,7 @@ def test_an_adapter_of_another_base_or_of_other_values_is_refused(tmp_path: Path
     ("kind", "part", "value"),
     [("lora", "lora_B", 0.0), ("lora", "lora_A", 0.0), ("ia3", "ia3_l", 1.0)],
 )
-def test_an_adapter_that_changes_nothing_is_refused_and_one_that_changes_a_little_is_not(
+def test_an_adapter_without_effect_is_refused(
     kind: str, part: str, value: float, tmp_path: Path
 ) -> None:
     def keep(tensors: Tensors, num_kept: int) -> None:
@@ -258,7 +256,7 @@ def test_an_adapter_that_changes_nothing_is_refused_and_one_that_changes_a_littl
         load_adapter(base(), tmp_path)
 
 
-def test_an_adapter_of_elsewhere_on_another_base_is_noted(
+def test_another_tools_adapter_on_another_base_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_adapter(adapted("lora"), tmp_path)
@@ -295,7 +293,7 @@ CONVERTED = [
 
 
 def saved(model: Any, config: AdapterConfig, make: Callable[[], Any], folder: Path) -> Any:
-    """Save and verify what was trained on the base that `make` makes; return the kept model."""
+    """Save and verify a model trained on the base of `make`; return the reopened model."""
     probe = {name: ids[0].tolist() for name, ids in probe_of(model).items()}
     written, kept = save_model(
         model, config, make().config, folder, probe, base={"path": "b"}, reload_base=make
@@ -305,7 +303,7 @@ def saved(model: Any, config: AdapterConfig, make: Callable[[], Any], folder: Pa
 
 
 @pytest.mark.parametrize("config", CONVERTED, ids=range(len(CONVERTED)))
-def test_what_changed_its_base_is_saved_for_the_base_as_it_was(
+def test_an_adapter_with_a_modified_base_is_saved_for_the_original_base(
     config: LoraConfig, tmp_path: Path
 ) -> None:
     model = apply_adapter(base(), config, half_precision=False)
@@ -317,7 +315,7 @@ def test_what_changed_its_base_is_saved_for_the_base_as_it_was(
     assert not torch.allclose(expected, start, atol=0.1)
     kept = saved(model, config, base, tmp_path)
     assert kept is not model
-    # What is on disk is an ordinary LoRA: for stock peft, and for what is measured afterwards.
+    # The saved adapter is a plain LoRA, for stock peft and for evaluation.
     plain = peft.PeftModel.from_pretrained(base(), str(tmp_path / "adapter"))
     for reopened in (kept, plain, load_adapter(base(), tmp_path / "adapter")):
         assert torch.allclose(in_eval(reopened), expected, atol=2e-4)
@@ -338,7 +336,7 @@ def test_conv1d_is_converted_too(tmp_path: Path) -> None:
     assert torch.allclose(in_eval(kept), expected, atol=2e-4)
 
 
-def test_conversion_on_a_bf16_base_differs_by_its_rounding_alone(
+def test_conversion_on_a_bf16_base_differs_only_by_rounding(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = LoraConfig(r=4, dropout=0.0, init="pissa")
@@ -352,7 +350,7 @@ def test_conversion_on_a_bf16_base_differs_by_its_rounding_alone(
     assert 0 < difference < 0.0625 * expected.abs().max()
 
 
-def test_a_large_residual_that_rounds_much_is_reported_and_not_refused(
+def test_a_large_rounding_error_of_the_residual_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = LoraConfig(r=4, alpha=64.0, dropout=0.0, init="olora", use_rslora=True)
@@ -367,7 +365,7 @@ def test_a_large_residual_that_rounds_much_is_reported_and_not_refused(
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_a_converted_file_that_is_another_matrix_is_a_training_fault(
+def test_a_wrong_converted_file_is_refused(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = LoraConfig(r=4, dropout=0.0, init="pissa")
@@ -389,7 +387,7 @@ def test_a_converted_file_that_is_another_matrix_is_a_training_fault(
 
 @pytest.mark.parametrize(("half", "dtype"), [(False, FP32), (False, BF16), (True, BF16)], ids=str)
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_a_start_that_never_moved_is_a_training_fault(
+def test_an_adapter_with_its_initial_weights_is_refused(
     init: str, half: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     config = LoraConfig(r=4, dropout=0.0, init=init)
@@ -398,7 +396,7 @@ def test_a_start_that_never_moved_is_a_training_fault(
         saved(model, config, lambda: base(dtype), tmp_path)
 
 
-def test_the_start_is_in_no_checkpoint() -> None:
+def test_initial_weights_are_not_in_checkpoints() -> None:
     config = LoraConfig(r=4, init="pissa")
     names = apply_adapter(base(), config, half_precision=False).state_dict()
     ordinary = apply_adapter(base(), LoraConfig(r=4), half_precision=False).state_dict()
@@ -414,7 +412,7 @@ def test_the_start_is_in_no_checkpoint() -> None:
         fast=lambda name, method, num_new: num_new == 3 and (method == "full" or name == "tied"),
     ),
 )
-def test_a_whole_model_is_saved_as_it_is(
+def test_a_whole_model_is_saved_unchanged(
     name: str, method: str, num_new: int, tmp_path: Path
 ) -> None:
     config = FullConfig() if method == "full" else FreezeConfig(layers="top 1")
@@ -447,7 +445,7 @@ def test_a_whole_model_is_saved_as_it_is(
     assert (head is embedding) == (name != "untied")
 
 
-def test_rows_are_made_before_a_whole_adapter_of_them_is_read(tmp_path: Path) -> None:
+def test_embedding_rows_are_added_before_an_adapter_needs_them(tmp_path: Path) -> None:
     model = base()
     resize_embeddings(model, range(64, 66))
     config = LoraConfig(r=4, dropout=0.0, modules_to_save=["embed_tokens", "lm_head"])

@@ -1,4 +1,4 @@
-"""What the settings of an adapter mean in a model, and how what they do not find is reported."""
+"""Which modules an adapter's settings select, and how settings that match nothing are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def find(kind: str, base: BaseModules = TIED, **settings: Any) -> Targets:
 
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
-    # adapter, settings, what must be in each problem
+    # adapter, settings, text of each problem
     ("lora", {"target_modules": ["q_proj", "v_prj"]},
      ["no linear module; did you mean v_proj? (the model has down_proj,"]),
     ("lora", {"target_modules": ["one", "q_proj", "two"]},
@@ -100,7 +100,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(
     ("kind", "settings", "problems"), REFUSED, ids=[f"{r[0]} {r[1]}" for r in REFUSED]
 )
-def test_settings_that_find_nothing_are_refused_with_what_there_is(
+def test_settings_that_match_nothing_are_refused_with_existing_names(
     kind: str, settings: dict[str, Any], problems: list[str]
 ) -> None:
     found = find(kind, **settings).problems
@@ -110,7 +110,7 @@ def test_settings_that_find_nothing_are_refused_with_what_there_is(
 
 
 FOUND: list[tuple[str, dict[str, Any], set[str]]] = [
-    # adapter, settings, the names in layer 1 and outside of layers that they mean
+    # adapter, settings, selected names in layer 1 and outside of layers
     ("lora", {"target_modules": ["v_proj", "self_attn.q_proj"]},
      {"self_attn.q_proj", "self_attn.v_proj"}),
     ("lora", {"target_modules": r".*\.1\..*_proj", "layers": [0]}, set()),
@@ -131,7 +131,9 @@ FOUND: list[tuple[str, dict[str, Any], set[str]]] = [
 
 
 @pytest.mark.parametrize(("kind", "settings", "names"), FOUND, ids=[str(row[1]) for row in FOUND])
-def test_settings_mean_these_modules(kind: str, settings: dict[str, Any], names: set[str]) -> None:
+def test_settings_select_these_modules(
+    kind: str, settings: dict[str, Any], names: set[str]
+) -> None:
     found = find(kind, UNTIED, **settings)
     all_names = [*found.matrices, *found.whole]
     if names:
@@ -142,7 +144,7 @@ def test_settings_mean_these_modules(kind: str, settings: dict[str, Any], names:
         assert "matches no linear module" in found.problems[0]
 
 
-def test_all_linear_leaves_out_the_head_and_what_is_too_thin() -> None:
+def test_all_linear_skips_the_head_and_thin_matrices() -> None:
     model = tiny_llama(hidden_size=128)
     model.model.layers[0].mlp.gate = torch.nn.Linear(128, 1)
     base = modules_of(model)
@@ -156,8 +158,8 @@ def test_all_linear_leaves_out_the_head_and_what_is_too_thin() -> None:
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "mamba", "mamba2", "nemotron_h"])
-def test_a_linear_module_that_gives_no_product(family: str) -> None:
-    """peft refuses a LoRA on what a kernel of Mamba reads, which all-linear would ask for."""
+def test_a_linear_module_read_by_a_kernel_is_skipped(family: str) -> None:
+    """peft refuses LoRA on the weight that Mamba's kernel reads."""
     model = tiny_family(family)
     base = modules_of(model)
     assert any(name.endswith(".out_proj") for name in base.linear or ())
@@ -170,8 +172,8 @@ def test_a_linear_module_that_gives_no_product(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["falcon_mamba", "jamba", "mamba"])
-def test_a_weight_that_a_layer_reads_itself(family: str) -> None:
-    """dt_proj is never called: an adapter on it would change nothing, and train nothing."""
+def test_a_linear_module_that_is_never_called_is_skipped(family: str) -> None:
+    """An adapter on dt_proj, which is never called, would have no effect and not train."""
     model = tiny_family(family)
     adapted = apply_adapter(model, LoraConfig(r=2, dropout=0.0), half_precision=False)
     trained = {name: one for name, one in adapted.named_parameters() if one.requires_grad}
@@ -187,7 +189,9 @@ def test_a_weight_that_a_layer_reads_itself(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["jamba", "mamba"])
-def test_a_saved_adapter_on_such_a_weight_is_not_gone_on_with(family: str, tmp_path: Path) -> None:
+def test_a_saved_adapter_on_an_uncalled_module_is_not_continued(
+    family: str, tmp_path: Path
+) -> None:
     settings = peft.LoraConfig(r=2, target_modules=["x_proj", "dt_proj"])
     model = peft.get_peft_model(tiny_family(family), settings)
     for name, weight in model.named_parameters():
@@ -199,7 +203,7 @@ def test_a_saved_adapter_on_such_a_weight_is_not_gone_on_with(family: str, tmp_p
         load_adapter(tiny_family(family), tmp_path, trainable=True)
 
 
-def test_weights_that_are_read_by_model_type() -> None:
+def test_bypassed_linears_by_model_type() -> None:
     assert find_bypassed_linears("longcat_flash") == ("classifier",)  # its router
     assert (
         find_bypassed_linears("llama")
@@ -209,7 +213,7 @@ def test_weights_that_are_read_by_model_type() -> None:
     )
 
 
-def test_what_is_not_known_of_a_base_is_not_judged() -> None:
+def test_unknown_properties_of_a_base_are_not_checked() -> None:
     unknown = BaseModules()
     for kind, settings, _ in REFUSED:
         found = find(kind, unknown, **settings)
@@ -229,7 +233,7 @@ def test_what_is_not_known_of_a_base_is_not_judged() -> None:
     ]
 
 
-def test_the_three_rules_of_patterns() -> None:
+def test_the_three_pattern_rules() -> None:
     names = ["a.q_proj", "a.b.q_proj", "a.xq_proj", "q_proj"]
     assert by_ending("q_proj", names) == ["a.q_proj", "a.b.q_proj", "q_proj"]
     assert by_ending("b.q_proj", names) == ["a.b.q_proj"]
@@ -247,7 +251,7 @@ def test_the_three_rules_of_patterns() -> None:
         ("freeze", {"modules": [r"((\w|\.)+)+!"]}, "adapter.modules: "),
     ],
 )
-def test_an_expression_that_never_returns_is_refused_in_time(
+def test_a_catastrophic_expression_is_refused_in_time(
     kind: str, settings: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOFT_LIMITS", "regex_seconds=1")

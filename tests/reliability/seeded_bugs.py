@@ -343,7 +343,7 @@ BUGS = [
         file="app/model/adapter/fused.py",
         right="layer.scaling[name],",
         wrong="1.0,",
-        test="tests/model/test_lora_fused.py::test_values_and_gradients_are_those_of_peft",
+        test="tests/model/test_lora_fused.py::test_values_and_gradients_equal_peft",
     ),
     Bug(
         name="a number out of its range is accepted",
