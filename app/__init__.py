@@ -1,6 +1,6 @@
 """loft: fine-tune large language models with Lightning, composed by Hydra.
 
-From Python: `from app import load_config, train`; nothing is imported before they are asked for.
+From Python: `from app import load_config, train`; both are imported on first use.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ def __getattr__(name: str) -> Any:
     if name == "train":
         from app.train import train
 
-        globals()["train"] = train  # not the module, which the import has put there
+        globals()["train"] = train  # the import has set this name to the module
         return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

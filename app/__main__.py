@@ -10,28 +10,28 @@ from app.process.errors import DONE, USER_ERROR, UserError, nearest
 from app.process.reporting import report
 
 VERBS = {
-    "doctor": "what is wrong with this machine, and how fast its ranks talk",
+    "doctor": "what is wrong with this machine, and how fast its ranks communicate",
     "init": "write a commented experiment for your model and data",
     "train": "config in, verified adapter out",
-    "evaluate": "losses per data set and exact match, base vs tuned",
-    "report": "the page of a run, or several runs side by side",
-    "preview": "what a run would learn from, before it is paid for",
-    "plan": "will it fit, how fast, what to change",
-    "merge": "adapter into base, checked; a Hugging Face folder, GGUF",
-    "push": "what a run has saved, with its card, to the Hugging Face hub",
-    "chat": "talk to base + adapter in the terminal",
-    "serve": "OpenAI's chat API and a page for the browser, on this machine",
+    "evaluate": "loss per data set, exact match and tasks, base vs tuned",
+    "report": "the report page of a run, or several runs side by side",
+    "preview": "what the model will see: text, tokens, loss mask, packs",
+    "plan": "will it fit, how fast, what to change; needs no GPU",
+    "merge": "merge the adapter into its base, verified; optionally GGUF",
+    "push": "upload a run's adapter or model and its card to the Hugging Face hub",
+    "chat": "talk to the tuned model in the terminal",
+    "serve": "OpenAI-compatible chat API and a web page, on this machine",
 }
 
 
 def main() -> None:
-    """Run the verb that was typed; exit 2 where there is no such verb."""
+    """Run the verb named on the command line; exit code 2 if it does not exist."""
     typed = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if typed in ("--help", "-h"):
         print("usage: loft VERB [SETTING=VALUE ...]\n")
         for verb, what in VERBS.items():
             print(f"  {verb:<10}{what}")
-        print("\n`loft VERB --help` lists the settings of a verb; --version;")
+        print("\n`loft VERB --help` lists the settings of a verb; other options: --version,")
         print("--install-completion bash|zsh|fish")
         sys.exit(DONE)
     if typed == "--version":
@@ -52,7 +52,7 @@ def main() -> None:
         hint = nearest(typed, VERBS) or "; loft --help lists the verbs"
         print(f"error: loft has no verb {typed}{hint}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    del sys.argv[1]  # the verb and the ranks that it starts read their words from here
+    del sys.argv[1]  # the verb reads its settings from here, and passes them to its ranks
     runpy.run_module(f"app.{typed}", run_name="__main__", alter_sys=True)
 
 

@@ -1,4 +1,4 @@
-"""Chat: talk to a base with its adapter in the terminal, or from a pipe.
+"""Chat: talk to a base model with its adapter, in the terminal or through a pipe.
 
 `python -m app.chat run=FOLDER`, or `model.path=... [adapter_path=...]`; `/help` lists the commands.
 """
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 CONVERSATIONS_FILE = "conversations.jsonl"
 HELP = """\
-/reset           begin a new conversation
-/compare [TEXT]  base and tuned side by side: their answers to TEXT, or to the last question
-/save [FILE]     write the conversations as rows of training data (messages)
-/exit            end; so does the end of the input"""
+/reset           start a new conversation
+/compare [TEXT]  answers of base and tuned side by side, to TEXT or to the last question
+/save [FILE]     save all conversations as training rows (messages)
+/exit            end the chat, as does the end of the input"""
 
 
 def chat(config: ChatConfig) -> None:
-    """Talk as `config` says until the input ends; the conversations are left in its folder."""
+    """Answer the input until it ends, and save the conversations in the run's folder."""
     folder = decide_run_dir(config.output)
     quiet_libraries(offline=is_offline(config.model))
 
-    # Imported here and not above: --help and a config error must not wait for torch.
+    # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.tuned import open_tuned
     from app.training.trainer import resolve_single_device
 
@@ -54,7 +54,7 @@ def chat(config: ChatConfig) -> None:
 
 
 class Session:
-    """One sitting: conversations, one after another."""
+    """A chat session of one or more conversations."""
 
     def __init__(self, config: ChatConfig, tuned: Tuned, env: Environment, folder: Path) -> None:
         self.config, self._tuned, self._env, self._folder = config, tuned, env, folder
@@ -63,27 +63,29 @@ class Session:
         self.turns = self._opening()
 
     def run(self) -> None:
-        """Read line by line, and answer, until `/exit` or the end of the input."""
+        """Read lines and answer them until `/exit` or the end of the input."""
         while (line := self._read()) is not None:
             command, _, rest = line.strip().partition(" ")
             try:
                 if command == "/exit":
                     return
                 if command.startswith("/"):
-                    self._obey(command, rest.strip())
+                    self._run_command(command, rest.strip())
                 elif line.strip():
                     self._answer(line)
             except (UserError, DataError) as error:
                 print(printable(str(error), keep="\n"))
             except KeyboardInterrupt:
-                print()  # ends an answer; at the prompt it ends the chat
+                print()  # Ctrl-C ends an answer; at the prompt it ends the chat
 
     def save(self, file: Path) -> None:
-        """Write every conversation as a row of `messages`."""
-        rows = [turns for turns in (*self._finished, self.turns) if len(turns) > 1]
+        """Write each conversation as a row of `messages`."""
+        conversations = [turns for turns in (*self._finished, self.turns) if len(turns) > 1]
         lines = [
-            json.dumps({"messages": [{"role": t.role, "content": _written(t)} for t in turns]})
-            for turns in rows
+            json.dumps(
+                {"messages": [{"role": turn.role, "content": _redacted(turn)} for turn in turns]}
+            )
+            for turns in conversations
         ]
         write_whole(file, "".join(f"{line}\n" for line in lines))
 
@@ -93,11 +95,11 @@ class Session:
         except EOFError:
             return None
 
-    def _obey(self, command: str, rest: str) -> None:
+    def _run_command(self, command: str, rest: str) -> None:
         if command == "/reset":
             self._finished.append(self.turns)
             self.turns = self._opening()
-            print("a new conversation")
+            print("new conversation")
         elif command == "/save":
             file = Path(rest).expanduser() if rest else self._folder / CONVERSATIONS_FILE
             self.save(file)
@@ -124,13 +126,13 @@ class Session:
         from rich.text import Text
 
         if self._tuned.folder is None:
-            raise UserError("/compare: there is no adapter here, only a base")
+            raise UserError("/compare: there is no tuned model, only a base")
         if question:
             turns = [*self.turns, Turn("user", question)]
         elif self.turns and self.turns[-1].role == "assistant":
             turns = self.turns[:-1]
         else:
-            raise UserError("/compare: there is no question yet; type /compare TEXT")
+            raise UserError("/compare: no question has been asked; type /compare TEXT")
         answers = {
             "base": self._answer_of_base(turns),
             "tuned": self._answer_of(self._responder, turns),
@@ -153,7 +155,7 @@ class Session:
 
     @cached_property
     def _base(self) -> Responder:
-        """The base beside a model that was trained whole, loaded for its first answer."""
+        """The base of a fully tuned model, loaded for the first comparison."""
         model: Any = self._tuned.base.load()
         return self._tuned.responder(model.to(self._env.torch_device), self._env)
 
@@ -162,8 +164,8 @@ class Session:
         return [] if system is None else [Turn("system", system)]
 
 
-def _written(turn: Turn) -> str:
-    """Return the content of a turn; a system message is a setting, which holds no secrets."""
+def _redacted(turn: Turn) -> str:
+    """Return a turn's content, without secrets in a system message, as in saved settings."""
     return redact(turn.content) if turn.role == "system" else turn.content
 
 

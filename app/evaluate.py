@@ -1,4 +1,4 @@
-"""Evaluate: loss per data set, metrics of answers, and tasks, base vs tuned.
+"""Evaluate: loss per data set, metrics of generated answers, and tasks, base vs tuned.
 
 `python -m app.evaluate run=FOLDER`, or `model.path=... adapter_path=... data=...`, or
 `model.path=... evaluation=mmlu evaluation.task_dir=FOLDER`.
@@ -41,16 +41,16 @@ JUDGE_PAGE = "judge.html"
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
-    """Compare a tuned model with its base as `config` says; return what metrics.json holds.
+    """Compare a tuned model with its base as `config` says; return the contents of metrics.json.
 
-    What is measured is kept in the folder meanwhile: the same command with its output.dir goes on.
+    Partial results are saved in the folder: the same command with its output.dir continues.
     """
     folder, judged = decide_run_dir(config.output), config.evaluation.judge
     bench = build_bench(config)
     quiet_libraries(offline=is_offline(config.model, config.data))
 
     print_loading()
-    # Imported here and not above: --help and a config error must not wait for torch.
+    # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.base import open_base
     from app.assembly.data import build_datamodule
     from app.assembly.tuned import adapter_of, trained_datasets
@@ -96,7 +96,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
 
 def build_bench(config: EvaluateConfig) -> Bench | None:
-    """Build the questions of a judge, None without; UserError where there is nothing to grade."""
+    """Build the judge's questions, None without a judge; UserError if there is nothing to grade."""
     judged = config.evaluation.judge
     if judged.questions and judged.grading == ["pairwise"] and config.tuned_path is None:
         raise UserError(
@@ -114,9 +114,9 @@ def measure_models(
     data: FinetuneDataModule,
     bench: Bench | None,
 ) -> tuple[Evaluator, RowRunner, dict[str, float]]:
-    """MeasureSpec base and tuned, one in memory at a time; UserError where nothing is measured.
+    """Measure base and tuned, one in memory at a time; UserError if there is nothing to measure.
 
-    Returns what has measured, what it keeps in `folder` meanwhile, and the figures.
+    Returns the evaluator, the runner that saves partial results in `folder`, and the metrics.
     """
     from app.assembly.evaluation import build_evaluator
     from app.assembly.tuned import adapter_of, place_as_trained
@@ -144,9 +144,9 @@ def measure_models(
             with env.autocast():
                 if bench is not None and is_first_rank():
                     stops, limit = evaluator.stop_ids, base.spec.context_len
-                    alone = replace(runner, rank=0, num_ranks=1, gather=lambda own: [own])
+                    one_rank = replace(runner, rank=0, num_ranks=1, gather=lambda own: [own])
                     bench.answer(
-                        variant, placed, base.tokenizer, data.template, stops, limit, alone
+                        variant, placed, base.tokenizer, data.template, stops, limit, one_rank
                     )
                 return evaluator.measure(variant, placed)
 
@@ -159,17 +159,17 @@ def measure_models(
 
 
 def verdicts_page(bench: Bench, judged: Judgement) -> str:
-    """Return the page of a judge's verdicts on the answers of `bench`."""
+    """Return the HTML page of a judge's verdicts on the answers of `bench`."""
     from app.report.judge_page import AnswerView, QuestionView, TurnView, render_judge_page
 
-    said = {
+    verdicts = {
         (verdict.request.question.id, verdict.request.turn, verdict.request.variant): verdict
         for verdict in judged.verdicts
         if not verdict.request.is_pairwise
     }
 
     def view(question: Question, turn: int, variant: str) -> AnswerView:
-        verdict = said.get((question.id, turn, variant))
+        verdict = verdicts.get((question.id, turn, variant))
         return AnswerView(
             variant=variant,
             text=bench.answers[variant][question.id][turn],
@@ -205,7 +205,7 @@ def verdicts_page(bench: Bench, judged: Judgement) -> str:
 
 
 def describe_tuned(config: EvaluateConfig) -> list[Any]:
-    """Return what tells a tuned model from another one, or from itself before a change."""
+    """Return the path, sizes and modification times that identify a tuned model."""
     if config.tuned_path is None:
         return []
     files = sorted(file for file in Path(config.tuned_path).glob("*") if file.is_file())
@@ -216,19 +216,19 @@ def describe_tuned(config: EvaluateConfig) -> list[Any]:
 
 
 def start(config: EvaluateConfig) -> None:
-    """Evaluate in this process, or start the ranks of this machine, each with a share."""
+    """Evaluate in this process, or start one rank per device, each with a share of the rows."""
     devices = requested_devices(config)
     if is_child() or devices.num_ranks == 1:
         evaluate(config)
         return
     folder = decide_run_dir(config.output)
     if code := run_shares("evaluate", folder, devices, sys.argv[1:]):
-        print(f"measured so far: output.dir={folder} goes on from there", file=sys.stderr)
+        print(f"to continue: type the same command with output.dir={folder}", file=sys.stderr)
         sys.exit(code)
 
 
 def nothing_to_measure(config: EvaluateConfig) -> str:
-    """Return why there is neither a loss nor an answer to measure, and what to type."""
+    """Return the error message of an evaluation without a loss or answers to measure."""
     if config.evaluation.answers_prompts:
         return (
             "nothing to measure: there are no validation rows, and no row has an answer to compare "
@@ -236,7 +236,7 @@ def nothing_to_measure(config: EvaluateConfig) -> str:
         )
     tests = "data.test_datasets" if config.data.test_datasets else "held-out rows"
     return (
-        "nothing to measure: there are no validation rows to take a loss of, and "
+        "nothing to measure: there are no validation rows to compute a loss on, and "
         f"evaluation.exact_match=false; type evaluation.exact_match=true to compare answers with "
         f"those of {tests}, data.datasets=[{{path: FILE}}] data.val_set_size=0.05 for a loss, or "
         "evaluation=mmlu (arc, gsm8k, ...) for a task"

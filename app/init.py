@@ -1,4 +1,4 @@
-"""Init: write a commented experiment for a model and data of one's own: `loft init NAME`."""
+"""Init: write a commented experiment for your own model and data: `loft init NAME`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from data_modules import printable
 USAGE = """\
 loft init [NAME] [model=FOLDER_OR_HUB_ID] [data=FILE_OR_HUB_ID[,...]] [output=FILE.yaml]
 
-writes NAME.yaml (my_run.yaml), a commented experiment; what is not given is asked on a terminal
+writes NAME.yaml (my_run.yaml), a commented experiment; prompts for missing values on a terminal
 """
 QUESTIONS = {
     "model": ("base model: a folder or a hub id", "Qwen/Qwen2.5-0.5B-Instruct"),
@@ -28,46 +28,46 @@ TEMPLATE = """\
 # @package _global_
 # What:    {name}
 #
-# look:    python -m app.preview +experiment={file}
+# preview: python -m app.preview +experiment={file}
 # train:   python -m app.train +experiment={file}
-# change:  any setting, here or behind the command: python -m app.train --help
+# change:  any setting, here or on the command line: python -m app.train --help
 defaults:
-  # a part is one word: lora, ia3, freeze, full
+  # lora, ia3, freeze or full
   - override /adapter: lora
   - _self_
 
 model:
   path: {model}
 adapter:
-  r: 16          # rank: more learns more, and takes more memory
+  r: 16          # rank: a higher one has more parameters and takes more memory
   alpha: 32      # scale, often twice the rank
 data:
-  datasets:      # json, jsonl, csv, parquet, txt, folders, hub ids; each has its own loss
+  datasets:      # json, jsonl, csv, parquet, txt, folders, hub ids; each gets its own loss
 {datasets}
-    # format: alpaca               # guessed from the columns where it is not given
-    # columns: {{instruction: question, output: answer}}   # your names of its columns
-  sequence_len: null     # tokens of a row; null = the model's, and 2048 at most
-  val_set_size: 0.05     # share of the rows that is held out
+    # format: alpaca               # default: detected from the columns
+    # columns: {{instruction: question, output: answer}}   # format column: your column
+  sequence_len: null     # tokens per row; null = the model's context, at most 2048
+  val_set_size: 0.05     # fraction of rows held out for validation
 optimizer:
   lr: null       # null = the default of the adapter
 trainer:
   num_epochs: 1
   gradient_accumulation_steps: 8
 evaluation:
-  exact_match: false     # true: answer held-out rows before and after, and compare letter by letter
+  exact_match: false     # true: compare answers to held-out rows before and after training
 """
 
 
 def init(words: list[str], ask: Callable[[str], str] | None) -> Path:
-    """Write the experiment that `words` describe; `ask` answers what they leave open.
+    """Write the experiment that `words` describe; `ask` prompts for missing values.
 
-    UserError where nobody can be asked, a word is not known, or the file is there already.
+    UserError if a value is missing and `ask` is None, a word is unknown, or the file exists.
     """
     given = dict(word.partition("=")[::2] for word in words if "=" in word)
     names = [word for word in words if "=" not in word]
     known = {"model": "", "data": "", "output": ""}
     if unknown := [key for key in given if key not in known] + names[1:]:
-        raise UserError(f"init: {unknown[0]} is not known; {USAGE.splitlines()[0]}")
+        raise UserError(f"init: unknown argument {unknown[0]}; usage: {USAGE.splitlines()[0]}")
     name = names[0] if names else "my_run"
     if not NAME.fullmatch(name):
         raise UserError(f"init {name}: expected a name of letters, digits, '.', '-' and '_'")
@@ -96,7 +96,7 @@ def init(words: list[str], ask: Callable[[str], str] | None) -> Path:
 
 
 def _scalar(text: str) -> str:
-    """Return text as YAML has it in a line, quoted where it must be."""
+    """Return text as a one-line YAML scalar, quoted if necessary."""
     return str(yaml.safe_dump(text, width=10_000)).removesuffix("\n").removesuffix("\n...")
 
 
@@ -110,7 +110,7 @@ def run(words: list[str]) -> int:
     except (UserError, OSError, EOFError, KeyboardInterrupt) as error:
         return report(error)
     shown = printable(str(file))
-    print(f"written: {shown}; look at what it would learn from, then train:")
+    print(f"written: {shown}; next, preview its data and train:")
     print(f"  python -m app.preview +experiment={shown}")
     print(f"  python -m app.train +experiment={shown}")
     return DONE

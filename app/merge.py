@@ -1,4 +1,4 @@
-"""Merge: adapter into base, checked against the adapter; a Hugging Face folder, and GGUF.
+"""Merge: adapter into base, verified against base + adapter; a Hugging Face folder, and GGUF.
 
 `python -m app.merge run=FOLDER`, or `model.path=... adapter_path=... output.dir=...`.
 """
@@ -38,7 +38,7 @@ REPORT_FILE = "merge.json"
 
 
 def merge(config: MergeConfig) -> Difference | None:
-    """Merge as `config` says; return how far the merged model is from base + adapter."""
+    """Merge as `config` says; return the difference of logits from base + adapter, if verified."""
     is_final = config.merge.checkpoint == "final"
     adapters = find_adapters(config)
     converter = find_converter(config.merge.llama_cpp) if config.merge.gguf else None
@@ -46,7 +46,7 @@ def merge(config: MergeConfig) -> Difference | None:
     quiet_libraries(offline=is_offline(config.model))
 
     print_loading()
-    # Imported here and not above: --help and a config error must not wait for torch.
+    # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.tuned import open_tuned
     from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify
     from app.model.merging import merge_weights, plan_merge
@@ -69,9 +69,9 @@ def merge(config: MergeConfig) -> Difference | None:
     if converter is not None:
         file = convert(converter, folder, str(plan.dtype).removeprefix("torch."))
         check_gguf(config, tuned, folder, file)
-    run = Path(config.run) if config.run is not None else folder  # which has neither of the two
-    of_run = [read_json(run / name) for name in (MANIFEST_FILE, METRICS_FILE)]
-    card = render_merged_card(config, tuned, differences, plan.dtype, *of_run)
+    run = folder if config.run is None else Path(config.run)  # `folder` has neither file
+    manifest, metrics = (read_json(run / name) for name in (MANIFEST_FILE, METRICS_FILE))
+    card = render_merged_card(config, tuned, differences, plan.dtype, manifest, metrics)
     write_whole(folder / CARD_FILE, card)
     report = {name: asdict(difference) for name, difference in differences.items()}
     write_whole(folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
@@ -81,30 +81,30 @@ def merge(config: MergeConfig) -> Difference | None:
 
 
 def find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
-    """Return the folders and weights of what is merged; UserError where there is no adapter."""
+    """Return folder and weight of each adapter to merge; UserError if there is none."""
     if config.tuned_path is None:
         raise UserError("nothing to merge: type run=FOLDER, or adapter_path=FOLDER with model.path")
-    own = Path(config.tuned_path)
+    first = Path(config.tuned_path)
     if config.merge.checkpoint == "newest":
         if config.run is None or config.adapter_path is not None:
-            raise UserError("merge.checkpoint=newest: type run=FOLDER of a run, no adapter_path")
-    elif config.run is not None and config.adapter_path is None and not is_adapter(own):
-        if (own / "config.json").is_file():
+            raise UserError("merge.checkpoint=newest: type run=FOLDER, and leave out adapter_path")
+    elif config.run is not None and config.adapter_path is None and not is_adapter(first):
+        if (first / "config.json").is_file():
             raise UserError(
-                f"run={config.run} has trained the weights themselves, so there is no adapter to "
-                f"merge: {own} is a model already"
+                f"run={config.run} trained the base weights, so there is no adapter to merge: "
+                f"{first} is already a full model"
             )
         newest = "; type merge.checkpoint=newest" if has_checkpoints(Path(config.run)) else ""
-        raise UserError(f"run={config.run}: there is no adapter in {own.parent}{newest}")
+        raise UserError(f"run={config.run}: there is no adapter in {first.parent}{newest}")
     further = [(Path(each.path), each.weight) for each in config.merge.adapters]
-    return [(own, config.merge.weight), *further]
+    return [(first, config.merge.weight), *further]
 
 
 def save_from_checkpoint(config: MergeConfig, env: Environment, folder: Path) -> Path:
-    """Write the adapter in a run's newest good checkpoint as a finished run would; no weight is
-    read of a base that training left as it is.
+    """Save the adapter of a run's newest valid checkpoint as a finished run would.
 
-    UserError where there is no such checkpoint, or it is of other weights than an adapter's.
+    Reads no weights of the base, unless the adapter's initialization changed them. UserError if
+    there is no valid checkpoint, or if the run trains the base weights.
     """
     from app.assembly.base import open_base
     from app.model.adapter import save_adapter, save_converted, write_origin
@@ -116,14 +116,14 @@ def save_from_checkpoint(config: MergeConfig, env: Environment, folder: Path) ->
     run = load_run_config(Path(str(config.run)))
     if saves_whole_model(run.adapter):
         raise UserError(
-            f"run={config.run} trains the weights themselves, so there is no adapter to merge: "
+            f"run={config.run} trains the base weights, so there is no adapter to merge: "
             f"finish it with python -m app.train resume={config.run}"
         )
     checkpoint, problems = checkpoints_of(Path(str(config.run))).newest_good()
     for problem in problems:
         log.warning("%s", problem)
     if checkpoint is None:
-        raise UserError(f"run={config.run}: no good checkpoint is there to merge")
+        raise UserError(f"run={config.run}: there is no valid checkpoint to merge")
     base = open_base(config, env, run.adapter)
     build = partial(base.model_builder(run, env), recompute=RecomputeConfig(mode="none"))
     trained = checkpoint.tensors(MODEL)

@@ -1,6 +1,6 @@
-"""Plan: will it fit, how fast, what to change; before anything is rented, from the settings alone.
+"""Plan: whether a run fits, how fast it is, and what to change, estimated from its settings.
 
-`python -m app.plan +experiment=llama70b hardware=8xa100_80gb`. No weights, no GPU, no network.
+`python -m app.plan +experiment=llama70b hardware=8xa100_80gb`. Needs no weights, GPU or network.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from data_modules import DataError, printable
 
 
 def plan(config: PlanConfig) -> Path:
-    """Estimate what `config` would take, print it with the advice; return the folder written."""
+    """Estimate memory, speed and cost of `config`, print them with advice; return the folder."""
     if config.plan.write is not None:
         check_written(Path(config.plan.write))
     hardware = on_hardware(config, find_hardware(config.hardware))
@@ -57,21 +57,21 @@ def plan(config: PlanConfig) -> Path:
     if config.plan.simulate:
         check_simulated(config, run)
     candidates = list_candidates(config, hardware, config_json, run.model, strategies)
-    way = smallest_change(candidates)
-    ways = [" ".join(way.overrides)] if way is not None else []
-    if not ways:
-        ways = suggest_larger_changes(
+    change = smallest_change(candidates)
+    changes = [] if change is None else [" ".join(change.overrides)]
+    if not changes:
+        changes = suggest_larger_changes(
             config, hardware, config_json, run.model, strategies, run.sequence_len
         )
-    facts = describe_run(run, *tokens_of(config, run))
+    facts = describe_run(run, *training_tokens(config, run))
     facts |= {
         "name": (config.output.name or "").removesuffix("-plan"),
         "chosen": chosen,
-        "to_fit": [] if facts["fits"] else ways,
+        "to_fit": [] if facts["fits"] else changes,
         "advice": [describe_candidate(each) for each in best_of_each(candidates)],
     }
     if config.plan.simulate:
-        print("simulating a step, which takes minutes", flush=True)
+        print("simulating a step; this takes minutes", flush=True)
         facts["simulated"] = describe_simulated(run, simulate(config, run))
     folder = decide_run_dir(config.output)
     save_config(config, folder / CONFIG_FILE)
@@ -81,14 +81,14 @@ def plan(config: PlanConfig) -> Path:
         print(printable(line))
     if config.plan.write is not None:
         write_best(config, candidates, hardware, Path(config.plan.write))
-    where = printable(str(folder))
-    print(f"\n{where}/plan.html, plan.json: the same and more")
-    print(f"run: {where}")
+    shown = printable(str(folder))
+    print(f"\n{shown}/plan.html, plan.json: this plan with more details")
+    print(f"run: {shown}")
     return folder
 
 
 def find_hardware(config: HardwareConfig) -> HardwareConfig:
-    """Return the hardware with every number; `auto` is the GPUs of this machine."""
+    """Return the hardware with all its numbers; `auto` means the GPUs of this machine."""
     if config.name == "auto" and not config.memory_gib:
         card, memory_gib, num_gpus = detect_card()
         known: HardwareConfig = settings_of("hardware", card)
@@ -104,8 +104,8 @@ def find_hardware(config: HardwareConfig) -> HardwareConfig:
     return config
 
 
-def tokens_of(config: PlanConfig, run: PlannedRun) -> tuple[int | None, str]:
-    """Return the tokens that the run trains on, and by what they are estimated, or why not."""
+def training_tokens(config: PlanConfig, run: PlannedRun) -> tuple[int | None, str]:
+    """Return the number of tokens that the run trains on, and how it was estimated, or why not."""
     if config.plan.tokens is not None:
         return config.plan.tokens, ""
     if config.trainer.max_steps is not None:
@@ -117,25 +117,27 @@ def tokens_of(config: PlanConfig, run: PlannedRun) -> tuple[int | None, str]:
 
 
 def check_written(file: Path) -> None:
-    """Raise UserError where an experiment cannot be written to `file`."""
+    """Raise UserError if an experiment cannot be written to `file`."""
     if file.suffix != ".yaml":
         raise UserError(f"plan.write={file}: an experiment is a .yaml file; type {file}.yaml")
     if not file.parent.is_dir():
-        raise UserError(f"plan.write={file}: there is no folder {file.parent}; make it first")
+        raise UserError(
+            f"plan.write={file}: the folder {file.parent} does not exist; create it first"
+        )
     if file.exists():
-        raise UserError(f"plan.write={file}: it is there already; remove it, or type another name")
+        raise UserError(f"plan.write={file}: the file exists; remove it, or type another name")
 
 
 def write_best(
     config: PlanConfig, candidates: list[Candidate], hardware: HardwareConfig, file: Path
 ) -> None:
-    """Write the fastest candidate that fits as an experiment; UserError where none does."""
+    """Write the fastest candidate that fits as an experiment; UserError if none fits."""
     best = next((each for each in candidates if each.fits), None)
     if best is None:
         raise UserError(f"plan.write={file}: nothing fits {hardware}, so nothing was written")
     header = (
-        f"# Planned for {hardware}: {best.memory.total / 2**30:.1f} GiB a GPU, "
-        f"{best.speed.tokens_per_second:,.0f} tokens/s by arithmetic. Not yet run."
+        f"# Planned for {hardware}: {best.memory.total / 2**30:.1f} GiB per GPU and "
+        f"{best.speed.tokens_per_second:,.0f} tokens/s are estimates. Not yet run."
     )
     write_experiment(with_devices_of(best.config, hardware), file, header)
     print(f"\nwritten: {printable(str(file))}; python -m app.train +experiment={file}")
@@ -143,6 +145,6 @@ def write_best(
 
 if __name__ == "__main__":
     keep_streams()
-    quiet_libraries(offline=False)  # a plan fetches nothing in any case
+    quiet_libraries(offline=False)  # a plan makes no requests anyway
     install_signal_handlers()
     end_process(run_verb("plan", plan))

@@ -1,4 +1,4 @@
-"""Preview: what a run would train on: text, tokens, loss mask, packs; a tokenizer is enough.
+"""Preview: the text, tokens, loss mask and packs of a run; needs only a tokenizer.
 
 `python -m app.preview +experiment=NAME`, or `model.path=TOKENIZER_FOLDER data=...`.
 """
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from data_modules import ModelSpec
 
 STREAM_ROWS = 2000
-"""rows of each data set that are read of a stream"""
+"""number of rows that are read of each streamed data set"""
 NO_LIMIT = 1_000_000
-"""tokenizers without a context length state a number far above this"""
+"""tokenizers without a context length have a `model_max_length` far above this"""
 
 log = logging.getLogger(__name__)
 
 
 def preview(config: PreviewConfig) -> Path:
-    """Show what `config` would train on, in the terminal and as a page; return its folder."""
+    """Show the training data of `config` in the terminal and as a page; return the folder."""
     folder = decide_run_dir(config.output)
     quiet_libraries(offline=is_offline(_files_read(config.model), config.data, needs_weights=False))
 
     print_loading()
-    # Imported here and not above: --help and a config error must not wait for torch.
+    # Imported late, so that --help and config errors do not wait for torch.
     from rich.console import Console
 
     from app.assembly.data import build_datamodule
@@ -54,7 +54,7 @@ def preview(config: PreviewConfig) -> Path:
 
     tokenizer = build_tokenizer(config.model)
     spec, context_fact = find_model_spec(config, tokenizer)
-    num_ranks, accumulation = plan_as_typed(config.trainer, config.strategy)
+    num_ranks, accumulation = requested_batching(config.trainer, config.strategy)
     batching = BatchSpec(
         micro_batch_size=config.trainer.least_micro_batch,
         accumulation_steps=accumulation,
@@ -62,13 +62,13 @@ def preview(config: PreviewConfig) -> Path:
         num_epochs=config.trainer.num_epochs,
         max_steps=config.trainer.max_steps,
     )
-    shown = beginning_of(config.data) if config.data.streaming else config.data
+    shown = first_rows_of(config.data) if config.data.streaming else config.data
     data = build_datamodule(
         replace(config, data=shown),
         tokenizer,
         spec,
         batching,
-        first_rows=rows_of_each(config.preview.max_rows, shown),
+        first_rows=rows_per_dataset(config.preview.max_rows, shown),
     )
     data.setup("fit")
     result = collect_preview(
@@ -83,7 +83,9 @@ def preview(config: PreviewConfig) -> Path:
             f"sequence length: {data.sequence_len:,} tokens ({context_fact})",
             describe_ranks(config.trainer, config.strategy, num_ranks),
             *describe_stream(config.data),
-            *describe_sample({one.name: one.rows for one in data.report.datasets if one.is_cut}),
+            *describe_sample(
+                {dataset.name: dataset.rows for dataset in data.report.datasets if dataset.is_cut}
+            ),
         ],
     )
     save_config(config, folder / CONFIG_FILE)
@@ -93,13 +95,13 @@ def preview(config: PreviewConfig) -> Path:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     print_preview(result, Console(highlight=False), config.preview.tokens)
-    where = printable(str(folder))
-    print(f"\n{where}/preview.html: the same and more, for a browser\nrun: {where}")
-    data.audit.check()  # last, so that the rows it names can be looked at
+    shown_folder = printable(str(folder))
+    print(f"\n{shown_folder}/preview.html: this preview with more details\nrun: {shown_folder}")
+    data.audit.check()  # last, so that the rows it lists can be inspected
     return folder
 
 
-def plan_as_typed(trainer: TrainerConfig, strategy: StrategyConfig) -> tuple[int, int]:
+def requested_batching(trainer: TrainerConfig, strategy: StrategyConfig) -> tuple[int, int]:
     """Return data ranks and accumulation steps as typed; `auto` devices count as one rank."""
     num_ranks = trainer.num_nodes
     if isinstance(trainer.devices, int):
@@ -111,23 +113,23 @@ def plan_as_typed(trainer: TrainerConfig, strategy: StrategyConfig) -> tuple[int
 
 
 def describe_ranks(trainer: TrainerConfig, strategy: StrategyConfig, num_ranks: int) -> str:
-    """Return for how many ranks the steps are planned, and by which settings."""
+    """Return the number of ranks for which steps are planned, and the settings that decide it."""
     if isinstance(trainer.devices, int):
         typed = f"trainer.devices={trainer.devices}, trainer.num_nodes={trainer.num_nodes}"
         if (together := tensor_parallel_size(strategy, trainer.devices)) > 1:
             typed += f"; strategy={strategy.name}: tensor parallel {together}"
-        return f"ranks: {num_ranks}, as typed ({typed})"
+        return f"ranks: {num_ranks}, as set ({typed})"
     return (
-        f"ranks: {num_ranks}, with trainer.devices={trainer.devices} taken as 1; type the number "
-        "of GPUs that the run will have"
+        f"ranks: {num_ranks}, assuming 1 device for trainer.devices={trainer.devices}; type the "
+        "number of GPUs that the run will have"
     )
 
 
-def beginning_of(data: DataConfig) -> DataConfig:
-    """Return settings that read the first rows of what training would stream.
+def first_rows_of(data: DataConfig) -> DataConfig:
+    """Return settings that read the first rows of the streamed data sets.
 
-    The rows that the run holds out become test data here, so that the audit compares them with the
-    rows after them.
+    The rows that the run holds out for validation become test data, so that the audit compares them
+    with the training rows.
     """
     held_out = int(data.val_set_size)
     first = [
@@ -144,19 +146,19 @@ def beginning_of(data: DataConfig) -> DataConfig:
 
 
 def describe_stream(data: DataConfig) -> list[str]:
-    """Return how much of a stream is shown."""
+    """Return how many rows of a stream are shown."""
     if not data.streaming:
         return []
     held_out = int(data.val_set_size)
-    after = f" after the {held_out:,} that are held out for validation" if held_out else ""
+    after = f" after {held_out:,} rows held out for validation" if held_out else ""
     return [
         f"a stream: only its first {STREAM_ROWS:,} rows{after} were read; steps, epochs and shares "
-        "below are of these alone"
+        "below refer to these rows"
     ]
 
 
-def rows_of_each(max_rows: int | None, data: DataConfig) -> int | None:
-    """Return how many rows of each data set are read, None for all; enough to train on some."""
+def rows_per_dataset(max_rows: int | None, data: DataConfig) -> int | None:
+    """Return how many rows of each data set are read (None: all), so that some are trained on."""
     if max_rows is None:
         return None
     share = max_rows // max(1, len(data.datasets))
@@ -164,26 +166,26 @@ def rows_of_each(max_rows: int | None, data: DataConfig) -> int | None:
 
 
 def describe_sample(rows: dict[str, int]) -> list[str]:
-    """Return which data sets were read in part; `rows`: data set -> rows read."""
+    """Return which data sets were read in part; `rows` maps their names to the rows read."""
     if not rows:
         return []
     parts = ", ".join(f"{name} ({number:,})" for name, number in rows.items())
     return [
         f"a sample: only the first rows were read of {parts}; steps, epochs, shares and the audit "
-        "are of these alone; preview.max_rows=null reads all"
+        "refer to these rows; preview.max_rows=null reads all"
     ]
 
 
 def _files_read(model: ModelConfig) -> ModelConfig:
-    """Return `model` without its path where config and tokenizer are known without it."""
+    """Return `model` without its path if neither its config nor its tokenizer is read from it."""
     is_known = "model_type" in model.architecture and model.tokenizer_path is not None
     return replace(model, path=None) if is_known else model
 
 
 def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
-    """Return the config of the base; None where there is only a tokenizer.
+    """Return the config of the base, None if there is only a tokenizer.
 
-    `model.architecture` is used where it is set: nothing is downloaded.
+    Nothing is downloaded if `model.architecture` is set.
     """
     from app.model.architecture import load_architecture
 
@@ -198,10 +200,10 @@ def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
 def find_model_spec(
     config: PreviewConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[ModelSpec, str]:
-    """Return what the data depends on of the model, and a fact about its context.
+    """Return the properties of the model that the data depends on, and a note on its context.
 
-    With a tokenizer alone, each of its tokens is taken to have a row. A typed `sequence_len` then
-    stands: only a model could contradict it.
+    Without a config.json, every token is assumed to have an embedding row, and a requested
+    `sequence_len` is not checked against the model's context.
     """
     from app.assembly.base import model_spec
     from app.model.tokenizer import new_token_ids, num_rows
@@ -212,7 +214,7 @@ def find_model_spec(
         new_ids = new_token_ids(config.model, tokenizer, num_rows(architecture))
         spec = model_spec(architecture, new_ids)
         context = spec.context_len
-        return spec, f"the model's context: {context:,}" if context else "no limit is known"
+        return spec, f"the model's context: {context:,}" if context else "no known limit"
     limit = int(tokenizer.model_max_length)
     if config.data.sequence_len is not None or limit > NO_LIMIT:
         fact = "the model's context is not known: there is no config.json"

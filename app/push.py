@@ -1,6 +1,6 @@
-"""Push: what a run has saved, with its card, to a repository of the Hugging Face hub.
+"""Push: upload a run's adapter or model, with its model card, to the Hugging Face hub.
 
-`python -m app.push run=FOLDER repo=NAME`. The key comes from HF_TOKEN or `hf auth login`.
+`python -m app.push run=FOLDER repo=NAME`. The token comes from HF_TOKEN or `hf auth login`.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from app.run.find import saved_folder
 from data_modules import printable, redact, setting
 
 NAMES_BASE = {"adapter_config.json": "base_model_name_or_path", "base.json": "path"}
-"""files of an adapter that name its base, and the key"""
+"""files of an adapter that name its base, and the key under which they do"""
 
 
 @dataclass(kw_only=True, slots=True)
 class PushConfig:
-    """Push the adapter or model of a finished run to the Hugging Face hub, with its card."""
+    """Upload the adapter or model of a finished run, with its card, to the Hugging Face hub."""
 
     repo: str = setting()
-    """NAME of a repository of yours, or OWNER/NAME; it is made where it is not there"""
+    """NAME of one of your repositories, or OWNER/NAME; created if it does not exist"""
     run: str | None = None
-    """folder of a finished run; the newest under outputs/ where none is typed"""
+    """folder of a finished run; null = the newest under outputs/"""
     private: bool = True
-    """whether a repository that is made can be read by its owner alone"""
+    """whether a new repository is private"""
     page: bool = False
-    """also report.html: it holds prompts and answers of the held-out rows"""
+    """whether to upload report.html, which contains prompts and answers of held-out rows"""
 
 
 def push(config: PushConfig) -> str:
-    """Upload what the run has saved; print and return the address of the commit."""
+    """Upload the run's adapter or model; print and return the URL of the commit."""
     run = find_run(config.run, verb="push")
     saved = saved_folder(run)
     if not saved.is_dir():
-        raise UserError(f"run={run}: there is neither an adapter nor a model in it")
+        raise UserError(f"run={run}: the folder has neither an adapter nor a model")
 
-    # Imported here and not above: --help must not wait for it.
+    # Imported late, so that --help does not wait for them.
     from httpx2 import HTTPError
     from huggingface_hub import HfApi, ModelCard
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
@@ -62,23 +62,27 @@ def push(config: PushConfig) -> str:
     try:
         repo = config.repo if "/" in config.repo else f"{api.whoami()['name']}/{config.repo}"
     except LocalTokenNotFoundError as error:
-        raise UserError(f"repo={config.repo}: yours? type hf auth login first") from error
+        raise UserError(
+            f"repo={config.repo}: no token found; export HF_TOKEN, or type hf auth login"
+        ) from error
     except HfHubHTTPError as error:
         raise OSError(describe_refusal(config.repo, error)) from error
     except HTTPError as error:
         raise _unreachable(config.repo, error) from error
-    # A copy beside the run: what is pushed has a card that names no folder of this machine.
+    # Upload a copy, whose card and configs name no folders of this machine.
     with tempfile.TemporaryDirectory(prefix=".push-", dir=run) as folder:
         copy = Path(folder) / "files"
-        shutil.copytree(saved, copy, copy_function=_link)
+        shutil.copytree(saved, copy, copy_function=_link_or_copy)
         for name in ("README.md", "training_curves.png"):
-            (copy / name).unlink(missing_ok=True)  # a link: written to, the run's own would change
+            (copy / name).unlink(
+                missing_ok=True
+            )  # a hard link: writing would change the run's file
         for name, key in NAMES_BASE.items():
-            name_base(copy / name, key)
+            replace_base_path(copy / name, key)
         write_card(copy, run, changed_settings(load_run_config(run)), repo=repo)
         if config.page and (run / PAGE_FILE).is_file():
             shutil.copyfile(run / PAGE_FILE, copy / PAGE_FILE)
-        ModelCard((copy / "README.md").read_text(encoding="utf-8"))  # its front is valid
+        ModelCard((copy / "README.md").read_text(encoding="utf-8"))  # validates the metadata block
         try:
             api.create_repo(repo, private=config.private, exist_ok=True)
             commit = api.upload_folder(
@@ -93,41 +97,41 @@ def push(config: PushConfig) -> str:
     return str(commit.commit_url)
 
 
-def name_base(file: Path, key: str) -> None:
-    """Name a base that is a folder of this machine by its last part, in a file that is pushed."""
+def replace_base_path(file: Path, key: str) -> None:
+    """Replace the path of a local base by the name of its folder, in a file to upload."""
     if not file.is_file():
         return
     document = json.loads(file.read_text(encoding="utf-8"))
     path = document.get(key)
     if isinstance(path, str) and Path(path).is_dir():
-        file.unlink()  # a link: written to, the run's own would change
+        file.unlink()  # a hard link: writing would change the run's file
         named = document | {key: Path(path).resolve().name}
         file.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
 
 
 def describe_refusal(repo: str, error: Any) -> str:
-    """Return why the hub has refused a push, and what to do."""
+    """Return why the hub refused an upload, and what to do."""
     status = error.response.status_code if error.response is not None else None
     known: dict[int | None, str] = {
-        401: "the hub knows no key: export HF_TOKEN, or run `hf auth login`",
-        403: "your key may not write there: type an owner that is yours, or make a key with write "
-        "access on the hub's page of settings",
-        404: "there is no such owner or repository that your key can see",
+        401: "the hub did not accept your token: export HF_TOKEN, or run `hf auth login`",
+        403: "your token may not write there: type an owner that is yours, or create a token with "
+        "write access in the hub's settings",
+        404: "the owner or repository does not exist, or your token cannot see it",
     }
     why = known.get(status) or next(iter(redact(str(error)).splitlines()), "")
     return f"repo={repo}: {why}" + ("" if status is None else f" (status {status})")
 
 
 def _unreachable(repo: str, error: Exception) -> OSError:
-    """Say that there is no network, or that the hub does not answer."""
+    """Return the error of a hub that cannot be reached."""
     return OSError(f"repo={repo}: the hub cannot be reached: {redact(str(error))}")
 
 
-def _link(source: str, target: str) -> None:
-    """Name a file a second time: weights need not be copied to be read, but where they must."""
+def _link_or_copy(source: str, target: str) -> None:
+    """Make a hard link, or a copy if the file system has no links."""
     try:
         Path(target).hardlink_to(source)
-    except OSError:  # a file system without links
+    except OSError:
         shutil.copy2(source, target)
 
 

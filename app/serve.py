@@ -1,14 +1,14 @@
-"""Serve: OpenAI's chat API and a page for the browser, over a base with its adapter.
+"""Serve: an OpenAI-compatible chat API and a web page for a base model with its adapter.
 
 `python -m app.serve run=FOLDER`, or `model.path=... [adapter_path=...]`; Ctrl-C ends it.
 
-The server is our own over what chat and evaluation answer with, since tokens and stops are then
-those of training by construction, for encoder-decoder models too. `transformers serve` (5.23) is
-not started: its stop tokens are those of the base's generation config, a request's own template
-arguments change the tokens, it has no key, queue or limits, and it cuts from a decoder's answer as
-many tokens as the encoder read. vLLM is for throughput; it pins another torch, so that
-`serve.engine=vllm` prints the line that starts it in an environment of its own, with the template
-and the stop tokens of training.
+We run our own server on the generation code of chat and evaluation, so that prompts and stop tokens
+are those of training, also for encoder-decoder models. `transformers serve` (5.23) does not ensure
+that: it takes stop tokens from the base's generation config, lets requests change the template's
+arguments, has no API key, queue or limits, and cuts the length of the prompt from answers of
+encoder-decoder models. vLLM has a higher throughput but pins another torch version:
+`serve.engine=vllm` only prints the command that starts it in a separate environment, with the
+template and stop tokens of training.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def serve(config: ServerConfig) -> None:
-    """Serve as `config` says until a signal comes."""
+    """Serve as `config` says until a signal is received."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise ImportError("a server needs Starlette and uvicorn: pip install -e '.[serve]'")
     key = read_key(config.serve)
@@ -56,7 +56,7 @@ def serve(config: ServerConfig) -> None:
     folder = decide_run_dir(config.output)
     quiet_libraries(offline=is_offline(config.model))
 
-    # Imported here and not above: --help and a config error must not wait for torch.
+    # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.tuned import open_tuned
     from app.evaluation.conversation import check_served_tokens
     from app.serving.application import build_app
@@ -65,8 +65,8 @@ def serve(config: ServerConfig) -> None:
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
     tuned = open_tuned(config, env)
     problems = check_served_tokens(tuned.template, tuned.tokenizer)
-    if problems and listener is None:  # vLLM would render by the tokenizer
-        raise UserError([f"serve.engine=vllm: chat template: {one}" for one in problems])
+    if problems and listener is None:  # vLLM renders prompts with the tokenizer
+        raise UserError([f"serve.engine=vllm: chat template: {each}" for each in problems])
     for problem in problems:
         log.warning("chat template: %s", problem)
     if not problems:
@@ -77,12 +77,12 @@ def serve(config: ServerConfig) -> None:
         print(f"run: {printable(str(folder))}")
         return
     responder = tuned.responder(tuned.load(env), env)
-    app = build_app(responder, config.serve, config.chat, name_of(config), key)
-    run_server(app, listener, name_of(config), folder)
+    app = build_app(responder, config.serve, config.chat, model_name(config), key)
+    run_server(app, listener, model_name(config), folder)
 
 
-def name_of(config: ServerConfig) -> str:
-    """Return what clients call the model."""
+def model_name(config: ServerConfig) -> str:
+    """Return the name of the model in the API."""
     if config.serve.model_name is not None:
         return config.serve.model_name
     if config.run is None:
@@ -91,7 +91,7 @@ def name_of(config: ServerConfig) -> str:
 
 
 def run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) -> None:
-    """Serve until a signal comes, which ends the process as everywhere else."""
+    """Serve until a signal is received; raise Interrupted for it."""
     from app.serving.server import build_server
 
     server = build_server(app)
@@ -99,32 +99,34 @@ def run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) -
     print(
         f"serving {printable(name)}: page {address}/, API {address}/v1; Ctrl-C ends it", flush=True
     )
-    wait_for_step(True)  # a signal is looked for by the server, so that answers end before it does
+    wait_for_step(True)  # the server polls for signals, to finish the running answers first
     server.run([listener])
     signum = signal_received()
     print(f"run: {printable(str(folder))}", flush=True)
     if signum is not None:
-        raise Interrupted(signum, "the server has ended")
+        raise Interrupted(signum, "the server has stopped")
 
 
 def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: bool) -> str:
-    """Write the stop tokens of training to `folder`; return the lines that start vLLM with them.
+    """Write stop tokens and tokenizer to `folder`; return the commands that start vLLM with them.
 
-    `has_key`: whether clients must have the key of the environment.
+    `has_key`: whether clients must send the API key that is set in the environment.
     """
     if tuned.template.is_encoder_decoder:
-        raise UserError("serve.engine=vllm: vLLM serves no encoder-decoder models; leave it out")
+        raise UserError(
+            "serve.engine=vllm: vLLM does not serve encoder-decoder models; leave it out"
+        )
     stops = {"eos_token_id": sorted(tuned.stop_ids)}
     write_whole(folder / "generation_config.json", json.dumps(stops, indent=2) + "\n")
     tuned.tokenizer.save_pretrained(folder)
     model, adapter, rank = str(tuned.folder or config.model.path), None, 0
-    lines = ["# in an environment of its own, where vLLM is installed"]
+    lines = ["# in a separate environment with vLLM"]
     if tuned.folder is not None and is_adapter(tuned.folder):
         settings = json.loads((tuned.folder / "adapter_config.json").read_text(encoding="utf-8"))
-        why = find_unsupported_feature(settings)
-        if why is None and config.quantization.method != "none":
-            why = "the quantized base that the adapter was trained on"
-        if why is None:
+        unsupported = find_unsupported_feature(settings)
+        if unsupported is None and config.quantization.method != "none":
+            unsupported = "the quantized base that the adapter was trained on"
+        if unsupported is None:
             model, adapter, rank = str(config.model.path), tuned.folder, int(settings["r"])
         else:
             model = str(folder.parent / f"{folder.name}-merged")
@@ -134,12 +136,12 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
                 else (f"model.path={config.model.path}")
             )
             words = [run, f"adapter_path={tuned.folder}", f"output.dir={model}"]
-            lines.append(f"# vLLM does not serve {why}: merge first, here")
+            lines.append(f"# vLLM does not serve {unsupported}: first merge, in this environment")
             lines.append(shlex.join(["python", "-m", "app.merge", *words]))
     key = f"VLLM_API_KEY=${KEY_VARIABLE} " if has_key else ""
     line = build_vllm_command(
         model,
-        name_of(config),
+        model_name(config),
         host=config.serve.host,
         port=config.serve.port,
         tokenizer=folder,

@@ -1,4 +1,14 @@
-"""Train: config in, verified adapter out. `python -m app.train +experiment=quickstart`."""
+"""Train: config in, verified adapter out. `python -m app.train +experiment=quickstart`.
+
+`train` shows the whole program in order. Each step builds one object that later steps use:
+
+    Run                 the run's folder, locked, and the checkpoint to resume from
+    Environment         devices, ranks, precision and batch sizes
+    Base                config, tokenizer and attention of the base model; no weights yet
+    FinetuneDataModule  tokenized and packed rows, and which of them each step trains on
+    L.Trainer           strategy, loggers, checkpoints and callbacks
+    FinetuneModule      model, optimizer, schedule and loss
+"""
 
 from __future__ import annotations
 
@@ -21,18 +31,18 @@ from app.sweep import run_sweep
 
 
 def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | None:
-    """Fine-tune as `config` says; return the final validation loss, None on ranks above 0.
+    """Fine-tune as `config` says, on this rank; return the final validation loss.
 
-    `existing`: the run that it resumes, where the checks have compared it.
+    Returns None on ranks above 0. `existing`: the run to resume, if it has been compared already.
     """
-    config = copy.deepcopy(config)  # what is found out is filled in, and the caller's stays
+    config = copy.deepcopy(config)  # resolved values are written to this copy
     quiet_libraries(offline=is_offline(config.model, config.data))
     run = open_run(config, existing or compare_existing(config, load_run_config))
     if run.is_done:
         return print_done(run)
 
     print_loading()
-    # Imported here and not above: --help and a config error must not wait for torch.
+    # Imported late, so that --help and config errors do not wait for torch.
     import lightning as L
 
     from app.assembly.auto import resolve_auto
@@ -42,18 +52,18 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     from app.assembly.training import build_module, build_trainer
     from app.training.trainer import resolve_environment
 
-    # Where it runs, what it starts from, and what it learns from: all steps are planned here.
+    # Environment, base and data: every step is planned before any weight is loaded.
     run.pin_revision()
     env = resolve_environment(config.trainer, config.strategy)
     L.seed_everything(config.seed, verbose=False)
     base = open_base(config, env, config.adapter)
     data = build_data(config, base, env, run)
-    # From here on `config` says what `auto` is; `run.config` keeps the word, for config.yaml.
+    # Replace each `auto` in `config` by a choice that fits; `run.config` keeps it for config.yaml.
     config, env, estimate = resolve_auto(config, base, data, env, run)
     facts = describe_run(config, base, data, env)
     run.check_unchanged(facts)
 
-    # How it learns: the weights are read when the fit begins, where a strategy may shard them.
+    # Trainer and module: weights are loaded when `fit` starts, so that a strategy can shard them.
     trainer = build_trainer(run, env, config.strategy, data, facts, estimate)
     module = build_module(config, base, data, env, trainer)
     with page_on_failure(run.folder, changed_settings(run.config), trainer.loggers):
@@ -62,12 +72,13 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
 
 
 def start(config: TrainConfig, existing: ExistingRun | None = None) -> None:
-    """Train in this process, or start the ranks of this machine and watch over them."""
+    """Train in this process, or start the ranks of this machine and supervise them."""
     install_signal_handlers()
     try:
         if not starts_ranks(config):
             train(config, existing)
             return
+        # The supervisor opens the run once; its ranks use the same folder and checkpoint.
         quiet_libraries(offline=is_offline(config.model, config.data))
         run = open_run(config, existing)
         if run.is_done:
@@ -75,7 +86,7 @@ def start(config: TrainConfig, existing: ExistingRun | None = None) -> None:
         elif code := run_ranks(config, run, sys.argv[1:]):
             sys.exit(code)
     except Interrupted as interrupted:
-        if interrupted.signum == signal.SIGUSR1:
+        if interrupted.signum == signal.SIGUSR1:  # SLURM announces the job's time limit
             requeue(config.supervise)
         interrupted.message += f"\n{resume_command()}"
         exit_after_grace()

@@ -79,13 +79,13 @@ def test_a_run_of_full_training_is_a_model_already(
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
     said = refused(capsys, f"run={run}")
-    assert "is a model already" in said and str(run / "model") in said
+    assert "is already a full model" in said and str(run / "model") in said
     (run / "checkpoints" / "step-4").mkdir(parents=True)
     config = load_config("train", ["+experiment=quickstart", "adapter=full"])
     save_config(config, run / "config.yaml")
     (run / "metrics.json").unlink()
     said = refused(capsys, f"run={run}", "merge.checkpoint=newest", f"output.dir={run / 'out'}")
-    assert "trains the weights themselves" in said
+    assert "trains the base weights" in said
 
 
 def test_a_run_without_its_adapter(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +102,7 @@ def test_an_unfinished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "the run is not finished" in said and f"app.train resume={run}" in said
     assert "or merge that with merge.checkpoint=newest" in said
     told = ("merge.checkpoint=newest", f"output.dir={run.parent / 'out'}")
-    assert "no good checkpoint is there" in refused(capsys, f"run={run}", *told)
+    assert "there is no valid checkpoint" in refused(capsys, f"run={run}", *told)
     write_adapter(run / "adapter", 128)
     said = refused(capsys, f"model.path={TINY_BASE}", *told, f"adapter_path={run / 'adapter'}")
     assert "type run=FOLDER" in said

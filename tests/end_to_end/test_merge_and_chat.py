@@ -298,7 +298,7 @@ def test_a_chat_begins_with_its_system_prompt_and_outlives_errors(
     lines = f"/compare\n{'long ' * 3000}\nhi\n/save {tmp_path / 'mine.jsonl'}\n"
     (row,) = talk(monkeypatch, tmp_path / "chat", lines, *words)
     screen = capsys.readouterr().out
-    assert "there is no adapter here" in screen and "the model's context is" in screen
+    assert "there is no tuned model" in screen and "the model's context is" in screen
     assert [turn["role"] for turn in row] == ["system", "user", "assistant"]
     assert json.loads((tmp_path / "mine.jsonl").read_text())["messages"] == row
 

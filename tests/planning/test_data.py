@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.config import load_config
-from app.plan import tokens_of
+from app.plan import training_tokens
 from app.planning.planned import count_bytes, estimate_tokens
 from app.report.plan import plan_lines
 from tests.planning.test_plan import plan_of
@@ -47,7 +47,7 @@ def test_tokens_are_counted_by_the_bases_tokenizer() -> None:
     assert tokens == pytest.approx(139_604 * config.trainer.num_epochs, rel=0.08)
     assert "bytes a token" not in by
     run: Any = type("Run", (), {"tokens_per_step": 7})
-    assert tokens_of(config, run) == (config.trainer.max_steps * 7, "")
+    assert training_tokens(config, run) == (config.trainer.max_steps * 7, "")
 
 
 def test_tokens_of_unusual_texts() -> None:

@@ -240,8 +240,8 @@ def test_one_gpu_gets_only_single_gpu_strategies(tmp_path: Path) -> None:
     ("file", "message"),
     [
         ("best", "an experiment is a .yaml file; type best.yaml"),
-        ("nosuch/best.yaml", "there is no folder nosuch; make it first"),
-        ("here.yaml", "it is there already"),
+        ("nosuch/best.yaml", "the folder nosuch does not exist; create it first"),
+        ("here.yaml", "the file exists"),
     ],
 )
 def test_an_unwritable_plan_file_is_refused_first(

@@ -208,7 +208,7 @@ def test_a_preview_needs_only_a_tokenizer(run_preview: Callable[..., Any], tmp_p
     words += [f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
     _, _, printed = run_preview(*words, "trainer.devices=2", "preview.rows=1")
     assert "sequence length: 2,048 tokens (the model's context is not known" in printed
-    assert "ranks: 2, as typed (trainer.devices=2, trainer.num_nodes=1)" in printed
+    assert "ranks: 2, as set (trainer.devices=2, trainer.num_nodes=1)" in printed
 
 
 def test_a_gated_base_is_described_by_its_settings(

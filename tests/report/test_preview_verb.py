@@ -14,12 +14,12 @@ import yaml
 from app.config import conf_files, load_config
 from app.config.verbs import PreviewConfig
 from app.preview import (
-    beginning_of,
     describe_ranks,
     describe_sample,
     describe_stream,
-    plan_as_typed,
-    rows_of_each,
+    first_rows_of,
+    requested_batching,
+    rows_per_dataset,
 )
 from app.strategy.settings import FsdpConfig, StrategyConfig
 from app.training.trainer import TrainerConfig
@@ -167,27 +167,27 @@ def test_a_run_for_another_machine_can_be_previewed() -> None:
 
 def test_steps_are_planned_for_the_configured_ranks() -> None:
     auto = StrategyConfig()
-    assert plan_as_typed(TrainerConfig(), auto) == (1, 8)
-    assert plan_as_typed(TrainerConfig(devices=4, num_nodes=2), auto) == (8, 8)
+    assert requested_batching(TrainerConfig(), auto) == (1, 8)
+    assert requested_batching(TrainerConfig(devices=4, num_nodes=2), auto) == (8, 8)
     typed = TrainerConfig(devices=4, micro_batch_size=2, global_batch_size=24)
-    assert plan_as_typed(typed, auto) == (4, 3)
-    assert plan_as_typed(typed, FsdpConfig(tensor_parallel_size=2)) == (2, 6)
-    assert plan_as_typed(typed, FsdpConfig(tensor_parallel_size=None)) == (1, 12)
-    assert plan_as_typed(TrainerConfig(), FsdpConfig(tensor_parallel_size=2)) == (1, 8)
+    assert requested_batching(typed, auto) == (4, 3)
+    assert requested_batching(typed, FsdpConfig(tensor_parallel_size=2)) == (2, 6)
+    assert requested_batching(typed, FsdpConfig(tensor_parallel_size=None)) == (1, 12)
+    assert requested_batching(TrainerConfig(), FsdpConfig(tensor_parallel_size=2)) == (1, 8)
 
 
 def test_ranks_are_described_by_their_settings() -> None:
     assert describe_ranks(TrainerConfig(), StrategyConfig(), 1) == (
-        "ranks: 1, with trainer.devices=auto taken as 1; type the number of GPUs that the run will "
-        "have"
+        "ranks: 1, assuming 1 device for trainer.devices=auto; type the number of GPUs that the "
+        "run will have"
     )
     typed = TrainerConfig(devices=4, num_nodes=2)
     assert describe_ranks(typed, StrategyConfig(), 8) == (
-        "ranks: 8, as typed (trainer.devices=4, trainer.num_nodes=2)"
+        "ranks: 8, as set (trainer.devices=4, trainer.num_nodes=2)"
     )
     split = FsdpConfig(name="fsdp_tp", tensor_parallel_size=2)
     assert describe_ranks(typed, split, 4) == (
-        "ranks: 4, as typed (trainer.devices=4, trainer.num_nodes=2; strategy=fsdp_tp: tensor "
+        "ranks: 4, as set (trainer.devices=4, trainer.num_nodes=2; strategy=fsdp_tp: tensor "
         "parallel 2)"
     )
 
@@ -196,17 +196,17 @@ def test_the_first_rows_of_a_stream_are_shown() -> None:
     sets = [DatasetConfig(path="a"), DatasetConfig(path="b", split="test")]
     tests = [DatasetConfig(path="c")]
     typed = DataConfig(datasets=sets, test_datasets=tests, streaming=True, val_set_size=50)
-    data = beginning_of(typed)
+    data = first_rows_of(typed)
     assert [dataset.split for dataset in data.datasets] == ["train[50:2050]", "test[50:2050]"]
     compared = [(dataset.path, dataset.split) for dataset in data.test_datasets]
     assert compared == [("c", "train"), ("a", "train[:50]"), ("b", "test[:50]")]
     assert (data.streaming, data.val_set_size) == (False, 0)
     assert describe_stream(typed) == [
-        "a stream: only its first 2,000 rows after the 50 that are held out for validation were "
-        "read; steps, epochs and shares below are of these alone"
+        "a stream: only its first 2,000 rows after 50 rows held out for validation were read; "
+        "steps, epochs and shares below refer to these rows"
     ]
     none_out = replace(typed, val_set_size=0, test_datasets=[])
-    assert beginning_of(none_out).test_datasets == []
+    assert first_rows_of(none_out).test_datasets == []
     assert "only its first 2,000 rows were read" in describe_stream(none_out)[0]
     assert describe_stream(replace(typed, streaming=False)) == []
 
@@ -224,11 +224,11 @@ def test_errors_and_help_never_wait_for_torch() -> None:
 
 def test_only_the_first_rows_of_large_data_are_read() -> None:
     sets = [DatasetConfig(path=name) for name in "abcd"]
-    assert rows_of_each(100_000, DataConfig(datasets=sets)) == 25_000
-    assert rows_of_each(100, DataConfig(datasets=sets, val_set_size=50)) == 100
-    assert rows_of_each(None, DataConfig(datasets=sets)) is None
+    assert rows_per_dataset(100_000, DataConfig(datasets=sets)) == 25_000
+    assert rows_per_dataset(100, DataConfig(datasets=sets, val_set_size=50)) == 100
+    assert rows_per_dataset(None, DataConfig(datasets=sets)) is None
     assert describe_sample({}) == []
     assert describe_sample({"a": 25_000, "b": 5}) == [
         "a sample: only the first rows were read of a (25,000), b (5); steps, epochs, shares and "
-        "the audit are of these alone; preview.max_rows=null reads all"
+        "the audit refer to these rows; preview.max_rows=null reads all"
     ]

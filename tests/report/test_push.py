@@ -184,7 +184,10 @@ def test_a_name_without_owner_belongs_to_the_token_owner(
     monkeypatch.setattr("huggingface_hub.HfApi", HfApi)
     monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
     assert run_plain_verb("push", PushConfig, push, words) == 2
-    assert "repo=lists-adapter: yours? type hf auth login first" in capsys.readouterr().err
+    assert (
+        "repo=lists-adapter: no token found; export HF_TOKEN, or type hf auth login"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_pushed_run_gets_its_own_card(
@@ -212,7 +215,7 @@ def test_a_pushed_run_gets_its_own_card(
 
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
-    [(401, 3, "hf auth login"), (403, 3, "your key may not write"), (404, 3, "no such owner")],
+    [(401, 3, "hf auth login"), (403, 3, "your token may not write"), (404, 3, "does not exist")],
 )
 def test_errors_of_the_hub_are_distinguished(
     run: Path, hub: type[Hub], status: int, code: int, expected: str,
