@@ -231,7 +231,7 @@ def test_errors_of_the_hub_are_distinguished(
     ("words", "expected"),
     [
         (["repo=a/b/c"], "repo=a/b/c: "),
-        ([], "repo=... is missing: NAME of a repository of yours, or OWNER/NAME"),
+        ([], "repo=... is missing: NAME of one of your repositories, or OWNER/NAME"),
         (["repo=a/b", "private=maybe"], "private=maybe: expected true or false"),
     ],
 )
