@@ -133,11 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if weight_needs_grad:
                 grad_weight = _add(grad_weight, grad.T @ rows)
             del products, logits, slope, grad
-        ctx.grads = (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-        )
+        ctx.grads = grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias)
         ctx.mark_non_differentiable(losses)
         return (losses * loss_weights).sum(), losses
 
@@ -190,6 +186,11 @@ def _cross_entropy(
     scale = (loss_weights * is_trained_on).float().unsqueeze(1)
     label_scale = scale if shard is None else scale * is_local
     return losses, exponentials.mul_(scale / sums).scatter_add_(1, target, -label_scale)
+
+
+def _cast(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    """Return a gradient in the dtype of its weight; None if it has none."""
+    return None if grad is None or weight is None else grad.to(weight.dtype)
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:
