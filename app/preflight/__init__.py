@@ -1,8 +1,8 @@
-"""Everything that can be known before torch is imported: what is wrong, where, and what to type.
+"""The checks that need no torch: what is wrong, where, and what to type.
 
-`couplings` has the settings that do not go together, `files` looks at what they name: at a base
-(`base_model`, with the names and shapes of its modules from `shapes`) and at a saved adapter.
-`fingerprint` tells bases apart.
+`couplings` finds settings that cannot be combined. `files` checks what they name: the base
+(`base_model`, with names and shapes of its modules from `shapes`) and a saved adapter.
+`fingerprint` identifies a base.
 """
 
 from app.preflight.couplings import (

@@ -65,7 +65,7 @@ def test_an_evaluation_is_checked_as_a_training_is(base: list[str], tmp_path: Pa
     words = [*base, f"adapter_path={make_adapter(tmp_path / 'adapter')}"]
     answer = ask(*words, "attention=flash2", verb="evaluate")
     assert answer.code == 2 and "attention=flash2 needs an NVIDIA GPU" in answer.said
-    assert "let the documents of a pack see each other; type attention=sdpa" in answer.said
+    assert "let the documents of a pack attend to each other; type attention=sdpa" in answer.said
     assert ask(*words, "attention=sdpa", verb="evaluate").code == 0
 
 

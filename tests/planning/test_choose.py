@@ -320,7 +320,7 @@ def test_a_choice_that_conflicts_with_an_override_is_refused(gpu: Any) -> None:
         resolve_strategy(config, base_of(), EIGHT, planned(f"{LORA_70B} hardware=8xa100_80gb"))
     message = str(caught.value)
     assert message.startswith("strategy=auto is fsdp (it does not fit one GPU")
-    assert "; but optimizer=muon does not step shards" in message
+    assert "; but optimizer=muon cannot update shards" in message
 
 
 def test_the_smallest_gpu_of_this_machine_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

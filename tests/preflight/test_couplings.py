@@ -54,14 +54,14 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "is_installed", lambda module: True)
 
 
-CLASHES = [
+CONFLICTS = [
     # GPUs, what was typed, what is right, what must be said
     (0, "sweep.trials=3", "sweep.trials=3 sweep.search=optuna",
-     ["sweep.trials=3", "a grid runs every combination"]),
+     ["sweep.trials=3", "sweep.search=grid runs every combination"]),
     (0, "sweep.prune=median", "sweep.prune=median sweep.search=optuna",
-     ["sweep.prune=median", "a grid shows every trial whole"]),
+     ["sweep.prune=median", "sweep.search=grid runs every trial to its end"]),
     (0, "launcher.cpus=2", "launcher.cpus=2 launcher.name=slurm",
-     ["launcher.cpus=2 means nothing to launcher=local", "launcher=slurm"]),
+     ["launcher.cpus=2 has no effect with launcher=local", "launcher=slurm"]),
     (0, "launcher.name=slurm trainer.num_nodes=2 strategy=ddp", "launcher.name=slurm",
      ["launcher=slurm runs each trial on one node", "trainer.num_nodes=1"]),
     (0, "trainer.precision=fp16", "trainer.precision=bf16", ["fp16 needs a GPU", "the CPU",
@@ -84,7 +84,8 @@ CLASHES = [
     (0, "evaluation.exact_match=true data.val_set_size=0 'data.test_datasets=[]'",
      "evaluation.exact_match=true", ["there are no rows to evaluate", "data.val_set_size=0.05"]),
     (0, "evaluation.every_steps=2", "evaluation.every_steps=2 evaluation.exact_match=true",
-     ["evaluation.every_steps=2, but nothing is asked", "evaluation.tasks=[{name: mmlu}]"]),
+     ["evaluation.every_steps=2, but there is nothing to measure",
+      "evaluation.tasks=[{name: mmlu}]"]),
     (0, "evaluation.every_steps=2 evaluation.metrics=[f1] data.val_set_size=0 "
      "'data.test_datasets=[]'", "evaluation.every_steps=2 evaluation.metrics=[f1]",
      ["there are no validation rows", "data.val_set_size=0.05"]),
@@ -93,14 +94,14 @@ CLASHES = [
     (0, "trainer.checkpoint.monitor=val/loss/listz", "trainer.checkpoint.monitor=val/loss/lists",
      ["monitor=val/loss/listz is not measured; did you mean val/loss/lists?"]),
     (0, "trainer.checkpoint.monitor=val/loss/lists data.val_set_size=0",
-     "trainer.checkpoint.monitor=val/loss/lists", ["of validation rows, and there are none"]),
+     "trainer.checkpoint.monitor=val/loss/lists", ["needs validation rows, but there are none"]),
     (0, "trainer.checkpoint.monitor=val/exact_match/lists evaluation.exact_match=true",
      "trainer.checkpoint.monitor=val/exact_match/lists evaluation.exact_match=true "
-     "evaluation.every_steps=2", ["is measured at the end alone", "evaluation.every_steps=N"]),
+     "evaluation.every_steps=2", ["is measured at the end only", "evaluation.every_steps=N"]),
     (0, "trainer.early_stopping_patience=3 data.val_set_size=0 'data.test_datasets=[]'",
-     "trainer.early_stopping_patience=3", ["goes by val/loss, but there are no validation rows"]),
+     "trainer.early_stopping_patience=3", ["watches val/loss, but there are no validation rows"]),
     (2, "evaluation.harness=[arc_easy] strategy=fsdp", "evaluation.harness=[arc_easy] strategy=ddp",
-     ["evaluation.harness=[arc_easy] asks a whole model", "strategy=fsdp leaves each rank a part"]),
+     ["evaluation.harness=[arc_easy] needs the whole model", "strategy=fsdp shards the weights"]),
     (0, "data.streaming=true data.val_set_size=0 trainer.max_steps=3 packing.window=9",
      "data.streaming=true data.val_set_size=0 trainer.max_steps=3",
      ["packing.window=9 has no effect", "packing.window=null"]),
@@ -108,24 +109,24 @@ CLASHES = [
      "data.streaming=true data.val_set_size=0 trainer.max_steps=3", ["a stream has no end",
      "trainer.max_steps=N"]),
     (0, "adapter.init=pissa adapter.use_dora=true", "adapter.init=gaussian adapter.use_dora=true",
-     ["adapter.init=pissa takes its start", "type adapter.init=default"]),
+     ["adapter.init=pissa subtracts", "type adapter.init=default"]),
     (0, "adapter.use_dora=true quantization.method=nf4 strategy=fsdp",
      "quantization.method=nf4 strategy=fsdp", ["adapter.use_dora=true", "4-bit",
      "type adapter.use_dora=false"]),
     (0, "adapter.init=pissa strategy=fsdp", "adapter.init=pissa strategy=zero2",
-     ["adapter.init=pissa takes its start", "strategy=fsdp", "type adapter.init=default"]),
+     ["adapter.init=pissa subtracts", "strategy=fsdp", "type adapter.init=default"]),
     (0, "adapter.init=olora strategy=zero3", "adapter.init=olora strategy=ddp",
-     ["adapter.init=olora takes its start", "strategy=ddp"]),
+     ["adapter.init=olora subtracts", "strategy=ddp"]),
     (0, "adapter.init=olora quantization.method=nf4", "adapter.init=olora",
-     ["adapter.init=olora takes its start", "quantization=nf4", "or quantization=none"]),
+     ["adapter.init=olora subtracts", "quantization=nf4", "or quantization=none"]),
     (0, "model.router_aux_loss=0.01", "model.router_aux_loss=0.01 adapter=full",
      ["adapter=lora leaves them frozen", "type model.router_aux_loss=null, or adapter=full"]),
     (0, "adapter=ia3 'model.added_tokens=[<|new|>]'", "adapter=lora 'model.added_tokens=[<|new|>]'",
      ["adapter=ia3 trains vectors only", "type adapter=lora or adapter=full"]),
     (0, "trainer.global_batch_size=4 trainer.gradient_accumulation_steps=4",
-     "trainer.gradient_accumulation_steps=4", ["decide the same thing"]),
+     "trainer.gradient_accumulation_steps=4", ["set the same thing"]),
     (0, "schedule.warmup_steps=10 trainer.max_steps=10",
-     "schedule.warmup_steps=5 trainer.max_steps=10", ["schedule.warmup_steps=10 leaves nothing"]),
+     "schedule.warmup_steps=5 trainer.max_steps=10", ["schedule.warmup_steps=10 leaves no steps"]),
     (0, "optimizer=muon adapter.lora_plus_ratio=16", "optimizer=adamw adapter.lora_plus_ratio=16",
      ["adapter.lora_plus_ratio=16 sets", "optimizer=muon", "type optimizer=adamw"]),
     (0, "adapter.lora_plus_weight_decay=0.1",
@@ -134,17 +135,17 @@ CLASHES = [
     (0, "optimizer=muon adapter=ia3", "optimizer=muon", ["adapter=ia3 trains vectors",
      "type optimizer=adamw"]),
     (0, "strategy=zero3 quantization.method=nf4", "strategy=zero2 quantization.method=nf4",
-     ["strategy=zero3 shards weights as plain numbers", "type strategy=fsdp (with nf4)"]),
+     ["strategy=zero3 shards plain weights", "type strategy=fsdp (with nf4)"]),
     (0, "strategy=zero2_offload trainer.precision=bf16-pure",
-     "strategy=zero2 trainer.precision=bf16-pure", ["in host memory keeps them in fp32",
+     "strategy=zero2 trainer.precision=bf16-pure", ["in host memory keeps its weights in fp32",
      "type trainer.precision=bf16"]),
     (0, "strategy=fsdp quantization.method=int8", "strategy=fsdp quantization.method=nf4",
-     ["quantization=int8 are whole numbers", "type quantization=nf4, or strategy=zero2"]),
+     ["quantization=int8 are integers", "type quantization=nf4, or strategy=zero2"]),
     (0, "strategy=tp trainer.devices=2 quantization.method=nf4", "strategy=tp trainer.devices=2",
      ["strategy=tp splits matrices", "type strategy=fsdp, or quantization=none"]),
     (0, "strategy=fsdp_tp trainer.devices=2 adapter.use_dora=true",
      "strategy=fsdp trainer.devices=2 adapter.use_dora=true",
-     ["adapter.use_dora=true measures whole columns", "type adapter.use_dora=false"]),
+     ["adapter.use_dora=true needs the norms of whole columns", "type adapter.use_dora=false"]),
     (2, "strategy=fsdp_tp strategy.offload_parameters=true", "strategy=fsdp_offload",
      ["strategy=fsdp_tp splits matrices", "type strategy=fsdp_offload, or"]),
     (0, "strategy=fsdp_offload", "strategy=fsdp", ["pinned for a GPU", "the CPU (no GPU was found)",
@@ -155,13 +156,13 @@ CLASHES = [
      ["would keep weights and optimizer states on a disk", "type strategy=zero3_offload"]),
     (0, "strategy=zero2_offload strategy.offload_parameters=cpu",
      "strategy=zero2_offload strategy.offload_parameters=cpu strategy.stage=3",
-     ["strategy.offload_parameters=cpu moves weights", "strategy.stage=2", "strategy.stage=3"]),
+     ["strategy.offload_parameters=cpu moves sharded weights", "stage=2", "strategy.stage=3"]),
     (0, "strategy=zero1 strategy.partition_within_node=true",
      "strategy=zero3 strategy.partition_within_node=true", ["partition_within_node",
-     "strategy.stage=1 shards none", "type strategy.stage=3"]),
+     "strategy.stage=1 does not shard weights", "type strategy.stage=3"]),
     (0, "strategy=zero2 'strategy.config={zero_optimization: {stage: 3}, gradient_clipping: 1}'",
      "strategy=zero2 'strategy.config={zero_optimization: {overlap_comm: true}}'",
-     ["zero_optimization.stage is strategy.stage here, gradient_clipping is trainer.max_gr",
+     ["zero_optimization.stage is set by strategy.stage, gradient_clipping is set by trainer.max",
      "type strategy.stage, trainer.max_grad_norm instead"]),
     (0, "strategy=zero2 'strategy.config={zero_optimisation: {overlap_comm: true}}'",
      "strategy=zero2 'strategy.config={zero_optimization: {overlap_comm: true}}'",
@@ -179,19 +180,19 @@ CLASHES = [
     (1, "strategy=fsdp trainer.precision=fp16", "strategy=ddp trainer.precision=fp16",
      ["strategy=fsdp and trainer.precision=fp16", "type trainer.precision=bf16"]),
     (0, "strategy=fsdp trainer.compile=true", "strategy=ddp trainer.compile=true",
-     ["not tried together", "type trainer.compile=false, or strategy=ddp"]),
+     ["not been tested together", "type trainer.compile=false, or strategy=ddp"]),
     (0, "strategy=zero1 optimizer=muon", "strategy=ddp optimizer=muon",
-     ["optimizer=muon does not step shards", "strategy=zero1", "type optimizer=adamw"]),
+     ["optimizer=muon cannot update shards", "strategy=zero1", "type optimizer=adamw"]),
     (0, "strategy=zero2 optimizer=schedule_free schedule.shape=constant",
      "strategy=fsdp optimizer=schedule_free schedule.shape=constant",
-     ["optimizer=schedule_free does not step shards", "strategy=zero2"]),
+     ["optimizer=schedule_free cannot update shards", "strategy=zero2"]),
     (0, "strategy=fsdp_tp trainer.devices=3", "strategy=fsdp_tp trainer.devices=2",
      ["=2 does not divide 3 ranks (3 / 2 leaves 1)", "or trainer.devices=2"]),
     (0, "strategy=fsdp_tp", "strategy=ddp",
      ["strategy.tensor_parallel_size=2 does not divide 1 rank", "type strategy=ddp, or"]),
     (0, "strategy=fsdp_hybrid strategy.replicas=3 trainer.devices=4",
      "strategy=fsdp_hybrid strategy.replicas=2 trainer.devices=4",
-     ["strategy.replicas=3 does not divide 4 ranks", "type strategy.replicas=1 or 2 or 4"]),
+     ["strategy.replicas=3 does not divide 4 data-parallel ranks", "strategy.replicas=1 or 2 or"]),
     (0, "strategy=hsdp_local_sgd trainer.devices=2",
      "strategy=hsdp_local_sgd trainer.devices=2 strategy.replicas=2",
      ["trainer.num_nodes=1 leaves nothing to average", "type strategy=fsdp, or strategy.replicas"]),
@@ -201,7 +202,7 @@ CLASHES = [
     (0, "strategy=hsdp_local_sgd trainer.num_nodes=2 trainer.devices=2 "
      "strategy.tensor_parallel_size=2",
      "strategy=hsdp_local_sgd trainer.num_nodes=2 trainer.devices=2",
-     ["splits no matrices", "type strategy.tensor_parallel_size=1"]),
+     ["never splits matrices", "type strategy.tensor_parallel_size=1"]),
     (1, "strategy=hsdp_local_sgd trainer.num_nodes=2 strategy.offload_parameters=true",
      "strategy=hsdp_local_sgd trainer.num_nodes=2",
      ["averages weights on the devices", "or strategy=fsdp_offload"]),
@@ -211,7 +212,7 @@ CLASHES = [
      ["does not share between nodes", "type optimizer=adamw, or strategy=fsdp_hybrid"]),
     (0, "strategy=hsdp_local_sgd trainer.num_nodes=2 trainer.max_steps=10",
      "strategy=hsdp_local_sgd trainer.num_nodes=2 trainer.max_steps=11",
-     ["strategy.synchronous_steps=10, and trainer.max_steps=10 ends the run before",
+     ["strategy.synchronous_steps=10, but trainer.max_steps=10 ends the run before",
       "type strategy.synchronous_steps=2, or strategy=fsdp_hybrid"]),
     (0, "strategy=ddp_compressed strategy.topk_share=0.05",
      "strategy=ddp_compressed strategy.topk_share=0.05 strategy.compression=topk",
@@ -225,31 +226,31 @@ CLASHES = [
      ["micro_batch_size 1 x 2 groups of ranks (4 ranks / 2 that split a matrix) = 2; type", "6"]),
     (0, "attention.backend=flex", "attention.backend=sdpa",
      ["attention=flex computes gradients on NVIDIA GPUs only",
-     "the documents of a pack see each"]),
+     "the documents of a pack attend to each"]),
     (2, "attention.backend=varlen trainer.accelerator=cpu", "attention.backend=varlen",
-     ["attention=varlen needs an NVIDIA GPU, and this run is on the CPU:", "type attention=sdpa"]),
+     ["attention=varlen needs an NVIDIA GPU, but this run is on the CPU:", "type attention=sdpa"]),
     (0, "model.trust_remote_code=true model.path=org/name model.revision=1234abc",
      f"model.trust_remote_code=true model.path=org/name model.revision={'0a' * 20}",
-     ["runs whatever is on the hub that day", "type model.revision=COMMIT"]),
+     ["runs whatever code is on the hub", "type model.revision=COMMIT"]),
     (0, "model.trust_remote_code=true model.path=org/name model.tokenizer_path=org/other "
      f"model.revision={'0a' * 20}",
      f"model.trust_remote_code=true model.path=org/name model.revision={'0a' * 20}",
-     ["runs what is in org/other that day", "type model.tokenizer_path=FOLDER"]),
+     ["runs whatever code is in org/other", "type model.tokenizer_path=FOLDER"]),
     (0, "quantization.method=nf4 adapter=full", "quantization.method=nf4 adapter=ia3",
      ["quantization=nf4 freezes", "adapter=full trains them", "or adapter=lora"]),
     (0, "quantization.method=nf4 model.from_scratch=true", "model.from_scratch=true adapter=full",
-     ["model.from_scratch=true starts from random ones", "type quantization=none"]),
+     ["model.from_scratch=true starts from random weights", "type quantization=none"]),
     (0, "model.from_scratch=true adapter=ia3", "model.from_scratch=true adapter=full",
-     ["beside random frozen weights learn nothing", "type adapter=full"]),
+     ["random frozen weights learns nothing", "type adapter=full"]),
     (0, "trainer.compile=true recompute.mode=selective", "trainer.compile=true recompute.mode=full",
-     ["recompute=selective keeps single operations", "type recompute=full"]),
+     ["recompute=selective saves the results of single operations", "type recompute=full"]),
     (0, "optimizer=schedule_free", "optimizer=schedule_free schedule.shape=constant",
-     ["which schedule=cosine lowers; type schedule=constant"]),
+     ["but schedule=cosine decays it; type schedule=constant"]),
     (0, "optimizer=schedule_free schedule.shape=constant trainer.precision=bf16-pure",
      "optimizer=schedule_free schedule.shape=constant trainer.precision=bf16",
-     ["too few digits for the share of one step among hundreds; type trainer.precision=bf16"]),
+     ["too few digits to add one step to an average of hundreds; type trainer.precision=bf16"]),
     (0, "optimizer=schedule_free schedule.shape=constant optimizer.beta1=0", "optimizer.beta1=0",
-     ["optimizer.beta1=0 leaves optimizer=schedule_free no share"]),
+     ["optimizer.beta1=0 gives the averaged weights"]),
     (0, "schedule.decay_ratio=0.1", "schedule.shape=wsd schedule.decay_ratio=0.1",
      ["schedule.decay_ratio has no effect with schedule=cosine; type schedule=wsd"]),
     (0, "schedule.shape=wsd schedule.start_lr_ratio=0.1",
@@ -257,14 +258,14 @@ CLASHES = [
      ["schedule.start_lr_ratio has no effect with schedule=wsd; type schedule=one_cycle"]),
     (0, "schedule.shape=wsd schedule.decay_ratio=0.9 schedule.warmup_ratio=0.25",
      "schedule.shape=wsd schedule.decay_ratio=0.75 schedule.warmup_ratio=0.25",
-     ["are more than all steps; type schedule.decay_ratio=0.75"]),
+     ["are together more than 1; type schedule.decay_ratio=0.75"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("gpus", "bad", "good", "fragments"), CLASHES, ids=[row[1] for row in CLASHES]
+    ("gpus", "bad", "good", "fragments"), CONFLICTS, ids=[row[1] for row in CONFLICTS]
 )
-def test_a_clash_is_explained_and_its_twin_passes(
+def test_a_conflict_is_explained_and_its_twin_passes(
     gpus: int, bad: str, good: str, fragments: list[str]
 ) -> None:
     problems = "\n".join(problems_of(gpus, bad))
@@ -277,17 +278,17 @@ def test_every_row_of_the_table_has_a_case(monkeypatch: pytest.MonkeyPatch) -> N
     rows = {
         node.lineno
         for node in ast.walk(ast.parse(inspect.getsource(table)))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Clash"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Conflict"
     }
     found = set()
 
-    def clash(*words: str, is_of_machine: bool = False) -> table.Clash:
+    def conflict(*words: str, is_of_machine: bool = False) -> table.Conflict:
         found.add(sys._getframe(1).f_lineno)
         return made(*words, is_of_machine=is_of_machine)
 
-    made = table.Clash
-    monkeypatch.setattr(table, "Clash", clash)
-    for gpus, bad, _, _ in CLASHES:
+    made = table.Conflict
+    monkeypatch.setattr(table, "Conflict", conflict)
+    for gpus, bad, _, _ in CONFLICTS:
         problems_of(gpus, bad)
     monkeypatch.setattr(table, "is_installed", lambda module: False)
     problems_of(1, "attention.backend=flash2 strategy=zero3")

@@ -1,7 +1,7 @@
-"""What does not go together: why, and what to type instead.
+"""Settings that cannot be combined: why, and what to type instead.
 
-`table` has the couplings of two or more settings, `devices` what the settings ask for of a machine
-and how ranks divide what they share; what a single setting may be stands at its field. Needs no
+`table` has the conflicts between settings, `devices` the requested devices and ranks, and whether
+batches and shards divide by them. The range of a single setting is declared at its field. Needs no
 torch: GPUs are counted by their device files; `check_devices`, `check_layout` and
 `check_global_batch` are called again once torch has counted them.
 """

@@ -1,4 +1,4 @@
-"""What the settings ask for of a machine, and how ranks divide what they share."""
+"""Requested devices and ranks, and whether batches and shards divide by them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices and ranks that the settings ask for, on a machine with `num_gpus` GPUs."""
+    """The devices and ranks that the settings request, on a machine with `num_gpus` GPUs."""
 
     num_gpus: int
     on_gpu: bool
     ranks_per_node: int
     num_ranks: int
     num_data_ranks: int
-    """ranks, or groups of ranks that split matrices, which see data of their own"""
+    """ranks with different data; with tensor parallelism, groups of ranks"""
 
     def __str__(self) -> str:
         if self.on_gpu:
@@ -33,7 +33,7 @@ class Devices:
 
 
 def requested_devices(config: TrainConfig | TunedConfig, num_gpus: int | None = None) -> Devices:
-    """Return what the settings ask for; GPUs of this machine are counted when not given."""
+    """Return the requested devices and ranks; the GPUs of this machine are counted if not given."""
     num_gpus = count_gpus() if num_gpus is None else num_gpus
     accelerator = config.trainer.accelerator
     on_gpu = accelerator == "gpu" or (accelerator == "auto" and num_gpus > 0)
@@ -49,16 +49,16 @@ def requested_devices(config: TrainConfig | TunedConfig, num_gpus: int | None = 
     return Devices(num_gpus, on_gpu, per_node, num_ranks, max(num_ranks // together, 1))
 
 
-# The classes themselves are above this room.
+# The classes of the settings belong to app.config, which imports this package.
 
 
 def is_training(config: TrainConfig | TunedConfig) -> TypeGuard[TrainConfig]:
-    """Return whether these are the settings of a training, or of its preview."""
+    """Return whether these are the settings of a training run, its preview or its plan."""
     return "optimizer" in config.__dataclass_fields__
 
 
 def is_on_tuned(config: TrainConfig | TunedConfig) -> TypeGuard[TunedConfig]:
-    """Return whether these are the settings of a verb that uses what was trained."""
+    """Return whether these are the settings of a verb that uses a trained model."""
     return not is_training(config)
 
 
@@ -80,9 +80,9 @@ def count_gpus() -> int:
 
 
 def check_gpus(config: TrainConfig | TunedConfig) -> None:
-    """Check that the GPUs serve which the settings ask for; DeviceError where they do not.
+    """Check that the requested GPUs can be used; DeviceError if they cannot.
 
-    Before any rank starts: each of them would fail, and none may train on the CPU instead.
+    Called before any rank starts: all of them would fail, and none may train on the CPU instead.
     """
     if config.trainer.accelerator == "cpu":
         return
@@ -92,20 +92,19 @@ def check_gpus(config: TrainConfig | TunedConfig) -> None:
 
 
 def check_devices(trainer: TrainerConfig, num_gpus: int | None) -> list[str]:
-    """Compare trainer.devices with the GPUs that are there; None where the run is on the CPU."""
+    """Check that the machine has trainer.devices GPUs; `num_gpus` is None for a run on the CPU."""
     if not num_gpus or isinstance(trainer.devices, str) or trainer.devices <= num_gpus:
         return []
-    there = f"{num_gpus} GPU{'s' * (num_gpus != 1)}"
     return [
-        f"trainer.devices={trainer.devices}, but this machine has {there}; "
-        f"type trainer.devices={num_gpus}"
+        f"trainer.devices={trainer.devices}, but this machine has {num_gpus} "
+        f"GPU{'s' * (num_gpus != 1)}; type trainer.devices={num_gpus}"
     ]
 
 
 def check_layout(
     strategy: StrategyConfig, trainer: TrainerConfig, ranks_per_node: int
 ) -> list[str]:
-    """Check that ranks divide into those that split matrices, and into replicas."""
+    """Check that the ranks divide into tensor-parallel groups, and those into replicas."""
     if not isinstance(strategy, FsdpConfig):
         return []
     size = tensor_parallel_size(strategy, ranks_per_node)
@@ -123,7 +122,7 @@ def check_layout(
         return []
     fits = [str(n) for n in range(1, groups + 1) if groups % n == 0]
     return [
-        f"strategy.replicas={replicas} does not divide {groups} ranks that see data of their own "
+        f"strategy.replicas={replicas} does not divide {groups} data-parallel ranks "
         f"({groups} / {replicas} leaves {groups % replicas}); type strategy.replicas="
         f"{' or '.join(fits)}"
     ]
@@ -132,9 +131,9 @@ def check_layout(
 def check_global_batch(
     trainer: TrainerConfig, num_ranks: int, num_data_ranks: int | None = None
 ) -> list[str]:
-    """Check that trainer.global_batch_size divides into micro-batches of all ranks.
+    """Check that trainer.global_batch_size is a multiple of the micro-batches of all ranks.
 
-    `num_data_ranks`: ranks, or groups of ranks, that see data of their own; all when not given.
+    `num_data_ranks`: ranks (or tensor-parallel groups) with different data; all if not given.
     """
     groups = num_ranks if num_data_ranks is None else num_data_ranks
     total, packs = trainer.global_batch_size, trainer.least_micro_batch * groups
