@@ -18,7 +18,7 @@ from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank, read_launch
 from app.run import Run
 from app.run.manifest import installed_versions
-from app.run.ranks import watch_ranks
+from app.run.ranks import build_peers
 from app.strategy.build import build_strategy
 from app.strategy.settings import StrategyConfig
 from app.training.callbacks.gradient_check import GradientCheck
@@ -114,7 +114,7 @@ def _build_watchers(
     if is_watched():
         watchers.append(Heartbeat(run.folder))
     elif (num_ranks := read_launch().num_ranks or 1) > 1:
-        watchers.append(Heartbeat(run.folder, watch_ranks(run, num_ranks)))
+        watchers.append(Heartbeat(run.folder, build_peers(run, num_ranks)))
     return watchers
 
 

@@ -1,7 +1,7 @@
-"""Start and supervise the ranks of a run: name the one that died or hangs, end all, restart it.
+"""Start and supervise the ranks of a run: name a rank that died or hangs, end all, restart the run.
 
-Imports no torch. Of the run it knows the folder, the ranks and the step of the newest good
-checkpoint.
+Never imports torch. The supervisor knows only the run's folder, its ranks and the step of its
+newest good checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from pathlib import Path
 
 from app.process.errors import DONE, ENVIRONMENT_ERROR, TRAINING_FAULT, USER_ERROR
 from app.process.files import open_no_follow
-from app.process.heartbeat import BEAT, ENDED, LOST, PORT_TAKEN, STACKS_FILE
+from app.process.heartbeat import (
+    BEAT,
+    ENDED,
+    LOST,
+    MAX_POLL_SECONDS,
+    PAUSE_FACTOR,
+    PORT_TAKEN,
+    STACKS_FILE,
+    format_progress,
+)
 from app.process.launch import PARENT_VARIABLE, PIPE_VARIABLE, STEP_VARIABLE, free_port
 from app.process.reporting import REASON_FILE
 from app.process.signals import EXITS_WITHIN, HANDLED, signal_received, wait_for_step
@@ -28,43 +37,40 @@ from data_modules import redact, setting
 
 POLL_SECONDS = 0.1
 MAX_PORTS = 5
-"""ports to try, one after the other"""
+"""number of ports to try"""
 FINAL_CODES = (USER_ERROR, TRAINING_FAULT)
-"""exit codes after which a restart would fail again"""
+"""exit codes after which a restart would fail in the same way"""
 REPORTED_CODES = (*FINAL_CODES, ENVIRONMENT_ERROR)
-"""exit codes of ranks that report their error themselves"""
-STACK_LINES = 12
+"""exit codes of ranks that have reported their own error"""
+MAX_STACK_LINES = 12
+"""number of lines of a hanging rank's stack in the message"""
 STACK_SECONDS = 2.0
-"""that ranks have to dump their stacks"""
-CODES_OF_SIGNALS = {128 + signum for signum in HANDLED}
-"""exit codes of ranks that a signal has ended"""
+"""time for the ranks to dump their stacks"""
+SIGNAL_EXIT_CODES = {128 + signum for signum in HANDLED}
+"""exit codes of ranks ended by a signal"""
 PREFIX = "error (the environment): "
-OUT_OF_MEMORY = "often for lack of memory; the system's log says so"
-LAST_LINES = 8
-"""of a rank's stderr, kept for the report of its death"""
+OUT_OF_MEMORY = "often for lack of memory; see the system's log"
+NUM_LAST_LINES = 8
+"""number of lines of a rank's stderr kept for the message about its death"""
 MAX_LINE_CHARS = 400
-GRACE = 3.0
-"""seconds that the other ranks have to end by themselves once one has ended"""
+GRACE_SECONDS = 3.0
+"""time for the other ranks to end by themselves after one has failed"""
 DRAIN_SECONDS = 1.0
-"""to forward the rest of their stderr once they have ended: an orphan may hold it open"""
-PAUSE_FACTOR = 10
-"""a rank may pause for so many times its longest pause so far"""
-LONGEST_POLL = 1.0
-"""seconds counted between two polls: this process may have been stopped itself"""
+"""time to forward the rest of the stderr of ended ranks, which an orphan may hold open"""
 
 
 @dataclass(kw_only=True, slots=True)
 class SuperviseConfig:
     max_restarts: int = setting(0, ge=0, shown=("train",))
-    """restarts of a run that died or hangs, from its newest checkpoint; on one machine (torchrun
-    has --max-restarts)"""
+    """number of restarts, from the newest checkpoint, of a run that died or hangs; on one machine
+    only (torchrun has --max-restarts)"""
     hang_minutes: float | None = setting(10.0, gt=0, note="10 is usual")
-    """minutes without progress in the training loop, on every rank, after which a run counts as
-    hanging (or ten times its longest pause so far, where that is more); null = never. Watched are
-    several ranks, whatever has started them, or one with max_restarts"""
+    """minutes without progress on any rank in the training loop after which the run counts as
+    hanging (ten times its longest pause so far, if that is longer); null = never. Applies to runs
+    of several ranks, however they were started, and to single ranks with max_restarts"""
     requeue: bool = False
-    """put a SLURM job back into its queue after SIGUSR1 (--signal=USR1@120) has let the run save
-    itself; with resume=auto it then goes on"""
+    """requeue the SLURM job after the run has saved a checkpoint on SIGUSR1 (--signal=USR1@120);
+    the requeued job continues the run if resume=auto"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,30 +79,31 @@ class Ending:
 
     code: int
     message: str = ""
-    """which rank failed first and how, where no rank has reported it"""
+    """which rank failed first and how; empty if a rank has reported it"""
     step: int | None = None
-    """optimizer steps that the rank had done which failed first"""
-    is_of_signal: bool = False
+    """number of optimizer steps done by the rank that failed first"""
+    by_signal: bool = False
     """whether a signal ended the run"""
     port_is_taken: bool = False
+    """whether a rank found the run's port in use"""
 
 
 @dataclass(kw_only=True, slots=True)
 class Supervisor:
-    """Runs the ranks of one run until it is done or cannot be restarted."""
+    """Runs the ranks of one run until the run is done or cannot be restarted."""
 
     command: Sequence[str]
     """command line of every rank"""
     folder: Path
     config: SuperviseConfig
-    step: int
+    resume_step: int
     """step of the checkpoint to resume from, 0 for none"""
-    newest_step: Callable[[], int]
-    """finds the step of the newest good checkpoint"""
-    of_rank: Sequence[Mapping[str, str]]
-    """variables of each rank"""
+    find_newest_step: Callable[[], int]
+    """returns the step of the newest good checkpoint, 0 for none"""
+    rank_variables: Sequence[Mapping[str, str]]
+    """environment variables of each rank"""
     chooses_port: bool = True
-    """whether all ranks are on this machine"""
+    """whether to choose the port of the process group: all ranks are on this machine"""
 
     def run(self) -> int:
         """Start the ranks, restart them up to `max_restarts` times; return the exit code."""
@@ -106,29 +113,33 @@ class Supervisor:
             ending = self._run_once()
             if ending.message:
                 self._report(ending.message)
-            if ending.code == DONE or ending.is_of_signal or ending.code in FINAL_CODES:
+            if ending.code == DONE or ending.by_signal or ending.code in FINAL_CODES:
                 return ending.code
             if last is not None and ending.step == last.step:
-                say(f"supervise: it has failed twice {_after(ending.step)}: not started again")
+                print_to_stderr(
+                    f"supervise: the run failed twice {format_progress(ending.step)}: not restarted"
+                )
                 return ending.code
             if num_restarts == self.config.max_restarts:
                 return ending.code
             num_restarts, last = num_restarts + 1, ending
             wait_for_step(False)  # verifying checkpoints may take minutes
-            self.step = self.newest_step()
+            self.resume_step = self.find_newest_step()
             wait_for_step(True)
-            where = f"from step {self.step}" if self.step else "from the start"
-            say(f"supervise: restart {num_restarts} of {self.config.max_restarts}, {where}")
+            start = f"from step {self.resume_step}" if self.resume_step else "from the start"
+            print_to_stderr(
+                f"supervise: restart {num_restarts} of {self.config.max_restarts}, {start}"
+            )
 
     def _run_once(self) -> Ending:
         for _ in range(MAX_PORTS):
-            environment = {STEP_VARIABLE: str(self.step)}
+            environment = {STEP_VARIABLE: str(self.resume_step)}
             (self.folder / REASON_FILE).unlink(missing_ok=True)
             if self.chooses_port:
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             ranks = Ranks(command=self.command, environment=environment, folder=self.folder)
             try:
-                ranks.start(self.of_rank)
+                ranks.start(self.rank_variables)
                 ending = self._watch(ranks)
             finally:
                 ranks.close()
@@ -139,7 +150,7 @@ class Supervisor:
     def _watch(self, ranks: Ranks) -> Ending:
         """Wait until all ranks have ended or one has failed; then end them all."""
         sent, sent_at = None, 0.0
-        grace = GRACE
+        grace_seconds = GRACE_SECONDS
         while True:
             ranks.poll()
             codes = [rank.code for rank in ranks.ranks]
@@ -150,165 +161,175 @@ class Supervisor:
                 sent_at = time.monotonic()
             is_late = sent is not None and time.monotonic() - sent_at > EXITS_WITHIN
             if is_late and not ranks.are_training():  # they should have ended by now
-                grace = 0.0
+                grace_seconds = 0.0
                 break
-            if (hanging := self._find_hanging(ranks)) is not None:
-                return hanging
+            if (hang := self._end_hanging(ranks)) is not None:
+                return hang
             time.sleep(POLL_SECONDS)
-        ranks.end(grace)
-        return self._judge(ranks, sent)
+        ranks.end(grace_seconds)
+        return self._find_ending(ranks, sent)
 
-    def _judge(self, ranks: Ranks, sent: int | None) -> Ending:
-        """Name the rank that failed first: the others were ended or lost it."""
+    def _find_ending(self, ranks: Ranks, sent: int | None) -> Ending:
+        """Find the rank that failed first: the others were ended or lost it.
+
+        `sent`: the signal that was forwarded to the ranks, None if none was.
+        """
         failed = [rank for rank in ranks.ranks if rank.code != DONE]
         if not failed:
             return Ending(code=DONE)
-        by_signal = [rank.code for rank in failed if rank.code in CODES_OF_SIGNALS]
-        if sent is not None or by_signal:
-            for rank in failed:  # a scheduler must not take it for a saved run
+        signal_codes = [rank.code for rank in failed if rank.code in SIGNAL_EXIT_CODES]
+        if sent is not None or signal_codes:
+            for rank in failed:  # a scheduler must not mistake a failed save for a saved run
                 if rank.code in REPORTED_CODES and not rank.was_killed and rank.lost is None:
-                    return Ending(code=rank.code, is_of_signal=True)
-            return Ending(code=by_signal[0] if by_signal else 128 + (sent or 0), is_of_signal=True)
-        first = min(failed, key=_blame)
+                    return Ending(code=rank.code, by_signal=True)
+            code = signal_codes[0] if signal_codes else 128 + (sent or 0)
+            return Ending(code=code, by_signal=True)
+        # Of several, the first that was neither killed by the supervisor nor lost a peer.
+        first = min(
+            failed, key=lambda rank: (rank.was_killed, rank.lost is not None, rank.died_at or 0.0)
+        )
         is_reported = (self.folder / REASON_FILE).exists()
-        is_known = first.code in REPORTED_CODES
+        has_own_code = first.code in REPORTED_CODES
         return Ending(
-            code=first.code if is_known and first.code else ENVIRONMENT_ERROR,
+            code=first.code if has_own_code and first.code else ENVIRONMENT_ERROR,
             message="" if is_reported else self._describe(first),
             step=first.step,
             port_is_taken=any(rank.port_is_taken for rank in failed),
         )
 
-    def _find_hanging(self, ranks: Ranks) -> Ending | None:
-        """End the ranks if one of them hangs; None if none does."""
+    def _end_hanging(self, ranks: Ranks) -> Ending | None:
+        """End the ranks if one of them hangs; return None if none does."""
         if self.config.hang_minutes is None:
             return None
-        least = 60 * self.config.hang_minutes
-        if not ranks.hang(least):
+        min_seconds = 60 * self.config.hang_minutes
+        if not ranks.hang(min_seconds):
             return None
         ranks.request_stacks()
         time.sleep(STACK_SECONDS)
         ranks.poll()
-        if not ranks.hang(least):  # it has made progress in the meantime
+        if not ranks.hang(min_seconds):  # a rank has made progress in the meantime
             return None
-        # Those that wait for it are as idle: it was stopped, or is the one with fewer steps.
+        # The ranks that wait for the hanging one are idle too, but it was stopped or has done fewer
+        # steps.
         running = [rank for rank in ranks.ranks if rank.code is None]
-        first = min(running, key=lambda rank: (not rank.is_stopped(), rank.num_beats))
-        how = "is stopped (SIGSTOP)" if first.is_stopped() else "hangs"
-        message = f"rank {first.number} {how} {_after(first.step)}, for {first.pause:.0f} s"
-        if stack := ranks.stack_of(first, STACK_LINES):
-            file = self.folder / STACKS_FILE.format(first.number)
-            message = "\n  ".join([f"{message}; {file}:", *stack])
+        hanging = min(running, key=lambda rank: (not rank.is_stopped(), rank.num_beats))
+        state = "is stopped (SIGSTOP)" if hanging.is_stopped() else "hangs"
+        message = (
+            f"rank {hanging.number} {state} {format_progress(hanging.step)}, for "
+            f"{hanging.pause_seconds:.0f} s"
+        )
+        if stack := ranks.read_stack(hanging):
+            message = "\n  ".join([f"{message}; {ranks.stacks_file(hanging)}:", *stack])
         ranks.end(0)
-        return Ending(code=ENVIRONMENT_ERROR, message=message, step=first.step)
+        return Ending(code=ENVIRONMENT_ERROR, message=message, step=hanging.step)
 
     def _describe(self, rank: Rank) -> str:
-        """Describe how a rank ended that has not reported it itself."""
+        """Describe how a rank ended that has not reported its own error."""
         if rank.lost is not None:
             return rank.lost.removeprefix(PREFIX)
         assert rank.code is not None
         if rank.code < 0:
             name = signal.Signals(-rank.code).name
-            why = f" ({OUT_OF_MEMORY})" if -rank.code == signal.SIGKILL else ""
-            ended = f"rank {rank.number} was killed by {name}{why} {_after(rank.step)}"
+            cause = f" ({OUT_OF_MEMORY})" if -rank.code == signal.SIGKILL else ""
+            ended = f"was killed by {name}{cause}"
         else:
-            ended = f"rank {rank.number} ended with exit code {rank.code} {_after(rank.step)}"
-        return "\n  ".join([f"{ended}; its last lines:", *rank.lines]) if rank.lines else ended
+            ended = f"ended with exit code {rank.code}"
+        message = f"rank {rank.number} {ended} {format_progress(rank.step)}"
+        if not rank.last_lines:
+            return message
+        return "\n  ".join([f"{message}; its last lines:", *rank.last_lines])
 
     def _report(self, message: str) -> None:
-        say(f"{PREFIX}{message}")
+        """Print the error, and save it in the run's folder."""
+        print_to_stderr(f"{PREFIX}{message}")
         with contextlib.suppress(OSError):  # the message may be about this disk
             reason = self.folder / REASON_FILE
             with open_no_follow(reason, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(redact(f"{PREFIX}{message}\n"))
 
 
-def say(message: str) -> None:
-    """Print a line on stderr, if it is still open."""
+def print_to_stderr(message: str) -> None:
+    """Print a line to stderr, if it is still open."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 
 
-def _blame(rank: Rank) -> tuple[bool, bool, float]:
-    return rank.was_killed, rank.lost is not None, rank.died_at or 0.0
-
-
-def _after(step: int | None) -> str:
-    return f"after step {step}" if step else "before its first step"
-
-
 @dataclass(kw_only=True, slots=True)
 class Rank:
-    """One rank's process, and what it reported."""
+    """One rank's process, and what it has reported."""
 
     number: int
-    """on this machine"""
+    """local rank on this machine"""
     process: subprocess.Popen[bytes]
     pipe: int
-    lines: deque[str]
+    """file descriptor to read the rank's messages from"""
+    last_lines: deque[str]
+    """last lines of the rank's stderr"""
     forwarder: threading.Thread
-    """forwards its stderr until the last process that holds it has ended"""
+    """forwards the rank's stderr until the last process that holds it has ended"""
     num_beats: int = 0
     step: int | None = None
     """optimizer steps done, None before the training loop"""
     has_ended: bool = False
-    """whether it has left the training loop"""
+    """whether the rank has left the training loop"""
     lost: str | None = None
-    """the error it reported about a lost peer"""
+    """error that the rank reported about a lost peer"""
     port_is_taken: bool = False
-    pause: float = 0.0
-    """seconds since its last beat"""
+    """whether the rank found the run's port in use"""
+    pause_seconds: float = 0.0
+    """time since the last sign of life in the training loop"""
     longest_pause: float = 0.0
+    """longest completed pause, in seconds"""
     died_at: float | None = None
-    """when it was found to have ended, by the monotonic clock"""
+    """when the process was found to have ended, by the monotonic clock"""
     was_killed: bool = False
-    """whether the supervisor killed it"""
-    _rest: bytes = b""
+    """whether the supervisor killed the process"""
+    _partial_line: bytes = b""
 
     @property
     def code(self) -> int | None:
-        """Return its exit code, negative for a signal; None while it runs."""
+        """Exit code, negative for a signal; None while the process runs."""
         code = self.process.poll()
         if code is not None and self.died_at is None:
             self.died_at = time.monotonic()
         return code
 
     def read_messages(self, elapsed: float) -> None:
-        """Read what it reported in the last `elapsed` seconds."""
+        """Read the messages of the last `elapsed` seconds."""
         is_alive = False
         while chunk := _read(self.pipe):
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
             is_alive = True
             for line in lines:
                 self._handle(*line.decode(errors="replace").partition(" ")[::2])
         if is_alive:
-            self.longest_pause = max(self.longest_pause, self.pause)
-            self.pause = 0.0
+            self.longest_pause = max(self.longest_pause, self.pause_seconds)
+            self.pause_seconds = 0.0
         elif self.step is not None and not self.has_ended:
-            self.pause += min(elapsed, LONGEST_POLL)
+            self.pause_seconds += min(elapsed, MAX_POLL_SECONDS)
 
-    def _handle(self, word: str, rest: str) -> None:
-        if word == BEAT:
-            self.num_beats, self.step = map(int, rest.split())
-        elif word == ENDED:
+    def _handle(self, kind: str, content: str) -> None:
+        if kind == BEAT:
+            self.num_beats, self.step = map(int, content.split())
+        elif kind == ENDED:
             self.has_ended = True
-        elif word == LOST:
-            self.lost = rest
-        elif word == PORT_TAKEN:
+        elif kind == LOST:
+            self.lost = content
+        elif kind == PORT_TAKEN:
             self.port_is_taken = True
 
-    def hangs(self, least: float) -> bool:
-        """Tell whether it has paused for `least` seconds, and for longer than ever before."""
-        is_long = self.pause > max(least, PAUSE_FACTOR * self.longest_pause)
+    def hangs(self, min_seconds: float) -> bool:
+        """Whether the rank's pause exceeds `min_seconds` and PAUSE_FACTOR times its longest one."""
+        is_long = self.pause_seconds > max(min_seconds, PAUSE_FACTOR * self.longest_pause)
         return is_long and self.code is None
 
-    def works(self, least: float) -> bool:
-        """Tell whether it is in the training loop and has not paused for `least` seconds."""
+    def makes_progress(self, min_seconds: float) -> bool:
+        """Whether the rank is in the training loop and has paused for `min_seconds` at most."""
         is_training = self.step is not None and not self.has_ended and self.code is None
-        return is_training and self.pause <= least
+        return is_training and self.pause_seconds <= min_seconds
 
     def is_stopped(self) -> bool:
-        """Tell whether a signal has stopped it, as Ctrl-Z does."""
+        """Whether a signal has stopped the process, as Ctrl-Z does."""
         try:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8")
         except OSError:
@@ -325,51 +346,56 @@ def _read(pipe: int) -> bytes:
 
 @dataclass(kw_only=True, slots=True)
 class Ranks:
-    """All ranks of a run that run on this machine."""
+    """The ranks of a run on this machine."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
-    """variables of all ranks, beside this process's own"""
+    """environment variables of all ranks, added to those of this process"""
     folder: Path
-    """the run's"""
+    """the run's folder"""
     ranks: list[Rank] = field(default_factory=list)
     _polled_at: float = 0.0
 
-    def start(self, of_rank: Sequence[Mapping[str, str]]) -> None:
-        """Start a process for each element of `of_rank`, with its variables."""
+    def start(self, rank_variables: Sequence[Mapping[str, str]]) -> None:
+        """Start a process for each element of `rank_variables`, its environment variables."""
         self._polled_at = time.monotonic()
-        self.ranks = [self._start(number, of_one) for number, of_one in enumerate(of_rank)]
+        self.ranks = [
+            self._start(number, variables) for number, variables in enumerate(rank_variables)
+        ]
 
-    def _start(self, number: int, of_one: Mapping[str, str]) -> Rank:
+    def _start(self, number: int, variables: Mapping[str, str]) -> Rank:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         own = {PIPE_VARIABLE: str(writer), PARENT_VARIABLE: str(os.getpid())}
         process = subprocess.Popen(
             self.command,
-            env={**os.environ, **self.environment, **of_one, **own},
+            env={**os.environ, **self.environment, **variables, **own},
             stderr=subprocess.PIPE,
             pass_fds=[writer],
         )
         os.close(writer)
-        lines: deque[str] = deque(maxlen=LAST_LINES)
+        lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         forwarder = threading.Thread(target=_forward_stderr, args=(process, lines), daemon=True)
         forwarder.start()
-        return Rank(number=number, process=process, pipe=reader, lines=lines, forwarder=forwarder)
+        return Rank(
+            number=number, process=process, pipe=reader, last_lines=lines, forwarder=forwarder
+        )
 
     def poll(self) -> None:
-        """Read what all ranks reported since the last poll."""
+        """Read the messages of all ranks since the last poll."""
         now = time.monotonic()
         elapsed, self._polled_at = now - self._polled_at, now
         for rank in self.ranks:
             rank.read_messages(elapsed)
 
-    def hang(self, least: float) -> bool:
-        """Tell whether one hangs and none works: the others may be waiting for its long save."""
-        ranks = self.ranks
-        return any(one.hangs(least) for one in ranks) and not any(one.works(least) for one in ranks)
+    def hang(self, min_seconds: float) -> bool:
+        """Whether a rank hangs and none makes progress, for which the others may be waiting."""
+        if any(rank.makes_progress(min_seconds) for rank in self.ranks):
+            return False
+        return any(rank.hangs(min_seconds) for rank in self.ranks)
 
     def are_training(self) -> bool:
-        """Tell whether any is in the training loop, where a signal waits for the step."""
+        """Whether any rank is in the training loop, which handles a signal after the step."""
         return any(rank.step is not None and not rank.has_ended for rank in self.ranks)
 
     def send(self, signum: int) -> None:
@@ -380,8 +406,8 @@ class Ranks:
 
     def end(self, seconds: float) -> None:
         """Kill the ranks that have not ended by themselves in `seconds`."""
-        until = time.monotonic() + seconds
-        while any(rank.code is None for rank in self.ranks) and time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while any(rank.code is None for rank in self.ranks) and time.monotonic() < deadline:
             self.poll()
             time.sleep(0.05)
         for rank in self.ranks:
@@ -390,53 +416,55 @@ class Ranks:
                 rank.process.kill()
         for rank in self.ranks:
             rank.process.wait()
-        until = time.monotonic() + DRAIN_SECONDS
+        deadline = time.monotonic() + DRAIN_SECONDS
         for rank in self.ranks:
-            rank.forwarder.join(max(0.0, until - time.monotonic()))
+            rank.forwarder.join(max(0.0, deadline - time.monotonic()))
         self.poll()
 
     def close(self) -> None:
-        """Kill the running ranks and close their pipes."""
+        """Kill the running ranks, close their pipes and remove empty stack files."""
         self.end(0)
         for rank in self.ranks:
             os.close(rank.pipe)
-            file = self._stacks_of(rank)
+            file = self.stacks_file(rank)
             if file.exists() and file.stat().st_size == 0:
                 file.unlink()
 
     def request_stacks(self) -> None:
-        """Have every rank dump the stacks of its threads into the run's folder."""
+        """Make every rank dump the stacks of its threads into the run's folder."""
         for rank in self.ranks:
-            if rank.step is not None and rank.code is None:  # earlier it would be killed by it
+            # Before its first beat a rank has no handler: the signal would kill it.
+            if rank.step is not None and rank.code is None:
                 rank.process.send_signal(signal.SIGUSR2)
 
-    def stack_of(self, rank: Rank, num_lines: int) -> list[str]:
+    def stacks_file(self, rank: Rank) -> Path:
+        """Return the file into which a rank dumps its stacks."""
+        return self.folder / STACKS_FILE.format(rank.number)
+
+    def read_stack(self, rank: Rank) -> list[str]:
         """Return the top frames of a rank's main thread, innermost first."""
         try:
-            text = self._stacks_of(rank).read_text(encoding="utf-8", errors="replace")
+            text = self.stacks_file(rank).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return []
-        # One paragraph a thread, the main one last.
-        return text.strip().split("\n\n")[-1].splitlines()[:num_lines]
-
-    def _stacks_of(self, rank: Rank) -> Path:
-        return self.folder / STACKS_FILE.format(rank.number)
+        # One paragraph per thread, the main thread last.
+        return text.strip().split("\n\n")[-1].splitlines()[:MAX_STACK_LINES]
 
 
 def _forward_stderr(process: subprocess.Popen[bytes], lines: deque[str]) -> None:
-    """Forward a rank's stderr, and keep its last lines."""
+    """Forward a rank's stderr to this process's own, and keep its last lines in `lines`."""
     assert process.stderr is not None
-    descriptor, rest = process.stderr.fileno(), b""
+    descriptor, partial_line = process.stderr.fileno(), b""
     while chunk := os.read(descriptor, 65536):
         with contextlib.suppress(OSError):
             sys.stderr.buffer.write(chunk)
             sys.stderr.buffer.flush()
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
-            _keep(line, lines)
-    _keep(rest, lines)
+        *whole_lines, partial_line = (partial_line + chunk).split(b"\n")
+        for line in whole_lines:
+            _append_line(line, lines)
+    _append_line(partial_line, lines)
 
 
-def _keep(line: bytes, lines: deque[str]) -> None:
+def _append_line(line: bytes, lines: deque[str]) -> None:
     if text := line.decode(errors="replace").strip():
         lines.append(text[:MAX_LINE_CHARS])

@@ -1,4 +1,4 @@
-"""Whether a training runs in this process or in ranks that it starts, and how it starts them."""
+"""Whether a run trains in this process or in ranks that it starts, and how the ranks start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from app.process.launch import Launch, is_first_rank, launched_rank, read_launch
 from app.process.peers import Peers
 from app.process.reporting import keep_reason, write_error_file
 from app.process.signals import wait_to_be_ended
-from app.process.supervisor import CODES_OF_SIGNALS, SuperviseConfig, Supervisor, say
+from app.process.supervisor import (
+    SIGNAL_EXIT_CODES,
+    SuperviseConfig,
+    Supervisor,
+    print_to_stderr,
+)
 from app.run import NEVER, Run, checkpoints_of, find_newest_good, typed_step
 from data_modules import printable
 
@@ -30,22 +35,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RENDEZVOUS_PORT = 29500
-"""torchrun's own default"""
-MEETING_SECONDS = 600
-"""between the first machine's line and the last one's: torchrun's own limit is a minute"""
+"""torchrun's default port"""
+RENDEZVOUS_SECONDS = 600
+"""time between the starts of torchrun on the first and the last machine; its default is 60 s"""
 OWN_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""has the ranks meet at a store of their own. With that of its agents torchrun cannot take a
-machine back: the agents that stayed do not tell the new one where it is (torch 2.13)"""
+"""makes the ranks use a store separate from that of torchrun's agents. If they share one, a machine
+cannot rejoin: the remaining agents do not pass it the store's address (torch 2.13)"""
 REQUEUE_SECONDS = 120.0
-"""that the first rank has to write its page, end its loggers and requeue the job"""
-FOLDER_OF_ALL = "/shared/runs"
-"""stands for a folder that all machines see"""
+"""time for the first rank to write the run's page, close its loggers and requeue the job"""
+EXAMPLE_SHARED_FOLDER = "/shared/runs"
+"""example, in messages, of a folder that all machines can access"""
 
 
 def check_nodes(config: TrainConfig, words: Sequence[str] | None) -> list[str]:
-    """Refuse several machines without torchrun or srun, with the line to type on each of them.
+    """List the problem of several machines without torchrun or srun, with the command for each.
 
-    `words`: of this command line; None for the trials of a sweep.
+    `words`: this command line; None for the trials of a sweep.
     """
     nodes = config.trainer.num_nodes
     if nodes == 1 or read_launch().detected_by is not None:
@@ -58,11 +63,12 @@ def check_nodes(config: TrainConfig, words: Sequence[str] | None) -> list[str]:
     per_node = requested_devices(config).ranks_per_node
     typed = list(words)
     if config.output.dir is None:
-        typed.append(f"output.dir={FOLDER_OF_ALL}/{config.output.name or 'train'}")
-    line = f"{torchrun(nodes, per_node, socket.gethostname())} -m app.train {shlex.join(typed)}"
+        typed.append(f"output.dir={EXAMPLE_SHARED_FOLDER}/{config.output.name or 'train'}")
+    launcher = format_torchrun(nodes, per_node, socket.gethostname())
     return [
         f"trainer.num_nodes={nodes}: ranks on several machines are started by torchrun or srun; "
-        f"type on each of the {nodes}, this one ({socket.gethostname()}) being the first: {line}"
+        f"type on each of the {nodes} machines, of which this one ({socket.gethostname()}) is the "
+        f"first: {launcher} -m app.train {shlex.join(typed)}"
     ]
 
 
@@ -72,60 +78,63 @@ def check_supervise(config: TrainConfig) -> list[str]:
     detected_by = read_launch().detected_by
     if config.supervise.max_restarts and detected_by is not None:
         problems.append(
-            f"supervise.max_restarts={config.supervise.max_restarts} is for ranks that this "
-            f"command starts on one machine, and {detected_by} is set: something else has started "
-            "it; leave it out (torchrun has --max-restarts, with resume=auto and output.dir)"
+            f"supervise.max_restarts={config.supervise.max_restarts} applies to ranks that this "
+            f"command starts on one machine, but {detected_by} is set: another launcher started "
+            "them; leave it out (torchrun has --max-restarts, with resume=auto and output.dir)"
         )
     if config.supervise.requeue and config.resume == NEVER:
         problems.append(
-            "supervise.requeue=true would start the run anew from the queue; type resume=auto"
+            "supervise.requeue=true: the requeued job would start from scratch; type resume=auto"
         )
     if config.supervise.requeue and (step := typed_step(config.resume)) is not None:
         problems.append(
-            f"supervise.requeue=true would go back to step {step} each time that the job is run, "
-            f"and drop what it has saved since; type resume=auto output.dir={config.output.dir} to "
-            "go on from the newest checkpoint, or supervise.requeue=false"
+            f"supervise.requeue=true would go back to step {step} each time the job is requeued, "
+            f"and drop later checkpoints; type resume=auto output.dir={config.output.dir} to "
+            "continue from the newest checkpoint, or supervise.requeue=false"
         )
     return problems
 
 
 def starts_ranks(config: TrainConfig) -> bool:
-    """Tell whether this process is to start the ranks and supervise them."""
+    """Return whether this process starts and supervises the ranks."""
     if not read_launch().starts_own_ranks:
         return False
     return requested_devices(config).ranks_per_node > 1 or config.supervise.max_restarts > 0
 
 
 def run_ranks(config: TrainConfig, run: Run, words: Sequence[str]) -> int:
-    """Start the ranks of this machine by the `words` of the command line; return the exit code."""
+    """Start and supervise the ranks of this machine; return the exit code.
+
+    `words`: the overrides of this command line, which the ranks get too.
+    """
     devices = requested_devices(config)
     superseded = run.superseded_checkpoints()
 
-    def newest_step() -> int:
-        if run.superseded_checkpoints() & superseded:  # no rank has started to train
+    def find_newest_step() -> int:
+        if run.superseded_checkpoints() & superseded:  # no rank has started training
             return run.step
-        good, damaged = find_newest_good(run.folder)
-        for sentence in damaged:
-            say(f"RESUME: {sentence}")
+        good, problems = find_newest_good(run.folder)
+        for problem in problems:
+            print_to_stderr(f"RESUME: {problem}")
         return 0 if good is None else good.step
 
     supervisor = Supervisor(
         command=[sys.executable, "-m", "app.train", *words],
         folder=run.folder,
         config=config.supervise,
-        step=run.step,
-        newest_step=newest_step,
-        of_rank=variables_of(devices) if devices.num_ranks > 1 else [{}],
+        resume_step=run.step,
+        find_newest_step=find_newest_step,
+        rank_variables=_rank_variables(devices) if devices.num_ranks > 1 else [{}],
         chooses_port=read_launch().detected_by is None,
     )
     code = supervisor.run()
-    if code != DONE and code not in CODES_OF_SIGNALS:  # which the first rank has reported
-        say(resume_command())
+    if code != DONE and code not in SIGNAL_EXIT_CODES:  # after a signal, rank 0 has printed it
+        print_to_stderr(resume_command())
     return code
 
 
-def variables_of(devices: Devices) -> list[dict[str, str]]:
-    """Return the variables of each rank of this machine, by Lightning's names."""
+def _rank_variables(devices: Devices) -> list[dict[str, str]]:
+    """Return the environment variables of each rank of this machine, as Lightning reads them."""
     return [
         {
             "LOCAL_RANK": str(rank),
@@ -137,29 +146,29 @@ def variables_of(devices: Devices) -> list[dict[str, str]]:
 
 
 def run_shares(verb: str, folder: Path, devices: Devices, words: Sequence[str]) -> int:
-    """Start ranks that each do a share of a verb without steps; return the exit code."""
+    """Start ranks that each do a share of a `verb` without training steps; return the exit code."""
     return Supervisor(
         command=[sys.executable, "-m", f"app.{verb}", *words],
         folder=folder,
         config=SuperviseConfig(),
-        step=0,
-        newest_step=lambda: 0,
-        of_rank=variables_of(devices),
+        resume_step=0,
+        find_newest_step=lambda: 0,
+        rank_variables=_rank_variables(devices),
     ).run()
 
 
 def resume_command() -> str:
-    """Return the command that resumes this process's run, if it has saved anything."""
-    folder, here = run_dir(), Path.cwd()
+    """Return the command that resumes this process's run, or that there is no checkpoint yet."""
+    folder, cwd = run_dir(), Path.cwd()
     if folder is None or not checkpoints_of(folder).checkpoints():
-        return "nothing is saved yet"
-    shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    by = _start_of_ranks(read_launch())
-    return f"to resume: {by} -m app.train resume={shlex.quote(printable(str(shown)))}"
+        return "no checkpoint has been saved yet"
+    shown = folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
+    launcher = _launcher_command(read_launch())
+    return f"to resume: {launcher} -m app.train resume={shlex.quote(printable(str(shown)))}"
 
 
-def _start_of_ranks(launch: Launch) -> str:
-    """Return what starts the ranks again that run now, up to `-m`."""
+def _launcher_command(launch: Launch) -> str:
+    """Return the start of the command that started the current ranks, up to `-m`."""
     if launch.starts_own_ranks or launch.is_started_here:
         return "python"
     num_ranks = launch.num_ranks or 1
@@ -169,32 +178,34 @@ def _start_of_ranks(launch: Launch) -> str:
         return f"srun --nodes={nodes} --ntasks-per-node={per_node} python"
     first = launch.first_address or socket.gethostname()
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    return torchrun(nodes, per_node, first, max_restarts=restarts)
+    return format_torchrun(nodes, per_node, first, max_restarts=restarts)
 
 
-def torchrun(num_nodes: int, per_node: int, first: str, *, max_restarts: int = 0) -> str:
-    """Return the torchrun that starts ranks on each machine, up to `-m`; `first` is one of them."""
+def format_torchrun(
+    num_nodes: int, per_node: int, first_host: str, *, max_restarts: int = 0
+) -> str:
+    """Return the torchrun command of each machine, up to `-m`; `first_host` hosts rank 0."""
     words = ["torchrun", f"--nnodes={num_nodes}", f"--nproc-per-node={per_node}"]
     if max_restarts:
         words.append(f"--max-restarts={max_restarts}")
     if num_nodes > 1:
-        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{RENDEZVOUS_PORT}"]
-        words.append(f"--rdzv-conf=read_timeout={MEETING_SECONDS}")
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={first_host}:{RENDEZVOUS_PORT}"]
+        words.append(f"--rdzv-conf=read_timeout={RENDEZVOUS_SECONDS}")
     if num_nodes > 1 and max_restarts:
         words.insert(0, f"{OWN_STORE_VARIABLE}=1")
     return shlex.join(words)
 
 
-def watch_ranks(run: Run, num_ranks: int) -> Peers:
-    """Return the ranks of a run that torchrun or srun has started, to be watched from this one."""
+def build_peers(run: Run, num_ranks: int) -> Peers:
+    """Build the peer-to-peer checks of a run that torchrun or srun has started."""
     minutes = run.config.supervise.hang_minutes
-    is_one_machine = read_launch().ranks_here in (None, num_ranks)
+    has_several_machines = read_launch().ranks_here not in (None, num_ranks)
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    is_told = is_first_rank() and not is_one_machine
-    if restarts and is_told and OWN_STORE_VARIABLE not in os.environ:
+    is_warned = restarts and has_several_machines and OWN_STORE_VARIABLE not in os.environ
+    if is_warned and is_first_rank():
         log.warning(
-            "a machine that is lost can only come back under torchrun --max-restarts with %s=1 in "
-            "the environment of every torchrun",
+            "a lost machine can only rejoin under torchrun --max-restarts with %s=1 in the "
+            "environment of every torchrun",
             OWN_STORE_VARIABLE,
         )
 
@@ -213,9 +224,9 @@ def watch_ranks(run: Run, num_ranks: int) -> Peers:
 
 
 def requeue(config: SuperviseConfig) -> None:
-    """Requeue this SLURM job if `supervise.requeue` says so, on the first rank.
+    """Requeue this SLURM job from the first rank, if `supervise.requeue` is set.
 
-    The others wait for it: srun ends the whole step when the first of them ends.
+    The other ranks wait for it: srun ends the whole job step as soon as one of them ends.
     """
     if not config.requeue:
         return
@@ -228,12 +239,10 @@ def requeue(config: SuperviseConfig) -> None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     scontrol = shutil.which("scontrol")
     if job is None or scontrol is None:
-        missing = "SLURM_JOB_ID is not set" if job is None else "there is no scontrol"
-        return say(f"supervise.requeue: not requeued: {missing}")
+        missing = "SLURM_JOB_ID is not set" if job is None else "scontrol was not found"
+        return print_to_stderr(f"supervise.requeue: not requeued: {missing}")
     done = subprocess.run(
         [scontrol, "requeue", job], capture_output=True, text=True, timeout=60, check=False
     )
-    outcome = (
-        "put back into the queue" if done.returncode == 0 else f"failed: {done.stderr.strip()}"
-    )
-    say(f"supervise.requeue: job {job} {outcome}")
+    outcome = "requeued" if done.returncode == 0 else f"not requeued: {done.stderr.strip()}"
+    print_to_stderr(f"supervise.requeue: job {job} {outcome}")

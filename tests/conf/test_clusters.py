@@ -18,12 +18,12 @@ import app
 from app.config import load_config
 from app.preflight import requested_devices
 from app.process.launch import VARIABLES_OF_A_RANK
-from app.run.ranks import MEETING_SECONDS
+from app.run.ranks import RENDEZVOUS_SECONDS
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "docs" / "clusters"
 NODES, GPUS = 2, 8
-READ_TIMEOUT = f"--rdzv-conf=read_timeout={MEETING_SECONDS}"
+READ_TIMEOUT = f"--rdzv-conf=read_timeout={RENDEZVOUS_SECONDS}"
 
 
 def check_train(words: list[str]) -> None:

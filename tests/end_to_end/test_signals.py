@@ -96,7 +96,7 @@ def test_two_ranks_stop_together_and_are_started_again(
     )
     said = person.train_into(run, *small_run(*RUN, *words), environment=slurm, code=138)
     assert steps_of(run) == [2, 3]
-    assert "supervise.requeue: job 77 put back into the queue" in said
+    assert "supervise.requeue: job 77 requeued" in said
     assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
     said = person.train_into(run, *small_run(*RUN, *words), environment=slurm)
     assert "rank 0 was killed by SIGKILL" in said and "after step 5" in said

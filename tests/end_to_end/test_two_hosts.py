@@ -329,7 +329,7 @@ def test_a_job_of_two_nodes_goes_back_into_the_queue_and_on(
     )  # one rank alone hears of the time limit
     code, said = job.run()
     assert code == 138, said
-    assert said.count("supervise.requeue: job 77 put back into the queue") == 1
+    assert said.count("supervise.requeue: job 77 requeued") == 1
     assert (tmp_path / "requeued").read_text() == "requeue 77\n"
     code, said = job.run()
     assert code == 0, said

@@ -1,6 +1,7 @@
-"""Ranks that die, hang, lose each other or find their port taken: named, ended, started again.
+"""Ranks that die, hang, lose each other or find their port in use are named, ended and restarted.
 
-The ranks are small scripts that beat as a training does, so that a whole story takes a second.
+The ranks are small scripts that send heartbeats as a training run does, so that a test takes a
+second.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from app.process.launch import free_port
 from app.process.reporting import REASON_FILE
 from app.process.signals import SAME_PRESS_OF_A_RANK
 from app.process.supervisor import SuperviseConfig, Supervisor
-from app.run import ranks as run_module
+from app.run import ranks as ranks_module
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.door import make_data, make_model
@@ -41,16 +42,11 @@ first = int(os.environ["LOFT_RESUME_STEP"])
 os.environ["LOFT_RUN_DIR"] = str(folder)
 with (folder / f"started-{rank}").open("a") as file:
     file.write(f"{os.getpid()} {first} {os.environ['MASTER_PORT']}\\n")
-while not (folder / f"started-{1 - rank}").exists():  # whose start would count as a pause
+while not (folder / f"started-{1 - rank}").exists():  # waiting later would count as a pause
     time.sleep(0.01)
 start_heartbeat(folder, rank)
 beat(first)
-def is_first_time(what):
-    try:
-        (folder / what).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+
 def wait():
     time.sleep(60)
 def wait_for_both():
@@ -60,70 +56,74 @@ def wait_for_both():
 
 
 @dataclasses.dataclass
-class Story:
-    """One run of a supervisor over two ranks: what came of it."""
+class SupervisedRun:
+    """The outcome of a supervisor's run of two ranks."""
 
     folder: Path
     code: int
-    said: str
+    stderr: str
     seconds: float
-    ended: float = 0.0
-    """by the wall clock, as files have it"""
+    ended_at: float = 0.0
+    """by the wall clock, as the modification times of files"""
 
     def starts(self, rank: int) -> list[list[str]]:
-        """Process, first step and port of each start of a rank."""
+        """Return the process id, first step and port of each start of a rank."""
         return [line.split() for line in (self.folder / f"started-{rank}").read_text().splitlines()]
 
-    def is_anyone_left(self) -> bool:
+    def has_live_ranks(self) -> bool:
         pids = [start[0] for rank in (0, 1) for start in self.starts(rank)]
         return any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-Tell = Callable[..., Story]
+Supervise = Callable[..., SupervisedRun]
 
 
 @pytest.fixture
-def tell_story(
+def supervise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Tell:
+) -> Supervise:
+    """Supervise two ranks that run the given script after the common one."""
     monkeypatch.setattr(supervisor_module, "STACK_SECONDS", 0.5)
 
-    def tell(
+    def supervise_script(
         *script: str,
         saved: Sequence[int] = (),
         first_step: int = 0,
         grace: float = 1.0,
         **settings: int | float | None,
-    ) -> Story:
-        monkeypatch.setattr(supervisor_module, "GRACE", grace)
+    ) -> SupervisedRun:
+        monkeypatch.setattr(supervisor_module, "GRACE_SECONDS", grace)
         code = "\n".join([RANK, *script])
         newest = iter(saved)
         supervisor = Supervisor(
             command=[sys.executable, "-c", code, str(tmp_path)],
             folder=tmp_path,
             config=SuperviseConfig(**settings),  # type: ignore[arg-type]
-            step=first_step,
-            newest_step=lambda: next(newest),
-            of_rank=[
+            resume_step=first_step,
+            find_newest_step=lambda: next(newest),
+            rank_variables=[
                 {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"} for rank in (0, 1)
             ],
         )
         before = time.monotonic()
-        ended = supervisor.run()
+        exit_code = supervisor.run()
         seconds = time.monotonic() - before
-        return Story(tmp_path, ended, capfd.readouterr().err, seconds, ended=time.time())
+        stderr = capfd.readouterr().err
+        return SupervisedRun(tmp_path, exit_code, stderr, seconds, ended_at=time.time())
 
-    return tell
-
-
-def test_ranks_that_end_well_end_the_run(tell_story: Tell) -> None:
-    story = tell_story("send_to_supervisor(ENDED)", "if rank == 0: time.sleep(0.3)")
-    assert (story.code, story.said) == (0, "")
-    assert {path.name for path in story.folder.iterdir()} == {"started-0", "started-1"}
+    return supervise_script
 
 
-def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(tell_story: Tell) -> None:
-    story = tell_story(
+def test_ranks_that_succeed_end_the_run(supervise: Supervise) -> None:
+    run = supervise("send_to_supervisor(ENDED)", "if rank == 0: time.sleep(0.3)")
+    assert (run.code, run.stderr) == (0, "")
+    assert {path.name for path in run.folder.iterdir()} == {"started-0", "started-1"}
+
+
+def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(
+    supervise: Supervise,
+) -> None:
+    run = supervise(
         "if rank == 0: wait()",
         "wait_for_both()",
         "beat(3)",
@@ -131,54 +131,54 @@ def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(tell_sto
         "os.kill(os.getpid(), signal.SIGKILL)",
         grace=0.0,
     )
-    assert story.code == 3
-    assert "rank 1 was killed by SIGKILL (often for lack of memory" in story.said
-    assert "after step 3; its last lines:\n  what the driver says\n" in story.said
-    assert story.said.count("error") == 1
-    assert story.seconds < GONE_WITHIN and not story.is_anyone_left()
-    assert (story.folder / REASON_FILE).read_text() in story.said
+    assert run.code == 3
+    assert "rank 1 was killed by SIGKILL (often for lack of memory" in run.stderr
+    assert "after step 3; its last lines:\n  what the driver says\n" in run.stderr
+    assert run.stderr.count("error") == 1
+    assert run.seconds < GONE_WITHIN and not run.has_live_ranks()
+    assert (run.folder / REASON_FILE).read_text() in run.stderr
 
 
-def test_an_exit_without_a_word_is_named(tell_story: Tell) -> None:
-    story = tell_story("if rank == 0: wait()", "os._exit(7)", grace=0.0)
-    assert story.code == 3
-    assert "rank 1 ended with exit code 7 before its first step" in story.said
+def test_an_unexplained_exit_is_named(supervise: Supervise) -> None:
+    run = supervise("if rank == 0: wait()", "os._exit(7)", grace=0.0)
+    assert run.code == 3
+    assert "rank 1 ended with exit code 7 before its first step" in run.stderr
 
 
 @pytest.mark.parametrize(
     ("error", "code"), [("TrainingFault('loss is nan')", 4), ("UserError('no such file')", 2)]
 )
-def test_what_a_rank_says_itself_is_said_once_and_not_tried_again(
-    tell_story: Tell, error: str, code: int
+def test_an_error_that_a_rank_reports_is_printed_once_without_a_restart(
+    supervise: Supervise, error: str, code: int
 ) -> None:
-    story = tell_story(
+    run = supervise(
         "if rank == 1: wait()",
         "wait_for_both()",
         f"sys.exit(report({error}))",
         grace=0.0,
         max_restarts=3,
     )
-    assert story.code == code
-    assert story.said.count("error") == 1 and "rank" not in story.said
-    assert len(story.starts(0)) == 1 and not story.is_anyone_left()
+    assert run.code == code
+    assert run.stderr.count("error") == 1 and "rank" not in run.stderr
+    assert len(run.starts(0)) == 1 and not run.has_live_ranks()
 
 
-def test_a_rank_that_lost_another_is_not_to_blame(tell_story: Tell) -> None:
-    # The one that lost it may be gone first: it only has to read from a closed connection.
+def test_a_rank_that_lost_another_is_not_to_blame(supervise: Supervise) -> None:
+    # The rank that lost its peer may end first: it only has to read from a closed connection.
     lost = "RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer')"
-    story = tell_story(
+    run = supervise(
         f"if rank == 0: beat(9); sys.exit(report({lost}))",
         "time.sleep(0.4)",
         "os.kill(os.getpid(), signal.SIGSEGV)",
     )
-    assert story.code == 3
-    assert "rank 1 was killed by SIGSEGV" in story.said and "gloo" not in story.said
+    assert run.code == 3
+    assert "rank 1 was killed by SIGSEGV" in run.stderr and "gloo" not in run.stderr
 
 
-def test_a_lost_connection_is_reported_where_nobody_else_is_to_blame(tell_story: Tell) -> None:
-    story = tell_story("sys.exit(report(RuntimeError('gloo: Connection reset by peer')))")
-    assert story.code == 3
-    assert story.said.count("Connection reset by peer") == 1
+def test_a_lost_connection_is_reported_if_no_other_rank_failed(supervise: Supervise) -> None:
+    run = supervise("sys.exit(report(RuntimeError('gloo: Connection reset by peer')))")
+    assert run.code == 3
+    assert run.stderr.count("Connection reset by peer") == 1
 
 
 DIES_TWICE = (
@@ -189,28 +189,28 @@ DIES_TWICE = (
 
 
 @pytest.mark.slow
-def test_a_run_that_gets_further_each_time_is_started_again(tell_story: Tell) -> None:
-    story = tell_story(*DIES_TWICE, saved=[3, 6], max_restarts=2)
-    assert story.code == 0
-    assert [start[1] for start in story.starts(0)] == ["0", "3", "6"]
-    assert [start[1] for start in story.starts(1)] == ["0", "3", "6"]
-    assert "supervise: restart 2 of 2, from step 6" in story.said
-    assert not (story.folder / REASON_FILE).exists()  # of a run that has ended well
+def test_a_run_that_gets_further_each_time_is_restarted(supervise: Supervise) -> None:
+    run = supervise(*DIES_TWICE, saved=[3, 6], max_restarts=2)
+    assert run.code == 0
+    assert [start[1] for start in run.starts(0)] == ["0", "3", "6"]
+    assert [start[1] for start in run.starts(1)] == ["0", "3", "6"]
+    assert "supervise: restart 2 of 2, from step 6" in run.stderr
+    assert not (run.folder / REASON_FILE).exists()  # the run has succeeded
 
 
 @pytest.mark.slow
-def test_no_more_restarts_than_were_allowed(tell_story: Tell) -> None:
-    story = tell_story(*DIES_TWICE, saved=[3], max_restarts=1)
-    assert story.code == 3 and len(story.starts(0)) == 2
+def test_the_number_of_restarts_is_limited(supervise: Supervise) -> None:
+    run = supervise(*DIES_TWICE, saved=[3], max_restarts=1)
+    assert run.code == 3 and len(run.starts(0)) == 2
 
 
-def test_the_same_step_failing_twice_ends_the_run(tell_story: Tell) -> None:
-    story = tell_story(*DIES_TWICE, saved=[0, 0, 0], max_restarts=9)
-    assert story.code == 3 and len(story.starts(0)) == 2
-    assert "it has failed twice after step 2: not started again" in story.said
+def test_the_same_step_failing_twice_ends_the_run(supervise: Supervise) -> None:
+    run = supervise(*DIES_TWICE, saved=[0, 0, 0], max_restarts=9)
+    assert run.code == 3 and len(run.starts(0)) == 2
+    assert "the run failed twice after step 2: not restarted" in run.stderr
 
 
-def test_a_restart_goes_back_again_until_the_run_is_of_the_new_course(
+def test_restarts_rewind_until_the_later_checkpoints_are_discarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, data = make_model(tmp_path / "model"), make_data(tmp_path / "data.jsonl")
@@ -220,22 +220,22 @@ def test_a_restart_goes_back_again_until_the_run_is_of_the_new_course(
     start, found = open_typed(*typed), []
 
     class Restarts:
-        def __init__(self, *, newest_step: Callable[[], int], **_: object) -> None:
-            self.newest_step = newest_step
+        def __init__(self, *, find_newest_step: Callable[[], int], **_: object) -> None:
+            self.find_newest_step = find_newest_step
 
         def run(self) -> int:
-            found.append(self.newest_step())  # it died while it loaded
+            found.append(self.find_newest_step())  # the run died while loading
             start.discard_later_steps()
-            found.append(self.newest_step())
+            found.append(self.find_newest_step())
             store = CheckpointStore(run / "checkpoints")
             store.begin(4)
-            store.add_document(4, "training", {"step": 4})  # byte for byte what was there
+            store.add_document(4, "training", {"step": 4})  # byte for byte the same as before
             store.commit(4)
-            found.append(self.newest_step())
+            found.append(self.find_newest_step())
             return 0
 
-    monkeypatch.setattr(run_module, "Supervisor", Restarts)
-    assert run_module.run_ranks(start.config, start, typed) == 0
+    monkeypatch.setattr(ranks_module, "Supervisor", Restarts)
+    assert ranks_module.run_ranks(start.config, start, typed) == 0
     assert found == [2, 2, 4]
 
 
@@ -251,68 +251,68 @@ HANGS = (
 )
 
 
-def test_a_rank_that_hangs_is_found_and_its_stack_shown(tell_story: Tell) -> None:
-    story = tell_story("\n".join(HANGS).format("hang_here()"), hang_minutes=0.02)
-    assert story.code == 3
-    assert "rank 1 hangs after step 3, for " in story.said
-    assert "in hang_here" in story.said and "stacks-rank-1.txt" in story.said
-    stacks = (story.folder / "stacks-rank-1.txt").read_text()
-    assert "in hang_here" in stacks and "in idle" in stacks and "in idle" not in story.said
-    assert not story.is_anyone_left()
+def test_a_hanging_rank_is_named_with_its_stack(supervise: Supervise) -> None:
+    run = supervise("\n".join(HANGS).format("hang_here()"), hang_minutes=0.02)
+    assert run.code == 3
+    assert "rank 1 hangs after step 3, for " in run.stderr
+    assert "in hang_here" in run.stderr and "stacks-rank-1.txt" in run.stderr
+    stacks = (run.folder / "stacks-rank-1.txt").read_text()
+    assert "in hang_here" in stacks and "in idle" in stacks and "in idle" not in run.stderr
+    assert not run.has_live_ranks()
 
 
-def test_a_stopped_rank_is_found_and_named_so(tell_story: Tell) -> None:
+def test_a_stopped_rank_is_named(supervise: Supervise) -> None:
     stop = "os.kill(os.getpid(), signal.SIGSTOP)"
-    story = tell_story("\n".join(HANGS).format(stop), hang_minutes=0.02)
-    assert "rank 1 is stopped (SIGSTOP) after step 3" in story.said
-    assert not story.is_anyone_left()
+    run = supervise("\n".join(HANGS).format(stop), hang_minutes=0.02)
+    assert "rank 1 is stopped (SIGSTOP) after step 3" in run.stderr
+    assert not run.has_live_ranks()
 
 
 @pytest.mark.slow
-def test_a_run_of_long_steps_does_not_hang(tell_story: Tell) -> None:
+def test_a_run_of_long_steps_does_not_hang(supervise: Supervise) -> None:
     slow = ("beat(1)", "time.sleep(0.9)", "beat(2)", "time.sleep(2.4)", "beat(3)")
-    assert tell_story(*slow, hang_minutes=0.02).code == 0
-    # What takes its time outside of the training loop is no concern.
+    assert supervise(*slow, hang_minutes=0.02).code == 0
+    # Time outside the training loop does not count.
     assert (
-        tell_story("beat(1)", "send_to_supervisor(ENDED)", "time.sleep(2)", hang_minutes=0.02).code
+        supervise("beat(1)", "send_to_supervisor(ENDED)", "time.sleep(2)", hang_minutes=0.02).code
         == 0
     )
-    assert tell_story("beat(1)", "time.sleep(2)", hang_minutes=None).code == 0
+    assert supervise("beat(1)", "time.sleep(2)", hang_minutes=None).code == 0
 
 
 @pytest.mark.slow
-def test_waiting_for_a_long_save_is_not_a_hang(tell_story: Tell) -> None:
+def test_waiting_for_a_long_save_is_not_a_hang(supervise: Supervise) -> None:
     save = (
-        "def is_there(what): return (folder / what).exists()",
+        "def exists(name): return (folder / name).exists()",
         "if rank == 0:",
         "    (folder / 'started').touch()",
         "    for _ in range(13): refresh_liveness(); time.sleep(0.2)",
         "    (folder / 'saved').touch()",
-        "while not is_there('started'): beat(1); time.sleep(0.02)",
-        "while not is_there('saved'): time.sleep(0.02)",
+        "while not exists('started'): beat(1); time.sleep(0.02)",
+        "while not exists('saved'): time.sleep(0.02)",
         "beat(2)",
         "(folder / f'ends-{rank}').touch()",
-        "while not is_there(f'ends-{1 - rank}'): time.sleep(0.02)",
+        "while not exists(f'ends-{1 - rank}'): time.sleep(0.02)",
     )
-    story = tell_story(*save, hang_minutes=0.02)
-    assert (story.code, story.said) == (0, "")
+    run = supervise(*save, hang_minutes=0.02)
+    assert (run.code, run.stderr) == (0, "")
 
 
-def test_another_port_is_tried_where_one_was_taken(
-    tell_story: Tell, monkeypatch: pytest.MonkeyPatch
+def test_another_port_is_tried_if_one_is_in_use(
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports = iter([4001, 4002])
     monkeypatch.setattr(supervisor_module, "free_port", lambda: next(ports))
-    story = tell_story(
+    run = supervise(
         "if os.environ['MASTER_PORT'] == '4001':",
         "    if rank == 1: wait()",
         "    sys.exit(report(RuntimeError('port: 4001, name: EADDRINUSE, message: in use')))",
     )
-    assert (story.code, story.said) == (0, "")
-    assert [start[2] for start in story.starts(1)] == ["4001", "4002"]
+    assert (run.code, run.stderr) == (0, "")
+    assert [start[2] for start in run.starts(1)] == ["4001", "4002"]
 
 
-def test_a_port_is_free_and_not_always_the_same() -> None:
+def test_free_ports_vary() -> None:
     assert len({free_port() for _ in range(8)}) > 1
 
 
@@ -320,64 +320,66 @@ READY = "(folder / f'ready-{rank}').touch()"
 
 
 @pytest.fixture
-def hear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let the supervisor hear of a signal when both ranks are ready for it."""
+def send_when_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the supervisor receive a signal as soon as both ranks are ready for it."""
 
-    def arm(signum: int) -> None:
-        heard = lambda: signum if len(list(tmp_path.glob("ready-*"))) == 2 else None  # noqa: E731
-        monkeypatch.setattr(supervisor_module, "signal_received", heard)
+    def send(signum: int) -> None:
+        def received() -> int | None:
+            return signum if len(list(tmp_path.glob("ready-*"))) == 2 else None
 
-    return arm
+        monkeypatch.setattr(supervisor_module, "signal_received", received)
+
+    return send
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_is_passed_on_and_waited_for(
-    tell_story: Tell, hear: Callable[[int], None], signum: signal.Signals
+def test_a_signal_is_forwarded_and_the_ranks_may_save(
+    supervise: Supervise, send_when_ready: Callable[[int], None], signum: signal.Signals
 ) -> None:
-    hear(signum)
-    story = tell_story(
-        f"signal.signal({int(signum)}, lambda *_: (folder / f'heard-{{rank}}').touch())",
+    send_when_ready(signum)
+    run = supervise(
+        f"signal.signal({int(signum)}, lambda *_: (folder / f'received-{{rank}}').touch())",
         "beat(1)",
         READY,
-        "while not (folder / f'heard-{rank}').exists(): time.sleep(0.01)",
-        "time.sleep(0.3)",  # it saves
+        "while not (folder / f'received-{rank}').exists(): time.sleep(0.01)",
+        "time.sleep(0.3)",  # saves
         "(folder / f'saved-{rank}').touch()",
         f"os._exit({128 + signum})",
         max_restarts=3,
     )
-    assert (story.code, story.said) == (128 + signum, "")
-    assert all((story.folder / f"saved-{rank}").exists() for rank in (0, 1))
-    assert len(story.starts(0)) == 1
+    assert (run.code, run.stderr) == (128 + signum, "")
+    assert all((run.folder / f"saved-{rank}").exists() for rank in (0, 1))
+    assert len(run.starts(0)) == 1
 
 
 def test_a_save_that_fails_after_a_signal_is_a_failure(
-    tell_story: Tell, hear: Callable[[int], None]
+    supervise: Supervise, send_when_ready: Callable[[int], None]
 ) -> None:
-    hear(signal.SIGTERM)
-    story = tell_story(
-        "signal.signal(signal.SIGTERM, lambda *_: (folder / f'heard-{rank}').touch())",
+    send_when_ready(signal.SIGTERM)
+    run = supervise(
+        "signal.signal(signal.SIGTERM, lambda *_: (folder / f'received-{rank}').touch())",
         "beat(1)",
         READY,
-        "while not (folder / f'heard-{rank}').exists(): time.sleep(0.01)",
+        "while not (folder / f'received-{rank}').exists(): time.sleep(0.01)",
         "os._exit(3 if rank == 0 else 143)",
         max_restarts=3,
     )
-    assert story.code == 3
-    assert len(story.starts(0)) == 1
+    assert run.code == 3
+    assert len(run.starts(0)) == 1
 
 
-def test_a_signal_while_a_checkpoint_is_looked_for_ends_the_run(tmp_path: Path) -> None:
-    slow = "newest_step=lambda: Path(sys.argv[1], 'looks').touch() or time.sleep(60)"
-    script = LAUNCHER.replace("newest_step=lambda: 0", slow).replace(
+def test_a_signal_during_the_search_for_a_checkpoint_ends_the_run(tmp_path: Path) -> None:
+    slow = "find_newest_step=lambda: Path(sys.argv[1], 'searches').touch() or time.sleep(60)"
+    script = LAUNCHER.replace("find_newest_step=lambda: 0", slow).replace(
         "import sys", "import sys, time"
     )
     script = script.replace("SuperviseConfig()", "SuperviseConfig(max_restarts=1)")
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path), "\n".join([RANK, "os._exit(7)"])], cwd=ROOT
     )
-    until = time.monotonic() + LONGEST
-    while not (tmp_path / "looks").exists():
-        assert time.monotonic() < until and process.poll() is None
+    deadline = time.monotonic() + LONGEST
+    while not (tmp_path / "searches").exists():
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     before = time.monotonic()
     process.send_signal(signal.SIGTERM)
@@ -386,17 +388,17 @@ def test_a_signal_while_a_checkpoint_is_looked_for_ends_the_run(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_ranks_that_have_not_started_a_step_are_not_waited_for(
-    tell_story: Tell, hear: Callable[[int], None]
+def test_ranks_outside_the_training_loop_are_not_waited_for(
+    supervise: Supervise, send_when_ready: Callable[[int], None]
 ) -> None:
-    hear(signal.SIGTERM)
+    send_when_ready(signal.SIGTERM)
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    story = tell_story("send_to_supervisor(ENDED)", ignore, READY, "wait()")
-    assert story.code == 143
-    assert story.seconds < GONE_WITHIN and not story.is_anyone_left()
-    # From the signal on: what comes before is the start of two processes.
-    began = max(file.stat().st_mtime for file in story.folder.glob("ready-*"))
-    assert story.ended - began < ends_within()
+    run = supervise("send_to_supervisor(ENDED)", ignore, READY, "wait()")
+    assert run.code == 143
+    assert run.seconds < GONE_WITHIN and not run.has_live_ranks()
+    # Measured from the signal on, without the start of two processes.
+    signalled_at = max(file.stat().st_mtime for file in run.folder.glob("ready-*"))
+    assert run.ended_at - signalled_at < ends_within()
 
 
 LAUNCHER = """
@@ -410,24 +412,24 @@ sys.exit(Supervisor(
     command=[sys.executable, "-c", sys.argv[2], sys.argv[1]],
     folder=Path(sys.argv[1]),
     config=SuperviseConfig(),
-    step=0,
-    newest_step=lambda: 0,
-    of_rank=[{"LOCAL_RANK": str(rank)} for rank in (0, 1)],
+    resume_step=0,
+    find_newest_step=lambda: 0,
+    rank_variables=[{"LOCAL_RANK": str(rank)} for rank in (0, 1)],
 ).run())
 """
 
 
 def launch(folder: Path, *script: str) -> subprocess.Popen[str]:
-    """Start a supervisor in a process of its own; returns when its ranks run."""
+    """Start a supervisor in a separate process; returns when its ranks are ready."""
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(folder), "\n".join([RANK, *script])],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
     )
-    until = time.monotonic() + LONGEST
+    deadline = time.monotonic() + LONGEST
     while len(list(folder.glob("ready-*"))) < 2:
-        assert time.monotonic() < until and process.poll() is None
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     return process
 
@@ -437,14 +439,14 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
     process = launch(tmp_path, READY, "wait()")
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    until = time.monotonic() + GONE_WITHIN
-    while Story(tmp_path, 0, "", 0).is_anyone_left():
-        assert time.monotonic() < until, "a rank goes on without its launcher"
+    deadline = time.monotonic() + GONE_WITHIN
+    while SupervisedRun(tmp_path, 0, "", 0).has_live_ranks():
+        assert time.monotonic() < deadline, "a rank outlives its launcher"
         time.sleep(0.02)
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_all_ranks_immediately(tmp_path: Path) -> None:
     process = launch(
         tmp_path,
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)",  # a long step
@@ -458,12 +460,12 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     before = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
-    while Story(tmp_path, 0, "", 0).is_anyone_left():
+    while SupervisedRun(tmp_path, 0, "", 0).has_live_ranks():
         time.sleep(0.02)
     assert time.monotonic() - before < AT_ONCE
 
 
-def test_a_child_whose_parent_is_gone_ends_itself() -> None:
+def test_a_child_ends_itself_if_its_parent_has_ended() -> None:
     code = "from app.process.launch import live_with_parent; live_with_parent(); print('alive')"
     environment = os.environ | {"LOFT_PARENT": "1"}
     done = subprocess.run(
