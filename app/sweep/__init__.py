@@ -1,7 +1,7 @@
-"""A sweep: trials of a grid or a search, each in a process of its own, compared at the end.
+"""Sweeps: the trials of a grid or a search, each in a separate process, compared at the end.
 
-A process of its own, because Lightning starts further ranks by the same command line, and because
-what one trial leaves in memory must not reach the next.
+Trials need separate processes because Lightning starts further ranks with the same command line,
+and because the memory of one trial must not affect the next.
 """
 
 from app.sweep.run import run_sweep

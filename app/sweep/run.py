@@ -1,4 +1,4 @@
-"""A sweep from its words to its end: what is searched, and trials that keep every slot busy."""
+"""Running a sweep: checking its overrides, keeping every slot busy, and resuming it."""
 
 from __future__ import annotations
 
@@ -25,223 +25,242 @@ from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from app.process.files import write_whole
 from app.run import NEVER
 from app.run.folder import OUTPUTS, UNSET, expand_home, hold_run, into_folder
+from app.sweep.parameters import Parameter, format_overrides, parse_parameters, varied
 from app.sweep.results import (
     PAGE_FILE,
     RESULTS_FILE,
     TABLE_FILE,
-    outcome_of,
-    read_results,
+    describe_outcome,
+    load_results,
+    print_results,
     save_results,
-    show_results,
     write_page,
 )
 from app.sweep.search import Grid, OptunaSearch, Search
-from app.sweep.slurm import Slurm, check_slurm
-from app.sweep.trials import Launcher, Local, RunningTrial, Trial
-from app.sweep.words import Swept, as_words, read_words, varied
+from app.sweep.slurm import SlurmLauncher, check_slurm
+from app.sweep.trials import Launcher, LocalLauncher, RunningTrial, Trial
 from data_modules import REDACTED, printable, redact, redacted
 
-WORDS_FILE = "sweep.yaml"
-"""in a sweep's folder: its words, with which it goes on"""
-ALONE = "a sweep goes on with its own words; type it alone"
+SWEEP_FILE = "sweep.yaml"
+"""file in a sweep's folder with its overrides, from which it is resumed"""
+NO_OVERRIDES = "a resumed sweep keeps its overrides; use resume=FOLDER without others"
 RESUME = re.compile(r"\+*resume=(?P<value>.+)")
-OWN = ("sweep.", "launcher", "output.", "resume")
-"""beginnings of keys that are the sweep's and not its trials'"""
-MOST_TRIALS = 10_000
-"""of a grid"""
+SWEEP_KEYS = ("sweep.", "launcher", "output.", "resume")
+"""prefixes of the keys that apply to the whole sweep and are not passed on to its trials"""
+MAX_GRID_TRIALS = 10_000
 EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 
 
-def run_sweep(words: list[str]) -> int:
-    """Run a sweep, or go on with the one in `resume=FOLDER`.
+def run_sweep(overrides: list[str]) -> int:
+    """Run a sweep, or resume the one in `resume=FOLDER`; return the exit code.
 
-    Returns 0, the exit code of the first trial that failed, or that of a signal. UserError before
-    the first trial if any value would be refused.
+    The exit code is 0, that of the first trial that failed, or that of a signal. Raises UserError
+    before the first trial if any value is invalid.
     """
-    swept, folder = _open(words)
-    config, typed = _check(swept)
+    parameters, folder = _load_parameters(overrides)
+    config, shared = _check(parameters)
     slots = _gpu_slots(config)
     if config.launcher.name == "slurm":
         check_slurm()
     if folder is None:
         folder = _make_folder(config.output.name or "train", config.output.dir)
-        write_whole(folder / WORDS_FILE, yaml.safe_dump({"words": redacted(words)}))
+        write_whole(folder / SWEEP_FILE, yaml.safe_dump({"words": redacted(overrides)}))
     hold_run(folder)
-    ended = read_results(folder)
-    search = _build_search(swept, config, folder, [one.number for one in ended])
-    print(f"{search.total} trials in {printable(str(folder))}:", end=" ")
-    print(redact("; ".join(f"{one.key} {one}" for one in varied(swept))), flush=True)
-    launcher: Launcher = Local(slots)
+    finished = load_results(folder)
+    search = _build_search(parameters, config, folder, [trial.number for trial in finished])
+    print(f"{search.num_trials} trials in {printable(str(folder))}:", end=" ")
+    searched = "; ".join(f"{parameter.key} {parameter}" for parameter in varied(parameters))
+    print(redact(searched), flush=True)
+    launcher: Launcher = LocalLauncher(slots)
     if config.launcher.name == "slurm":
-        launcher = Slurm(config.launcher, config.trainer.devices, folder, config.sweep.parallel)
-    runs = _Trials(search, typed, folder, launcher, ended)
-    code = runs.run()
-    keys = [one.key for one in varied(swept)]
-    show_results(runs.ended, swept, typed)
-    write_page(runs.ended, folder, keys)
+        launcher = SlurmLauncher(
+            config.launcher, config.trainer.devices, folder, config.sweep.parallel
+        )
+    runner = _TrialRunner(search, shared, folder, launcher, finished)
+    code = runner.run()
+    print_results(runner.finished, parameters, shared)
+    write_page(runner.finished, folder, [parameter.key for parameter in varied(parameters)])
     print(printable(f"{folder}/: {RESULTS_FILE}, {TABLE_FILE}, {PAGE_FILE}"))
     print(printable(f"run: {folder}"))
-    failed = next((trial.exit_code for trial in runs.ended if trial.has_failed), DONE)
+    failed = next((trial.exit_code for trial in runner.finished if trial.has_failed), DONE)
     return code or failed
 
 
-def _open(words: Sequence[str]) -> tuple[list[Swept], Path | None]:
-    """Return what is swept, and the folder of the sweep that is resumed."""
-    found = [match["value"] for word in words if (match := RESUME.fullmatch(word)) is not None]
+def _load_parameters(overrides: Sequence[str]) -> tuple[list[Parameter], Path | None]:
+    """Return the parameters of a sweep, and its folder if it is resumed."""
+    found = [match["value"] for item in overrides if (match := RESUME.fullmatch(item)) is not None]
     if not found or found[0] == NEVER:
-        return read_words(words), None
-    where = found[0]
-    folder = expand_home("resume", where)
-    file = folder / WORDS_FILE
+        return parse_parameters(overrides), None
+    value = found[0]
+    folder = expand_home("resume", value)
+    file = folder / SWEEP_FILE
     if not file.is_file():
         raise UserError(
-            f"resume={where}: expected the folder of a sweep, with {WORDS_FILE}; {ALONE}"
+            f"resume={value}: expected the folder of a sweep, with {SWEEP_FILE}; {NO_OVERRIDES}"
         )
-    read = yaml.safe_load(file.read_text(encoding="utf-8"))
-    kept = read.get("words") if isinstance(read, dict) else None
-    if not isinstance(kept, list) or not all(isinstance(word, str) for word in kept):
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    saved = content.get("words") if isinstance(content, dict) else None
+    if not isinstance(saved, list) or not all(isinstance(item, str) for item in saved):
         raise UserError(f"{file}: expected `words:`, a list; copy the sweep's folder again")
-    typed = read_words(word for word in words if RESUME.fullmatch(word) is None)
-    return _with_secrets(read_words(kept), typed, where), folder
+    typed = parse_parameters(item for item in overrides if RESUME.fullmatch(item) is None)
+    return _restore_secrets(parse_parameters(saved), typed, value), folder
 
 
-def _with_secrets(kept: Sequence[Swept], typed: Sequence[Swept], where: str) -> list[Swept]:
-    """Return the words of a sweep that goes on, with the secrets that its file left out."""
-    left_out = {one.key: one for one in kept if any(REDACTED in value for value in one.values)}
-    again = {one.key: one for one in typed}
+def _restore_secrets(
+    saved: Sequence[Parameter], typed: Sequence[Parameter], resume: str
+) -> list[Parameter]:
+    """Return the saved parameters with the secrets, which are not saved, taken from `typed`."""
+    with_secrets = {
+        parameter.key: parameter
+        for parameter in saved
+        if any(REDACTED in value for value in parameter.values)
+    }
+    given = {parameter.key: parameter for parameter in typed}
     problems = [
-        f"{key}: {ALONE}" + (f", with {', '.join(left_out)}" if left_out else "")
-        for key in again.keys() - left_out.keys()
+        f"{key}: {NO_OVERRIDES}" + (f" than {', '.join(with_secrets)}" if with_secrets else "")
+        for key in given.keys() - with_secrets.keys()
     ]
-    for key, one in left_out.items():
-        if key not in again:
+    for key, parameter in with_secrets.items():
+        values = ",".join(parameter.values)
+        if key not in given:
             problems.append(
-                f"resume={where}: a secret was left out of {key}; type it again, beside "
-                f"resume={where}: {key}={','.join(one.values)}"
+                f"resume={resume}: a secret in {key} was not saved; add it again next to "
+                f"resume={resume}: {key}={values}"
             )
-        elif redacted(again[key].values) != list(one.values):
+        elif redacted(given[key].values) != list(parameter.values):
             problems.append(
-                f"{key}: expected what the sweep was started with, its secrets in their place: "
-                f"{key}={','.join(one.values)}"
+                f"{key}: expected the value with which the sweep was started, including its "
+                f"secrets: {key}={values}"
             )
     if problems:
         raise UserError(problems)
-    return [again.get(one.key, one) for one in kept]
+    return [given.get(parameter.key, parameter) for parameter in saved]
 
 
-def _check(swept: Sequence[Swept]) -> tuple[TrainConfig, dict[str, str]]:
-    """Check each value beside the first ones of the others.
+def _check(parameters: Sequence[Parameter]) -> tuple[TrainConfig, dict[str, str]]:
+    """Check every value together with the first values of the other parameters.
 
-    Returns the settings of the first combination, and the words that all trials share.
+    Returns the settings of the first combination, and the values that all trials share.
     """
-    first = {one.key: one.values[0] for one in swept}
+    first = {parameter.key: parameter.values[0] for parameter in parameters}
     problems: list[str] = []
-    for one in swept:
-        if one.varies and one.key.startswith(OWN):
-            problems.append(f"{one.key}: expected one value for the whole sweep")
-        for value in one.values[1:]:
+    for parameter in parameters:
+        if parameter.varies and parameter.key.startswith(SWEEP_KEYS):
+            problems.append(f"{parameter.key}: expected one value for the whole sweep")
+        for value in parameter.values[1:]:
             try:
-                compose("train", as_words(first | {one.key: value}))
+                compose("train", format_overrides(first | {parameter.key: value}))
             except UserError as error:
                 problems += error.problems
     try:
-        config = load_config("train", as_words(first))
+        config = load_config("train", format_overrides(first))
         assert isinstance(config, TrainConfig)
-        own = dataclasses.replace(config.output, dir=None)  # each trial has a folder of its own
-        check_before_start(dataclasses.replace(config, output=own))
-        problems += _check_search(config.sweep.search, swept)
+        # Without the folder of the sweep, since each trial gets a new one.
+        output = dataclasses.replace(config.output, dir=None)
+        check_before_start(dataclasses.replace(config, output=output))
+        problems += _check_search(config.sweep.search, parameters)
         if config.launcher.name == "slurm":
             problems += [
-                f"{one.key}: holds a secret, and submitit writes a job's settings into a file; "
-                "type launcher=local, or name data that needs no secret"
-                for one in swept
-                if redacted(one.values) != list(one.values)
+                f"{parameter.key}: contains a secret, and submitit writes the settings of a job "
+                "to a file; use launcher=local, or data that needs no secret"
+                for parameter in parameters
+                if redacted(parameter.values) != list(parameter.values)
             ]
     except UserError as error:
         problems = error.problems + problems
     if problems or not isinstance(config, TrainConfig):
         raise UserError(dict.fromkeys(problems))
-    shared = {one.key: one.values[0] for one in swept if not one.varies}
-    return config, {key: value for key, value in shared.items() if not key.startswith(OWN)}
+    shared = {
+        parameter.key: parameter.values[0]
+        for parameter in parameters
+        if not parameter.varies and not parameter.key.startswith(SWEEP_KEYS)
+    }
+    return config, shared
 
 
-def _check_search(search: str, swept: Sequence[Swept]) -> list[str]:
-    """List what is wrong with the values that are searched."""
+def _check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:
+    """Return the problems of the searched values."""
     problems = []
-    intervals = [one for one in swept if one.interval is not None]
     if search == "grid":
         problems += [
-            f"{one.key}=interval(...): a grid tries listed values; type sweep.search=optuna, or "
-            f"{one.key}={one.values[0]},{one.values[1]}"
-            for one in intervals
+            f"{parameter.key}=interval(...): a grid needs listed values; use sweep.search=optuna, "
+            f"or {parameter.key}={parameter.values[0]},{parameter.values[1]}"
+            for parameter in parameters
+            if parameter.interval is not None
         ]
-        total = math.prod(len(one.values) for one in swept)
-        if total > MOST_TRIALS:
+        num_trials = math.prod(len(parameter.values) for parameter in parameters)
+        if num_trials > MAX_GRID_TRIALS:
             problems.append(
-                f"this grid has {total:,} trials, more than {MOST_TRIALS:,}; type "
+                f"this grid has {num_trials:,} trials, more than {MAX_GRID_TRIALS:,}; use "
                 "sweep.search=optuna sweep.trials=20, or list fewer values"
             )
         return problems
     problems += [
-        f"{one.key}: its values hold secrets, which Optuna writes into its journal; type "
-        "sweep.search=grid, or name data that needs no secret"
-        for one in varied(swept)
-        if redacted(one.values) != list(one.values)
+        f"{parameter.key}: the values contain secrets, which Optuna writes to its journal; use "
+        "sweep.search=grid, or data that needs no secret"
+        for parameter in varied(parameters)
+        if redacted(parameter.values) != list(parameter.values)
     ]
-    if not varied(swept):
+    if not varied(parameters):
         problems.append(
-            "sweep.search=optuna: nothing is searched; type a range, as "
+            "sweep.search=optuna: no parameter to search; add a range, such as "
             "'optimizer.lr=interval(1e-5,1e-3)' or 'adapter.r=choice(8,16,32)'"
         )
     return problems
 
 
 def _build_search(
-    swept: Sequence[Swept], config: TrainConfig, folder: Path, ended: Sequence[int]
+    parameters: Sequence[Parameter], config: TrainConfig, folder: Path, finished: Sequence[int]
 ) -> Search:
     if config.sweep.search == "grid":
-        return Grid(swept, ended)
+        return Grid(parameters, finished)
     return OptunaSearch(
-        swept, config.sweep, folder, ended, seed=config.seed, start=_as_they_stand(swept)
+        parameters,
+        config.sweep,
+        folder,
+        finished,
+        seed=config.seed,
+        start=_default_values(parameters),
     )
 
 
-def _as_they_stand(swept: Sequence[Swept]) -> dict[str, Any]:
-    """Return the values that varied settings have when not typed, of those that are searched."""
-    fixed = {one.key: one.values[0] for one in swept if not one.varies}
-    config = compose("train", as_words(fixed))
+def _default_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
+    """Return the default values of the varied settings, if they are among the searched values."""
+    fixed = {parameter.key: parameter.values[0] for parameter in parameters if not parameter.varies}
+    config = compose("train", format_overrides(fixed))
     assert isinstance(config, TrainConfig)
     if config.optimizer.lr is None:
         config.optimizer.lr = DEFAULT_LR[config.adapter.name]
-    start: dict[str, Any] = {}
-    for one in varied(swept):
+    defaults: dict[str, Any] = {}
+    for parameter in varied(parameters):
         value: Any = config
-        for name in one.key.split("."):
+        for name in parameter.key.split("."):
             value = getattr(value, name, None)
-        if one.interval is None:
-            spelled = quote_value(str(value))
-            start |= {one.key: spelled} if spelled in one.values else {}
-        elif isinstance(value, (int, float)) and one.interval.low <= value <= one.interval.high:
-            start[one.key] = value
-    return start
+        interval = parameter.interval
+        if interval is None:
+            quoted = quote_value(str(value))
+            defaults |= {parameter.key: quoted} if quoted in parameter.values else {}
+        elif isinstance(value, (int, float)) and interval.low <= value <= interval.high:
+            defaults[parameter.key] = value
+    return defaults
 
 
 def _make_folder(name: str, folder: str | None) -> Path:
-    """Make outputs/<name>/sweep-<time>, or the folder that was typed."""
+    """Create the folder of a sweep: the requested one, or outputs/NAME/sweep-TIME."""
     if folder is not None and not folder.strip():
         raise UserError(f"output.dir is empty; {UNSET}")
     if folder is None:
         return _make_new_folder(OUTPUTS / name)
     path = Path(folder)
-    if (path / WORDS_FILE).exists():
+    if (path / SWEEP_FILE).exists():
         raise UserError(
-            f"output.dir={path} holds another sweep; type another folder, or -m resume={path} "
-            "alone to go on with it"
+            f"output.dir={path} contains another sweep; use another folder, or resume that sweep "
+            f"with -m resume={path}"
         )
     if path.is_dir() and any(path.iterdir()):
-        raise UserError(f"output.dir={path} is not empty; type another folder")
+        raise UserError(f"output.dir={path} is not empty; use another folder")
     if path.exists() and not path.is_dir():
-        raise UserError(f"output.dir={path}: this is a file; type a folder's name")
+        raise UserError(f"output.dir={path} is a file; use the name of a folder")
     with into_folder(path):
         path.mkdir(parents=True, exist_ok=True)
     return path
@@ -251,7 +270,7 @@ def _make_new_folder(parent: Path) -> Path:
     started = time.strftime("%Y-%m-%d_%H-%M-%S")
     parent.mkdir(parents=True, exist_ok=True)
     path, number = parent / f"sweep-{started}", 1
-    while path.exists():  # another sweep of this second
+    while path.exists():  # another sweep started in the same second
         number += 1
         path = parent / f"sweep-{started}-{number}"
     path.mkdir()
@@ -259,104 +278,113 @@ def _make_new_folder(parent: Path) -> Path:
 
 
 def _gpu_slots(config: TrainConfig) -> list[str | None]:
-    """Return CUDA_VISIBLE_DEVICES of each trial that runs at a time, None where all may see all."""
+    """Return CUDA_VISIBLE_DEVICES of each slot for a trial, None where trials inherit it."""
     parallel = config.sweep.parallel
     devices = requested_devices(config)
     if parallel == 1 or not devices.on_gpu or config.launcher.name != "local":
         return [None] * parallel
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(devices.num_gpus)]
-    each = config.trainer.devices if isinstance(config.trainer.devices, int) else None
-    if each is None or each * parallel > len(names):
-        needed = "several" if each is None else str(each * parallel)
+    gpus = visible.split(",") if visible else [str(i) for i in range(devices.num_gpus)]
+    per_trial = config.trainer.devices if isinstance(config.trainer.devices, int) else None
+    if per_trial is None or per_trial * parallel > len(gpus):
+        needed = "several" if per_trial is None else str(per_trial * parallel)
         raise UserError(
             f"sweep.parallel={parallel} with trainer.devices={config.trainer.devices} needs "
-            f"{needed} GPUs, {len(names)} are visible; type trainer.devices="
-            f"{max(len(names) // parallel, 1)} or a smaller sweep.parallel"
+            f"{needed} GPUs, but {len(gpus)} are visible; use trainer.devices="
+            f"{max(len(gpus) // parallel, 1)} or a smaller sweep.parallel"
         )
-    return [",".join(names[slot * each : (slot + 1) * each]) for slot in range(parallel)]
+    return [",".join(gpus[slot * per_trial : (slot + 1) * per_trial]) for slot in range(parallel)]
 
 
-class _Trials:
-    """Keeps every slot busy until the search has nothing to propose."""
+class _TrialRunner:
+    """Runs trials in every slot of a launcher until the search proposes no more."""
 
     def __init__(
         self,
         search: Search,
-        typed: Mapping[str, str],
+        shared: Mapping[str, str],
         folder: Path,
         launcher: Launcher,
-        ended: Sequence[Trial],
+        finished: Sequence[Trial],
     ) -> None:
-        self.search, self.typed, self.folder = search, dict(typed), folder
-        self.ended = list(ended)
+        self.finished = list(finished)
+        self._search, self._shared, self._folder = search, dict(shared), folder
         self._launcher = launcher
         self._running: dict[int, RunningTrial] = {}
         self._signal: signal.Signals | None = None
 
     def run(self) -> int:
-        """Run all trials; returns 0, or the exit code of the signal that ended them."""
-        handlers = {signum: signal.signal(signum, self._note) for signum in EXIT_CODES}
+        """Run all trials; return 0, or the exit code of the signal that interrupted them."""
+        handlers = {signum: signal.signal(signum, self._record_signal) for signum in EXIT_CODES}
         try:
-            while self._fill() or self._running:
+            while self._start_trials() or self._running:
                 time.sleep(self._launcher.poll_seconds)
                 for slot in list(self._running):
-                    self._watch(slot)
-                if self._signal and self._launcher.outlives_sweep:
+                    self._poll(slot)
+                if self._signal and self._launcher.jobs_outlive_sweep:
                     break
                 if self._signal:
                     for trial in self._running.values():
-                        trial.end_by(self._signal)  # and saves itself
+                        trial.send_signal_once(self._signal)  # it saves a checkpoint and exits
         finally:
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
-        if self._signal:
-            print(
-                f"interrupted after {len(self.ended)} of {self.search.total} trials",
-                file=sys.stderr,
-            )
-            if self._running:
-                ids = " ".join(str(trial.job.id) for trial in self._running.values())
-                print(f"  scancel {ids}   # ends the jobs, which go on otherwise", file=sys.stderr)
-            where = shlex.quote(f"resume={self.folder}")
-            print(f"  python -m app.train -m {where}   # goes on", file=sys.stderr)
-        return EXIT_CODES[self._signal] if self._signal else DONE
+        if self._signal is None:
+            return DONE
+        self._print_interrupted()
+        return EXIT_CODES[self._signal]
 
-    def _note(self, signum: int, _: FrameType | None) -> None:
+    def _print_interrupted(self) -> None:
+        print(
+            f"interrupted after {len(self.finished)} of {self._search.num_trials} trials",
+            file=sys.stderr,
+        )
+        if self._running:
+            ids = " ".join(str(trial.job.id) for trial in self._running.values())
+            print(f"  scancel {ids}   # ends the jobs, which otherwise continue", file=sys.stderr)
+        resume = shlex.quote(f"resume={self._folder}")
+        print(f"  python -m app.train -m {resume}   # resumes the sweep", file=sys.stderr)
+
+    def _record_signal(self, signum: int, _: FrameType | None) -> None:
         self._signal = signal.Signals(signum)
 
-    def _fill(self) -> bool:
-        """Start a trial in each free slot; returns whether any was started."""
+    def _start_trials(self) -> bool:
+        """Start a trial in each free slot; return whether any was started."""
         started = False
         for slot in range(self._launcher.num_slots):
-            if slot in self._running or self._signal or (next_one := self.search.ask()) is None:
+            if slot in self._running or self._signal or (proposal := self._search.ask()) is None:
                 continue
-            number, values = next_one
-            words = as_words(self.typed | values)
-            self._running[slot] = RunningTrial(number, words, self.folder, slot, self._launcher)
+            number, values = proposal
+            overrides = format_overrides(self._shared | values)
+            self._running[slot] = RunningTrial(
+                number, overrides, self._folder, slot, self._launcher
+            )
             started = True
         return started
 
-    def _watch(self, slot: int) -> None:
+    def _poll(self, slot: int) -> None:
+        """Prune the trial of a slot if it falls behind; record its result once it has ended."""
         running = self._running[slot]
-        has_ended = running.has_ended  # before its curve is read, which is whole then
+        has_ended = running.has_ended  # checked before reading the curve, which then is complete
         if running.stopped_at is None:
-            step = self.search.stops_at(running.number, running.curve())
+            step = self._search.find_prune_step(running.number, running.curve())
             if step is not None:
-                running.stop(step)
+                running.prune(step)
         if not has_ended:
             return
         del self._running[slot]
         trial = running.result()
         if self._signal and trial.exit_code != DONE:
-            return  # it goes on when the sweep does
-        self.search.tell(trial.number, trial.objective, was_stopped=trial.stopped_at is not None)
-        self.ended.append(trial)
-        save_results(self.ended, self.folder)
-        print(printable(self._line(trial)), flush=True)
+            return  # interrupted: the trial resumes with the sweep
+        was_pruned = trial.stopped_at is not None
+        self._search.tell(trial.number, trial.objective, was_pruned=was_pruned)
+        self.finished.append(trial)
+        save_results(self.finished, self._folder)
+        print(printable(self._format_progress(trial)), flush=True)
 
-    def _line(self, trial: Trial) -> str:
-        shared = redacted(as_words(self.typed))
-        what = " ".join(word for word in trial.overrides if word not in shared)
-        count = f"{len(self.ended)}/{self.search.total}"
-        return f"[{count}] trial {trial.number}: {what}: {outcome_of(trial)}, {trial.seconds:.0f} s"
+    def _format_progress(self, trial: Trial) -> str:
+        shared = redacted(format_overrides(self._shared))
+        own = " ".join(override for override in trial.overrides if override not in shared)
+        count = f"{len(self.finished)}/{self._search.num_trials}"
+        outcome = describe_outcome(trial)
+        return f"[{count}] trial {trial.number}: {own}: {outcome}, {trial.seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""Which trials a sweep runs: every combination of a grid, or what Optuna proposes."""
+"""Selection of a sweep's trials: every combination of a grid, or the proposals of Optuna."""
 
 from __future__ import annotations
 
@@ -9,78 +9,78 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from app.config import SweepConfig
-from app.sweep.words import Swept, varied
+from app.sweep.parameters import Parameter, varied
 
 if TYPE_CHECKING:
     import optuna
 
-JOURNAL = "optuna.log"
+JOURNAL_FILE = "optuna.log"
 DEFAULT_TRIALS = 20
 MIN_RANDOM, MAX_RANDOM = 4, 10
-"""trials that are drawn at random before Optuna learns from them, a quarter of all otherwise"""
+"""bounds of the number of random trials before Optuna's model is used, a quarter of all trials"""
 
 Proposal = tuple[int, dict[str, str]]
-"""a trial's number and its value of every varied key, in Hydra's spelling"""
+"""a trial's number, and its value of every varied key in Hydra's grammar"""
 
 
 class Search(Protocol):
-    """Proposes trials and learns from how they end."""
+    """Proposes trials and receives their results."""
 
-    total: int
-    """trials of the whole sweep"""
+    num_trials: int
+    """number of trials of the whole sweep"""
 
     def ask(self) -> Proposal | None:
         """Return the next trial; None when all have been proposed."""
 
-    def stops_at(self, number: int, curve: Mapping[int, float]) -> int | None:
-        """Return the step at which a trial with these validation losses, by step, is given up.
+    def find_prune_step(self, number: int, curve: Mapping[int, float]) -> int | None:
+        """Return the step at which to prune a trial, None to continue it.
 
-        None: it is worth its rest.
+        `curve` is the trial's validation losses by step.
         """
 
-    def tell(self, number: int, objective: float | None, *, was_stopped: bool) -> None:
-        """Record a trial's end; `objective` None where it failed."""
+    def tell(self, number: int, objective: float | None, *, was_pruned: bool) -> None:
+        """Record a trial's result; `objective` is None if it failed."""
 
 
 class Grid:
-    """Every combination of the listed values, the last key's changing fastest."""
+    """Every combination of the listed values; the last key varies fastest."""
 
-    def __init__(self, swept: Sequence[Swept], ended: Collection[int]) -> None:
-        keys = [one.key for one in varied(swept)]
-        lists = [one.values for one in varied(swept)]
-        self.total = math.prod(map(len, lists))
-        self._left: Iterator[Proposal] = (
+    def __init__(self, parameters: Sequence[Parameter], finished: Collection[int]) -> None:
+        keys = [parameter.key for parameter in varied(parameters)]
+        lists = [parameter.values for parameter in varied(parameters)]
+        self.num_trials = math.prod(map(len, lists))
+        self._remaining: Iterator[Proposal] = (
             (number, dict(zip(keys, values, strict=True)))
             for number, values in enumerate(itertools.product(*lists))
-            if number not in ended
+            if number not in finished
         )
 
     def ask(self) -> Proposal | None:
         """Return the next combination."""
-        return next(self._left, None)
+        return next(self._remaining, None)
 
-    def stops_at(self, number: int, curve: Mapping[int, float]) -> int | None:
-        """Return None: a grid shows every trial whole."""
+    def find_prune_step(self, number: int, curve: Mapping[int, float]) -> int | None:
+        """Return None: a grid runs every trial to its end."""
         return None
 
-    def tell(self, number: int, objective: float | None, *, was_stopped: bool) -> None:
-        """Learn nothing."""
+    def tell(self, number: int, objective: float | None, *, was_pruned: bool) -> None:
+        """Do nothing: the combinations do not depend on results."""
 
 
 class OptunaSearch:
-    """Optuna's TPE by ask and tell, with its journal in the sweep's folder.
+    """Optuna's TPE sampler through ask and tell, with its journal in the sweep's folder.
 
-    Each trial has a sampler of its own seed, so that what is proposed follows from the trials
-    before it alone: a sweep that was killed goes on as if it had not been. The first trial has the
-    settings as they stand (`start`), of those that lie within what is searched.
+    Each trial has a separately seeded sampler, so that a proposal depends only on the trials before
+    it and a killed sweep resumes as if it had never stopped. The first trial uses the default
+    values (`start`) of the parameters whose default is among the searched values.
     """
 
     def __init__(
         self,
-        swept: Sequence[Swept],
+        parameters: Sequence[Parameter],
         settings: SweepConfig,
         folder: Path,
-        ended: Collection[int],
+        finished: Collection[int],
         *,
         seed: int,
         start: Mapping[str, Any],
@@ -95,47 +95,53 @@ class OptunaSearch:
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._optuna = optuna
-        self._swept = varied(swept)
+        self._parameters = varied(parameters)
         self._seed = seed
         self._parallel = settings.parallel > 1
-        self.total = settings.trials or DEFAULT_TRIALS
-        self._num_random = min(MAX_RANDOM, max(MIN_RANDOM, self.total // 4))
-        # Of a sweep that was killed while it wrote: nobody else writes, since the folder is locked.
-        (folder / f"{JOURNAL}.lock").unlink(missing_ok=True)
-        storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
+        self.num_trials = settings.trials or DEFAULT_TRIALS
+        self._num_random = min(MAX_RANDOM, max(MIN_RANDOM, self.num_trials // 4))
+        # Left by a sweep that was killed while writing. No other process writes to the journal,
+        # because the sweep's folder is locked.
+        (folder / f"{JOURNAL_FILE}.lock").unlink(missing_ok=True)
+        storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / JOURNAL_FILE)))
         self.study = optuna.create_study(
             storage=storage,
             study_name="sweep",
             load_if_exists=True,
-            pruner=_pruner(optuna, settings.prune),
+            pruner=_build_pruner(optuna, settings.prune),
         )
         if not self.study.trials and start:
             self.study.enqueue_trial(dict(start))
         state = optuna.trial.TrialState
-        self._again = [
+        self._unfinished = [
             trial.number
             for trial in self.study.trials
-            if trial.state != state.WAITING and trial.number not in ended
+            if trial.state != state.WAITING and trial.number not in finished
         ]
 
     def ask(self) -> Proposal | None:
-        """Return a trial that a kill left unfinished, or a new one."""
-        if self._again:
-            number = self._again.pop(0)
+        """Return a trial that a killed sweep left unfinished, or a new one."""
+        if self._unfinished:
+            number = self._unfinished.pop(0)
         else:
             number = sum(trial.state.name != "WAITING" for trial in self.study.trials)
-            if number >= self.total:
+            if number >= self.num_trials:
                 return None
             self._set_sampler(number)
             self.study.ask()
-        if (trial := self._running(number)) is not None:
-            return number, {one.key: _suggest(trial, one) for one in self._swept}
-        params = self.study.trials[number].params  # ended as the sweep was killed
-        return number, {one.key: _spell(one, params[one.key]) for one in self._swept}
+        if (trial := self._open_trial(number)) is not None:
+            return number, {
+                parameter.key: _suggest(trial, parameter) for parameter in self._parameters
+            }
+        params = self.study.trials[number].params  # finished just before the kill
+        return number, {
+            parameter.key: _format_value(parameter, params[parameter.key])
+            for parameter in self._parameters
+        }
 
-    def stops_at(self, number: int, curve: Mapping[int, float]) -> int | None:
-        """Report each new validation; return the first at which the pruner gives the trial up."""
-        if (trial := self._running(number)) is None:
+    def find_prune_step(self, number: int, curve: Mapping[int, float]) -> int | None:
+        """Report new validation losses; return the first step at which to prune, or None."""
+        if (trial := self._open_trial(number)) is None:
             return None
         last = self.study.trials[number].last_step
         if last is not None and trial.should_prune():
@@ -147,12 +153,12 @@ class OptunaSearch:
                     return step
         return None
 
-    def tell(self, number: int, objective: float | None, *, was_stopped: bool) -> None:
-        """Record a trial's end, unless the journal has it from before a kill."""
+    def tell(self, number: int, objective: float | None, *, was_pruned: bool) -> None:
+        """Record a trial's result, unless the journal of a killed sweep already has it."""
         state = self._optuna.trial.TrialState
         if self.study.trials[number].state.is_finished():
             return
-        if was_stopped:
+        if was_pruned:
             self.study.tell(number, state=state.PRUNED)
         elif objective is None or not math.isfinite(objective):
             self.study.tell(number, state=state.FAIL)
@@ -166,34 +172,36 @@ class OptunaSearch:
             constant_liar=self._parallel,
         )
 
-    def _running(self, number: int) -> optuna.trial.Trial | None:
+    def _open_trial(self, number: int) -> optuna.trial.Trial | None:
         frozen = self.study.trials[number]
         if frozen.state.is_finished():
             return None
         self._set_sampler(number)
-        # Of Optuna's own: its ask() starts new trials only. Tried with 5.0.
+        # Optuna has no public way to reopen a trial: ask() only starts new ones (checked with 5.0).
         return self._optuna.trial.Trial(self.study, frozen._trial_id)
 
 
-def _suggest(trial: optuna.trial.Trial, one: Swept) -> str:
-    interval = one.interval
+def _suggest(trial: optuna.trial.Trial, parameter: Parameter) -> str:
+    interval = parameter.interval
     if interval is None:
-        return str(trial.suggest_categorical(one.key, one.values))
+        return str(trial.suggest_categorical(parameter.key, parameter.values))
     if interval.is_int:
         low, high = int(interval.low), int(interval.high)
-        return str(trial.suggest_int(one.key, low, high, log=interval.is_log))
-    value = trial.suggest_float(one.key, interval.low, interval.high, log=interval.is_log)
-    return _spell(one, value)
+        return str(trial.suggest_int(parameter.key, low, high, log=interval.is_log))
+    value = trial.suggest_float(parameter.key, interval.low, interval.high, log=interval.is_log)
+    return _format_value(parameter, value)
 
 
-def _spell(one: Swept, value: Any) -> str:
-    """Return a proposed value as a person would type it: four digits of a number are enough."""
-    if isinstance(value, float) and one.interval is not None:
-        return repr(min(max(float(f"{value:.4g}"), one.interval.low), one.interval.high))
+def _format_value(parameter: Parameter, value: Any) -> str:
+    """Return a proposed value as an override's text; numbers are rounded to four digits."""
+    if isinstance(value, float) and parameter.interval is not None:
+        return repr(
+            min(max(float(f"{value:.4g}"), parameter.interval.low), parameter.interval.high)
+        )
     return str(value)
 
 
-def _pruner(optuna: Any, name: str) -> Any:
+def _build_pruner(optuna: Any, name: str) -> Any:
     if name == "median":
         return optuna.pruners.MedianPruner(n_startup_trials=MIN_RANDOM)
     if name == "halving":

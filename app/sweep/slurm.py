@@ -1,7 +1,7 @@
-"""Trials as jobs of SLURM, submitted by submitit: each on a node of its own choosing.
+"""Trials as single-node SLURM jobs, submitted with submitit.
 
-A job outlives its sweep. What was submitted is known by submitit's files in the sweep's folder, so
-that a sweep which goes on waits for a trial's job and does not start the trial twice.
+Jobs outlive the sweep's process. submitit's files in the sweep's folder record what was submitted,
+so that a resumed sweep waits for the existing job of a trial and does not start it twice.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from app.sweep.trials import start_process
 if TYPE_CHECKING:
     from app.config import LauncherConfig
 
-JOBS = "slurm"
-"""in a sweep's folder: a folder of submitit's files for each trial"""
+JOBS_FOLDER = "slurm"
+"""folder in a sweep's folder with submitit's files, in a folder per trial"""
 END_FILE = "end.json"
 SUBMITTED = re.compile(r"(\d+)_submitted\.pkl")
 COMMANDS = ("sbatch", "srun", "sacct", "scancel")
-OF_A_STEP = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID")
-"""by them a process is a rank that srun started: a trial starts its own"""
+STEP_VARIABLES = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID")
+"""environment variables that mark a process as a rank started by srun; a trial starts its own"""
 
 
 class TrialJob:
-    """What a job does: it trains one trial, and leaves its exit code in a file.
+    """The function that a job runs: it runs one trial and writes its exit code to a file.
 
-    submitit calls `checkpoint` before a job's time is over, and at a preemption where the cluster
-    sends the job's signal then (PreemptParameters=send_user_signal), and puts the job back into the
-    queue, where the trial resumes. A trial that scancel ended resumes with its sweep.
+    submitit calls `checkpoint` shortly before the job's time limit, and at a preemption if the
+    cluster then sends the job's signal (PreemptParameters=send_user_signal). It requeues the job,
+    and the trial resumes. A trial that was cancelled by scancel resumes when its sweep is resumed.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, log: Path, end: Path) -> None:
         self._command, self._folder, self._log, self._end = command, folder, log, end
 
     def __call__(self) -> int:
-        """Train until the trial ends."""
+        """Run the trial until it ends; return its exit code."""
         started = time.time()
-        for name in OF_A_STEP:
+        for name in STEP_VARIABLES:
             os.environ.pop(name, None)
         with self._log.open("ab") as output:
             self._process = start_process(self._command, self._folder, output.fileno())
-        # submitit ignores it; it is what scancel sends, and what stops a trial.
+        # submitit ignores SIGTERM, but scancel sends it, and it is how the sweep prunes a trial.
         signal.signal(signal.SIGTERM, lambda *_: self._process.send_signal(signal.SIGTERM))
-        # In a thread: `checkpoint` is called while this waits, and waits too.
+        # In a thread, because the signal handler `checkpoint` interrupts this wait and waits too.
         self._waiter = threading.Thread(target=self._process.wait)
         self._waiter.start()
         self._waiter.join()
@@ -64,7 +64,7 @@ class TrialJob:
         return int(self._process.returncode)
 
     def checkpoint(self) -> Any:
-        """Have the trial save itself; returns what the job does when it runs again."""
+        """Let the trial save a checkpoint; return the submission that resumes it."""
         from submitit.helpers import DelayedSubmission
 
         self._process.send_signal(signal.SIGTERM)
@@ -73,11 +73,11 @@ class TrialJob:
 
 
 class SlurmJob:
-    """A trial's job in the queue or on its node.
+    """A queued, running or finished job of a trial.
 
     Args:
-        job: submitit's.
-        end: file in which the job leaves the trial's exit code.
+        job: submitit's job.
+        end: file to which the job writes the trial's exit code and run time.
     """
 
     def __init__(self, job: Any, end: Path) -> None:
@@ -87,7 +87,7 @@ class SlurmJob:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the trial's exit code; that of a broken environment where the job died."""
+        """Return the trial's exit code; 3 (environment) if the job died, None until it ends."""
         if self._code is None and (self._end.exists() or self._job.done()):
             if self._end.exists():
                 self._code, self.seconds = _read_end(self._end)
@@ -97,63 +97,66 @@ class SlurmJob:
         return self._code
 
     def send_signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the processes of the job's step."""
+        """Send a signal to the processes of the job's steps."""
         command = ["scancel", f"--signal={signum.name.removeprefix('SIG')}", self.id]
         subprocess.run(command, check=False, capture_output=True)
 
 
 def _read_end(file: Path) -> tuple[int, float]:
-    """Return the exit code of a trial, and its seconds."""
+    """Return a trial's exit code and run time in seconds."""
     end = json.loads(file.read_text(encoding="utf-8"))
     return int(end["exit_code"]), float(end["seconds"])
 
 
 def check_slurm() -> None:
-    """Raise ImportError or OSError with what to do where no jobs can be submitted."""
+    """Raise ImportError or OSError, with the fix, if jobs cannot be submitted from here."""
     if find_spec("submitit") is None:
         raise ImportError("launcher=slurm needs submitit: pip install -e '.[slurm]'")
     if missing := [name for name in COMMANDS if shutil.which(name) is None]:
         raise OSError(
-            f"launcher=slurm: there is no {missing[0]} here; start the sweep on a machine from "
-            "which jobs are submitted"
+            f"launcher=slurm: {missing[0]} was not found; start the sweep on a machine from which "
+            "SLURM jobs can be submitted"
         )
 
 
-class Slurm:
-    """Submits trials as jobs; a trial whose job was submitted before is waited for.
+class SlurmLauncher:
+    """Submits trials as jobs; reuses the job of a trial that was submitted before.
 
     Args:
-        devices: trainer.devices.
-        folder: the sweep's.
+        devices: value of trainer.devices.
+        folder: the sweep's folder.
+        num_slots: number of jobs in the queue at the same time.
     """
 
     cluster = "slurm"
-    """submitit's name of it"""
+    """submitit's name of the scheduler"""
     poll_seconds = 1.0
-    outlives_sweep = True
+    jobs_outlive_sweep = True
 
-    def __init__(self, config: LauncherConfig, devices: int | str, folder: Path, num: int) -> None:
+    def __init__(
+        self, config: LauncherConfig, devices: int | str, folder: Path, num_slots: int
+    ) -> None:
         import submitit
 
-        self.num_slots = num
+        self.num_slots = num_slots
         self._submitit, self._config = submitit, config
-        self._folder = (folder / JOBS).absolute()
-        typed = devices if isinstance(devices, int) else 1
-        self._gpus = typed if config.gpus is None else config.gpus
+        self._folder = (folder / JOBS_FOLDER).absolute()
+        num_devices = devices if isinstance(devices, int) else 1
+        self._gpus = num_devices if config.gpus is None else config.gpus
 
     def start(self, slot: int, command: Sequence[str], folder: Path, log: Path) -> SlurmJob:
-        """Submit a trial, or return its job if that has not died or been cancelled."""
-        where = self._folder / folder.name
-        end = where / END_FILE
+        """Submit a trial, or return its existing job if that did not die and was not cancelled."""
+        job_folder = self._folder / folder.name
+        end = job_folder / END_FILE
         if end.exists() and _read_end(end)[0] in (INTERRUPTED, TERMINATED):
             end.unlink()
-            known = None
+            existing = None
         else:
-            known = self._submitted(where)
-        if known is not None and (end.exists() or not known.done(True)):
-            return SlurmJob(known, end)
+            existing = self._find_job(job_folder)
+        if existing is not None and (end.exists() or not existing.done(True)):
+            return SlurmJob(existing, end)
         config = self._config
-        executor = self._submitit.AutoExecutor(where, cluster=self.cluster)
+        executor = self._submitit.AutoExecutor(job_folder, cluster=self.cluster)
         executor.update_parameters(
             name=f"loft-{self._folder.parent.name}-{folder.name}",
             timeout_min=config.minutes,
@@ -163,18 +166,18 @@ class Slurm:
             slurm_partition=config.partition,
             slurm_account=config.account,
         )
-        where.mkdir(parents=True, exist_ok=True)
+        job_folder.mkdir(parents=True, exist_ok=True)
         trial = TrialJob(command, folder.absolute(), log.absolute(), end)
         try:
             return SlurmJob(executor.submit(trial), end)
-        except self._submitit.core.utils.FailedJobError as error:  # what sbatch said
+        except self._submitit.core.utils.FailedJobError as error:  # the output of sbatch
             raise OSError(f"launcher=slurm: trial {folder.name}: {error}") from error
 
-    def _submitted(self, folder: Path) -> Any:
-        """Return the newest job of a trial; None where it has none.
+    def _find_job(self, folder: Path) -> Any:
+        """Return the newest job of a trial, or None.
 
-        submitit names a job's file by its id only after sbatch has said it, and a job without that
-        file ends by itself: what is not found here does not train.
+        submitit names a job's file by the id that sbatch prints, and a job without that file exits
+        at once. So no running trial is missed here.
         """
         ids = [int(match[1]) for file in folder.glob("*") if (match := SUBMITTED.match(file.name))]
         return self._submitit.SlurmJob(folder, str(max(ids))) if ids else None

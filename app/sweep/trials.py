@@ -1,4 +1,4 @@
-"""The trials of a sweep: started in slots, watched, and read when they end."""
+"""The trials of a sweep: starting their processes, watching them, and reading their results."""
 
 from __future__ import annotations
 
@@ -24,74 +24,75 @@ from data_modules import redacted
 OBJECTIVE = "val/loss"
 CURVE_FILE = "metrics.csv"
 TRAIN = ("-m", "app.train")
-"""what a trial runs, as arguments of Python"""
+"""Python arguments that start a trial"""
 MAX_ERROR_LINES = 200
-"""last lines of a trial's output among which its error is looked for"""
+"""number of last lines of a trial's log that are searched for its error"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One run of a sweep, and what became of it."""
+    """One finished run of a sweep and its result."""
 
     number: int
     overrides: list[str]
-    """what it was started with, without secrets"""
+    """overrides of the trial, without secrets"""
     folder: str
     exit_code: int
     seconds: float
     objective: float | None
-    """the final validation loss; None where the trial has none"""
+    """final validation loss; None if there is none"""
     error: str | None
+    """error message of a failed trial"""
     stopped_at: int | None = None
-    """step of the validation after which it was stopped, since others were better there"""
+    """step of the validation after which the trial was pruned; None if it was not"""
 
     @property
-    def rank(self) -> tuple[bool, float, int]:
-        """Sort by objective, trials without one last."""
+    def sort_key(self) -> tuple[bool, float, int]:
+        """Key that sorts by objective, trials without a finite one last."""
         known = self.objective is not None and math.isfinite(self.objective)
         value = self.objective if known and self.objective is not None else 0.0
         return not known, value, self.number
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended neither by itself nor because others were better."""
+        """Whether it neither completed nor was pruned."""
         return self.exit_code != DONE and self.stopped_at is None
 
 
 class Job(Protocol):
-    """What runs a trial: a process of this machine, or a job of a cluster."""
+    """A running trial: a process on this machine or a cluster job."""
 
     id: str
-    """of the process, or the job"""
+    """id of the process or job"""
     problem: str | None
-    """why it ended, where the trial itself could not say"""
+    """why the job ended, if the trial itself could not report it"""
 
     @property
     def seconds(self) -> float:
-        """Return how long it ran."""
+        """Run time in seconds."""
 
     def poll(self) -> int | None:
-        """Return the trial's exit code; None while it runs, or waits to."""
+        """Return the trial's exit code; None while it is queued or running."""
 
     def send_signal(self, signum: signal.Signals) -> None:
-        """Pass a signal on to the trial."""
+        """Send a signal to the trial."""
 
 
 def start_process(
     command: Sequence[str], folder: Path, output: int, **environment: str
 ) -> subprocess.Popen[bytes]:
-    """Start the training of a trial, or go on with it; `environment` is added to this one's.
+    """Start or resume the run of a trial; `environment` is added to that of this process.
 
-    In a session of its own: a signal to this process's group is this process's to pass on.
+    The trial gets its own session, so that signals reach it only if this process forwards them.
     """
-    where = [f"output.dir={quote_value(str(folder))}"]
-    if (folder / CONFIG_FILE).exists():  # started before the sweep was killed
-        where.append("resume=auto")
-    own = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_A_RANK}
-    own[PARENT_VARIABLE] = str(os.getpid())  # it ends with this process
+    run_overrides = [f"output.dir={quote_value(str(folder))}"]
+    if (folder / CONFIG_FILE).exists():  # an earlier process of this sweep started it
+        run_overrides.append("resume=auto")
+    inherited = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_A_RANK}
+    inherited[PARENT_VARIABLE] = str(os.getpid())  # the trial exits when this process does
     return subprocess.Popen(
-        [*command, *where],
-        env=own | environment,
+        [*command, *run_overrides],
+        env=inherited | environment,
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -99,119 +100,121 @@ def start_process(
 
 
 class LocalJob:
-    """A trial's process; `gpus` are its CUDA_VISIBLE_DEVICES."""
+    """A trial's process on this machine; `gpus` is its CUDA_VISIBLE_DEVICES, None to inherit it."""
 
     problem: str | None = None
 
     def __init__(self, command: Sequence[str], folder: Path, log: Path, gpus: str | None) -> None:
         self._started = time.monotonic()
-        own = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         with log.open("ab") as output:
-            self._process = start_process(command, folder, output.fileno(), **own)
+            self._process = start_process(command, folder, output.fileno(), **environment)
         self.id = str(self._process.pid)
 
     @property
     def seconds(self) -> float:
-        """Return how long it has run."""
+        """Run time in seconds."""
         return time.monotonic() - self._started
 
     def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
+        """Return the exit code; None while the process runs."""
         return self._process.poll()
 
     def send_signal(self, signum: signal.Signals) -> None:
-        """Pass a signal on."""
+        """Send a signal to the process."""
         self._process.send_signal(signum)
 
 
 class Launcher(Protocol):
-    """Where trials run."""
+    """Starts trials on this machine or a cluster."""
 
     num_slots: int
-    """trials at a time"""
+    """number of trials that run at the same time"""
     poll_seconds: float
-    """between two looks at what runs"""
-    outlives_sweep: bool
-    """whether what runs goes on without the sweep"""
+    """interval between two checks of the running trials, in seconds"""
+    jobs_outlive_sweep: bool
+    """whether running trials continue after the sweep's process has ended"""
 
     def start(self, slot: int, command: Sequence[str], folder: Path, log: Path) -> Job:
         """Start a trial in a free slot."""
 
 
-class Local:
-    """Runs trials as processes of this machine.
+class LocalLauncher:
+    """Runs trials as processes on this machine.
 
     Args:
-        slots: indices for CUDA_VISIBLE_DEVICES, None where trials do not share GPUs out.
+        slots: CUDA_VISIBLE_DEVICES of each slot, None to inherit it.
     """
 
     poll_seconds = 0.2
-    outlives_sweep = False
+    jobs_outlive_sweep = False
 
     def __init__(self, slots: Sequence[str | None]) -> None:
         self._slots = slots
         self.num_slots = len(slots)
 
     def start(self, slot: int, command: Sequence[str], folder: Path, log: Path) -> LocalJob:
-        """Start a process that sees the GPUs of its slot."""
+        """Start a process that sees only the GPUs of its slot."""
         return LocalJob(command, folder, log, self._slots[slot])
 
 
 class RunningTrial:
-    """A trial that runs; its output goes to a file beside its folder.
+    """A started trial; its output is logged to NUMBER.log in the sweep's folder.
 
     Args:
-        words: what it runs with, besides its folder.
-        folder: the sweep's.
+        overrides: overrides of the trial, except for output.dir.
+        folder: the sweep's folder.
     """
 
     def __init__(
-        self, number: int, words: list[str], folder: Path, slot: int, launcher: Launcher
+        self, number: int, overrides: list[str], folder: Path, slot: int, launcher: Launcher
     ) -> None:
-        self.number, self.words = number, words
+        self.number, self.overrides = number, overrides
         self.folder = folder / str(number)
         self.log = folder / f"{number}.log"
         self.stopped_at: int | None = None
         self._is_signalled = False
-        command = [sys.executable, *TRAIN, *words]
+        command = [sys.executable, *TRAIN, *overrides]
         self.job = launcher.start(slot, command, self.folder, self.log)
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended."""
+        """Whether the trial has ended."""
         return self.job.poll() is not None
 
     def curve(self) -> dict[int, float]:
-        """Return the validation losses so far by step, without that of the untrained model."""
+        """Return the validation losses so far by step, without step 0."""
         return read_curve(self.folder)
 
-    def stop(self, step: int) -> None:
-        """Have it save itself and end, since others are better at `step`."""
+    def prune(self, step: int) -> None:
+        """Stop the trial, which saves a checkpoint, because others are better at `step`."""
         self.stopped_at = step
-        self.end_by(signal.SIGTERM)
+        self.send_signal_once(signal.SIGTERM)
 
-    def end_by(self, signum: signal.Signals) -> None:
-        """Pass a signal on, once: a second one would not let it save itself."""
+    def send_signal_once(self, signum: signal.Signals) -> None:
+        """Send a signal, at most once: a second one would end the trial without a checkpoint."""
         if not self._is_signalled:
             self._is_signalled = True
             self.job.send_signal(signum)
 
     def result(self) -> Trial:
-        """Return what became of it when it has ended."""
+        """Return the result of a trial that has ended."""
         code = self.job.poll()
-        assert code is not None, "it has ended"
+        assert code is not None, "the trial is still running"
         code = code if code >= 0 else 128 - code
         if self.stopped_at is not None and code in (DONE, TERMINATED):
-            # As far as it was judged: how much further it came is the machine's pace.
-            judged = (value for step, value in self.curve().items() if step <= self.stopped_at)
-            objective, error, code = min(judged, default=None), None, TERMINATED
+            # Later steps are ignored: how many there are depends on the speed of the machine.
+            until_pruned = [
+                value for step, value in self.curve().items() if step <= self.stopped_at
+            ]
+            objective, error, code = min(until_pruned, default=None), None, TERMINATED
         else:
             objective = read_objective(self.folder) if code == DONE else None
-            known = self.job.problem or _error_in(self.log) or f"exit code {code}"
-            error = None if code == DONE else known
+            reason = self.job.problem or _find_error(self.log) or f"exit code {code}"
+            error = None if code == DONE else reason
         return Trial(
             number=self.number,
-            overrides=redacted(self.words),
+            overrides=redacted(self.overrides),
             folder=str(self.folder),
             exit_code=code,
             seconds=round(self.job.seconds, 1),
@@ -222,18 +225,18 @@ class RunningTrial:
 
 
 def read_curve(folder: Path) -> dict[int, float]:
-    """Return a run's validation losses by step, those before the first step left out."""
+    """Return a run's validation losses by step, without step 0."""
     file = folder / CURVE_FILE
     if not file.is_file():
         return {}
     with file.open(encoding="utf-8", newline="") as rows:
-        whole = (line for line in rows if line.endswith("\n"))  # the last may be half written
-        found = [(row["step"], row.get(OBJECTIVE)) for row in csv.DictReader(whole)]
-    return {int(step): float(value) for step, value in found if value and int(step) > 0}
+        complete = (line for line in rows if line.endswith("\n"))  # the last may be half written
+        values = [(row["step"], row.get(OBJECTIVE)) for row in csv.DictReader(complete)]
+    return {int(step): float(value) for step, value in values if value and int(step) > 0}
 
 
 def read_objective(folder: Path) -> float | None:
-    """Return a finished run's validation loss; None where it has none."""
+    """Return a finished run's validation loss; None if it has none."""
     file = folder / METRICS_FILE
     if not file.exists():
         return None
@@ -241,10 +244,10 @@ def read_objective(folder: Path) -> float | None:
     return None if value is None else float(value)
 
 
-def _error_in(log: Path) -> str | None:
-    """Return the first line of a message that a trial ended with, else its last line."""
-    if not log.exists():  # of a job that never began
+def _find_error(log: Path) -> str | None:
+    """Return the last line of a log that starts with "error", or else its last non-empty line."""
+    if not log.exists():  # the job never started
         return None
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-MAX_ERROR_LINES:]
     errors = [line.strip() for line in lines if line.startswith("error")]
-    return errors[-1] if errors else next((one for one in reversed(lines) if one.strip()), None)
+    return errors[-1] if errors else next((line for line in reversed(lines) if line.strip()), None)

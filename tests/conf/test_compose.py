@@ -9,7 +9,7 @@ from app.config.overrides import GROUPS_WITH_PLUS
 from app.config.schema import list_settings
 from app.config.verbs import PARTS, VERBS, TunedConfig
 from app.model.base import ModelConfig
-from app.sweep.words import read_words
+from app.sweep.parameters import parse_parameters
 from data_modules import hints_of
 
 GROUPS = conf_files.list_groups(conf_files.CONF)
@@ -72,7 +72,7 @@ def test_every_experiment_composes(name: str) -> None:
 
 @pytest.mark.parametrize("name", GROUPS["sweep"])
 def test_every_sweep_file_lists_values_that_exist(name: str) -> None:
-    swept = read_words(["experiment=quickstart", f"sweep={name}"])
+    swept = parse_parameters(["experiment=quickstart", f"sweep={name}"])
     assert any(one.varies for one in swept)
 
 

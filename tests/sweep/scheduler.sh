@@ -1,6 +1,6 @@
 #!/bin/bash
-# A scheduler of one machine, by the name that it is called by: jobs are processes, what is known
-# of job N stands in $LOFT_JOBS/N.
+# Simulates SLURM's commands, selected by the name of this script. Jobs are processes of this machine;
+# the state of job N is in $LOFT_JOBS/N.
 case "$(basename "$0")" in
 sbatch)
   id=1
@@ -35,7 +35,7 @@ sacct)
   ;;
 scancel)
   name=${1#--signal=}
-  kill -s "$name" -- "-$(cat "$LOFT_JOBS/$2/step")"  # the step's processes, as SLURM does
+  kill -s "$name" -- "-$(cat "$LOFT_JOBS/$2/step")"  # signals the processes of the step, as SLURM does
   ;;
 scontrol)
   touch "$LOFT_JOBS/$2/requeued"

@@ -17,7 +17,7 @@ from tests.sweep.short_trials import TRIAL, short_trials
 
 pytest.importorskip("optuna")
 SPACE = ["adapter.r=choice(2,4,16)", "optimizer.lr=interval(1e-5,1e-1)", "sweep.search=optuna"]
-KILLED = """
+RUN_SWEEP = """
 import sys
 from app.sweep import run_sweep
 from tests.sweep.short_trials import TRIAL, short_trials
@@ -27,15 +27,15 @@ with short_trials(TRIAL):
 
 
 @pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
     return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", *SPACE]
 
 
-def search(*words: str) -> Answer:
+def search(*overrides: str) -> Answer:
     with short_trials(TRIAL):
-        return ask("-m", *words, sweep=run_sweep)
+        return ask("-m", *overrides, sweep=run_sweep)
 
 
 def results_in(folder: Path) -> list[dict[str, Any]]:
@@ -47,12 +47,12 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_killed_search_goes_on_as_if_it_had_not_been(words: list[str], tmp_path: Path) -> None:
-    typed = [*words, "sweep.trials=12", "sweep.prune=median"]
-    answer = search(*typed, "output.dir=whole")
+def test_a_killed_search_resumes_as_if_never_killed(overrides: list[str], tmp_path: Path) -> None:
+    arguments = [*overrides, "sweep.trials=12", "sweep.prune=median"]
+    answer = search(*arguments, "output.dir=whole")
     assert answer.code == 0, answer.said
     before = ""
-    command = [sys.executable, "-c", KILLED, *typed, "output.dir=killed"]
+    command = [sys.executable, "-c", RUN_SWEEP, *arguments, "output.dir=killed"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -62,7 +62,7 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(words: list[str], tmp_pat
                 break
     assert 5 <= len(results_in(tmp_path / "killed")) < 12
     lock = tmp_path / "killed/optuna.log.lock"
-    if not lock.is_symlink():  # it was not killed while it wrote its journal
+    if not lock.is_symlink():  # it was not killed while writing its journal
         lock.symlink_to("killed/optuna.log")
     answer = search("resume=killed")
     assert answer.code == 0, answer.said
@@ -70,50 +70,50 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(words: list[str], tmp_pat
     assert results_in(tmp_path / "killed") == whole
     assert len(whole) == 12
     stopped = [row for row in whole if row["stopped_at"] is not None]
-    # Where it was judged, and not how far it came until it heard of it: these end at once.
+    # The step at which it was pruned, although these trials had already reached their end.
     assert {(row["stopped_at"], row["exit_code"]) for row in stopped} == {(2, 143)}
     assert 0 < len(stopped) < 8
     for row in stopped:
-        assert f"stopped at step {row['stopped_at']}" in answer.printed + before
+        assert f"pruned at step {row['stopped_at']}" in answer.printed + before
         kept = (tmp_path / "whole" / str(row["number"]) / "metrics.csv").read_text()
-        assert len(kept.splitlines()) == 5, "a stopped trial keeps its curve"
+        assert len(kept.splitlines()) == 5, "a pruned trial keeps its curve"
     page = (tmp_path / "killed/sweep.html").read_text()
     assert page.count("<polyline") == 2 * len(whole)
     assert "http" not in page.replace("http-equiv", "")
-    # the first are the settings as they stand, and the best is no worse
+    # The first trial has the default settings, and the best one is no worse.
     assert whole[0]["overrides"][-2:] == ["adapter.r=16", "optimizer.lr=0.0002"]
     best = min(whole, key=lambda row: row["objective"])
     assert best["objective"] <= whole[0]["objective"]
     varied = " ".join(best["overrides"][-2:])
     assert f"best: {varied} -> killed/{best['number']}\n  lowest val/loss" in answer.printed
-    assert "were stopped, since others were better" in answer.printed
+    assert "pruned, because others were better" in answer.printed
 
 
-def test_a_search_without_optuna_says_what_to_install(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_missing_optuna_is_reported(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    answer = search(*words)
+    answer = search(*overrides)
     assert answer.code == 3
     assert "pip install -e '.[sweep]'" in answer.said
 
 
-def test_trials_run_side_by_side(words: list[str], tmp_path: Path) -> None:
-    """Each waits until all of them have begun."""
-    begun = tmp_path / "begun"
-    begun.mkdir()
+def test_trials_run_in_parallel(overrides: list[str], tmp_path: Path) -> None:
+    """Each trial waits until all of them have started."""
+    started = tmp_path / "started"
+    started.mkdir()
     together = f"""
 import os, pathlib, time
-begun = pathlib.Path({str(begun)!r})
-(begun / str(os.getpid())).touch()
+started = pathlib.Path({str(started)!r})
+(started / str(os.getpid())).touch()
 until = time.monotonic() + 60
-while len(list(begun.iterdir())) < 4 and time.monotonic() < until:
+while len(list(started.iterdir())) < 4 and time.monotonic() < until:
     time.sleep(0.01)
 assert time.monotonic() < until
 """
     with short_trials(together + TRIAL):
         answer = ask(
-            "-m", *words, "sweep.trials=4", "sweep.parallel=4", "output.dir=s", sweep=run_sweep
+            "-m", *overrides, "sweep.trials=4", "sweep.parallel=4", "output.dir=s", sweep=run_sweep
         )
     assert answer.code == 0, answer.said
     assert len(results_in(tmp_path / "s")) == 4

@@ -1,4 +1,4 @@
-"""Trials as jobs: of a scheduler that scripts play, and of submitit's own local one."""
+"""Trials as jobs of a scheduler simulated by a script, and of submitit's local executor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ signal.signal(signal.SIGTERM, lambda *_: exit(143))
 (folder / "config.yaml").write_text("")
 time.sleep(0.5)
 """
-GOES_ON = """
+RESUMABLE_TRIAL = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 (folder,) = (word.split("=", 1)[1] for word in sys.argv if word.startswith("output.dir="))
@@ -43,7 +43,7 @@ if "resume=auto" not in sys.argv:
     finally:
         (folder / "saved").touch()
 """
-KILLED = """
+RUN_SWEEP = """
 import sys
 from app.sweep import run_sweep, trials
 trials.TRAIN = ("-S", "-c", sys.argv[1])
@@ -52,8 +52,8 @@ run_sweep(sys.argv[2:])
 
 
 @pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is typed where `sbatch` and its kin are scripts."""
+def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Overrides of a sweep on a machine where `sbatch` and related commands are scripts."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "jobs").mkdir()
     script = Path(__file__).with_name("scheduler.sh")
@@ -64,17 +64,17 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("LOFT_JOBS", str(tmp_path / "jobs"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm.Slurm, "poll_seconds", 0.1)
+    monkeypatch.setattr(slurm.SlurmLauncher, "poll_seconds", 0.1)
     monkeypatch.setattr(trials, "TRAIN", ("-S", "-c", SLOW_TRIAL))
     model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
     return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "launcher=slurm"]
 
 
-def sweep(*words: str) -> Answer:
-    return ask("-m", *words, sweep=run_sweep)
+def sweep(*overrides: str) -> Answer:
+    return ask("-m", *overrides, sweep=run_sweep)
 
 
-def rows(folder: str) -> list[dict[str, Any]]:
+def results_in(folder: str) -> list[dict[str, Any]]:
     read = json.loads(Path(folder, "sweep.json").read_text())
     return [
         {name: value for name, value in row.items() if name not in ("seconds", "folder")}
@@ -83,42 +83,44 @@ def rows(folder: str) -> list[dict[str, Any]]:
 
 
 def wait_for(ready: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     while not ready():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_a_sweep_leaves_its_jobs_and_finds_them_again(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_resumed_sweep_finds_its_running_jobs(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while the first job runs: it is not submitted a second time."""
-    start = slurm.Slurm.start
+    """Ctrl-C while the first job runs: it is not submitted again."""
+    start = slurm.SlurmLauncher.start
 
-    def interrupt(self: slurm.Slurm, *args: Any) -> slurm.SlurmJob:
+    def interrupt(self: slurm.SlurmLauncher, *args: Any) -> slurm.SlurmJob:
         job = start(self, *args)
         os.kill(os.getpid(), signal.SIGINT)
         return job
 
-    of_a_job = ["launcher.partition=gpu", "launcher.minutes=90", "launcher.memory_gib=64"]
+    job_settings = ["launcher.partition=gpu", "launcher.minutes=90", "launcher.memory_gib=64"]
     with monkeypatch.context() as patch:
-        patch.setattr(slurm.Slurm, "start", interrupt)
-        answer = sweep(*words, *of_a_job, "adapter.r=2,8", "trainer.devices=2", "output.dir=s")
+        patch.setattr(slurm.SlurmLauncher, "start", interrupt)
+        answer = sweep(
+            *overrides, *job_settings, "adapter.r=2,8", "trainer.devices=2", "output.dir=s"
+        )
     assert answer.code == 130
     assert "interrupted after 0 of 2 trials" in answer.said and "scancel 1 " in answer.said
     answer = sweep("resume=s")
-    assert answer.code == 4, answer.said  # that of the trial with r=8
-    assert [row["exit_code"] for row in rows("s")] == [0, 4]
-    assert rows("s")[1]["error"] == "error: loss is nan at step 3"
+    assert answer.code == 4, answer.said  # exit code of the trial with r=8
+    assert [row["exit_code"] for row in results_in("s")] == [0, 4]
+    assert results_in("s")[1]["error"] == "error: loss is nan at step 3"
     assert len(list((tmp_path / "jobs").iterdir())) == 2
-    asked = (tmp_path / "jobs/1/script").read_text()
+    batch_script = (tmp_path / "jobs/1/script").read_text()
     for flag in ("partition=gpu", "time=90", "mem=64GB", "gpus-per-node=2", "job-name=loft-s-0"):
-        assert f"#SBATCH --{flag}\n" in asked
+        assert f"#SBATCH --{flag}\n" in batch_script
 
 
 @pytest.mark.slow
-def test_a_trial_that_was_cancelled_is_submitted_again(words: list[str], tmp_path: Path) -> None:
-    answer = sweep(*words, "adapter.r=2,4", "output.dir=s")
+def test_a_cancelled_trial_is_submitted_again(overrides: list[str], tmp_path: Path) -> None:
+    answer = sweep(*overrides, "adapter.r=2,4", "output.dir=s")
     assert answer.code == 0, answer.said
     end = tmp_path / "s/slurm/1/end.json"
     end.write_text(json.dumps({"exit_code": 143, "seconds": 1.0}))
@@ -127,48 +129,52 @@ def test_a_trial_that_was_cancelled_is_submitted_again(words: list[str], tmp_pat
         json.dumps([row for row in results if row["number"] == 0])
     )
     assert sweep("resume=s").code == 0
-    assert [row["exit_code"] for row in rows("s")] == [0, 0]
+    assert [row["exit_code"] for row in results_in("s")] == [0, 0]
     assert len(list((tmp_path / "jobs").iterdir())) == 3
 
 
 @pytest.mark.slow
-def test_a_killed_search_by_jobs_is_that_of_processes(words: list[str], tmp_path: Path) -> None:
-    typed = ["adapter.r=choice(2,4,16)", "optimizer.lr=interval(1e-5,1e-1)"]
-    typed += ["sweep.search=optuna", "sweep.trials=10", "sweep.prune=median"]
-    answer = sweep(*words[:2], *typed, "output.dir=local")
+def test_a_killed_search_with_jobs_equals_one_with_processes(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    space = ["adapter.r=choice(2,4,16)", "optimizer.lr=interval(1e-5,1e-1)"]
+    space += ["sweep.search=optuna", "sweep.trials=10", "sweep.prune=median"]
+    answer = sweep(*overrides[:2], *space, "output.dir=local")
     assert answer.code == 0, answer.said
-    command = [sys.executable, "-c", KILLED, SLOW_TRIAL, *words, *typed, "output.dir=killed"]
+    command = [sys.executable, "-c", RUN_SWEEP, SLOW_TRIAL, *overrides, *space, "output.dir=killed"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(b"[6/10]"):
-                # By submitit, too: a job that the sweep has not been told of does not train.
+                # Wait until submitit has written its file: a job without that file exits.
                 wait_for(lambda: len([*tmp_path.glob("killed/slurm/*/*_submitted.pkl")]) > 6)
                 process.send_signal(signal.SIGKILL)
                 break
     answer = sweep("resume=killed")
     assert answer.code == 0, answer.said
     assert len(list((tmp_path / "jobs").iterdir())) == 10
-    assert [row["overrides"] for row in rows("killed")] == [r["overrides"] for r in rows("local")]
-    stopped = [[row["stopped_at"] for row in rows(name)] for name in ("killed", "local")]
+    assert [row["overrides"] for row in results_in("killed")] == [
+        r["overrides"] for r in results_in("local")
+    ]
+    stopped = [[row["stopped_at"] for row in results_in(name)] for name in ("killed", "local")]
     assert stopped[0] == stopped[1] and any(stopped[0])
 
 
 @pytest.mark.slow
-def test_a_job_that_its_time_ends_goes_on_where_it_was(
+def test_a_job_resumes_after_its_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """submitit's local executor; it sends SIGUSR2, as SLURM does before a job's end."""
+    """Uses submitit's local executor and SIGUSR2, which SLURM sends before the time limit."""
     import psutil
 
     from app.config import LauncherConfig
 
-    monkeypatch.setattr(slurm.Slurm, "cluster", "local")
+    monkeypatch.setattr(slurm.SlurmLauncher, "cluster", "local")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    launcher = slurm.Slurm(LauncherConfig(gpus=0), "auto", tmp_path / "sweep", 1)
+    launcher = slurm.SlurmLauncher(LauncherConfig(gpus=0), "auto", tmp_path / "sweep", 1)
     folder = tmp_path / "sweep" / "0"
     folder.mkdir(parents=True)
-    command = [sys.executable, "-S", "-c", GOES_ON]
+    command = [sys.executable, "-S", "-c", RESUMABLE_TRIAL]
     job = launcher.start(0, command, folder, tmp_path / "sweep" / "0.log")
     wait_for((folder / "started").exists)
     psutil.Process(int(job.id)).children()[0].send_signal(signal.SIGUSR2)
@@ -178,19 +184,19 @@ def test_a_job_that_its_time_ends_goes_on_where_it_was(
 
 
 @pytest.mark.slow
-def test_a_job_that_died_is_a_failed_trial(words: list[str], tmp_path: Path) -> None:
+def test_a_dead_job_is_a_failed_trial(overrides: list[str], tmp_path: Path) -> None:
     (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexit 1\n")
-    answer = sweep(*words, "adapter.r=2,4", "sweep.parallel=2", "output.dir=s")
+    answer = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=2", "output.dir=s")
     assert answer.code == 3
-    assert [row["error"][:26] for row in rows("s")] == [
+    assert [row["error"][:26] for row in results_in("s")] == [
         f"job {number} ended as FAILED: {tmp_path}"[:26] for number in (1, 2)
     ]
 
 
-def test_what_a_job_cannot_be_is_refused(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_job_settings_are_refused(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for typed, said in (
+    for typed, message in (
         (["trainer.num_nodes=2"], "launcher=slurm runs each trial on one node; type trainer.num_n"),
         (
             ["launcher=local", "launcher.gpus=2"],
@@ -199,17 +205,17 @@ def test_what_a_job_cannot_be_is_refused(
         (["launcher.minutes=5"], "launcher.minutes=5: expected 10 or more"),
         (
             [f"data.datasets=[{{path: '{URL}'}}]"],
-            "launcher=local, or name data that needs no secret",
+            "launcher=local, or data that needs no secret",
         ),
     ):
-        answer = sweep(*words, "adapter.r=2,4", *typed)
-        assert answer.code == 2 and said in answer.said, answer.said
+        answer = sweep(*overrides, "adapter.r=2,4", *typed)
+        assert answer.code == 2 and message in answer.said, answer.said
     answer = ask("+experiment=quickstart", "launcher=slurm")
     assert answer.code == 2 and "add -m" in answer.said
     (tmp_path / "bin" / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    answer = sweep(*words, "adapter.r=2,4")
-    assert answer.code == 3 and "there is no sbatch here" in answer.said
+    answer = sweep(*overrides, "adapter.r=2,4")
+    assert answer.code == 3 and "sbatch was not found" in answer.said
     monkeypatch.setattr(slurm, "find_spec", lambda _: None)
-    assert "pip install -e '.[slurm]'" in sweep(*words, "adapter.r=2,4").said
+    assert "pip install -e '.[slurm]'" in sweep(*overrides, "adapter.r=2,4").said
     assert not (tmp_path / "outputs").exists()

@@ -1,0 +1,184 @@
+"""The overrides of a sweep in Hydra's grammar: one value, several values, or an interval."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.config import conf_files
+from app.config.overrides import WORD, quote_value
+from app.process.errors import UserError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+SWEEP_FUNCTION = re.compile(r"(choice|range|interval|shuffle|sort|tag|int|float)\(")
+"""start of values that are never parsed as text"""
+LOG_SCALE_RATIO = 100
+"""ratio high/low from which an interval is searched on a log scale by default"""
+MAX_VALUES = 1000
+"""maximum number of values of one key, because each is checked before the first trial"""
+EDGE_SHARE = 0.05
+"""share of an interval at either end in which a value counts as at the edge"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A range of numbers to search; with `is_log`, equal ratios are equally likely."""
+
+    low: float
+    high: float
+    is_int: bool
+    is_log: bool
+
+    def is_edge(self, value: float) -> bool:
+        """Return whether a number is within 5 % of either end, on the interval's scale."""
+        scale = math.log if self.is_log else float
+        share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
+        return not EDGE_SHARE < share < 1 - EDGE_SHARE
+
+    def __str__(self) -> str:
+        scale = ", log scale" if self.is_log else ""
+        return f"{self.low:g} to {self.high:g}{', whole numbers' if self.is_int else ''}{scale}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """A setting of a sweep and the values that its trials may have."""
+
+    key: str
+    values: tuple[str, ...]
+    """values in Hydra's grammar; for an interval, its two ends"""
+    interval: Interval | None = None
+    is_from_file: bool = False
+    """whether a `sweep=NAME` file sets it"""
+
+    @property
+    def varies(self) -> bool:
+        """Whether the trials have different values of it."""
+        return len(self.values) > 1
+
+    def __str__(self) -> str:
+        return str(self.interval) if self.interval else ", ".join(self.values)
+
+
+def parse_parameters(overrides: Iterable[str], conf: Path = conf_files.CONF) -> list[Parameter]:
+    """Parse the overrides of a sweep, those of `sweep=NAME` files first.
+
+    If a key occurs twice, the later override counts. Raises UserError with all problems.
+    """
+    from_files: list[str] = []
+    typed: list[str] = []
+    for override in overrides:
+        match = WORD.fullmatch(override)
+        if match is not None and match["key"] == "sweep":
+            from_files += _read_sweep_file(conf_files.find_option(conf, "sweep", match["value"]))
+        else:
+            typed.append(override)
+    parsed: dict[str, Parameter] = {}
+    problems = []
+    for group, is_from_file in ((from_files, True), (typed, False)):
+        for override in group:
+            try:
+                parameter = dataclasses.replace(_parse(override), is_from_file=is_from_file)
+            except UserError as error:
+                problems += error.problems
+            else:
+                parsed[parameter.key] = parameter
+    if problems:
+        raise UserError(problems)
+    return list(parsed.values())
+
+
+def _read_sweep_file(path: Path) -> list[str]:
+    """Return the overrides of a `sweep=NAME` file."""
+    file = conf_files.read_conf_file(path, package="", is_global=True)
+    params = file.values.get("hydra", {}).get("sweeper", {}).get("params")
+    if not set(file.values) <= {"hydra", "sweep"} or not isinstance(params, dict):
+        raise UserError(
+            f"{conf_files.display_path(path)}:2 expected `hydra: {{sweeper: {{params: ...}}}}`, "
+            "and the sweep's own settings under `sweep:`"
+        )
+    settings = {f"sweep.{name}": value for name, value in file.values.get("sweep", {}).items()}
+    return [f"{key}={value}" for key, value in (settings | params).items()]
+
+
+def _parse(text: str) -> Parameter:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    match = WORD.fullmatch(text)
+    if match is None or match["prefix"] == "~":
+        raise UserError(f"{text}: expected key=value, or key=a,b for several values")
+    key, value = match["key"], match["value"]
+    quoted = (
+        quote_value(value) if value[:1] in "[{" else ",".join(map(quote_value, value.split(",")))
+    )
+    parser = OverridesParser.create()
+    for spelling in (value,) if SWEEP_FUNCTION.match(value) else (value, quoted):
+        try:
+            override = parser.parse_override(f"key={spelling}")
+            if not override.is_sweep_override():
+                return Parameter(key=key, values=(str(override.get_value_element_as_str()),))
+            if override.is_discrete_sweep():  # fails on a choice() inside a list
+                values = _list_values(text, override)
+                return Parameter(key=key, values=tuple(dict.fromkeys(values)))
+        except (HydraException, OmegaConfBaseException):
+            continue
+        return _interval(text, key, override)
+    if value.replace(" ", "").endswith("()"):
+        raise UserError(f"{text}: no values are listed; list some, as in {key}=choice(8,16)")
+    raise UserError(f"{key}={value}: cannot parse this value; quote it: \"{key}='...'\"")
+
+
+def _list_values(text: str, override: Override) -> tuple[str, ...]:
+    """Return the values of a list, choice() or range(); raise UserError if there are too many."""
+    from hydra.core.override_parser.types import RangeSweep
+
+    value: Any = override.value()
+    if isinstance(value, RangeSweep):
+        start, stop, step = value.start or 0, value.stop or 0, value.step
+        numbers = (stop - start) / step if step and math.isfinite(step) else math.inf
+        if not 0 < numbers <= MAX_VALUES:
+            raise UserError(
+                f"{text}: expected range(START, END, STEP) with 1 to {MAX_VALUES:,} values (END is "
+                "excluded); to search a continuous range, use 'interval(LOW, HIGH)' with "
+                "sweep.search=optuna"
+            )
+    elif text.count(",") >= MAX_VALUES:
+        raise UserError(f"{text[:80]}...: more than {MAX_VALUES:,} values")
+    return tuple(str(item) for item in override.sweep_string_iterator())
+
+
+def _interval(text: str, key: str, override: Override) -> Parameter:
+    value: Any = override.value()
+    if not override.is_interval_sweep():
+        raise UserError(f"{text}: expected a list, choice(), range() or interval()")
+    low, high = value.start, value.end
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise UserError(f"{text}: an interval needs a lower and a higher number, both finite")
+    is_log = "log" in value.tags
+    if is_log and low <= 0:
+        raise UserError(f"{text}: a log scale needs numbers above 0")
+    interval = Interval(
+        low=low,
+        high=high,
+        is_int=isinstance(low, int) and isinstance(high, int),
+        is_log=is_log or 0 < low * LOG_SCALE_RATIO <= high,
+    )
+    return Parameter(key=key, values=(repr(low), repr(high)), interval=interval)
+
+
+def format_overrides(values: dict[str, str]) -> list[str]:
+    """Return `key=value` for each key."""
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def varied(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Return the parameters that differ between trials."""
+    return [parameter for parameter in parameters if parameter.varies]
