@@ -1,4 +1,4 @@
-"""Where metrics are logged: metrics.csv always, TensorBoard or trackers beside it."""
+"""Loggers of a run: always metrics.csv, in addition TensorBoard or experiment trackers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from app.training.log_files import Outcome
 
-
 KINDS = ("tensorboard", "csv", "wandb", "mlflow")
 TRACKERS = ("wandb", "mlflow")
 
@@ -22,22 +21,22 @@ TRACKERS = ("wandb", "mlflow")
 @dataclass(kw_only=True, slots=True)
 class LoggerConfig:
     name: str = setting("tensorboard", choices=KINDS)
-    """tensorboard: event files beside metrics.csv; csv: metrics.csv alone; wandb, mlflow: a tracker
-    beside it, offline unless WANDB_API_KEY or MLFLOW_TRACKING_URI is set; a list is several:
-    logger=[tensorboard,wandb]"""
+    """logger in addition to metrics.csv, which is always written: tensorboard (event files), wandb
+    or mlflow (a tracker, offline unless WANDB_API_KEY or MLFLOW_TRACKING_URI is set), or csv for
+    none; for several type a list: logger=[tensorboard,wandb]"""
     also: list[str] = setting(default_factory=list, choices=KINDS)
-    """more of them beside the first"""
+    """further loggers, next to the one of `name`"""
     details: bool = False
-    """also shares and tokens of each data set and the load of experts, which metrics.csv has in
-    any case"""
+    """also log the shares and tokens of each data set and the expert load, which metrics.csv
+    always has"""
 
 
 def build_loggers(
     config: LoggerConfig, folder: Path, dataset_names: list[str], *, last_step: int | None = None
 ) -> list[Logger]:
-    """Build the loggers of a run in `folder` that resumes from `last_step`, or starts at None.
+    """Build the loggers of a run in `folder` that resumes after `last_step`, or starts if None.
 
-    Existing files stay as they are: `drop_rows_after` changes them once the run owns its folder.
+    Existing files are not changed: `drop_rows_after` does that once the run owns its folder.
     """
     from app.training.log_files import CsvLogger, TensorBoardLogger
 
@@ -60,7 +59,7 @@ def build_loggers(
 
 
 def finish_loggers(loggers: Sequence[Logger], outcome: Outcome) -> None:
-    """Give the loggers the final figures and files, and end them."""
+    """Log the final metrics and files, and close the loggers."""
     for logger in loggers:
         finish = getattr(logger, "finish", None)
         if finish is not None:
@@ -70,8 +69,8 @@ def finish_loggers(loggers: Sequence[Logger], outcome: Outcome) -> None:
 def drop_rows_after(last_step: int | None, loggers: list[Logger]) -> None:
     """Drop the rows of metrics.csv after `last_step`, from which the run resumes; None: all rows.
 
-    TensorBoard hides its own once the first new event is written; where all rows go, trackers begin
-    a new run of theirs.
+    TensorBoard hides its old events once the first new one is written. If all rows are dropped,
+    trackers start a new run.
     """
     from app.training.log_files import CsvLogger
     from app.training.trackers import Tracker

@@ -1,6 +1,6 @@
-"""The optimizer of a run: settings by name, the builder that reads them, and its parameter groups.
+"""The optimizer of a run: settings by name, the builder that reads them, and parameter groups.
 
-Groups are by learning rate and weight decay, none of them empty.
+Each combination of learning rate and weight decay is a group; no group is empty.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class LrPattern:
-    """A learning rate of their own for the weights whose names match a pattern."""
+    """A separate learning rate for the weights whose names match a pattern."""
 
     pattern: str
-    """whole names, * for any text: '*.embed_tokens.*', '*.layers.0.*', '*.q_proj.lora_A.weight'"""
+    """pattern of full weight names, with * for any text: '*.embed_tokens.*', '*.layers.0.*',
+    '*.q_proj.lora_A.weight'"""
     ratio: float
-    """their learning rate over what it would be; multiplies the ratios of LoRA+ and Muon"""
+    """factor on the learning rate of these weights; multiplies the ratios of LoRA+ and Muon"""
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     name: str = "adamw"
-    """adamw, adamw8bit, paged_adamw8bit, adafactor, muon or schedule_free"""
+    """optimizer: adamw, adamw8bit, paged_adamw8bit, adafactor, muon or schedule_free"""
     lr: float | None = setting(
         None,
         gt=0,
@@ -44,15 +45,17 @@ class OptimizerConfig:
         shown=("train",),
         aliases=("learning_rate",),
     )
-    """peak learning rate; null = by what is trained: LoRA 2e-4, IA3 3e-3, freeze and full 2e-5"""
+    """peak learning rate; null = by adapter: LoRA 2e-4, IA3 3e-3, freeze and full 2e-5"""
     lr_by_pattern: list[LrPattern] = setting(
         default_factory=list, resume="lr", aliases=("embedding_lr", "embedding_learning_rate")
     )
-    """weights that learn faster or slower, by name: [{pattern: '*.embed_tokens.*', ratio: 0.1}]"""
+    """separate learning rates by weight name: [{pattern: '*.embed_tokens.*', ratio: 0.1}]"""
     scale_lr: str = setting("none", choices=("none", "linear", "sqrt"), resume="lr")
-    """none, linear or sqrt: how `lr` grows with the global batch over `base_batch_size`"""
+    """how `lr` scales with the ratio of the global batch size to `base_batch_size`: none, linear or
+    sqrt"""
     base_batch_size: int = setting(8, ge=1, resume="lr")
-    """packs per global step (rows when not packing) that `lr` is meant for; only with scale_lr"""
+    """global batch size that `lr` was tuned for, in packs (rows when not packing); only with
+    scale_lr"""
     weight_decay: float = setting(0.0, ge=0, le=10, note="0 to 0.1 is usual", shown=("train",))
     """decoupled decay of matrices; vectors (norms, biases, IA3) and token rows never decay"""
 
@@ -65,52 +68,54 @@ class AdamWConfig(OptimizerConfig):
     beta2: float = setting(0.999, ge=0, lt=1, aliases=("adam_beta2",))
     """decay of the running mean of squared gradients"""
     eps: float = setting(1e-8, gt=0, lt=1, aliases=("adam_epsilon",))
-    """keeps the division by the root of small second moments finite"""
+    """added to the denominator of the update for numerical stability"""
 
 
 @dataclass(kw_only=True, slots=True)
 class AdamW8bitConfig(AdamWConfig):
-    """AdamW with moments of 8 bits (bitsandbytes): a quarter of AdamW's memory for them."""
+    """AdamW with 8-bit moments (bitsandbytes), which take a quarter of the memory of fp32 ones."""
 
     name: str = "adamw8bit"
 
 
 @dataclass(kw_only=True, slots=True)
 class PagedAdamW8bitConfig(AdamW8bitConfig):
-    """The same, with moments that move to the host when the GPU's memory runs out."""
+    """AdamW with 8-bit moments that are paged to host memory when GPU memory runs out."""
 
     name: str = "paged_adamw8bit"
 
 
 @dataclass(kw_only=True, slots=True)
 class AdafactorConfig(OptimizerConfig):
-    """Second moments by row and column alone (arXiv 1804.04235): hardly any memory."""
+    """Second moments factored into rows and columns (arXiv 1804.04235): hardly any memory."""
 
     name: str = "adafactor"
     beta2_decay: float = setting(-0.8, ge=-1, lt=0, note="-0.8 is usual")
-    """in step t the running means of squared gradients decay by 1 - t ** beta2_decay"""
+    """exponent of the decay of the running mean of squared gradients: 1 - t ** beta2_decay in step
+    t"""
     clip_threshold: float = setting(1.0, gt=0, note="1.0 is usual")
-    """the root mean square of a matrix's update over `lr` is clipped to this"""
+    """maximum root mean square of a matrix's update, relative to `lr`"""
 
 
 @dataclass(kw_only=True, slots=True)
 class MuonConfig(AdamWConfig):
-    """Orthogonalised updates for matrices, AdamW for embeddings, head and vectors."""
+    """Orthogonalized updates for matrices, AdamW for embeddings, head and vectors."""
 
     name: str = "muon"
     momentum: float = setting(0.95, ge=0, lt=1)
-    """Nesterov momentum of the matrices' updates"""
+    """Nesterov momentum of the updates of matrices"""
     matrix_lr_ratio: float = setting(2.0, gt=0, le=1000)
-    """learning rate of the matrices over `lr`, which embeddings, head and vectors use"""
+    """ratio of the learning rate of matrices to `lr`, which embeddings, head and vectors use"""
 
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleFreeConfig(AdamWConfig):
-    """AdamW that averages its weights instead of lowering its rate (arXiv 2405.15682)."""
+    """AdamW that averages its weights instead of decaying its learning rate (arXiv 2405.15682)."""
 
     name: str = "schedule_free"
     beta1: float = setting(0.9, ge=0, lt=1)
-    """share of the averaged weights, beside the newest ones, in those that gradients are of"""
+    """where gradients are taken: 0 = at the newest weights, 1 = at the averaged weights, values
+    between them interpolate"""
 
 
 def build_optimizer(
@@ -123,8 +128,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the trainable parameters; no group is ever empty.
 
-    Each group has a `name`, and as `lr_ratio` its learning rate over `lr`. `fused` is read by AdamW
-    only.
+    Each group has a `name` and, as `lr_ratio`, the ratio of its learning rate to `lr`. Only AdamW
+    reads `fused`.
     """
     weights = trainable_weights(model)
     check_patterns(weights, config.lr_by_pattern)
@@ -190,7 +195,7 @@ def _build_muon(
     lr: float,
     fused: bool,
 ) -> torch.optim.Optimizer:
-    """Build Muon for matrices and AdamW for the rest, or only one of them if the other has none."""
+    """Build Muon for matrices and AdamW for the rest, or only one if the other has no weights."""
     import torch
 
     from app.training.algorithms import MuonWithAdamW
@@ -217,7 +222,7 @@ def _build_muon(
 
 
 def _embeddings(model: torch.nn.Module, weights: Sequence[TrainableWeight]) -> set[int]:
-    """Return ids of parameters of which a step reads only its tokens' rows or columns."""
+    """Return the ids of parameters of which a step only uses the rows or columns of its tokens."""
     by_kind = [w.parameter for w in weights if w.kind in ("token rows", "lora embedding A")]
     return {id(parameter) for parameter in (*embedding_weights(model), *by_kind)}
 
@@ -247,8 +252,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Divide weights by learning rate and weight decay.
 
-    With `adapter.lora_plus_ratio` the B matrices of linear layers have a higher rate (LoRA+, arXiv
-    2402.12354); those of embeddings do not, where A starts at zero instead of B.
+    With `adapter.lora_plus_ratio` the B matrices of linear layers have a higher learning rate
+    (LoRA+, arXiv 2402.12354); those of embeddings do not, since there A starts at zero, not B.
     """
     matrices, no_decay = GroupKind("matrices", weight_decay), GroupKind("no decay", 0.0)
     lora_b = _lora_plus(adapter, weight_decay)
@@ -256,7 +261,7 @@ def parameter_groups(
         kind: [] for kind in (matrices, lora_b, no_decay) if kind is not None
     }
     for weight in weights:
-        # A token's row would decay in every step, also in those that never see the token.
+        # The row of a token would decay in every step, even in those without the token.
         if weight.is_vector or weight.kind == "token rows":
             kinds[no_decay].append(weight)
         elif lora_b is not None and weight.kind == "lora B":
@@ -280,9 +285,9 @@ def make_groups(
     lr: float,
     patterns: Sequence[LrPattern],
 ) -> list[dict[str, Any]]:
-    """Make a group for each kind, and for each pattern within a kind, that has any weights.
+    """Build a group for each kind, and for each pattern within a kind, that has any weights.
 
-    Each group has a `name`, and as `lr_ratio` its learning rate over `lr`.
+    Each group has a `name` and, as `lr_ratio`, the ratio of its learning rate to `lr`.
     """
     groups = []
     for kind, weights in kinds.items():
@@ -295,7 +300,7 @@ def make_groups(
                 "lr_ratio": ratio,
                 "weight_decay": kind.weight_decay,
             }
-            # An empty group crashes DeepSpeed's schedulers later on (OpenRLHF #1225).
+            # An empty group crashes DeepSpeed's schedulers (OpenRLHF #1225).
             if group["params"]:
                 groups.append(group)
     return groups
@@ -345,7 +350,7 @@ def vocabulary_weights(model: Any) -> list[torch.nn.Parameter]:
     weights = embedding_weights(model)
     shapes = {weight.shape for weight in weights}
     head = model.get_output_embeddings()
-    # An adapter's wrapper contains matrices of its own.
+    # The wrapper of an adapter also contains the adapter's matrices.
     in_head = [m.weight for m in head.modules() if isinstance(m, torch.nn.Linear)]
     return weights + [weight for weight in in_head if weight.shape in shapes]
 

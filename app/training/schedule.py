@@ -1,6 +1,6 @@
 """The learning rate of a run: its peak, and its schedule as a pure function of the step.
 
-Momentum is never scheduled, also not by one_cycle.
+Momentum is never scheduled, not even by one_cycle.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ FAR = 10.0
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
     shape: str = setting("cosine", choices=SHAPES)
-    """after the warm-up: cosine, linear, constant, one_cycle, or wsd (stays, then falls steeply)"""
+    """shape of the learning rate after the warm-up: cosine, linear, constant, one_cycle, or wsd
+    (warmup-stable-decay: constant, then a steep decay at the end)"""
     warmup_ratio: float = setting(0.03, ge=0, lt=1, shown=("train",))
-    """share of all optimizer steps in which the learning rate rises from 0"""
+    """share of all optimizer steps over which the learning rate rises from 0 to its peak"""
     warmup_steps: int | None = setting(None, ge=0, instead_of="warmup_ratio")
-    """the same in steps; wins over warmup_ratio"""
+    """length of the warm-up in optimizer steps; overrides warmup_ratio"""
     min_lr_ratio: float = setting(0.0, ge=0, le=1)
-    """where cosine, linear, one_cycle and wsd end, as a share of the peak"""
+    """final learning rate of cosine, linear, one_cycle and wsd, as a share of the peak"""
     start_lr_ratio: float = setting(0.04, gt=0, le=1)
-    """where one_cycle starts, as a share of the peak"""
+    """initial learning rate of one_cycle, as a share of the peak"""
     decay_ratio: float = setting(0.2, gt=0, le=1, note="0.1 to 0.2 is usual")
-    """share of all optimizer steps, at the end, in which wsd falls"""
+    """share of all optimizer steps, at the end of the run, over which wsd decays"""
 
 
 def build_schedule(
@@ -76,8 +77,8 @@ def lr_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
         "cosine": _half_cosine(progress),
         "linear": 1.0 - progress,
         "constant": 1.0,
-        # The best of the shapes compared by Haegele et al. (arXiv 2405.18392), with a fifth of the
-        # steps as good as a cosine over all of them.
+        # The best decay compared by Haegele et al. (arXiv 2405.18392): over a fifth of the steps
+        # it is as good as a cosine over all of them.
         "wsd": 1.0 - math.sqrt(progress),
     }[config.shape]
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining
@@ -86,7 +87,7 @@ def lr_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
 def _one_cycle(step: int, warmup: int, total_steps: int, config: ScheduleConfig) -> float:
     """Return the factor of a one-cycle schedule: half a cosine up, half a cosine down.
 
-    Equals torch's OneCycleLR where the peak falls on a whole step (arXiv 1708.07120).
+    Equals torch's OneCycleLR if the peak falls on a whole step (arXiv 1708.07120).
     """
     peak = max(warmup - 1, 0)
     if step < peak:
@@ -119,8 +120,8 @@ def resolve_lr(
 ) -> LearningRate:
     """Resolve the peak learning rate of a run.
 
-    `global_batch_size`: packs (rows when not packing) per optimizer step over all ranks. Models
-    trained from scratch give no warning.
+    `global_batch_size`: packs (rows when not packing) per optimizer step over all ranks. No warning
+    is given for a model trained from scratch.
     """
     start = DEFAULT_LR[adapter.name] if optimizer.lr is None else optimizer.lr
     value, sentence = start, f"lr {format_lr(start)}"

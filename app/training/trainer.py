@@ -1,4 +1,4 @@
-"""Where and how long a run trains: its environment, and the Lightning trainer."""
+"""Trainer settings, the environment they resolve to on this machine, and the Lightning trainer."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ class CheckpointConfig:
     every_steps: int | None = setting(
         None, ge=1, shown=("train",), aliases=("save_steps", "save_every_steps")
     )
-    """optimizer steps between checkpoints; null = ten a run and one an epoch;
-    one more at the end"""
+    """optimizer steps between checkpoints; null = ten per run and one at the end of each epoch. The
+    last step is always saved"""
     keep_last: int = setting(2, ge=1, shown=("train",), aliases=("save_total_limit",))
-    """newest checkpoints that are kept; more disk"""
+    """number of newest checkpoints to keep; each takes disk space"""
     keep_best: int = setting(0, ge=0)
-    """checkpoints that are best by `monitor` and are kept, too"""
+    """number of best checkpoints, ranked by `monitor`, to keep in addition"""
     monitor: str = setting("val/loss", resume="fixed", aliases=("metric_for_best_model",))
-    """what `keep_best` goes by: val/loss, val/loss/DATA_SET, or with evaluation.every_steps a
-    metric of a task or data set, such as val/accuracy/mmlu; losses and perplexities are best where
-    lowest, all else where highest"""
+    """metric that `keep_best` ranks by: val/loss, val/loss/DATA_SET, or with evaluation.every_steps
+    a metric of a task or data set, such as val/accuracy/mmlu. Lower is better for losses,
+    perplexities and bits per byte, higher for all others"""
     asynchronous: bool = setting(False, typed="async")
-    """write while training goes on; one more copy of the trainable parameters in host memory"""
+    """write checkpoints in the background while training continues; needs host memory for one more
+    copy of the trainable parameters"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,8 +57,8 @@ class TrainerConfig:
         shown=("train", "preview"),
         aliases=("batch_size", "per_device_train_batch_size"),
     )
-    """packs (rows when not packing) a rank runs forward and backward at once; auto = on a GPU as
-    many as fit, 1 on a CPU or of a stream"""
+    """packs (rows when not packing) per forward and backward pass of a rank; auto = as many as fit
+    on a GPU, 1 on a CPU or for streamed data"""
     gradient_accumulation_steps: int = setting(
         8,
         ge=1,
@@ -65,8 +66,8 @@ class TrainerConfig:
         shown=("train", "preview"),
         aliases=("accumulate_grad_batches",),
     )
-    """micro-batches a rank accumulates before an optimizer step; fewer where auto takes larger
-    ones: the global batch stays"""
+    """micro-batches that a rank accumulates per optimizer step; lowered if micro_batch_size=auto
+    chooses larger micro-batches, so that the global batch size stays the same"""
     global_batch_size: int | None = setting(
         None,
         ge=1,
@@ -82,9 +83,9 @@ class TrainerConfig:
         shown=("train",),
         aliases=("epochs", "max_epochs", "num_train_epochs"),
     )
-    """times the training data is seen"""
+    """passes over the training data"""
     max_steps: int | None = setting(None, ge=1, resume="epochs", shown=("train",))
-    """optimizer steps; wins over num_epochs, the data then repeats as often as needed"""
+    """optimizer steps of the run; overrides num_epochs, and the data repeats as often as needed"""
     precision: str = setting(
         "auto",
         choices=PRECISIONS,
@@ -97,20 +98,21 @@ class TrainerConfig:
     max_grad_norm: float = setting(
         1.0, gt=0, note="1.0 is usual", resume="lr", aliases=("gradient_clip_val",)
     )
-    """the global gradient norm is clipped to this"""
+    """maximum global gradient norm; larger gradients are scaled down to it"""
     max_skipped_steps: int = setting(0, ge=0, resume="free")
-    """optimizer steps of a run that may be skipped because their loss or gradient norm was not
-    finite, each with a warning; one more stops the run. None ever moves a weight; with adamw no
-    step waits for the device to know, the other optimizers read one number a step"""
+    """optimizer steps that a run may skip, each with a warning, because their loss or gradient norm
+    is not finite; one more stops the run. A skipped step never changes a weight. The check does not
+    synchronize the device with adamw; other optimizers read one number per step"""
     compile: bool = setting(False, resume="rounding", aliases=("torch_compile=true",))
-    """compile the layers with torch.compile: a minute or more at the start, faster steps on a GPU;
-    nothing gained on a CPU"""
+    """compile the layers with torch.compile: faster steps on a GPU after a minute or more at the
+    start; no gain on a CPU"""
     kernels: str = setting("auto", choices=("auto", "torch"), resume="rounding")
-    """auto: on a GPU Liger's for norms, gates and rope, one for the loss, and FlashAttention 4 for
-    `varlen`, where installed, our own for norms on a CPU, where proven equal (faster, less memory;
-    left to the compiler with `compile`); torch: the model's own"""
+    """auto = fused kernels, each checked against the model's own layers at the start (faster, less
+    memory): on a GPU Liger's for norms, gates and rope, a fused loss, and FlashAttention 4 for
+    attention=varlen, as far as installed; on a CPU ours for norms. With `compile` the compiler
+    fuses layers instead. torch = the model's own layers"""
     accelerator: str = setting("auto", choices=ACCELERATORS, resume="rounding")
-    """auto, cpu or gpu"""
+    """device to train on: auto (a GPU if available), cpu or gpu"""
     devices: int | str = setting(
         "auto",
         choices=("auto",),
@@ -119,24 +121,24 @@ class TrainerConfig:
         shown=("train", "preview"),
         aliases=("num_gpus", "nproc_per_node"),
     )
-    """ranks on this machine; auto = all GPUs, 1 on CPU"""
+    """ranks on this machine; auto = one per GPU, 1 on a CPU"""
     num_nodes: int = setting(1, ge=1, resume="content")
-    """machines that train together"""
+    """machines of the run"""
     validate_every_steps: int | None = setting(
         None, ge=1, resume="free", shown=("train",), aliases=("val_check_interval",)
     )
-    """optimizer steps between validations; null = ten times a run"""
+    """optimizer steps between validations; null = ten validations per run"""
     early_stopping_patience: int | None = setting(None, ge=1, resume="free", aliases=("patience",))
-    """measurements of `checkpoint.monitor` without a better one, after which the run ends; null =
-    it goes on to its last step"""
+    """consecutive measurements of `checkpoint.monitor` without improvement after which the run
+    ends; null = no early stopping"""
     log_every_steps: int = setting(10, ge=1, resume="free")
-    """optimizer steps between writes of the curves (every step has its row all the same)"""
+    """optimizer steps between writes of the metrics; every step still has its own row"""
     checkpoint: CheckpointConfig = setting(default_factory=CheckpointConfig, resume="free")
-    """checkpoints of a run, and how many are kept"""
+    """when to save checkpoints, and which ones to keep"""
 
     @property
     def least_micro_batch(self) -> int:
-        """Return the packs a rank runs at once; 1 where they are yet to be chosen."""
+        """The micro-batch size; 1 if it is `auto` and not chosen yet."""
         size = self.micro_batch_size
         return 1 if isinstance(size, str) else size
 
@@ -150,34 +152,34 @@ class Environment:
     devices: int
     num_ranks: int
     num_data_ranks: int
-    """ranks with data of their own; the ranks of a tensor-parallel group count as one"""
+    """ranks that see different data; the ranks of a tensor-parallel group count as one"""
     precision: str
     accumulation: int
-    """micro-batches a rank adds up before an optimizer step"""
+    """micro-batches that a rank accumulates per optimizer step"""
     micro_batch_size: int = 1
-    """packs of a micro-batch"""
+    """packs per micro-batch"""
     probes_micro_batch: bool = False
-    """whether the first one is to be tried, and halved where it does not fit"""
+    """whether to probe the micro-batch size before the first step, halving it until it fits"""
 
     @property
     def packs_of_rank(self) -> int:
-        """Return the packs that a rank does before an optimizer step."""
+        """Packs per rank and optimizer step."""
         return self.micro_batch_size * self.accumulation
 
     def with_micro_batch(self, size: int) -> Environment:
-        """Return it with micro-batches of `size` packs; those of a step stay."""
+        """Return a copy with micro-batches of `size` packs; the packs per step stay the same."""
         return replace(self, micro_batch_size=size, accumulation=self.packs_of_rank // size)
 
     @property
     def torch_device(self) -> str:
-        """Return torch's name of the first rank's device."""
+        """The torch device type of the ranks: cuda or cpu."""
         return "cuda" if self.accelerator == "gpu" else "cpu"
 
     @property
     def row_multiple(self) -> int:
-        """Return what the tokens of a packed row are rounded up to a multiple of."""
-        # On a CPU a kernel is made for every new shape, which costs as much as a layer. A GPU's
-        # products work in tiles of 128 rows, and its allocator finds blocks of few sizes again.
+        """The number of tokens that the length of a packed row is rounded up to a multiple of."""
+        # On a CPU every new shape costs a new kernel, which takes as long as a layer. GPU matrix
+        # products use tiles of 128 rows, and the caching allocator reuses blocks of few sizes.
         return 64 if self.accelerator == "cpu" else 128
 
     def autocast(self) -> torch.autocast:
@@ -196,7 +198,7 @@ class Environment:
 def resolve_environment(
     config: TrainerConfig, strategy: StrategyConfig | None = None
 ) -> Environment:
-    """Resolve every `auto` on this machine; UserError where it lacks what was typed."""
+    """Resolve every `auto` on this machine; UserError if it lacks the requested devices."""
     import torch
 
     strategy = strategy or StrategyConfig()
@@ -241,7 +243,7 @@ def resolve_single_device(accelerator: str, precision: str) -> Environment:
 def resolve_accelerator(accelerator: str) -> str:
     """Return gpu or cpu, with `auto` resolved to what is available.
 
-    DeviceError where a GPU is there that PyTorch cannot use: a run on the CPU must be asked for.
+    DeviceError if there is a GPU that PyTorch cannot use: falling back to the CPU must be explicit.
     """
     import torch
 
@@ -260,9 +262,9 @@ def resolve_accelerator(accelerator: str) -> str:
 
 
 def resolve_precision(precision: str, accelerator: str) -> str:
-    """Return the precision's name with `auto` resolved: bf16 where the device is fast at it.
+    """Return the precision with `auto` resolved: bf16 on a GPU with native support, else fp32.
 
-    ValueError for bf16 on a GPU that would only imitate it.
+    UserError for bf16 on a GPU that would only emulate it.
     """
     import torch
 
@@ -271,14 +273,14 @@ def resolve_precision(precision: str, accelerator: str) -> str:
         return "bf16" if has_bf16 else "fp32"
     if precision.startswith("bf16") and accelerator == "gpu" and not has_bf16:
         raise UserError(
-            f"trainer.precision={precision}: {torch.cuda.get_device_name()} has no bf16 of its own "
-            "(GPUs have it from compute capability 8.0 on); type trainer.precision=fp16 or fp32"
+            f"trainer.precision={precision}: {torch.cuda.get_device_name()} has no native bf16 "
+            "(it needs compute capability 8.0 or higher); type trainer.precision=fp16 or fp32"
         )
     return precision
 
 
 def validation_interval(config: TrainerConfig, total_steps: int) -> int:
-    """Return the number of steps between validations; one more runs at the end."""
+    """Return the optimizer steps between validations; the last step is always validated."""
     every = config.validate_every_steps or math.ceil(total_steps / VALIDATIONS_PER_RUN)
     return min(every, total_steps)
 
@@ -296,7 +298,7 @@ def build_lightning_trainer(
 ) -> Trainer:
     """Build the trainer of one run of `total_steps` optimizer steps.
 
-    For Lightning they are one epoch: only the data's plan knows where an epoch ends.
+    For Lightning they are one epoch: only the data plan knows where an epoch ends.
     """
     import lightning as L
 
@@ -318,7 +320,7 @@ def build_lightning_trainer(
         gradient_clip_val=config.max_grad_norm,
         num_sanity_val_steps=-1,  # the whole validation set: step 0 of the metrics
         val_check_interval=validation_interval(config, total_steps) * env.accumulation,
-        check_val_every_n_epoch=None,  # by batches from the start of the run, also after a resume
+        check_val_every_n_epoch=None,  # count batches from the start of the run, also when resumed
         plugins=[checkpoints] if checkpoints is not None else None,
         enable_checkpointing=False,
         enable_progress_bar=False,
