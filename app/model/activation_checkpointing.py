@@ -1,12 +1,13 @@
-"""Selective recompute: a layer's expensive outputs are kept, the others computed again.
+"""Selective recompute: save a layer's expensive outputs, and recompute the others.
 
-A mode around a layer's forward pass keeps outputs, one around its recompute returns them. PyTorch's
-own contexts for this expect every operation to run again, also those whose output is kept; what a
-model does once for all layers (T5's relative position bias) then fails.
+A dispatch mode saves outputs in a layer's forward pass, another one returns them in its recompute.
+PyTorch's own contexts for selective checkpointing expect every operation to run again, even those
+whose output was saved, and fail for what a model computes once for all layers (T5's relative
+position bias).
 
-A mode takes the host as long for each operation as launching it takes. What adapters and attention
-compute that is expensive says so itself (`product_once`, `attend_once`); a layer in which nothing
-else was expensive runs without a mode from then on.
+A dispatch mode costs the host as much per operation as launching it. Adapters and attention
+therefore mark their expensive outputs explicitly (`product_once`, `attend_once`); a layer in which
+nothing else was expensive runs without a dispatch mode from its second forward pass on.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ ATTENTION_KERNELS = (
     "flash_attn::",
     "flash_attn_3::",
 )
-"""prefixes of operators that are a whole attention, in PyTorch and flash-attn; our own by matrix
-products, for the CPU, is recomputed"""
+"""prefixes of the fused attention operators of PyTorch and flash-attn; our own CPU attention, made
+of matrix products, is recomputed"""
 RIGHT_HAND_SIDE = {"aten::mm": 1, "aten::addmm": 2}
-"""matrix products, and the index of the right-hand matrix [k, n] in their arguments"""
+"""matrix products -> index of the right-hand matrix [k, n] in their arguments"""
 TRANSPOSED = {
     "mkldnn::_linear_pointwise": 1,
     "bitsandbytes::int8_scaled_mm": 1,
     "bitsandbytes::int8_mixed_scaled_mm": 2,
 }
-"""products with a matrix [n, k]"""
+"""products with a transposed matrix -> index of the matrix [n, k]"""
 PACKED = {"bitsandbytes::gemm_4bit": 2}
-"""products with a packed matrix, and the index of its shape [n, k]"""
+"""products with a packed matrix -> index of the argument that is its shape [n, k]"""
 
 
 def is_expensive(operator: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Return whether an output is kept: of an attention, or of a product with n <= k.
+    """Return whether an output is saved: that of an attention, or of a product with n <= k.
 
-    Each value of a product with a matrix [k, n] costs k multiplications to recompute. Products with
-    n <= k are expensive for the memory they take: an MLP's down projection, attention's own, LoRA's
-    A. Those with more outputs than inputs, as an MLP's up projection and LoRA's B, are recomputed.
+    Each output value of a product with a matrix [k, n] costs k multiplications to recompute. With
+    n <= k that is expensive for the memory it saves: the down projection of an MLP, projections of
+    attention, A of LoRA. Products with n > k, such as the up projection and B, are recomputed.
     """
-    return _facts_of(operator).is_expensive(args)
+    return _properties_of(operator).is_expensive(args)
 
 
 def _never(args: tuple[Any, ...]) -> bool:
@@ -66,37 +67,39 @@ def _always(args: tuple[Any, ...]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
-    """What decides what is kept of an operator's calls."""
+class _Properties:
+    """The properties of an operator that determine whether its output is saved."""
 
     is_expensive: Callable[[tuple[Any, ...]], bool]
+    """returns whether the output is saved, by the operator's arguments"""
     written: tuple[int, ...]
-    """places of the arguments that it changes"""
+    """indices of the arguments that it modifies in place"""
     is_plain: bool
-    """changes nothing and is never kept: most calls, of which a mode must cost little"""
+    """modifies nothing and is never saved: true for most calls, which must cost the mode little"""
 
 
-_facts: dict[int, _Facts] = {}
+_properties: dict[int, _Properties] = {}
 
 
-def _facts_of(operator: torch._ops.OpOverload) -> _Facts:
-    # By identity: operators live as long as the process, and their own hash is slow.
-    if (facts := _facts.get(id(operator))) is None:
+def _properties_of(operator: torch._ops.OpOverload) -> _Properties:
+    # Keyed by identity: operators live as long as the process, and hashing them is slow.
+    if (properties := _properties.get(id(operator))) is None:
         arguments = enumerate(operator._schema.arguments)
-        written = tuple(n for n, one in arguments if one.alias_info and one.alias_info.is_write)
+        written = tuple(n for n, arg in arguments if arg.alias_info and arg.alias_info.is_write)
         rule = _rule_of(operator.name())
-        facts = _facts[id(operator)] = _Facts(rule, written, not written and rule is _never)
-    return facts
+        properties = _Properties(rule, written, not written and rule is _never)
+        _properties[id(operator)] = properties
+    return properties
 
 
 def _rule_of(name: str) -> Callable[[tuple[Any, ...]], bool]:
-    """Return what tells from an operator's arguments whether its output is kept."""
+    """Return the `is_expensive` of an operator."""
     if name in RIGHT_HAND_SIDE:
         right = RIGHT_HAND_SIDE[name]
         return lambda args: bool(args[right].shape[1] <= args[right].shape[0])
     if name in TRANSPOSED:
-        turned = TRANSPOSED[name]
-        return lambda args: bool(args[turned].shape[0] <= args[turned].shape[1])
+        matrix = TRANSPOSED[name]
+        return lambda args: bool(args[matrix].shape[0] <= args[matrix].shape[1])
     if name in PACKED:
         shape = PACKED[name]
         return lambda args: bool(args[shape][0] <= args[shape][1])
@@ -104,28 +107,28 @@ def _rule_of(name: str) -> Callable[[tuple[Any, ...]], bool]:
 
 
 class SelectiveLayers:
-    """The layers of a model, each with a mode around it until it is seen to need none."""
+    """Runs a model's layers, each with a dispatch mode until it turns out to need none."""
 
     def __init__(self) -> None:
         self._without_mode: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def run_layer(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `layer` on its arguments; the backward pass recomputes what is not expensive."""
+        """Run `layer` on its arguments; the backward pass recomputes its cheap outputs."""
         module = _module_of(layer)
         has_mode = module not in self._without_mode
         forward, recompute = selective_contexts(has_mode=has_mode)
         output = run_recomputed(layer, *args, contexts=(forward, recompute), **kwargs)
-        if has_mode and module is not None and forward.mode.names_all_it_keeps:
+        if has_mode and module is not None and forward.mode.is_all_marked:
             self._without_mode.add(module)
         return output
 
 
 def _module_of(layer: Callable[..., Any]) -> torch.nn.Module | None:
-    """Return the module of a forward that transformers bound; None for a compiled one's."""
+    """Return the module whose forward transformers bound to `layer`; None for a compiled layer."""
     bound = inspect.unwrap(layer)
     if not isinstance(bound, partial):
         return None
-    # A function of which the module is the first argument; in transformers 5.17 its method.
+    # A function with the module as its first argument, or in transformers 5.17 a bound method.
     first = bound.args[0] if bound.args else getattr(bound.func, "__self__", None)
     return first if isinstance(first, torch.nn.Module) else None
 
@@ -133,16 +136,16 @@ def _module_of(layer: Callable[..., Any]) -> torch.nn.Module | None:
 def selective_contexts(*, has_mode: bool = True) -> tuple[LayerPass, LayerPass]:
     """Return the contexts of a layer's forward pass and of its recompute.
 
-    Without a mode only what says that it is expensive is kept.
+    Without a dispatch mode only explicitly marked outputs are saved.
     """
-    kept: list[tuple[Any, int | None]] = []
-    return LayerPass(_Keep(kept), has_mode), LayerPass(_Reuse(kept), has_mode)
+    saved: list[tuple[Any, int | None]] = []
+    return LayerPass(_SaveMode(saved), has_mode), LayerPass(_ReuseMode(saved), has_mode)
 
 
 class _Running:
-    """The layer's pass that runs now.
+    """The mode of the layer that is being computed.
 
-    Not a context variable: a backward pass that recomputes a layer may be in a thread of autograd.
+    Not a context variable: autograd may recompute a layer in a thread of its own.
     """
 
     mode: _LayerMode | None = None
@@ -151,8 +154,8 @@ class _Running:
 def product_once(outputs: int, inputs: int, compute: Callable[..., Tensor], *args: Any) -> Tensor:
     """Return compute(*args), a product from `inputs` to `outputs` features.
 
-    One that does not widen is expensive: a recompute takes it from the forward pass, without a
-    history. For the forward of autograd functions, where nothing has one.
+    It is saved as expensive if `outputs <= inputs`. A recompute returns the saved output without
+    autograd history; only for use in the forward of autograd functions, where outputs have none.
     """
     mode = _Running.mode
     if mode is None or outputs > inputs:
@@ -161,9 +164,9 @@ def product_once(outputs: int, inputs: int, compute: Callable[..., Tensor], *arg
 
 
 def attend_once(attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return attend(*args, **kwargs), of whose operators one is an attention, which is expensive.
+    """Return attend(*args, **kwargs), whose fused attention operator is saved as expensive.
 
-    Its gradients are its own.
+    Autograd computes its gradients as usual.
     """
     mode = _Running.mode
     return attend(*args, **kwargs) if mode is None else mode.attend(attend, args, kwargs)
@@ -190,21 +193,22 @@ class LayerPass:
 
 
 class _LayerMode(TorchDispatchMode):
-    """A mode around a layer that is not compiled: each operation pays only for the mode itself."""
+    """Dispatch mode for the pass of one layer that is not compiled."""
 
-    def __init__(self, kept: list[tuple[Any, int | None]]) -> None:
+    def __init__(self, saved: list[tuple[Any, int | None]]) -> None:
         super().__init__()
-        self._kept = kept
-        """outputs, and the version of those whose changes are not seen by the mode"""
-        self.names_all_it_keeps = False
+        self._saved = saved
+        """outputs; with their version if the mode cannot see later changes, else None"""
+        self.is_all_marked = False
+        """whether every saved output of the last forward pass was marked explicitly"""
         self._is_on = False
-        self._is_named = False
-        """while a function runs that says what of it is expensive"""
+        self._is_marking = False
+        """whether the call is inside `attend_once`"""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Without this PyTorch wraps every call to keep the compiler away, at several times the
-        cost of the call."""
+        """Return False: otherwise PyTorch wraps every call to exclude it from compilation, which
+        costs several times the call itself."""
         return False
 
     def __enter__(self) -> Any:
@@ -220,75 +224,76 @@ class _LayerMode(TorchDispatchMode):
         raise NotImplementedError
 
     def compute_once(self, compute: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
-        """Return an expensive output, computed or kept."""
+        """Return an expensive output, computed or saved before."""
         raise NotImplementedError
 
     def attend(
         self, attend: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an attention in the mode, where it is not on already."""
-        self._is_named = True
+        """Run an attention in this mode; enter the mode if it is not active."""
+        self._is_marking = True
         try:
             if self._is_on:
                 return attend(*args, **kwargs)
             with self:
                 return attend(*args, **kwargs)
         finally:
-            self._is_named = False
+            self._is_marking = False
 
 
-class _Keep(_LayerMode):
-    """Keep expensive outputs in the order they are computed."""
+class _SaveMode(_LayerMode):
+    """Saves expensive outputs in the order in which they are computed."""
 
-    def __init__(self, kept: list[tuple[Any, int | None]]) -> None:
-        super().__init__(kept)
+    def __init__(self, saved: list[tuple[Any, int | None]]) -> None:
+        super().__init__(saved)
         self._computes = False
         self._storages: set[int] = set()
 
     def restart(self) -> None:
         """Begin a forward pass."""
-        self.names_all_it_keeps = True
+        self.is_all_marked = True
 
     def compute_once(self, compute: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
-        """Keep an output whose changes its version tells."""
+        """Compute and save an output, with its version, which reveals later changes."""
         self._computes = True
         try:
             output = compute(*args)
         finally:
             self._computes = False
-        self._keep(output, output._version)
+        self._save(output, output._version)
         return output
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        facts = _facts.get(id(func)) or _facts_of(func)
-        if facts.is_plain or self._computes:
+        properties = _properties.get(id(func)) or _properties_of(func)
+        if properties.is_plain or self._computes:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if facts.written:
-            self._check_change(func, args, facts.written)
+        if properties.written:
+            self._check_not_saved(func, args, properties.written)
         output = func(*args, **(kwargs or {}))
-        if facts.is_expensive(args):
-            self._keep(output, None)
-            self.names_all_it_keeps &= self._is_named
+        if properties.is_expensive(args):
+            self._save(output, None)
+            self.is_all_marked &= self._is_marking
         return output
 
-    def _keep(self, output: Any, version: int | None) -> None:
+    def _save(self, output: Any, version: int | None) -> None:
         # Detached: autograd is about to attach a history to the tensor itself.
-        kept = _detached(output)
-        self._kept.append((kept, version))
+        saved = _detach(output)
+        self._saved.append((saved, version))
         if self._is_on:
-            tensors = filter(_is_tensor, tree_leaves(kept))
+            tensors = filter(_is_tensor, tree_leaves(saved))
             self._storages.update(map(_storage_of, tensors))
 
-    def _check_change(self, func: Any, args: tuple[Any, ...], written: tuple[int, ...]) -> None:
-        changed = filter(_is_tensor, (args[place] for place in written if place < len(args)))
-        if not self._storages.isdisjoint(map(_storage_of, changed)):
-            raise _changed_output(func.name())
+    def _check_not_saved(self, func: Any, args: tuple[Any, ...], written: tuple[int, ...]) -> None:
+        """Raise an error if an operator modifies a saved output in place."""
+        modified = filter(_is_tensor, (args[index] for index in written if index < len(args)))
+        if not self._storages.isdisjoint(map(_storage_of, modified)):
+            raise _modified_output(func.name())
 
 
-class _Reuse(_LayerMode):
-    """Return the kept outputs in the same order."""
+class _ReuseMode(_LayerMode):
+    """Returns the saved outputs in the same order."""
 
     _next = 0
 
@@ -297,33 +302,34 @@ class _Reuse(_LayerMode):
         self._next = 0
 
     def compute_once(self, compute: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
-        """Return what was kept."""
-        output: Tensor = self._take()
+        """Return the saved output."""
+        output: Tensor = self._next_saved()
         return output
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        facts = _facts.get(id(func)) or _facts_of(func)
-        if facts.is_plain or not facts.is_expensive(args):
+        properties = _properties.get(id(func)) or _properties_of(func)
+        if properties.is_plain or not properties.is_expensive(args):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return self._take()
+        return self._next_saved()
 
-    def _take(self) -> Any:
-        kept, version = self._kept[self._next]
+    def _next_saved(self) -> Any:
+        saved, version = self._saved[self._next]
         self._next += 1
-        if version is not None and kept._version != version:
-            raise _changed_output("an operator")
-        return _detached(kept)
+        if version is not None and saved._version != version:
+            raise _modified_output("an operator")
+        return _detach(saved)
 
 
-def _changed_output(operator: str) -> RuntimeError:
+def _modified_output(operator: str) -> RuntimeError:
     return RuntimeError(
-        f"recompute=selective: {operator} of a layer changes a kept output; type recompute=full"
+        f"recompute=selective: {operator} of a layer modifies a saved output in place; "
+        "type recompute=full"
     )
 
 
-def _detached(output: Any) -> Any:
+def _detach(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output.detach()
     return tree_map_only(Tensor, Tensor.detach, output)
@@ -334,5 +340,5 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Return what a tensor has in common with its views; known of fake tensors, too."""
+    """Return an id of a tensor's storage, which its views share; also works for fake tensors."""
     return int(tensor.untyped_storage()._cdata)

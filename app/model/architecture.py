@@ -1,6 +1,6 @@
-"""The architecture of a base: its config.json and generation_config.json, and the class they name.
+"""Load and check the architecture of a base: config.json, generation_config.json, model class.
 
-Needs no torch at its top.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ if TYPE_CHECKING:
     from app.model.base import ModelConfig
 
 DRAFTS = ("gemma4_assistant", "gemma4_unified_assistant")
-"""model types whose forward takes the hidden states of the model that they draft for (as of
-transformers 5.23)"""
+"""model types of draft models, whose forward takes the hidden states of their target model
+(transformers 5.23)"""
 
 SCAN = "sum the chunks of a long document's scan wrongly without mamba-ssm"
-RIGHT_SINCE = {
+CORRECT_SINCE = {
     "gemma3": ("5.6", "do not train on text alone"),
     "nemotron_h": ("5.15", SCAN),
     "zamba2": ("5.15", SCAN),
 }
-"""model_type -> the transformers whose layers are right, and what those of older ones do"""
+"""model_type -> first version of transformers with correct layers, and the fault of older ones"""
 
 TOKEN_IDS = {
-    "eos_token_id": "the id that ends its answers",
-    "decoder_start_token_id": "the id that its decoder starts with",
-    "bos_token_id": "the id that its texts begin with, or null for none",
-    "pad_token_id": "the id that fills rows, or null for none",
+    "eos_token_id": "the id that ends an answer",
+    "decoder_start_token_id": "the id that starts the decoder's input",
+    "bos_token_id": "the id that starts a text, or null for none",
+    "pad_token_id": "the id that pads rows, or null for none",
 }
+"""keys of token ids -> what to write there, for messages"""
 VOCAB_SIZES = ("vocab_size", "decoder_vocab_size")
 
 
@@ -70,7 +71,7 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
             text = architecture.get_text_config().model_type
             raise UserError(
                 f"model.from_scratch=true: {architecture.model_type} models are multimodal, and "
-                "text trains their language model alone; type its numbers, with "
+                "only their language model is trained on text; type its values, with "
                 f"model.architecture.model_type={text}"
             )
         return architecture
@@ -81,7 +82,7 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     problems = check_token_ids(where, "", numbers, numbers)
     if (text := text_numbers(numbers)) is not numbers:
         problems += check_token_ids(where, "text_config.", text, numbers)
-    if problems:  # of a hub id; the files of a folder were checked at the start
+    if problems:  # only for a hub id: the files of a folder were checked before
         raise UserError(problems)
     model_type = numbers.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING and not config.trust_remote_code:
@@ -91,8 +92,8 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
         )
     if model_type in DRAFTS:
         raise UserError(
-            f"model.path={config.path}: {model_type} models draft for another model and go on from "
-            "its states, which a run does not have; type model.path=ANOTHER_BASE"
+            f"model.path={config.path}: {model_type} models are draft models, which need the "
+            "hidden states of their target model; type model.path=ANOTHER_BASE"
         )
     architecture = AutoConfig.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
@@ -104,42 +105,48 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     ):
         if type(architecture)().is_encoder_decoder != architecture.is_encoder_decoder:
             raise UserError(
-                f"{where}: is_encoder_decoder={str(architecture.is_encoder_decoder).lower()}, "
-                f"which {model_type} models are{' not' * architecture.is_encoder_decoder}; remove "
-                "it, or download config.json again"
+                f"{where}: is_encoder_decoder={str(architecture.is_encoder_decoder).lower()}, but "
+                f"{model_type} models are {'not ' * architecture.is_encoder_decoder}"
+                "encoder-decoders; remove the key, or download config.json again"
             )
         raise UserError(
-            f"model.path={config.path}: {model_type} models are not language models to train: "
-            f"transformers' {model_class(architecture).__name__} has none of that type; "
+            f"model.path={config.path}: {model_type} models are not language models: "
+            f"transformers' {model_class(architecture).__name__} does not support that type; "
             "type model.path=ANOTHER_BASE"
         )
     if architecture.is_encoder_decoder and (
         getattr(architecture, "decoder_start_token_id", None) is None
     ):
-        architecture.decoder_start_token_id = _start_of_generation(config)
+        # Some models have it only in generation_config.json.
+        generation = generation_config(config)
+        start = None if generation is None else generation.decoder_start_token_id
+        architecture.decoder_start_token_id = start
     return architecture
 
 
 def _newer_transformers(numbers: Mapping[str, Any]) -> str:
-    """Return what to install for a model_type that this transformers does not know."""
+    """Return the fix for a model_type that the installed transformers does not know."""
     import transformers
     from packaging.version import InvalidVersion, Version
 
     try:
-        wrote = Version(str(numbers.get("transformers_version")))
+        written_by = Version(str(numbers.get("transformers_version")))
     except InvalidVersion:
-        return "take a newer transformers"
-    if wrote <= Version(transformers.__version__):
-        return "take a newer transformers"
-    return f"its config.json is of transformers {wrote}: type pip install 'transformers>={wrote}'"
+        return "install a newer transformers"
+    if written_by <= Version(transformers.__version__):
+        return "install a newer transformers"
+    return (
+        f"its config.json was written by transformers {written_by}: "
+        f"type pip install 'transformers>={written_by}'"
+    )
 
 
 def _check_version(config: ModelConfig, architecture: PretrainedConfig) -> None:
-    """Raise UserError where this transformers is older than one whose layers are right."""
+    """Raise UserError if the installed transformers has incorrect layers for this architecture."""
     import transformers
     from packaging.version import Version
 
-    since, fault = RIGHT_SINCE.get(architecture.model_type, ("0", ""))
+    since, fault = CORRECT_SINCE.get(architecture.model_type, ("0", ""))
     if Version(transformers.__version__) < Version(since):
         where = "model.architecture" if config.from_scratch else f"model.path={config.path}"
         raise UserError(
@@ -148,15 +155,8 @@ def _check_version(config: ModelConfig, architecture: PretrainedConfig) -> None:
         )
 
 
-def _start_of_generation(config: ModelConfig) -> int | None:
-    """Read decoder_start_token_id from generation_config.json, where config.json lacks it."""
-    numbers = generation_config(config)
-    start: int | None = None if numbers is None else numbers.decoder_start_token_id
-    return start
-
-
 def generation_config(config: ModelConfig) -> GenerationConfig | None:
-    """Read generation_config.json; None where there is none."""
+    """Read generation_config.json; None if the base has none."""
     from transformers import GenerationConfig
 
     try:
@@ -166,9 +166,9 @@ def generation_config(config: ModelConfig) -> GenerationConfig | None:
 
 
 def text_numbers(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the numbers of the language model in a config.json: its text_config's, else all.
+    """Return the values in config.json for the language model: those of text_config, else all.
 
-    How its files are quantized stands beside text_config, and is kept.
+    `quantization_config`, which is next to text_config, is included.
     """
     text = numbers.get("text_config")
     if not isinstance(text, dict):
@@ -180,45 +180,47 @@ def text_numbers(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_token_ids(
     where: str, prefix: str, ids: Mapping[str, Any], numbers: Mapping[str, Any]
 ) -> list[str]:
-    """List the token ids in a config.json or generation_config.json that cannot be embedded.
+    """List problems of the token ids in a config.json or generation_config.json.
 
-    `numbers` say how many rows the embedding has; where they do not, only types are checked. BOS
-    and padding are the tokenizer's here, and published files name ids without a row for them
-    (LLaMA's first ones -1, SmolVLM those of its whole model): only the padding of the text's own
-    config must be one, with which the embedding is made.
+    Ids must have a row in the embedding, whose size `numbers`, the values of config.json, contain;
+    otherwise only types are checked. BOS and padding ids are read from the tokenizer instead, and
+    published files contain some without a row (-1 in the first LLaMA, those of the multimodal
+    vocabulary in SmolVLM): only the padding id of the text config must have a row, since the
+    embedding is built with it.
     """
     text = text_numbers(numbers)
     rows = max((text[key] for key in VOCAB_SIZES if type(text.get(key)) is int), default=None)
     problems = []
-    for key, means in TOKEN_IDS.items():
-        named = ids.get(key)
-        listed = [] if named is None else [named]
-        if isinstance(named, list) and key != "pad_token_id":  # answers end in several ways
-            listed = named
-        least, most = 0, rows or math.inf
+    for key, meaning in TOKEN_IDS.items():
+        value = ids.get(key)
+        token_ids = [] if value is None else [value]
+        if isinstance(value, list) and key != "pad_token_id":  # several ids may end an answer
+            token_ids = value
+        least, end = 0, rows or math.inf
         if key == "pad_token_id" and ids is text:
-            least = -(rows or 0)  # counted from the end, as torch does
+            least = -(rows or 0)  # torch counts negative indices from the end
         elif key in ("pad_token_id", "bos_token_id"):
-            least, most = -sys.maxsize, math.inf
-        odd = [one for one in listed if type(one) is not int or not least <= one < most]
-        if odd:
+            least, end = -sys.maxsize, math.inf
+        invalid = [each for each in token_ids if type(each) is not int or not least <= each < end]
+        if invalid:
             size = "" if rows is None else f", whose vocab_size is {rows:,}"
             problems.append(
-                f"{where}: {prefix}{key}={shorten(named)}: {odd[0]!r:.80} is not a token of this "
-                f"base{size}; write {means}, or download the file again"
+                f"{where}: {prefix}{key}={shorten(value)}: {invalid[0]!r:.80} is not a token id of "
+                f"this base{size}; write {meaning}, or download the file again"
             )
     return problems
 
 
 def shorten(value: Any) -> str:
-    """Return a value of a file as a message shows it."""
+    """Return a value as text of at most 80 characters, for messages."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def model_class(architecture: PretrainedConfig) -> Any:
-    """Return the class that loads an architecture: encoder-decoder, multimodal without its towers,
-    or causal.
+    """Return the class that loads an architecture.
+
+    AutoModel's for causal models and encoder-decoders, or a multimodal class without its towers.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -228,37 +230,37 @@ def model_class(architecture: PretrainedConfig) -> Any:
 
 
 def context_len(architecture: PretrainedConfig) -> int | None:
-    """Return a model's context length in tokens; None where it has no limit (BLOOM, MPT)."""
-    # Not by `to_dict`: GPT-2 has another name, which only the attribute maps.
+    """Return a model's context length in tokens; None if it has no limit (BLOOM, MPT)."""
+    # Not from `to_dict`: only attribute access maps the different name of GPT-2.
     return getattr(architecture.get_text_config(), "max_position_embeddings", None)
 
 
 def decoder_start_token_id(architecture: PretrainedConfig) -> int | None:
-    """Return the id that a decoder starts each answer with; None for causal models.
+    """Return the id that starts the decoder's input; None for causal models.
 
-    UserError where neither config.json nor generation_config.json has it.
+    UserError if neither config.json nor generation_config.json has it.
     """
     if not architecture.is_encoder_decoder:
         return None
     start: int | None = getattr(architecture, "decoder_start_token_id", None)
     if start is None:
         raise UserError(
-            f"{architecture.name_or_path or 'model.architecture'}: no decoder_start_token_id, with "
-            f"which {architecture.model_type} models begin each answer; write it into config.json "
-            "(T5 models use the pad token, BART the EOS)"
+            f"{architecture.name_or_path or 'model.architecture'}: no decoder_start_token_id, "
+            f"which starts each answer of {architecture.model_type} models; write it into "
+            "config.json (T5 models use the pad token, BART the EOS)"
         )
     return start
 
 
 def base_folder(config: ModelConfig) -> Path:
-    """Return the folder that a base was read from: its own, or one in the hub's cache."""
+    """Return the folder of a base's files: `config.path`, or the snapshot in the hub's cache."""
     from transformers.utils import cached_file
 
     return Path(cached_file(config.path, "config.json", revision=config.revision)).parent
 
 
 def base_commit(config: ModelConfig) -> str | None:
-    """Return the commit that a base of the hub is read at; None for a folder."""
+    """Return the commit of a base from the hub; None for a folder."""
     if config.path is None or Path(config.path).is_dir():
         return None
     folder = base_folder(config)
@@ -266,31 +268,31 @@ def base_commit(config: ModelConfig) -> str | None:
 
 
 def reading_base(config: ModelConfig) -> AbstractContextManager[None]:
-    """Report errors while a base's files are read as errors of these files."""
+    """Return a context that reports errors as caused by the base's files."""
     if config.from_scratch:
         return reading(f"model.architecture={dict(config.architecture)}", "fix its values")
     where = (
         config.path
         if config.path is None or not Path(config.path).is_dir()
-        else (f"{config.path} (config.json and the weights beside it)")
+        else f"{config.path} (config.json and the weights next to it)"
     )
-    return reading(f"model.path={where}", "copy or download its files again, or take another base")
+    return reading(f"model.path={where}", "copy or download its files again, or use another base")
 
 
 def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Report errors of a model's first forward pass as errors of its config.json."""
+    """Return a context that reports errors of a model's first forward pass with likely causes."""
     import transformers
 
     name = model.config.name_or_path or "model.architecture"
     if towers := outermost(tower_modules(model)):
         return reading(
             f"{name}: its first forward pass fails on text alone, without {', '.join(towers)}",
-            f"{model.config.model_type} models may need images or sound: type "
+            f"{model.config.model_type} models may need images or audio: type "
             "model.path=ANOTHER_BASE",
         )
     return reading(
         f"{name}: its first forward pass fails",
-        f"its config.json may be of another model, or transformers {transformers.__version__} too "
-        "old for it: download it again, install a newer one, or take another base; "
-        "LOFT_TRACEBACK=1 shows where it failed",
+        f"its config.json may belong to another model, or transformers {transformers.__version__} "
+        "may be too old for it: download it again, install a newer transformers, or use another "
+        "base; LOFT_TRACEBACK=1 shows the traceback",
     )

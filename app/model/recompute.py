@@ -55,7 +55,7 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
 
 
 def _build_checkpoint(mode: str) -> Callable[..., Any]:
-    """Return a function that runs a layer on its arguments and returns its output."""
+    """Return the function that runs a checkpointed layer on its arguments."""
     from app.model.activation_checkpointing import SelectiveLayers
     from app.model.recomputed_layer import OffloadedInputs, run_recomputed
 

@@ -1,11 +1,11 @@
-"""Layers that run again in the backward pass, when it asks for the first tensor that one saved.
+"""Non-reentrant checkpointing: run a layer again when the backward pass needs its saved tensors.
 
-As PyTorch's own non-reentrant checkpoint, whose bookkeeping for each saved tensor takes the host as
-long as launching a kernel does: here it is a place in a list.
+Works like PyTorch's own, whose bookkeeping costs the host as much per saved tensor as launching a
+kernel; here a saved tensor is an index into a list.
 
-`offload`: on a GPU the inputs are copied on a stream of their own while the next layer runs, into
-page-locked memory, and come back one layer ahead of the backward pass: two are on the device at a
-time.
+Mode `offload`: on a GPU, layer inputs are copied to page-locked host memory on a separate stream
+while the next layer runs, and are copied back one layer ahead of the backward pass, so that two of
+them are on the device at a time.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from torch.autograd.graph import saved_tensors_hooks
 log = logging.getLogger(__name__)
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""what a layer's forward pass runs in, and what its recompute does"""
-AS_IT_IS: Contexts = (nullcontext(), nullcontext())
+"""contexts of a layer's forward pass and of its recompute"""
+NO_CONTEXTS: Contexts = (nullcontext(), nullcontext())
 
 
 def run_recomputed(
     layer: Callable[..., Any],
     *args: Any,
-    contexts: Contexts = AS_IT_IS,
+    contexts: Contexts = NO_CONTEXTS,
     **kwargs: Any,
 ) -> Any:
-    """Run `layer`, and again in the backward pass, up to the last tensor that it saves.
+    """Run `layer` without saving activations; the backward pass runs it again to get them.
 
-    The recompute has the forward pass's arguments, random numbers and autocast.
+    The recompute uses the arguments, random state and autocast of the forward pass, and stops at
+    the last saved tensor.
     """
     if not torch.is_grad_enabled():
         return layer(*args, **kwargs)
@@ -45,12 +46,12 @@ def run_recomputed(
         return layer(*args, **kwargs)
 
 
-class _EverythingFoundError(Exception):
-    """The recompute has all that the forward pass saved."""
+class _AllRecomputedError(Exception):
+    """Raised to stop a recompute once it has all tensors that the forward pass saved."""
 
 
 class _Call:
-    """One run of a layer: the places of its saved tensors, and what it takes to compute them."""
+    """One forward pass of a layer: shapes of its saved tensors, and the state to recompute them."""
 
     def __init__(
         self,
@@ -60,72 +61,75 @@ class _Call:
         context: AbstractContextManager[Any],
     ) -> None:
         self._layer, self._args, self._kwargs, self._context = layer, args, kwargs, context
-        self._versions = [one._version if isinstance(one, Tensor) else 0 for one in args]
-        device = next((one.device for one in args if isinstance(one, Tensor)), torch.device("cpu"))
-        self._random, self._autocasts = _RandomState(device), _autocasts(device.type)
-        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
-        self._found: list[Tensor | None] = []
+        self._versions = [arg._version if isinstance(arg, Tensor) else 0 for arg in args]
+        device = next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu"))
+        self._random, self._autocasts = _RandomState(device), _read_autocasts(device.type)
+        self._types: list[tuple[torch.Size, torch.dtype]] = []
+        """shape and dtype of each tensor that the forward pass saved"""
+        self._recomputed: list[Tensor | None] = []
 
     def pack(self, tensor: Tensor) -> int:
-        """Remember what is saved by its place alone."""
-        self._kinds.append((tensor.shape, tensor.dtype))
-        return len(self._kinds) - 1
+        """Replace a saved tensor by its index."""
+        self._types.append((tensor.shape, tensor.dtype))
+        return len(self._types) - 1
 
-    def unpack(self, place: int) -> Tensor:
-        """Return a saved tensor, which is not held any longer."""
-        # Empty at first, and again where a backward pass runs a second time.
-        if not self._found or self._found[place] is None:
+    def unpack(self, index: int) -> Tensor:
+        """Return a saved tensor and release it; recompute the layer if necessary."""
+        # Also necessary if a second backward pass needs a tensor that was released.
+        if not self._recomputed or self._recomputed[index] is None:
             self._recompute()
-        tensor, self._found[place] = self._found[place], None
-        if tensor is None or self._kinds[place] != (tensor.shape, tensor.dtype):
+        tensor, self._recomputed[index] = self._recomputed[index], None
+        if tensor is None or self._types[index] != (tensor.shape, tensor.dtype):
             raise RuntimeError(
-                "recompute: a layer saved other tensors for the backward pass when it ran again; "
-                "type recompute=none"
+                "recompute: a layer saved different tensors in its recompute than in its forward "
+                "pass; type recompute=none"
             )
         return tensor
 
-    def _find(self, tensor: Tensor) -> None:
-        # Without its history, which would hold this recompute's graph.
-        self._found.append(tensor.detach() if tensor.requires_grad else tensor)
-        if len(self._found) == len(self._kinds):
-            raise _EverythingFoundError
+    def _pack_recomputed(self, tensor: Tensor) -> None:
+        # Detached: its autograd history would keep the graph of the recompute alive.
+        self._recomputed.append(tensor.detach() if tensor.requires_grad else tensor)
+        if len(self._recomputed) == len(self._types):
+            raise _AllRecomputedError
 
     def _recompute(self) -> None:
         for arg, version in zip(self._args, self._versions, strict=True):
             if isinstance(arg, Tensor) and arg._version != version:
                 raise RuntimeError(
-                    "recompute: the input of a layer was changed in place after it ran; "
+                    "recompute: the input of a layer was modified in place after the layer ran; "
                     "type recompute=none"
                 )
-        self._found = []
+        self._recomputed = []
         with (
             self._random.restored(),
-            _in_autocasts(self._autocasts),
-            saved_tensors_hooks(self._find, _unpack_none),
+            _restored_autocasts(self._autocasts),
+            saved_tensors_hooks(self._pack_recomputed, _refuse_unpack),
             torch.enable_grad(),
-            suppress(_EverythingFoundError),
+            suppress(_AllRecomputedError),
             self._context,
         ):
             self._layer(*self._args, **self._kwargs)
-        self._found += [None] * (len(self._kinds) - len(self._found))
+        self._recomputed += [None] * (len(self._types) - len(self._recomputed))
 
 
-def _unpack_none(_: None) -> Tensor:
-    raise RuntimeError("recompute: a layer takes gradients while it runs; type recompute=none")
+def _refuse_unpack(_: None) -> Tensor:
+    raise RuntimeError(
+        "recompute: a layer computes gradients in its forward pass; type recompute=none"
+    )
 
 
 class _RandomState:
-    """The state of the generators that a layer may draw from, when it is made."""
+    """State of the random generators of the CPU and a layer's GPU at construction."""
 
     def __init__(self, device: torch.device) -> None:
-        # To ask a GPU's generator for its state would make a context where there is none.
+        # Reading a GPU generator's state would create a CUDA context if there is none.
         uses_gpu = device.type == "cuda" and torch.cuda.is_initialized()
         self._gpu = device if uses_gpu else None
         self._states = self._read()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Draw from this state on; the generators then go on as if nothing was drawn."""
+        """Set the generators to this state in the context, and reset them at its end."""
         before = self._read()
         self._write(self._states)
         try:
@@ -134,21 +138,21 @@ class _RandomState:
             self._write(before)
 
     def _read(self) -> tuple[Tensor, Tensor | None]:
-        own = torch.get_rng_state()
-        return own, None if self._gpu is None else torch.cuda.get_rng_state(self._gpu)
+        cpu_state = torch.get_rng_state()
+        return cpu_state, None if self._gpu is None else torch.cuda.get_rng_state(self._gpu)
 
     def _write(self, states: tuple[Tensor, Tensor | None]) -> None:
-        of_cpu, of_gpu = states
-        torch.set_rng_state(of_cpu)
-        if self._gpu is not None and of_gpu is not None:
-            torch.cuda.set_rng_state(of_gpu, self._gpu)
+        cpu_state, gpu_state = states
+        torch.set_rng_state(cpu_state)
+        if self._gpu is not None and gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state, self._gpu)
 
 
 Autocasts = list[tuple[str, bool, torch.dtype, bool]]
-"""device, whether products are cast there, to what, and whether weights are cast once"""
+"""per device type: its name, whether autocast is enabled, the dtype, whether weights are cached"""
 
 
-def _autocasts(device: str) -> Autocasts:
+def _read_autocasts(device: str) -> Autocasts:
     return [
         (
             each,
@@ -162,8 +166,8 @@ def _autocasts(device: str) -> Autocasts:
 
 
 @contextmanager
-def _in_autocasts(autocasts: Autocasts) -> Iterator[None]:
-    """Cast as then: a backward pass runs outside of autocast, or in a thread that has none."""
+def _restored_autocasts(autocasts: Autocasts) -> Iterator[None]:
+    """Apply the forward pass's autocast, which is not active in the backward pass or its thread."""
     with ExitStack() as stack:
         for device, is_enabled, dtype, caches in autocasts:
             if is_enabled or torch.is_autocast_enabled(device):
@@ -174,7 +178,7 @@ def _in_autocasts(autocasts: Autocasts) -> Iterator[None]:
 
 
 class OffloadedInputs:
-    """The inputs of a model's layers, from forward to backward pass."""
+    """Runs a model's layers with their inputs in host memory from forward to backward pass."""
 
     def __init__(self) -> None:
         self._newest: weakref.ref[LayerInput] | None = None
@@ -184,7 +188,7 @@ class OffloadedInputs:
     def run_layer(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `layer` on a hidden state [rows, tokens, width] and further arguments.
 
-        The backward pass recomputes it from the copy in host memory.
+        The backward pass recomputes the layer from the copy in host memory.
         """
         hidden, *others = args
         if is_on_host(hidden):
@@ -192,18 +196,18 @@ class OffloadedInputs:
             return run_recomputed(layer, *args, **kwargs)
         if self._stream is None:
             self._stream = torch.cuda.Stream(hidden.device)
-        kept = LayerInput(hidden, self._stream, self._newest)
+        layer_input = LayerInput(hidden, self._stream, self._newest)
 
-        # Arguments are kept for the recompute, so the hidden state is not one of them. The empty
-        # tensor tells which device's random state to keep.
+        # `run_recomputed` keeps its arguments, so the hidden state must not be one of them. The
+        # empty tensor determines the device whose random state is restored.
         def run(_: Tensor, *rest: Any, **named: Any) -> Any:
-            return layer(kept.take(), *rest, **named)
+            return layer(layer_input.read(), *rest, **named)
 
         output = run_recomputed(run, hidden.new_empty(0), *others, **kwargs)
         first = output[0] if isinstance(output, tuple) else output
-        if first.requires_grad:  # else no backward pass reaches this layer
-            kept.send()
-            self._newest = weakref.ref(kept)
+        if first.requires_grad:  # otherwise no backward pass reaches this layer
+            layer_input.start_offload()
+            self._newest = weakref.ref(layer_input)
         return output
 
     def _log_no_offload(self) -> None:
@@ -213,44 +217,46 @@ class OffloadedInputs:
 
 
 def is_on_host(hidden: Tensor) -> bool:
-    """Return whether the input is in host memory already."""
+    """Return whether a layer's input is in host memory already."""
     return hidden.device.type == "cpu"
 
 
 class LayerInput:
     """A layer's input: on the device in the forward pass, then on the host, then back.
 
-    `stream` runs the copies; `before` is the input of the layer before this one, which the backward
-    pass needs next. Streams wait for each other instead of using `record_stream`, which frees
-    memory late when the host runs ahead.
+    `stream` runs the copies; `previous` is the input of the previous layer, which the backward pass
+    needs next. Streams wait for each other instead of using `record_stream`, which frees memory
+    late if the host runs ahead.
     """
 
-    def __init__(self, hidden: Tensor, stream: Any, before: weakref.ref[LayerInput] | None) -> None:
+    def __init__(
+        self, hidden: Tensor, stream: Any, previous: weakref.ref[LayerInput] | None
+    ) -> None:
         self._on_device: Tensor | None = hidden
         self._on_host: Tensor | None = None
         self._needs_grad = hidden.requires_grad
-        self._device, self._stream, self._before = hidden.device, stream, before
-        # The copy waits for the kernel that made the input, not for the layer that reads it.
-        self._made = torch.cuda.current_stream(self._device).record_event()
+        self._device, self._stream, self._previous = hidden.device, stream, previous
+        # The copy waits for the kernel that computes the input, not for the layer that reads it.
+        self._computed = torch.cuda.current_stream(self._device).record_event()
         self._copied: Any = None
 
-    def send(self) -> None:
-        """Start the copy to the host; release the device memory of the input before."""
-        source = self._given().detach()
-        self._stream.wait_event(self._made)
+    def start_offload(self) -> None:
+        """Start the copy to the host; release the device memory of the previous layer's input."""
+        source = self._device_tensor().detach()
+        self._stream.wait_event(self._computed)
         with torch.cuda.stream(self._stream):
             self._on_host = self._copy_to_host(source)
             self._copied = self._stream.record_event()
-        if (before := self._find_before()) is not None:
-            before.release()
+        if (previous := self._find_previous()) is not None:
+            previous.release()
 
     def release(self) -> None:
-        """Release the device memory, to be reused after the copy to the host."""
+        """Release the device memory, for reuse after the copy to the host."""
         torch.cuda.current_stream(self._device).wait_event(self._copied)
         self._on_device = None
 
-    def fetch(self) -> None:
-        """Start the copy back to the device, into memory that earlier layers no longer use."""
+    def start_reload(self) -> None:
+        """Start the copy back to the device, into memory that other layers no longer use."""
         if self._on_device is not None or self._on_host is None:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -258,27 +264,27 @@ class LayerInput:
             self._on_device = self._on_host.to(self._device, non_blocking=True)
             self._copied = self._stream.record_event()
 
-    def take(self) -> Tensor:
-        """Return the input, in the backward pass the copy of it, and prefetch the next one."""
+    def read(self) -> Tensor:
+        """Return the input; in the backward pass its copy, and prefetch the previous layer's."""
         if self._on_host is None:
-            return self._given()
-        self.fetch()
+            return self._device_tensor()
+        self.start_reload()
         torch.cuda.current_stream(self._device).wait_event(self._copied)
-        taken, self._on_device = self._given().detach(), None
-        if (before := self._find_before()) is not None:
-            before.fetch()
-        return taken.requires_grad_(self._needs_grad)
+        hidden, self._on_device = self._device_tensor().detach(), None
+        if (previous := self._find_previous()) is not None:
+            previous.start_reload()
+        return hidden.requires_grad_(self._needs_grad)
 
-    def _given(self) -> Tensor:
+    def _device_tensor(self) -> Tensor:
         if self._on_device is None:
             raise RuntimeError("a layer's input was released before it was copied")
         return self._on_device
 
-    def _find_before(self) -> LayerInput | None:
-        return None if self._before is None else self._before()
+    def _find_previous(self) -> LayerInput | None:
+        return None if self._previous is None else self._previous()
 
     @staticmethod
     def _copy_to_host(source: Tensor) -> Tensor:
-        """Copy to page-locked memory, without which the copy would block the device."""
+        """Copy to page-locked memory; from pageable memory the copy would not be asynchronous."""
         host = torch.empty_like(source, device="cpu", pin_memory=True)
         return host.copy_(source, non_blocking=True)

@@ -109,8 +109,8 @@ CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"architectures": 7}, ["architectures=7: expected a list of class names"]),
     ({"max_position_embeddings": -1}, ["max_position_embeddings=-1", "tokens from 1 up"]),
     ({"eos_token_id": 10**9},
-     ["config.json: eos_token_id=1000000000: 1000000000 is not a token of this base, whose "
-      "vocab_size is 768; write the id that ends its answers"]),
+     ["config.json: eos_token_id=1000000000: 1000000000 is not a token id of this base, whose "
+      "vocab_size is 768; write the id that ends an answer"]),
     ({"eos_token_id": [2, 768]}, ["eos_token_id=[2, 768]: 768 is not a token"]),
     ({"eos_token_id": ["2"]}, ["eos_token_id=['2']: '2' is not a token"]),
     ({"pad_token_id": 768}, ["pad_token_id=768: 768 is not a token", "or null for none"]),
@@ -118,7 +118,7 @@ CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"pad_token_id": "<pad>"}, ["pad_token_id=<pad>: '<pad>' is not a token"]),
     ({"bos_token_id": 1.5}, ["bos_token_id=1.5: 1.5 is not a token"]),
     ({"is_encoder_decoder": True},
-     ["config.json: is_encoder_decoder=true, which llama models are not; remove it"]),
+     ["config.json: is_encoder_decoder=true, but llama models are not encoder-decoders; remove "]),
 ]  # fmt: skip
 
 
@@ -311,8 +311,16 @@ def test_a_tokenizer_that_only_folds_letters_passes(
 @pytest.mark.parametrize(
     ("name", "values", "fragment"),
     [
-        ("config.json", {"eos_token_id": 10**9}, "1000000000 is not a token of this base, whose"),
-        ("generation_config.json", {"eos_token_id": [2, 768]}, "768 is not a token of this base"),
+        (
+            "config.json",
+            {"eos_token_id": 10**9},
+            "1000000000 is not a token id of this base, whose",
+        ),
+        (
+            "generation_config.json",
+            {"eos_token_id": [2, 768]},
+            "768 is not a token id of this base",
+        ),
         ("config.json", {"eos_token_id": 2}, ""),
     ],
 )

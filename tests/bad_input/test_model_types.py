@@ -13,7 +13,7 @@ import torch
 import transformers
 from packaging.requirements import Requirement
 
-from app.model.architecture import DRAFTS, RIGHT_SINCE, load_architecture, reading_first_forward
+from app.model.architecture import CORRECT_SINCE, DRAFTS, load_architecture, reading_first_forward
 from app.model.base import ModelConfig, load_base
 from app.model.multimodal import NEEDED, language_model_class
 from app.preflight.base_model import BaseModel, inspect_base
@@ -34,7 +34,8 @@ def said_of(folder: Path, **numbers: Any) -> str:
 def test_a_model_type_of_a_newer_transformers_names_the_version(tmp_path: Path) -> None:
     said = said_of(tmp_path, model_type="llama9", transformers_version="99.1.0")
     assert (
-        "does not know its model_type 'llama9'; its config.json is of transformers 99.1.0" in said
+        "does not know its model_type 'llama9'; its config.json was written by transformers 99.1.0"
+        in said
     )
     command = said.rpartition(": type ")[2].partition(",")[0]
     pip, install, what = shlex.split(command)
@@ -45,7 +46,7 @@ def test_a_model_type_of_a_newer_transformers_names_the_version(tmp_path: Path) 
 @pytest.mark.parametrize("version", [None, "4.57.0", "unknown", 5, ["5"]])
 def test_a_model_type_that_no_version_is_known_of(version: Any, tmp_path: Path) -> None:
     said = said_of(tmp_path, model_type="llama9", transformers_version=version)
-    assert "'llama9'; take a newer transformers, or take another base" in said
+    assert "'llama9'; install a newer transformers, or take another base" in said
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_a_model_type_that_no_version_is_known_of(version: Any, tmp_path: Path) 
 )
 def test_a_model_that_does_not_write_text_for_text(model_type: str, tmp_path: Path) -> None:
     said = said_of(tmp_path, model_type=model_type)
-    assert f"{model_type} models are not language models to train" in said
+    assert f"{model_type} models are not language models:" in said
     assert said.endswith("type model.path=ANOTHER_BASE")
 
 
@@ -93,13 +94,13 @@ def test_a_model_whose_tower_runs_on_text(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UserError) as error, reading_first_forward(model):
         model(**ids)
     assert "fails on text alone, without model.audio_tower" in str(error.value)
-    assert "qwen2_audio models may need images or sound" in str(error.value)
+    assert "qwen2_audio models may need images or audio" in str(error.value)
 
 
 def test_a_multimodal_model_from_scratch() -> None:
     from_scratch = ModelConfig(from_scratch=True, architecture={"model_type": "gemma3"})
     with pytest.raises(
-        UserError, match=r"type its numbers, with model\.architecture\.model_type=gemma3_text"
+        UserError, match=r"type its values, with model\.architecture\.model_type=gemma3_text"
     ):
         load_architecture(from_scratch)
 
@@ -128,7 +129,7 @@ def test_a_length_beyond_the_context_of_a_language_model(tmp_path: Path) -> None
 @pytest.mark.parametrize("model_type", DRAFTS)
 def test_a_model_that_drafts_for_another(model_type: str, tmp_path: Path) -> None:
     said = said_of(tmp_path, model_type=model_type)
-    assert f"{model_type} models draft for another model" in said
+    assert f"{model_type} models are draft models" in said
     assert said.endswith("type model.path=ANOTHER_BASE")
 
 
@@ -136,15 +137,15 @@ def test_a_first_pass_that_fails_may_need_a_newer_transformers() -> None:
     model = tiny_llama()
     with pytest.raises(UserError) as error, reading_first_forward(model):
         model(input_ids=torch.ones(1, 2, 3, dtype=torch.int64))
-    assert f"or transformers {transformers.__version__} too old for it" in str(error.value)
+    assert f"or transformers {transformers.__version__} may be too old for it" in str(error.value)
 
 
-@pytest.mark.parametrize("model_type", RIGHT_SINCE)
+@pytest.mark.parametrize("model_type", CORRECT_SINCE)
 def test_a_model_type_whose_layers_are_wrong_in_an_older_transformers(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the chunks of Nemotron-H's scan, whose numbers differ from 129 tokens on."""
-    since, fault = RIGHT_SINCE[model_type]
+    since, fault = CORRECT_SINCE[model_type]
     tiny_config(model_type).save_pretrained(tmp_path)
     monkeypatch.setattr(transformers, "__version__", since)
     load_architecture(ModelConfig(path=str(tmp_path)))

@@ -19,7 +19,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from app.model import activation_checkpointing as activations
 from app.model import recomputed_layer
-from app.model.activation_checkpointing import _Keep, _Reuse, selective_contexts
+from app.model.activation_checkpointing import _ReuseMode, _SaveMode, selective_contexts
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -261,7 +261,7 @@ def test_selective_computes_attention_and_narrow_products_once(
 
 def num_kept() -> int:
     gc.collect()
-    return sum(type(one) is _Reuse for one in gc.get_objects())
+    return sum(type(one) is _ReuseMode for one in gc.get_objects())
 
 
 def test_selective_keeps_nothing_of_layers_below_the_lowest_adapter() -> None:
@@ -291,7 +291,7 @@ def test_selective_refuses_a_layer_that_changes_what_it_keeps(first: int, contex
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Operators that go through the mode of a layer's forward pass and of its recompute."""
     calls: Counter[str] = Counter()
-    for kind in (_Keep, _Reuse):
+    for kind in (_SaveMode, _ReuseMode):
 
         def count(self: Any, func: Any, *rest: Any, plain: Any = kind.__torch_dispatch__) -> Any:
             calls[func.name()] += 1
@@ -467,7 +467,7 @@ def test_each_mode_keeps_less_than_the_one_before() -> None:
 
 
 class TestOffload:
-    """The order of copies and waits, with doubles for streams; the copies themselves are plain."""
+    """Order of copies and waits, with test doubles for CUDA streams and copies."""
 
     @pytest.fixture
     def log(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -504,13 +504,12 @@ class TestOffload:
 
     def test_gradients_and_what_is_on_the_device(self, log: list[str]) -> None:
         expected = gradients(prepared(tiny_llama(num_hidden_layers=5), RecomputeConfig()))
-        most = watch_inputs(LayerInput)
-        with most:
+        with watch_inputs() as inputs:
             found = gradients(
                 prepared(tiny_llama(num_hidden_layers=5), RecomputeConfig(mode="offload"))
             )
         assert_equal(found, expected)
-        assert most.most == 2
+        assert inputs.most_on_device == 2
 
     @pytest.mark.parametrize("kind", ["gpt2", "t5", "bart"])
     def test_other_architectures(self, log: list[str], kind: str) -> None:
@@ -523,9 +522,9 @@ class TestOffload:
 
     def test_each_side_waits_for_the_other(self, log: list[str]) -> None:
         gradients(prepared(tiny_llama(), RecomputeConfig(mode="offload")))
-        # Forward: a copy waits for its own input alone (main1, main2), and the first input's
-        # memory is free when its copy (side1) is done. Backward: the second one is still there;
-        # the first starts to come behind all that was done before the second layer.
+        # Forward: a copy waits only for its own input (main1, main2), and the first input's memory
+        # is released when its copy (side1) is done. Backward: the second input is still on the
+        # device; the first is copied back after everything before the second layer.
         assert log == [
             "side waits for main1",
             "side waits for main2",
@@ -535,16 +534,15 @@ class TestOffload:
             "main waits for side3",
         ]
 
-    def test_nothing_below_the_lowest_adapter_is_sent(self, log: list[str]) -> None:
+    def test_no_input_below_the_lowest_adapter_is_offloaded(self, log: list[str]) -> None:
         base = tiny_llama(num_hidden_layers=4)
-        sent = watch_inputs(LayerInput)
-        with sent:
+        with watch_inputs() as inputs:
             gradients(
                 prepared(base, RecomputeConfig(mode="offload"), LoraConfig(r=4, layers="top 2"))
             )
-        assert sent.sent == 2
+        assert inputs.num_offloaded == 2
 
-    def test_a_second_backward_pass_takes_the_inputs_again(self, log: list[str]) -> None:
+    def test_a_second_backward_pass_recomputes_again(self, log: list[str]) -> None:
         model = prepared(tiny_llama(num_hidden_layers=3), RecomputeConfig(mode="offload"))
         loss = model(**packed_inputs(model)).logits.square().mean()
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -553,7 +551,7 @@ class TestOffload:
         second = torch.autograd.grad(loss, trained)
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
-    def test_on_the_cpu_it_runs_as_full_and_says_so_once(
+    def test_on_the_cpu_it_runs_as_full_and_logs_it_once(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = prepared(tiny_llama(), RecomputeConfig(mode="offload"))
@@ -576,39 +574,42 @@ class Away:
 
 
 class watch_inputs:
-    """How many layer inputs were sent, and the most that were on the device at once."""
+    """Counts the offloaded layer inputs, and the most that are on the device at once."""
 
-    def __init__(self, kind: type[LayerInput]) -> None:
-        self.kind, self.most, self.sent = kind, 0, 0
+    def __init__(self) -> None:
+        self.most_on_device, self.num_offloaded = 0, 0
         self.inputs: list[LayerInput] = []
         self.patch = pytest.MonkeyPatch()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> watch_inputs:
         watch = self
-        start, send, fetch = LayerInput.__init__, LayerInput.send, LayerInput.fetch
+        construct = LayerInput.__init__
+        offload, reload = LayerInput.start_offload, LayerInput.start_reload
 
-        def counted_start(kept: LayerInput, *args: Any) -> None:
-            start(kept, *args)
-            watch.inputs.append(kept)
+        def counted_init(layer_input: LayerInput, *args: Any) -> None:
+            construct(layer_input, *args)
+            watch.inputs.append(layer_input)
             watch.count()
 
-        def counted_send(kept: LayerInput) -> None:
-            watch.sent += 1
-            send(kept)
+        def counted_offload(layer_input: LayerInput) -> None:
+            watch.num_offloaded += 1
+            offload(layer_input)
 
-        def counted_fetch(kept: LayerInput) -> None:
-            fetch(kept)
+        def counted_reload(layer_input: LayerInput) -> None:
+            reload(layer_input)
             watch.count()
 
-        self.patch.setattr(LayerInput, "__init__", counted_start)
-        self.patch.setattr(LayerInput, "send", counted_send)
-        self.patch.setattr(LayerInput, "fetch", counted_fetch)
+        self.patch.setattr(LayerInput, "__init__", counted_init)
+        self.patch.setattr(LayerInput, "start_offload", counted_offload)
+        self.patch.setattr(LayerInput, "start_reload", counted_reload)
+        return self
 
     def __exit__(self, *_: Any) -> None:
         self.patch.undo()
 
     def count(self) -> None:
-        self.most = max(self.most, sum(kept._on_device is not None for kept in self.inputs))
+        on_device = sum(each._on_device is not None for each in self.inputs)
+        self.most_on_device = max(self.most_on_device, on_device)
 
 
 @pytest.mark.gpu
@@ -658,8 +659,8 @@ class TestOnAGpu:
         assert torch.equal(found, weight.grad)
 
 
-def test_selective_pays_for_its_mode_alone() -> None:
-    """PyTorch would wrap every call of it to keep a compiler away, which is not there."""
+def test_pytorch_does_not_wrap_the_dispatch_modes() -> None:
+    """PyTorch would wrap every call to exclude it from compilation, which is costly."""
     for each in selective_contexts():
         call = type(each.mode).__torch_dispatch__
         assert call.__code__.co_filename == activations.__file__

@@ -1,8 +1,9 @@
-"""Causal attention by matrix products, document by document, on the CPU.
+"""Causal attention on the CPU by matrix products, document by document.
 
-A block of queries is multiplied with the keys up to its end, so that what causality hides is not
-computed. PyTorch's flash attention takes up to three times as long there. In half precision scores
-are rounded, as in transformers' eager attention; flash keeps them in fp32.
+A block of queries is multiplied only with the keys up to the end of the block, so that masked
+scores are mostly not computed. PyTorch's flash attention takes up to three times as long on a CPU.
+In half precision, scores are rounded as in transformers' eager attention; flash attention keeps
+them in fp32.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from torch import Tensor
 from app.model.attention.documents import DocumentSpan
 
 MAX_TOKENS = 1024
-"""up to here a document's probabilities are small enough to keep; beyond they are computed again"""
+"""last token of a document whose attention probabilities are saved for the backward pass; those of
+later tokens are recomputed"""
 BLOCK = 64
-"""queries a product; fewer compute less that is hidden, more are larger products"""
+"""queries per matrix product: fewer waste less on masked scores, more make larger products"""
 
 
 def is_faster(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Say whether `attend_causally` can compute this, and is the faster way to."""
-    # Latent attention has values of another width.
+    """Return whether `attend_causally` supports these inputs, and is faster than PyTorch."""
+    # In latent attention, values have a different width.
     return query.device.type == "cpu" and not dropout and query.shape[-1] == value.shape[-1]
 
 
@@ -34,10 +36,11 @@ def attend_causally(
     stacks: Sequence[Sequence[DocumentSpan]],
     scaling: float | None,
 ) -> Tensor:
-    """Return [rows, tokens, heads, head_dim]; each token is in a document of one of the stacks.
+    """Return the attention output [rows, tokens, heads, head_dim].
 
-    query [rows, heads, tokens, head_dim]; key and value may have fewer heads, each shared by as
-    many consecutive query heads.
+    query [rows, heads, tokens, head_dim]; key and value may have fewer heads, each shared by the
+    same number of consecutive query heads. `stacks`: groups of documents that are computed
+    together; each token must be in a document of one of them.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output: Tensor = _DocumentAttention.apply(query, key, value, stacks, scale)
@@ -45,7 +48,7 @@ def attend_causally(
 
 
 class _DocumentAttention(torch.autograd.Function):
-    """Scores, softmax and values; query heads that share a key head are rows of one product."""
+    """softmax(Q K^T) V; query heads that share a key head are rows of one product."""
 
     @staticmethod
     def forward(
@@ -62,63 +65,65 @@ class _DocumentAttention(torch.autograd.Function):
         future = future.repeat_interleave(heads // key.shape[1], 0)
         parts = _by_key_head(key.shape[1], query * scale, key, value)
         (attended,) = _by_key_head(key.shape[1], output.transpose(1, 2))
-        kept = []
+        saved = []
         for stack in stacks:
             queries, keys, values = (_cut(part, stack) for part in parts)
             for block in _blocks(queries, keys):
-                share = _shares(queries[:, block.rows], keys[:, : block.end], future)
-                _put(attended, torch.bmm(share, values[:, : block.end]), stack, block.start)
+                probs = _probabilities(queries[:, block.rows], keys[:, : block.end], future)
+                _put(attended, torch.bmm(probs, values[:, : block.end]), stack, block.start)
                 if block.end <= MAX_TOKENS:
-                    kept.append(share)
-        ctx.save_for_backward(query, key, value, future, *kept)
+                    saved.append(probs)
+        ctx.save_for_backward(query, key, value, future, *saved)
         ctx.stacks, ctx.scale = stacks, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients by the rule of the softmax (arXiv 2205.14135, appendix B)."""
-        query, key, value, future, *kept = ctx.saved_tensors
+        """Return the gradients of query, key and value (arXiv 2205.14135, appendix B)."""
+        query, key, value, future, *saved = ctx.saved_tensors
         num_groups = key.shape[1]
         parts = _by_key_head(num_groups, query * ctx.scale, key, value, outer[0].transpose(1, 2))
         grads = [torch.empty_like(part) for part in (query, key, value)]
-        to_queries, to_keys, to_values = _by_key_head(num_groups, *grads)
+        grad_query, grad_key, grad_value = _by_key_head(num_groups, *grads)
         for stack in reversed(ctx.stacks):
-            queries, keys, values, given = (_cut(part, stack) for part in parts)
-            # Added up over blocks of queries, of which the last has all keys: in fp32, or each
-            # would round.
+            queries, keys, values, grad_outputs = (_cut(part, stack) for part in parts)
+            # Sums over blocks of queries, from the last block, which has all keys. In fp32, to
+            # round only once.
             grad_keys = grad_values = torch.empty(0)
             for block in reversed(_blocks(queries, keys)):
                 block_queries, block_keys = queries[:, block.rows], keys[:, : block.end]
-                block_given = given[:, block.rows]
-                is_kept = block.end <= MAX_TOKENS
-                share = kept.pop() if is_kept else _shares(block_queries, block_keys, future)
-                grad_share = torch.bmm(block_given, values[:, : block.end].mT)
-                grad_scores = torch._softmax_backward_data(grad_share, share, -1, share.dtype)
-                _put(to_queries, torch.bmm(grad_scores, block_keys), stack, block.start)
-                of_keys = torch.bmm(grad_scores.mT, block_queries)
-                of_values = torch.bmm(share.mT, block_given)
-                if block.end == keys.shape[1]:
-                    grad_keys, grad_values = of_keys.float(), of_values.float()
+                grad_block = grad_outputs[:, block.rows]
+                if block.end <= MAX_TOKENS:
+                    probs = saved.pop()
                 else:
-                    grad_keys[:, : block.end] += of_keys
-                    grad_values[:, : block.end] += of_values
-            _put(to_keys, grad_keys, stack)
-            _put(to_values, grad_values, stack)
+                    probs = _probabilities(block_queries, block_keys, future)
+                grad_probs = torch.bmm(grad_block, values[:, : block.end].mT)
+                grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+                _put(grad_query, torch.bmm(grad_scores, block_keys), stack, block.start)
+                keys_summand = torch.bmm(grad_scores.mT, block_queries)
+                values_summand = torch.bmm(probs.mT, grad_block)
+                if block.end == keys.shape[1]:
+                    grad_keys, grad_values = keys_summand.float(), values_summand.float()
+                else:
+                    grad_keys[:, : block.end] += keys_summand
+                    grad_values[:, : block.end] += values_summand
+            _put(grad_key, grad_keys, stack)
+            _put(grad_value, grad_values, stack)
         grads[0].mul_(ctx.scale)
         return (*grads, None, None)
 
 
 def _by_key_head(num_groups: int, *parts: Tensor) -> list[Tensor]:
-    """View [rows, heads, tokens, head_dim] as [rows, key heads, tokens, heads a key head, ...]."""
+    """View [rows, heads, tokens, ...] as [rows, key heads, tokens, heads per key head, ...]."""
     return [part.unflatten(1, (num_groups, -1)).transpose(2, 3) for part in parts]
 
 
 def _cut(part: Tensor, stack: Sequence[DocumentSpan]) -> Tensor:
-    """Return documents as [documents * key heads, tokens * heads a key head, head_dim].
+    """Copy documents out as [documents * key heads, tokens * heads per key head, head_dim].
 
-    Shorter ones are padded by zeros at the end, which no real token sees. In half precision the
-    tokens are a multiple of BLOCK: a product of a new shape waits for a kernel to be made, longer
-    than it then takes.
+    Shorter documents are padded by zeros at the end, which no real token attends to. In half
+    precision, tokens are padded to a multiple of BLOCK: oneDNN compiles a kernel for each new
+    shape, which takes longer than the product.
     """
     tokens = max(document.length for document in stack)
     if part.dtype != torch.float32:
@@ -134,20 +139,23 @@ def _cut(part: Tensor, stack: Sequence[DocumentSpan]) -> Tensor:
 
 
 def _put(whole: Tensor, part: Tensor, stack: Sequence[DocumentSpan], first: int = 0) -> None:
-    """Write what documents have from token `first` on back into what `_cut` cut from."""
+    """Write `part`, the tokens of documents from `first` on, back to where `_cut` read from."""
     _, num_groups, _, shared, _ = whole.shape
     slots = part.unflatten(1, (-1, shared)).unflatten(0, (len(stack), num_groups))
     for slot, (row, start, end) in zip(slots, stack, strict=True):
-        place = whole[row, :, start + first : end][:, : slot.shape[1]]
-        place.copy_(slot[:, : place.shape[1]])
+        target = whole[row, :, start + first : end][:, : slot.shape[1]]
+        target.copy_(slot[:, : target.shape[1]])
 
 
 class _Block(NamedTuple):
-    """Queries of a product: their first token, the one behind their last, and their rows."""
+    """A block of queries."""
 
     start: int
+    """first token"""
     end: int
+    """token after the last"""
     rows: slice
+    """rows of the queries of these tokens, one per head that shares the key head"""
 
 
 def _blocks(queries: Tensor, keys: Tensor) -> list[_Block]:
@@ -161,8 +169,11 @@ def _blocks(queries: Tensor, keys: Tensor) -> list[_Block]:
     ]
 
 
-def _shares(queries: Tensor, keys: Tensor, future: Tensor) -> Tensor:
-    """Probabilities [documents * key heads, queries, keys] of the last of these keys."""
+def _probabilities(queries: Tensor, keys: Tensor, future: Tensor) -> Tensor:
+    """Return attention probabilities [documents * key heads, queries, keys].
+
+    The queries belong to the last of the keys. `future`: mask of a block, added to its scores.
+    """
     scores = torch.bmm(queries, keys.mT)
     num_queries = queries.shape[1]
     num_own = num_queries * future.shape[1] // future.shape[0]

@@ -1,8 +1,8 @@
-"""Linear layers and RMS norms in fp32 on the CPU, faster than PyTorch's own.
+"""Linear layers and RMS norms in fp32 on the CPU, faster than PyTorch's.
 
-Products run by oneDNN (a tenth faster): PyTorch uses it for half precision and another library for
-fp32. The operator is the one that `torch.compile` uses for frozen models; there is no public way to
-oneDNN's fp32 products (torch 2.13). The norm takes half the passes over memory.
+Matrix products use oneDNN (10 % faster), which PyTorch uses only for half precision. The operator
+is the one that `torch.compile` uses for frozen models; there is no public API for oneDNN's fp32
+products (torch 2.13). The norm needs half as many passes over memory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 ROWS = 64
-"""other row counts are rare, and oneDNN compiles a kernel for each"""
+"""oneDNN is used for multiples of this row count; it compiles a kernel for each row count, and
+others are rare"""
 
 
 def is_faster(rows: Tensor) -> bool:
-    """Return whether oneDNN multiplies these rows by a matrix faster."""
+    """Return whether oneDNN multiplies these rows by a matrix faster than PyTorch."""
     return (
         rows.device.type == "cpu"
         and rows.dtype == torch.float32
@@ -43,7 +44,7 @@ def trained_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
 
 
 class _TrainedLinear(torch.autograd.Function):
-    """rows @ weight.T + bias; the weight's gradient, of few rows, is not faster by oneDNN."""
+    """rows @ weight.T + bias; oneDNN is not faster for the gradient of the weight."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,14 +53,14 @@ class _TrainedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of what needs one."""
+        """Return the gradients of the inputs that need one."""
         rows, weight = ctx.saved_tensors
         grad = outer[0]
-        of_rows, of_weight, of_bias = ctx.needs_input_grad
+        rows_need_grad, weight_needs_grad, bias_needs_grad = ctx.needs_input_grad
         return (
-            linear(grad, weight.T) if of_rows else None,
-            grad.T @ rows if of_weight else None,
-            grad.sum(0) if of_bias else None,
+            linear(grad, weight.T) if rows_need_grad else None,
+            grad.T @ rows if weight_needs_grad else None,
+            grad.sum(0) if bias_needs_grad else None,
         )
 
 
@@ -69,14 +70,14 @@ def rms_norm(
     """Return hidden / rms(hidden) * (weight + offset) over the last axis.
 
     casting: "llama" rounds to hidden's dtype before the product with the weight, "gemma" after it.
-    Further arguments of Liger's kernel (in place) are ignored.
+    The further argument of Liger's kernel, `in_place`, is ignored.
     """
     output: Tensor = _RMSNorm.apply(hidden, weight, eps, offset, casting)
     return output
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The norm, in fp32."""
+    """RMS norm computed in fp32."""
 
     @staticmethod
     def forward(
@@ -94,13 +95,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden, and of the weight where it trains."""
+        """Return the gradients of hidden, and of the weight if it is trained."""
         hidden, weight, scale = ctx.saved_tensors
         normed, grad = hidden.float() * scale, outer[0].float()
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        through = grad * (weight.float() + ctx.offset)
-        along = torch.linalg.vecdot(through, normed).div_(normed.shape[-1]).unsqueeze(-1)
-        grad_hidden = through.addcmul_(normed, along, value=-1).mul_(scale)
+        grad_normed = grad * (weight.float() + ctx.offset)
+        projection = torch.linalg.vecdot(grad_normed, normed).div_(normed.shape[-1]).unsqueeze(-1)
+        grad_hidden = grad_normed.addcmul_(normed, projection, value=-1).mul_(scale)
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None

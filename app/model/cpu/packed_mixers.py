@@ -1,8 +1,8 @@
-"""Layers that mix tokens without attention, over a whole pack on the CPU.
+"""Causal convolution and gated delta rule over packed documents on the CPU.
 
-They stand in for the packages that transformers calls on a GPU with the boundaries of documents, by
-the same arguments: causal-conv1d and flash-linear-attention. Results are those of each document
-alone, computed in fp32.
+Replacements, with the same arguments, for the packages that transformers calls on a GPU with
+document boundaries: causal-conv1d and flash-linear-attention. The results equal those of each
+document alone, and are computed in fp32.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ import torch
 from torch import Tensor
 
 CHUNK = 32
-"""tokens of a chunk: fewer are less padding and work inside of chunks, more are fewer steps"""
+"""tokens per chunk: fewer mean less padding and less work within chunks, more mean fewer steps"""
 _installed: set[Callable[..., Any]] = set()
 
 
 def install_cpu_kernels(forward: Callable[..., Any]) -> None:
-    """Let the functions that a mixer's `forward` calls take boundaries of documents on the CPU.
+    """Make the functions that a mixer's `forward` calls support document boundaries on the CPU.
 
-    Only where the package that takes them is not installed. Without boundaries, and on other
-    devices, they remain transformers' own.
+    A function is replaced only if its package is not installed. Without boundaries, or on another
+    device, the replacement calls transformers' own function.
     """
     names = inspect.unwrap(forward).__globals__
     for name, package, kernel in (
         ("causal_conv1d_fn", "causal_conv1d", causal_conv1d),
         ("torch_chunk_gated_delta_rule", "fla", gated_delta_rule),
     ):
-        own = names.get(name)
-        if own is not None and own not in _installed and find_spec(package) is None:
-            names[name] = _on_cpu(own, kernel)
+        original = names.get(name)
+        if original is not None and original not in _installed and find_spec(package) is None:
+            names[name] = _dispatch(original, kernel)
             _installed.add(names[name])
 
 
-def _on_cpu(own: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
+def _dispatch(original: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `kernel` for one packed row on the CPU, else `original`."""
+
+    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         is_packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
-        is_row = len(args[0]) == 1  # own says that it cannot keep those of several rows apart
-        is_taken = is_packed and is_row and args[0].device.type == "cpu"
-        return (kernel if is_taken else own)(*args, **kwargs)
+        is_one_row = len(args[0]) == 1  # `original` raises an error for several packed rows
+        uses_kernel = is_packed and is_one_row and args[0].device.type == "cpu"
+        return (kernel if uses_kernel else original)(*args, **kwargs)
 
     return call
 
@@ -60,9 +62,10 @@ def causal_conv1d(
     seq_idx: Tensor,
     **_: Any,
 ) -> Tensor:
-    """Convolve each channel of `hidden` [1, channels, tokens] with its past in its document.
+    """Convolve each channel of `hidden` [1, channels, tokens] causally within each document.
 
-    weight [channels, taps], the last of them for the token itself; seq_idx [1, tokens].
+    weight [channels, taps], the last tap for the token itself; seq_idx [1, tokens], the document of
+    each token.
     """
     from transformers.activations import ACT2FN
 
@@ -75,67 +78,68 @@ def causal_conv1d(
 
 
 class _Convolution(torch.autograd.Function):
-    """Each tap's weight times the token so many before, where that is in the same document."""
+    """Sum over taps of the weight times an earlier token, if that is in the same document."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, numbers: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight, numbers)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, documents: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight, documents)
         exact = torch.promote_types(weight.dtype, torch.float32)
         hidden, taps = hidden.to(exact), weight.to(exact).unbind(1)[::-1]
         output = hidden * taps[0]
         for back, tap in enumerate(taps[1:], start=1):
-            output[back:].addcmul_(hidden[:-back] * _is_same(numbers, back), tap)
+            output[back:].addcmul_(hidden[:-back] * _is_same_document(documents, back), tap)
         return output
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, numbers = ctx.saved_tensors
-        needs_hidden, needs_weight, _ = ctx.needs_input_grad
-        given = outer[0]
-        taps = weight.to(given.dtype).unbind(1)[::-1]
-        to_hidden = given * taps[0]
-        to_taps = [(given * hidden).sum(0)] if needs_weight else []
+        hidden, weight, documents = ctx.saved_tensors
+        hidden_needs_grad, weight_needs_grad, _ = ctx.needs_input_grad
+        grad = outer[0]
+        taps = weight.to(grad.dtype).unbind(1)[::-1]
+        grad_hidden = grad * taps[0]
+        grad_taps = [(grad * hidden).sum(0)] if weight_needs_grad else []
         for back, tap in enumerate(taps[1:], start=1):
-            inside = given[back:] * _is_same(numbers, back)
-            if needs_hidden:
-                to_hidden[:-back].addcmul_(inside, tap)
-            if needs_weight:
-                to_taps.append((inside * hidden[:-back]).sum(0))
+            inside = grad[back:] * _is_same_document(documents, back)
+            if hidden_needs_grad:
+                grad_hidden[:-back].addcmul_(inside, tap)
+            if weight_needs_grad:
+                grad_taps.append((inside * hidden[:-back]).sum(0))
         return (
-            to_hidden.to(hidden.dtype) if needs_hidden else None,
-            torch.stack(to_taps[::-1], 1).to(weight.dtype) if needs_weight else None,
+            grad_hidden.to(hidden.dtype) if hidden_needs_grad else None,
+            torch.stack(grad_taps[::-1], 1).to(weight.dtype) if weight_needs_grad else None,
             None,
         )
 
 
-def _is_same(numbers: Tensor, back: int) -> Tensor:
-    """Return whether each token [tokens - back, 1] is in the document of the one `back` before."""
-    return (numbers[back:] == numbers[:-back]).unsqueeze(1)
+def _is_same_document(documents: Tensor, back: int) -> Tensor:
+    """Return whether a token and the one `back` before it share a document, [tokens - back, 1]."""
+    return (documents[back:] == documents[:-back]).unsqueeze(1)
 
 
 @dataclass(slots=True)
 class _Chunks:
-    """The chunks of a pack: the first of each document, then the second of each that has one, ...
+    """The chunks of packed documents: first chunks of all documents, then all second chunks, ...
 
-    Documents with most chunks come first, so that those that go on are the first of a step.
+    Documents are sorted by number of chunks, descending, so that the documents with a next chunk
+    are always the first ones of a step.
     """
 
     steps: list[slice]
-    """chunks of each step, which run together"""
+    """chunks of each step, which are computed together"""
     slots: Tensor
-    """position of each token in the chunks, flat: [tokens]"""
+    """index of each token in the flattened chunks, [tokens]"""
 
     @property
-    def number(self) -> int:
-        """Return how many chunks there are."""
+    def num_chunks(self) -> int:
+        """Number of chunks of all documents."""
         return int(self.steps[-1].stop)
 
 
 @functools.lru_cache(maxsize=4)
 def _chunks_of(lengths: tuple[int, ...]) -> _Chunks:
-    numbers = [-(-length // CHUNK) for length in lengths]
-    order = sorted(range(len(lengths)), key=lambda document: -numbers[document])
-    counts = [sum(number > step for number in numbers) for step in range(max(numbers))]
+    num_chunks = [-(-length // CHUNK) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda document: -num_chunks[document])
+    counts = [sum(number > step for number in num_chunks) for step in range(max(num_chunks))]
     ends = list(accumulate(counts))
     starts = torch.tensor([0, *ends[:-1]])
     slots = []
@@ -162,8 +166,8 @@ def gated_delta_rule(
     """Return [1, tokens, value heads, width] of the gated delta rule (arXiv 2412.06464, eq. 10).
 
     query, key [1, tokens, key heads, width]; value [1, tokens, value heads, width]; g, the log of
-    the decay, and beta [1, tokens, value heads]. What happens inside of chunks is computed for all
-    documents at once, what goes from chunk to chunk for all documents that have so many.
+    the decay, and beta [1, tokens, value heads]. Within chunks, all documents are computed at once;
+    from chunk to chunk, all documents that have a next chunk.
     """
     chunks = _chunks_of(tuple(cu_seqlens.diff().tolist()))
     normalized = _normalized if use_qk_l2norm_in_kernel else Tensor.float
@@ -179,12 +183,12 @@ def gated_delta_rule(
     system = ((keys @ keys.mT).unsqueeze(2) * between).flatten(1, 2) * rates
     seen = ((queries @ keys.mT).unsqueeze(2) * between).flatten(1, 2)
 
-    # A state is read in later chunks alone: in the first ones it is zero.
+    # The state is zero in first chunks, so only later chunks read it.
     first, later = chunks.steps[0], slice(chunks.steps[0].stop, None)
     new = _solve(system[first], targets[first])
     outputs = [seen[first] @ new]
     if len(chunks.steps) > 1:
-        queries, keys = (one.repeat_interleave(shared, 1) for one in (queries, keys))
+        queries, keys = (part.repeat_interleave(shared, 1) for part in (queries, keys))
         reads = keys[later] * rates[later] * decays[later].exp()
         targets, reads = _solve(system[later], torch.cat([targets[later], reads], -1)).split(
             [targets.shape[-1], reads.shape[-1]], -1
@@ -208,37 +212,39 @@ def _scan(
 ) -> list[Tensor]:
     """Return the outputs of all steps but the first, whose new values are `new`.
 
-    targets, reads, queries and seen are of the later chunks, keys and decays of all.
+    targets, reads, queries and seen have the chunks after the first step, keys and decays all.
     """
     offset = steps[0].stop
     queries = queries * decays[offset:].exp()
     ends = decays[:, :, -1:]
     keys = (keys * (ends - decays).exp()).mT
-    kept = ends.exp()
+    total_decays = ends.exp()
     outputs, state = [], torch.zeros(())
     for before, step in pairwise(steps):
-        going = step.stop - step.start
-        last = slice(before.start, before.start + going)
-        added = keys[last] @ new[:going]
-        state = added if before is steps[0] else state[:going] * kept[last] + added
-        here = slice(step.start - offset, step.stop - offset)
-        new = targets[here] - reads[here] @ state
-        outputs.append(queries[here] @ state + seen[here] @ new)
+        num_continued = step.stop - step.start
+        last = slice(before.start, before.start + num_continued)
+        added = keys[last] @ new[:num_continued]
+        is_first = before is steps[0]
+        state = added if is_first else state[:num_continued] * total_decays[last] + added
+        current = slice(step.start - offset, step.stop - offset)
+        new = targets[current] - reads[current] @ state
+        outputs.append(queries[current] @ state + seen[current] @ new)
     return outputs
 
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:
-    """Solve for a lower triangle whose diagonal counts as one."""
+    """Solve a lower triangular system; its diagonal is taken to be ones."""
     return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
 
 
 def _cut(part: Tensor, chunks: _Chunks) -> Tensor:
-    """Return [1, tokens, heads, ...] as [chunks, heads, CHUNK, ...], zeros behind each document."""
-    whole = torch.zeros(chunks.number * CHUNK, *part.shape[2:])
+    """Return [1, tokens, heads, ...] as [chunks, heads, CHUNK, ...], padded by zeros."""
+    whole = torch.zeros(chunks.num_chunks * CHUNK, *part.shape[2:])
     whole.index_copy_(0, chunks.slots, part[0].float())
-    return whole.unflatten(0, (chunks.number, CHUNK)).transpose(1, 2)
+    return whole.unflatten(0, (chunks.num_chunks, CHUNK)).transpose(1, 2)
 
 
 def _normalized(part: Tensor) -> Tensor:
+    """Return `part` in fp32 with L2 norm 1 over the last axis."""
     part = part.float()
     return part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6)
