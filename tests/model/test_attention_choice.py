@@ -34,7 +34,7 @@ from app.model.attention import (
 )
 from app.model.attention.inputs import attention_inputs
 from app.process.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
-from tests.model.test_attention_varlen import of_2_10, of_2_13
+from tests.model.test_attention_varlen import varlen_2_10, varlen_2_13
 from tests.tiny import tiny_llama, tiny_t5
 
 AMPERE, HOPPER, BLACKWELL, TURING = (8, 0), (9, 0), (10, 0), (7, 5)
@@ -69,7 +69,7 @@ class Machine:
         patch(choice, "_version", version)
         patch(importlib, "import_module", load)
         patch(choice, "_transformers_accepts", lambda backend: True)
-        patch(varlen, "varlen_attn", of_2_13)
+        patch(varlen, "varlen_attn", varlen_2_13)
 
 
 @pytest.fixture
@@ -123,9 +123,9 @@ def test_a_gpu_in_half_precision_gets_the_fastest_available_backend(
 ) -> None:
     machine.is_of(capability, **packages)
     for precision in ("bf16", "bf16-pure", "fp16"):
-        taken = choose(precision=precision)
-        assert taken.backend == backend
-        assert message in str(taken) and "\n" not in str(taken)
+        chosen = choose(precision=precision)
+        assert chosen.backend == backend
+        assert message in str(chosen) and "\n" not in str(chosen)
 
 
 def test_the_cpu_and_fp32_attend_by_document(machine: Machine) -> None:
@@ -204,7 +204,7 @@ def test_encoder_decoder_models_of_older_transformers_run_eager(
 def test_a_window_needs_a_pytorch_with_windows(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", of_2_10)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_2_10)
     windowed = MistralConfig(sliding_window=4096)
     assert choose().backend == "varlen"
     assert choose(model=windowed).backend == "sdpa"
@@ -251,9 +251,9 @@ def test_a_broken_or_missing_package_is_an_environment_error(
 def test_a_typed_backend_is_used(machine: Machine) -> None:
     machine.is_of(HOPPER, **BOTH)
     for backend in ("flash2", "flash3", "varlen", "flex", "sdpa", "eager"):
-        taken = choose(backend)
-        assert taken.backend == backend
-        assert "as typed" in str(taken)
+        chosen = choose(backend)
+        assert chosen.backend == backend
+        assert "as typed" in str(chosen)
 
 
 def test_falcon_has_separate_layers_for_flash_attention(machine: Machine) -> None:
@@ -333,9 +333,9 @@ def test_a_loaded_model_is_checked(tmp_path: Any, monkeypatch: pytest.MonkeyPatc
 def test_a_tower_without_sdpa_does_not_affect_the_language_model() -> None:
     """Gemma 4's audio tower: transformers would refuse to build it, but it does not run."""
     gemma4 = pytest.importorskip("transformers.models.gemma4")
-    heard = gemma4.Gemma4Config(audio_config=gemma4.Gemma4AudioConfig())
-    assert choose_backend(AttentionConfig(), heard, "cpu", "fp32").backend == "sdpa"
+    with_audio = gemma4.Gemma4Config(audio_config=gemma4.Gemma4AudioConfig())
+    assert choose_backend(AttentionConfig(), with_audio, "cpu", "fp32").backend == "sdpa"
     assert choose_backend(AttentionConfig(), gemma4.Gemma4Config(), "cpu", "fp32").backend == "sdpa"
     with torch.device("meta"):
-        built = model_class(heard).from_config(heard, attn_implementation="sdpa")
+        built = model_class(with_audio).from_config(with_audio, attn_implementation="sdpa")
     assert built.model.audio_tower is None

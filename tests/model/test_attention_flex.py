@@ -26,7 +26,7 @@ from app.model.attention import (
 )
 from app.model.attention.choice import ModelOnDevice, why_not_supported
 from app.model.attention.flex import BLOCK, block_mask
-from tests.model.test_attention_varlen import assert_same, mistral, of_2_13, run
+from tests.model.test_attention_varlen import assert_same, mistral, run, varlen_2_13
 from tests.tiny import probe, tiny_llama, train_into
 
 CASES = [
@@ -48,11 +48,11 @@ def expected(lengths: list[list[int]], tokens: int, window: int | None) -> torch
             for row in lengths
         ]
     )
-    seen = (document.unsqueeze(2) == document.unsqueeze(1)).tril()
-    return seen if window is None else seen.triu(1 - window)
+    visible = (document.unsqueeze(2) == document.unsqueeze(1)).tril()
+    return visible if window is None else visible.triu(1 - window)
 
 
-def seen(mask: BlockMask) -> torch.Tensor:
+def visible_keys(mask: BlockMask) -> torch.Tensor:
     """Visible keys by the blocks, as a kernel reads them, bool [rows, tokens, tokens]."""
     rows, _, _, num_blocks = mask.kv_indices.shape
     queries, keys = mask.seq_lengths
@@ -71,7 +71,7 @@ def seen(mask: BlockMask) -> torch.Tensor:
     return visible[:, :queries, :keys]
 
 
-def stand_in(
+def flex_substitute(
     query: Any,
     key: Any,
     value: Any,
@@ -85,13 +85,13 @@ def stand_in(
     shared = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
     scores = score_mod(query @ key.mT * scale, 0, 0, 0, 0)
-    scores = scores.masked_fill(~seen(block_mask).unsqueeze(1), -torch.inf)
+    scores = scores.masked_fill(~visible_keys(block_mask).unsqueeze(1), -torch.inf)
     return scores.softmax(-1) @ value
 
 
 @pytest.fixture
-def _by_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", stand_in)
+def _use_substitute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", flex_substitute)
 
 
 @pytest.mark.parametrize("window", [None, 1, 8, 150])
@@ -101,7 +101,7 @@ def test_blocks_contain_exactly_the_visible_keys(
 ) -> None:
     mask = block_mask(lengths, (len(lengths), tokens), torch.device("cpu"), window=window)
     assert mask.shape == (len(lengths), 1, tokens, tokens)
-    assert torch.equal(seen(mask), expected(lengths, tokens, window))
+    assert torch.equal(visible_keys(mask), expected(lengths, tokens, window))
 
 
 def test_hidden_blocks_are_not_computed() -> None:
@@ -111,7 +111,7 @@ def test_hidden_blocks_are_not_computed() -> None:
     assert torch.equal(mask.full_q_num_blocks.sum(), mask.full_kv_num_blocks.sum())
 
 
-@pytest.mark.usefixtures("_by_stand_in")
+@pytest.mark.usefixtures("_use_substitute")
 def test_each_layer_type_gets_its_own_blocks() -> None:
     shape = tiny_llama().config.to_dict() | {"head_dim": 8, "sliding_window": 8}
     torch.manual_seed(0)
@@ -119,7 +119,7 @@ def test_each_layer_type_gets_its_own_blocks() -> None:
     assert_same(run(model, "flex", CASES[1][0]), run(model, "eager", CASES[1][0]))
 
 
-@pytest.mark.usefixtures("_by_stand_in")
+@pytest.mark.usefixtures("_use_substitute")
 @pytest.mark.parametrize("make", [tiny_llama, mistral])
 def test_without_blocks_every_row_is_a_document(make: Any) -> None:
     model, found = make(), []
@@ -130,7 +130,7 @@ def test_without_blocks_every_row_is_a_document(make: Any) -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.usefixtures("_by_stand_in")
+@pytest.mark.usefixtures("_use_substitute")
 def test_attention_runs_in_the_dtype_of_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits, _ = run(tiny_llama(), "flex", CASES[1][0])
@@ -146,15 +146,15 @@ def test_flex_cannot_train_on_the_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_by_stand_in")
+@pytest.mark.usefixtures("_use_substitute")
 def test_runs_learn_as_with_sdpa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Probe, training with recompute, validation, saving, and generation with a cache."""
-    monkeypatch.setattr(varlen, "varlen_attn", of_2_13)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_2_13)
     words = ("recompute=full", "trainer.max_steps=2", "evaluation.exact_match=true")
     found = {}
     for backend in ("sdpa", "varlen", "flex"):
-        taken = AttentionChoice(backend, "")
-        monkeypatch.setattr(attention, "choose_backend", lambda *_, taken=taken: taken)
+        chosen = AttentionChoice(backend, "")
+        monkeypatch.setattr(attention, "choose_backend", lambda *_, chosen=chosen: chosen)
         folder = train_into(tmp_path / backend, *words, "evaluation.max_rows=2")
         found[backend] = json.loads((folder / "metrics.json").read_text())
     for backend in ("varlen", "flex"):

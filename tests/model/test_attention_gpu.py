@@ -108,11 +108,11 @@ def test_fp32_weights_compute_in_half_precision_under_autocast(backend: str) -> 
 
 def test_the_backend_of_auto_keeps_documents_apart() -> None:
     model = llama().to("cuda", torch.bfloat16)
-    taken = choose_backend(AttentionConfig(), model.config, "gpu", "bf16")
-    model.set_attn_implementation(attention_implementation(taken.backend))
-    check_isolation(model, taken.backend)
+    chosen = choose_backend(AttentionConfig(), model.config, "gpu", "bf16")
+    model.set_attn_implementation(attention_implementation(chosen.backend))
+    check_isolation(model, chosen.backend)
     if torch.cuda.get_device_capability() >= (8, 0):
-        assert taken.backend in ("flash3", "flash2", "varlen"), str(taken)
+        assert chosen.backend in ("flash3", "flash2", "varlen"), str(chosen)
 
 
 def test_a_run_learns_as_with_sdpa(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import varlen as of_torch
+from torch.nn.attention import varlen as torch_varlen
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.integrations import flex_attention
 
@@ -17,8 +17,8 @@ from app.model.attention.documents import group_documents
 from app.model.attention.flex import block_mask
 from app.model.cpu import causal_attention as matmul
 from tests.matrix import matrix
-from tests.model.test_attention_flex import stand_in
-from tests.model.test_attention_varlen import of_2_13
+from tests.model.test_attention_flex import flex_substitute
+from tests.model.test_attention_varlen import varlen_2_13
 from tests.tiny import TINY_BASE, tiny_llama
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,8 +30,8 @@ LEAKS = {"all": [[8]], "one token": [[5, 3]], "another token": [[3, 5]]}
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A backend; GPU kernels are replaced by substitutes, and `matmul` is a path of sdpa."""
-    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", stand_in)
-    monkeypatch.setattr(of_torch, "varlen_attn", of_2_13)
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", flex_substitute)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_2_13)
     if request.param == "sdpa":
         monkeypatch.setattr(matmul, "is_faster", lambda *_: False)
     return "sdpa" if request.param == "matmul" else request.param

@@ -13,11 +13,11 @@ from transformers.masking_utils import (
 from app.model.attention.attend import MaskRule, attend_by_document, build_mask_rule
 from app.model.attention.documents import group_documents
 from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
-from tests.model.test_attention_varlen import of_2_13
+from tests.model.test_attention_varlen import varlen_2_13
 
 LENGTHS, TOKENS = [[5, 9, 3, 30, 7, 20]], 80
 LAYER = torch.nn.Identity()
-KERNEL = VarlenKernel.of(of_2_13)
+KERNEL = VarlenKernel.of(varlen_2_13)
 
 
 def rule(kind: str, size: int) -> MaskRule:
@@ -43,14 +43,14 @@ def expected(kind: str, size: int) -> torch.Tensor:
     outputs, start = [], 0
     for length in (*LENGTHS[0], TOKENS - sum(LENGTHS[0])):
         number = torch.arange(length)
-        seen = number.unsqueeze(1) >= number
+        mask = number.unsqueeze(1) >= number
         if kind == "window":
-            seen &= number.unsqueeze(1) - number < size
+            mask &= number.unsqueeze(1) - number < size
         else:
-            seen &= number.unsqueeze(1) // size == number // size
+            mask &= number.unsqueeze(1) // size == number // size
         cut = (part[:, :, start : start + length] for part in (query, key, value))
         q, k, v = cut
-        scores = (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf)
+        scores = (q @ k.mT / 8**0.5).masked_fill(~mask, -torch.inf)
         outputs.append((scores.softmax(-1) @ v).transpose(1, 2))
         start += length
     return torch.cat(outputs, dim=1)

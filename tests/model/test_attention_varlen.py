@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import _registry, current_flash_attention_impl
-from torch.nn.attention import varlen as of_torch
+from torch.nn.attention import varlen as torch_varlen
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -73,7 +73,7 @@ def attend(
     return torch.cat(outputs)
 
 
-def of_2_10(
+def varlen_2_10(
     query: Any,
     key: Any,
     value: Any,
@@ -89,7 +89,7 @@ def of_2_10(
     return attend(query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), None, window)
 
 
-def of_2_11(
+def varlen_2_11(
     query: Any,
     key: Any,
     value: Any,
@@ -106,7 +106,7 @@ def of_2_11(
     return attend(query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), scale, window_size)
 
 
-def of_2_13(
+def varlen_2_13(
     query: Any,
     key: Any,
     value: Any,
@@ -127,7 +127,7 @@ def of_2_13(
     return attend(query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), scale, window_size)
 
 
-RELEASES = [of_2_10, of_2_11, of_2_13]
+RELEASES = [varlen_2_10, varlen_2_11, varlen_2_13]
 
 
 def mistral(**numbers: Any) -> MistralForCausalLM:
@@ -185,7 +185,7 @@ def test_logits_and_gradients_equal_attention_by_document(
     lengths: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(of_torch, "varlen_attn", release)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", release)
     model = make()
     assert_same(run(model, "varlen", lengths), run(model, "sdpa", lengths))
 
@@ -197,7 +197,7 @@ def test_flash_attention_gets_the_same_boundaries(
 ) -> None:
     """By a substitute for the function through which transformers calls the packages."""
 
-    def stand_in(
+    def substitute(
         query: Any,
         key: Any,
         value: Any,
@@ -219,7 +219,7 @@ def test_flash_attention_gets_the_same_boundaries(
         output = attend(*parts, ends, longest, softmax_scale, window)
         return output.unflatten(0, query.shape[:2])
 
-    monkeypatch.setattr(flash_attention, "_flash_attention_forward", stand_in)
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", substitute)
     monkeypatch.setattr(
         PreTrainedModel, "get_correct_attn_implementation", lambda _, name, *__: name
     )
@@ -241,11 +241,11 @@ def test_attention_by_document_with_narrow_values_equals_eager(
 
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
-@pytest.mark.parametrize("release", [of_2_11, of_2_13])
+@pytest.mark.parametrize("release", [varlen_2_11, varlen_2_13])
 def test_a_sliding_window_equals_attention_by_document(
     release: Callable[..., Any], lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(of_torch, "varlen_attn", release)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", release)
     model = mistral()
     assert_same(run(model, "varlen", lengths), run(model, "sdpa", lengths))
 
@@ -253,7 +253,7 @@ def test_a_sliding_window_equals_attention_by_document(
 def test_a_window_that_the_kernel_does_not_support_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(of_torch, "varlen_attn", of_2_10)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_2_10)
     with pytest.raises(ValueError, match=r"before PyTorch 2\.11: type attention=sdpa"):
         run(mistral(), "varlen", PACKED)
     run(mistral(sliding_window=40), "varlen", PACKED)  # as far as the longest document
@@ -262,7 +262,7 @@ def test_a_window_that_the_kernel_does_not_support_is_refused(
 def test_values_may_be_narrower_than_keys() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 4, 12, width) for width in (24, 24, 16))
-    layer, kernel = torch.nn.Identity(), VarlenKernel.of(of_2_13)
+    layer, kernel = torch.nn.Identity(), VarlenKernel.of(varlen_2_13)
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)
     ours, _ = attend_by_boundaries(
         layer, query, key, value, None, cu_seq_lens_q=ends, max_length_q=7, kernel=kernel
@@ -274,7 +274,7 @@ def test_values_may_be_narrower_than_keys() -> None:
 
 def test_attention_runs_in_the_dtype_of_autocast() -> None:
     part = torch.randn(1, 2, 6, 8)
-    kernel = VarlenKernel.of(of_2_13)
+    kernel = VarlenKernel.of(varlen_2_13)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, _ = attend_by_boundaries(
             torch.nn.Identity(), part, part, part.bfloat16(), None, kernel=kernel
@@ -296,7 +296,7 @@ def test_attention_runs_in_the_dtype_of_autocast() -> None:
     ],
 )
 def test_an_unsupported_variant_is_refused(variant: dict[str, Any], instead: str) -> None:
-    part, kernel = torch.zeros(1, 4, 6, 8), VarlenKernel.of(of_2_13)
+    part, kernel = torch.zeros(1, 4, 6, 8), VarlenKernel.of(varlen_2_13)
     with pytest.raises(ValueError, match=f"attention=varlen .* type {instead}"):
         attend_by_boundaries(torch.nn.Identity(), part, part, part, None, kernel=kernel, **variant)
 
@@ -322,19 +322,19 @@ class Handle:
     def remove(self) -> None: ...
 
 
-@pytest.mark.parametrize("way", ["right", "wrong", "broken"])
+@pytest.mark.parametrize("behaviour", ["right", "wrong", "broken"])
 def test_flash_attention_4_is_activated_if_it_is_equal(
-    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    behaviour: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    @wraps(of_2_13)
+    @wraps(varlen_2_13)
     def dispatch(query: Any, *given: Any, **named: Any) -> torch.Tensor:
         """Compute like the kernel that was activated last, as PyTorch does."""
-        if current_flash_attention_impl() == "FA4" and way == "broken":
+        if current_flash_attention_impl() == "FA4" and behaviour == "broken":
             raise AssertionError("(head_dim, head_dim_v)=(300, 300) is not supported on SM90")
-        output = of_2_13(query, *given, **named)
-        return output * 1.1 if current_flash_attention_impl() and way == "wrong" else output
+        output = varlen_2_13(query, *given, **named)
+        return output * 1.1 if current_flash_attention_impl() and behaviour == "wrong" else output
 
-    monkeypatch.setattr(of_torch, "varlen_attn", dispatch)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", dispatch)
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with caplog.at_level("INFO"):
@@ -342,13 +342,13 @@ def test_flash_attention_4_is_activated_if_it_is_equal(
     is_taken = current_flash_attention_impl() == "FA4"
     restore_flash2()
     assert current_flash_attention_impl() is None
-    assert is_taken == (way == "right")
+    assert is_taken == (behaviour == "right")
     message = {
-        "right": "varlen by FlashAttention 4, proven equal",
-        "wrong": "varlen by FlashAttention 2, not 4 (it differs)",
-        "broken": "not 4 ((head_dim, head_dim_v)=(300, 300) is not supported on SM90)",
+        "right": "varlen runs FlashAttention 4, proven equal",
+        "wrong": "varlen runs FlashAttention 2 instead of 4 (its results differ)",
+        "broken": "instead of 4 ((head_dim, head_dim_v)=(300, 300) is not supported on SM90)",
     }
-    assert message[way] in caplog.text
+    assert message[behaviour] in caplog.text
 
 
 def test_an_older_gpu_keeps_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,4 +370,4 @@ def test_on_a_gpu_flash_attention_4_equals_2(caplog: pytest.LogCaptureFixture) -
     restore_flash2()
     if "backward unsupported: windowed attention" in caplog.text:
         pytest.skip("PyTorch 2.11 takes causal documents for a window, of which it has no backward")
-    assert "varlen by FlashAttention 4, proven equal" in caplog.text
+    assert "varlen runs FlashAttention 4, proven equal" in caplog.text

@@ -215,13 +215,13 @@ def test_file_headers_describe_the_same_experts_as_the_model(kind: str, tmp_path
     model = tiny_mixture(kind)
     model.save_pretrained(tmp_path)
     tensors = read_shapes(weight_files(tmp_path))
-    told = modules_of_files("", model.config.to_dict(), tensors)
+    from_files = modules_of_files("", model.config.to_dict(), tensors)
     known = modules_of(model)
-    assert told.experts == known.experts
-    assert not [name for name in told.linear or {} if ".experts." in name]
-    assert set(known.linear or {}) <= set(told.linear or {})
+    assert from_files.experts == known.experts
+    assert not [name for name in from_files.linear or {} if ".experts." in name]
+    assert set(known.linear or {}) <= set(from_files.linear or {})
     config = LoraConfig(r=2)
-    assert set(find_targets(config, told).experts) == set(known.experts) != set()
+    assert set(find_targets(config, from_files).experts) == set(known.experts) != set()
 
 
 def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("settings", "reason"),
     [
         ({"experts": "frozen"}, "adapter.experts=frozen"),
         ({"dropout": 0.1}, "has no dropout for fused experts; type adapter.dropout=0"),
@@ -247,16 +247,16 @@ def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
         ({"target_modules": ["q_proj"]}, "not in adapter.target_modules; type adapter.experts="),
     ],
 )
-def test_frozen_experts_are_logged_or_refused(settings: dict[str, Any], why: str) -> None:
+def test_frozen_experts_are_logged_or_refused(settings: dict[str, Any], reason: str) -> None:
     modules = modules_of(tiny_mixture("qwen3_moe"))
     found = find_targets(LoraConfig(r=2, **settings), modules)
     assert not found.problems and not found.experts
-    assert why in found.frozen_experts
-    asked = find_targets(LoraConfig(**({"r": 2} | settings | {"experts": "lora"})), modules)
-    if "peft" in why or "type adapter.experts" in why or settings == {"experts": "frozen"}:
-        assert asked.experts and not asked.problems
+    assert reason in found.frozen_experts
+    requested = find_targets(LoraConfig(**({"r": 2} | settings | {"experts": "lora"})), modules)
+    if "peft" in reason or "type adapter.experts" in reason or settings == {"experts": "frozen"}:
+        assert requested.experts and not requested.problems
     else:
-        assert why in asked.problems[0]
+        assert reason in requested.problems[0]
 
 
 @pytest.mark.parametrize("kind", ["jetmoe", "llama4_text"])

@@ -36,16 +36,18 @@ from tests.families import tiny_family
 from tests.model.test_mixers import alone, ids_and_positions, isolated_model, packed
 
 hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
-GIVEN = [13, 7, 17, 3, 21, 9, 10]
+DOCUMENT_LENGTHS = [13, 7, 17, 3, 21, 9, 10]
 """document lengths of both joined rows; the padding of a row is a document too"""
 
 
-def cut(given: list[list[int]], lengths: list[int] | None, tensors: list[Tensor], axis: int) -> Any:
+def cut(
+    recorded: list[list[int]], lengths: list[int] | None, tensors: list[Tensor], axis: int
+) -> Any:
     """Split a kernel's inputs into documents if it gets boundaries, and record the lengths."""
     if lengths is None:
         return [tensors]
     assert all(len(each) == 1 for each in tensors)
-    given.append(lengths)
+    recorded.append(lengths)
     return zip(*(each.split(lengths, axis) for each in tensors), strict=True)
 
 
@@ -57,18 +59,18 @@ def lengths_of(numbers: Tensor | None) -> list[int] | None:
     return numbers[0].unique_consecutive(return_counts=True)[1].tolist()
 
 
-def convolution(plain: Any, given: list[list[int]]) -> Any:
+def convolution(plain: Any, recorded: list[list[int]]) -> Any:
     def causal_conv1d_fn(
         x: Tensor, weight: Any, bias: Any = None, seq_idx: Any = None, activation: Any = None
     ) -> Tensor:
         assert seq_idx is None or x.stride(1) == 1  # the kernel's own condition
-        documents = cut(given, lengths_of(seq_idx), [x], 2)
+        documents = cut(recorded, lengths_of(seq_idx), [x], 2)
         return torch.cat([plain(one, weight, bias, activation) for (one,) in documents], 2)
 
     return causal_conv1d_fn
 
 
-def delta_rule(plain: Any, given: list[list[int]]) -> Any:
+def delta_rule(plain: Any, recorded: list[list[int]]) -> Any:
     def chunk_gated_delta_rule(
         q: Tensor,
         k: Tensor,
@@ -79,14 +81,14 @@ def delta_rule(plain: Any, given: list[list[int]]) -> Any:
         cu_seqlens: Any = None,
     ) -> tuple[Tensor, None]:
         lengths = None if cu_seqlens is None else cu_seqlens.diff().tolist()
-        documents = cut(given, lengths, [q, k, v, g, beta], 1)
-        how = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        return torch.cat([plain(*one, **how)[0] for one in documents], 1), None
+        documents = cut(recorded, lengths, [q, k, v, g, beta], 1)
+        options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        return torch.cat([plain(*one, **options)[0] for one in documents], 1), None
 
     return chunk_gated_delta_rule
 
 
-def scan(plain: Any, given: list[list[int]]) -> Any:
+def scan(plain: Any, recorded: list[list[int]]) -> Any:
     def mamba_chunk_scan_combined(
         x: Tensor,
         dt: Tensor,
@@ -100,21 +102,21 @@ def scan(plain: Any, given: list[list[int]]) -> Any:
         dt_softplus: bool = False,
         dt_limit: Any = (0.0, float("inf")),
     ) -> Tensor:
-        how = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-        documents = cut(given, lengths_of(seq_idx), [x, dt, B, C], 1)
-        outputs = [plain(x, t, A, b, c, chunk_size, **how) for x, t, b, c in documents]
+        options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        documents = cut(recorded, lengths_of(seq_idx), [x, dt, B, C], 1)
+        outputs = [plain(x, t, A, b, c, chunk_size, **options) for x, t, b, c in documents]
         return torch.cat(outputs, 1)
 
     return mamba_chunk_scan_combined
 
 
-def fused(plain: Any, given: list[list[int]]) -> Any:
+def fused(plain: Any, recorded: list[list[int]]) -> Any:
     """Mamba 2 in one kernel, which also reads the weights of the modules after the scan."""
     plain_conv, plain_scan = (
         inspect.unwrap(plain.__globals__[name])
         for name in ("causal_conv1d_fn", "mamba2_chunk_scan")
     )
-    conv, chunks = convolution(plain_conv, given), scan(plain_scan, given)
+    conv, chunks = convolution(plain_conv, recorded), scan(plain_scan, recorded)
 
     def mamba_split_conv1d_scan_combined(
         zxbcdt: Tensor,
@@ -145,8 +147,8 @@ def fused(plain: Any, given: list[list[int]]) -> Any:
             one.reshape(rows, tokens, number, -1)
             for one, number in ((x, heads), (B, ngroups), (C, ngroups))
         )
-        how = {"D": D, "dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limit}
-        y = chunks(x, dt, A, B, C, chunk_size, seq_idx=seq_idx, **how)
+        options = {"D": D, "dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limit}
+        y = chunks(x, dt, A, B, C, chunk_size, seq_idx=seq_idx, **options)
         y = y.reshape(rows, tokens, -1) * functional.silu(gate)
         if rmsnorm_weight is not None:
             groups = y.unflatten(-1, (ngroups, -1))
@@ -157,7 +159,7 @@ def fused(plain: Any, given: list[list[int]]) -> Any:
     return mamba_split_conv1d_scan_combined
 
 
-def inner(plain: Any, given: list[list[int]]) -> Any:
+def inner(plain: Any, recorded: list[list[int]]) -> Any:
     """Mamba 1 in one kernel without boundaries, which reads the weights of all inner modules."""
     conv, scan_all = (
         inspect.unwrap(plain.__globals__[name])
@@ -217,19 +219,19 @@ NUM_KERNELS = {
 
 def install(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Install the substitutes as packages; return the list of document lengths they will record."""
-    module, given = sys.modules[type(model).__module__], list[list[int]]()
+    module, recorded = sys.modules[type(model).__module__], list[list[int]]()
     for reference, (package, build) in SUBSTITUTES.items():
         if (wrapped := vars(module).get(reference)) is None:
             continue
         plain = inspect.unwrap(wrapped)
-        kernel = build(plain, given)
+        kernel = build(plain, recorded)
         owner = ModuleType(package)
         owner.__spec__ = ModuleSpec(package, None)
         setattr(owner, kernel.__name__, kernel)
         monkeypatch.setitem(sys.modules, package, owner)
         find = hub_kernels.use_kernel_func_from_hub_with_fallback(kernel.__name__, package)
         monkeypatch.setattr(module, reference, find(plain))
-    return given
+    return recorded
 
 
 def takes_boundaries(model: Any) -> set[bool]:
@@ -240,14 +242,14 @@ def takes_boundaries(model: Any) -> set[bool]:
 @pytest.mark.parametrize("family", NUM_KERNELS)
 def test_kernels_get_document_boundaries(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = alone(tiny_family(family))
-    given = install(tiny_family(family), monkeypatch)
+    recorded = install(tiny_family(family), monkeypatch)
     model = isolated_model(family)
     assert takes_boundaries(model) == {True}
-    given.clear()
+    recorded.clear()
     found = packed(model.train())
     assert torch.allclose(found, expected, atol=1e-4)
-    assert given and all(lengths == GIVEN for lengths in given)
-    assert len(given) % NUM_KERNELS[family] == 0
+    assert recorded and all(lengths == DOCUMENT_LENGTHS for lengths in recorded)
+    assert len(recorded) % NUM_KERNELS[family] == 0
     found.logsumexp(1).sum().backward()
 
 
@@ -337,10 +339,12 @@ def test_no_kernel_reads_packed_weights(
 def test_a_wrong_kernel_is_not_used(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts boundaries but ignores them, or raises."""
     expected = alone(tiny_family(family))
-    given = install(tiny_family(family), monkeypatch)
+    recorded = install(tiny_family(family), monkeypatch)
     monkeypatch.setitem(globals(), "lengths_of", lambda numbers: None)
     model = isolated_model(family)
-    assert takes_boundaries(model) == {False} and not any(one == GIVEN for one in given)
+    assert takes_boundaries(model) == {False} and not any(
+        one == DOCUMENT_LENGTHS for one in recorded
+    )
     assert torch.allclose(packed(model), expected, atol=1e-4)
 
 

@@ -150,18 +150,18 @@ def test_generation_runs_whole_rows() -> None:
     packed(model)
     ids, _ = ids_and_positions()
     plain.set_attn_implementation("sdpa")
-    how = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     with generation_attention(model):
-        assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
+        assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
 
 
 def test_a_mixer_does_not_get_unsupported_boundaries() -> None:
     """As on a GPU without the packages of these layers, where transformers raises ValueError."""
     module: Any = NeedsKernel()
-    seen = MixerForward(module)
+    forward = MixerForward(module)
     documents = mixers.group_documents([[3, 5]], (1, 8), torch.device("cpu"))
     with mixers.use_documents(documents):
-        output, state = seen(torch.ones(1, 8, 4), cu_seq_lens_q=torch.tensor([0, 3, 8]))
+        output, state = forward(torch.ones(1, 8, 4), cu_seq_lens_q=torch.tensor([0, 3, 8]))
     assert output[0, :, 0].tolist() == [1, 2, 3, 1, 2, 3, 4, 5] and state is None
 
 

@@ -34,8 +34,8 @@ from data_modules import (
     PackingConfig,
 )
 from tests.matrix import matrix
-from tests.model.test_attention_flex import stand_in
-from tests.model.test_attention_varlen import of_2_13
+from tests.model.test_attention_flex import flex_substitute
+from tests.model.test_attention_varlen import varlen_2_13
 from tests.parity.plain import LISTS
 from tests.tiny import TINY_BASE
 
@@ -255,8 +255,8 @@ def test_what_is_offered_on_a_gpu_is_the_models_own_attention(
     family: str, backend: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By stand-ins, where the run would not be refused before."""
-    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", stand_in)
-    monkeypatch.setattr(varlen, "varlen_attn", of_2_13)
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", flex_substitute)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_2_13)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     model = build(family)

@@ -193,14 +193,14 @@ def activate_flash4(head_dims: Sequence[int], device: torch.device) -> None:
         activate_flash_attention_impl("FA4")
         pairs = zip(_run_kernel(head_dims, device), expected, strict=True)
         is_equal = all(bool((a - b).norm() <= TOLERANCE * b.norm()) for a, b in pairs)
-        reason = "" if is_equal else "it differs"
+        reason = "" if is_equal else "its results differ"
     except Exception as error:  # noqa: BLE001  kernel compilers may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     if reason:
         restore_flash2()
-        log.warning("attention: varlen by FlashAttention 2, not 4 (%s)", reason)
+        log.warning("attention: varlen runs FlashAttention 2 instead of 4 (%s)", reason)
     else:
-        log.info("attention: varlen by FlashAttention 4, proven equal")
+        log.info("attention: varlen runs FlashAttention 4, proven equal")
 
 
 def restore_flash2() -> None:
