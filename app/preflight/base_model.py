@@ -1,6 +1,6 @@
-"""What a base's folder says before it is loaded: its numbers, its modules, and what is wrong.
+"""Inspect a base model's folder before it is loaded: its config.json, modules, and problems.
 
-Reads headers and sizes, never weights. Hub ids are not fetched. Needs no torch.
+Reads headers and sizes, never weights, and fetches nothing from the hub. Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from app.process.untrusted import Header, check_kinds, read_header, read_json_ob
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 LANGUAGE_MODEL = re.compile(r"(^|\.)(language|text)_model\.")
-"""stacks of a multimodal checkpoint's files that read text, where their names say so"""
+"""layer stacks of the language model in the files of a multimodal checkpoint"""
 COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers")
 CONTEXT = ("max_position_embeddings", "n_positions")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 DROPOUT = re.compile(r"\w*(?:dropout|_pdrop|drop_rate)")
 MAX_COUNT = 10_000
-"""most layers or experts, each of which is a module to be made"""
+"""most layers or experts, each of which becomes a module"""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 TOKENIZER_JSON = (
@@ -45,24 +45,24 @@ TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 
 @dataclasses.dataclass(slots=True)
 class BaseModel:
-    """What is known of a base before it is loaded."""
+    """What is known of a base model before it is loaded."""
 
     name: str
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """those of config.json; empty where it is not here"""
+    """content of config.json; empty for a base on the hub"""
     modules: BaseModules = dataclasses.field(default_factory=BaseModules)
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Folder:
-    """The folder of a base or a tokenizer, of which each file is read once for all checks."""
+    """The folder of a base or a tokenizer; each file is read once for all checks."""
 
     path: Path
     _files: dict[str, tuple[dict[str, Any], str | None]] = dataclasses.field(default_factory=dict)
 
     def read(self, name: str) -> tuple[dict[str, Any], str | None]:
-        """Return the object in a JSON file, and the file's problem; empty where it is missing."""
+        """Return the object in a JSON file, and the file's problem; empty if it does not exist."""
         if name not in self._files:
             file = self.path / name
             self._files[name] = read_json_object(file) if file.exists() else ({}, None)
@@ -70,7 +70,7 @@ class Folder:
 
 
 def inspect_base(model: ModelConfig) -> BaseModel:
-    """Read what the files of a base say, and what is wrong with them."""
+    """Inspect the base that is named by its folder or hub id, or described by its architecture."""
     if model.from_scratch or model.path is None or not Path(model.path).is_dir():
         return _inspect_architecture(model)
     files = Folder(Path(model.path))
@@ -85,17 +85,18 @@ def inspect_base(model: ModelConfig) -> BaseModel:
     base.problems += check_kinds(folder)
     if (folder / "adapter_config.json").exists():
         base.problems.append(
-            f"{folder / 'adapter_config.json'}: an adapter in the folder of a base is put on it "
+            f"{folder / 'adapter_config.json'}: an adapter in the folder of a base is applied "
             "whenever the base is loaded; move adapter_config.json and adapter_model.safetensors "
-            "to a folder of their own (adapter.path=FOLDER continues its training), or remove them"
+            "to a separate folder (adapter.path=FOLDER continues its training), or remove them"
         )
     if (generation := folder / "generation_config.json").exists():
         ids, problem = files.read(generation.name)
-        wrong = [problem] if problem else check_token_ids(str(generation), "", ids, numbers)
-        base.problems += wrong
+        base.problems += (
+            [problem] if problem else check_token_ids(str(generation), "", ids, numbers)
+        )
     base.problems += [
-        f"{config}: {key} chooses how transformers computes, and can name code; remove it "
-        "(attention=NAME chooses)"
+        f"{config}: {key} selects the attention code of transformers, and can name other code; "
+        "remove it (attention=NAME selects it)"
         for key in numbers
         if key.startswith(("_attn", "attn_implementation"))
         and key != "_attn_implementation_autoset"  # true or false, written by transformers 4.48
@@ -112,7 +113,7 @@ def inspect_base(model: ModelConfig) -> BaseModel:
     if not problems:
         stored = numbers.get("quantization_config")
         is_packed = isinstance(stored, dict) and stored and stored_method(stored) != "int8"
-        # Which modules of a multimodal model are its language model is known once it is built.
+        # Which modules of a multimodal model are its language model is known only once it is built.
         if text_numbers(numbers) is numbers:
             base.modules = modules_of_files(base.name, numbers, tensors, is_packed=bool(is_packed))
     base.problems += [each for each in _check_tokenizer(model, files) if each not in base.problems]
@@ -120,7 +121,7 @@ def inspect_base(model: ModelConfig) -> BaseModel:
 
 
 def inspect_tokenizer(model: ModelConfig) -> BaseModel:
-    """Read what a preview needs of a base: its tokenizer's files, and config.json where it is."""
+    """Inspect what a preview needs of a base: its tokenizer, and config.json if it exists."""
     if model.path is None or not Path(model.path).is_dir():
         base, files = BaseModel(model.path or "model.architecture", model.architecture), None
         base.problems += _check_missing("model.path", model.path) if model.path else []
@@ -134,7 +135,7 @@ def inspect_tokenizer(model: ModelConfig) -> BaseModel:
 
 
 def _inspect_architecture(model: ModelConfig) -> BaseModel:
-    """Return what is known of a base that starts from random weights, or is not here."""
+    """Inspect a base that is initialized randomly, or that is not a folder."""
     name = "model.architecture" if model.from_scratch or model.path is None else model.path
     base = BaseModel(name, model.architecture, modules_of_architecture(name, model.architecture))
     if model.from_scratch:
@@ -164,7 +165,7 @@ def _check_from_scratch(model: ModelConfig) -> list[str]:
 
 
 def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
-    """List what is wrong with what every config.json has, and with the counts of its modules."""
+    """List problems of the keys that every config.json has, and of its module counts."""
     if "model_type" not in numbers:
         return [f"{where}: no model_type, so this is not a transformers model"]
     problems = []
@@ -177,8 +178,8 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
         factor = scaled.get("factor") if isinstance(scaled, dict) else None
         if isinstance(factor, (int, float)) and not factor >= 1:
             problems.append(
-                f"{where}: {name}.factor={shorten(factor)}: expected a number from 1 up; download "
-                "config.json again"
+                f"{where}: {name}.factor={shorten(factor)}: expected a number of at least 1; "
+                "download config.json again"
             )
     for prefix, part in parts:
         for key, count in part.items():
@@ -207,28 +208,28 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
 
 
 def _why_out_of_bounds(key: str, value: Any) -> str | None:
-    """Return what a number of a config.json must be, where it is another; None where it is not."""
+    """Return the expected range of a number of a config.json; None if it is in range."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    if value != value:  # some have an infinity where others have a bound
+    if value != value:  # NaN; infinity is valid: some models have it for no bound
         return "a number"
     if key in CONTEXT and (type(value) is not int or value < 1):
-        return "a number of tokens from 1 up, or null for no limit; download config.json again"
+        return "a number of tokens (1 or more), or null for no limit; download config.json again"
     if key in EPSILONS and not 0 <= value < 1:
-        return "a number from 0 to below 1, as 1e-06"
+        return "a number from 0 to below 1, such as 1e-06"
     if key == "rope_theta" and value <= 0:
         return "a number above 0"
     if DROPOUT.fullmatch(key) and not 0 <= value <= 1:
-        return "a share from 0 to 1"
+        return "a number from 0 to 1"
     return None
 
 
 def check_layers_of_files(
     file: Path, numbers: Mapping[str, Any], tensors: Iterable[str]
 ) -> list[str]:
-    """Compare the number of layers in config.json with those that the weights are of.
+    """Compare the number of layers in config.json with the layers of the weight files.
 
-    Only where all layers stand in one stack; for others the loader lists the weights it left.
+    Only if all layers are in one stack; for other models the loader lists the unused weights.
     """
     layers = [found for name in tensors if (found := LAYER.match(name))]
     if (text := text_numbers(numbers)) is not numbers:
@@ -237,31 +238,32 @@ def check_layers_of_files(
     key = next((key for key in NUM_LAYERS if type(numbers.get(key)) is int), None)
     if key is None or len({found["stack"] for found in layers}) != 1:
         return []
-    there = max(int(found["number"]) for found in layers) + 1
-    if there < numbers[key]:
+    num_saved = max(int(found["number"]) for found in layers) + 1
+    if num_saved < numbers[key]:
         return [
-            f"{file}: {key}={numbers[key]}, but the weights beside it are of {there} layers: those "
-            f"from layer {there} on are missing; write {key}={there}, or download the model again"
+            f"{file}: {key}={numbers[key]}, but the weight files have {num_saved} layers: those "
+            f"from layer {num_saved} on are missing; write {key}={num_saved}, or download the "
+            "model again"
         ]
-    # Layers that predict further tokens stand behind the others, and are not made.
+    # Multi-token prediction layers come after the others, and are not built.
     extra = numbers.get("num_nextn_predict_layers")
     described = numbers[key] + (extra if isinstance(extra, int) else 0)
-    left = sorted(found.string for found in layers if int(found["number"]) >= described)
-    if not left:
+    unused = sorted(found.string for found in layers if int(found["number"]) >= described)
+    if not unused:
         return []
     return [
-        f"{file}: {key}={numbers[key]}, but the weights beside it are of {there} layers: "
-        f"{len(left)} tensors would not be used, {left[0]} is the first; write {key}={there}, or "
-        "download config.json again"
+        f"{file}: {key}={numbers[key]}, but the weight files have {num_saved} layers: "
+        f"{len(unused)} tensors would not be used, {unused[0]} is the first; write "
+        f"{key}={num_saved}, or download config.json again"
     ]
 
 
 def _check_missing(key: str, path: str) -> list[str]:
-    """Return why a path that is not a folder cannot be read; nothing if it may be a hub id."""
+    """List why a path that is not a folder cannot be read; empty if it may be a hub id."""
     if "://" in path:
-        return [f"{key}={path}: URLs are not read; type a folder or a hub id like org/name"]
+        return [f"{key}={path}: URLs are not supported; type a folder or a hub id like org/name"]
     if Path(path).is_file():
-        return [f"{key}={path}: this is a file; type the folder that it is in"]
+        return [f"{key}={path}: this is a file; type its folder"]
     parent = Path(path).parent
     looks_local = path.startswith((".", "/", "~")) or (parent != Path() and parent.is_dir())
     if HUB_ID.fullmatch(path) and not looks_local:
@@ -270,13 +272,13 @@ def _check_missing(key: str, path: str) -> list[str]:
     siblings = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
     near = difflib.get_close_matches(Path(path).name, siblings, n=1)
     hint = f"; did you mean {parent / near[0]}?" if near else "; a hub id has the form org/name"
-    return [f"{key}={path}: no such folder, seen from {seen_from()}{hint}"]
+    return [f"{key}={path}: no such folder in {current_folder()}{hint}"]
 
 
-def seen_from() -> str:
-    """Return the current folder as messages show it."""
-    home, here = Path.home(), Path.cwd()
-    return f"~/{here.relative_to(home)}" if here.is_relative_to(home) else str(here)
+def current_folder() -> str:
+    """Return the current folder as messages show it: below the home folder as `~/...`."""
+    home, current = Path.home(), Path.cwd()
+    return f"~/{current.relative_to(home)}" if current.is_relative_to(home) else str(current)
 
 
 def _why_no_model_folder(folder: Path) -> str:
@@ -288,27 +290,30 @@ def _why_no_model_folder(folder: Path) -> str:
     found = sorted(entry.name for entry in folder.iterdir())[:5]
     below = sorted(str(file.parent) for file in folder.glob("*/config.json"))
     hint = f"; did you mean {below[0]}?" if below else ""
-    return f"model.path={folder}: no config.json there, found {', '.join(found) or 'nothing'}{hint}"
+    return (
+        f"model.path={folder}: the folder has no config.json, only "
+        f"{', '.join(found) or 'no file at all'}{hint}"
+    )
 
 
 def _check_code(key: str, folder: Folder, model: ModelConfig) -> list[str]:
-    """Refuse a folder that brings Python, unless it is trusted."""
+    """List the Python code that a folder contains or names, unless the settings trust it."""
     if model.trust_remote_code:
         return []
-    brings = [file.name for file in sorted(folder.path.glob("*.py"))]
+    code = [file.name for file in sorted(folder.path.glob("*.py"))]
     for name in ("config.json", "tokenizer_config.json"):
         if "auto_map" in folder.read(name)[0]:
-            brings.append(f"auto_map in {name}")
-    if not brings:
+            code.append(f"auto_map in {name}")
+    if not code:
         return []
     return [
-        f"{key}={folder.path} brings its own Python ({', '.join(brings)}); read it, then type "
-        "model.trust_remote_code=true"
+        f"{key}={folder.path} contains its own Python code ({', '.join(code)}); read it, then "
+        "type model.trust_remote_code=true"
     ]
 
 
 def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str]:
-    """Look at the tokenizer's files: in model.tokenizer_path, else in the folder of the `base`."""
+    """List problems of the tokenizer's files: in model.tokenizer_path, else in `base`."""
     key = "model.path" if model.tokenizer_path is None else "model.tokenizer_path"
     path = model.path if model.tokenizer_path is None else model.tokenizer_path
     if path is None:
@@ -323,7 +328,7 @@ def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str
         return problems
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return [
-            f"{folder}: no tokenizer there (looked for {', '.join(TOKENIZER_FILES[:2])} ...); "
+            f"{folder}: no tokenizer found (looked for {', '.join(TOKENIZER_FILES[:2])} ...); "
             "type model.tokenizer_path=FOLDER_OR_HUB_ID",
             *code,
         ]
@@ -338,13 +343,13 @@ def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str
         return code
     return [
         f"{folder / 'tokenizer_config.json'}: model_max_length={shorten(longest)}: expected a "
-        "number of tokens from 1 up; remove the key, or download the file again",
+        "number of tokens (1 or more); remove the key, or download the file again",
         *code,
     ]
 
 
 def read_headers(folder: Path) -> tuple[dict[Path, Header], list[str]]:
-    """Read the header of each of a folder's safetensors, and what is wrong with them."""
+    """Read the headers of a folder's safetensors files; return them and their problems."""
     index = folder / INDEX
     if index.exists():
         weight_map, problems = _read_index(index)
@@ -356,10 +361,10 @@ def read_headers(folder: Path) -> tuple[dict[Path, Header], list[str]]:
             return {}, [_why_no_weights(folder)]
     headers: dict[Path, Header] = {}
     for file in files:
-        headers[file], wrong = read_header(file)
-        problems += wrong
-    there = {name for header in headers.values() for name in header.shapes}
-    missing = sorted(weight_map.keys() - there) if not problems else []
+        headers[file], found = read_header(file)
+        problems += found
+    saved = {name for header in headers.values() for name in header.shapes}
+    missing = sorted(weight_map.keys() - saved) if not problems else []
     if missing:
         problems.append(
             f"{index}: {len(missing)} tensors are in no file, {missing[0]} is the first; "
@@ -377,22 +382,22 @@ def _read_index(index: Path) -> tuple[dict[str, str], list[str]]:
         return {}, [problem or ""]
     names = set(map(str, weight_map.values()))
     if odd := sorted(name for name in names if name in ("", ".", "..") or "\0" in name):
-        return {}, [f"{index}: {odd[0]!r} is not a file's name; download the model again"]
+        return {}, [f"{index}: {odd[0]!r} is not a file name; download the model again"]
     if not all(isinstance(name, str) for name in weight_map.values()):
-        return {}, [f"{index}: weight_map names a file by a number or a list; download it again"]
+        return {}, [f"{index}: weight_map has a file name that is not text; download it again"]
     outside = sorted(name for name in names if Path(name).name != name)
     if outside:
-        return {}, [f"{index}: {outside[0]!r} points out of the folder; refused"]
+        return {}, [f"{index}: {outside[0]!r} is outside of the folder; download the model again"]
     return weight_map, []
 
 
 def _why_no_weights(folder: Path) -> str:
     partial = sorted(file.name for file in folder.glob("*.incomplete"))
     if partial:
-        return f"{folder}: the download did not finish ({partial[0]}); download the model again"
+        return f"{folder}: the download is incomplete ({partial[0]}); download the model again"
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     if not pickles:
-        return f"{folder}: no model.safetensors there"
+        return f"{folder}: the folder has no model.safetensors"
     return (
         f"{folder}: {pickles[0]} is a pickle, which can run code when it is read; convert it once "
         'with python -c "from transformers import AutoModelForCausalLM as M; '

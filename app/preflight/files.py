@@ -1,4 +1,7 @@
-"""What the settings name on disk: base, saved adapter, chat template, data. Needs no torch."""
+"""Check the files that the settings name: base, saved adapter, chat template, data.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ from app.model.neftune import find_neftune_problem
 from app.model.quantization import find_quantization_conflict
 from app.preflight.base_model import (
     BaseModel,
+    current_folder,
     inspect_base,
     inspect_tokenizer,
-    seen_from,
 )
 from app.preflight.couplings import (
     has_data,
@@ -55,9 +58,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WITHOUT_PLAN = ("bart", "bloom", "falcon", "gpt2", "phi3", "t5")
-"""model types without a tensor parallel plan of transformers that can be applied here"""
+"""model types for which transformers has no usable tensor parallel plan"""
 SETTINGS = {
-    # setting of adapter=lora: its name in peft's file
     "r": "r",
     "alpha": "lora_alpha",
     "dropout": "lora_dropout",
@@ -69,44 +71,45 @@ SETTINGS = {
     "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save",
 }
+"""setting of adapter=lora -> its name in peft's adapter_config.json"""
 ANY_NAME = re.compile("")
 UNNAMED = ("layers", "init", "trainable_tokens", "experts")
-"""settings that peft's file does not keep as they are typed"""
+"""settings that peft's file does not hold in the form in which they are typed"""
 
 
-def check_tensor_parallel(together: int, base: BaseModel) -> list[str]:
-    """List why `together` ranks cannot split the matrices of this base among them."""
+def check_tensor_parallel(size: int, base: BaseModel) -> list[str]:
+    """List why `size` ranks cannot split the matrices of this base among them."""
     numbers = base.numbers
-    kind = numbers.get("model_type")
-    if together == 1:
+    model_type = numbers.get("model_type")
+    if size == 1:
         return []
-    if kind in WITHOUT_PLAN:
+    if model_type in WITHOUT_PLAN:
         return [
-            f"strategy.tensor_parallel_size={together}: there is no tensor parallel plan for "
-            f"{kind} models; type strategy=fsdp"
+            f"strategy.tensor_parallel_size={size}: there is no tensor parallel plan for "
+            f"{model_type} models; type strategy=fsdp"
         ]
     heads = numbers.get("num_attention_heads")
-    sides = {
+    counts = {
         "attention heads": heads,
         "key heads": numbers.get("num_key_value_heads") or heads,
         "inner features": numbers.get("intermediate_size"),
     }
-    known = {what: side for what, side in sides.items() if isinstance(side, int)}
-    common = math.gcd(together, *known.values()) if known else 0
+    known = {what: count for what, count in counts.items() if isinstance(count, int)}
+    common = math.gcd(size, *known.values()) if known else 0
     fits = [str(n) for n in range(2, common + 1) if common % n == 0]
     instead = f"strategy.tensor_parallel_size={' or '.join(fits)}, or " if fits else ""
     return [
-        f"strategy.tensor_parallel_size={together} does not divide the {side} {what} of "
-        f"{base.name} ({side} / {together} leaves {side % together}); type {instead}strategy=fsdp"
-        for what, side in known.items()
-        if side % together
+        f"strategy.tensor_parallel_size={size} does not divide the {count} {what} of "
+        f"{base.name} ({count} / {size} leaves {count % size}); type {instead}strategy=fsdp"
+        for what, count in known.items()
+        if count % size
     ][:1]
 
 
 def check_files(config: TrainConfig | TunedConfig, *, needs_weights: bool = True) -> list[str]:
-    """List what is wrong with the files that a verb's settings name, and what does not fit them.
+    """List problems of the files that a verb's settings name, and settings that do not fit them.
 
-    Without `needs_weights`, a folder with a tokenizer is enough.
+    With `needs_weights=False` a folder with a tokenizer is enough as the base.
     """
     model = config.model
     problems: list[str] = []
@@ -118,7 +121,7 @@ def check_files(config: TrainConfig | TunedConfig, *, needs_weights: bool = True
             ):
                 _check_model(config, problems, needs_weights=needs_weights)
         except UserError as error:
-            problems = problems or error.problems  # the first problem is why the others came
+            problems = problems or error.problems  # those found before may have caused it
     templates = [("model", model.chat_template)]
     if has_data(config):
         templates.insert(0, ("data", config.data.chat_template))
@@ -126,7 +129,7 @@ def check_files(config: TrainConfig | TunedConfig, *, needs_weights: bool = True
         if name is not None and name not in TEMPLATE_NAMES and not Path(name).is_file():
             problems.append(
                 f"{part}.chat_template={name}: expected {' or '.join(TEMPLATE_NAMES)}, or a .jinja "
-                f"file (no such file, seen from {seen_from()}){nearest(name, TEMPLATE_NAMES)}"
+                f"file (no such file in {current_folder()}){nearest(name, TEMPLATE_NAMES)}"
             )
     if has_data(config) and (config.data.datasets or config.data.test_datasets):
         problems += check_datasets(config.data)
@@ -136,15 +139,15 @@ def check_files(config: TrainConfig | TunedConfig, *, needs_weights: bool = True
 def _check_model(
     config: TrainConfig | TunedConfig, problems: list[str], *, needs_weights: bool
 ) -> None:
-    """Add to `problems` what is wrong with a base, and with what is put on it."""
+    """Add to `problems` those of the base, and of the adapters for it."""
     base = inspect_base(config.model) if needs_weights else inspect_tokenizer(config.model)
     problems += base.problems
     sequence_len = config.data.sequence_len if has_data(config) else None
     if sequence_len is not None:
         problems += check_sequence_len(sequence_len, base)
     problems += [
-        f"model.added_tokens: {token!r} is not a token; expected text without spaces around it, as "
-        "<|im_start|>"
+        f"model.added_tokens: {token!r} is not a token; expected text without leading or trailing "
+        "spaces, such as <|im_start|>"
         for token in config.model.added_tokens
         if not token or token != token.strip()
     ]
@@ -166,14 +169,14 @@ def _check_model(
         key = "run" if config.adapter_path is None else "adapter_path"
         if key == "adapter_path" or is_adapter(Path(tuned)):
             problems += check_saved_adapter(key, Path(tuned), base, config.model)
-        for number, one in enumerate(config.merge.adapters if is_merge(config) else ()):
-            key = f"merge.adapters[{number}].path"
-            problems += check_saved_adapter(key, Path(one.path), base, config.model)
+        for index, adapter in enumerate(config.merge.adapters if is_merge(config) else ()):
+            key = f"merge.adapters[{index}].path"
+            problems += check_saved_adapter(key, Path(adapter.path), base, config.model)
 
 
 def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
-    """List which settings of a training do not fit this base."""
-    # An adapter whose training is continued keeps the settings of its folder.
+    """List the settings of a training run that do not fit this base."""
+    # An adapter that is trained further keeps the settings of its folder.
     is_new = continued_from(config.adapter) is None
     problems = find_targets(config.adapter, base.modules).problems if is_new else []
     if (alpha := config.adapter.neftune_alpha) is not None:
@@ -182,37 +185,37 @@ def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
     if config.trainer.compile:
         problem = why_not_compiled(base.numbers)
         problems += [problem] if problem else []
-    together = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
-    return problems + check_tensor_parallel(together, base)
+    size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
+    return problems + check_tensor_parallel(size, base)
 
 
 def check_sequence_len(sequence_len: int, base: BaseModel) -> list[str]:
-    """Compare a typed length with the context that the base was trained for."""
+    """Check that data.sequence_len is at most the context length of the base."""
     numbers = text_numbers(base.numbers)
     context = numbers.get("max_position_embeddings", numbers.get("n_positions"))
     if "relative_attention_num_buckets" in numbers:
-        context = None  # T5's relative positions have no end, whatever its n_positions says
+        context = None  # T5's relative positions are unlimited, whatever n_positions is
     if not isinstance(context, int) or sequence_len <= context:
         return []
     return [
-        f"data.sequence_len={sequence_len} is more than the context of {base.name}, "
+        f"data.sequence_len={sequence_len} exceeds the context length of {base.name}, "
         f"{context} tokens; type data.sequence_len={context}"
     ]
 
 
 def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelConfig) -> list[str]:
-    """List why the adapter that the setting `key` names cannot be put on the base."""
+    """List why the adapter in `folder`, named by setting `key`, cannot be applied to the base."""
     what = f"{key}={folder}"
     if folder.is_file():
-        return [f"{what} is a file; type {key}={folder.parent}, if the adapter is the folder"]
+        return [f"{what} is a file; type {key}={folder.parent} if that folder is the adapter"]
     if not folder.is_dir():
-        return [f"{what}: no such folder, seen from {seen_from()}"]
+        return [f"{what}: no such folder in {current_folder()}"]
     if (folder / "adapter" / CONFIG_FILE).exists():
         return [f"{what} is a run, not an adapter; type {key}={folder}/adapter"]
     whole = folder / "model" if (folder / "model" / "config.json").exists() else folder
     if (whole / "config.json").exists() and not (folder / CONFIG_FILE).exists():
         return [
-            f"{what}: no {CONFIG_FILE} there; it is a whole model, not an adapter; "
+            f"{what} has no {CONFIG_FILE}: it is a whole model, not an adapter; "
             f"type model.path={whole} and leave {key} out"
         ]
     file = folder / ADAPTER_FILE
@@ -223,7 +226,7 @@ def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelCon
             f"save_file(torch.load('{folder}/adapter_model.bin', weights_only=True), '{file}')\""
         ]
     problems = [
-        f"{what}: no {name} there"
+        f"{what}: the folder has no {name}"
         for name in (CONFIG_FILE, ADAPTER_FILE)
         if not (folder / name).exists()
     ]
@@ -235,14 +238,14 @@ def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelCon
     shapes = header.shapes
     if empty := sorted(name for name, shape in shapes.items() if 0 in shape):
         problems.append(
-            f"{file}: {len(empty)} of {len(shapes)} tensors are empty, {empty[0]} is the first, as "
-            "a save of sharded weights leaves them; save the adapter again"
+            f"{file}: {len(empty)} of {len(shapes)} tensors are empty, {empty[0]} is the first; "
+            "sharded weights were saved without gathering them; save the adapter again"
         )
     elif not shapes and not problems:
-        problems.append(f"{file}: holds no tensors; save the adapter again")
+        problems.append(f"{file}: no tensors in this file; save the adapter again")
     elif not problems and (odd := header.odd_dtypes(ANY_NAME)):
         problems.append(
-            f"{file}: {odd[0]}, and an adapter's weights are F32, BF16, F16 or F64 "
+            f"{file}: {odd[0]}, but an adapter's weights must be F32, BF16, F16 or F64 "
             f"({len(odd)} of {len(shapes)} tensors are not); save the adapter again"
         )
     if problems:
@@ -260,8 +263,8 @@ def check_same_settings(adapter: AdapterConfig, folder: Path) -> list[str]:
     kind = KINDS[read_json_object(folder / CONFIG_FILE)[0]["peft_type"]]
     if kind != adapter.name:
         return [
-            f"adapter.path={folder} is an adapter of adapter={kind}, but here "
-            f"adapter={adapter.name}; type adapter={kind}"
+            f"adapter.path={folder} was trained with adapter={kind}, but adapter={adapter.name} is "
+            f"chosen; type adapter={kind}"
         ]
     default = LoraConfig() if kind == "lora" else Ia3Config()
     problems = []
@@ -271,19 +274,19 @@ def check_same_settings(adapter: AdapterConfig, folder: Path) -> list[str]:
             continue
         if name in UNNAMED:
             problems.append(
-                f"adapter.{name}={typed}, but the adapter at {folder} keeps its own: leave "
+                f"adapter.{name}={typed}, but the adapter in {folder} keeps its own value; leave "
                 f"adapter.{name} out"
             )
         elif not _same(typed, saved := settings.get(SETTINGS[name])):
             problems.append(
-                f"adapter.{name}={typed}, but the adapter at {folder} has {name}={saved}: "
+                f"adapter.{name}={typed}, but the adapter in {folder} has {name}={saved}; "
                 f"leave adapter.{name} out"
             )
     return problems
 
 
 def _same(typed: Any, saved: Any) -> bool:
-    """Compare a setting with peft's; the order of a list does not matter."""
+    """Return whether a setting equals peft's; the order of a list does not matter."""
     if isinstance(typed, list) and isinstance(saved, list):
         return sorted(typed) == sorted(saved)
     return bool(typed == saved) or (not typed and not saved)
@@ -292,49 +295,51 @@ def _same(typed: Any, saved: Any) -> bool:
 def _check_base(
     what: str, folder: Path, shapes: Shapes, base: BaseModel, model: ModelConfig
 ) -> list[str]:
-    """Compare the base that an adapter was made on with this one: by fingerprint, else by shape."""
+    """Compare this base with the one an adapter was trained on: by fingerprint, else by shapes."""
     if not (folder / ORIGIN_FILE).exists():
         return _check_shapes(what, shapes, base)
-    made_on, problem = read_json_object(folder / ORIGIN_FILE)
-    if problem is None and not all(v is None or isinstance(v, str) for v in made_on.values()):
-        problem = f"{folder / ORIGIN_FILE}: expected a text for each key"
+    origin, problem = read_json_object(folder / ORIGIN_FILE)
+    if problem is None and not all(v is None or isinstance(v, str) for v in origin.values()):
+        problem = f"{folder / ORIGIN_FILE}: expected text for each key"
     if problem is not None:
-        return [f"{problem}; remove that file to compare shapes alone"]
-    here = describe_base(model)
-    known, different = False, []
+        return [f"{problem}; remove that file to compare only shapes"]
+    current = describe_base(model)
+    is_compared, differences = False, []
     for name, part in (("fingerprint", "config.json or shapes"), ("weights", "weights")):
-        then, now = made_on.get(name), here[name]
-        known = known or None not in (then, now)
-        if name == "weights" and not same_form(made_on, here):
+        then, now = origin.get(name), current[name]
+        is_compared = is_compared or None not in (then, now)
+        if name == "weights" and not same_form(origin, current):
             if is_first_rank():
                 log.warning(
-                    "%s: %s is of an earlier version, so the weights of its base are not compared "
-                    "with these, only config.json and shapes",
+                    "%s: %s was written by an earlier version, so only config.json and shapes of "
+                    "its base are compared with this base, not the weights",
                     what,
                     ORIGIN_FILE,
                 )
             continue
         if then is not None and now is not None and then != now:
-            different.append(f"{part} differ ({then[:12]} then, {now[:12]} here)")
-    if not known and here["fingerprint"] is None and made_on.get("fingerprint") is None:
+            differences.append(f"{part} differ ({then[:12]} then, {now[:12]} now)")
+    if not is_compared and current["fingerprint"] is None and origin.get("fingerprint") is None:
         # Both are on the hub and not fetched yet: only their names can be compared.
         for name in ("path", "revision"):
-            then, now = made_on.get(name), here[name]
-            # A branch or a tag may have stood at that commit.
-            is_known = name == "path" or all(COMMIT.fullmatch(one or "") for one in (then, now))
-            if then and now and then != now and is_known:
-                different.append(f"{name} differs")
-    if not different:
-        return [] if known else _check_shapes(what, shapes, base)
+            then, now = origin.get(name), current[name]
+            # A branch or a tag may have been that commit.
+            is_comparable = name == "path" or all(
+                COMMIT.fullmatch(revision or "") for revision in (then, now)
+            )
+            if then and now and then != now and is_comparable:
+                differences.append(f"{name} differs")
+    if not differences:
+        return [] if is_compared else _check_shapes(what, shapes, base)
     return [
-        f"{what} was made on another base: {made_on.get('path')}{_at(made_on)}, and here "
-        f"model.path={model.path}{_at(here)}: {'; '.join(different)}. Type "
-        f"model.path={made_on.get('path')}, or remove {folder / ORIGIN_FILE} if the two are one"
+        f"{what} was trained on another base: {origin.get('path')}{_at(origin)}, not "
+        f"model.path={model.path}{_at(current)}: {'; '.join(differences)}; type "
+        f"model.path={origin.get('path')}, or remove {folder / ORIGIN_FILE} if they are the same"
     ]
 
 
 def _check_tokens(what: str, folder: Path, model: ModelConfig) -> list[str]:
-    """List the tokens of the tokenizer beside an adapter that the base's tokenizer lacks."""
+    """List the tokens of the tokenizer saved with an adapter that the base's tokenizer lacks."""
     ours = Path(model.tokenizer_path or model.path or "") / "tokenizer.json"
     theirs = folder / "tokenizer.json"
     if not ours.exists() or not theirs.exists():
@@ -342,7 +347,7 @@ def _check_tokens(what: str, folder: Path, model: ModelConfig) -> list[str]:
     try:
         known = _tokens_in(ours) | set(model.added_tokens)
     except (AttributeError, TypeError, ValueError, KeyError):
-        return []  # loading it reports what is wrong with it
+        return []  # an invalid tokenizer is reported when it is loaded
     with reading(theirs, "remove it, or save the adapter again"):
         added = read_json_object(theirs)[0].get("added_tokens", [])
         missing = [entry["content"] for entry in added if entry["content"] not in known]
@@ -350,14 +355,15 @@ def _check_tokens(what: str, folder: Path, model: ModelConfig) -> list[str]:
         return []
     typed = ",".join([*model.added_tokens, *missing])
     return [
-        f"{what} was trained with tokens that the tokenizer in {ours.parent} does not have: "
+        f"{what} was trained with tokens that the tokenizer in {ours.parent} lacks: "
         f"{', '.join(missing)}; type 'model.added_tokens=[{typed}]'"
     ]
 
 
 def _tokens_in(file: Path) -> set[str]:
     content = read_json_object(file)[0]
-    vocab = content.get("model", {}).get("vocab", {})  # of pieces: a list of token and score
+    # A mapping of tokens, or for a unigram model a list of (token, score).
+    vocab = content.get("model", {}).get("vocab", {})
     tokens = set(vocab) if isinstance(vocab, dict) else {token for token, _ in vocab}
     return tokens | {entry["content"] for entry in content.get("added_tokens", [])}
 
@@ -367,40 +373,40 @@ def _at(base: Mapping[str, Any]) -> str:
 
 
 def _check_shapes(what: str, shapes: Shapes, base: BaseModel) -> list[str]:
-    """Compare the sides of A and B with the matrix of the base that each pair stands beside."""
+    """Compare the shapes of each A and B with those of the matrix that they adapt."""
     matrices = base.modules.linear
     if matrices is None:
         return []
     sides_of_experts: dict[str, set[int]] = {}
     for name, shape in base.modules.experts.items():
         sides_of_experts.setdefault(name.rpartition(".")[0], set()).update(shape[1:])
-    found, problems = 0, []
+    num_found, problems = 0, []
     for name, shape in shapes.items():
         module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
         if part not in ("A.weight", "B.weight") or len(shape) != 2:
             continue
         side = shape[1] if part == "A.weight" else shape[0]
         if (experts := module.replace(".base_layer", "")) in sides_of_experts:
-            found += 1
+            num_found += 1
             if side not in sides_of_experts[experts]:
                 problems.append(
                     f"{what}: {module}.lora_{part} is {shape[0]} x {shape[1]}, which fits none of "
-                    f"the experts' weights of {base.name}; it was made on another base"
+                    f"the experts' weights of {base.name}; it was trained on another base"
                 )
             continue
         if module not in matrices:
             continue
-        found += 1
+        num_found += 1
         matrix = matrices[module]
         if side not in matrix:
             problems.append(
                 f"{what}: {module}.lora_{part} is {shape[0]} x {shape[1]}, but {module} of "
-                f"{base.name} is {matrix[0]} x {matrix[1]}; it was made on another base"
+                f"{base.name} is {matrix[0]} x {matrix[1]}; it was trained on another base"
             )
-    beside = [name for name in shapes if ".lora_A.weight" in name]
-    if beside and not found:
+    adapted = [name for name in shapes if ".lora_A.weight" in name]
+    if adapted and not num_found:
         problems.append(
-            f"{what}: none of its {len(beside)} matrices is in {base.name}, {beside[0]} is the "
-            "first; it was made on another base"
+            f"{what}: {base.name} has none of its {len(adapted)} matrices, {adapted[0]} is the "
+            "first; it was trained on another base"
         )
     return problems[:1]

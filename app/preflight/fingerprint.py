@@ -1,4 +1,4 @@
-"""Fingerprints of a base, kept with a run and beside an adapter to recognize it by."""
+"""Fingerprints of a base model, saved with runs and adapters to recognize it later."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from app.model.base import ModelConfig
 from app.process.untrusted import limits
 
 WHOLE_BYTES = 256 << 20
-"""a folder with no more weights is read whole, in about half a second"""
+"""weights of up to this size are read whole, in about half a second"""
 BLOCK_BYTES = 4096
-"""read at the start, in the middle and at the end of each tensor of a larger folder"""
+"""bytes read at the start, in the middle and at the end of each tensor of a larger folder"""
 WEIGHTS_FORM = "all bytes or blocks of every tensor"
-"""what the fingerprint `weights` covers; only fingerprints that cover the same are compared"""
+"""what the fingerprint `weights` covers; only fingerprints of the same form are compared"""
 EARLIER_FORM = "blocks of each file"
-"""what it covers in runs and adapters that do not say"""
+"""form of the fingerprints in runs and adapters without a `weights_form`"""
 
 
 def describe_base(model: ModelConfig) -> dict[str, str | None]:
     """Describe a base by its path, its revision, and two fingerprints of a folder's files.
 
-    `fingerprint` covers config.json and the safetensors' headers, which have names, shapes and
-    dtypes: it tells models apart, but not two trainings of one. `weights` covers the bytes of all
-    tensors, in a large folder some of each, and tells those apart too.
+    `fingerprint` covers config.json and the safetensors headers (names, shapes and dtypes): it
+    distinguishes models, but not two training runs of one model. `weights` covers the bytes of all
+    tensors (blocks of each tensor in a large folder), and distinguishes those, too.
     """
     fingerprint = weights = None
     if model.path is not None and (folder := Path(model.path)).is_dir():
@@ -36,7 +36,7 @@ def describe_base(model: ModelConfig) -> dict[str, str | None]:
         for file in (folder / "config.json", *files):
             if file.is_file():
                 digest.update(_start_of(file))
-        # By the folder, for a large model may lie in many small files.
+        # The size of all files together: a large model may be split into many small files.
         is_small = sum(file.stat().st_size for file in files) <= WHOLE_BYTES
         for file in files:
             state = file.stat()
@@ -52,15 +52,15 @@ def describe_base(model: ModelConfig) -> dict[str, str | None]:
     }
 
 
-def same_form(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether the `weights` of two descriptions cover the same, or one has none."""
-    has_none = one.get("weights") is None or other.get("weights") is None
-    return has_none or one.get("weights_form") == other.get("weights_form")
+def same_form(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether the `weights` of two descriptions have the same form, or one has none."""
+    has_none = first.get("weights") is None or second.get("weights") is None
+    return has_none or first.get("weights_form") == second.get("weights_form")
 
 
 @cache
 def _digest_of(file: Path, stamp: tuple[int, ...], *, is_whole: bool) -> bytes:
-    """Digest a safetensors file, once in a process."""
+    """Return the digest of a safetensors file; cached until the file changes."""
     digest = hashlib.sha256()
     for block in _read_whole(file) if is_whole else _read_parts(file):
         digest.update(block)
@@ -74,40 +74,35 @@ def _read_whole(file: Path) -> Iterator[bytes]:
 
 
 def _read_parts(file: Path) -> Iterator[bytes]:
-    """Read a safetensors file's size, its header and some blocks of each tensor."""
+    """Read a safetensors file's size, its header and three blocks of each tensor."""
     size, header = file.stat().st_size, _start_of(file)
     yield size.to_bytes(8, "little")
     yield header
     with file.open("rb", buffering=0) as stream:
-        for begin, end in _places_of(header, size):
-            for offset in _offsets(begin, end):
+        for begin, end in _ranges_of(header, size):
+            last = max(end - BLOCK_BYTES, begin)
+            for offset in sorted({begin, (begin + last) // 2, last}):
                 stream.seek(offset)
                 yield stream.read(BLOCK_BYTES)
 
 
-def _places_of(header: bytes, size: int) -> list[tuple[int, int]]:
-    """Return the first and last byte of each tensor in a file, by the file's header."""
+def _ranges_of(header: bytes, size: int) -> list[tuple[int, int]]:
+    """Return the byte range of each tensor in a file, clipped to the file's size."""
     start = len(header)
     try:
         tensors = [t for name, t in json.loads(header[8:]).items() if name != "__metadata__"]
-        places = [(int(begin), int(end)) for begin, end in (t["data_offsets"] for t in tensors)]
+        ranges = [(int(begin), int(end)) for begin, end in (t["data_offsets"] for t in tensors)]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        return [(0, size)]  # damaged: `base_model` reports how
-    return [(_within(start + begin, size), _within(start + end, size)) for begin, end in places]
+        return [(0, size)]  # damaged: `base_model` reports it
 
+    def clip(offset: int) -> int:
+        return min(max(offset, 0), size)
 
-def _within(place: int, size: int) -> int:
-    return min(max(place, 0), size)
-
-
-def _offsets(begin: int, end: int) -> list[int]:
-    """Return where the first, the middle and the last block of a tensor begin."""
-    last = max(end - BLOCK_BYTES, begin)
-    return sorted({begin, (begin + last) // 2, last})
+    return [(clip(start + begin), clip(start + end)) for begin, end in ranges]
 
 
 def _start_of(file: Path) -> bytes:
-    """Return all of a JSON file, the header of a safetensors file."""
+    """Return the whole of a JSON file, or the header of a safetensors file."""
     with file.open("rb") as stream:
         if file.suffix != ".safetensors":
             return stream.read()

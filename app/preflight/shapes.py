@@ -1,7 +1,7 @@
 """The modules of a base before it is loaded: from the headers of its files, else its config.json.
 
-Names are those that transformers' modules have in memory. One function a family of architectures
-works out names and shapes of matrices from the numbers of config.json. Needs no torch.
+Names are those of transformers' modules in memory. One function per family of architectures
+computes names and shapes of the matrices from the numbers in config.json. Needs no torch.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ Shapes = dict[str, tuple[int, ...]]
 MAX_LAYERS = 10_000
 Numbers = Mapping[str, Any]
 PREFIXES = ("", "model.", "transformer.")
-"""names of outermost modules that some files leave out"""
+"""names of the outermost module, which some files omit"""
 TABLE = re.compile(r"(^|\.)((?!embed_out$)\w*embed\w*|wte|wpe|shared|relative_attention_bias)$")
-"""modules whose matrix is looked up, not multiplied"""
+"""modules whose matrix is a lookup table (an embedding)"""
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
 INPUT_EMBEDDING = re.compile(r"(^|\.)(shared|embed_tokens|wte|word_embeddings|embed_in)$")
 NO_PREFIX = re.compile(r"(h|layers|blocks)\.\d+\.")
-"""a layer's tensor in a file that leaves the outermost module's name out"""
+"""a layer's tensor in a file that omits the outermost module's name"""
 LAYER = re.compile(r"(?P<layer>(?P<stack>\D*?\.|)(?P<number>\d+))\.")
 """a repeated layer: the first number in a name"""
-
-
 EXPERT = re.compile(
     r"(?P<layer>.*?)experts\.(?P<number>\d{1,6})\."
     r"(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )
-"""a matrix of one expert, in files"""
+"""a matrix of a single expert, in files"""
 EXPERTS = re.compile(r"experts\.|block_sparse_moe\.")
 
 
 def modules_of_files(
     name: str, numbers: Numbers, tensors: Shapes, *, is_packed: bool = False
 ) -> BaseModules:
-    """Return the modules of a base by the headers of its files, and by what `numbers` add.
+    """Return the modules of a base from the headers of its files, completed by `numbers`.
 
-    `is_packed`: the tensors are quantized, and have other shapes than the matrices.
+    `numbers`: content of config.json. `is_packed`: the tensors are quantized, so their shapes are
+    not those of the matrices.
     """
     described: Shapes = {}
     tensors, experts = fuse_experts(tensors)
@@ -51,7 +50,7 @@ def modules_of_files(
         described = shapes_of_architecture(numbers) or {}
         tensors = _with_full_names(tensors, described)
     if is_short and not described:
-        return BaseModules(name=name)  # names in memory are others
+        return BaseModules(name=name)  # the names in memory are unknown
     matrices = matrices_of(tensors)
     paths = [name.split(".")[:-1] for name in tensors] + [name.split(".") for name in described]
     head = next(filter(HEAD.search, matrices), "lm_head")
@@ -61,19 +60,19 @@ def modules_of_files(
         name,
         numbers,
         described if is_packed else described | matrices,
-        # With the modules that they lie in.
+        # With the modules that contain them.
         weighted=sorted(
             {".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)}
         ),
         layers=_layers(numbers, [*tensors, *experts]),
         experts=experts,
-        # A weight that several modules share is saved once.
+        # A weight shared by several modules is saved once.
         shared=[each for each in (*tables, head) if each not in matrices],
     )
 
 
 def modules_of_architecture(name: str, numbers: Numbers) -> BaseModules:
-    """Return the modules of a base by the numbers of its config.json alone."""
+    """Return the modules of a base from the numbers in its config.json alone."""
     described = shapes_of_architecture(numbers) or {}
     shared = ["lm_head"] if numbers.get("tie_word_embeddings") is True else []
     layers = _layers(numbers, described)
@@ -108,10 +107,10 @@ def _modules(
 
 
 def fuse_experts(tensors: Shapes) -> tuple[Shapes, Shapes]:
-    """Take a mixture's experts out of the tensors of files; return the rest, and their weights.
+    """Return the tensors of files without those of experts, and the experts' fused weights.
 
-    Files hold each expert by itself, or all in one tensor; in memory they are one for what comes
-    in (gate and up together), and one for what goes out.
+    Files have one tensor per expert, or one for all; in memory, all experts of a layer have one
+    `gate_up_proj` and one `down_proj` [experts, rows, columns].
     """
     rest: Shapes = {}
     fused: Shapes = {}
@@ -119,12 +118,12 @@ def fuse_experts(tensors: Shapes) -> tuple[Shapes, Shapes]:
     for name, shape in tensors.items():
         single = EXPERT.fullmatch(name)
         if single and len(shape) == 2:
-            way = "down_proj" if single["part"] in ("down_proj", "w2") else "gate_up_proj"
+            part = "down_proj" if single["part"] in ("down_proj", "w2") else "gate_up_proj"
             layer = single["layer"].replace("block_sparse_moe", "mlp")
-            whole = f"{layer}experts.{way}"
-            rows[whole] += shape[0]
-            count = max(int(single["number"]) + 1, fused.get(whole, (0,))[0])
-            fused[whole] = (count, rows[whole] // count, shape[1])
+            weight = f"{layer}experts.{part}"
+            rows[weight] += shape[0]
+            num_experts = max(int(single["number"]) + 1, fused.get(weight, (0,))[0])
+            fused[weight] = (num_experts, rows[weight] // num_experts, shape[1])
         elif len(shape) == 3 and EXPERTS.search(name):
             fused[_name_in_memory(name)] = shape
         else:
@@ -133,14 +132,14 @@ def fuse_experts(tensors: Shapes) -> tuple[Shapes, Shapes]:
 
 
 def _name_in_memory(name: str) -> str:
-    """Return the name of a parameter of fused experts, which Granite's files name otherwise."""
+    """Return the name in memory of fused experts, which differs in Granite's files."""
     for theirs, ours in (("input_linear", "gate_up_proj"), ("output_linear", "down_proj")):
         name = name.replace(f"block_sparse_moe.{theirs}.weight", f"block_sparse_moe.experts.{ours}")
     return name
 
 
 def matrices_of(tensors: Shapes) -> Shapes:
-    """Return the tensors of two dimensions that are weights, by module."""
+    """Return the shapes of two-dimensional weights by module."""
     return {
         name.removesuffix(".weight"): shape
         for name, shape in tensors.items()
@@ -149,7 +148,7 @@ def matrices_of(tensors: Shapes) -> Shapes:
 
 
 def _with_full_names(tensors: Shapes, described: Shapes) -> Shapes:
-    """Return tensors by the names that they have in memory."""
+    """Return tensors under their names in memory: with the omitted name of the outermost module."""
     modules = {name: name.rpartition(".")[0] for name in tensors}
     prefix = max(PREFIXES, key=lambda p: sum(p + each in described for each in modules.values()))
     return {
@@ -159,13 +158,13 @@ def _with_full_names(tensors: Shapes, described: Shapes) -> Shapes:
 
 
 def _layers(numbers: Numbers, names: Iterable[str]) -> list[str] | None:
-    """Return the repeated layers, an encoder's before its decoder's; None where it is not clear."""
+    """Return the repeated layers, an encoder's before its decoder's; None if it is ambiguous."""
     layers = {found["layer"]: found for name in names if (found := LAYER.match(name))}
     stacks = {found["stack"] for found in layers.values()}
     is_pair = len(stacks) == 2 and all(re.search("encoder|decoder", stack) for stack in stacks)
     if len(stacks) != 1 and not is_pair:
         return None
-    # Layers that predict further tokens stand behind the others, and are not made.
+    # Multi-token prediction layers come after the others, and are not built.
     count = None if is_pair else numbers.get("num_hidden_layers")
     order = sorted(
         layers, key=lambda name: ("decoder" in layers[name]["stack"], int(layers[name]["number"]))
@@ -174,7 +173,7 @@ def _layers(numbers: Numbers, names: Iterable[str]) -> list[str] | None:
 
 
 def shapes_of_architecture(numbers: Numbers) -> Shapes | None:
-    """Work out a model's matrices from its numbers; None for a type or numbers not known here."""
+    """Compute a model's matrices from its numbers; None for an unknown type or missing numbers."""
     family = _FAMILIES.get(str(numbers.get("model_type")))
     if family is None:
         return None
@@ -204,14 +203,14 @@ def _repeat(prefix: str, layers: Any, layer: Shapes) -> Shapes:
 
 
 def _decoder(numbers: Numbers, layer: Shapes) -> Shapes:
-    """Return `model.layers` between an embedding and a head."""
+    """Return the shapes of `model.layers`, an embedding and a head."""
     ends = (int(numbers["vocab_size"]), int(numbers["hidden_size"]))
     shapes: Shapes = {"model.embed_tokens": ends, "lm_head": ends}
     return shapes | _repeat("model.layers", numbers["num_hidden_layers"], layer)
 
 
 def _separate_attention(numbers: Numbers, output: str) -> Shapes:
-    """Return a layer's attention with a matrix each; `output` names the one behind it."""
+    """Return a layer's attention with separate matrices; `output` names the output projection."""
     hidden = int(numbers["hidden_size"])
     queries, keys = _query_and_key_rows(numbers)
     return {
@@ -251,7 +250,7 @@ def _phi3(numbers: Numbers) -> Shapes:
 
 
 def _gpt2(numbers: Numbers) -> Shapes:
-    """Return GPT-2's shapes; its matrices stand the other way round, [inputs, outputs]."""
+    """Return GPT-2's shapes; its matrices are transposed: [inputs, outputs]."""
     hidden, vocab = int(numbers["n_embd"]), int(numbers["vocab_size"])
     inner = int(numbers.get("n_inner") or 4 * hidden)
     layer: Shapes = {
@@ -284,7 +283,7 @@ def _bloom(numbers: Numbers) -> Shapes:
 
 
 def _fused_transformer(numbers: Numbers, attention_rows: int) -> Shapes:
-    """Return `transformer.h` with one matrix for queries, keys and values."""
+    """Return the shapes of `transformer.h` with one matrix for queries, keys and values."""
     hidden, vocab = int(numbers["hidden_size"]), int(numbers["vocab_size"])
     inner = int(numbers.get("ffn_hidden_size") or 4 * hidden)
     layer: Shapes = {
@@ -336,7 +335,7 @@ def _bart(numbers: Numbers) -> Shapes:
         inner = int(numbers[f"{stack}_ffn_dim"])
         layer = _within(parts) | {"fc1": (inner, model), "fc2": (model, inner)}
         shapes[f"model.{stack}.embed_tokens"] = (vocab, model)
-        # BART's table of positions begins at 2.
+        # BART's position ids begin at 2.
         shapes[f"model.{stack}.embed_positions"] = (numbers["max_position_embeddings"] + 2, model)
         shapes |= _repeat(f"model.{stack}.layers", numbers[f"{stack}_layers"], layer)
     return shapes

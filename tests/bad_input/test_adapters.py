@@ -93,16 +93,16 @@ def change_the_config_of_the_base(adapter: Path) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Path], None], list[str]]] = [
-    (lose_the_config, ["no adapter_config.json there"]),
-    (lose_the_weights, ["no adapter_model.safetensors there"]),
+    (lose_the_config, ["the folder has no adapter_config.json"]),
+    (lose_the_weights, ["the folder has no adapter_model.safetensors"]),
     (break_the_config, ["adapter_config.json:1:2 invalid JSON"]),
     (become_another_kind, ["peft_type 'PREFIX_TUNING' is not supported", "LORA or IA3"]),
     (leave_a_pickle, ["adapter_model.bin is a pickle", "save_file(torch.load("]),
     (cut_off, ["cut off", "download it again"]),
     (empty_one, ["1 of 2 tensors are empty", "lora_B"]),
-    (empty_all, ["holds no tensors"]),
-    (change_the_base, ["made on another base", "weights differ (", "model.path="]),
-    (change_the_config_of_the_base, ["made on another base", "config.json or shapes differ ("]),
+    (empty_all, ["no tensors in this file"]),
+    (change_the_base, ["trained on another base", "weights differ (", "model.path="]),
+    (change_the_config_of_the_base, ["trained on another base", "config.json or shapes differ ("]),
 ]
 
 
@@ -150,7 +150,7 @@ def test_a_base_that_an_earlier_version_described_is_compared_by_its_headers(
     del origin["weights_form"]
     write_origin(adapter, origin | {"weights": "0" * 64})
     accepted(ask(*words, f"adapter.path={adapter}"))
-    assert "base.json is of an earlier version" in caplog.text
+    assert "base.json was written by an earlier version" in caplog.text
     write_origin(adapter, origin | {"fingerprint": "0" * 64})
     refused(ask(*words, f"adapter.path={adapter}"), "config.json or shapes differ (")
 
@@ -167,7 +167,7 @@ def test_bases_of_the_hub_are_compared_by_name(words: list[str], adapter: Path) 
     accepted(ask("model.path=org/name", "model.revision=v1.0", *ask_for))  # it may be that commit
     refused(
         ask("model.path=org/name", f"model.revision='{commits[1]}'", *ask_for),
-        f"made on another base: org/name at {commits[0]}",
+        f"trained on another base: org/name at {commits[0]}",
         f"model.path=org/name at {commits[1]}: revision differs",
     )
     refused(ask("model.path=org/other", *ask_for), "model.path=org/other: path differs")
@@ -180,12 +180,12 @@ def test_an_adapter_of_elsewhere_is_compared_by_shape(tmp_path: Path, words: lis
     refused(
         ask(*words, f"adapter.path={wide}"),
         "layers.0.self_attn.q_proj.lora_A.weight is 4 x 48",
-        "is 32 x 32; it was made on another base",
+        "is 32 x 32; it was trained on another base",
     )
     other = make_adapter(tmp_path / "other")
     shapes = {f"base_model.model.encoder.q.lora_{p}.weight": [32, 32] for p in "AB"}
     write_safetensors(other / "adapter_model.safetensors", shapes)
-    refused(ask(*words, f"adapter.path={other}"), "none of its 1 matrices is in")
+    refused(ask(*words, f"adapter.path={other}"), "has none of its 1 matrices")
 
 
 def test_tokens_that_an_adapter_was_trained_with_must_be_known(
@@ -214,7 +214,7 @@ def test_a_missing_folder_is_named(words: list[str], tmp_path: Path) -> None:
 
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = [
     # what the file has, what was typed, what must be said, what is right
-    ({"r": 16}, {"r": 8}, "has r=16: leave adapter.r out", {"r": 16}),
+    ({"r": 16}, {"r": 8}, "has r=16; leave adapter.r out", {"r": 16}),
     ({"lora_alpha": 8}, {"alpha": 16.0}, "has alpha=8", {"alpha": 8.0}),
     ({"lora_dropout": 0.1}, {"dropout": 0.2}, "has dropout=0.1", {"dropout": 0.1}),
     (
@@ -244,15 +244,15 @@ def test_a_continued_adapter_keeps_the_settings_of_its_file(
     folder = make_adapter(tmp_path / "adapter", **saved)
     (problem,) = check_same_settings(LoraConfig(**bad), folder)
     (name,) = bad
-    assert problem.startswith(f"adapter.{name}={bad[name]}, but the adapter at {folder} ")
+    assert problem.startswith(f"adapter.{name}={bad[name]}, but the adapter in {folder} ")
     assert said in problem
     assert check_same_settings(LoraConfig(**good), folder) == []
 
 
 def test_a_continued_adapter_is_compared_by_the_verb(tmp_path: Path, words: list[str]) -> None:
     path = f"adapter.path={make_adapter(tmp_path / 'adapter', r=16)}"
-    refused(ask(*words, path, "adapter.r=8"), "has r=16: leave adapter.r out")
-    refused(ask(*words, path, "adapter=ia3"), "is an adapter of adapter=lora", "type adapter=lora")
+    refused(ask(*words, path, "adapter.r=8"), "has r=16; leave adapter.r out")
+    refused(ask(*words, path, "adapter=ia3"), "was trained with adapter=lora", "type adapter=lora")
     accepted(ask(*words, path, "adapter.r=16", "adapter.lora_plus_ratio=16"))
 
 
@@ -279,4 +279,4 @@ def test_the_run_of_an_evaluation_is_compared_with_its_base(
     (run / "metrics.json").write_text("{}")
     accepted(ask(f"run={run}", verb="evaluate"))
     change_the_base(tmp_path / "adapter")
-    refused(ask(f"run={run}", verb="evaluate"), f"run={run}/adapter was made on another base")
+    refused(ask(f"run={run}", verb="evaluate"), f"run={run}/adapter was trained on another base")

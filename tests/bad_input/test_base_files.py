@@ -91,10 +91,10 @@ CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000", "at most 10,000"]),
     ({"rms_norm_eps": float("nan")}, ["rms_norm_eps=nan: expected a number"]),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, ["rope_theta=0", "above 0"]),
-    ({"attention_dropout": 2.0}, ["attention_dropout=2.0: expected a share from 0 to 1"]),
+    ({"attention_dropout": 2.0}, ["attention_dropout=2.0: expected a number from 0 to 1"]),
     ({"num_hidden_layers": 2.0}, ["num_hidden_layers=2.0", "expected a whole number"]),
     ({"num_hidden_layers": 3},
-     ["num_hidden_layers=3, but the weights beside it are of 2 layers: those from layer 2 on are "
+     ["num_hidden_layers=3, but the weight files have 2 layers: those from layer 2 on are "
       "missing; write num_hidden_layers=2"]),
     ({"model_type": []}, ["model_type=[]: expected a name"]),
     ({"dtype": "float2"}, ["float2"]),
@@ -105,9 +105,9 @@ CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"self": 1}, ["self"]),
     ({"rms_norm_eps": 1e9}, ["rms_norm_eps=1000000000.0: expected a number from 0 to below 1"]),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": -2}},
-     ["rope_parameters.factor=-2: expected a number from 1 up"]),
+     ["rope_parameters.factor=-2: expected a number of at least 1"]),
     ({"architectures": 7}, ["architectures=7: expected a list of class names"]),
-    ({"max_position_embeddings": -1}, ["max_position_embeddings=-1", "tokens from 1 up"]),
+    ({"max_position_embeddings": -1}, ["max_position_embeddings=-1", "tokens (1 or more)"]),
     ({"eos_token_id": 10**9},
      ["config.json: eos_token_id=1000000000: 1000000000 is not a token id of this base, whose "
       "vocab_size is 768; write the id that ends an answer"]),
@@ -163,7 +163,7 @@ TEXTS: list[tuple[str, bytes, list[str]]] = [
      ["generation_config.json: pad_token_id=x: 'x' is not a token", "or null for none"]),
     ("generation_config.json", b'{"pad_token_id": [0]}', ["pad_token_id=[0]: [0] is not a token"]),
     ("tokenizer_config.json", b'{"model_max_length": -5}',
-     ["tokenizer_config.json: model_max_length=-5: expected a number of tokens from 1 up"]),
+     ["tokenizer_config.json: model_max_length=-5: expected a number of tokens (1 or more)"]),
     ("tokenizer.json", b'{"model": 3}', ["tokenizer.json cannot be read"]),
     ("tokenizer.json", b"{}", ["tokenizer.json cannot be read"]),
     ("tokenizer_config.json", b'{"eos_token": 3}', ["tokenizer_config.json cannot be read"]),
@@ -171,7 +171,7 @@ TEXTS: list[tuple[str, bytes, list[str]]] = [
      ["its eos_token '<|nope|>' has id 768, the model's embedding has 768 rows; add"]),
     ("tokenizer_config.json", b'{"tokenizer_class": []}', ["tokenizer_config.json"]),
     ("config.json", b'{"model_type": "llama", "attn_implementation": "flash_attention_2"}',
-     ["config.json: attn_implementation chooses how transformers computes"]),
+     ["config.json: attn_implementation selects the attention code"]),
     ("special_tokens_map.json", b"\xff", ["special_tokens_map.json: not UTF-8"]),
     ("chat_template.jinja", b"\xff", ["chat_template.jinja: not UTF-8"]),
 ]  # fmt: skip
@@ -241,7 +241,7 @@ def test_weights_that_are_not_floats(base: Path, made: Path, dtype: torch.dtype)
 def test_weights_of_an_adapter_that_are_not_floats(adapter: Path, made: Path) -> None:
     file = adapter / "adapter_model.safetensors"
     save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
-    refused(open_adapter(adapter, made), f"{file}: ", "is I8, and an adapter's weights are F32")
+    refused(open_adapter(adapter, made), f"{file}: ", "is I8, but an adapter's weights must be F32")
 
 
 @pytest.mark.parametrize("form", ["tf", "flax"])
@@ -415,7 +415,7 @@ def test_layers_that_would_be_left_out(base: Path, made: Path) -> None:
     change(base / "config.json", num_hidden_layers=1)
     refused(
         open_base(base, made),
-        f"{base / 'config.json'}: num_hidden_layers=1, but the weights beside it are of 2 layers",
+        f"{base / 'config.json'}: num_hidden_layers=1, but the weight files have 2 layers",
         "9 tensors would not be used, model.layers.1.input_layernorm.weight is the first",
         "write num_hidden_layers=2",
     )

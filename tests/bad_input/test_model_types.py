@@ -113,7 +113,7 @@ def test_layers_of_a_language_model_that_would_be_left_out(tmp_path: Path) -> No
     numbers["text_config"]["layer_types"] = numbers["text_config"]["layer_types"][:1]
     file.write_text(json.dumps(numbers))
     (problem,) = inspect_base(ModelConfig(path=str(base))).problems
-    assert f"{file}: num_hidden_layers=1, but the weights beside it are of 2 layers" in problem
+    assert f"{file}: num_hidden_layers=1, but the weight files have 2 layers" in problem
     with pytest.raises(
         UserError, match=r"tensors in its files would not be used, .*language_model"
     ):

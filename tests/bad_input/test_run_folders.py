@@ -111,7 +111,7 @@ def test_a_received_run_never_says_itself_that_its_code_may_run(
         verb, f"{key}={received}", "model.trust_remote_code=false", *where, capsys=capsys
     )
     assert (code, marker.exists()) == (2, False)
-    assert "brings its own Python (evil.py, auto_map in config.json)" in said
+    assert "contains its own Python code (evil.py, auto_map in config.json)" in said
 
 
 def test_trust_that_is_typed_again_goes_on(

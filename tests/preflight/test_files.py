@@ -73,20 +73,23 @@ DAMAGES: dict[str, tuple[dict[str, str | None], list[str]]] = {
     ),
     "partial": (
         {WEIGHTS: None, f"{WEIGHTS}.incomplete": ""},
-        ["download did not finish", ".incomplete"],
+        ["download is incomplete", ".incomplete"],
     ),
     "no json": ({CONFIG: '{"model_type": "llama",}'}, ["config.json:1:24 invalid JSON"]),
     "no type": ({CONFIG: "{}"}, ["config.json: no model_type"]),
-    "no config": ({CONFIG: None}, ["no config.json there, found model.safetensors, tokenizer."]),
+    "no config": ({CONFIG: None}, ["has no config.json, only model.safetensors, tokenizer."]),
     "an adapter": ({CONFIG: None, "adapter_config.json": "{}"}, ["is an adapter, not a base"]),
-    "no tokenizer": ({"tokenizer.json": None}, ["no tokenizer there", "model.tokenizer_path="]),
+    "no tokenizer": ({"tokenizer.json": None}, ["no tokenizer found", "model.tokenizer_path="]),
     "bad tokenizer": ({"tokenizer.json": "{"}, ["tokenizer.json:1:2 invalid JSON"]),
     "python": (
         {"modeling_llama.py": "raise SystemExit"},
-        ["brings its own Python (modeling_llama.py)", "model.trust_remote_code=true"],
+        ["contains its own Python code (modeling_llama.py)", "model.trust_remote_code=true"],
     ),
     "auto_map": ({CONFIG: AUTO_MAP}, ["auto_map in config.json", "model.trust_remote_code=true"]),
-    "private": ({CONFIG: PRIVATE}, ["_attn_implementation_internal chooses how", "can name code"]),
+    "private": (
+        {CONFIG: PRIVATE},
+        ["_attn_implementation_internal selects", "can name other code"],
+    ),
 }
 
 
@@ -109,7 +112,7 @@ def test_damaged_weights_are_refused_with_the_reason(model: Path, words: list[st
     check_refused(words, "b.safetensors is missing")
     for weight_map, fragment in (
         ({"lm_head.weight": "b.safetensors"}, "1 tensors are in no file, lm_head.weight"),
-        ({NORM: "../../secret.safetensors"}, "points out of the folder"),
+        ({NORM: "../../secret.safetensors"}, "is outside of the folder"),
     ):
         file.write_bytes(whole)
         shard(model, weight_map)
@@ -133,7 +136,7 @@ def test_a_tokenizer_that_brings_python_is_refused(
         (tokenizer / name).write_text(text)
         answer = ask(*words)
         assert answer.code == 2
-        assert f"model.tokenizer_path={tokenizer} brings its own Python" in answer.said
+        assert f"model.tokenizer_path={tokenizer} contains its own Python code" in answer.said
         assert ask(*words, "model.trust_remote_code=true").code == 0
         (tokenizer / name).unlink()
 
@@ -327,7 +330,7 @@ def test_a_missing_model_folder_is_named_with_the_nearest(
         (tmp_path / "none" / "here", "no such folder"),
         (model / "config.json", "this is a file"),
         (tmp_path, f"did you mean {model}?"),
-        ("https://example.org/model", "URLs are not read"),
+        ("https://example.org/model", "URLs are not supported"),
         ("model", "a hub id has the form org/name"),
     ):
         check_refused([*words, f"model.path={typed}"], fragment)
@@ -408,7 +411,7 @@ def test_an_adapter_folder_is_looked_at(tmp_path: Path, model: Path, words: list
     evaluate = [*words, f"adapter_path={adapter}"]
     assert "no such folder" in ask(*evaluate, verb="evaluate").said
     adapter.mkdir()
-    assert "no adapter_config.json there" in ask(*evaluate, verb="evaluate").said
+    assert "the folder has no adapter_config.json" in ask(*evaluate, verb="evaluate").said
     adapter.rmdir()
     make_adapter(adapter / "adapter")
     said = ask(*evaluate, verb="evaluate").said

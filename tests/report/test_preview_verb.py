@@ -132,10 +132,10 @@ def test_tokenizer_problems_are_named(tokenizer_only: Path, data: str) -> None:
     (tokenizer_only / "tokenizer.json").write_text("{")
     assert "tokenizer.json:1:2 invalid JSON" in preview(f"model.path={tokenizer_only}", data).said
     (tokenizer_only / "tokenizer.json").unlink()
-    assert "no tokenizer there" in preview(f"model.path={tokenizer_only}", data).said
+    assert "no tokenizer found" in preview(f"model.path={tokenizer_only}", data).said
     (tokenizer_only / "tokenizer.json").write_text("{}")
     (tokenizer_only / "tokenization.py").write_text("raise SystemExit")
-    assert "brings its own Python" in preview(f"model.path={tokenizer_only}", data).said
+    assert "contains its own Python code" in preview(f"model.path={tokenizer_only}", data).said
 
 
 def test_a_known_context_limits_sequence_len(tmp_path: Path, data: str) -> None:
@@ -144,7 +144,7 @@ def test_a_known_context_limits_sequence_len(tmp_path: Path, data: str) -> None:
     assert preview(f"model.path={model}", data).code == 0, "weights are not needed"
     answer = preview(f"model.path={model}", data, "data.sequence_len=513")
     assert answer.code == 2
-    assert "data.sequence_len=513 is more than the context" in answer.said
+    assert "data.sequence_len=513 exceeds the context length" in answer.said
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}) + "}")
     assert "config.json:1:" in preview(f"model.path={model}", data).said
 
