@@ -67,7 +67,7 @@ def check_pod(pod: dict[str, Any]) -> dict[str, Any]:
     return container
 
 
-def test_the_jobset_starts_two_pods_that_find_the_first() -> None:
+def test_the_jobset_starts_torchrun_on_two_pods() -> None:
     job = read_yaml("jobset.yaml")
     assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (replicated,) = job["spec"]["replicatedJobs"]
@@ -85,7 +85,7 @@ def test_the_jobset_starts_two_pods_that_find_the_first() -> None:
     assert int(seconds) < spec["template"]["spec"]["terminationGracePeriodSeconds"]
 
 
-def test_the_pytorchjob_leaves_torchrun_to_its_operator() -> None:
+def test_the_pytorchjob_configures_torchrun_by_variables() -> None:
     job = read_yaml("pytorchjob.yaml")
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     spec = job["spec"]
@@ -122,7 +122,7 @@ def test_skypilot_starts_torchrun_on_each_machine() -> None:
     check_torchrun(done.stdout)
 
 
-def test_the_batch_script_asks_for_what_it_starts() -> None:
+def test_the_batch_script_requests_its_resources() -> None:
     file = FOLDER / "slurm.sbatch"
     text = file.read_text()
     subprocess.run(["bash", "-n", str(file)], check=True)
@@ -139,7 +139,7 @@ def test_the_batch_script_asks_for_what_it_starts() -> None:
     assert load_config("train", words[start + 1 :]).supervise.requeue
 
 
-def test_ray_calls_the_function_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_calls_the_train_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what Ray gives a worker; Ray itself is not installed here."""
     asked: dict[str, Any] = {}
 

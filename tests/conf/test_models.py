@@ -201,12 +201,12 @@ def is_tied(model: Any) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_every_model_is_one_that_is_known_here() -> None:
+def test_every_model_has_published_numbers() -> None:
     assert sorted([*PUBLISHED, *OURS]) == NAMES
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_numbers_are_the_published_ones(name: str) -> None:
+def test_architectures_equal_the_published_numbers(name: str) -> None:
     hidden, layers, heads, context, weights = PUBLISHED[name]
     model = built(name)
     config = model.config
@@ -231,7 +231,7 @@ def test_numbers_are_the_published_ones(name: str) -> None:
         ("falcon7b", {"rope_theta"}),
     ],
 )
-def test_numbers_are_the_defaults_of_their_config(name: str, besides: set[str]) -> None:
+def test_architectures_equal_the_defaults_of_transformers(name: str, besides: set[str]) -> None:
     """transformers' defaults are those of the checkpoint that its config class names."""
     numbers = dict(settings(name).architecture)
     kind = CONFIG_MAPPING[numbers.pop("model_type")]
@@ -240,7 +240,7 @@ def test_numbers_are_the_defaults_of_their_config(name: str, besides: set[str]) 
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_facts_are_of_that_model(name: str) -> None:
+def test_settings_fit_the_model(name: str) -> None:
     model = settings(name)
     assert model.path is not None
     assert model.path.count("/") == 1
@@ -260,7 +260,7 @@ def test_facts_are_of_that_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "\n  rope_theta:" in text_of(name)])
-def test_rotary_positions_arrive(name: str) -> None:
+def test_rotary_settings_reach_the_model(name: str) -> None:
     numbers = settings(name).architecture
     rope = built(name).config.rope_parameters
     if "rope_local_base_freq" in numbers:
@@ -273,7 +273,7 @@ def test_rotary_positions_arrive(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LLAMA_3)
-def test_llama_3_stretches_its_slow_positions_alone(name: str) -> None:
+def test_llama_3_scales_low_frequencies_only(name: str) -> None:
     numbers = settings(name).architecture
     frequencies = LlamaRotaryEmbedding(built(name).config).inv_freq
     head = numbers.get("head_dim") or numbers["hidden_size"] // numbers["num_attention_heads"]
@@ -284,7 +284,7 @@ def test_llama_3_stretches_its_slow_positions_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)
-def test_the_language_model_is_the_one_of_the_multimodal_checkpoint(name: str) -> None:
+def test_language_models_equal_those_of_multimodal_checkpoints(name: str) -> None:
     language_model = built(name).config
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(
@@ -296,12 +296,12 @@ def test_the_language_model_is_the_one_of_the_multimodal_checkpoint(name: str) -
 
 
 @pytest.mark.parametrize("name", SHAPES_OF_THE_BUILT)
-def test_shapes_are_not_worked_out_from_these_numbers(name: str) -> None:
+def test_shapes_of_irregular_models_are_unknown_before_they_are_built(name: str) -> None:
     assert shapes_of_architecture(settings(name).architecture) is None
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in SHAPES_OF_THE_BUILT])
-def test_shapes_by_numbers_are_those_of_the_model(name: str) -> None:
+def test_shapes_from_the_architecture_equal_those_of_the_model(name: str) -> None:
     parameters = built(name).named_parameters(remove_duplicate=False)
     matrices = {
         full_name.removesuffix(".weight"): tuple(parameter.shape)
@@ -311,21 +311,21 @@ def test_shapes_by_numbers_are_those_of_the_model(name: str) -> None:
     assert shapes_of_architecture(settings(name).architecture) == matrices
 
 
-def test_shapes_are_unknown_where_a_number_is_missing() -> None:
+def test_shapes_are_unknown_if_a_number_is_missing() -> None:
     numbers = settings("flan_t5_xl").architecture
     assert shapes_of_architecture(numbers | {"model_type": "rwkv"}) is None
     del (fewer := dict(numbers))["d_ff"]
     assert shapes_of_architecture(fewer) is None
 
 
-def test_t5_has_no_context_that_a_length_could_exceed() -> None:
+def test_t5_has_no_context_limit() -> None:
     hub_numbers = settings("t5_small").architecture | {"n_positions": 512}
     assert check_sequence_len(4096, BaseModel("t5", hub_numbers)) == []
     assert check_sequence_len(4096, BaseModel("gpt2", settings("gpt2").architecture)) != []
 
 
 @pytest.mark.parametrize("name", ON_THE_HUB)
-def test_the_adapter_of_an_experiment_fits_its_model(name: str) -> None:
+def test_experiments_adapt_every_layer(name: str) -> None:
     config = load_config("train", [f"experiment={name}"])
     with torch.device("meta"):
         model = build_model(
@@ -342,7 +342,7 @@ def test_the_adapter_of_an_experiment_fits_its_model(name: str) -> None:
     assert in_layers == set(range(layers)), "every layer trains"
 
 
-def test_a_flan_t5_keeps_the_head_of_its_file(tmp_path: Path) -> None:
+def test_an_untied_flan_t5_keeps_its_saved_head(tmp_path: Path) -> None:
     """transformers 5 calls every T5 tied; a FLAN-T5's head is its own and comes from its file."""
     torch.manual_seed(0)
     numbers = {"vocab_size": 64, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1}

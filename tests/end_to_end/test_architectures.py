@@ -46,7 +46,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("adapter", list(ADAPTERS))
 @pytest.mark.parametrize("name", list(BASES))
-def test_what_was_trained_is_what_is_reopened(name: str, adapter: str, tmp_path: Path) -> None:
+def test_a_reopened_model_has_the_measured_losses(name: str, adapter: str, tmp_path: Path) -> None:
     base = save_with_tokenizer(BASES[name](), tmp_path / "base")
     run = train_into(
         tmp_path / "run",

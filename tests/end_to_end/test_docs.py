@@ -29,7 +29,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
-def test_a_question_is_answered_where_the_table_says(row: list[str]) -> None:
+def test_questions_are_answered_at_the_listed_place(row: list[str]) -> None:
     _, typed, where = row
     key = re.split(r"[ =]", typed.strip("`"))[0] if "=" in typed else typed.strip("`")
     if (link := re.search(r"\]\(([\w./]+)\)", where)) is not None:
@@ -51,7 +51,7 @@ def python_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGES["python.md"], re.DOTALL)
 
 
-def test_nothing_heavy_is_imported_before_it_is_asked_for() -> None:
+def test_importing_app_does_not_import_torch_or_hydra() -> None:
     code = "import sys, app; assert not {'torch', 'hydra', 'app.train'} & set(sys.modules)"
     code += "; from app import load_config, train; assert callable(train)"
     code += "; assert 'torch' not in sys.modules"
@@ -60,9 +60,7 @@ def test_nothing_heavy_is_imported_before_it_is_asked_for() -> None:
 
 
 @pytest.mark.slow
-def test_a_callers_settings_stay_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_does_not_change_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from app.train import train
 
     def pin(run: Run) -> None:  # as a run that goes on with a base from the hub does
@@ -127,11 +125,11 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("words", CHOICES)
-def test_what_the_page_of_choices_says_can_be_typed(words: str) -> None:
+def test_overrides_in_choosing_md_compose(words: str) -> None:
     load_config("train", ["+experiment=llama8b", *words.split()])
 
 
-def test_each_choice_has_words_to_type_and_each_strategy_its_place() -> None:
+def test_choosing_md_has_overrides_and_all_strategies() -> None:
     page = PAGES["choosing.md"]
     rows = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
     for row in rows:

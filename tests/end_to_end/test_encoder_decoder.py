@@ -68,7 +68,7 @@ def test_every_data_set_has_its_curves_and_answers(run: Path) -> None:
     assert metrics["tuned/val/loss"] < metrics["base/val/loss"]
 
 
-def test_a_run_is_evaluated_again_with_the_same_figures(run: Path, tmp_path: Path) -> None:
+def test_evaluate_repeats_the_metrics_of_a_run(run: Path, tmp_path: Path) -> None:
     from app.config import load_config
     from app.evaluate import evaluate
 
@@ -148,7 +148,7 @@ def test_one_made_from_its_numbers_learns_six_rows_by_heart(
     assert json.loads((folder / "metrics.json").read_text())["tuned/exact_match/asked"] == 1.0
 
 
-def test_a_base_whose_decoder_has_no_first_token_is_refused(
+def test_a_base_without_decoder_start_token_is_refused(
     kind: str, train_run: TrainRun, tmp_path: Path
 ) -> None:
     model = TINY[kind](vocab_size=768)
@@ -164,7 +164,7 @@ def test_a_base_whose_decoder_has_no_first_token_is_refused(
     train_run(*chosen)
 
 
-def test_the_tokenizer_of_t5_ends_what_both_sides_read(train_run: TrainRun, tmp_path: Path) -> None:
+def test_the_t5_tokenizer_ends_sources_and_targets(train_run: TrainRun, tmp_path: Path) -> None:
     tokenizer = SHARED / "tokenizers" / "t5"
     if not tokenizer.is_dir():
         pytest.skip("../shared/data is absent")

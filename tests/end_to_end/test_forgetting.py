@@ -20,7 +20,7 @@ TEXT = "{path: 'sample:list_corpus', name: text, format: completion, max_rows: 6
 """of what the base was made from"""
 
 
-def test_a_run_that_forgets_says_so_and_ends_with_exit_code_4(
+def test_forgetting_is_reported_and_ends_with_exit_code_4(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = f"model.path={TINY_BASE}"  # half of it has too little to forget
@@ -42,7 +42,7 @@ def test_a_run_that_forgets_says_so_and_ends_with_exit_code_4(
     assert metrics["change/val/loss/lists/high"] < 0
 
 
-def test_a_run_of_no_effect_says_no_difference(
+def test_a_run_without_effect_reports_no_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train_into(tmp_path / "run", "optimizer.lr=1e-12", "evaluation.exact_match=true")

@@ -62,7 +62,7 @@ def hub() -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_the_commit_of_a_base_is_pinned_and_a_run_goes_on_with_it(hub: str, tmp_path: Path) -> None:
+def test_the_commit_of_a_hub_base_is_pinned_for_resuming(hub: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     here = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"}
     environment = environment_of_a_person() | here

@@ -28,7 +28,9 @@ ADAPTER = "adapter/adapter_model.safetensors"
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
-def test_several_ranks_end_as_one(family: str, person: Person, tmp_path: Path) -> None:
+def test_several_ranks_give_the_figures_and_weights_of_one(
+    family: str, person: Person, tmp_path: Path
+) -> None:
     pytest.importorskip("deepspeed")
     base = save_with_tokenizer(
         tiny_family(family, vocab_size=768, max_position_embeddings=256), tmp_path / "base"

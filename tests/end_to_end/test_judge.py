@@ -37,7 +37,7 @@ def judged(url: str, adapter: Path, folder: Path) -> dict[str, float]:
         os.environ.pop("LOFT_RUN_DIR", None)
 
 
-def test_answers_are_judged_and_kept_where_the_judge_dies(
+def test_answers_are_saved_if_the_judge_fails(
     adapter: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -70,7 +70,7 @@ def test_answers_are_judged_and_kept_where_the_judge_dies(
     assert len(verdicts) == 3 * 2 * 4
 
 
-def test_an_evaluation_that_is_killed_while_it_is_judged_goes_on_there(
+def test_an_evaluation_interrupted_during_judging_continues(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []

@@ -110,7 +110,9 @@ KINDS = {
     ("kind", "quantization"),
     [("mixture", "none"), ("mixture", "nf4"), ("hybrid", "nf4"), ("multimodal", "none")],
 )
-def test_it_learns_the_lists(kind: str, quantization: str, person: Person, tmp_path: Path) -> None:
+def test_other_kinds_of_bases_learn_the_lists(
+    kind: str, quantization: str, person: Person, tmp_path: Path
+) -> None:
     of = KINDS[kind]
     base, run = of.save(tmp_path / "base"), tmp_path / "run"
     rows, test_rows = (f"[{{path: {SAMPLES / file}, name: lists}}]" for file in LISTS)

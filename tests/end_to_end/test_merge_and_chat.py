@@ -74,7 +74,7 @@ def talk(monkeypatch: pytest.MonkeyPatch, folder: Path, lines: str, *words: str)
 
 
 @pytest.mark.slow
-def test_a_merge_whose_template_others_render_otherwise_is_a_fault(
+def test_a_merge_with_different_tokens_is_refused(
     adapter: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -128,7 +128,7 @@ def test_merged_and_unmerged_give_the_same_answers(
         "adapter=ia3",
     ],
 )
-def test_the_newest_checkpoint_is_merged_only_when_told(
+def test_the_newest_checkpoint_is_merged_only_on_request(
     word: str, tmp_path: Path, train_run: TrainRun
 ) -> None:
     """What a run stopped at is what it would have saved had it been its end."""
@@ -160,7 +160,7 @@ pathlib.Path(options["--outfile"]).write_bytes(b"GGUF")
 
 
 @pytest.mark.slow
-def test_a_gguf_file_is_compared_on_its_greedy_tokens(
+def test_a_gguf_file_is_compared_by_greedy_tokens(
     adapter: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -199,7 +199,7 @@ def test_a_gguf_file_is_compared_on_its_greedy_tokens(
 
 
 @pytest.mark.slow
-def test_llama_cpp_itself_goes_on_as_the_merged_model(
+def test_llama_cpp_generates_as_the_merged_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With its converter on PATH. It knows the tokenizer of this base, not that of the default."""
@@ -220,7 +220,7 @@ def test_llama_cpp_itself_goes_on_as_the_merged_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pair", "multimodal", "mixture"])
-def test_two_weighted_adapters_of_other_kinds_of_bases_are_merged_and_talked_to(
+def test_weighted_adapters_of_other_kinds_of_bases_are_merged(
     kind: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -257,7 +257,7 @@ def test_two_weighted_adapters_of_other_kinds_of_bases_are_merged_and_talked_to(
 
 
 @pytest.mark.slow
-def test_a_mixture_in_bf16_is_judged_by_the_experts_that_it_chooses(
+def test_a_mixture_merged_in_bf16_is_verified_with_equal_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rounding lets routers choose others, with other answers: that is said, and no fault."""
@@ -291,7 +291,7 @@ def test_a_mixture_in_bf16_is_judged_by_the_experts_that_it_chooses(
         merge_into(tmp_path / "wrong", *words, "merge.dtype=bf16")
 
 
-def test_a_chat_begins_with_its_system_prompt_and_outlives_errors(
+def test_a_chat_starts_with_its_system_prompt_and_survives_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [f"model.path={TINY_BASE}", "chat.system=Be brief.", "chat.max_new_tokens=3"]
@@ -345,7 +345,7 @@ def answers_of(questions: list[tuple[Any, ...]], *words: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_chat_and_the_merged_folder_answer_held_out_rows_as_evaluate(
+def test_chat_and_the_merged_model_answer_as_evaluate(
     default_run: Path, person: Person, tmp_path: Path
 ) -> None:
     questions, measured = held_out_answers(default_run)
@@ -406,16 +406,14 @@ def served_answers(
 
 
 @pytest.mark.slow
-def test_the_server_answers_held_out_rows_as_evaluate(
-    default_run: Path, person: Person, tmp_path: Path
-) -> None:
+def test_the_server_answers_as_evaluate(default_run: Path, person: Person, tmp_path: Path) -> None:
     questions, measured = held_out_answers(default_run)
     assert served_answers(person, default_run, tmp_path / "serve", questions) == measured
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal", "pair"])
-def test_a_server_keeps_its_port_and_its_key_and_stops_in_the_middle_of_an_answer(
+def test_a_server_requires_its_key_and_stops_during_an_answer(
     kind: str, person: Person, tmp_path: Path
 ) -> None:
     base = TINY_BASE
@@ -450,7 +448,7 @@ def test_a_server_keeps_its_port_and_its_key_and_stops_in_the_middle_of_an_answe
     assert "model:" in written and key["LOFT_SERVE_KEY"] not in written
 
 
-def test_a_server_for_other_machines_needs_a_key_and_any_its_packages(
+def test_a_public_server_needs_a_key_and_a_server_its_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from app.config import run_verb as dispatch
@@ -465,7 +463,7 @@ def test_a_server_for_other_machines_needs_a_key_and_any_its_packages(
     assert "pip install -e '.[serve]'" in capsys.readouterr().err
 
 
-def test_the_line_for_vllm_has_adapter_template_and_stop_tokens(
+def test_the_vllm_command_has_adapter_template_and_stop_tokens(
     adapter: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -56,7 +56,7 @@ def of_one(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
-def test_several_ranks_end_as_one(
+def test_several_ranks_give_the_figures_and_weights_of_one(
     strategy: str, of_one: tuple[str, Path], base: Path, person: Person, tmp_path: Path
 ) -> None:
     if strategy == "zero3":

@@ -71,7 +71,7 @@ def test_evaluate_measures_the_quantized_model_of_the_run(
 
 
 @pytest.mark.slow
-def test_an_adapter_of_a_quantized_base_is_measured_on_the_base_itself(
+def test_an_adapter_of_a_quantized_base_is_evaluated_on_the_full_base(
     runs: dict[str, tuple[Path, str]], tmp_path: Path
 ) -> None:
     words = [f"run={runs['nf4'][0]}", "quantization=none", f"output.dir={tmp_path}"]

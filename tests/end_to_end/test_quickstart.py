@@ -14,7 +14,7 @@ TASKS = ("lists", "orders", "people")
 
 
 @pytest.mark.slow
-def test_the_default_run_learns_all_three_tasks(default_run: Path) -> None:
+def test_the_quickstart_learns_all_three_tasks(default_run: Path) -> None:
     folder, screen = default_run, (default_run.parent / SCREEN).read_text()
     metrics = json.loads((folder / "metrics.json").read_text())
     for task in TASKS:
@@ -52,7 +52,7 @@ def test_evaluate_repeats_the_closing_table(
 
 
 @pytest.mark.slow
-def test_real_data_on_a_real_model_falls_on_every_curve(
+def test_real_data_lowers_the_loss_of_every_data_set(
     stories: Path, person: Person, tmp_path: Path
 ) -> None:
     data = stories.parent.parent

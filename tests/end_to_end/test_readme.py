@@ -66,7 +66,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"{one.page}-{n}" for n, one in enumerate(BLOCKS)])
-def test_a_block_can_be_pasted_as_it_stands(block: Block) -> None:
+def test_blocks_have_no_placeholders(block: Block) -> None:
     """Nothing in it stands for something that a person has to know and fill in."""
     left = re.findall(
         r"\b(?:HOST|OWNER|NAME|FOLDER|FILE|TASKS?|N)\b|<\w+>", " ".join(block.commands)
@@ -101,7 +101,7 @@ def check_verb(verb: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}-{block.text[:40]}")
-def test_every_block_can_be_pasted(block: Block) -> None:
+def test_commands_of_blocks_exist_and_compose(block: Block) -> None:
     assert block.needs == "" or block.needs.startswith("needs-"), block.needs
     assert "..." not in block.text and "FOLDER" not in block.text
     subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
@@ -120,7 +120,7 @@ def test_every_block_can_be_pasted(block: Block) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_command_stands_outside_of_a_block_that_is_checked(page: Path) -> None:
+def test_all_commands_are_in_checked_blocks(page: Path) -> None:
     """An indented block is none that a test finds, and a block of text is no command."""
     outside = FENCE.sub("", page.read_text())
     assert not re.findall(r"^    (?:python|make|torchrun|loft) .*", outside, re.MULTILINE)
@@ -129,13 +129,13 @@ def test_no_command_stands_outside_of_a_block_that_is_checked(page: Path) -> Non
         assert language == "bash" or not re.search(r"^(python -m|make|torchrun) ", text, re.M)
 
 
-def test_every_link_of_a_page_leads_to_a_file() -> None:
+def test_links_of_pages_exist() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([\w./-]+)[)#]", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def test_the_readme_goes_in_the_order_of_what_a_person_wants() -> None:
+def test_the_readme_has_the_expected_sections() -> None:
     assert re.findall(r"^## (.+)$", README, re.MULTILINE) == [
         "Two commands",
         "Your model, your data",
@@ -263,7 +263,7 @@ def test_the_first_hour(clone: Clone) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
-def test_the_blocks_of_a_page_run(page: Path, clone: Clone) -> None:
+def test_blocks_of_pages_run(page: Path, clone: Clone) -> None:
     """After the first hour, for a page goes on with the README's run."""
     blocks = [block for block in blocks_of(page) if not block.needs]
     if not blocks:

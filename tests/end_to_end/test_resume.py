@@ -33,21 +33,21 @@ def train(person: Person, tmp_path: Path) -> Train:
     return type_train
 
 
-def test_a_killed_command_typed_again_ends_as_if_it_had_run_through(train: Train) -> None:
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(train: Train) -> None:
     words = ("resume=auto", "faults=[rank_killed@5,ckpt:after_marker@6]")
     for _ in range(2):
         train("run", *words, code=KILLED)
     check_same_run(train("run", *words), train("whole"))
 
 
-def test_two_ranks_go_on_as_two_ranks_that_ran_through(train: Train) -> None:
+def test_two_resumed_ranks_equal_two_uninterrupted_ones(train: Train) -> None:
     words = ("resume=auto", "faults=[rank_killed:0@3,rank_killed:1@5]")
     for _ in range(2):
         train("run", *words, ranks=2, code=NO_ENVIRONMENT)
     check_same_run(train("run", *words, ranks=2), train("whole", ranks=2))
 
 
-def test_three_ranks_add_their_gradients_in_the_same_order_again(train: Train) -> None:
+def test_three_resumed_ranks_reduce_gradients_in_the_same_order(train: Train) -> None:
     # Two ranks' parts are the same sum in either order; a rank this high fills several buckets.
     words = ("adapter.r=64", "optimizer.lr=1e-2")
     killed = (*words, "resume=auto", "faults=[rank_killed:0@5]")
@@ -56,7 +56,9 @@ def test_three_ranks_add_their_gradients_in_the_same_order_again(train: Train) -
 
 
 @pytest.mark.parametrize("first", [1, 2], ids=["one rank, then two", "two ranks, then one"])
-def test_another_number_of_ranks_takes_the_same_steps(train: Train, first: int) -> None:
+def test_a_run_resumed_on_another_number_of_ranks_takes_the_same_steps(
+    train: Train, first: int
+) -> None:
     def of(ranks: int, name: str, *words: str, code: int = DONE) -> Path:
         cut = f"trainer.gradient_accumulation_steps={4 // ranks}"
         return train(name, "adapter.dropout=0", cut, *words, ranks=ranks, code=code)

@@ -48,7 +48,7 @@ def check_same_end(run: Path, of_one: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
-def test_ranks_that_hold_parts_end_a_run_together(
+def test_sharded_ranks_end_a_run_as_one_rank(
     strategy: str, person: Person, of_one: Path, tmp_path: Path
 ) -> None:
     if strategy == "zero3":
@@ -63,9 +63,7 @@ def test_ranks_that_hold_parts_end_a_run_together(
 
 
 @pytest.mark.slow
-def test_a_first_rank_that_cannot_write_takes_the_others_along(
-    person: Person, tmp_path: Path
-) -> None:
+def test_a_write_error_on_rank_0_ends_all_ranks(person: Person, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def take_its_name() -> None:
@@ -86,7 +84,7 @@ def test_a_first_rank_that_cannot_write_takes_the_others_along(
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp_offload"])
 @pytest.mark.parametrize("placed", [("trainer.devices=1",), TWO_RANKS], ids=["one", "two"])
-def test_ranks_on_gpus_end_a_run_together(
+def test_sharded_ranks_on_gpus_end_a_run_as_one_rank(
     placed: tuple[str, ...], strategy: str, person: Person, of_one: Path, tmp_path: Path
 ) -> None:
     """One holds every part, and still ends as the strategy does."""

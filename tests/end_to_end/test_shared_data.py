@@ -43,7 +43,7 @@ def words(stories: Path, *files: str) -> list[str]:
     ]
 
 
-def test_no_data_set_is_left_out() -> None:
+def test_all_shared_data_sets_are_listed() -> None:
     if not SHARED.is_dir():
         pytest.skip("../shared/data is absent")
     there = {
@@ -55,7 +55,7 @@ def test_no_data_set_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("file", SETS)
-def test_each_is_previewed_and_trained_on(
+def test_each_data_set_is_previewed_and_trained_on(
     file: str, stories: Path, train_run: TrainRun, tmp_path: Path
 ) -> None:
     typed = words(stories, file)
@@ -67,7 +67,7 @@ def test_each_is_previewed_and_trained_on(
     assert len(losses) == 2 and all(0 < loss < 30 for loss in losses.values())
 
 
-def test_all_of_them_together(stories: Path, train_run: TrainRun) -> None:
+def test_all_data_sets_are_mixed(stories: Path, train_run: TrainRun) -> None:
     folder = train_run(*words(stories, *SETS), "data.mixture.weights=tokens", "packing=multipack")
     assert (folder / "audit.txt").read_text().count("\n") > len(SETS)
     assert len(read_column(folder, "train/loss")) == 2

@@ -60,7 +60,7 @@ def test_a_stopped_run_resumes_by_the_command_it_prints(person: Person, tmp_path
     check_same_run(run, tmp_path / "whole")
 
 
-def test_a_stop_of_the_whole_group_is_one_stop(tmp_path: Path) -> None:
+def test_a_signal_to_the_process_group_saves_once(tmp_path: Path) -> None:
     words = small_run(*RUN, "data.num_workers=2", "trainer.max_steps=400")
     process = start_train(*words, f"output.dir={tmp_path / 'run'}")
     assert process.stdout is not None
@@ -78,7 +78,7 @@ def test_a_stop_of_the_whole_group_is_one_stop(tmp_path: Path) -> None:
     wait_until_gone(tmp_path / "run")
 
 
-def test_two_ranks_stop_together_and_are_started_again(
+def test_two_ranks_stop_together_and_are_restarted(
     whole_of_two: Path, person: Person, tmp_path: Path
 ) -> None:
     run, bin_ = tmp_path / "run", tmp_path / "bin"
@@ -106,9 +106,7 @@ def test_two_ranks_stop_together_and_are_started_again(
     check_same_run(run, whole_of_two)
 
 
-def test_ranks_of_torchrun_are_started_again_by_it(
-    whole_of_two: Path, person: Person, tmp_path: Path
-) -> None:
+def test_torchrun_restarts_ranks(whole_of_two: Path, person: Person, tmp_path: Path) -> None:
     words = small_run(*RUN, *TWO_RANKS, "resume=auto", "faults=[rank_killed:1@5]")
     command = [
         *(person.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),

@@ -80,7 +80,7 @@ def stall(person: Person) -> Stall:
 
 
 @pytest.mark.parametrize("case", WHERE.values(), ids=WHERE)
-def test_a_run_ends_wherever_it_reads(
+def test_a_stalled_run_ends_within_the_limit(
     tmp_path: Path, stall: Stall, case: tuple[str, str, int, tuple[str, ...]]
 ) -> None:
     place, how, calls, words = case
@@ -93,7 +93,7 @@ def test_a_run_ends_wherever_it_reads(
     assert (code, seconds < ends_within()) == (143, True), (seconds, said)
 
 
-def test_a_checkpoint_that_is_read_is_left(tmp_path: Path, stall: Stall) -> None:
+def test_a_stalled_read_of_a_checkpoint_ends_within_the_limit(tmp_path: Path, stall: Stall) -> None:
     made = train_into(tmp_path / "made", "trainer.max_steps=1", "logger=csv")
     run = shutil.copytree(made, tmp_path / "run" / "out")  # this process holds the other
     (run / "metrics.json").unlink()
@@ -105,9 +105,7 @@ def test_a_checkpoint_that_is_read_is_left(tmp_path: Path, stall: Stall) -> None
 
 
 @pytest.mark.parametrize("how", ["sleeps", "hangs"])
-def test_what_is_done_is_saved_where_the_next_data_does_not_come(
-    tmp_path: Path, stall: Stall, how: str
-) -> None:
+def test_completed_steps_are_saved_if_data_stalls(tmp_path: Path, stall: Stall, how: str) -> None:
     folder = tmp_path / "run"
     typed = [
         *small_run("trainer.max_steps=9", "data.val_set_size=0", "logger=csv"),
@@ -126,7 +124,7 @@ def test_what_is_done_is_saved_where_the_next_data_does_not_come(
         assert saved is None and "exited at once" in said
 
 
-def test_a_measurement_ends_and_is_made_again(tmp_path: Path, stall: Stall) -> None:
+def test_an_interrupted_evaluation_is_repeated_on_resume(tmp_path: Path, stall: Stall) -> None:
     measured = (
         *small_run("trainer.validate_every_steps=2", "trainer.checkpoint.every_steps=9"),
         "logger=csv",
@@ -145,7 +143,7 @@ def test_a_measurement_ends_and_is_made_again(tmp_path: Path, stall: Stall) -> N
 
 
 @pytest.mark.parametrize("verb", ["preview", "evaluate"])
-def test_other_verbs_end_too(tmp_path: Path, stall: Stall, verb: str) -> None:
+def test_other_stalled_verbs_end_within_the_limit(tmp_path: Path, stall: Stall, verb: str) -> None:
     data = f"data.datasets=[{{path: {SAMPLES / 'orders_test.jsonl'}}}]"
     words = [data, f"model.path={TINY_BASE}", f"data.cache_dir={tmp_path / 'run' / 'cache'}"]
     if verb == "evaluate":

@@ -15,7 +15,7 @@ from tests.tiny import small_run
 pytestmark = pytest.mark.slow
 
 
-def test_two_trials_of_two_ranks_each(person: Person, tmp_path: Path) -> None:
+def test_a_sweep_runs_trials_with_two_ranks(person: Person, tmp_path: Path) -> None:
     """Two trials and no sweep within one: ranks are started by the same command line."""
     words = small_run("trainer.max_steps=2", "trainer.devices=2", "strategy=ddp")
     words += ["adapter.r=4,8", "evaluation.exact_match=false", "output.dir=sweep"]

@@ -69,7 +69,7 @@ def test_the_first_run_through_a_pipe(person: Person, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_bar_says_stopped_after_ctrl_c(person: Person, tmp_path: Path) -> None:
+def test_the_bar_shows_stopped_after_ctrl_c(person: Person, tmp_path: Path) -> None:
     words = ["+experiment=quickstart", "logger=csv", f"output.dir={tmp_path / 'run'}"]
     # The bar is drawn ten times a second: on a fast machine not at every step.
     screen = type_in_terminal(
@@ -83,7 +83,7 @@ def test_the_bar_says_stopped_after_ctrl_c(person: Person, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_bars_count_answers_and_validation_and_go(
+def test_bars_of_answers_and_validation_are_erased(
     person: Person, tmp_path: Path, default_run: Path
 ) -> None:
     words = [f"run={default_run}", f"output.dir={tmp_path / 'evaluation'}"]
@@ -95,7 +95,7 @@ def test_bars_count_answers_and_validation_and_go(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_the_first_run_gives_no_false_alarm(seed: int, person: Person, tmp_path: Path) -> None:
+def test_a_good_run_logs_no_warnings(seed: int, person: Person, tmp_path: Path) -> None:
     words = ["+experiment=quickstart", "evaluation.exact_match=false", "logger=csv"]
     words += [f"seed={seed}", "trainer.max_steps=120"]
     said = person.train_into(tmp_path / "run", *words)
@@ -103,7 +103,7 @@ def test_the_first_run_gives_no_false_alarm(seed: int, person: Person, tmp_path:
 
 
 @pytest.mark.slow
-def test_the_whole_default_run_gives_no_false_alarm(default_run: Path) -> None:
+def test_the_quickstart_logs_no_warnings(default_run: Path) -> None:
     check_no_alarm((default_run.parent / SCREEN).read_text(), default_run)
 
 

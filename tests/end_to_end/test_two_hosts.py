@@ -152,7 +152,7 @@ def check_lost(said: str, rank: int, host: str) -> None:
 
 @pytest.mark.parametrize(("lives", "dies"), [(0, 1), (1, 0)], ids=["second", "first"])
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_lost_host_is_named_by_the_other(
+def test_a_lost_host_is_reported_by_the_other(
     hosts: tuple[Host, Host], start: Start, lives: int, dies: int, signum: int
 ) -> None:
     training = start("trainer.max_steps=400")
@@ -168,9 +168,7 @@ def test_a_lost_host_is_named_by_the_other(
         assert "exitcode  : 3" in said and "traceback : error (the environment)" in said
 
 
-def test_a_link_that_is_cut_for_good_ends_both_sides(
-    hosts: tuple[Host, Host], start: Start
-) -> None:
+def test_a_lost_connection_ends_both_hosts(hosts: tuple[Host, Host], start: Start) -> None:
     training = start("trainer.max_steps=400")
     hosts[1].cut()
     for host, other in (hosts, hosts[::-1]):
@@ -190,7 +188,7 @@ def whole(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_a_link_that_is_cut_for_20_seconds_costs_them_only(
+def test_a_connection_lost_for_20_seconds_does_not_end_the_run(
     hosts: tuple[Host, Host], start: Start, person: Person, tmp_path: Path
 ) -> None:
     steps = f"trainer.max_steps={STEPS_OF_A_CUT}"
@@ -205,7 +203,7 @@ def test_a_link_that_is_cut_for_20_seconds_costs_them_only(
     check_same_run(training.run, tmp_path / "whole")
 
 
-def test_a_rank_that_is_killed_is_started_again_on_both(
+def test_torchrun_restarts_both_hosts_after_a_killed_rank(
     hosts: tuple[Host, Host], start: Start, whole: Path
 ) -> None:
     """Also where torchrun shares its store with the ranks, which has the dead ranks' addresses."""
@@ -217,7 +215,7 @@ def test_a_rank_that_is_killed_is_started_again_on_both(
     check_same_run(training.run, whole)
 
 
-def test_hosts_that_are_killed_come_back_and_lose_nothing(
+def test_killed_hosts_rejoin_and_the_run_is_unchanged(
     hosts: tuple[Host, Host], start: Start, person: Person, tmp_path: Path
 ) -> None:
     """In turn, at random moments, as their power fails, and torchrun is started there again.
@@ -321,7 +319,7 @@ class Job:
         return done.returncode, done.stdout
 
 
-def test_a_job_of_two_nodes_goes_back_into_the_queue_and_on(
+def test_a_requeued_job_of_two_nodes_resumes(
     hosts: tuple[Host, Host], whole: Path, person: Person, tmp_path: Path
 ) -> None:
     job = Job(
@@ -337,7 +335,7 @@ def test_a_job_of_two_nodes_goes_back_into_the_queue_and_on(
     check_same_run(tmp_path / "run", whole)
 
 
-def test_a_port_in_use_is_named_with_another_to_type(
+def test_a_port_in_use_is_refused_with_a_fix(
     hosts: tuple[Host, Host], person: Person, tmp_path: Path
 ) -> None:
     port = 20000 + 77

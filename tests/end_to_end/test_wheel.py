@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_a_wheel_holds_every_file_that_the_program_reads(wheel: Path) -> None:
+def test_a_wheel_contains_every_file_that_is_read(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
         held = set(packed.namelist())
     for pattern in (
@@ -54,7 +54,7 @@ def test_a_wheel_holds_every_file_that_the_program_reads(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_in_an_environment_of_its_own_trains(wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
     environment, run = tmp_path / "environment", tmp_path / "run"
     venv.create(environment, with_pip=False)
     python = environment / "bin" / "python"
@@ -78,7 +78,7 @@ def test_a_wheel_in_an_environment_of_its_own_trains(wheel: Path, tmp_path: Path
     assert ran.stdout.splitlines()[-1] == f"run: {run}"
 
 
-def test_a_verb_that_does_not_exist_is_refused_with_the_nearest() -> None:
+def test_an_unknown_verb_is_refused_with_the_nearest() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "app", "trian"],
         cwd=ROOT,

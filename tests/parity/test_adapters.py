@@ -69,7 +69,7 @@ def test_lora_is_w_plus_scaled_b_a(kind: str, rslora: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_ranks_and_alphas_by_pattern(kind: str) -> None:
+def test_rank_and_alpha_patterns(kind: str) -> None:
     base = TINY[kind]()
     by_hand, plain = copy.deepcopy(base), copy.deepcopy(base)
     ending = FEED_FORWARD[kind][0]
@@ -137,7 +137,7 @@ def test_ia3_scales_outputs_of_attention_and_inputs_of_the_feed_forward(
     ("kind", "init"),
     [("llama", "pissa"), ("gpt2", "pissa"), ("t5", "pissa"), ("llama", "olora"), ("t5", "olora")],
 )
-def test_pissa_and_olora_start_as_the_base_and_move_as_lora(kind: str, init: str) -> None:
+def test_pissa_and_olora_start_as_the_base_and_train_as_lora(kind: str, init: str) -> None:
     """arXiv 2404.02948 and 2406.01775: W = residual + s B A at the start, and LoRA from there."""
     base = TINY[kind]()
     by_hand, plain = copy.deepcopy(base), copy.deepcopy(base)
@@ -160,7 +160,7 @@ def test_pissa_and_olora_start_as_the_base_and_move_as_lora(kind: str, init: str
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_gradients_are_those_of_the_formula(kind: str) -> None:
+def test_gradients_equal_the_formula(kind: str) -> None:
     """dA = s B^T G and dB = s G A^T, with G the gradient of the whole weight."""
     base = TINY[kind]()
     by_hand = copy.deepcopy(base)

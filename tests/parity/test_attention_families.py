@@ -230,14 +230,16 @@ OFTEN_ON_A_GPU = ("gemma2", "gemma3_text", "llama", "mistral", "phimoe")
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", CASES)
-def test_what_auto_takes_is_the_models_own_attention(family: str, lengths: list[list[int]]) -> None:
+def test_the_choice_of_auto_equals_the_models_own_attention(
+    family: str, lengths: list[list[int]]
+) -> None:
     taken = choose_backend(AttentionConfig(), build(family).config, "cpu", "fp32")
     check(family, taken.backend, lengths)
 
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", CASES)
-def test_eager_is_the_models_own_attention(family: str, lengths: list[list[int]]) -> None:
+def test_eager_equals_the_models_own_attention(family: str, lengths: list[list[int]]) -> None:
     if choose_backend(AttentionConfig(), build(family).config, "cpu", "fp32").backend != "eager":
         check(family, "eager", lengths)  # else it is what auto takes
 
@@ -251,7 +253,7 @@ def test_eager_is_the_models_own_attention(family: str, lengths: list[list[int]]
         fast=lambda family, backend: family in OFTEN_ON_A_GPU,
     ),
 )
-def test_what_is_offered_on_a_gpu_is_the_models_own_attention(
+def test_gpu_backends_equal_the_models_own_attention(
     family: str, backend: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By stand-ins, where the run would not be refused before."""
@@ -269,7 +271,7 @@ def test_what_is_offered_on_a_gpu_is_the_models_own_attention(
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
 @pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "doge", "glm_moe_dsa", "hy_v4"])
-def test_documents_longer_than_what_a_query_selects_are_refused(
+def test_documents_longer_than_the_selected_keys_are_refused(
     family: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of keys with the same score, those that are selected change with the length of the row."""
@@ -283,7 +285,7 @@ def test_documents_longer_than_what_a_query_selects_are_refused(
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_padding_behind_a_pack_leaves_gemma_3n_its_gradients(
+def test_padding_keeps_gradients_of_gemma_3n_finite(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gemma 3n takes the root of a token's mean square, and its pad token is all zeros."""

@@ -58,7 +58,7 @@ def losses(run: Path) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("kind", list(ADAPTERS))
-def test_three_steps_and_three_more_are_six(kind: str, data: str, tmp_path: Path) -> None:
+def test_three_plus_three_steps_equal_six(kind: str, data: str, tmp_path: Path) -> None:
     settings = [*SETTINGS, *ADAPTERS[kind], data]
     whole = train_into(tmp_path / "whole", *settings, "trainer.max_steps=6")
     half = train_into(tmp_path / "half", *settings, "trainer.max_steps=3")

@@ -39,7 +39,7 @@ def test_the_first_step_of_a_family(family: str, tmp_path: Path) -> None:
     check_equal(our_step(tmp_path), plain_step(tmp_path))
 
 
-def test_the_cut_is_of_the_registry_and_in_the_table() -> None:
+def test_the_daily_families_are_registered_and_in_the_table() -> None:
     assert len(FAST) == 25 and set(FAST) <= set(registry())
     table = read_table()
     assert all(table[family].startswith("equal") for family in FAST)

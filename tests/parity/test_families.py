@@ -36,23 +36,25 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("saved", [*EQUAL, *RECURRENT, *UNPACKED], indirect=True)
-def test_padded_rows_give_what_plain_transformers_give(saved: Path) -> None:
+def test_padded_rows_equal_plain_transformers(saved: Path) -> None:
     check_equal(our_step(saved, packing="none"), plain_step(saved))
 
 
 @pytest.mark.parametrize("saved", cases(*EQUAL, *RECURRENT), indirect=True)
-def test_packs_give_what_plain_transformers_give(saved: Path) -> None:
+def test_packs_equal_plain_transformers(saved: Path) -> None:
     check_equal(our_step(saved), plain_step(saved))
 
 
 @pytest.mark.parametrize("saved", cases(*UNPACKED), indirect=True)
-def test_a_model_that_cannot_be_packed_goes_on_in_padded_rows(saved: Path) -> None:
+def test_a_model_that_cannot_be_packed_uses_padded_rows(saved: Path) -> None:
     check_equal(our_step(saved), plain_step(saved))
 
 
 @pytest.mark.parametrize("packing", ["none", "multipack"])
 @pytest.mark.parametrize("family", ["bert", "electra"])
-def test_a_model_that_sees_what_comes_is_refused(family: str, packing: str, tmp_path: Path) -> None:
+def test_a_model_that_attends_to_later_tokens_is_refused(
+    family: str, packing: str, tmp_path: Path
+) -> None:
     tiny_family(family, is_decoder=False).save_pretrained(tmp_path)
     refused = f'{family} models attend to later tokens.* with "is_decoder": true in config.json'
     with pytest.raises(ValueError, match=refused):

@@ -81,7 +81,7 @@ def of_two_ranks(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.parametrize("cut", ["one by one", "two ranks", "two ranks, by the global batch"])
-def test_every_cut_of_a_global_step_trains_the_same(
+def test_a_global_step_is_the_same_however_it_is_split(
     cut: str, reference: Path, of_two_ranks: Path, person: Person, tmp_path: Path
 ) -> None:
     folder = of_two_ranks
@@ -98,7 +98,7 @@ def test_every_cut_of_a_global_step_trains_the_same(
     )
 
 
-def test_ranks_that_read_a_stream_weigh_their_step_together(person: Person, tmp_path: Path) -> None:
+def test_ranks_of_a_stream_share_the_weight_of_a_step(person: Person, tmp_path: Path) -> None:
     """The first gradient of two ranks is that of all their documents in one batch."""
     lists = str(SAMPLES / "lists.json")
     words = [
@@ -165,7 +165,7 @@ def test_packed_and_padded_documents_give_the_same_loss_and_gradient(
     assert read_column(packed, tokens) == read_column(padded, tokens)
 
 
-def test_the_learning_rate_knows_no_ranks(person: Person, tmp_path: Path) -> None:
+def test_the_learning_rate_does_not_depend_on_ranks(person: Person, tmp_path: Path) -> None:
     folder = tmp_path / "cosine"
     own = [word for word in SETTINGS if not word.startswith("schedule=")]
     person.train_into(folder, *own, *CUTS["two ranks"], "schedule=cosine")
@@ -188,9 +188,7 @@ def test_a_run_on_two_ranks_leaves_one_folder_with_one_adapter(
     assert metrics["val/loss"] < metrics["base/val/loss"]
 
 
-def test_the_closing_loss_of_a_full_run_on_two_ranks_is_that_of_all_rows(
-    person: Person, tmp_path: Path
-) -> None:
+def test_the_final_loss_of_two_ranks_is_that_of_all_rows(person: Person, tmp_path: Path) -> None:
     """Rank 0 measures it alone, after saving has rounded the weights."""
     folder = tmp_path / "full"
     settings = [word for word in SETTINGS if not word.startswith("adapter.")]

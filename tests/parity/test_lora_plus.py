@@ -56,7 +56,7 @@ def settings_by_name(model: Any, optimizer: Any) -> dict[str, tuple[float, float
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_every_weight_has_the_learning_rate_and_decay_of_the_reference(
+def test_learning_rates_and_decay_equal_the_reference(
     weight_decay: float,
 ) -> None:
     model = adapted()
@@ -66,7 +66,7 @@ def test_every_weight_has_the_learning_rate_and_decay_of_the_reference(
     assert set(expected.values()) == {(LR, weight_decay), (LR * RATIO, weight_decay)}
 
 
-def test_ten_steps_give_the_weights_of_the_reference() -> None:
+def test_ten_steps_equal_the_reference() -> None:
     model, ids = adapted(), random_ids(2, 16)
     ours, theirs, other = pairs(model, 0.1)
     start = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -82,7 +82,7 @@ def test_ten_steps_give_the_weights_of_the_reference() -> None:
             assert not torch.equal(parameter, start[name]), name
 
 
-def test_only_b_is_scaled_where_the_reference_scales_magnitudes_as_well() -> None:
+def test_only_b_has_the_scaled_rate_with_dora() -> None:
     """The paper scales B; peft's group of vectors was meant for biases and takes DoRA's along."""
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
     model = peft.get_peft_model(tiny_llama(), lora)

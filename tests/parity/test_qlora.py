@@ -105,7 +105,7 @@ def assert_near(ours: Tensor, reference: Tensor, tolerance: float, name: str = "
         fast=lambda _, adapter, precision: precision == "fp32" or adapter == "lora",
     ),
 )
-def test_a_step_is_that_of_the_dequantized_weights_before_and_after_a_validation(
+def test_a_step_equals_that_of_the_dequantized_weights(
     tmp_path: Path, method: str, adapter: str, precision: str
 ) -> None:
     tolerance = EXACT if precision == "fp32" else BF16

@@ -113,7 +113,7 @@ def build(
         ("lora", "int8"),
     ],
 )
-def test_nothing_is_kept_or_computed_below_the_lowest_adapter(
+def test_nothing_is_saved_or_computed_below_the_lowest_adapter(
     kind: str, quantization: str, recompute: str, tmp_path: Path
 ) -> None:
     model = build(tmp_path, CONFIGS[kind]("top 1"), recompute, quantization)
@@ -135,9 +135,7 @@ def test_nothing_is_kept_or_computed_below_the_lowest_adapter(
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("lowest", [0, 2])
-def test_all_from_the_lowest_adapter_up_is_on_the_way(
-    lowest: int, recompute: str, tmp_path: Path
-) -> None:
+def test_gradients_reach_the_lowest_adapter(lowest: int, recompute: str, tmp_path: Path) -> None:
     model = build(tmp_path, CONFIGS["lora"]([lowest]), recompute)
     watch = Watch(model)
     with watch.watching():
@@ -150,7 +148,7 @@ def test_all_from_the_lowest_adapter_up_is_on_the_way(
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
-def test_an_adapter_on_the_decoder_leaves_the_encoder_alone(
+def test_an_adapter_on_the_decoder_needs_no_encoder_backward(
     make: Callable[[], Any], recompute: str
 ) -> None:
     base = make()
@@ -167,7 +165,7 @@ def test_an_adapter_on_the_decoder_leaves_the_encoder_alone(
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
-def test_parameters_memory_and_time_fall_with_the_layers() -> None:
+def test_parameters_memory_and_time_decrease_with_the_layers() -> None:
     """Two layers of eight: a quarter of the adapter, about a quarter of the backward pass."""
     numbers = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
     base = {"vocab_size": 64, **numbers}

@@ -75,7 +75,7 @@ BUGS = [
         file=RESUME,
         right='return data_rank * (details["num_ranks"] // saved) if data_rank < saved else None',
         wrong="return 0 if data_rank < saved else None",
-        test="tests/end_to_end/test_resume.py::test_two_ranks_go_on_as_two_ranks_that_ran_through",
+        test="tests/end_to_end/test_resume.py::test_two_resumed_ranks_equal_two_uninterrupted_ones",
     ),
     Bug(
         name="the data goes on one step ahead",

@@ -51,7 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain.name)
-def test_a_run_that_dies_and_goes_on_ends_as_if_it_had_not(
+def test_a_killed_and_resumed_run_is_unchanged(
     chain: cases.Chain, person: Person, whole: Whole
 ) -> None:
     result = run_chain(chain, person, whole, SEED)
@@ -60,9 +60,7 @@ def test_a_run_that_dies_and_goes_on_ends_as_if_it_had_not(
 
 
 @pytest.mark.parametrize("what", ["write points", "disk full"])
-def test_a_save_that_fails_anywhere_leaves_a_good_one(
-    what: str, person: Person, whole: Whole
-) -> None:
+def test_a_failed_save_keeps_a_valid_checkpoint(what: str, person: Person, whole: Whole) -> None:
     variant = cases.Variant()
     counted = {variant: count_operations(variant, person, whole)}
     assert counted[variant].all > plans.FEWEST_OPERATIONS

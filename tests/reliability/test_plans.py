@@ -18,7 +18,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_numbers_are_those_that_are_asked_for(seed: int) -> None:
+def test_plans_have_the_required_numbers_of_deaths(seed: int) -> None:
     chains = plans.plan_chains(seed, COUNTED, is_full=False)
     assert chains == plans.plan_chains(seed, COUNTED, is_full=False)
     assert len({chain.name for chain in chains}) == len(chains)
@@ -53,7 +53,7 @@ def test_full_kills_at_every_operation() -> None:
         assert of_variant == [f"disk:{one}" for one in range(1, operations.all + 1)]
 
 
-def test_records_are_read_process_by_process(tmp_path: Path) -> None:
+def test_records_are_read_per_process(tmp_path: Path) -> None:
     record = tmp_path / "batches"
     record.write_text("begin\n1 aa\n1 bb\nbegin\n2 cc\n3 d")
     assert _lines(record) == ["1 aa", "1 bb", "2 cc"]

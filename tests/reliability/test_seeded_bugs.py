@@ -13,12 +13,12 @@ from tests.reliability import seeded_bugs
 from tests.reliability.seeded_bugs import BUGS, Bug, sow
 
 
-def test_there_are_forty_bugs_each_of_its_own_kind() -> None:
+def test_there_are_at_least_forty_different_bugs() -> None:
     assert len({bug.name for bug in BUGS}) == len({(bug.right, bug.wrong) for bug in BUGS}) >= 40
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_bug_can_be_sown_and_its_test_is_there(bug: Bug, tmp_path: Path) -> None:
+def test_each_bug_can_be_injected_and_its_test_exists(bug: Bug, tmp_path: Path) -> None:
     (tmp_path / bug.file).parent.mkdir(parents=True)
     shutil.copy(ROOT / bug.file, tmp_path / bug.file)
     before = sow(bug, tmp_path)
@@ -30,7 +30,7 @@ def test_a_bug_can_be_sown_and_its_test_is_there(bug: Bug, tmp_path: Path) -> No
     assert test.partition("[")[0] in names
 
 
-def test_a_bug_without_its_place_is_reported(tmp_path: Path) -> None:
+def test_a_bug_whose_source_text_is_missing_is_reported(tmp_path: Path) -> None:
     bug = Bug(name="gone", file="file.py", right="x = 1\n", wrong="", test="")
     for text in ("", "x = 1\nx = 1\n"):
         (tmp_path / "file.py").write_text(text)
@@ -38,7 +38,7 @@ def test_a_bug_without_its_place_is_reported(tmp_path: Path) -> None:
             sow(bug, tmp_path)
 
 
-def test_words_that_no_bugs_name_has_run_nothing(
+def test_unknown_bug_names_run_no_tests(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without names pytest would run every test."""
