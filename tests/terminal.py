@@ -1,4 +1,4 @@
-"""A command in a terminal of so many columns: what its screen shows, and a key that is pressed."""
+"""Run a command in a pseudo-terminal of a given width: its final screen, and pressed keys."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ CTRL_C = b"\x03"
 
 @dataclass(frozen=True)
 class Screen:
-    """What a terminal shows when a command has ended."""
+    """Content of a terminal after a command has ended."""
 
     code: int
     lines: list[str]
-    """all lines, those that scrolled away too; without what was overwritten"""
+    """all lines, including those that scrolled away, without overwritten text"""
     first_seconds: float
-    """until something was shown"""
+    """seconds until the first output"""
 
 
 def type_in_terminal(
     python: str, columns: int, module: str, *words: str, press: bytes = b"", after: str = ""
 ) -> Screen:
-    """Run `PYTHON -m MODULE`; `press` is typed once the screen has shown what `after` matches."""
+    """Run `PYTHON -m MODULE`; send `press` once the output matches the pattern `after`."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
@@ -64,7 +64,7 @@ def type_in_terminal(
 
 
 def _rows(text: str, columns: int) -> list[str]:
-    """Return what a terminal shows of what was written: lines wrapped, moved over, erased."""
+    """Return the lines that a terminal shows for `text`, after wrapping and cursor movements."""
     rows, row, column = [""], 0, 0
     position = 0
     while position < len(text):

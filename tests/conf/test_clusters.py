@@ -1,4 +1,4 @@
-"""The files for clusters are what their schedulers read, and start ranks that our checks accept."""
+"""Cluster files are valid for their schedulers and start ranks that our checks accept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READ_TIMEOUT = f"--rdzv-conf=read_timeout={RENDEZVOUS_SECONDS}"
 
 
 def check_train(words: list[str]) -> None:
-    """Check that these are the words of a run on two nodes that can be started again."""
+    """Check that these overrides start a resumable run on two nodes."""
     config = load_config("train", words)
     assert requested_devices(config).num_ranks == NODES * GPUS
     assert config.trainer.num_nodes == NODES
@@ -35,7 +35,7 @@ def check_train(words: list[str]) -> None:
 
 
 def check_torchrun(line: str, **given: str) -> None:
-    """Check a line with torchrun's own parser; `given` are its options by PET_ variables."""
+    """Check a command line with torchrun's parser; `given` are its options from PET_ variables."""
     from torch.distributed.run import get_args_parser
 
     words = shlex.split(line.replace("\\\n", " "))
@@ -53,7 +53,7 @@ def read_yaml(name: str) -> Any:
 
 
 def check_pod(pod: dict[str, Any]) -> dict[str, Any]:
-    """Check what each pod needs; returns its container."""
+    """Check the requirements of each pod; return its container."""
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == GPUS
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -62,7 +62,7 @@ def check_pod(pod: dict[str, Any]) -> dict[str, Any]:
     assert "persistentVolumeClaim" in mounts["/shared"]
     assert container["command"] == ["bash", "-c"]
     subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)
-    # An image has no environment that is active.
+    # No environment is active in an image.
     assert container["workingDir"] and container["args"][0].startswith("exec .venv/bin/torchrun ")
     return container
 
@@ -96,7 +96,7 @@ def test_the_pytorchjob_configures_torchrun_by_variables() -> None:
     assert f"{one['key']}={one['value']}" in READ_TIMEOUT
     pod = workers["template"]["spec"]
     container = check_pod(pod)
-    assert container["name"] == "pytorch"  # the operator looks for this name
+    assert container["name"] == "pytorch"  # required by the operator
     check_torchrun(container["args"][0], nnodes=str(NODES), nproc_per_node=spec["nprocPerNode"])
     variables = {one["name"]: one["value"] for one in container["env"]}
     assert int(variables["PET_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
@@ -110,7 +110,7 @@ def test_skypilot_starts_torchrun_on_each_machine() -> None:
     assert "/shared" in task["volumes"]
     for part in ("setup", "run"):
         subprocess.run(["bash", "-n"], input=task[part], text=True, check=True)
-    # What SkyPilot sets, and torchrun as it would be called.
+    # The variables that SkyPilot sets, and a fake torchrun that prints its arguments.
     shell = "torchrun() { printf '%q ' torchrun \"$@\"; }\n" + task["run"].replace(".venv/bin/", "")
     variables = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": str(NODES)}
     variables["SKYPILOT_NUM_GPUS_PER_NODE"] = str(GPUS)
@@ -126,13 +126,13 @@ def test_the_batch_script_requests_its_resources() -> None:
     file = FOLDER / "slurm.sbatch"
     text = file.read_text()
     subprocess.run(["bash", "-n", str(file)], check=True)
-    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
-    assert asked["nodes"] == str(NODES)
-    assert asked["ntasks-per-node"] == asked["gpus-per-node"] == str(GPUS)
-    assert asked["signal"].startswith("USR1@") and "requeue" in asked
+    requested = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+    assert requested["nodes"] == str(NODES)
+    assert requested["ntasks-per-node"] == requested["gpus-per-node"] == str(GPUS)
+    assert requested["signal"].startswith("USR1@") and "requeue" in requested
     line = re.sub(r"\\\n", " ", text[text.index("\nsrun ") :]).strip()
     words = shlex.split(line)
-    assert "--cpus-per-task=$SLURM_CPUS_PER_TASK" in words  # which srun does not inherit
+    assert "--cpus-per-task=$SLURM_CPUS_PER_TASK" in words  # srun does not inherit it
     start = words.index("app.train")
     assert words[start - 2 : start] == ["python", "-m"]
     check_train(words[start + 1 :])
@@ -140,15 +140,15 @@ def test_the_batch_script_requests_its_resources() -> None:
 
 
 def test_ray_calls_the_train_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what Ray gives a worker; Ray itself is not installed here."""
-    asked: dict[str, Any] = {}
+    """With a fake of Ray, which is not installed."""
+    options_of_ray: dict[str, Any] = {}
 
     class TorchTrainer:
         def __init__(self, function: Any, **options: Any) -> None:
-            asked.update(options, function=function)
+            options_of_ray.update(options, function=function)
 
         def fit(self) -> None:
-            asked["function"](asked["train_loop_config"])
+            options_of_ray["function"](options_of_ray["train_loop_config"])
 
     train, torch = ModuleType("ray.train"), ModuleType("ray.train.torch")
     for name in ("FailureConfig", "RunConfig", "ScalingConfig"):
@@ -160,8 +160,8 @@ def test_ray_calls_the_train_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "train", trained.append, raising=False)
     runpy.run_path(str(FOLDER / "ray_train.py"), run_name="__main__")
     (config,) = trained
-    assert requested_devices(config).num_ranks == asked["scaling_config"].num_workers
+    assert requested_devices(config).num_ranks == options_of_ray["scaling_config"].num_workers
     assert config.resume == "auto" and config.output.dir is not None
-    assert asked["run_config"].failure_config.max_failures > 0
-    # The variables that Ray Train sets are those by which a rank is recognized.
+    assert options_of_ray["run_config"].failure_config.max_failures > 0
+    # Ray Train sets the variables by which a rank is detected.
     assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= set(VARIABLES_OF_A_RANK)

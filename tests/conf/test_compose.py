@@ -1,4 +1,4 @@
-"""Every YAML file under conf/ composes, and becomes typed settings."""
+"""Every YAML file under conf/ composes into typed settings."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from data_modules import hints_of
 
 GROUPS = conf_files.list_groups(conf_files.CONF)
 FAST_MODELS = ("llama8b", "qwen3_30b_a3b", "t5_small", "tiny")
-"""of each kind of file one; test_models composes all of them"""
+"""one model of each kind; test_models composes all of them"""
 OPTIONS = {
     group: [one for one in options if group != "model" or one in FAST_MODELS]
     for group, options in GROUPS.items()
     if group not in GROUPS_WITH_PLUS
 }
 VERB_OF = {"evaluation": "evaluate", "hardware": "plan"}
-"""which has the group, where a training has it not"""
+"""group -> verb that has it, for groups that train does not have"""
 
 
 def rows() -> list[tuple[str, dict[str, str]]]:
-    """Return verbs and options of several groups, so that each option is in one of them."""
-    of_verbs: dict[str, dict[str, list[str]]] = {}
+    """Return verbs with options of several groups, so that every option occurs."""
+    groups_of_verbs: dict[str, dict[str, list[str]]] = {}
     for group, options in OPTIONS.items():
-        of_verbs.setdefault(VERB_OF.get(group, "train"), {})[group] = options
+        groups_of_verbs.setdefault(VERB_OF.get(group, "train"), {})[group] = options
     found = []
-    for verb, groups in of_verbs.items():
+    for verb, groups in groups_of_verbs.items():
         for row in range(max(map(len, groups.values()))):
             chosen = {group: options[row % len(options)] for group, options in groups.items()}
             found.append((verb, {"model": "tiny", "data": "skills"} | chosen))

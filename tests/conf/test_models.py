@@ -1,4 +1,4 @@
-"""Every file of conf/model/ describes the model that it names: sizes, positions, tied or not."""
+"""Files of conf/model/ describe their models: sizes, positions, tied embeddings."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ pytestmark = pytest.mark.slow
 
 NAMES = conf_files.list_groups(conf_files.CONF)["model"]
 OURS = ("tiny", "tiny_base_scratch")
-# hidden size, layers, heads, context, weights. From public sources, none of them our files:
-# - sizes, layers, heads and contexts: litgpt's config.py for Llama (3.3 and the R1 distills of it,
-#   too), Qwen 2.5 and 3, Mistral 7B, Gemma 1 and 2, Phi and Falcon; maxtext's hf_model_configs.py
-#   for Gemma 3 and 4, gpt-oss, OLMo 3, DeepSeek-V3, Qwen3 30B and Qwen3.5 35B; slime's
-#   scripts/models for the dense Qwen3.5, GLM-4 and GLM-4.5 Air; transformers' own config defaults,
-#   which name their checkpoint, for Llama 4 Scout, SmolLM3, Ministral 3 8B, FLAN-T5, BART, GPT-2;
-#   t5x's base.gin for T5; copies of the hub's config.json or prints of the loaded model for Mistral
-#   Nemo and Small, Gemma 4 12B, Qwen3.6, Granite 4, Ministral 3 3B, BLOOM 560M and Phi-4; a GGUF
-#   header for Gemma 3 1B's context; benchmark tables for the other BLOOMs;
-# - weights: the hub's own counts, Keras Hub's presets for T5, FLAN-T5, GPT-2 and Gemma, prints of
-#   loaded models for BART and BLOOM. It is said where the hub counts something twice or besides.
-#   None where no source was found. Ids of special tokens: BLOOM, FLAN-T5 and BART only.
-# Compared once more on 2026-11-23, by files that the first did not use, with widths of heads and
-# feed-forwards, key heads, vocabularies, experts, epsilons and rotary bases besides: maxtext's
-# configs/models for 40 of them (Llama 2 to 4, Qwen 2.5 and 3, Qwen3.5 35B, Gemma 1 to 4, gpt-oss,
-# OLMo 3, DeepSeek-V3, Phi-4 mini, Mistral), torchtune's model builders for 29 (Llama 2 to 3.2,
-# Qwen 2.5 and 3, Gemma 1 and 2, Phi, Mistral), model cards for Qwen3.5 9B. None contradicts: they
-# have vocabularies of another padding (Gemma 1 to 3) or of Mistral 7B 0.1, and pairs of layers
-# (Gemma 2); Qwen3 30B's rotary base is there that of its later version.
+# hidden size, layers, heads, context, weights. From public sources, not from our files:
+# - sizes, layers, heads and contexts: litgpt's config.py for Llama (including 3.3 and its R1
+#   distillations), Qwen 2.5 and 3, Mistral 7B, Gemma 1 and 2, Phi and Falcon; maxtext's
+#   hf_model_configs.py for Gemma 3 and 4, gpt-oss, OLMo 3, DeepSeek-V3, Qwen3 30B and Qwen3.5 35B;
+#   slime's scripts/models for the dense Qwen3.5, GLM-4 and GLM-4.5 Air; transformers' own config
+#   defaults, which document their checkpoint, for Llama 4 Scout, SmolLM3, Ministral 3 8B, FLAN-T5,
+#   BART, GPT-2; t5x's base.gin for T5; copies of the hub's config.json or printed models for
+#   Mistral Nemo and Small, Gemma 4 12B, Qwen3.6, Granite 4, Ministral 3 3B, BLOOM 560M and Phi-4; a
+#   GGUF header for Gemma 3 1B's context; benchmark tables for the other BLOOMs;
+# - weights: the hub's own counts, Keras Hub's presets for T5, FLAN-T5, GPT-2 and Gemma, printed
+#   models for BART and BLOOM. Comments name what the hub counts twice or in addition. None if no
+#   source was found. Ids of special tokens: BLOOM, FLAN-T5 and BART only.
+# Compared again on 2026-11-23 with other files, including head and feed-forward sizes, key heads,
+# vocabularies, experts, epsilons and rotary bases: maxtext's configs/models for 40 of them (Llama 2
+# to 4, Qwen 2.5 and 3, Qwen3.5 35B, Gemma 1 to 4, gpt-oss, OLMo 3, DeepSeek-V3, Phi-4 mini,
+# Mistral), torchtune's model builders for 29 (Llama 2 to 3.2, Qwen 2.5 and 3, Gemma 1 and 2, Phi,
+# Mistral), model cards for Qwen3.5 9B. None contradicts, except for differently padded vocabularies
+# (Gemma 1 to 3), the vocabulary of Mistral 7B 0.1, layers in pairs (Gemma 2), and the rotary base
+# of a later version of Qwen3 30B.
 PUBLISHED: dict[str, tuple[int, int, int, int | None, int | None]] = {
-    "llama2_7b": (4096, 32, 32, 4096, 6_738_415_616),  # the hub's 6,738,417,664 has 32 x 64
-    "llama2_13b": (5120, 40, 40, 4096, 13_015_864_320),  # rotary frequencies besides, and 13B's
+    "llama2_7b": (4096, 32, 32, 4096, 6_738_415_616),  # the hub's 6,738,417,664 include 32 x 64
+    "llama2_13b": (5120, 40, 40, 4096, 13_015_864_320),  # rotary frequencies, and 13B's
     "llama2_70b": (8192, 80, 64, 4096, 68_976_648_192),  # and 70B's 40 x 64 and 80 x 64
     "llama3_8b": (4096, 32, 32, 8192, 8_030_261_248),
     "llama8b": (4096, 32, 32, 131072, 8_030_261_248),
@@ -135,12 +135,12 @@ PUBLISHED: dict[str, tuple[int, int, int, int | None, int | None]] = {
     "granite4_h_tiny": (1536, 40, 12, 131072, None),
     "smollm3_3b": (2048, 36, 16, 65536, 3_075_098_624),
     "phi4_mini": (3072, 32, 24, 131072, 3_836_021_760),
-    # The hub counts the bias of each expert's score besides, which is no parameter here.
+    # The hub also counts the bias of each expert's score, which is not a parameter here.
     "deepseek_v3": (7168, 61, 128, 163840, 671_026_419_200 - 58 * 256),
     "glm4_9b": (4096, 40, 32, 32768, 9_400_279_040),
     "glm4_5_air": (4096, 46, 96, 131072, None),
 }
-# The hub counts what sees, too; with it transformers builds exactly the hub's count.
+# The hub also counts the vision tower; with it, transformers builds exactly that count.
 MULTIMODAL = {
     "gemma3_4b": 4_300_079_472,
     "gemma3_12b": 12_187_325_040,
@@ -158,7 +158,7 @@ TIED = {
 }
 SIGLIP = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
 SIGLIP |= {"num_attention_heads": 16, "image_size": 896, "patch_size": 14, "vision_use_head": False}
-# Their layers differ in kind or hold experts: shapes are known once the model is built.
+# Their layers differ or have experts: shapes are known once the model is built.
 SHAPES_OF_THE_BUILT = (
     *("qwen3_30b_a3b", "qwen3_5_4b", "qwen3_5_9b", "qwen3_5_27b", "qwen3_5_35b_a3b"),
     *("qwen3_6_27b", "qwen3_6_35b_a3b", "llama4_scout", "gemma4_e2b", "gemma4_e4b", "gemma4_12b"),
@@ -180,13 +180,13 @@ def text_of(name: str) -> str:
 
 @cache
 def settings(name: str) -> ModelConfig:
-    """Compose a file of conf/model; never while tests are collected, by every worker."""
+    """Compose a file of conf/model; not called during collection, which every worker repeats."""
     model: ModelConfig = load_config("train", [f"model={name}", "data=skills"]).model
     return model
 
 
 def unloaded(model: ModelConfig) -> ModelConfig:
-    """Return settings that make a model of its numbers alone."""
+    """Return settings that build the model from its architecture, without weights."""
     return replace(model, path=None, from_scratch=True)
 
 
@@ -215,7 +215,7 @@ def test_architectures_equal_the_published_numbers(name: str) -> None:
     assert context_len(config) == context
     counted = sum(parameter.numel() for parameter in model.parameters())
     if name.startswith("flan") and is_tied(model):
-        # This transformers ties every T5 that it makes without weights; see the last test here.
+        # transformers ties every T5 that it builds without weights; see the last test of this file.
         counted += config.vocab_size * hidden
     else:
         assert is_tied(model) == (name in TIED)
@@ -232,7 +232,7 @@ def test_architectures_equal_the_published_numbers(name: str) -> None:
     ],
 )
 def test_architectures_equal_the_defaults_of_transformers(name: str, besides: set[str]) -> None:
-    """transformers' defaults are those of the checkpoint that its config class names."""
+    """The defaults of a transformers config are those of the checkpoint in its docstring."""
     numbers = dict(settings(name).architecture)
     kind = CONFIG_MAPPING[numbers.pop("model_type")]
     assert str(settings(name).path) in str(kind.__doc__)
@@ -249,12 +249,12 @@ def test_settings_fit_the_model(name: str) -> None:
     assert model.chat_template is None or model.chat_template in TEMPLATE_NAMES
     assert all(token and token == token.strip() for token in model.stop_tokens)
     assert text_of(name).startswith("# ")
-    # Every number is one that this transformers knows: it keeps what it does not know, and goes on.
+    # transformers knows every key: it would keep an unknown one without an error.
     config = built(name).config
     known = type(config)().to_dict().keys() | config.attribute_map.keys()
     known |= {"rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window_pattern"}
     known |= {"partial_rotary_factor", "tie_word_embeddings", "decoder_start_token_id", "head_dim"}
-    # Gemma 4's sizes by kind of layer are kept with the layers.
+    # Gemma 4 keeps sizes per kind of layer with the layers.
     known |= {"num_global_key_value_heads", "global_head_dim", "hidden_size_per_layer_input"}
     assert set(model.architecture) <= known
 
@@ -331,7 +331,7 @@ def test_experiments_adapt_every_layer(name: str) -> None:
         model = build_model(
             unloaded(config.model),
             QuantizationConfig(),  # nothing is quantized without weights
-            "eager",  # which every model has
+            "eager",  # supported by every model
             config.adapter,
             config.recompute,
             "bf16",
@@ -339,11 +339,11 @@ def test_experiments_adapt_every_layer(name: str) -> None:
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
     layers = model.config.num_hidden_layers
     in_layers = {int(part) for full in trained for part in full.split(".") if part.isdigit()}
-    assert in_layers == set(range(layers)), "every layer trains"
+    assert in_layers == set(range(layers)), "every layer has trainable parameters"
 
 
 def test_an_untied_flan_t5_keeps_its_saved_head(tmp_path: Path) -> None:
-    """transformers 5 calls every T5 tied; a FLAN-T5's head is its own and comes from its file."""
+    """transformers 5 ties every T5, but a FLAN-T5 has a separate head in its file."""
     torch.manual_seed(0)
     numbers = {"vocab_size": 64, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1}
     numbers |= {"num_heads": 4, "decoder_start_token_id": 0}

@@ -1,7 +1,7 @@
 """Run a verb in which one function stalls: `VERB MODULE:NAME HOW FOLDER CALLS WORDS...`.
 
-After `CALLS` of its calls, within a system call that a signal ends (`sleeps`), or in a library's
-that none does (`hangs`); there is a file `stalls` in the folder then.
+It stalls after `CALLS` calls: in a system call that a signal interrupts (HOW=sleeps), or in library
+code that no signal interrupts (HOW=hangs). The file `stalls` in FOLDER is created at that moment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def stall(place: str, how: str, folder: str, calls: int) -> None:
-    """Replace the function at `place`."""
+    """Replace the function at `place` by one that stalls."""
     module, _, name = place.partition(":")
     owner = importlib.import_module(module)
     *path, name = name.split(".")
@@ -34,7 +34,7 @@ def stall(place: str, how: str, folder: str, calls: int) -> None:
 
 
 def hang() -> None:
-    """Lock what is locked, in C."""
+    """Deadlock in C by locking a mutex twice."""
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
     lock(mutex)
     lock(mutex)

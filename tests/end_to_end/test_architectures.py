@@ -1,4 +1,4 @@
-"""Every kind of architecture goes through train, save, reopen: the numbers of both verbs agree."""
+"""Every architecture trains, saves and reopens; train and evaluate measure the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BASES: dict[str, Callable[[], Any]] = {
     "t5": lambda: tiny_t5(**SIZE),
     "bart": lambda: tiny_bart(**SIZE, max_position_embeddings=256),
 }
-PACKING = {"bart": "none"}  # its positions cannot be given from outside
+PACKING = {"bart": "none"}  # does not accept position ids
 ADAPTERS = {
     "lora": ["adapter=lora", "adapter.r=4"],
     "pissa": ["adapter=lora", "adapter.r=4", "adapter.init=pissa"],
@@ -64,7 +64,7 @@ def test_a_reopened_model_has_the_measured_losses(name: str, adapter: str, tmp_p
         assert value == pytest.approx(trained[figure], rel=2e-5), figure
     assert abs(again["tuned/val/loss"] - again["base/val/loss"]) > 1e-4
 
-    # Without this project's code: what is in the folder is the model that was measured.
+    # Opened without this project's code, the folder contains the measured model.
     auto = AutoModelForSeq2SeqLM if name in ("t5", "bart") else AutoModelForCausalLM
     if adapter in ("full", "freeze"):
         reopened = auto.from_pretrained(run / "model", dtype=torch.float32)

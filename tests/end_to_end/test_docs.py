@@ -1,4 +1,4 @@
-"""What pages promise is there: answers to questions, Python that runs."""
+"""Pages of docs/ are correct: answers to questions, runnable Python, choices that compose."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_importing_app_does_not_import_torch_or_hydra() -> None:
 def test_train_does_not_change_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from app.train import train
 
-    def pin(run: Run) -> None:  # as a run that goes on with a base from the hub does
+    def pin(run: Run) -> None:  # as a resumed run of a hub base does
         run.config.model.revision = "0a" * 20
 
     monkeypatch.setattr(Run, "pin_revision", pin)
@@ -80,7 +80,7 @@ def test_train_does_not_change_its_config(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_a_notebook_trains_and_uses_the_adapter(tmp_path: Path) -> None:
-    """In an environment of its own: it has jupyter, and finds the packages of this one."""
+    """In a separate environment with jupyter, which uses the packages of this one."""
     folder = tmp_path / "venv"
     venv.create(folder, with_pip=False)
     python = str(folder / "bin" / "python")
@@ -112,8 +112,8 @@ def test_a_notebook_trains_and_uses_the_adapter(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "outputs/from_python/adapter/adapter_config.json").exists()
-    said = json.dumps(json.loads(file.read_text())["cells"])
-    assert "validation loss" in said and "no such option" in said
+    cells_text = json.dumps(json.loads(file.read_text())["cells"])
+    assert "validation loss" in cells_text and "no such option" in cells_text
 
 
 CHOICES = [

@@ -1,4 +1,4 @@
-"""Encoder-decoder models take the same commands: trained, saved, reopened, asked, compared."""
+"""Encoder-decoder models are trained, saved, reopened and evaluated by the same commands."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def test_evaluate_repeats_the_metrics_of_a_run(run: Path, tmp_path: Path) -> Non
     from app.evaluate import evaluate
 
     measured = evaluate(load_config("evaluate", [f"run={run}", f"output.dir={tmp_path / 'again'}"]))
-    told = json.loads((run / "metrics.json").read_text())
+    recorded = json.loads((run / "metrics.json").read_text())
     for name in ("base/val/loss", "tuned/val/loss", *(f"val/loss/{name}" for name in NAMES)):
-        assert measured[name] == pytest.approx(told[name], rel=1e-6)
+        assert measured[name] == pytest.approx(recorded[name], rel=1e-6)
     for name in NAMES:
         key = f"tuned/exact_match/{name}"
-        assert measured[key] == told[key]
+        assert measured[key] == recorded[key]
 
 
 def test_a_preview_shows_both_sides(words: list[str], tmp_path: Path) -> None:
@@ -95,8 +95,12 @@ def test_two_ranks_train_as_one(
 ) -> None:
     folder = tmp_path / "ranks"
     words = [*words, "adapter=lora", "adapter.dropout=0", "logger=csv"]
-    cut = ["trainer.gradient_accumulation_steps=1", "trainer.devices=2", "trainer.accelerator=cpu"]
-    person.train_into(folder, *small_run(*words, *cut))
+    split = [
+        "trainer.gradient_accumulation_steps=1",
+        "trainer.devices=2",
+        "trainer.accelerator=cpu",
+    ]
+    person.train_into(folder, *small_run(*words, *split))
     alone = train_run(*small_run(*words))
     for column in ("train/loss", "train/grad_norm", "val/loss"):
         expected = read_column(alone, column)

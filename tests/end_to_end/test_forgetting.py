@@ -1,4 +1,4 @@
-"""A run that forgets says so, by more than noise, and ends a gate of CI with exit code 4."""
+"""Forgetting beyond noise is reported, and fails a regression check with exit code 4."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.slow
 
 LISTS = f"{{path: {SAMPLES / 'lists_test.json'}, name: lists}}"
 TEXT = "{path: 'sample:list_corpus', name: text, format: completion, max_rows: 60}"
-"""of what the base was made from"""
+"""text that the base was pretrained on"""
 
 
 def test_forgetting_is_reported_and_ends_with_exit_code_4(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = f"model.path={TINY_BASE}"  # half of it has too little to forget
+    base = f"model.path={TINY_BASE}"  # the truncated base of other tests has little to forget
     how = ("optimizer.lr=1e-2", "trainer.max_steps=8", "data.val_set_size=12")
     run = train_into(tmp_path / "run", base, f"data.datasets=[{LISTS}]", *how)
     assert "verdict: better on lists (loss)\n" in capsys.readouterr().out
@@ -35,8 +35,8 @@ def test_forgetting_is_reported_and_ends_with_exit_code_4(
     with pytest.raises(TrainingFault, match=r"text: loss .* worse by at least"):
         evaluate(config)
     os.environ.pop("LOFT_RUN_DIR", None)
-    said = capsys.readouterr().out
-    assert "verdict: better on lists (loss); forgot text (loss), not trained on\n" in said
+    printed = capsys.readouterr().out
+    assert "verdict: better on lists (loss); forgot text (loss), not trained on\n" in printed
     metrics = json.loads((tmp_path / "gate" / "metrics.json").read_text())
     assert metrics["change/val/loss/text/low"] > 0.1
     assert metrics["change/val/loss/lists/high"] < 0

@@ -1,4 +1,4 @@
-"""A base of the hub, from a local server that speaks its protocol: the commit is pinned."""
+"""The commit of a hub base is pinned; tested with a local server of the hub's protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Hub(Handler):
     """Serve the tiny base as org/base; `main` is the newest commit."""
 
     main = FIRST
-    asked: ClassVar[list[tuple[str, str]]] = []
+    requests: ClassVar[list[tuple[str, str]]] = []
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -36,7 +36,7 @@ class Hub(Handler):
         self._answer()
 
     def _answer(self) -> None:
-        self.asked.append((self.command, self.path))
+        self.requests.append((self.command, self.path))
         match = re.fullmatch(r"/org/base/resolve/(\w+)/([\w.]+)", self.path.partition("?")[0])
         if match is None or not (file := TINY_BASE / match[2]).is_file():
             self.send_response(404)
@@ -64,8 +64,8 @@ def hub() -> Iterator[str]:
 @pytest.mark.slow
 def test_the_commit_of_a_hub_base_is_pinned_for_resuming(hub: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    here = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"}
-    environment = environment_of_a_person() | here
+    local = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"}
+    environment = environment_of_a_person() | local
     for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
         environment.pop(name, None)
 
@@ -85,16 +85,16 @@ def test_the_commit_of_a_hub_base_is_pinned_for_resuming(hub: str, tmp_path: Pat
     words = ["model.path=org/base", f"data.datasets={ROOT}/data_modules/samples/lists.json"]
     words += ["logger=csv", "evaluation.max_rows=2", "trainer.checkpoint.every_steps=2"]
     words += ["resume=auto", f"output.dir={folder}"]
-    said = train(*words, "trainer.max_steps=2")
-    assert "downloading org/base" in said
+    printed = train(*words, "trainer.max_steps=2")
+    assert "downloading org/base" in printed
     base = json.loads((folder / "manifest.json").read_text())["base"]
     assert (base["path"], base["revision"]) == ("org/base", FIRST)
     assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["revision"] == FIRST
     assert FIRST in (folder / "adapter" / "README.md").read_text()
     Hub.main = SECOND
-    Hub.asked.clear()
-    said = train(*words, "trainer.max_steps=4", "resume_allow=[epochs]")
+    Hub.requests.clear()
+    printed = train(*words, "trainer.max_steps=4", "resume_allow=[epochs]")
     assert json.loads((folder / "manifest.json").read_text())["base"]["revision"] == FIRST
-    assert "step 4/4" in said
-    assert not any(f"/{SECOND}/" in path or "/main/" in path for _, path in Hub.asked)
+    assert "step 4/4" in printed
+    assert not any(f"/{SECOND}/" in path or "/main/" in path for _, path in Hub.requests)
     assert os.path.isdir(tmp_path / "home" / "hub" / "models--org--base" / "snapshots" / FIRST)

@@ -1,4 +1,4 @@
-"""Hybrid bases, trained by several ranks: their mixers read weights that a strategy has sharded."""
+"""Hybrid bases on several ranks: mixers read weights that a strategy has sharded."""
 
 from __future__ import annotations
 

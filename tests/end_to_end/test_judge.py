@@ -1,4 +1,4 @@
-"""An evaluation whose answers are judged over HTTP, with nothing else to measure."""
+"""An evaluation that only measures answers judged over HTTP."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_answers_are_saved_if_the_judge_fails(
 
     with serving(Dies) as url, pytest.raises(JudgeError, match="type the command again"):
         judged(url, adapter, tmp_path / "first")
-    said = capsys.readouterr().out
-    assert "judged by words_in_common" in said and f"run: {tmp_path / 'first'}" in said
+    printed = capsys.readouterr().out
+    assert "judged by words_in_common" in printed and f"run: {tmp_path / 'first'}" in printed
     left = {file.name for file in (tmp_path / "first").iterdir()}
     assert {"judge.html", "judge_answers.jsonl", "verdicts.jsonl", "metrics.json"} <= left
     with serving() as url:
@@ -73,18 +73,18 @@ def test_answers_are_saved_if_the_judge_fails(
 def test_an_evaluation_interrupted_during_judging_continues(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    calls: list[str] = []
     plain = bench.answer_prompts
 
     def counting(*args: Any) -> Any:
-        asked.append("answers")
+        calls.append("answers")
         return plain(*args)
 
     monkeypatch.setattr(bench, "answer_prompts", counting)
 
     class Counts(Handler):
         def do_POST(self) -> None:
-            asked.append("verdict")
+            calls.append("verdict")
             super().do_POST()
 
     def killed(count: int, total: int) -> None:
@@ -96,10 +96,10 @@ def test_an_evaluation_interrupted_during_judging_continues(
         with monkeypatch.context() as first, pytest.raises(KeyboardInterrupt):
             first.setattr(grading, "_log_progress", killed)
             judged(url, adapter, folder)
-        assert asked.count("answers") == 2 * 2  # base and tuned, a time for each turn
+        assert calls.count("answers") == 2 * 2  # base and tuned, once per turn
         assert not (folder / "metrics.json").exists()
-        asked.clear()
+        calls.clear()
         metrics = judged(url, adapter, folder)
-    assert "answers" not in asked
-    assert len(asked) <= 3 * 2 * 4 - 5  # five verdicts were there
+    assert "answers" not in calls
+    assert len(calls) <= 3 * 2 * 4 - 5  # five verdicts were cached
     assert "tuned/judge" in metrics and not (folder / "partial").exists()

@@ -1,4 +1,4 @@
-"""Bases of other kinds than the default's learn the sample lists, by LoRA and by QLoRA."""
+"""Mixtures, hybrids and multimodal bases learn the sample lists by LoRA and QLoRA."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_EXPERTS = 4
 
 
 def tiny_base(*other: str) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """Return the weights and the numbers of the shipped base, less what another kind has itself."""
+    """Return weights and config of the shipped base, without config keys in `other`."""
     dense = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
     numbers = dense.config.to_dict()
     for name in ("model_type", "architectures", "dtype", *other):
@@ -41,7 +41,7 @@ def tiny_base(*other: str) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
 
 
 def save_mixture(folder: Path) -> Path:
-    """The tiny base with each feed-forward as four experts, near it but not alike."""
+    """Save the tiny base with four similar experts in place of each feed-forward."""
     weights, numbers = tiny_base("attention_bias", "mlp_bias")
     config = MixtralConfig(
         **numbers, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2, sliding_window=None
@@ -60,7 +60,7 @@ def save_mixture(folder: Path) -> Path:
 
 
 def save_hybrid(folder: Path) -> Path:
-    """The tiny base with a random Mamba 2 beside the attention of each layer."""
+    """Save the tiny base with a random Mamba 2 mixer parallel to each attention."""
     weights, numbers = tiny_base("head_dim")
     hybrid = FalconH1ForCausalLM(
         FalconH1Config(
@@ -81,12 +81,12 @@ def save_hybrid(folder: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A kind of base: how it is made, and what shows that it was trained as such."""
+    """A kind of base, and evidence that it was trained as such."""
 
     save: Callable[[Path], Path]
     words: tuple[str, ...]
     adapts: str
-    """part of the name of a module that has an adapter"""
+    """part of the name of an adapted module"""
     says: str = ""
 
 
@@ -113,17 +113,17 @@ KINDS = {
 def test_other_kinds_of_bases_learn_the_lists(
     kind: str, quantization: str, person: Person, tmp_path: Path
 ) -> None:
-    of = KINDS[kind]
-    base, run = of.save(tmp_path / "base"), tmp_path / "run"
+    case = KINDS[kind]
+    base, run = case.save(tmp_path / "base"), tmp_path / "run"
     rows, test_rows = (f"[{{path: {SAMPLES / file}, name: lists}}]" for file in LISTS)
-    said = person.train_into(
+    printed = person.train_into(
         run,
         *("+experiment=quickstart", f"model.path={base}", f"quantization={quantization}"),
         *(f"data.datasets={rows}", f"data.test_datasets={test_rows}"),
-        *("evaluation.exact_match=false", *of.words),
+        *("evaluation.exact_match=false", *case.words),
     )
-    assert of.says in said
-    # What was saved answers, opened by the verb.
+    assert case.says in printed
+    # Evaluate reopens the saved model.
     words = ["evaluation.exact_match=true", "evaluation.max_rows=40"]
     reopened = tmp_path / "evaluated"
     evaluate(load_config("evaluate", [f"run={run}", f"output.dir={reopened}", *words]))
@@ -131,4 +131,4 @@ def test_other_kinds_of_bases_learn_the_lists(
     assert measured["base/exact_match/lists"] < 0.10
     assert measured["tuned/exact_match/lists"] > 0.90
     trained = load_file(run / "adapter" / "adapter_model.safetensors")
-    assert any(of.adapts in name and weight.any() for name, weight in trained.items())
+    assert any(case.adapts in name and weight.any() for name, weight in trained.items())

@@ -1,4 +1,4 @@
-"""What was trained is merged, talked to, served and loaded by others, and answers as measured."""
+"""Merge, chat and serve give the answers that evaluate measured."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUESTION = "Sort: pear, apple, fig"
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of the shipped base that has learned something, and nothing useful."""
+    """An adapter of the shipped base with random nonzero weights."""
     import torch
 
     from app.model.adapter import LoraConfig, apply_adapter, save_adapter
@@ -62,7 +62,7 @@ def merge_into(folder: Path, *words: str) -> Any:
 
 
 def talk(monkeypatch: pytest.MonkeyPatch, folder: Path, lines: str, *words: str) -> list[Any]:
-    """Chat from a pipe; returns the conversations that were left, as messages."""
+    """Chat through a pipe; return the messages of the saved conversations."""
     from app.chat import chat
 
     monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
@@ -131,7 +131,7 @@ def test_merged_and_unmerged_give_the_same_answers(
 def test_the_newest_checkpoint_is_merged_only_on_request(
     word: str, tmp_path: Path, train_run: TrainRun
 ) -> None:
-    """What a run stopped at is what it would have saved had it been its end."""
+    """Merging a checkpoint equals merging the adapter of a run that ended there."""
     run = train_run(*small_run(word))
     words = [f"run={run}", "trainer.precision=fp32", "merge.dtype=fp32"]
     whole = merge_into(tmp_path / "whole", *words)
@@ -166,7 +166,7 @@ def test_a_gguf_file_is_compared_by_greedy_tokens(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With a converter and a runner in their places: llama.cpp is not on every machine."""
+    """With a fake converter and runner, since llama.cpp may not be installed."""
     from app.evaluation import merged
 
     (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
@@ -202,7 +202,7 @@ def test_a_gguf_file_is_compared_by_greedy_tokens(
 def test_llama_cpp_generates_as_the_merged_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With its converter on PATH. It knows the tokenizer of this base, not that of the default."""
+    """Needs the converter on PATH; it supports the tokenizer of this base, but not the default."""
     from app.model.adapter import LoraConfig, apply_adapter, save_adapter
     from app.model.base import ModelConfig, load_base
 
@@ -260,7 +260,7 @@ def test_weighted_adapters_of_other_kinds_of_bases_are_merged(
 def test_a_mixture_merged_in_bf16_is_verified_with_equal_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rounding lets routers choose others, with other answers: that is said, and no fault."""
+    """Rounding changes the choices of routers, and thereby answers: reported, but not an error."""
     from app.evaluation import merged
     from app.model.adapter import LoraConfig, apply_adapter, save_adapter
     from app.model.base import ModelConfig, load_base
@@ -304,7 +304,7 @@ def test_a_chat_starts_with_its_system_prompt_and_survives_errors(
 
 
 def held_out_answers(run: Path) -> tuple[list[tuple[Any, ...]], list[str]]:
-    """The turns before every fourth held-out answer, and what evaluate measured there."""
+    """Return the turns before every fourth held-out answer, and the answers of evaluate."""
     lines = (run / "predictions.jsonl").read_text().splitlines()
     measured = [json.loads(line)["tuned"] for line in lines]
     questions = questions_of(run)
@@ -315,7 +315,7 @@ def held_out_answers(run: Path) -> tuple[list[tuple[Any, ...]], list[str]]:
 
 
 def questions_of(run: Path) -> list[tuple[Any, ...]]:
-    """The turns before each held-out answer, in the order of predictions.jsonl."""
+    """Return the turns before each held-out answer, in the order of predictions.jsonl."""
     from app.assembly.base import open_base
     from app.assembly.data import build_datamodule
     from app.model.adapter import LoraConfig
@@ -331,7 +331,7 @@ def questions_of(run: Path) -> list[tuple[Any, ...]]:
 
 
 def answers_of(questions: list[tuple[Any, ...]], *words: str) -> list[str]:
-    """What the chat's core answers to each conversation, piece by piece."""
+    """Return the streamed answers of chat's responder to each conversation."""
     from app.assembly.tuned import open_tuned
     from app.evaluation.conversation import ConversationConfig, Responder
     from app.training.trainer import resolve_single_device
@@ -354,7 +354,7 @@ def test_chat_and_the_merged_model_answer_as_evaluate(
     assert "merge verified" in said and "chat template verified" in said
     for words in ([f"run={default_run}"], [f"model.path={merged}", "trainer.precision=fp32"]):
         assert answers_of(questions, *words) == measured, words
-    # And typed into a pipe: those of one line after the commonest system prompt.
+    # The same through a pipe: one-line questions with the most common system prompt.
     system = Counter(turns[0].content for turns in questions if len(turns) == 2).most_common()[0][0]
     typed = {
         turns[1].content: answer
@@ -378,7 +378,7 @@ def test_chat_and_the_merged_model_answer_as_evaluate(
 def served_answers(
     person: Person, run: Path, folder: Path, questions: list[tuple[Any, ...]]
 ) -> list[str]:
-    """What OpenAI's client gets from a server for each question; every third as a stream."""
+    """Return the answers that OpenAI's client receives for each question; every third streamed."""
     import openai
 
     answers = []

@@ -48,7 +48,7 @@ def of_one(
     person: Person,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[str, Path]:
-    """An adapter, and the run of one rank with it."""
+    """Name of an adapter, and a run of one rank with it."""
     run = tmp_path_factory.mktemp("one") / "run"
     words = (*RUN, *ADAPTERS[request.param], f"model.path={base}")
     person.train_into(run, *small_run(*words, "trainer.gradient_accumulation_steps=2"))
@@ -65,8 +65,8 @@ def test_several_ranks_give_the_figures_and_weights_of_one(
     words = (*RUN, *ADAPTERS[adapter], f"model.path={base}", f"strategy={strategy}")
     person.train_into(two, *small_run(*words, "trainer.devices=2"))
     expected, found = figures_of(one), figures_of(two)
-    # Beside a whole model in parts there is no room for its base: its answers, and the intervals
-    # of their change, are missing, and each of the others is narrower where there are fewer.
+    # A sharded, fully tuned model leaves no room for its base: answers of the base and intervals
+    # of their change are missing. With fewer intervals, each of the others is narrower.
     intervals = [{name for name in each if name.endswith("/low")} for each in (expected, found)]
     for figure, value in found.items():
         if intervals[0] == intervals[1] or not figure.endswith(("/low", "/high")):

@@ -1,4 +1,4 @@
-"""The sample run on a quantized base learns what it learns on the base itself."""
+"""The quickstart on a quantized base learns as much as on the full-precision base."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.reliability.person import Person
 METHODS = ("none", "nf4", "int8")
 SHORT = ("trainer.max_steps=150", "evaluation.max_rows=60")
 NOISE = ("MatMul8bitLt", "gemm_4bit", "bitsandbytes")
-"""what the library says of every call, or of itself"""
+"""parts of bitsandbytes warnings, which are filtered"""
 
 
 @pytest.fixture(scope="module")
 def runs(person: Person, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
-    """Half of the sample run by quantization: its folder, and what it printed."""
+    """Half of the quickstart by quantization method: run folder and printed text."""
     parent = tmp_path_factory.mktemp("qlora")
     return {
         method: (
@@ -80,7 +80,7 @@ def test_an_adapter_of_a_quantized_base_is_evaluated_on_the_full_base(
     base = metrics_of(runs["none"][0])
     for task in TASKS:
         assert measured[f"tuned/exact_match/{task}"] > 0.80
-        # The base is the unquantized one.
+        # The base was not quantized.
         loss = measured[f"base/val/loss/{task}"]
         assert loss == pytest.approx(base[f"base/val/loss/{task}"], rel=1e-5)
         assert loss != pytest.approx(quantized[f"base/val/loss/{task}"], rel=1e-5)

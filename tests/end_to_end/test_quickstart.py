@@ -1,4 +1,4 @@
-"""The promise of the first command: from under 10 % to over 80 % on each of the three tasks."""
+"""The quickstart improves exact match from under 10 % to over 80 % on each of three tasks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_quickstart_learns_all_three_tasks(default_run: Path) -> None:
 def test_evaluate_repeats_the_closing_table(
     default_run: Path, person: Person, tmp_path: Path
 ) -> None:
-    """Its losses over all rows, and the answers to a quarter of them."""
+    """Losses are measured on all rows, answers on a quarter of them."""
     folder = tmp_path / "evaluation"
     words = (f"run={default_run}", "evaluation.max_rows=50")
     screen = person.train_into(folder, *words, module="app.evaluate")
@@ -40,7 +40,7 @@ def test_evaluate_repeats_the_closing_table(
     )
     answered = {f"{who}/exact_match/{task}" for who in ("base", "tuned") for task in TASKS}
     assert answered <= set(again)
-    # Intervals are of the rows that were answered, a quarter of them here.
+    # Intervals refer to the answered rows, here a quarter.
     other = {name for name in again if name.startswith("change/exact_match/")}
     for name in set(again) - answered - other:
         assert again[name] == pytest.approx(at_training[name], rel=1e-6), name

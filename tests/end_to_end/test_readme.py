@@ -1,8 +1,8 @@
-"""What the README and the pages show exists: commands, files, make targets; and the first hour.
+"""Commands, files and make targets in the README and docs/ exist, and their blocks run.
 
-A fence of ```bash is run by the slow test below, page by page in a fresh clone. What follows the
-word says what it needs of a machine that this one may not have (`needs-hub`, `needs-gpu`, ...) or
-that it takes minutes: then its words are composed, and nothing is run.
+The slow tests below run each block of ```bash, page by page in a fresh clone. A word after `bash`
+states that a block takes minutes or needs something that this machine may not have (`needs-hub`,
+`needs-gpu`, ...): then its commands are only composed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PLAIN = {"init", "push", "report"}
 ASSIGNED = re.compile(r'\b([A-Z_]+)=("[^"]*"|\S+)')
 BASE = "model.path=data_modules/samples/tiny_base"
 OTHERS = {"source", "hf", "export", "printf", "echo", "read", "for", "pip"}
-"""programs of a shell and of other packages, in blocks"""
+"""other programs that occur in blocks"""
 SCHEDULERS = {"kubectl", "sky", "ray"}
-"""programs that are given one of our files"""
+"""programs that are called with a file of docs/clusters"""
 
 
 class Block(NamedTuple):
@@ -67,7 +67,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"{one.page}-{n}" for n, one in enumerate(BLOCKS)])
 def test_blocks_have_no_placeholders(block: Block) -> None:
-    """Nothing in it stands for something that a person has to know and fill in."""
+    """Nothing in a block has to be filled in by the reader, except assigned variables."""
     left = re.findall(
         r"\b(?:HOST|OWNER|NAME|FOLDER|FILE|TASKS?|N)\b|<\w+>", " ".join(block.commands)
     )
@@ -76,7 +76,7 @@ def test_blocks_have_no_placeholders(block: Block) -> None:
 
 
 def first_values(word: str) -> str:
-    """Return what the first trial of a sweep takes of a word."""
+    """Return the override of a sweep's first trial."""
     word = re.sub(r"(?:choice|interval)\(([^,]+),.*\)", r"\1", word)
     return word if re.search(r"[\[{]", word) else word.partition(",")[0]
 
@@ -121,7 +121,7 @@ def test_commands_of_blocks_exist_and_compose(block: Block) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_all_commands_are_in_checked_blocks(page: Path) -> None:
-    """An indented block is none that a test finds, and a block of text is no command."""
+    """Indented blocks and text blocks are not checked, so they must not contain commands."""
     outside = FENCE.sub("", page.read_text())
     assert not re.findall(r"^    (?:python|make|torchrun|loft) .*", outside, re.MULTILINE)
     for language, _, text in FENCE.findall(page.read_text()):
@@ -176,14 +176,14 @@ def test_every_file_of_the_tree_exists() -> None:
 
 
 class Clone(NamedTuple):
-    """A fresh clone: the tracked files, and the environment that is here."""
+    """A fresh clone of the tracked files, with the environment of this checkout."""
 
     folder: Path
     python: Path
-    """of the clone's code, and warm; a block that activates the environment has its own"""
+    """warm interpreter with the clone's code; blocks that activate the environment use that one"""
 
     def start(self, text: str) -> subprocess.Popen[str]:
-        """Paste a block into a shell that stands in the clone."""
+        """Run a block in a shell whose working directory is the clone."""
         environment = environment_of_a_person() | {"PYTHONPATH": str(self.folder)}
         others = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment["PATH"] = f"{self.python.parent}:{others}"
@@ -200,9 +200,9 @@ class Clone(NamedTuple):
 
     def paste(self, text: str) -> str:
         process = self.start(text)
-        said, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, text + said
-        return said
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, text + output
+        return output
 
 
 @pytest.fixture(scope="module")
@@ -227,21 +227,21 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
 
 @pytest.mark.slow
 def test_the_first_hour(clone: Clone) -> None:
-    """Own csv, own base: train, stop, resume, look, use in another process, merge, sweep."""
+    """With a CSV file and a local base: train, stop, resume, inspect, use, merge, sweep."""
     runnable = [block for block in blocks_of(ROOT / "README.md") if not block.needs]
     mine = next(block.text for block in runnable if "MODEL=" in block.text)
     if STORIES.is_dir():
         mine = mine.replace("data_modules/samples/tiny_base", str(STORIES))
     stopped = clone.start(mine)
     assert stopped.stdout is not None
-    said = ""
+    output = ""
     for line in stopped.stdout:
-        said += line
+        output += line
         if re.match(r"step 1/", line):
             os.killpg(stopped.pid, signal.SIGINT)
             break
-    said += stopped.stdout.read()
-    assert stopped.wait(120) == 130 and "to resume: " in said, said
+    output += stopped.stdout.read()
+    assert stopped.wait(120) == 130 and "to resume: " in output, output
     resume = next(block.text for block in runnable if "resume=" in block.text)
     assert "step 40/40" in clone.paste(resume)
     for block in runnable:
@@ -264,10 +264,10 @@ def test_the_first_hour(clone: Clone) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
 def test_blocks_of_pages_run(page: Path, clone: Clone) -> None:
-    """After the first hour, for a page goes on with the README's run."""
+    """Runs after the first hour, since pages use the README's run."""
     blocks = [block for block in blocks_of(page) if not block.needs]
     if not blocks:
-        pytest.skip("no block that this machine can run")
+        pytest.skip("this machine can run no block of the page")
     if not (clone.folder / "outputs" / "mine").exists():
         test_the_first_hour(clone)
     for block in blocks:

@@ -1,4 +1,4 @@
-"""The ordinary command, killed and typed again: on one rank, on two, and on another number."""
+"""Killed runs resumed by the same command, on the same and on another number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Train = Callable[..., Path]
 
 @pytest.fixture
 def train(person: Person, tmp_path: Path) -> Train:
-    """Type the command, which must end with `code`; returns the run's folder."""
+    """Run the command, which must end with `code`; return the run's folder."""
 
     def type_train(name: str, *words: str, ranks: int = 1, code: int = DONE) -> Path:
         run = tmp_path / name
@@ -48,7 +48,7 @@ def test_two_resumed_ranks_equal_two_uninterrupted_ones(train: Train) -> None:
 
 
 def test_three_resumed_ranks_reduce_gradients_in_the_same_order(train: Train) -> None:
-    # Two ranks' parts are the same sum in either order; a rank this high fills several buckets.
+    # The sum of two gradients is the same in either order; LoRA of rank 64 fills several buckets.
     words = ("adapter.r=64", "optimizer.lr=1e-2")
     killed = (*words, "resume=auto", "faults=[rank_killed:0@5]")
     train("run", *killed, ranks=3, code=NO_ENVIRONMENT)
@@ -59,13 +59,13 @@ def test_three_resumed_ranks_reduce_gradients_in_the_same_order(train: Train) ->
 def test_a_run_resumed_on_another_number_of_ranks_takes_the_same_steps(
     train: Train, first: int
 ) -> None:
-    def of(ranks: int, name: str, *words: str, code: int = DONE) -> Path:
-        cut = f"trainer.gradient_accumulation_steps={4 // ranks}"
-        return train(name, "adapter.dropout=0", cut, *words, ranks=ranks, code=code)
+    def train_on(ranks: int, name: str, *words: str, code: int = DONE) -> Path:
+        split = f"trainer.gradient_accumulation_steps={4 // ranks}"
+        return train(name, "adapter.dropout=0", split, *words, ranks=ranks, code=code)
 
-    whole = rows_of(of(first, "whole"))
-    of(first, "run", "faults=[rank_killed@5]", code=KILLED if first == 1 else NO_ENVIRONMENT)
-    resumed = rows_of(of(3 - first, "run", "resume=must"))
+    whole = rows_of(train_on(first, "whole"))
+    train_on(first, "run", "faults=[rank_killed@5]", code=KILLED if first == 1 else NO_ENVIRONMENT)
+    resumed = rows_of(train_on(3 - first, "run", "resume=must"))
     assert [row["step"] for row in resumed] == [row["step"] for row in whole]
     for row, expected in zip(resumed, whole, strict=True):
         for key in row:

@@ -1,4 +1,4 @@
-"""A run whose ranks hold parts of the weights ends as one on one device does: files and figures."""
+"""A run with sharded weights leaves the same files and figures as a run on one device."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def test_sharded_ranks_end_a_run_as_one_rank(
 def test_a_write_error_on_rank_0_ends_all_ranks(person: Person, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
-    def take_its_name() -> None:
-        """A folder that held it before the run would be refused at the start."""
+    def create_conflicting_file() -> None:
+        """Create the file during the run: an existing one would be refused at the start."""
         until = time.monotonic() + LONGEST
         while not (run / "run.lock").exists() and time.monotonic() < until:
             time.sleep(0.01)
         (run / "adapter").touch()
 
-    taker = threading.Thread(target=take_its_name)
-    taker.start()
+    creator = threading.Thread(target=create_conflicting_file)
+    creator.start()
     said = person.train_into(run, *small_run(*RUN, *TWO_RANKS, "strategy=fsdp"), code=4)
-    taker.join()
+    creator.join()
     assert said.count("should be a directory, not a file") == 1
     assert not (run / "metrics.json").exists()
 
@@ -87,7 +87,7 @@ def test_a_write_error_on_rank_0_ends_all_ranks(person: Person, tmp_path: Path) 
 def test_sharded_ranks_on_gpus_end_a_run_as_one_rank(
     placed: tuple[str, ...], strategy: str, person: Person, of_one: Path, tmp_path: Path
 ) -> None:
-    """One holds every part, and still ends as the strategy does."""
+    """Also one GPU, which has every shard but ends as the strategy does."""
     if placed == TWO_RANKS and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Every kind of real data that people bring loads by a short config and is learned."""
+"""Every real data set of the shared samples loads with a short config and can be trained on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETS = {
 
 
 def words(stories: Path, *files: str) -> list[str]:
-    """Return what a person types for these files."""
+    """Return the overrides for these files."""
     entries = ", ".join(f"{{path: '{SHARED / file}'{SETS[file]}}}" for file in files)
     return [
         f"model.path={stories}",

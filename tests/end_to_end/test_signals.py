@@ -1,4 +1,4 @@
-"""The ordinary command, told to stop or hit: what is saved, what is said, what is left of it."""
+"""Stopped and killed runs: checkpoints, messages and remaining processes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_two_ranks_stop_together_and_are_restarted(
         "resume=auto",
         "supervise.requeue=true",
         "supervise.max_restarts=2",
-        # One rank alone hears of the time limit.
+        # Only one rank receives the signal of the time limit.
         "faults=[sigusr1:1@3,rank_killed:0@5,rank_killed:1@7]",
     )
     said = person.train_into(run, *small_run(*RUN, *words), environment=slurm, code=138)
@@ -131,6 +131,6 @@ def test_a_killed_loader_worker_is_named(person: Person, tmp_path: Path) -> None
     words = ("data.num_workers=1", "faults=[worker_killed@3]")
     said = person.train_into(tmp_path / "run", *small_run(*RUN, *words), code=3)
     assert said.count("error") == 1 and "Traceback" not in said
-    # PyTorch notices by a signal or by the silence of the worker, whichever comes first.
+    # PyTorch detects a signal or a missing worker, whichever comes first.
     assert re.search(r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)", said)
     assert "type a smaller data.num_workers" in said

@@ -1,7 +1,7 @@
-"""SIGTERM where a run reads and does not get on: it is gone in five seconds, with its processes.
+"""A stalled run ends within seconds of SIGTERM, with all its processes.
 
-The ordinary commands, in which one function stalls: within a system call that a signal ends, or in
-a library's that none does.
+One function of an ordinary command stalls: in a system call that a signal interrupts, or in library
+code that no signal interrupts.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def stall(person: Person) -> Stall:
     def stall_and_stop(
         folder: Path, verb: str, place: str, how: str, calls: int, words: list[str]
     ) -> tuple[int, float, str]:
-        """Send SIGTERM to a command as it stalls; return its code, how long it took, its words.
+        """Send SIGTERM to a stalled command; return its exit code, seconds to the end, and output.
 
-        Nothing of it may be left.
+        No temporary files may be left.
         """
         folder.mkdir(exist_ok=True)
         sent = []
@@ -95,7 +95,7 @@ def test_a_stalled_run_ends_within_the_limit(
 
 def test_a_stalled_read_of_a_checkpoint_ends_within_the_limit(tmp_path: Path, stall: Stall) -> None:
     made = train_into(tmp_path / "made", "trainer.max_steps=1", "logger=csv")
-    run = shutil.copytree(made, tmp_path / "run" / "out")  # this process holds the other
+    run = shutil.copytree(made, tmp_path / "run" / "out")  # this process has locked the original
     (run / "metrics.json").unlink()
     code, seconds, said = stall(
         *(tmp_path / "run", "train", "app.training.checkpoint.disk:read_hash", "hangs", 0),
@@ -114,7 +114,7 @@ def test_completed_steps_are_saved_if_data_stalls(tmp_path: Path, stall: Stall, 
         f"output.dir={folder / 'out'}",
     ]
     batches = "data_modules.datamodule:_Batches.__getitem__"
-    code, seconds, said = stall(folder, "train", batches, how, 4, typed)  # two a step
+    code, seconds, said = stall(folder, "train", batches, how, 4, typed)  # two per step
     assert (code, seconds < ends_within()) == (143, True), (seconds, said)
     saved = CheckpointStore(folder / "out" / "checkpoints").newest_good()[0]
     if how == "sleeps":

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_sweep_runs_trials_with_two_ranks(person: Person, tmp_path: Path) -> None:
-    """Two trials and no sweep within one: ranks are started by the same command line."""
+    """Ranks are started with the same command line, but must not start another sweep."""
     words = small_run("trainer.max_steps=2", "trainer.devices=2", "strategy=ddp")
     words += ["adapter.r=4,8", "evaluation.exact_match=false", "output.dir=sweep"]
     command = [person.python, "-m", "app.train", "-m", *words]

@@ -1,4 +1,4 @@
-"""What a person sees of the first run, in terminals of three widths and through a pipe."""
+"""Output of the first run, in terminals of three widths and through a pipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.terminal import CTRL_C, type_in_terminal
 
 SHORT = ("trainer.max_steps=20", "evaluation.max_rows=4", "evaluation.max_new_tokens=4")
 MOST_LINES = 14
-"""before the first step"""
+"""limit of the lines before the first step"""
 PROGRESS = re.compile(r"(train|validate|done|stopped|step) .*\d+/\d+ ")
 
 
@@ -87,7 +87,9 @@ def test_bars_of_answers_and_validation_are_erased(
     person: Person, tmp_path: Path, default_run: Path
 ) -> None:
     words = [f"run={default_run}", f"output.dir={tmp_path / 'evaluation'}"]
-    words.append(f"data.cache_dir={tmp_path}")  # another worker's cache may stand in the run
+    words.append(
+        f"data.cache_dir={tmp_path}"
+    )  # the run's settings may name the cache of another test worker
     screen = type_in_terminal(person.python, 80, "app.evaluate", *words, "evaluation.max_rows=8")
     assert screen.code == 0 and not any("-answers-" in line for line in screen.lines)
     assert screen.lines[0] == "loading libraries ..."

@@ -1,4 +1,4 @@
-"""Two hosts under torchrun: one is killed or stopped, or the link between them is cut."""
+"""Two hosts under torchrun: one is killed or stopped, or their connection is cut."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = ["hosts"]
 pytestmark = pytest.mark.slow
 
 LIMIT = 12.0
-"""seconds that a run may stand still"""
+"""limit of seconds without progress"""
 NOTICED_WITHIN = 4 * LIMIT
-"""seconds in which a rank that has lost another one has ended, on a machine with other work"""
+"""seconds within which a rank ends after losing another one, on a busy machine"""
 NUM_KILLS = int(os.environ.get("LOFT_KILLS", "2"))
-"""of hosts, at random moments; each takes the time of a start"""
+"""number of times that a host is killed at a random moment; each takes the time of a start"""
 STEPS_OF_A_CUT, STEPS_OF_KILLS = 20, 20 * NUM_KILLS
-"""more than a fast machine takes between a start and what is done to it"""
+"""more steps than a fast machine takes before the connection is cut, or the hosts are killed"""
 TWO_HOSTS = (
     "trainer.num_nodes=2",
     "trainer.devices=1",
@@ -49,7 +49,7 @@ TWO_HOSTS = (
 
 @dataclass
 class Training:
-    """One run on two hosts, whose torchruns print into files."""
+    """One run on two hosts; each torchrun prints into a file."""
 
     pair: tuple[Host, Host]
     run: Path
@@ -59,9 +59,9 @@ class Training:
     environment: dict[str, str] = field(default_factory=dict)
     torchruns: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
-    def start(self, *those: Host) -> None:
-        """Start torchrun on both hosts, or on those."""
-        for host in those or self.pair:
+    def start(self, *some: Host) -> None:
+        """Start torchrun on both hosts, or on `some`."""
+        for host in some or self.pair:
             with self._log(host).open("a") as log:
                 self.torchruns[host.name] = host.torchrun(
                     *("-m", "app.train", *self.words, f"output.dir={self.run}"),
@@ -75,37 +75,39 @@ class Training:
     def _log(self, host: Host) -> Path:
         return self.run.parent / f"{host.name}.txt"
 
-    def said(self, host: Host) -> str:
+    def output(self, host: Host) -> str:
         return self._log(host).read_text(errors="replace")
+
+    def all_output(self) -> str:
+        return "".join(map(self.output, self.pair))
 
     def steps(self) -> list[int]:
         return [one.step for one in CheckpointStore(self.run / "checkpoints").checkpoints()]
 
-    def wait_until(self, what: Callable[[], object], seconds: float = LONGEST) -> float:
-        """Wait for `what`; returns how long it took."""
+    def wait_until(self, condition: Callable[[], object], seconds: float = LONGEST) -> float:
+        """Wait for `condition`; return the seconds that it took."""
         began = time.monotonic()
-        while not what():
-            said = "".join(map(self.said, self.pair))
-            assert time.monotonic() - began < seconds, said
+        while not condition():
+            assert time.monotonic() - began < seconds, self.all_output()
             time.sleep(0.05)
         return time.monotonic() - began
 
     def wait_for_step(self, step: int) -> None:
         """Wait for a checkpoint of `step` or a later one."""
         self.wait_until(lambda: self.has_ended() or self.steps()[-1:] >= [step])
-        assert self.steps()[-1:] >= [step], "".join(map(self.said, self.pair))
+        assert self.steps()[-1:] >= [step], self.all_output()
 
     def has_ended(self) -> bool:
         return all(one.poll() is not None for one in self.torchruns.values())
 
     def wait_until_done(self) -> None:
-        """Wait for the end of both torchruns, which must have gone well."""
+        """Wait for the end of both torchruns, which must succeed."""
         self.wait_until(self.has_ended)
         codes = [one.poll() for one in self.torchruns.values()]
-        assert codes == [0, 0], "".join(map(self.said, self.pair))
+        assert codes == [0, 0], self.all_output()
 
     def ranks_of(self, host: Host) -> list[int]:
-        """Return the ranks' processes of a host that have not ended."""
+        """Return the running rank processes of a host."""
         found = []
         for pid in host.processes():
             try:
@@ -142,7 +144,7 @@ def start(hosts: tuple[Host, Host], person: Person, tmp_path: Path) -> Start:
 
 
 def check_lost(said: str, rank: int, host: str) -> None:
-    """Check that a rank said once which other one it lost, and how the run is resumed."""
+    """Check that a rank reported once which other one it lost, and how to resume."""
     sentences = re.findall(r"^error .*", said, re.MULTILINE)
     assert len(sentences) == 1, said
     assert f"rank {rank} on host {host}" in sentences[0]
@@ -156,15 +158,15 @@ def test_a_lost_host_is_reported_by_the_other(
     hosts: tuple[Host, Host], start: Start, lives: int, dies: int, signum: int
 ) -> None:
     training = start("trainer.max_steps=400")
-    time.sleep(2 * REPORT_SECONDS)  # until each has read the other's report
+    time.sleep(2 * REPORT_SECONDS)  # until each has received the other's report
     hosts[dies].send(signum)
     training.wait_until(lambda: not training.ranks_of(hosts[lives]), NOTICED_WITHIN)
-    training.wait_until(lambda: "error (" in training.said(hosts[lives]), GONE_WITHIN)
-    check_lost(training.said(hosts[lives]), dies, hosts[dies].name)
-    if lives == 0:  # else torchrun waits for its store, which is on the first host
+    training.wait_until(lambda: "error (" in training.output(hosts[lives]), GONE_WITHIN)
+    check_lost(training.output(hosts[lives]), dies, hosts[dies].name)
+    if lives == 0:  # otherwise torchrun waits for its store, which is on the first host
         torchrun = training.torchruns["node1"]
         training.wait_until(lambda: torchrun.poll() is not None, NOTICED_WITHIN)
-        said = training.said(hosts[lives])
+        said = training.output(hosts[lives])
         assert "exitcode  : 3" in said and "traceback : error (the environment)" in said
 
 
@@ -173,8 +175,8 @@ def test_a_lost_connection_ends_both_hosts(hosts: tuple[Host, Host], start: Star
     hosts[1].cut()
     for host, other in (hosts, hosts[::-1]):
         training.wait_until(lambda host=host: not training.ranks_of(host), NOTICED_WITHIN)
-        check_lost(training.said(host), hosts.index(other), other.name)
-        assert "the link to it is cut" in training.said(host)
+        check_lost(training.output(host), hosts.index(other), other.name)
+        assert "the link to it is cut" in training.output(host)
     for rank in (0, 1):
         stacks = (training.run / f"stacks-rank-{rank}.txt").read_text()
         assert "training_step" in stacks or "app/training" in stacks
@@ -182,7 +184,7 @@ def test_a_lost_connection_ends_both_hosts(hosts: tuple[Host, Host], start: Star
 
 @pytest.fixture(scope="module")
 def whole(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing disturbed, of two ranks on this host."""
+    """An uninterrupted run with two ranks on this host."""
     run = tmp_path_factory.mktemp("two") / "whole"
     person.train_into(run, *small_run(*RUN, *TWO_RANKS))
     return run
@@ -206,10 +208,10 @@ def test_a_connection_lost_for_20_seconds_does_not_end_the_run(
 def test_torchrun_restarts_both_hosts_after_a_killed_rank(
     hosts: tuple[Host, Host], start: Start, whole: Path
 ) -> None:
-    """Also where torchrun shares its store with the ranks, which has the dead ranks' addresses."""
+    """Also if torchrun shares its store, with addresses of dead ranks, with the ranks."""
     training = start("faults=[rank_killed:1@5]", max_restarts=1, has_own_store=False)
     training.wait_until_done()
-    said = training.said(hosts[0])
+    said = training.output(hosts[0])
     assert "lost rank 1 on host node2 after step " in said and "RESUME: from" in said
     assert f"under torchrun --max-restarts with {OWN_STORE_VARIABLE}=1" in said
     check_same_run(training.run, whole)
@@ -218,9 +220,9 @@ def test_torchrun_restarts_both_hosts_after_a_killed_rank(
 def test_killed_hosts_rejoin_and_the_run_is_unchanged(
     hosts: tuple[Host, Host], start: Start, person: Person, tmp_path: Path
 ) -> None:
-    """In turn, at random moments, as their power fails, and torchrun is started there again.
+    """Hosts are killed in turn at random moments, as by a power failure, and torchrun is restarted.
 
-    Where the first host was killed, the rendezvous is gone: both torchruns are started again.
+    If the first host was killed, the rendezvous is gone and both torchruns are restarted.
     """
     steps = f"trainer.max_steps={STEPS_OF_KILLS}"
     draw = random.Random(NUM_KILLS)
@@ -248,7 +250,7 @@ def test_killed_hosts_rejoin_and_the_run_is_unchanged(
 
 
 SRUN = """#!/bin/bash
-# srun --kill-on-bad-exit=1 on two hosts, a rank each.
+# A fake of srun --kill-on-bad-exit=1 on two hosts, with one rank each.
 while [[ $1 == --* ]]; do shift; done
 export SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1 SLURM_LOCALID=0 SLURM_JOB_NAME=train
 export OMP_NUM_THREADS=1
@@ -270,7 +272,7 @@ if [[ $1 == show ]]; then printf 'node1\\nnode2\\n'; else echo "$@" >>"$JOB/requ
 
 
 class Job:
-    """The batch script of the docs, about a small run, under commands that act as SLURM's."""
+    """The batch script of the docs with a small run and fake SLURM commands."""
 
     def __init__(self, pair: tuple[Host, Host], folder: Path, person: Person, *words: str) -> None:
         self.folder = folder
@@ -290,7 +292,7 @@ class Job:
             (folder / "bin" / name).chmod(0o755)
 
     def run(self) -> tuple[int, str]:
-        """Run the script as SLURM does; returns its exit code, and what it printed."""
+        """Run the script as SLURM does; return its exit code and output."""
         text = (ROOT / "docs" / "clusters" / "slurm.sbatch").read_text()
         for before, now in (
             ("+experiment=llama70b", self.words),
@@ -324,7 +326,7 @@ def test_a_requeued_job_of_two_nodes_resumes(
 ) -> None:
     job = Job(
         hosts, tmp_path, person, "faults=[sigusr1:1@3]"
-    )  # one rank alone hears of the time limit
+    )  # only one rank receives the signal of the time limit
     code, said = job.run()
     assert code == 138, said
     assert said.count("supervise.requeue: job 77 requeued") == 1

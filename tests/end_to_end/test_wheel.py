@@ -1,4 +1,4 @@
-"""What `pip install .` leaves works without the checkout: conf/, templates and samples included."""
+"""An installed wheel works without the checkout, including conf/, templates and samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "app", "conf", "data_module
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy, so that no build/ stays behind."""
+    """Build the wheel from a copy, so that no build/ remains in the checkout."""
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     source.mkdir()
@@ -61,7 +61,7 @@ def test_an_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     subprocess.run([*command, "--no-deps", "--no-index", str(wheel)], check=True, timeout=LONGEST)
     (packages,) = environment.glob("lib/python*/site-packages")
-    # Its dependencies are borrowed; a folder on the path brings no editable install with it.
+    # Use our dependencies; adding their folder to the path does not add an editable install.
     (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     words = ["trainer.max_steps=1", "evaluation.exact_match=false", f"output.dir={run}"]
     ran = subprocess.run(
