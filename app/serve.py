@@ -27,10 +27,10 @@ from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import Interrupted, UserError
 from app.process.files import write_whole
 from app.process.signals import (
+    defer_signals,
     end_process,
     install_signal_handlers,
     signal_received,
-    wait_for_step,
 )
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.serving.address import KEY_VARIABLE, open_socket, read_key, url_of
@@ -99,7 +99,7 @@ def run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) -
     print(
         f"serving {printable(name)}: page {address}/, API {address}/v1; Ctrl-C ends it", flush=True
     )
-    wait_for_step(True)  # the server polls for signals, to finish the running answers first
+    defer_signals(True)  # the server polls for signals, to finish the running answers first
     server.run([listener])
     signum = signal_received()
     print(f"run: {printable(str(folder))}", flush=True)

@@ -1,9 +1,9 @@
-"""What SIGTERM, SIGINT, SIGHUP and SLURM's SIGUSR1 do: recorded in a step, acted on after it.
+"""Handling of SIGTERM, SIGINT, SIGHUP and SLURM's SIGUSR1: a step is finished first.
 
-The handler only records the signal; outside of the training loop, or where the loop waits for data
-that does not come, it also ends the program at once. A thread receives signals as well, since a
-handler waits for as long as a library computes. Where nothing is saved first, the program has ended
-EXITS_WITHIN seconds after a signal.
+During a training step the handler only records the signal, and the training loop acts on it after
+the step. Outside the training loop, or if the loop waits for data that does not come, the program
+ends immediately. A thread receives the signals too, since Python runs no handler while a library
+computes. If nothing has to be saved first, the program ends within EXITS_WITHIN seconds.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from app.process.launch import is_child
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 WAKES = signal.SIGURG
-"""interrupts a system call that the main thread waits in; ignored by default"""
-# A terminal and an external launcher may send the same signal at one moment. A rank of our own gets
-# the terminal's, and after it the one that its supervisor passes on, which polls every 0.1 s.
-SAME_PRESS = 0.1
-"""seconds within which two signals count as one"""
-SAME_PRESS_OF_A_RANK = 0.5
-"""the same for a rank that this program's supervisor has started"""
+"""signal that interrupts a system call of the main thread; ignored by default"""
+# A terminal and an external launcher may send the same signal together. A supervised rank gets
+# the terminal's signal, then the one forwarded by the supervisor, which polls every 0.1 s.
+SAME_SIGNAL_SECONDS = 0.1
+"""time within which two signals count as one"""
+SAME_SIGNAL_SECONDS_OF_RANK = 0.5
+"""the same in a rank started by the supervisor"""
 POLL_SECONDS = 0.25
-"""between two checks of the deadlines; a signal is received when it comes"""
+"""interval between two checks of the deadlines; a signal is received immediately"""
 EXIT_SECONDS = 2.5
-"""that the program has to end by itself where nothing is saved first"""
+"""time for the program to end by itself if nothing has to be saved first"""
 WORKER_SECONDS = 1.0
-"""of these, before its worker processes are killed"""
+"""time, within EXIT_SECONDS, after which the worker processes are killed"""
 DATA_SECONDS = 1.5
-"""that a training step which has to end first may wait for its data"""
+"""time that a training step may wait for its data after a signal"""
 EXITS_WITHIN = DATA_SECONDS + EXIT_SECONDS
-"""seconds from a signal to the end of the program where nothing is saved"""
+"""maximum time in seconds from a signal to the end of the program if nothing has to be saved"""
 
 
 @dataclass(slots=True)
 class _State:
     is_rank: bool
-    """whether this program's supervisor has started this process"""
+    """whether this process is a rank started by the supervisor"""
     signum: int | None = None
     """the first signal received"""
-    waits_for_step: bool = False
-    """whether the training loop polls for signals between steps"""
-    reads_since: float | None = None
-    """since when the training loop waits for data, or measures; None if it does neither"""
-    reads: str = ""
-    """what has not ended where a signal ends the wait, in words"""
+    defers_signals: bool = False
+    """whether signals are only recorded: the training loop polls for them between steps"""
+    waits_since: float | None = None
+    """when the training loop began to wait for data or to measure; None if it does neither"""
+    stall_message: str = ""
+    """what the message says if a signal ends that wait"""
     is_overdue: bool = False
-    """whether the data has not come within DATA_SECONDS of a signal"""
+    """whether the wait has lasted longer than DATA_SECONDS after a signal"""
     exits_since: float | None = None
     """when the program began to end, by the monotonic clock"""
 
@@ -68,11 +68,11 @@ _state: _State | None = None
 
 
 class DataStalled(Interrupted):
-    """A signal ends the run while its training loop waits for data, or measures."""
+    """A signal ended the run while its training loop was waiting for data, or measuring."""
 
 
 def install_signal_handlers() -> None:
-    """Handle the signals of this process from now on; called in its main thread."""
+    """Handle the signals of this process from now on; call in its main thread."""
     global _state
     if _state is not None:
         return
@@ -81,69 +81,72 @@ def install_signal_handlers() -> None:
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(receiver, _state), daemon=True).start()
-    os.register_at_fork(after_in_child=_forget)
-    take_handlers()
+    os.register_at_fork(after_in_child=_uninstall_in_fork)
+    restore_handlers()
 
 
-def take_handlers() -> None:
-    """Restore our handlers after a library has installed its own."""
+def restore_handlers() -> None:
+    """Install the handlers again after a library has installed its own."""
     if _state is not None:
         for signum in HANDLED:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup wants it
+            if signal.getsignal(signum) != signal.SIG_IGN:  # set by nohup
                 signal.signal(signum, _handle)
         signal.signal(WAKES, _handle_stall)
 
 
-def wait_for_step(waits: bool) -> None:
-    """Start or stop polling for signals between steps; Interrupted if one came in the meantime."""
+def defer_signals(is_deferred: bool) -> None:
+    """Start or stop only recording signals, for a loop that polls `signal_received`.
+
+    Raises Interrupted at the end if a signal was received in the meantime.
+    """
     if _state is None:
         return
-    if not waits and _state.signum is not None:
+    if not is_deferred and _state.signum is not None:
         _raise_interrupted(_state)
-    _state.waits_for_step = waits
-    if not waits and _state.signum is not None:  # it came between the two
+    _state.defers_signals = is_deferred
+    if not is_deferred and _state.signum is not None:  # received between the two statements
         _raise_interrupted(_state)
 
 
-def wait_for_data(waits: bool) -> None:
+def mark_waiting_for_data(is_waiting: bool) -> None:
     """Record that the training loop starts or stops waiting for data."""
-    _wait(waits, "the data of the next step did not come")
+    _mark_waiting(is_waiting, "the data of the next step did not arrive")
 
 
 @contextlib.contextmanager
 def measuring() -> Iterator[None]:
-    """Let a signal end within DATA_SECONDS what a step measures, as it ends a wait for data."""
-    _wait(True, "what was being measured is measured again")
+    """Let a signal end a measurement within DATA_SECONDS, as it ends a wait for data."""
+    _mark_waiting(True, "the interrupted measurement will be repeated")
     try:
         yield
     finally:
-        _wait(False, "")
+        _mark_waiting(False, "")
 
 
-def _wait(waits: bool, what: str) -> None:
+def _mark_waiting(is_waiting: bool, stall_message: str) -> None:
     if _state is not None:
-        _state.reads = what
-        _state.reads_since = time.monotonic() if waits else None
+        _state.stall_message = stall_message
+        _state.waits_since = time.monotonic() if is_waiting else None
 
 
-def take_time() -> None:
-    """Suspend the deadline while this process saves; `exit_after_grace` follows."""
+def suspend_deadline() -> None:
+    """Suspend the deadline while this process saves; call `exit_after_grace` afterwards."""
     if _state is not None:
         _state.exits_since = None
 
 
 def exit_after_grace() -> None:
-    """Kill this process in EXIT_SECONDS if it has not ended by then: all is saved."""
+    """Kill this process after EXIT_SECONDS if it has not ended by then: everything is saved."""
     if _state is not None:
         _state.exits_since = time.monotonic()
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process with `code`; after a signal, and as a rank, without finalizing Python.
+    """End this process with `code`; after a signal, and in a rank, without finalizing Python.
 
-    That takes seconds, in which no thread runs any more that could enforce the deadline. Under the
-    threads of a process group it was seen to abort (torch 2.13, gloo: "terminate called without an
-    active exception"), by which the exit code of a run that was done, or had refused, is lost.
+    Finalizing takes seconds, in which no thread can enforce the deadline. With the threads of a
+    process group it may abort (torch 2.13, gloo: "terminate called without an active exception"),
+    which would replace the exit code.
     """
     if _state is None or (_state.signum is None and not _has_process_group()):
         sys.exit(code)
@@ -155,21 +158,21 @@ def end_process(code: int) -> NoReturn:
 
 
 def _has_process_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")  # imported by what has made a group
+    distributed = sys.modules.get("torch.distributed")  # imported if there is a group
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def wait_to_be_ended(seconds: float) -> None:
-    """Wait for SIGTERM or SIGINT, for at most `seconds`; what follows chooses the exit code."""
-    ended = threading.Event()
-    signal.set_wakeup_fd(-1)  # a second signal would end the program with a code of its own
+def wait_for_termination(seconds: float) -> None:
+    """Wait for SIGTERM or SIGINT, for at most `seconds`; the caller keeps its own exit code."""
+    received = threading.Event()
+    signal.set_wakeup_fd(-1)  # a second signal would end the program with that signal's exit code
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda signum, frame: ended.set())
-    ended.wait(seconds)
+        signal.signal(signum, lambda signum, frame: received.set())
+    received.wait(seconds)
 
 
 def signal_received() -> int | None:
-    """Return the first signal received, None while there was none."""
+    """Return the first signal received, None if there was none."""
     return None if _state is None else _state.signum
 
 
@@ -178,16 +181,16 @@ def _handle(signum: int, frame: FrameType | None) -> None:
         return
     if _state.signum is None:
         _state.signum = signum
-    if not _state.waits_for_step and _state.exits_since is None:
+    if not _state.defers_signals and _state.exits_since is None:
         _raise_interrupted(_state)
 
 
 def _handle_stall(signum: int, frame: FrameType | None) -> None:
     if _state is None or not _state.is_overdue or _state.exits_since is not None:
         return
-    if _state.reads_since is not None:
+    if _state.waits_since is not None:
         _state.exits_since = time.monotonic()
-        raise DataStalled(_state.signum or signal.SIGTERM, _state.reads)
+        raise DataStalled(_state.signum or signal.SIGTERM, _state.stall_message)
 
 
 def _raise_interrupted(state: _State) -> None:
@@ -197,20 +200,22 @@ def _raise_interrupted(state: _State) -> None:
 
 
 def _watch(receiver: socket.socket, state: _State) -> None:
-    """Exit now on a second signal, and within EXIT_SECONDS on one outside of training."""
-    first: float | None = None
+    """Exit on a second signal, or EXIT_SECONDS after a signal outside the training loop."""
+    received_at: float | None = None
     overdue_at: float | None = None
     number, main = int(signal.SIGTERM), threading.main_thread().ident
     assert main is not None
     while True:
-        if state.reads_since is None:  # it came after all
+        if state.waits_since is None:  # the data has arrived after all
             overdue_at, state.is_overdue = None, False
-        exits_since = state.exits_since or overdue_at or (None if state.waits_for_step else first)
+        exits_since = state.exits_since or overdue_at
+        if exits_since is None and not state.defers_signals:
+            exits_since = received_at
         if exits_since is not None and time.monotonic() - exits_since > WORKER_SECONDS:
             kill_workers()
         if exits_since is not None and time.monotonic() - exits_since > EXIT_SECONDS:
-            _exit_now(state.signum or number, "did not end by itself")
-        if overdue_at is None and _stalls(state, first):
+            _exit_now(state.signum or number, "the program did not end in time")
+        if overdue_at is None and _is_stalled(state, received_at):
             overdue_at, state.is_overdue = time.monotonic(), True
             signal.pthread_kill(main, WAKES)
         receiver.settimeout(POLL_SECONDS)  # a deadline may pass without a signal
@@ -220,37 +225,38 @@ def _watch(receiver: socket.socket, state: _State) -> None:
             continue
         if not numbers:
             continue
-        if first is None:
-            first, number = time.monotonic(), min(numbers)
-            state.signum = state.signum or number  # before any handler that a library may have
-        elif time.monotonic() - first > (SAME_PRESS_OF_A_RANK if state.is_rank else SAME_PRESS):
+        same_seconds = SAME_SIGNAL_SECONDS_OF_RANK if state.is_rank else SAME_SIGNAL_SECONDS
+        if received_at is None:
+            received_at, number = time.monotonic(), min(numbers)
+            state.signum = state.signum or number  # before a handler of a library
+        elif time.monotonic() - received_at > same_seconds:
             _exit_now(min(numbers), "a second signal")
 
 
-def _stalls(state: _State, first: float | None) -> bool:
-    """Tell whether a step has waited DATA_SECONDS for its data after the signal."""
-    since = state.reads_since
-    if first is None or since is None or not state.waits_for_step:
+def _is_stalled(state: _State, received_at: float | None) -> bool:
+    """Return whether a step has waited longer than DATA_SECONDS for its data after the signal."""
+    since = state.waits_since
+    if received_at is None or since is None or not state.defers_signals:
         return False
-    return time.monotonic() - max(first, since) > DATA_SECONDS
+    return time.monotonic() - max(received_at, since) > DATA_SECONDS
 
 
 def kill_workers() -> None:
-    """Kill the worker processes, which this one would wait for before it ends."""
+    """Kill the worker processes, which this process would otherwise wait for at its end."""
     for worker in multiprocessing.active_children():
         worker.kill()
 
 
-def _exit_now(signum: int, why: str) -> None:
+def _exit_now(signum: int, reason: str) -> None:
     kill_workers()
     name = signal.Signals(signum).name
     with contextlib.suppress(OSError):
-        os.write(2, f"{name}: exited at once ({why})\n".encode())
+        os.write(2, f"{name}: exited immediately ({reason})\n".encode())
     os._exit(128 + signum)
 
 
-def _forget() -> None:
-    """Ignore signals in a forked process, which its parent ends in time."""
+def _uninstall_in_fork() -> None:
+    """Ignore signals in a forked process: its parent ends it."""
     global _state
     if _state is None:
         return

@@ -32,7 +32,7 @@ from app.process.heartbeat import (
 )
 from app.process.launch import PARENT_VARIABLE, PIPE_VARIABLE, STEP_VARIABLE, free_port
 from app.process.reporting import REASON_FILE
-from app.process.signals import EXITS_WITHIN, HANDLED, signal_received, wait_for_step
+from app.process.signals import EXITS_WITHIN, HANDLED, defer_signals, signal_received
 from data_modules import redact, setting
 
 POLL_SECONDS = 0.1
@@ -107,7 +107,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the ranks, restart them up to `max_restarts` times; return the exit code."""
-        wait_for_step(True)  # signals are forwarded to the ranks
+        defer_signals(True)  # signals are forwarded to the ranks
         num_restarts, last = 0, None
         while True:
             ending = self._run_once()
@@ -123,9 +123,9 @@ class Supervisor:
             if num_restarts == self.config.max_restarts:
                 return ending.code
             num_restarts, last = num_restarts + 1, ending
-            wait_for_step(False)  # verifying checkpoints may take minutes
+            defer_signals(False)  # verifying checkpoints may take minutes
             self.resume_step = self.find_newest_step()
-            wait_for_step(True)
+            defer_signals(True)
             start = f"from step {self.resume_step}" if self.resume_step else "from the start"
             print_to_stderr(
                 f"supervise: restart {num_restarts} of {self.config.max_restarts}, {start}"

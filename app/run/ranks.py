@@ -19,7 +19,7 @@ from app.process.errors import DONE
 from app.process.launch import Launch, is_first_rank, launched_rank, read_launch, run_dir
 from app.process.peers import Peers
 from app.process.reporting import keep_reason, write_error_file
-from app.process.signals import wait_to_be_ended
+from app.process.signals import wait_for_termination
 from app.process.supervisor import (
     SIGNAL_EXIT_CODES,
     SuperviseConfig,
@@ -232,7 +232,7 @@ def requeue(config: SuperviseConfig) -> None:
         return
     if not is_first_rank():
         if not read_launch().is_started_here:
-            wait_to_be_ended(REQUEUE_SECONDS)
+            wait_for_termination(REQUEUE_SECONDS)
         return
     job = os.environ.get("SLURM_JOB_ID")
     if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:

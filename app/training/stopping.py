@@ -12,7 +12,12 @@ import lightning as L
 import torch
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from app.process.signals import signal_received, take_handlers, wait_for_data, wait_for_step
+from app.process.signals import (
+    defer_signals,
+    mark_waiting_for_data,
+    restore_handlers,
+    signal_received,
+)
 
 
 class SignalSync:
@@ -34,8 +39,8 @@ class SignalSync:
             # Private API, tested with Lightning 2.6: it synchronizes ranks and GPUs at every
             # micro-batch to broadcast a SIGTERM (its #21487), and cannot be switched off.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
-        take_handlers()
-        wait_for_step(True)
+        restore_handlers()
+        defer_signals(True)
 
     def poll(self) -> int | None:
         """Return the signal that ends the run after this step, the same on all ranks, or None."""
@@ -49,7 +54,7 @@ class SignalSync:
     def end(self, trainer: L.Trainer) -> None:
         """Let signals end rank 0, which still has work to do, at once again."""
         if trainer.is_global_zero:
-            wait_for_step(False)
+            defer_signals(False)
 
 
 class FetchProfiler(PassThroughProfiler):
@@ -68,7 +73,7 @@ class FetchProfiler(PassThroughProfiler):
     def start(self, action_name: str) -> None:
         """Mark the start of a fetch."""
         if action_name.endswith("_next"):
-            wait_for_data(True)
+            mark_waiting_for_data(True)
             if "train" in action_name:
                 self._fetch_started = time.perf_counter()
 
@@ -78,4 +83,4 @@ class FetchProfiler(PassThroughProfiler):
             if self._fetch_started is not None:
                 self.seconds += time.perf_counter() - self._fetch_started
                 self._fetch_started = None
-            wait_for_data(False)
+            mark_waiting_for_data(False)

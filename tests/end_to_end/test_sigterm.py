@@ -119,9 +119,9 @@ def test_completed_steps_are_saved_if_data_stalls(tmp_path: Path, stall: Stall, 
     saved = CheckpointStore(folder / "out" / "checkpoints").newest_good()[0]
     if how == "sleeps":
         assert saved is not None and saved.step == 2
-        assert "the data of the next step did not come; step 2 is saved" in said
+        assert "the data of the next step did not arrive; step 2 is saved" in said
     else:
-        assert saved is None and "exited at once" in said
+        assert saved is None and "exited immediately" in said
 
 
 def test_an_interrupted_evaluation_is_repeated_on_resume(tmp_path: Path, stall: Stall) -> None:
@@ -137,7 +137,7 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(tmp_path: Path, stall: 
         [*measured, f"output.dir={folder / 'out'}"],
     )
     assert (code, seconds < ends_within()) == (143, True), (seconds, said)
-    assert "what was being measured is measured again; step 2 is saved" in said
+    assert "the interrupted measurement will be repeated; step 2 is saved" in said
     resumed = train_into(folder / "out", *measured, "resume=must")
     check_same_run(resumed, train_into(tmp_path / "whole", *measured))
 

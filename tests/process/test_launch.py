@@ -176,7 +176,7 @@ def test_the_ranks_of_a_job_stay_until_the_first_has_requeued_it(
     for name, value in (SRUN | {"SLURM_PROCID": rank, "SLURM_JOB_ID": "77"}).items():
         environment.setenv(name, value)
     waited: list[float] = []
-    environment.setattr("app.run.ranks.wait_to_be_ended", waited.append)
+    environment.setattr("app.run.ranks.wait_for_termination", waited.append)
     requeue(SuperviseConfig(requeue=True))
     assert waited == ([] if rank == "0" else [REQUEUE_SECONDS])
     assert (tmp_path / "called").exists() == (rank == "0")

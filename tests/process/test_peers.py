@@ -49,7 +49,7 @@ from app.process.heartbeat import beat, refresh_liveness
 from app.process.peers import Peers, start_peers
 from app.process.reporting import keep_reason, report, write_error_file
 from app.process.launch import set_run_dir
-from app.process.signals import install_signal_handlers, wait_for_step
+from app.process.signals import install_signal_handlers, defer_signals
 from torch.distributed import TCPStore
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 set_run_dir(folder)
@@ -323,7 +323,7 @@ def test_a_rank_ended_by_a_signal_names_only_a_lost_rank(
 
     A scheduler signals all ranks, and a rank that its signal has ended is not lost.
     """
-    signalled = ["install_signal_handlers()", "wait_for_step(True)", "os.kill(os.getpid(), 15)"]
+    signalled = ["install_signal_handlers()", "defer_signals(True)", "os.kill(os.getpid(), 15)"]
     closed = "RuntimeError('[/x/pair.cc:5] Connection closed by peer [1.2.3.4]:5. This is ')"
     first = ["wait(1)", *(signalled if all_signalled else []), "wait(3)", "os.kill(os.getpid(), 9)"]
     second = ["wait(4.5)", *signalled, f"os._exit(report({closed}))"]

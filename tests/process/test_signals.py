@@ -1,4 +1,4 @@
-"""What a signal does to a process: noted in a step, acted on elsewhere, the second one obeyed."""
+"""A signal is recorded during a step and ends the program elsewhere; a second one always does."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ BEGIN = """
 import os, signal, sys, time
 from app.process import signals
 from app.process.reporting import report
-def say(word):
+def write(word):
     os.write(1, f"{word}\\n".encode())
 signals.install_signal_handlers()
 """
 OUTSIDE = """
 try:
-    say("ready")
+    write("ready")
     time.sleep(30)
 except SystemExit as error:
     sys.exit(report(error))
 """
 IN_A_STEP = """
-signals.wait_for_step(True)
-say("ready")
+signals.defer_signals(True)
+write("ready")
 while signals.signal_received() is None:
     time.sleep(0.01)
-say("noted")
+write("received")
 """
 
 A_RANK = {"LOFT_RUN_DIR": "run", "LOFT_PARENT": str(os.getpid())}
-"""what a process finds that a supervisor of ours has started"""
+"""environment variables of a process started by the supervisor"""
 
 
-def _heed_signals() -> None:
+def _reset_signals() -> None:
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_DFL)
 
 
 class Process:
-    """A script that says "ready" when it may be disturbed."""
+    """A script that prints "ready" when a signal may be sent."""
 
     def __init__(self, *parts: str, environment: Mapping[str, str] | None = None) -> None:
         code = "\n".join([BEGIN, *parts])
@@ -60,13 +60,14 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # As in a terminal: background jobs and nohup ignore some, and so would the script.
-            preexec_fn=_heed_signals,
+            # Background jobs and nohup ignore some signals, which the script would inherit.
+            preexec_fn=_reset_signals,
             start_new_session=True,
         )
-        self.hear("ready")
+        self.read("ready")
 
-    def hear(self, word: str) -> None:
+    def read(self, word: str) -> None:
+        """Check that the next line on stdout is `word`."""
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == f"{word}\n"
 
@@ -74,9 +75,9 @@ class Process:
         self.process.send_signal(signum)
 
     def end(self) -> tuple[int, str]:
-        """Return its exit code and what it said on stderr."""
-        said = self.process.communicate(timeout=LONGEST)[1]
-        return self.process.returncode, said
+        """Wait for the end of the process; return its exit code and stderr."""
+        stderr = self.process.communicate(timeout=LONGEST)[1]
+        return self.process.returncode, stderr
 
 
 @pytest.mark.parametrize(
@@ -88,55 +89,53 @@ class Process:
         (signal.SIGUSR1, 138),
     ],
 )
-def test_outside_of_a_step_the_program_ends_where_it_stands(
-    signum: signal.Signals, code: int
-) -> None:
+def test_outside_a_step_a_signal_ends_the_program(signum: signal.Signals, code: int) -> None:
     process = Process(OUTSIDE)
     process.send(signum)
     assert process.end() == (code, f"\nstopped by {signum.name}: not during a training step\n")
 
 
 @pytest.mark.parametrize(
-    ("name", "environment"), [("SAME_PRESS", {}), ("SAME_PRESS_OF_A_RANK", A_RANK)]
+    ("name", "environment"), [("SAME_SIGNAL_SECONDS", {}), ("SAME_SIGNAL_SECONDS_OF_RANK", A_RANK)]
 )
-def test_a_step_is_ended_first_and_the_rest_is_left(name: str, environment: dict[str, str]) -> None:
+def test_a_step_is_finished_before_the_program_ends(name: str, environment: dict[str, str]) -> None:
     process = Process(
         f"signals.{name} = 20.0",
         IN_A_STEP,
-        "signals.wait_for_step(True)",
+        "signals.defer_signals(True)",
         "time.sleep(1.5)",
-        "signals.wait_for_step(False)",
+        "signals.defer_signals(False)",
         environment=environment,
     )
     process.send(signal.SIGTERM)
-    process.hear("noted")
+    process.read("received")
     time.sleep(0.3)
-    process.send(signal.SIGTERM)  # a launcher sends it on: the same one
-    code, said = process.end()
+    process.send(signal.SIGTERM)  # as if forwarded by a launcher: counts as the same signal
+    code, stderr = process.end()
     assert code == 143
-    assert "Interrupted" not in said and "exited at once" not in said
+    assert "Interrupted" not in stderr and "exited immediately" not in stderr
 
 
 @pytest.mark.parametrize("environment", [{}, A_RANK])
-def test_a_second_signal_is_obeyed_at_once_whatever_the_program_does(
+def test_a_second_signal_ends_a_step_immediately(
     environment: dict[str, str],
 ) -> None:
     process = Process(IN_A_STEP, "time.sleep(30)", environment=environment)
     process.send(signal.SIGTERM)
-    process.hear("noted")
-    time.sleep(2 * signals.SAME_PRESS_OF_A_RANK)
+    process.read("received")
+    time.sleep(2 * signals.SAME_SIGNAL_SECONDS_OF_RANK)
     process.send(signal.SIGINT)
-    assert process.end() == (130, "SIGINT: exited at once (a second signal)\n")
+    assert process.end() == (130, "SIGINT: exited immediately (a second signal)\n")
 
 
-def test_a_library_that_keeps_the_program_from_ending_is_left_behind() -> None:
+def test_a_program_that_catches_every_exception_is_ended() -> None:
     stuck = """
 signals.EXIT_SECONDS = 0.5
 is_ready = False
 while True:
     try:
         if not is_ready:
-            say("ready")
+            write("ready")
         is_ready = True
         time.sleep(30)
     except BaseException:
@@ -144,65 +143,65 @@ while True:
 """
     process = Process(stuck)
     process.send(signal.SIGTERM)
-    assert process.end() == (143, "SIGTERM: exited at once (did not end by itself)\n")
+    assert process.end() == (143, "SIGTERM: exited immediately (the program did not end in time)\n")
 
 
 STUCK = """
 import ctypes
-def hang():  # in a call that no signal ends
+def hang():  # in a call that no signal interrupts
     mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
     lock(mutex)
     lock(mutex)
 """
 READS = """
-signals.wait_for_step(True)
-signals.wait_for_data(True)
-listens, tells = os.pipe()
+signals.defer_signals(True)
+signals.mark_waiting_for_data(True)
+reader, writer = os.pipe()
 """
 
 
 @pytest.mark.parametrize(
-    ("read", "said"),
+    ("read", "stderr"),
     [
-        ("os.read(listens, 1)", "\nstopped by SIGTERM: the data of the next step did not come\n"),
-        ("hang()", "SIGTERM: exited at once (did not end by itself)\n"),
+        ("os.read(reader, 1)", "\nstopped by SIGTERM: the data of the next step did not arrive\n"),
+        ("hang()", "SIGTERM: exited immediately (the program did not end in time)\n"),
     ],
-    ids=["a slow reader", "a library"],
+    ids=["interruptible", "library"],
 )
 @pytest.mark.slow
-def test_data_that_does_not_come_is_not_waited_for(read: str, said: str) -> None:
-    lines = ("say('ready')", read)
+def test_stalled_data_is_not_waited_for_after_a_signal(read: str, stderr: str) -> None:
+    lines = ("write('ready')", read)
     ends = "\n".join(["try:", *(f"    {line}" for line in lines)])
     process = Process(STUCK, READS, ends, "except SystemExit as error: sys.exit(report(error))")
     before = time.monotonic()
     process.send(signal.SIGTERM)
-    assert process.end() == (143, said)
+    assert process.end() == (143, stderr)
     assert time.monotonic() - before < ends_within()
 
 
 @pytest.mark.slow
-def test_data_that_comes_in_time_lets_the_step_end() -> None:
+def test_a_step_whose_data_arrives_in_time_is_finished() -> None:
     process = Process(
         "import threading",
         READS,
-        "threading.Timer(0.7, os.write, (tells, b'x')).start()",
-        "say('ready')",
-        "assert os.read(listens, 1) == b'x'",
-        "signals.wait_for_data(False)",
+        "threading.Timer(0.7, os.write, (writer, b'x')).start()",
+        "write('ready')",
+        "assert os.read(reader, 1) == b'x'",
+        "signals.mark_waiting_for_data(False)",
         "time.sleep(4)",
-        "say(f'saved after {signals.signal_received()}')",
-        "signals.wait_for_data(True)",  # of the next step, which is not started
-        "signals.wait_for_data(False)",
-        "signals.wait_for_step(False)",
+        "write(f'saved after {signals.signal_received()}')",
+        "signals.mark_waiting_for_data(True)",  # for the next step, which does not start
+        "signals.mark_waiting_for_data(False)",
+        "signals.defer_signals(False)",
     )
     process.send(signal.SIGTERM)
-    process.hear("saved after 15")
+    process.read("saved after 15")
     assert process.end()[0] == 143
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.slow
-def test_workers_end_with_a_process_that_is_stuck() -> None:
+def test_workers_of_a_stuck_process_are_killed() -> None:
     process = Process(
         STUCK,
         "import multiprocessing",
@@ -211,8 +210,8 @@ def test_workers_end_with_a_process_that_is_stuck() -> None:
         "    time.sleep(60)",
         "worker = multiprocessing.get_context('fork').Process(target=work)",
         "worker.start()",
-        "say('ready')",
-        "say(worker.pid)",
+        "write('ready')",
+        "write(worker.pid)",
         "hang()",
     )
     assert process.process.stdout is not None
@@ -225,68 +224,68 @@ def test_workers_end_with_a_process_that_is_stuck() -> None:
         time.sleep(0.02)
 
 
-def test_ctrl_c_pressed_twice_ends_a_step_at_once() -> None:
+def test_ctrl_c_pressed_twice_ends_a_step_immediately() -> None:
     process = Process(IN_A_STEP, "time.sleep(30)")
     process.send(signal.SIGINT)
-    process.hear("noted")
+    process.read("received")
     time.sleep(0.3)
     process.send(signal.SIGINT)
-    assert process.end() == (130, "SIGINT: exited at once (a second signal)\n")
+    assert process.end() == (130, "SIGINT: exited immediately (a second signal)\n")
 
 
-def test_forked_workers_leave_signals_to_the_process_that_they_work_for() -> None:
+def test_forked_workers_leave_signals_to_their_parent() -> None:
     fork = """
-listens, tells = os.pipe()
+reader, writer = os.pipe()
 if os.fork() == 0:
-    os.write(tells, b"up")  # a signal within the fork itself finds the parent's handler
+    os.write(writer, b"up")  # a signal during the fork itself runs the parent's handler
     time.sleep(1.5)
     signal.signal(signal.SIGUSR1, lambda *_: None)
-    os.kill(os.getpid(), signal.SIGUSR1)  # not the second one of its parent
-    os.write(tells, b"whole")
+    os.kill(os.getpid(), signal.SIGUSR1)  # must not count as a second signal of the parent
+    os.write(writer, b"alive")
     os._exit(0)
-os.read(listens, 2)
+os.read(reader, 2)
 """
-    process = Process(fork, IN_A_STEP, "say(os.read(listens, 9).decode())")
+    process = Process(fork, IN_A_STEP, "write(os.read(reader, 9).decode())")
     os.killpg(process.process.pid, signal.SIGINT)
-    process.hear("noted")
-    process.hear("whole")
+    process.read("received")
+    process.read("alive")
     assert process.end() == (0, "")
 
 
-def test_what_was_ignored_at_the_start_stays_ignored() -> None:
-    ignoring = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nsignals.take_handlers()"
+def test_signals_ignored_at_the_start_stay_ignored() -> None:
+    ignoring = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nsignals.restore_handlers()"
     process = Process(ignoring, OUTSIDE)
     process.send(signal.SIGHUP)
     process.send(signal.SIGTERM)
     assert process.end()[0] == 143
 
 
-def test_handlers_are_taken_back_from_a_library() -> None:
-    library = "signal.signal(signal.SIGTERM, lambda *_: say('the library heard'))"
-    process = Process(library, "signals.take_handlers()", OUTSIDE)
+def test_handlers_are_restored_after_a_library_replaced_them() -> None:
+    library = "signal.signal(signal.SIGTERM, lambda *_: write('handled by the library'))"
+    process = Process(library, "signals.restore_handlers()", OUTSIDE)
     process.send(signal.SIGTERM)
     assert process.end() == (143, "\nstopped by SIGTERM: not during a training step\n")
 
 
-def test_a_process_without_signal_handlers_is_left_as_it_is() -> None:
+def test_a_process_without_signal_handlers_is_not_changed() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    signals.take_handlers()
-    signals.wait_for_step(True)
-    signals.wait_for_step(False)
+    signals.restore_handlers()
+    signals.defer_signals(True)
+    signals.defer_signals(False)
     assert signals.signal_received() is None
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.slow
-def test_a_process_that_received_no_signal_itself_ends_where_all_is_saved() -> None:
+def test_a_process_without_a_signal_ends_after_everything_is_saved() -> None:
     process = Process(
-        "signals.exit_after_grace()", 'say("ready")', "signal.pthread_sigmask", "time.sleep(30)"
+        "signals.exit_after_grace()", 'write("ready")', "signal.pthread_sigmask", "time.sleep(30)"
     )
     assert process.process.wait(timeout=LONGEST) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_a_rank_is_not_finalized_under_its_process_group(code: int) -> None:
+def test_a_rank_with_a_process_group_ends_without_finalizing(code: int) -> None:
     aborts = """
 class Group:
     def __del__(self, abort=os.abort):
@@ -297,16 +296,16 @@ sys.modules["torch.distributed"] = SimpleNamespace(
     is_available=lambda: True, is_initialized=lambda: True, group=group
 )
 """
-    assert Process(aborts, 'say("ready")', f"signals.end_process({code})").end() == (code, "")
+    assert Process(aborts, 'write("ready")', f"signals.end_process({code})").end() == (code, "")
 
 
-def test_a_rank_that_waits_to_be_ended_keeps_its_exit_code() -> None:
+def test_a_rank_that_waits_for_termination_keeps_its_exit_code() -> None:
     code = (
         "import os, signal, sys, threading\n"
-        "from app.process.signals import install_signal_handlers, wait_to_be_ended\n"
+        "from app.process.signals import install_signal_handlers, wait_for_termination\n"
         "install_signal_handlers()\n"
         "threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
-        "wait_to_be_ended(60)\n"
+        "wait_for_termination(60)\n"
         "sys.exit(138)\n"
     )
     done = subprocess.run(

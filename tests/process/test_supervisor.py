@@ -20,7 +20,7 @@ import pytest
 from app.process import supervisor as supervisor_module
 from app.process.launch import free_port
 from app.process.reporting import REASON_FILE
-from app.process.signals import SAME_PRESS_OF_A_RANK
+from app.process.signals import SAME_SIGNAL_SECONDS_OF_RANK
 from app.process.supervisor import SuperviseConfig, Supervisor
 from app.run import ranks as ranks_module
 from app.training.checkpoint.store import CheckpointStore
@@ -455,7 +455,7 @@ def test_a_second_signal_ends_all_ranks_immediately(tmp_path: Path) -> None:
         "wait()",
     )
     process.send_signal(signal.SIGTERM)
-    time.sleep(2 * SAME_PRESS_OF_A_RANK)
+    time.sleep(2 * SAME_SIGNAL_SECONDS_OF_RANK)
     assert process.poll() is None
     before = time.monotonic()
     process.send_signal(signal.SIGTERM)

@@ -231,11 +231,11 @@ BUGS = [
         "::test_a_second_process_on_a_run_is_refused_and_a_dead_ones_lock_is_taken",
     ),
     Bug(
-        name="a run that was told to stop ends with 0",
+        name="a run stopped by a signal ends with 0",
         file="app/process/errors.py",
         right="super().__init__(128 + signum)",
         wrong="super().__init__(0)",
-        test="tests/process/test_signals.py::test_outside_of_a_step_the_program_ends_where_it_stands",
+        test="tests/process/test_signals.py::test_outside_a_step_a_signal_ends_the_program",
     ),
     Bug(
         name="a step with a bad loss is taken",

@@ -14,7 +14,7 @@ import torch
 from app.process import faults
 from app.process.errors import Interrupted, TrainingFault, UserError
 from app.process.heartbeat import waiting_for_thread
-from app.process.signals import DataStalled, exit_after_grace, take_handlers, take_time
+from app.process.signals import DataStalled, exit_after_grace, restore_handlers, suspend_deadline
 from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
@@ -53,7 +53,7 @@ class CheckpointSaver(L.Callback):
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Reinstall our signal handlers, which Lightning has just replaced."""
-        take_handlers()
+        restore_handlers()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Raise SaveError if the disk has no room for the states that already exist."""
@@ -106,7 +106,7 @@ class CheckpointSaver(L.Callback):
         if step > self._saved and not (
             is_within_step or is_last_validation or trainer.sanity_checking
         ):
-            take_time()
+            suspend_deadline()
             pl_module.has_pending_validation = trainer.validating
             self._prepare(trainer, pl_module)
             self.save(trainer, pl_module)
