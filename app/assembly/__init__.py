@@ -1,6 +1,7 @@
-"""The parts of a run, each built from those before it: what the verbs share.
+"""Builds the parts of a run for the verbs, each from the parts before it.
 
-    Environment -> Base -> data module -> what `auto` is -> trainer, module -> what a run ends with
+    Environment -> Base -> data module -> resolved `auto` settings -> trainer, module -> finish
 
-A verb imports these modules in its function, after what needs no torch; `finish` alone needs none.
+A verb imports these modules inside its function, after the checks that need no torch; only `finish`
+can be imported without torch.
 """

@@ -1,4 +1,4 @@
-"""What `auto` is in this run: strategy, micro-batch and recompute, by what its plan says."""
+"""Resolve the `auto` settings of a run: strategy, micro-batch size and recompute, by its plan."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ log = logging.getLogger(__name__)
 def resolve_auto(
     config: TrainConfig, base: Base, data: FinetuneDataModule, env: Environment, run: Run
 ) -> tuple[TrainConfig, Environment, Estimate | None]:
-    """Return settings and environment with each `auto` chosen, and what the run will take.
+    """Return settings and environment with each `auto` resolved, and the estimated cost of the run.
 
-    The estimate is None where a plan cannot tell it.
-    UserError where it will not fit, as plan.enforce says.
+    The estimate is None for a model whose memory cannot be planned. UserError if the run does not
+    fit and plan.enforce refuses that.
     """
     plan = plan_training(
         config,
@@ -59,7 +59,7 @@ def resolve_auto(
         backend=base.backend,
         sequence_len=data.sequence_len,
         build_on_meta=base.shapes_builder(config, env),
-    )  # None where it cannot tell the memory of such a model
+    )  # None if the memory of such a model cannot be planned
     config = replace(config, strategy=resolve_strategy(config, base, env, plan))
     plan = plan and replace(plan, strategy=config.strategy)
     env = resolve_micro_batch(config, data, env, run, plan)
@@ -75,7 +75,7 @@ def resolve_auto(
 def resolve_strategy(
     config: TrainConfig, base: Base, env: Environment, plan: PlannedRun | None
 ) -> StrategyConfig:
-    """Return the strategy of `config`, with `auto` chosen by what fits a GPU."""
+    """Return the strategy of `config`; `auto` becomes one whose memory fits a GPU."""
     if config.strategy.name != "auto":
         return config.strategy
     if plan is None and env.num_ranks > 1:
@@ -108,25 +108,25 @@ def resolve_micro_batch(
     run: Run,
     plan: PlannedRun | None,
 ) -> Environment:
-    """Return `env` with trainer.micro_batch_size=auto chosen, and have `data` take it.
+    """Resolve trainer.micro_batch_size=auto: set it in `data`, and return `env` with it.
 
-    A resumed run takes its own again. What a GPU has room for is chosen by arithmetic; the module
-    tries it. The packs of a step stay the same. `plan` has its strategy.
+    A resumed run keeps its size. On a GPU the size is estimated from the plan, and probed before
+    the first step if possible. The packs of a step stay the same. `plan` has the run's strategy.
     """
     if config.trainer.micro_batch_size != "auto":
         return env
     is_tried = False
     if (before := run.micro_batch_size(env.num_data_ranks)) is not None:
-        choice = MicroBatchChoice(before, "as the run that is resumed")
+        choice = MicroBatchChoice(before, "as in the resumed run")
     elif config.data.streaming:
         choice = MicroBatchChoice(1, "the order of a stream depends on it")
     elif env.accelerator == "cpu":
-        choice = MicroBatchChoice(1, "more are for a GPU, whose memory says how many")
+        choice = MicroBatchChoice(1, "larger sizes are chosen by the memory of a GPU")
     elif plan is None:
         choice = MicroBatchChoice(1, "the sizes of the model's layers are unknown")
     else:
         is_tried = can_probe_micro_batch(plan.strategy)
-        if config.recompute.mode == "auto":  # what one pack at a time needs
+        if config.recompute.mode == "auto":  # the mode that a micro-batch of 1 needs
             mode, _ = choose_recompute(plan, compiles=config.trainer.compile)
             plan = replace(plan, recompute=mode.name)
         choice, _ = choose_micro_batch(plan)
@@ -140,9 +140,9 @@ def resolve_micro_batch(
 def resolve_recompute(
     config: TrainConfig, env: Environment, plan: PlannedRun | None
 ) -> TrainConfig:
-    """Return `config` with recompute=auto chosen by what fits a GPU; on a CPU it stays as it is.
+    """Return `config` with recompute=auto resolved by what fits a GPU; unchanged on a CPU.
 
-    `plan` has its strategy and its micro-batch.
+    `plan` has the run's strategy and micro-batch size.
     """
     if config.recompute.mode != "auto" or env.accelerator == "cpu":
         return config
@@ -157,10 +157,10 @@ def resolve_recompute(
 def check_plan(
     config: TrainConfig, base: Base, data: FinetuneDataModule, plan: PlannedRun
 ) -> Estimate:
-    """Log what a run is planned to take; UserError where it will not fit, as plan.enforce says."""
+    """Log the estimated cost of a run; UserError if plan.enforce refuses it."""
     estimate = estimate_training(plan)
     if is_first_rank():
-        # Of a GPU, which may be rented; a CPU's is in train.log.
+        # Printed for a GPU, which may be rented; for a CPU only in train.log.
         log.log(
             logging.INFO if plan.is_on_gpu else logging.DEBUG,
             "plan: %s",
@@ -168,6 +168,6 @@ def check_plan(
         )
     whole = base.architecture.to_dict()
     strategies = partial(load_strategies, settings_of)
-    ways = partial(suggest_overrides, config, plan, whole, strategies)
-    check_room(plan, estimate, config.plan.enforce, ways)
+    suggest = partial(suggest_overrides, config, plan, whole, strategies)
+    check_room(plan, estimate, config.plan.enforce, suggest)
     return estimate

@@ -1,4 +1,4 @@
-"""The base model of a run, opened: all that is known of it before its weights are read."""
+"""Open the base model of a run: everything about it except its weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """The base model of a run: all that is known of it before its weights are read."""
+    """A base model whose weights are not loaded yet."""
 
     config: ModelConfig
     quantization: QuantizationConfig
@@ -50,13 +50,13 @@ class Base:
     backend: str
     """attention backend"""
     spec: ModelSpec
-    """what the data depends on of it"""
+    """what data preparation needs to know about the model"""
     dtype: torch.dtype
-    """dtype that its weights are kept in"""
+    """dtype of its weights in memory"""
     new_ids: list[int]
     """token ids without a trained row in the embedding"""
     trained_ids: list[int]
-    """token ids whose rows train beside an adapter"""
+    """token ids whose embedding rows are trained with an adapter"""
     stop_ids: set[int]
     """token ids that end an answer, besides those of the chat template"""
     description: Mapping[str, str | None]
@@ -68,7 +68,7 @@ class Base:
         return load_base(self.config, implementation, self.dtype, self.quantization, self.new_ids)
 
     def load_tuned(self, folder: Path) -> torch.nn.Module:
-        """Load what a run saved in `folder`: an adapter on this base, or a whole model."""
+        """Load a trained model: the adapter in `folder` on this base, or the whole model in it."""
         implementation = attention_implementation(self.backend)
         return load_tuned(
             self.config, folder, implementation, self.dtype, self.quantization, self.new_ids
@@ -77,7 +77,7 @@ class Base:
     def model_builder(
         self, config: TrainConfig, env: Environment
     ) -> Callable[..., torch.nn.Module]:
-        """Return what builds the model to train."""
+        """Return a function that builds the model to train."""
         return partial(
             build_model,
             self.config,
@@ -93,7 +93,7 @@ class Base:
     def shapes_builder(
         self, config: TrainConfig, env: Environment
     ) -> Callable[[], torch.nn.Module] | None:
-        """Return what builds it on meta and not quantized; None where its files are quantized."""
+        """Return a function that builds the model on meta; None if its files are quantized."""
         if stored_quantization(self.architecture):
             return None
         build = self.model_builder(config, env)
@@ -101,10 +101,10 @@ class Base:
 
 
 def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: AdapterConfig) -> Base:
-    """Read config and tokenizer of the base, and choose its attention; no weight is read.
+    """Read config and tokenizer of the base, and choose its attention; reads no weights.
 
-    `model.revision` becomes the commit that a base of the hub was read at.
-    UserError where they do not fit `config` or the environment.
+    Sets `model.revision` to the commit that a base on the hub was read at. UserError if the base
+    does not fit `config` or the environment.
     """
     model = config.model
     architecture = load_architecture(model)
@@ -132,7 +132,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
 def model_spec(
     architecture: PretrainedConfig, new_ids: Sequence[int], backend: str = "auto"
 ) -> ModelSpec:
-    """Return what the data depends on of a model, once it has rows for `new_ids`."""
+    """Return what data preparation needs to know about a model with rows for `new_ids`."""
     return ModelSpec(
         context_len=context_len(architecture),
         vocab_size=num_rows(architecture, new_ids),

@@ -1,4 +1,4 @@
-"""The data module of a verb, and the data of a training: prepared, audited and planned."""
+"""Build the data module of a verb; for a training run also prepare, audit and plan its data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_datamodule(
     *,
     first_rows: int | None = None,
 ) -> FinetuneDataModule:
-    """Build the data module of a verb; `setup` is left to the caller."""
+    """Build the data module of a verb; the caller calls its `setup`."""
     data = with_chat_template(config.data, config.model, tokenizer)
     return FinetuneDataModule(
         DataSpec(
@@ -44,7 +44,7 @@ def build_datamodule(
 
 
 def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> FinetuneDataModule:
-    """Prepare, audit and plan the data of a training: all its steps, before a weight is read."""
+    """Prepare, audit and plan the data of all steps of a training run, before weights are read."""
     trainer = config.trainer
     batching = BatchSpec(
         micro_batch_size=env.micro_batch_size,
@@ -53,13 +53,13 @@ def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> F
         num_epochs=trainer.num_epochs,
         max_steps=trainer.max_steps,
         row_multiple=env.row_multiple,
-        pad_packs=trainer.compile,  # layers are compiled for one size of batch
+        pad_packs=trainer.compile,  # compiled layers need batches of one size
     )
     data = build_datamodule(config, base.tokenizer, base.spec, batching)
     data.first_step = run.step
     data.setup("fit")
     if config.evaluation.exact_match:
-        data.prompts(config.evaluation.max_rows)  # warns now of those that are too long
+        data.prompts(config.evaluation.max_rows)  # warns about prompts that are too long
     if is_first_rank():
         for line in data.brief():
             log.info("%s", line)

@@ -1,7 +1,7 @@
-"""What measures the models of a run: base beside tuned at its end, and the tuned one on its way.
+"""Build the evaluators of a run: base vs tuned at its end, and the model during training.
 
-While a model trains, tasks and held-out prompts are asked on a small set that stays the same. The
-figures stand in the row of their validation: `val/<metric>/<task or data set>`.
+During training, tasks and held-out prompts are answered on a small fixed set. The metrics are
+logged with the validation as `val/<metric>/<task or data set>`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from app.training.module import FinetuneModule
 
 SAMPLES = "samples"
-"""folder of a run with what the model has answered, a file a measurement"""
+"""folder of a run with the answers of the model, one file per measurement"""
 VARIANT = "val"
 
 
@@ -48,7 +48,7 @@ def build_evaluator(
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     runner: RowRunner | None = None,
 ) -> Evaluator:
-    """Build what measures a model on the held-out rows of `data`, and by `tasks`.
+    """Build the evaluator of a model on the held-out rows of `data` and on `tasks`.
 
     `sharding`, `sum_over_ranks` and `runner` as for `Evaluator`.
     """
@@ -69,14 +69,14 @@ def build_evaluator(
 def small_set(
     config: TrainEvaluationConfig, tasks: Sequence[Task]
 ) -> tuple[TrainEvaluationConfig, list[Task]]:
-    """Return the settings and tasks of a measurement during training: fewer rows, the first."""
+    """Return the settings and tasks of a measurement during training: only the first rows."""
     most = config.during_rows
     fewer = [replace(task, max_rows=min(task.max_rows or most, most)) for task in tasks]
     return replace(config, max_rows=min(config.max_rows, most), harness=[]), fewer
 
 
 class DuringTraining:
-    """Measure a model at the validations that `every_steps` names."""
+    """Measures answers of the model at every validation selected by `every_steps`."""
 
     def __init__(
         self, evaluator: Evaluator, folder: Path, *, every_steps: int, interval: int, last: int
@@ -86,14 +86,14 @@ class DuringTraining:
             step == last or is_measured_at(step, every_steps, interval)
         )
         self.names = evaluator.metric_names(VARIANT)
-        """the figures of a measurement"""
+        """names of the metrics of a measurement"""
 
     def measure(self, module: FinetuneModule, step: int) -> dict[str, float]:
-        """Return the figures after `step`, the same on every rank; none where it is not due.
+        """Return the metrics after `step`, the same on every rank; empty if no measurement is due.
 
-        Ranks that hold the whole model take a share of the rows each. Draws no random number that
-        training would have drawn. A signal ends the measurement of a single rank; several ranks
-        complete it, since they can save the step only together.
+        Ranks that hold the whole model each take a share of the rows. Does not advance the random
+        number generators of training. A signal interrupts the measurement of a single rank; several
+        ranks complete it, since they can save a checkpoint only together.
         """
         if not self._is_due(step):
             return {}
@@ -105,14 +105,14 @@ class DuringTraining:
         self.evaluator.runner = _row_runner(trainer) if sharding is None else RowRunner(show=_beat)
         interruptible = measuring() if trainer.world_size == 1 else nullcontext()
         with interruptible, isolate_rng(), trainer.precision_plugin.forward_context():
-            figures = self.evaluator.measure_answers(VARIANT, module.model)
+            metrics = self.evaluator.measure_answers(VARIANT, module.model)
         if trainer.is_global_zero:
             lines = [
                 json.dumps(line, ensure_ascii=False) for line in self.evaluator.prediction_lines()
             ]
             self.folder.mkdir(exist_ok=True)
-            write_whole(self.folder / f"step-{step}.jsonl", "".join(f"{one}\n" for one in lines))
-        return figures
+            write_whole(self.folder / f"step-{step}.jsonl", "".join(f"{line}\n" for line in lines))
+        return metrics
 
 
 def _beat(key: str, done: int, total: int) -> None:
@@ -133,9 +133,9 @@ def _row_runner(trainer: Any) -> RowRunner:
 def build_during(
     config: TrainConfig, base: Base, data: FinetuneDataModule, folder: Path
 ) -> DuringTraining | None:
-    """Build what measures tasks and answers while a model trains; None where nothing does.
+    """Build the measurement of tasks and answers during training; None if none is requested.
 
-    UserError where what is monitored is not measured.
+    UserError if the monitored metric is not measured.
     """
     during, every = None, config.evaluation.every_steps
     if every is not None:
@@ -152,7 +152,7 @@ def build_during(
 
 
 def check_monitor(monitor: str, data: FinetuneDataModule, during: DuringTraining | None) -> None:
-    """Raise UserError where a run does not measure, while it trains, what it monitors."""
+    """Raise UserError if the monitored metric is not measured during the run."""
     held_out = set(data.val_examples.datasets.tolist())
     losses = [f"val/loss/{name}" for n, name in enumerate(data.dataset_names) if n in held_out]
     known = ["val/loss", *losses, *([] if during is None else during.names)]
@@ -161,11 +161,11 @@ def check_monitor(monitor: str, data: FinetuneDataModule, during: DuringTraining
     name = monitor.removeprefix("val/loss/")
     if name != monitor and name in data.dataset_names:
         raise UserError(
-            f"trainer.checkpoint.monitor={monitor}: no row of {name} is held out; "
+            f"trainer.checkpoint.monitor={monitor}: no row of {name} is held out for validation; "
             "type a larger data.val_set_size, or val/loss"
         )
     raise UserError(
-        f"trainer.checkpoint.monitor={monitor} is not measured while this run "
-        f"trains{nearest(monitor, known)}; it measures {', '.join(known[:20])}"
+        f"trainer.checkpoint.monitor={monitor} is not measured during this "
+        f"run{nearest(monitor, known)}; measured are {', '.join(known[:20])}"
         + ("" if during else "; evaluation.every_steps=N measures evaluation.tasks, too")
     )

@@ -1,6 +1,6 @@
-"""How a training ends: saved, reopened and verified, compared with its base, reported.
+"""The end of a training run: save, verify, compare with the base, report.
 
-Needs no torch until a run has trained.
+Importing this module needs no torch.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ def finish(
     base: Base,
     estimate: Estimate | None = None,
 ) -> float | None:
-    """Save what was trained, verify it and compare it with its base; return the validation loss.
+    """Save and verify the trained model, compare it with its base; return the validation loss.
 
-    `estimate`: what the run was planned to take, to be compared with what it took.
-
-    None on ranks above 0. Where each rank holds a part of the weights, all of them work together
-    and the first one writes; otherwise only the first one comes this far.
+    Returns None on ranks above 0. If the weights are sharded, all ranks take part and rank 0
+    writes; otherwise the other ranks return at once. `estimate`: the plan's estimate, to be
+    compared with the measured memory and speed.
     """
     from app.evaluation.comparison import print_comparison
     from app.evaluation.significance import change_metrics, check_regression, print_changes
@@ -85,9 +84,9 @@ def finish(
 def save_and_compare(
     run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Base
 ) -> tuple[Path, PreTrainedModel, Evaluator, dict[str, float]]:
-    """Save what was trained, reopen and verify it, and measure it beside its base.
+    """Save the trained model, reopen and verify it, and measure it and its base.
 
-    Returns its folder, the model as it was saved, what has measured, and the figures.
+    Returns the saved folder, the saved model, the evaluator, and the metrics.
     """
     from app.assembly.evaluation import build_evaluator
     from app.evaluation.comparison import compare_trained
@@ -98,7 +97,7 @@ def save_and_compare(
     from app.model.tokenizer import add_stop_tokens
 
     config = run.config
-    module.release_optimizer()  # verifying loads the base beside what was trained
+    module.release_optimizer()  # verification loads the base as a second model
     progress = Progress(prints_lines=False)
     runner = RowRunner(show=progress.show)
     evaluator = build_evaluator(
@@ -135,18 +134,18 @@ def save_and_compare(
 
 
 def print_next(run: Run, saved: Path) -> None:
-    """Print where everything is, and what a person may want to type next."""
+    """Print the files of a run, and commands to continue with."""
     shown, folder = printable(str(run.folder)), shlex.quote(printable(str(run.folder)))
     print(f"\n{shown}/:")
     print(f"  {saved.name}/, report.html, metrics.csv, metrics.json, {LOG_FILE}")
     print("  config.yaml, manifest.json")
-    # Commands that work as they stand, also after `make train` where no environment is active.
+    # The commands must work as printed, also after `make train` without an active environment.
     python = "python" if "VIRTUAL_ENV" in os.environ else os.path.relpath(sys.executable)
     commands = [f"app.evaluate run={folder}", f"app.chat run={folder}", f"app.merge run={folder}"]
     if "tensorboard" in (run.config.logger.name, *run.config.logger.also):
-        # Of outputs/ all runs, by name and time; of a folder of one's own what lies beside it.
-        beside = run.folder.parent
-        logs = beside.parent if beside.parent.name == OUTPUTS.name else beside
+        # All runs of outputs/NAME/TIME; for another output.dir, the folder that contains it.
+        parent = run.folder.parent
+        logs = parent.parent if parent.parent.name == OUTPUTS.name else parent
         commands[-1] = f"tensorboard.main --logdir {shlex.quote(printable(str(logs)))}"
     print("next:")
     for command in commands:
@@ -155,7 +154,7 @@ def print_next(run: Run, saved: Path) -> None:
 
 
 def print_done(run: Run) -> float | None:
-    """Print that nothing is left to train; return the run's final validation loss."""
+    """Print that the run has finished already; return its final validation loss."""
     if is_first_rank():
         shown = printable(str(run.folder))
         step, planned = run.last_step, run.manifest["total_steps"]
@@ -163,8 +162,8 @@ def print_done(run: Run) -> float | None:
         print(f"done at step {step}{early}: {shown} has finished")
         longer = "trainer.max_steps=N 'resume_allow=[epochs]'"
         if early:
-            longer = "trainer.early_stopping_patience=N, a larger one or null"
-        print(f"to train on: resume={shlex.quote(shown)} {longer}")
+            longer = "trainer.early_stopping_patience=N (larger, or null)"
+        print(f"to continue training: resume={shlex.quote(shown)} {longer}")
         print(f"run: {shown}")
     metrics = json.loads((run.folder / METRICS_FILE).read_text(encoding="utf-8"))
     return metrics.get("val/loss")

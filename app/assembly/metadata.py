@@ -1,4 +1,4 @@
-"""What describes a run: compared when it is resumed, written when its training starts."""
+"""The description of a run: compared when it is resumed, written when its training starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def describe_run(
     data: FinetuneDataModule,
     env: Environment,
 ) -> dict[str, Any]:
-    """Return what the manifest says of a run, and what a resumed run is compared by."""
+    """Return the facts about a run in its manifest, which a resumed run is compared with."""
     return {
         "seed": config.seed,
         "base": base.description,
@@ -52,11 +52,11 @@ def _global_batch(data: FinetuneDataModule) -> dict[str, int]:
 
 
 class WriteMetadata(L.Callback):
-    """Write config.yaml, manifest.json and the reports of the data, on the first rank.
+    """Write config.yaml, manifest.json and the data reports on rank 0.
 
-    Before a new run, and when a resumed one starts to train: until then its folder stays as the run
-    before left it, since this process may yet fail. The manifest is written again where the first
-    step has taken other micro-batches.
+    Written when a new run is set up, and when a resumed run starts to train: until then its folder
+    stays unchanged, since this process may still fail. The manifest is written again if probing
+    before the first step has changed the micro-batch size.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class WriteMetadata(L.Callback):
         facts: Mapping[str, Any],
         data: FinetuneDataModule,
     ) -> None:
-        """`identity`: what the run's checkpoints carry; `facts`: what `describe_run` says."""
+        """`identity` is saved in the run's checkpoints; `facts` are those of `describe_run`."""
         self.run, self.identity, self.facts, self.data = run, identity, facts, data
         self.is_written = False
         self._batching: BatchSpec | None = None
@@ -77,13 +77,13 @@ class WriteMetadata(L.Callback):
             self._write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Write the metadata of a resumed run: its checkpoint is loaded on all ranks."""
+        """Write the metadata of a resumed run, once all ranks have loaded its checkpoint."""
         self._write(trainer)
         if trainer.is_global_zero and self.data.batching != self._batching:
             self._write_manifest()
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Write the metadata of a run that had no step left."""
+        """Write the metadata of a resumed run that had no steps left."""
         self._write(trainer)
 
     def _write(self, trainer: L.Trainer) -> None:
@@ -95,7 +95,7 @@ class WriteMetadata(L.Callback):
         run = self.run
         run.discard_later_steps()
         keep_log(run.folder)
-        # Behind it: a crash in between must not leave checkpoints without their rows.
+        # After the checkpoints: a crash in between must not leave checkpoints without their rows.
         drop_rows_after(None if run.checkpoint is None else run.step, list(loggers))
         save_config(run.config, run.folder / CONFIG_FILE)
         self.data.write_reports(run.folder)

@@ -1,4 +1,4 @@
-"""The Lightning trainer and the Lightning module of a training."""
+"""Build the Lightning trainer and the Lightning module of a training run."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def build_trainer(
 ) -> L.Trainer:
     """Build the Lightning trainer of a run: strategy, loggers, checkpoints and callbacks.
 
-    `facts` describe the run (`describe_run`); all ranks must agree on them. `estimate`: what it is
-    planned to take.
+    `facts`: those of `describe_run`, which must be equal on all ranks. `estimate`: the estimated
+    cost of the run.
     """
     config = run.config
     identity = run.identity(facts)
@@ -74,7 +74,7 @@ def build_trainer(
         total_steps=data.total_steps,
         loggers=loggers,
         callbacks=[
-            *_build_watchers(run, facts, estimate),
+            *_build_monitors(run, facts, estimate),
             build_saver(
                 config.trainer,
                 checkpoints,
@@ -92,11 +92,11 @@ def build_trainer(
     return trainer
 
 
-def _build_watchers(
+def _build_monitors(
     run: Run, facts: Mapping[str, Any], estimate: Estimate | None
 ) -> list[L.Callback]:
-    """Return the callbacks that show and check how a training goes; they come before the saver."""
-    watchers: list[L.Callback] = [
+    """Build the callbacks that show progress and check a run; they precede the saver."""
+    monitors: list[L.Callback] = [
         ProgressBar(),
         SameOnAllRanks(
             rank_invariant_values(run.config, facts), program_values(installed_versions())
@@ -107,15 +107,15 @@ def _build_watchers(
         ),
     ]
     if run.config.trainer.compile:
-        # Imported here: the compiler takes a second to import.
+        # Imported here: importing the compiler takes a second.
         from app.training.callbacks.compilation import Compilation
 
-        watchers.append(Compilation())
+        monitors.append(Compilation())
     if is_watched():
-        watchers.append(Heartbeat(run.folder))
+        monitors.append(Heartbeat(run.folder))
     elif (num_ranks := read_launch().num_ranks or 1) > 1:
-        watchers.append(Heartbeat(run.folder, build_peers(run, num_ranks)))
-    return watchers
+        monitors.append(Heartbeat(run.folder, build_peers(run, num_ranks)))
+    return monitors
 
 
 def build_module(
@@ -127,7 +127,7 @@ def build_module(
 ) -> FinetuneModule:
     """Build the Lightning module: model, optimizer, schedule and loss.
 
-    The model itself is made in `configure_model`, where a strategy shards it while it loads.
+    The model itself is built in `configure_model`, where a strategy shards it while it is loaded.
     """
     settings = config.trainer
     lr = resolve_lr(
@@ -149,7 +149,7 @@ def build_module(
             config=config.optimizer,
             adapter=config.adapter,
             lr=lr.value,
-            # Lightning refuses fused optimizers beside a loss scaler, although we clip ourselves.
+            # Lightning refuses fused optimizers with a loss scaler, although we clip gradients.
             fused=env.precision != "fp16",
         ),
         schedule=config.schedule,
@@ -175,7 +175,7 @@ def _build_metrics(
     trainer: L.Trainer,
     during: DuringTraining | None,
 ) -> Metrics:
-    """Build what counts and writes the figures of every step, and checks that they are finite."""
+    """Build the metrics of every step, and the check that they are finite."""
     settings = config.trainer
     watch = StepWatch(
         settings.max_skipped_steps,

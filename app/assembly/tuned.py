@@ -1,4 +1,4 @@
-"""A trained model as it is measured, merged and talked to: its base, its template, its stops."""
+"""A trained model for evaluation, merging and chat: base, adapter, chat template, stop tokens."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """A base with what was trained on it, and how it was taught to talk."""
+    """A base with its trained adapter or weights, and the chat template of its training."""
 
     base: Base
     adapter: AdapterConfig
     folder: Path | None
-    """of an adapter or a whole model; None for the base alone"""
+    """folder of the adapter or the whole model; None for the base alone"""
     tokenizer: PreTrainedTokenizerBase
-    """the one that training has saved, with its chat template"""
+    """the tokenizer saved by the training run, with its chat template"""
     template: ChatTemplate
     stop_ids: set[int]
     """token ids that end an answer"""
 
     def load(self, env: Environment) -> torch.nn.Module:
-        """Load the tuned model as an evaluation measures it, on the device of `env`."""
+        """Load the tuned model in evaluation mode on the device of `env`."""
         model = self.base.load() if self.folder is None else self.base.load_tuned(self.folder)
         return place_as_trained(model, self.adapter, env).eval()
 
     def responder(self, model: torch.nn.Module, env: Environment) -> Responder:
-        """Let `model` answer conversations, with the template and the stop tokens of training."""
+        """Build the responder of `model`, with the chat template and stops of its training."""
         return Responder(
             model.eval(),
             self.tokenizer,
@@ -60,9 +60,9 @@ class Tuned:
 
 
 def open_tuned(config: TunedConfig, env: Environment) -> Tuned:
-    """Open a base, and read tokenizer and stops saved with what was trained; no weight is read.
+    """Open a base, and the tokenizer and stop tokens saved by its training; reads no weights.
 
-    UserError where a run's adapter or model is gone.
+    UserError if a run's adapter or model no longer exists.
     """
     adapter, folder = adapter_of(config), find_tuned(config)
     base = open_base(config, env, adapter)
@@ -87,7 +87,7 @@ def open_tuned(config: TunedConfig, env: Environment) -> Tuned:
 
 
 def adapter_of(config: TunedConfig) -> AdapterConfig:
-    """Return how the tuned model was trained, which decides the dtypes of its weights."""
+    """Return the adapter settings of the training, which determine the dtypes of the weights."""
     if config.run is not None and config.adapter_path is None:
         return load_run_config(Path(config.run)).adapter
     is_lora = config.tuned_path is None or is_adapter(Path(config.tuned_path))
@@ -95,27 +95,27 @@ def adapter_of(config: TunedConfig) -> AdapterConfig:
 
 
 def find_tuned(config: TunedConfig) -> Path | None:
-    """Return the folder of what was trained, None for a base alone; UserError where it is gone."""
+    """Return the folder of the adapter or model; None for a base alone, UserError if it is gone."""
     if config.tuned_path is None:
         return None
     folder = Path(config.tuned_path)
     if not is_adapter(folder) and not (folder / "config.json").is_file():
-        raise UserError(f"run={config.run}: there is neither an adapter nor a model in {folder}")
+        raise UserError(f"run={config.run}: {folder} has neither an adapter nor a model")
     return folder
 
 
 def place_as_trained(model: Any, adapter: AdapterConfig, env: Environment) -> torch.nn.Module:
-    """Give a loaded model the dtypes that its training had, and move it to the device of `env`."""
-    if isinstance(adapter, FreezeConfig):  # its layers have the dtypes of their training
+    """Give a loaded model the dtypes of its training, and move it to the device of `env`."""
+    if isinstance(adapter, FreezeConfig):  # the trained layers have another dtype than the frozen
         model = apply_adapter(model, adapter, half_precision=env.precision == "bf16-pure")
     placed: torch.nn.Module = model.to(env.torch_device)
     return placed
 
 
 def trained_datasets(config: EvaluateConfig) -> set[str] | None:
-    """Return which data sets of an evaluation its run was trained on, by name or by path.
+    """Return the names of the data sets that the evaluated run was trained on, by name or path.
 
-    None where there is no run to ask.
+    None if no run is evaluated.
     """
     if config.run is None or config.adapter_path is not None:
         return None

@@ -17,7 +17,7 @@ from tests.tiny import TINY_BASE
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("a finished run without its adapter", "there is neither an adapter nor a model in"),
+        ("a finished run without its adapter", "has neither an adapter nor a model"),
         ("an unfinished run", "the run is not finished"),
         ("an adapter of another base", "is 2 x 8, but"),
         ("an adapter of another vocabulary", "was trained with tokens that the tokenizer in"),

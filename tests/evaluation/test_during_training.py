@@ -215,7 +215,7 @@ def test_early_stopping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         train_into(run, *words, f"{patient}{fewer}", "resume=must")
         said = capsys.readouterr().out
         assert said.startswith("done at step 2 of 6, stopped early: ")
-        assert "trainer.early_stopping_patience=N, a larger one or null" in said
+        assert "trainer.early_stopping_patience=N (larger, or null)" in said
     train_into(run, *words, f"{patient}4", "resume=must")
     assert curves(run)["train/loss"][-1][0] == "4"
     train_into(run, *words, f"{patient}null", "resume=must")
