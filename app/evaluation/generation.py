@@ -11,6 +11,7 @@ from app.evaluation.decoding import GreedyDecoder
 from app.evaluation.metrics import METRICS, Answer
 from app.evaluation.tasks.questions import TaskConfig
 from app.model.attention import generation_attention
+from app.model.eval_mode import eval_mode
 from data_modules import setting
 
 if TYPE_CHECKING:
@@ -107,11 +108,7 @@ def answer_batches(
     ranks must then answer the same prompts. Generation also ends after one of `stop_texts`, which
     stays in the answer.
     """
-    import torch
-
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), generation_attention(model):
+    with eval_mode(model), generation_attention(model):
         if sharding is None and GreedyDecoder.supports(model):
             decoder = GreedyDecoder(
                 model=model,
@@ -130,7 +127,6 @@ def answer_batches(
                 text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
                 answers.append((number, Answer(text, end is not None)))
             yield answers
-    model.train(was_training)
 
 
 def _has_one_of(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.model.attention import generation_attention
+from app.model.eval_mode import eval_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,22 +157,17 @@ def score(
     `batch_tokens`: None = the default of the device. `gathered` is entered around each forward
     pass; if weights are sharded, all ranks must call this with the same requests.
     """
-    import torch
-
-    was_training = model.training
-    model.eval()
     device = device or model.device
     if batch_tokens is None:
         batch_tokens = CPU_BATCH_TOKENS if device.type == "cpu" else GPU_BATCH_TOKENS
     scorer = _Scorer(model, gathered, device)
     is_encoder_decoder = model.config.is_encoder_decoder
-    with torch.no_grad(), generation_attention(model):
+    with eval_mode(model), generation_attention(model):
         if is_encoder_decoder:
             yield from scorer.run_encoder_decoder(requests, batch_tokens)
         else:
             groups = plan_groups(requests, max_len, shares_prefixes=can_share_prefixes(model))
             yield from scorer.run(groups, batch_tokens)
-    model.train(was_training)
 
 
 def plan_groups(

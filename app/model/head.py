@@ -16,6 +16,7 @@ from torch import Tensor
 from app.model.activation_memory import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
 from app.model.attention import attention_inputs, pair_inputs
 from app.model.cpu import fp32 as onednn
+from app.model.eval_mode import eval_mode
 
 LossKernel = Callable[..., None]
 """`app.model.loss_kernel.cross_entropy_`"""
@@ -313,7 +314,6 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.view_as(labels)
 
 
-@torch.no_grad()
 def check_head_loss(model: Any, backend: str, device: torch.device | None = None) -> None:
     """Compare the chunked loss with the loss of the model's logits, on eight tokens.
 
@@ -323,14 +323,12 @@ def check_head_loss(model: Any, backend: str, device: torch.device | None = None
     head = model.get_output_embeddings()
     if not isinstance(head, LossHead):
         return
-    was_training = model.training
-    model.eval()
     inputs = _probe(model, backend, device or model.device)
     labels = inputs["input_ids"].flip(1)
-    logits = model(**inputs).logits
-    plain = token_losses(logits, labels).flatten()
-    _, own = head_loss(model, inputs, labels, torch.ones_like(labels, dtype=torch.float32))
-    model.train(was_training)
+    with eval_mode(model):
+        logits = model(**inputs).logits
+        plain = token_losses(logits, labels).flatten()
+        _, own = head_loss(model, inputs, labels, torch.ones_like(labels, dtype=torch.float32))
     difference = (plain - own).abs().max().item()
     tolerance = min(TOLERANCE, ROUNDING_STEPS * torch.finfo(logits.dtype).eps)
     if not difference <= tolerance * max(1.0, plain.max().item()):
@@ -338,13 +336,10 @@ def check_head_loss(model: Any, backend: str, device: torch.device | None = None
         log.info("loss: from full logits (the chunked loss differs by %.2g)", difference)
 
 
-@torch.no_grad()
 def run_probe(model: Any, backend: str, device: torch.device) -> None:
     """Run a model on eight tokens in evaluation mode, for callers that observe its layers."""
-    was_training = model.training
-    model.eval()
-    model(**_probe(model, backend, device))
-    model.train(was_training)
+    with eval_mode(model):
+        model(**_probe(model, backend, device))
 
 
 def _probe(model: Any, backend: str, device: torch.device) -> dict[str, Any]:

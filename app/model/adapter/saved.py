@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from app.model.adapter.saved_config import CONFIG_FILE, load_peft_config, read_adapter_config
 from app.model.adapter.settings import ADAPTER_FILE, ORIGIN_FILE
 from app.model.adapter.wrap import without_bitsandbytes, wrap
+from app.model.eval_mode import eval_mode
 from app.model.patterns import check_patterns, expression_of_key, last_parts
 from app.model.weight_reads import find_bypassed_linears
 from app.process.errors import UserError
@@ -285,13 +286,8 @@ def probe_logits(model: torch.nn.Module, probe: Mapping[str, torch.Tensor]) -> t
 
     `probe`: `input_ids` [1, tokens], and `decoder_input_ids` for an encoder-decoder model.
     """
-    import torch
-
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        logits = model(**probe, use_cache=False).logits[0].float()
-    model.train(was_training)
+    with eval_mode(model):
+        logits: torch.Tensor = model(**probe, use_cache=False).logits[0].float()
     return logits
 
 

@@ -22,6 +22,7 @@ from app.model.attention.mixers import (
     transformers_model,
     use_documents,
 )
+from app.model.eval_mode import eval_mode
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,15 +61,12 @@ def isolate_mixers(
     documents = group_documents(lengths, (1, sum(PROBE)), device)
     inputs = inputs_of(lengths, ids)
     search = _Search()
-    was_training = model.training
-    model.eval()
     try:
         search.install(base)
-        with torch.no_grad(), use_documents(documents):
+        with eval_mode(model), use_documents(documents):
             model(input_ids=ids, position_ids=positions.unsqueeze(0), use_cache=False, **inputs)
     finally:
         search.remove()
-        model.train(was_training)
     if search.mixers and not has_isolated_mixers(model):
         base.forward = ForwardWithDocuments(base)
     for takes, how in ((True, "with document boundaries"), (False, "document by document")):

@@ -13,6 +13,7 @@ from app.model.attention.backends import use_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.mixer_search import isolate_mixers
 from app.model.attention.mixers import has_isolated_mixers
+from app.model.eval_mode import eval_mode
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,17 +84,13 @@ def hide_boundaries_from_mixers(
     inputs = attention_inputs(model, backend, [[4], [4]], ids)
     if "cu_seq_lens_q" not in inputs:
         return
-    was_training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with eval_mode(model):
             model(input_ids=ids, use_cache=False, **inputs)
     except ValueError as error:
         if isinstance(error, UserError):
             raise
         isolate_mixers(model, device, partial(attention_inputs, model, backend))
-    finally:
-        model.train(was_training)
 
 
 def _measure_leak(model: PreTrainedModel, backend: str, device: torch.device) -> float | None:
@@ -150,14 +147,11 @@ def _effects_of_edit(
         edited[0, document] = (edited[0, document] + shift) % vocab_size
     inputs = attention_inputs(model, backend, [[4, 4]], tokens)
     position_ids = torch.arange(4, device=device).repeat(1, 2)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with eval_mode(model):
         logits, first_edited, second_edited = (
             model(input_ids=ids, position_ids=position_ids, use_cache=False, **inputs).logits[0]
             for ids in (tokens, *edits)
         )
-    model.train(was_training)
     changes = distances(logits, first_edited)
     noise = 4 * distances(logits, second_edited)[:4].max().item()
     lower, upper = (rounding(model, logits, ulps, MIN_SHARE) for ulps in (MIN_ULPS, MAX_ULPS))
@@ -189,14 +183,10 @@ def _pair_difference(
     model: PreTrainedModel, backend: str, device: torch.device, *, is_packed: bool
 ) -> tuple[float, float]:
     """Return the difference of a document's logits in two contexts, and the rounding error."""
-    import torch
 
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), use_backend(model, backend):
+    with eval_mode(model), use_backend(model, backend):
         run = _logits_beside_documents if is_packed else _logits_beside_padding
         logits, others = run(model, backend, device)
-    model.train(was_training)
     # The shapes are equal, so rounding is small; a wrong position changes far more.
     return distances(logits, others).max().item(), rounding(model, logits, MAX_ULPS, MIN_SHARE)
 
@@ -324,14 +314,11 @@ def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> 
     ids = torch.arange(FIRST_ID, FIRST_ID + CAUSAL_TOKENS, device=device).unsqueeze(0) % vocab_size
     edited, half = ids.clone(), CAUSAL_TOKENS // 2
     edited[0, half:] = (edited[0, half:] + CAUSAL_TOKENS) % vocab_size
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with eval_mode(model):
         logits, others = (
             model(input_ids=tokens, use_cache=False).logits[0, :half].float()
             for tokens in (ids, edited)
         )
-    model.train(was_training)
     # The median token: rounding may send one or two tokens to another expert.
     change = (logits - others).std(-1).median()
     if change > VISIBLE_CHANGE * logits.std(-1).mean():
@@ -385,14 +372,11 @@ def _difference_to_eager(
     ids = torch.arange(FIRST_ID, FIRST_ID + num_tokens, device=device).unsqueeze(0) % vocab_size
     start = sum(lengths) - DOCUMENT_TOKENS
     document = slice(start, start + DOCUMENT_TOKENS)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), _short_reaches(model):
+    with eval_mode(model), _short_reaches(model):
         with use_backend(model, backend):
             found = _row_logits(model, backend, ids, lengths)[document]
         with use_backend(model, "eager"):
             expected = model(input_ids=ids[:, document], use_cache=False).logits[0]
-    model.train(was_training)
     # The median token: rounding may send one or two tokens to another expert.
     difference = distances(found, expected)[1:].median().item()
     return difference, rounding(model, expected, KERNEL_ULPS, KERNEL_MIN_SHARE)
