@@ -245,7 +245,7 @@ def test_a_model_that_gave_its_loss_once_gives_logits_again(model: Any, batch: B
     batch_loss(model, batch, "sdpa", DatasetSums(3))
     assert torch.equal(model(input_ids=batch.input_ids).logits, expected)
     with pytest.raises(RuntimeError, match="did not reach its head"):
-        model.get_output_embeddings().take()
+        model.get_output_embeddings().pop_loss()
 
 
 def test_a_head_that_computes_in_its_own_way_is_left_alone(model: Any) -> None:
