@@ -1,14 +1,14 @@
-"""Train under Ray Train: `python docs/clusters/ray_train.py`, where `ray job submit` runs it.
+"""Train with Ray Train: submit `python docs/clusters/ray_train.py` with `ray job submit`.
 
-Ray starts the ranks and connects them; each of them calls the function behind `app.train`. A worker
-that is lost has all of them started again, which go on from the newest checkpoint.
+Ray starts and connects the ranks; each of them calls the function behind `app.train`. If a worker
+is lost, Ray restarts all of them and the run resumes from the newest checkpoint.
 """
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 NUM_NODES, GPUS_PER_NODE = 2, 8
-WORDS = [
+OVERRIDES = [
     "+experiment=llama70b",
     f"trainer.num_nodes={NUM_NODES}",
     f"trainer.devices={GPUS_PER_NODE}",
@@ -17,17 +17,17 @@ WORDS = [
 ]
 
 
-def train_rank(settings: dict[str, list[str]]) -> None:
-    """Train as one rank, which Ray has told which one it is."""
+def train_rank(loop_config: dict[str, list[str]]) -> None:
+    """Train as one rank; Ray has set its rank in the environment."""
     from app import load_config, train
 
-    train(load_config("train", settings["words"]))
+    train(load_config("train", loop_config["overrides"]))
 
 
 if __name__ == "__main__":
     TorchTrainer(
         train_rank,
-        train_loop_config={"words": WORDS},
+        train_loop_config={"overrides": OVERRIDES},
         scaling_config=ScalingConfig(
             num_workers=NUM_NODES * GPUS_PER_NODE,
             use_gpu=True,
