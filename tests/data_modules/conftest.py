@@ -1,4 +1,4 @@
-"""Make small tokenizers here: these tests need no file from outside the project."""
+"""Small tokenizers that are trained here, so that these tests need no external files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARED = Path(__file__).parents[2] / ".." / "shared" / "data"
 def build_tokenizer(
     specials: list[str], *, bos: str | None = None, eos: str | None = None, adds_bos: bool = False
 ) -> Any:
-    """Train a byte-level BPE of 400 tokens with `specials`; `adds_bos` is its own default."""
+    """Train a byte-level BPE of 400 tokens with `specials`; `adds_bos` is its default."""
     import tokenizers
     import transformers
 

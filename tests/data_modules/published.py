@@ -1,4 +1,4 @@
-"""Find published chat templates in an installed package, as data: nothing of it is imported."""
+"""Chat templates published in an installed package, read as data without importing it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTROL = re.compile(
 
 
 def published_templates() -> dict[str, str]:
-    """Return the templates that TRL ships, by name; none where it is not installed."""
+    """Return the templates that TRL ships, by name; empty if it is not installed."""
     try:
         files = metadata.files("trl") or []
     except metadata.PackageNotFoundError:

@@ -291,7 +291,7 @@ def test_ngrams_of_many_documents_are_boilerplate() -> None:
 
 def test_a_similar_question_overlaps_only_with_a_similar_answer() -> None:
     story, answer, other = words(60), words(20), words(20)
-    asked = answered(story, answer)
+    trained = answered(story, answer)
     changed = [*story[:30], *words(30)]
     others = [answered(words(60), words(20)) for _ in range(30)]
     for held_out, is_overlap in (
@@ -302,10 +302,10 @@ def test_a_similar_question_overlaps_only_with_a_similar_answer() -> None:
         (answered([*words(10), *story], other), True),
         (Doc([*HEADER, *changed], [1] * 90), True),  # a text, trained on as a whole
     ):
-        found = run_audit([asked, *others], [held_out])
+        found = run_audit([trained, *others], [held_out])
         assert found.datasets[0].overlapping == is_overlap
     one_is_enough, held_out = AuditConfig(overlap_share=0), [answered(changed, other)]
-    everything = run_audit([asked, *others], held_out, config=one_is_enough)
+    everything = run_audit([trained, *others], held_out, config=one_is_enough)
     assert everything.datasets[0].overlapping == 1
 
 

@@ -1,4 +1,4 @@
-"""A folder is used again only when nothing that shapes it changed, and only when it is whole."""
+"""A cached folder is reused only if its key is unchanged and it is complete."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refuse(folder: Path) -> None:
     raise AssertionError("made a second time")
 
 
-def test_the_second_call_finds_it(tmp_path: Path) -> None:
+def test_the_second_call_uses_the_cached_folder(tmp_path: Path) -> None:
     folder, how = open_or_make(tmp_path, KEY, make)
     assert (folder / "tokens").read_text() == "whole"
     assert how == "tokenized (now cached)"
@@ -65,13 +65,13 @@ def test_the_second_call_finds_it(tmp_path: Path) -> None:
         (dataclasses.replace(KEY, split="test"), "now cached"),
     ],
 )
-def test_a_miss_says_what_changed(tmp_path: Path, key: Key, why: str) -> None:
+def test_a_cache_miss_reports_what_changed(tmp_path: Path, key: Key, why: str) -> None:
     open_or_make(tmp_path, KEY, make)
     _, how = open_or_make(tmp_path, key, make)
     assert how == f"tokenized ({why})"
 
 
-def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_no_folder(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         make(folder)
         raise DataError("a bad row")
@@ -99,7 +99,7 @@ def _open(root: Path, results: multiprocessing.Queue[tuple[str, str]], together:
     results.put((how, (folder / "tokens").read_text()))
 
 
-def test_two_processes_make_it_once(tmp_path: Path) -> None:
+def test_two_processes_build_one_folder(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     results: multiprocessing.Queue[tuple[str, str]] = context.Queue()
     arguments = (tmp_path, results, context.Barrier(3))
@@ -118,7 +118,7 @@ def _make_forever(folder: Path) -> None:
     time.sleep(60)
 
 
-def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+def test_a_killed_process_does_not_block_the_next(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     process = context.Process(target=open_or_make, args=(tmp_path, KEY, _make_forever))
     process.start()
@@ -133,7 +133,7 @@ def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-def test_a_damaged_entry_is_made_again(tmp_path: Path) -> None:
+def test_a_damaged_entry_is_rebuilt(tmp_path: Path) -> None:
     folder, _ = open_or_make(tmp_path, KEY, make)
     for damage in ("cut", "gone", "no key"):
         if damage == "cut":
@@ -144,7 +144,7 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path) -> None:
         assert (folder / "tokens").read_text() == "whole"
 
 
-def test_an_error_that_is_not_about_room_is_not_worded_so(tmp_path: Path) -> None:
+def test_other_errors_are_not_reported_as_a_full_disk(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         raise OSError(errno.EAGAIN, "cannot fork")
 
@@ -153,7 +153,7 @@ def test_an_error_that_is_not_about_room_is_not_worded_so(tmp_path: Path) -> Non
 
 
 def put(kind: str, place: Path, victim: Path) -> None:
-    """Put something that is not a file in a file's place."""
+    """Replace a file by something that is not a regular file."""
     if kind == "pipe":
         os.mkfifo(place)
     elif kind == "link":
@@ -185,9 +185,7 @@ def test_a_lock_that_is_not_a_file_is_refused_at_once(kind: str, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["tokens", "key.json", "newest", "entry"])
-def test_an_entry_of_other_things_than_files_is_made_again(
-    kind: str, name: str, tmp_path: Path
-) -> None:
+def test_an_entry_with_special_files_is_rebuilt(kind: str, name: str, tmp_path: Path) -> None:
     folder, _ = open_or_make(tmp_path, KEY, make)
     (victim := tmp_path / "victim").write_bytes((folder / "tokens").read_bytes())
     known = {"newest": tmp_path / KEY.newest, "entry": folder}
@@ -204,7 +202,7 @@ def test_an_entry_of_other_things_than_files_is_made_again(
 @pytest.mark.parametrize(
     "note", ["[]", "{}", '{"sizes": 1}', '{"sizes": {"tokens": []}}', "[" * 9**5]
 )
-def test_a_note_of_another_form_is_made_again(note: str, tmp_path: Path) -> None:
+def test_an_entry_with_invalid_metadata_is_rebuilt(note: str, tmp_path: Path) -> None:
     folder, _ = open_or_make(tmp_path, KEY, make)
     (folder / "key.json").write_text(note)
     assert open_or_make(tmp_path, KEY, make) == (folder, "tokenized (the entry was damaged)")

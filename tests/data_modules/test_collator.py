@@ -14,7 +14,7 @@ from data_modules.types import Example
 
 
 def make_example(ids: list[int], weights: list[float], dataset: int = 0) -> Example:
-    """Make an example without a file."""
+    """Return an example that belongs to no file."""
     arrays = np.array(ids, dtype=np.int32), np.array(weights, dtype=np.float32)
     return Example(*arrays, dataset, Origin("rows.json", 1))
 
@@ -53,7 +53,7 @@ def test_end_token_that_is_also_the_pad_token_is_trained_on() -> None:
     assert batch.labels[0].tolist() == [2, 99, -100, -100]
 
 
-def test_micro_batch_without_documents_has_one_column_and_no_label() -> None:
+def test_an_empty_micro_batch_has_one_column_and_no_label() -> None:
     for packed, rows in ((True, 1), (False, 2)):
         batch = Collator(99, packed=packed)([[], []], 1.0)
         assert batch.input_ids.tolist() == [[99]] * rows
@@ -72,13 +72,13 @@ def test_dtypes_and_shapes() -> None:
     assert batch.trained_columns.dtype == torch.int64
 
 
-def test_examples_are_left_as_they_are() -> None:
+def test_examples_are_not_modified() -> None:
     before = FIRST.weights.copy()
     Collator(0, packed=True)([[FIRST, SECOND]], 1.0)
     assert np.array_equal(FIRST.weights, before)
 
 
-def test_batch_moves_as_a_whole() -> None:
+def test_all_tensors_of_a_batch_are_moved() -> None:
     batch = Collator(0, packed=True)([[FIRST]], 1.5)
     moved = batch.to(torch.device("meta"), non_blocking=True)
     assert moved.input_ids.device.type == moved.trained_columns.device.type == "meta"
@@ -86,7 +86,7 @@ def test_batch_moves_as_a_whole() -> None:
     assert batch.input_ids.device.type == "cpu"
 
 
-def test_lightning_knows_how_to_move_a_batch() -> None:
+def test_lightning_moves_a_batch() -> None:
     from lightning.fabric.utilities.apply_func import move_data_to_device
 
     batch = Collator(0, packed=True)([[FIRST]], 1.5)
@@ -94,7 +94,7 @@ def test_lightning_knows_how_to_move_a_batch() -> None:
     assert isinstance(moved, Batch) and moved.labels.device.type == "meta"
 
 
-def test_pack_of_thirty_documents_takes_well_below_a_millisecond() -> None:
+def test_collating_thirty_documents_is_fast() -> None:
     pack = [make_example(list(range(150)), [1.0] * 150) for _ in range(30)]
     collate = Collator(0, packed=True)
     collate([pack], 1.0)
@@ -118,7 +118,7 @@ def pair(source: list[int], targets: list[int], weights: list[float], dataset: i
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_decoder_reads_its_labels_behind_a_start_token(packed: bool) -> None:
+def test_decoder_inputs_are_labels_shifted_by_a_start_token(packed: bool) -> None:
     pairs = [pair([5, 6, 7], [8, 9], [1, 0.5]), pair([4], [3, 2, 1], [0, 1, 1], dataset=1)]
     batch = Collator(0, packed, decoder_start_token_id=99)([[one] for one in pairs], 4.0)
     decoder = batch.decoder
@@ -149,13 +149,13 @@ def test_an_empty_pack_of_pairs_is_padding() -> None:
     assert batch.decoder is not None and batch.decoder.input_ids.tolist() == [[0]]
 
 
-def test_a_causal_example_is_no_pair() -> None:
+def test_a_causal_example_is_refused_as_a_pair() -> None:
     causal = Example(np.ones(2, np.int32), np.ones(2, np.float32), 0, Origin("d.json", 7))
     with pytest.raises(ValueError, match=r"d\.json:7 has no targets"):
         Collator(0, True, decoder_start_token_id=9)([[causal]], 1.0)
 
 
-def test_a_packed_row_is_padded_to_a_multiple_without_learning_more() -> None:
+def test_padding_to_a_multiple_adds_no_labels() -> None:
     batch = Collator(7, packed=True, row_multiple=8)([[FIRST, SECOND]], 1.0)
     plain = Collator(7, packed=True)([[FIRST, SECOND]], 1.0)
     tokens = plain.input_ids.shape[1]

@@ -1,4 +1,4 @@
-"""The whole path: files in, batches of every rank out."""
+"""The data module end to end: from files to the batches of every rank."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def steps(modules: list[FinetuneDataModule], accumulation: int) -> list[list[Bat
 
 
 @pytest.mark.parametrize("method", ["multipack", "none"])
-def test_global_step_is_the_same_however_it_is_divided(
+def test_global_steps_do_not_depend_on_ranks_and_accumulation(
     files: list[DatasetConfig], tokenizer: Any, method: str
 ) -> None:
     found = []
@@ -125,7 +125,7 @@ def test_global_step_is_the_same_however_it_is_divided(
     assert found[0] == found[1] == found[2] == found[3]
 
 
-def test_step_weight_leaves_the_first_token_of_a_document_out(
+def test_step_weight_excludes_the_first_token_of_a_document(
     files: list[DatasetConfig], tokenizer: Any
 ) -> None:
     module = build(files, tokenizer, data={"train_on_inputs": True})
@@ -147,7 +147,7 @@ def test_packed_and_padded_have_the_same_labels(files: list[DatasetConfig], toke
     assert found[0] == found[1]
 
 
-def test_validation_rows_are_kept_apart(files: list[DatasetConfig], tokenizer: Any) -> None:
+def test_validation_rows_are_not_trained_on(files: list[DatasetConfig], tokenizer: Any) -> None:
     module = build(files, tokenizer, data={"val_set_size": 0.1})
     origins = [
         {(e.origin.file, e.origin.line) for e in examples}
@@ -161,7 +161,7 @@ def test_validation_rows_are_kept_apart(files: list[DatasetConfig], tokenizer: A
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_validation_pass_holds_each_row_once(
+def test_a_validation_pass_has_each_row_once(
     files: list[DatasetConfig], tokenizer: Any, world: int
 ) -> None:
     loaders = []
@@ -194,12 +194,12 @@ def test_weights_of_data_sets(files: list[DatasetConfig], tokenizer: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "context_len", "sequence_len"),
+    ("requested", "context_len", "sequence_len"),
     [(None, 512, 512), (None, 8192, 2048), (None, None, 2048), (4096, 8192, 4096)],
 )
-def test_sequence_len(asked: int | None, context_len: int | None, sequence_len: int) -> None:
+def test_sequence_len(requested: int | None, context_len: int | None, sequence_len: int) -> None:
     spec = DataSpec(
-        config=DataConfig(sequence_len=asked),
+        config=DataConfig(sequence_len=requested),
         packing=PackingConfig(),
         tokenizer=None,
         model=ModelSpec(context_len=context_len),
@@ -227,7 +227,7 @@ def test_max_steps_and_first_step(files: list[DatasetConfig], tokenizer: Any) ->
         assert batch.step_weight == expected.step_weight
 
 
-def test_setup_again_changes_nothing(files: list[DatasetConfig], tokenizer: Any) -> None:
+def test_setup_is_idempotent(files: list[DatasetConfig], tokenizer: Any) -> None:
     module = build(files, tokenizer)
     examples, report = module.train_examples, module.report
     module.setup("validate")
@@ -258,7 +258,7 @@ def test_prompts_come_from_validation_or_test_rows(
     assert [prompt.answer for prompt in prompts["lists"]] == ["a"] and len(prompts) == 1
 
 
-def test_test_rows_are_read_before_the_training(
+def test_test_rows_are_read_at_setup(
     files: list[DatasetConfig], tokenizer: Any, tmp_path: Path
 ) -> None:
     test = DatasetConfig(path=str(tmp_path / "test.json"))
@@ -271,7 +271,7 @@ def test_test_rows_are_read_before_the_training(
     assert len(module.prompts(9)["test"]) == 1
 
 
-def test_test_rows_can_be_used_without_any_to_train_on(tokenizer: Any, tmp_path: Path) -> None:
+def test_test_rows_can_be_used_without_training_data(tokenizer: Any, tmp_path: Path) -> None:
     test = DatasetConfig(path=str(tmp_path / "test.json"))
     Path(test.path).write_text('[{"instruction": "q", "output": "a"}]')
     module = build([], tokenizer, data={"test_datasets": [test]}, model={"vocab_size": 999})
@@ -281,7 +281,7 @@ def test_test_rows_can_be_used_without_any_to_train_on(tokenizer: Any, tmp_path:
     assert module.report.datasets == []
 
 
-def test_prompts_above_the_sequence_length_are_left_out_with_a_warning(
+def test_too_long_prompts_are_skipped_with_a_warning(
     files: list[DatasetConfig], tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"instruction": q, "output": "one"} for q in ("q", "two " * 500, "three", "q" * 999)]
@@ -301,15 +301,17 @@ def test_token_ids_beyond_the_embedding_are_an_error(
     examples = [*module.train_examples, *module.val_examples]
     largest = max(int(example.input_ids.max()) for example in examples)
     build(files, tokenizer, model={"vocab_size": largest + 1})
-    told = rf"holds token id {largest}, the model's embedding has {largest} rows; set model.token"
-    with pytest.raises(DataError, match=told):
+    message = (
+        rf"holds token id {largest}, the model's embedding has {largest} rows; set model.token"
+    )
+    with pytest.raises(DataError, match=message):
         build(files, tokenizer, model={"vocab_size": largest})
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     with pytest.raises(DataError, match=rf"pad token has id {tokenizer.pad_token_id}, .* rows"):
         build(files, tokenizer, model={"vocab_size": largest + 1})
 
 
-def test_batches_come_from_page_locked_memory_where_they_go_to_a_gpu(
+def test_batches_are_pinned_only_for_a_gpu(
     files: list[DatasetConfig], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = build(files, tokenizer)
@@ -323,7 +325,7 @@ def test_batches_come_from_page_locked_memory_where_they_go_to_a_gpu(
     assert module.whole_val_dataloader().pin_memory
 
 
-def test_workers_stay_for_the_next_validation(files: list[DatasetConfig], tokenizer: Any) -> None:
+def test_workers_are_persistent(files: list[DatasetConfig], tokenizer: Any) -> None:
     loader = build(files, tokenizer, data={"num_workers": 1}).val_dataloader()
     passes = []
     for _ in range(2):
@@ -333,7 +335,7 @@ def test_workers_stay_for_the_next_validation(files: list[DatasetConfig], tokeni
     assert all(map(torch.equal, passes[0][1], passes[1][1]))
 
 
-def test_batch_is_moved_without_a_wait_for_a_gpu_only(
+def test_batches_are_moved_asynchronously_only_to_a_gpu(
     files: list[DatasetConfig], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = build(files, tokenizer)
@@ -349,7 +351,7 @@ def test_batch_is_moved_without_a_wait_for_a_gpu_only(
     assert requested == [True, False]
 
 
-def test_report_has_a_line_a_data_set(files: list[DatasetConfig], tokenizer: Any) -> None:
+def test_report_has_a_line_per_data_set(files: list[DatasetConfig], tokenizer: Any) -> None:
     module = build(files, tokenizer)
     lines = module.report.lines()
     assert lines[0].startswith("lists: 40 rows (alpaca, guessed), 38 train + 2 validation, ")
@@ -360,7 +362,7 @@ def test_report_has_a_line_a_data_set(files: list[DatasetConfig], tokenizer: Any
     assert len(module.template_hash) == 64
 
 
-def test_problems_of_all_data_sets_come_together(
+def test_problems_of_all_data_sets_are_raised_together(
     files: list[DatasetConfig], tokenizer: Any
 ) -> None:
     for config in files[:2]:
@@ -381,7 +383,7 @@ def test_other_number_of_ranks_than_planned_is_an_error(
         module.train_dataloader()
 
 
-def test_loaders_leave_the_global_random_numbers_alone(
+def test_loaders_do_not_change_the_global_random_state(
     files: list[DatasetConfig], tokenizer: Any
 ) -> None:
     module = build(files, tokenizer)
@@ -391,7 +393,7 @@ def test_loaders_leave_the_global_random_numbers_alone(
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_rows_alike_stay_on_one_side(tmp_path: Path, tokenizer: Any) -> None:
+def test_duplicates_stay_on_one_side(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"instruction": f"q {i % 10}", "output": "a"} for i in range(40)]
     (tmp_path / "d.json").write_text(json.dumps(rows))
     (tmp_path / "e.json").write_text(json.dumps(rows[:10]))
@@ -406,9 +408,7 @@ def test_rows_alike_stay_on_one_side(tmp_path: Path, tokenizer: Any) -> None:
     assert "left out because they are in validation" in " ".join(module.report.lines())
 
 
-def test_a_cap_is_what_the_report_and_the_audit_count(
-    files: list[DatasetConfig], tokenizer: Any
-) -> None:
+def test_report_and_audit_count_capped_rows(files: list[DatasetConfig], tokenizer: Any) -> None:
     files[0].max_rows = 7
     module = build(files, tokenizer)
     assert module.report.datasets[0].train_rows == 7
@@ -416,7 +416,7 @@ def test_a_cap_is_what_the_report_and_the_audit_count(
     assert module.mixture_report()[0].rows == 7
 
 
-def test_prompts_are_of_rows_held_out_wherever_they_stand(tmp_path: Path, tokenizer: Any) -> None:
+def test_prompts_are_held_out_rows_at_any_position(tmp_path: Path, tokenizer: Any) -> None:
     # All rows on one line and a row that is dropped: neither line nor count names a row alone.
     rows = [{"instruction": f"q {i}", "output": "a " * (1 + 500 * (i == 3))} for i in range(20)]
     (tmp_path / "d.json").write_text(
@@ -432,7 +432,7 @@ def test_prompts_are_of_rows_held_out_wherever_they_stand(tmp_path: Path, tokeni
     assert requested == held_out and len(requested) == 6
 
 
-def test_the_audit_and_the_quarantine_are_written_beside_the_run(
+def test_audit_and_quarantine_are_written_to_the_run_folder(
     files: list[DatasetConfig], tokenizer: Any, tmp_path: Path
 ) -> None:
     with Path(files[1].path).open("a") as file:
@@ -495,8 +495,8 @@ def test_pairs_for_an_encoder_decoder_model(
     assert [prompt.answer[:5] for prompt in module.prompts(9)["d"]] == ["it is"] * 2
 
 
-def test_a_tokenizer_that_cannot_separate_turns_serves_rows_of_tokens_alone(tmp_path: Path) -> None:
-    """One that makes a single token of any text, as of a benchmark or of numbers."""
+def test_a_tokenizer_without_turn_separator_accepts_only_token_rows(tmp_path: Path) -> None:
+    """Such a tokenizer makes one token of any text."""
     words = {f"w{number}": number for number in range(32)}
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w1")),

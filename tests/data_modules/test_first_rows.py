@@ -1,4 +1,4 @@
-"""A preview reads the first rows alone, says so, and reads all where that is asked for."""
+"""A preview reads only the first rows and reports it, or reads all rows on request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def prepare(file: Path, tokenizer: Any, first_rows: int | None, **settings: Any)
     return prepare_dataset(data.datasets[0], spec)
 
 
-def test_only_the_first_rows_are_read(
+def test_the_limit_is_the_number_of_rows_read(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "CHUNK_BYTES", 1000)
@@ -63,10 +63,10 @@ def test_only_the_first_rows_are_read(
 
 
 @pytest.mark.parametrize(
-    ("first_rows", "said"), [(60, "d: the first 60 rows"), (None, "d: 200 rows")]
+    ("first_rows", "line"), [(60, "d: the first 60 rows"), (None, "d: 200 rows")]
 )
-def test_the_report_says_that_it_is_of_a_part(
-    first_rows: int | None, said: str, tmp_path: Path, tokenizer: Any
+def test_the_report_is_marked_as_partial(
+    first_rows: int | None, line: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     file = write(tmp_path / "d.jsonl", 200)
     cache = str(tmp_path / "cache")
@@ -83,7 +83,7 @@ def test_the_report_says_that_it_is_of_a_part(
     )
     module.setup()
     (report,) = module.report.datasets
-    assert report.line().startswith(said) and report.is_cut == (first_rows is not None)
+    assert report.line().startswith(line) and report.is_cut == (first_rows is not None)
     assert report.rows == len(module.train_examples) + len(module.val_examples)
 
 
@@ -130,14 +130,14 @@ def test_bad_rows_are_counted_and_not_held(how: dict[str, Any]) -> None:
         assert len(caught.value.problems) == 20
 
 
-def test_many_data_sets_of_one_name_are_named_in_no_time() -> None:
+def test_many_data_sets_of_one_name_are_named_quickly() -> None:
     from data_modules.tokens.datasets import dataset_names
 
     names = dataset_names([DatasetConfig(path=f"{n}/train.jsonl") for n in range(20_000)])
     assert names[:3] == ["train", "train-2", "train-3"] and len(set(names)) == 20_000
 
 
-def test_a_limit_shapes_the_tokens_of_a_quarantine(tmp_path: Path, tokenizer: Any) -> None:
+def test_changed_limits_are_applied_with_quarantine(tmp_path: Path, tokenizer: Any) -> None:
     file = tmp_path / "d.jsonl"
     deep = "[" * 30 + "]" * 30
     file.write_text('{"text": "one"}\n{"text": "two", "x": ' + deep + "}\n")

@@ -49,10 +49,10 @@ def segments(item: Any) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("answer", ["output", "response", "completion"])
 def test_alpaca(answer: str) -> None:
-    asked = [("user", "do it"), ("assistant", "done")]
-    assert turns(convert({"instruction": "do it", answer: "done"})) == asked
+    expected = [("user", "do it"), ("assistant", "done")]
+    assert turns(convert({"instruction": "do it", answer: "done"})) == expected
     for empty in ("", None, "  "):
-        assert turns(convert({"instruction": "do it", "input": empty, answer: "done"})) == asked
+        assert turns(convert({"instruction": "do it", "input": empty, answer: "done"})) == expected
     row = {"instruction": "do it", "input": "1 2", "system": "be brief", answer: "done"}
     assert turns(convert(row)) == [
         ("system", "be brief"),

@@ -1,4 +1,4 @@
-"""Single values of a row, and what is suggested where no format is recognized."""
+"""Single values of a row, and the suggestion if no format is recognized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns: their parts, which are joined, and which paths of a tree are conversations."""
+"""Turns: their parts, which turns are joined, and the conversations of a tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hub refuses of a data set is told apart, against a server that speaks as it does."""
+"""The reasons for which the hub refuses a data set are distinguished, on a fake hub server."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ READ = """
 import json, sys
 from data_modules.messages import DataError
 from data_modules.source import read_chunks
-said = {}
+messages = {}
 for name in sys.argv[1:]:
     try:
         list(read_chunks(name, revision="v9"))
     except DataError as error:
-        said[name] = str(error)
-print(json.dumps(said))
+        messages[name] = str(error)
+print(json.dumps(messages))
 """
 
 
 class Hub(Handler):
-    """A gated data set lists what it holds, as the hub's do; its files it keeps."""
+    """Serves a gated data set, which lists its files but refuses to send them, as the hub does."""
 
     def do_GET(self) -> None:
         name = "/".join(self.path.split("?")[0].split("/")[3:5])
@@ -69,8 +69,8 @@ def hub() -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("token", ["", "hf_not_a_token"])
-def test_refusals_are_told_apart(token: str, hub: str, tmp_path: Path) -> None:
-    """In a process of its own: the hub's library reads its address when it is imported."""
+def test_refusals_are_distinguished(token: str, hub: str, tmp_path: Path) -> None:
+    """Runs in a subprocess, because the hub's library reads its address when it is imported."""
     place = {
         "HF_ENDPOINT": hub,
         "HF_HOME": str(tmp_path),
@@ -86,8 +86,8 @@ def test_refusals_are_told_apart(token: str, hub: str, tmp_path: Path) -> None:
         timeout=120,
     )
     assert read.returncode == 0, read.stderr
-    said = json.loads(read.stdout)
-    assert all(said[name].startswith(f"{name}: ") for name in ANSWERS), said
+    messages = json.loads(read.stdout)
+    assert all(messages[name].startswith(f"{name}: ") for name in ANSWERS), messages
     hidden = "your token may not see it" if token else "if it is private, type hf auth login"
     expected = {
         "org/none": ("no such data set on the hub (HTTP 401)", hidden),
@@ -98,6 +98,6 @@ def test_refusals_are_told_apart(token: str, hub: str, tmp_path: Path) -> None:
         "org/tagged": ("has no revision v9", "leave revision out"),
     }
     for name, words in expected.items():
-        assert all(word in said[name] for word in words), said[name]
-    assert ("hf auth login" in said["org/gated"]) == (not token)
+        assert all(word in messages[name] for word in words), messages[name]
+    assert ("hf auth login" in messages["org/gated"]) == (not token)
     assert "not_a_token" not in read.stdout

@@ -1,4 +1,4 @@
-"""How often each row is seen, and which rows are held out and never learned."""
+"""The mixture: how often each row is seen, and which rows are held out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)
 
 
 def make_groups(sizes: list[int]) -> list[Any]:
-    """Number the rows of data sets of these sizes one after the other."""
+    """Return consecutive row numbers for data sets of these sizes."""
     return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
 
 
@@ -37,7 +37,7 @@ def count_seen(mixture: Mixture, epochs: int, num_rows: int) -> Any:
 
 
 @pytest.mark.parametrize(("weight", "seen"), [(1.0, {1}), (2.0, {2}), (2.5, {2, 3}), (0.5, {0, 1})])
-def test_weight_is_how_often_a_row_is_seen(weight: float, seen: set[int]) -> None:
+def test_weight_is_the_number_of_times_a_row_is_seen(weight: float, seen: set[int]) -> None:
     rows = Mixture(GROUPS, [weight, 1.0], 0).epoch(0)
     counts = np.bincount(rows, minlength=31)
     assert set(counts[:10].tolist()) == seen
@@ -45,7 +45,7 @@ def test_weight_is_how_often_a_row_is_seen(weight: float, seen: set[int]) -> Non
     assert set(counts[10:].tolist()) == {1}
 
 
-def test_fraction_goes_on_in_the_next_epoch() -> None:
+def test_a_fractional_weight_continues_in_the_next_epoch() -> None:
     mixture = Mixture(GROUPS, [0.3, 1.0], 0)
     parts = [mixture.epoch(epoch) for epoch in range(10)]
     counts = np.bincount(np.concatenate(parts), minlength=31)
@@ -68,10 +68,10 @@ def test_epochs_depend_on_the_seed_only() -> None:
     st.integers(0, 3),
     st.integers(1, 6),
 )
-def test_shares_are_those_requested(
+def test_shares_match_the_requested_ones(
     sizes: list[int], kind: str, stop: str, temperature: float | None, seed: int, epochs: int
 ) -> None:
-    """Within the rounding to whole documents, which later epochs make good."""
+    """Up to rounding to whole documents, which later epochs correct."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 50, sum(sizes))
     weights = rng.uniform(0.2, 3.0, len(sizes)).tolist()
@@ -110,7 +110,7 @@ def test_temperature_makes_shares_more_equal() -> None:
     assert shares == pytest.approx([10 / 1010, 0.1 / 1.1, 0.5], abs=2e-3)
 
 
-def test_tokens_are_shared_where_rows_differ_in_length() -> None:
+def test_shares_of_tokens_account_for_row_length() -> None:
     groups = make_groups([5000, 400])
     lengths = np.concatenate([np.full(5000, 20), np.full(400, 700)])
     mixture = Mixture(groups, [7, 3], 0, MixtureConfig(weights="tokens"), lengths=lengths)
@@ -130,7 +130,7 @@ def test_small_weight_is_seen_in_the_first_epoch() -> None:
 @pytest.mark.parametrize("kind", ["epochs", "rows", "tokens"])
 @pytest.mark.parametrize("weight", [1e-9, 1e-300])
 def test_the_smallest_weight_gives_one_row(kind: str, weight: float) -> None:
-    """Also where no data set has a larger one."""
+    """Also if no data set has a larger weight."""
     config = MixtureConfig(weights=kind, stop="all" if kind == "epochs" else "first")
     mixture = Mixture(GROUPS, [weight, 1.0], 0, config, lengths=np.full(31, 7))
     assert [sum(mixture.epoch(epoch) < 10) for epoch in range(4)] == [1, 0, 0, 0]
@@ -138,7 +138,7 @@ def test_the_smallest_weight_gives_one_row(kind: str, weight: float) -> None:
     assert [len(alone.epoch(epoch)) for epoch in range(3)] == [1, 0, 0]
 
 
-def test_data_set_without_rows_or_weight_gives_nothing() -> None:
+def test_a_data_set_without_rows_or_weight_is_skipped() -> None:
     groups = [np.arange(10), np.zeros(0, dtype=np.int64), np.arange(10, 20)]
     for kind in ("epochs", "rows", "tokens"):
         config = MixtureConfig(weights=kind)
@@ -171,7 +171,7 @@ def test_tokens_need_lengths() -> None:
         ),
     ],
 )
-def test_problems_of_the_settings(words: dict[str, Any], problems: list[str]) -> None:
+def test_invalid_settings_are_reported(words: dict[str, Any], problems: list[str]) -> None:
     assert check_mixture(MixtureConfig(**words)) == problems
 
 
@@ -185,13 +185,13 @@ def test_report_is_a_table() -> None:
     ]
 
 
-@pytest.mark.parametrize(("times", "is_said"), [(4, False), (5, True)])
-def test_a_data_set_that_repeats_for_its_share_is_named(times: int, is_said: bool) -> None:
+@pytest.mark.parametrize(("times", "is_reported"), [(4, False), (5, True)])
+def test_a_data_set_repeated_for_its_share_is_named(times: int, is_reported: bool) -> None:
     groups = make_groups([10, 10 * times])
     report = Mixture(groups, [1, 1], 0, MixtureConfig(weights="rows")).report(["small", "large"])
     last = describe_mixture(report)[-1]
-    assert last.startswith("warning: ") == is_said
-    assert (f"small {times} times; data.mixture.stop=first" in last) == is_said
+    assert last.startswith("warning: ") == is_reported
+    assert (f"small {times} times; data.mixture.stop=first" in last) == is_reported
     # The first one ends the epoch, and a weight in epochs was meant.
     for config in (MixtureConfig(weights="rows", stop="first"), MixtureConfig()):
         report = Mixture(groups, [9, 1], 0, config).report(["small", "large"])
@@ -239,26 +239,28 @@ def test_no_content_is_on_both_sides(
 
 
 @given(st.integers(2, 60), st.integers(1, 59), st.integers(0, 5))
-def test_rows_that_differ_are_held_out_to_the_number(count: int, requested: int, seed: int) -> None:
+def test_the_exact_number_of_distinct_rows_is_held_out(
+    count: int, requested: int, seed: int
+) -> None:
     if requested >= count:
         return
     (side,) = sides_of(store(list(range(count))), size=requested, seed=seed)
     assert side.validation.sum() == requested and side.training.sum() == count - requested
 
 
-def test_rows_alike_never_make_it_more_than_asked_for() -> None:
+def test_duplicates_never_exceed_the_requested_number() -> None:
     alike = [0] * 900 + [1, 2, 3, 4, 5, 6, 7, 8, 9]
     for seed in range(5):
         (side,) = sides_of(store(alike), size=5, seed=seed)
         assert side.validation.sum() == 5 and side.training.sum() == 904
 
 
-def test_rows_all_alike_hold_none_out() -> None:
+def test_identical_rows_are_not_held_out() -> None:
     (side,) = sides_of(store([7] * 20), size=0.1)
     assert not side.validation.any() and side.training.all()
 
 
-def test_a_row_of_another_data_set_that_is_held_out_is_masked() -> None:
+def test_a_row_held_out_in_another_data_set_is_masked() -> None:
     sides = sides_of(store(list(range(20))), store(list(range(20))), size=4)
     repeated = [side.repeated_rows for side in sides]
     assert all(side.validation.sum() == 4 for side in sides)
@@ -266,7 +268,7 @@ def test_a_row_of_another_data_set_that_is_held_out_is_masked() -> None:
     assert sum(repeated) > 0
 
 
-def test_a_cap_counts_rows_and_is_a_seeded_choice() -> None:
+def test_max_rows_is_a_seeded_choice_of_rows() -> None:
     one = store(list(range(30)), documents_a_row=3)
     (side,) = sides_of(one, size=2, max_rows=10)
     assert len(np.unique(one.rows[side.training])) == 10 and side.training.sum() == 30
@@ -276,7 +278,7 @@ def test_a_cap_counts_rows_and_is_a_seeded_choice() -> None:
     assert (side.training != other.training).any()
 
 
-def test_more_rows_than_there_are_is_an_error() -> None:
+def test_holding_out_more_rows_than_exist_is_an_error() -> None:
     with pytest.raises(DataError, match=r"set0: data\.val_set_size=20 leaves none of its 20 rows"):
         sides_of(store(list(range(20))), size=20)
     (side,) = sides_of(store([1]), size=1)

@@ -1,4 +1,4 @@
-"""Packs and steps: nothing lost, nothing twice, the same for every number of ranks, like costs."""
+"""Packs and steps: every document exactly once, for any number of ranks, with balanced costs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def documents(batches: list[MicroBatch]) -> list[int]:
     st.integers(0, 3),
     st.sampled_from(["multipack", "like_length", "none"]),
 )
-def test_every_document_is_in_one_pack_that_holds_it(
+def test_every_document_is_in_exactly_one_pack_within_capacity(
     lengths: list[int], seed: int, epoch: int, method: str
 ) -> None:
     array = np.array(lengths)
@@ -83,7 +83,7 @@ def test_packs_mix_long_and_short_documents() -> None:
     assert spread > 0.8 * lengths.std()
 
 
-def test_packs_left_half_empty_are_anywhere_in_an_epoch() -> None:
+def test_half_empty_packs_are_spread_over_an_epoch() -> None:
     lengths = np.random.default_rng(0).integers(1, 64, 200)
     places = []
     for seed in range(40):
@@ -94,7 +94,7 @@ def test_packs_left_half_empty_are_anywhere_in_an_epoch() -> None:
 
 
 def text_lengths(count: int) -> Any:
-    """Draw lengths such as texts have, from 1 to 2,048 tokens."""
+    """Draw lengths from 1 to 2,048 tokens, distributed as those of texts."""
     drawn = np.random.default_rng(0).lognormal(np.log(150), 1.0, count).astype(np.int64)
     return np.clip(drawn, 1, 2048)
 
@@ -118,10 +118,8 @@ def test_documents_without_short_ones_are_packed_as_tightly_as_best_fit_decreasi
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), max_size=80), st.lists(st.integers(0, 39), max_size=10))
-def test_best_fit_is_that_of_one_document_after_the_other(
-    lengths: list[int], rooms: list[int]
-) -> None:
-    """Beside a plain best fit: the same number of packs and the same room left in them."""
+def test_best_fit_equals_the_sequential_algorithm(lengths: list[int], rooms: list[int]) -> None:
+    """Compared with a simple implementation: as many packs, with the same free space."""
     decreasing = sorted(lengths, reverse=True)
     plain = list(rooms)
     for length in decreasing:
@@ -141,7 +139,7 @@ def test_best_fit_is_that_of_one_document_after_the_other(
 
 @settings(max_examples=40)
 @given(LENGTHS)
-def test_next_fit_is_that_of_one_document_after_the_other(lengths: list[int]) -> None:
+def test_next_fit_equals_the_sequential_algorithm(lengths: list[int]) -> None:
     starts, room = [], 0
     for index, length in enumerate(lengths):
         if length > room:
@@ -196,7 +194,7 @@ def test_max_steps_repeats_epochs_and_is_exact() -> None:
         make_plan(lengths, max_steps=3).micro_batches(3, 0)
 
 
-def test_ends_of_epochs_are_known_by_the_steps_done() -> None:
+def test_completed_epochs_follow_from_the_steps_done() -> None:
     epoch = make_plan([10] * 30, num_epochs=1).num_steps
     for plan in (
         make_plan([10] * 30, num_epochs=3),
@@ -207,7 +205,7 @@ def test_ends_of_epochs_are_known_by_the_steps_done() -> None:
     assert make_plan([10] * 30, max_steps=9 * epoch).ends_epoch(7 * epoch)
 
 
-def test_line_tells_documents_packs_steps_and_epochs() -> None:
+def test_the_summary_has_documents_packs_steps_and_epochs() -> None:
     assert make_plan([48] * 10, max_steps=6).line() == (
         "10 documents in 10 packs, 75.0% of 64 tokens full; 3 steps of 4 packs an epoch; "
         "6 steps = 2.00 epochs"
@@ -241,7 +239,7 @@ def test_document_above_the_capacity_is_an_error() -> None:
         pack_documents(np.array([3, 65]), 64, 0, 0, "multipack")
 
 
-def test_like_length_packs_neighbours_and_shuffles_the_packs() -> None:
+def test_similar_length_method_packs_neighbours_and_shuffles_packs() -> None:
     lengths = np.random.default_rng(0).integers(5, 120, 1500)
     packs = pack_documents(lengths, 512, 0, 0, "like_length")
     spread = [np.ptp(lengths[packs[pack]]) for pack in range(len(packs))]
@@ -280,7 +278,7 @@ def step_packs(plan: StepPlan, step: int) -> list[tuple[int, ...]]:
 
 
 def lognormal(count: int, median: float = 20.0, seed: int = 0) -> Any:
-    """Draw lengths such as texts have, from 1 to CAPACITY."""
+    """Draw lengths from 1 to CAPACITY, distributed as those of texts."""
     drawn = np.random.default_rng(seed).lognormal(np.log(median), 1.0, count)
     return np.clip(drawn.astype(np.int64), 1, CAPACITY)
 
@@ -336,7 +334,7 @@ def test_seek_gives_what_iterating_gives(micro: int) -> None:
         assert len(StepSampler(plan, 1, first)) == len(flat(first))
 
 
-def test_steps_by_max_steps_plan_only_the_epochs_that_are_asked_for() -> None:
+def test_max_steps_plans_only_the_epochs_that_are_used() -> None:
     requested: list[int] = []
     lengths = lognormal(400)
 
@@ -365,7 +363,7 @@ def test_steps_by_max_steps_plan_only_the_epochs_that_are_asked_for() -> None:
     ]
 
 
-def test_window_of_the_plan_is_that_of_the_packs() -> None:
+def test_the_plan_packs_within_its_window() -> None:
     lengths = lognormal(400)
     plan = plan_of(lengths, 1, num_epochs=1, window=50)
     packs = pack_documents(lengths, CAPACITY, 0, 0, "multipack", window=50)
@@ -394,7 +392,7 @@ def rank_costs(plan: StepPlan, lengths: Any) -> Any:
     ("method", "world"),
     [("multipack", 2), ("multipack", 3), ("multipack", 8), ("like_length", 2), ("none", 2)],
 )
-def test_ranks_have_like_costs(method: str, world: int) -> None:
+def test_ranks_have_similar_costs(method: str, world: int) -> None:
     lengths = lognormal(6000)
     costs = rank_costs(plan_of(lengths, world, method=method, num_epochs=1), lengths)
     totals = costs.sum(axis=0)
@@ -404,25 +402,25 @@ def test_ranks_have_like_costs(method: str, world: int) -> None:
 
 
 def step_lag(costs: Any) -> float:
-    """Return how much more than the mean the slowest rank has to do, over all full steps."""
+    """Return the cost of the slowest rank relative to the mean, over all full steps."""
     full = costs[:-1]
     return float((full.max(axis=1) / full.mean(axis=1) - 1).mean())
 
 
-def test_a_single_step_is_shared_out_evenly() -> None:
+def test_a_single_step_is_balanced() -> None:
     costs = np.array([[9.0, 8, 7, 6, 5, 4, 3, 2]])
     shares = share_out(costs, 2)
     assert sorted(shares.reshape(-1).tolist()) == list(range(8))
     assert costs[0][shares[0]].sum(axis=1).tolist() == [22, 22]
 
 
-def test_uneven_steps_are_evened_out_by_later_ones() -> None:
+def test_later_steps_compensate_imbalance() -> None:
     costs = np.tile([3.0, 1.0], (10, 1))
     shares = share_out(costs, 2)
     assert costs.reshape(-1)[shares].sum(axis=(0, 2)).tolist() == [20, 20]
 
 
-def test_packs_done_side_by_side_are_alike() -> None:
+def test_concurrent_packs_have_similar_costs() -> None:
     lengths = lognormal(6000)
     plan = plan_of(lengths, 8, num_epochs=1)
     apart = []
@@ -438,7 +436,7 @@ def test_packs_done_side_by_side_are_alike() -> None:
 def test_every_document_is_equally_likely_in_every_step(
     method: str, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chi-square of the steps that the longest, a middle and the shortest document are in."""
+    """Chi-squared test of the steps of the longest, a median and the shortest document."""
     monkeypatch.setattr("data_modules.packing.plan.BLOCK_PACKS", 16)
     lengths = np.sort(lognormal(500))
     datasets = np.arange(len(lengths)) // 100 if is_mixed else None
@@ -460,7 +458,7 @@ def test_every_document_is_equally_likely_in_every_step(
 
 @pytest.mark.parametrize("window", [None, 1000])
 def test_shares_of_tokens_hold_over_ten_thousand_packs(window: int | None) -> None:
-    """Over the whole epoch to a document, and in its first half nearly as well."""
+    """Exact over the whole epoch, approximate in its first half."""
     sizes, requested = (260_000, 20_000, 5_000), (0.6, 0.3, 0.1)
     rng = np.random.default_rng(0)
     lengths = np.concatenate(

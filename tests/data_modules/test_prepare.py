@@ -1,4 +1,4 @@
-"""What becomes of every row: counted, dropped aloud, or an error that says what to type."""
+"""Preparing rows: each is kept and counted, dropped and reported, or an error with the fix."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_missing_mapped_column_names_its_row(tmp_path: Path, tokenizer: Any) -> 
         prepare(config, tokenizer, 99)
 
 
-def test_many_rows_come_the_same_from_several_processes(
+def test_several_processes_give_the_same_rows(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_modules.source.opening.CHUNK_BYTES", 2000)
@@ -182,7 +182,7 @@ def test_many_rows_come_the_same_from_several_processes(
     assert one.store.rows.tolist() == [line - 1 for line in one.store.lines.tolist()]
 
 
-def test_what_changes_the_tokens_is_tokenized_again(tmp_path: Path, tokenizer: Any) -> None:
+def test_changes_of_the_tokens_invalidate_the_cache(tmp_path: Path, tokenizer: Any) -> None:
     config = write(tmp_path / "d.jsonl", alpaca("one", "two"))
     assert prepare(config, tokenizer, 99).how == "tokenized (now cached)"
     assert prepare(config, tokenizer, 99).how == "found in the cache"

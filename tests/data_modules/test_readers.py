@@ -1,4 +1,4 @@
-"""Bytes of one file become rows: each format, packed or not, in pieces, and broken in every way."""
+"""Reading the rows of one file: every format, compressed, in chunks, and damaged."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read(file: Path, **settings: Any) -> list[Row | BadRow]:
 
 
 def problems_of(file: Path, content: bytes, **settings: Any) -> list[str]:
-    """Return what is wrong with a file, of its rows and of all of it, without the folder."""
+    """Return the problems of a file and its rows, without the folder's name."""
     file.write_bytes(content)
     problems = []
     try:
@@ -92,7 +92,7 @@ def problems_of(file: Path, content: bytes, **settings: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", CONTENTS)
 @pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zst)])
-def test_every_format_is_read_plain_and_packed(
+def test_every_format_is_read_plain_and_compressed(
     tmp_path: Path, name: str, suffix: str, pack: Callable[[bytes], bytes]
 ) -> None:
     file = tmp_path / f"{name}{suffix}"
@@ -105,7 +105,7 @@ def test_every_format_is_read_plain_and_packed(
     assert count_rows(file, ReadOptions()) == 3
 
 
-def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> None:
+def test_compressed_files_of_several_frames_are_read_to_the_end(tmp_path: Path) -> None:
     for name, pack in (("d.jsonl.gz", gzip.compress), ("d.jsonl.zst", zst)):
         file = tmp_path / name
         file.write_bytes(pack(lines_of(ROWS)) + pack(lines_of(ROWS)))
@@ -113,7 +113,7 @@ def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("d.jsonl.zst", b'{"a": 1}', "d.jsonl.zst: is not zstd-compressed; name it without .zst"),
         ("d.jsonl", zst(b'{"a": 1}'), "d.jsonl: is zstd-compressed; name it .zst"),
@@ -159,14 +159,14 @@ def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> N
         ),
     ],
 )
-def test_problems_of_bytes_that_are_not_what_their_name_says(
-    tmp_path: Path, name: str, content: bytes, told: str
+def test_content_that_does_not_match_the_file_name_is_reported(
+    tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
-    assert problems_of(tmp_path / name, content)[0].startswith(told)
+    assert problems_of(tmp_path / name, content)[0].startswith(message)
 
 
 @pytest.mark.parametrize("name", [name for name in CONTENTS if name != "d.json"])
-def test_truncated_files_are_never_read_as_whole(tmp_path: Path, name: str) -> None:
+def test_truncated_files_are_reported(tmp_path: Path, name: str) -> None:
     content = CONTENTS[name]
     whole = tmp_path / name
     whole.write_bytes(content)
@@ -175,7 +175,7 @@ def test_truncated_files_are_never_read_as_whole(tmp_path: Path, name: str) -> N
         assert problems_of(tmp_path / f"cut-{name}", content[: len(content) - 7])
 
 
-def test_bad_rows_stand_in_their_place_with_reason_and_text(tmp_path: Path) -> None:
+def test_bad_rows_keep_their_position_reason_and_text(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_bytes(b'{"a": 1}\n{"a": }\n{"b": "\xe9"}\n{"a": 4}\n')
     good, broken, latin, last = read(file)
@@ -193,7 +193,7 @@ def test_bad_row_keeps_the_beginning_of_its_text(tmp_path: Path) -> None:
     assert isinstance(row, BadRow) and len(row.raw) == 2000
 
 
-def test_array_with_a_key_twice_is_read_on_but_not_past_broken_json(tmp_path: Path) -> None:
+def test_reading_continues_after_a_duplicate_key_but_not_after_broken_json(tmp_path: Path) -> None:
     problems = problems_of(tmp_path / "d.json", b'[{"a": 1, "a": 2},\n3,\n{"a": 3},\n{"a": }, 5]')
     assert [problem.split(" ")[0] for problem in problems] == [
         "d.json:1",
@@ -207,7 +207,7 @@ TEXT_LINES = st.text(st.sampled_from("ab é\x1c\u2028\x85"), min_size=1, max_siz
 
 
 @given(st.lists(st.one_of(TEXT_LINES, BLANK_LINES), max_size=30), st.integers(1, 40), st.booleans())
-def test_lines_keep_number_and_text_wherever_chunks_end(
+def test_lines_do_not_depend_on_chunk_borders(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], size: int, ends: bool
 ) -> None:
     texts = [line if not line.strip(" \t\r") else json.dumps({"a": line}) for line in lines]
@@ -237,7 +237,7 @@ def paragraphs(lines: list[str]) -> list[tuple[int, str]]:
 
 
 @given(st.lists(st.one_of(TEXT_LINES, BLANK_LINES), max_size=30), st.integers(1, 40))
-def test_paragraphs_are_the_same_wherever_chunks_end(
+def test_paragraphs_do_not_depend_on_chunk_borders(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], size: int
 ) -> None:
     lines = [line if line.strip() else line.strip("\x1c\u2028\x85") for line in lines]
@@ -251,7 +251,7 @@ def test_paragraphs_are_the_same_wherever_chunks_end(
     assert found == paragraphs(lines)
 
 
-def test_text_without_blank_lines_is_a_row_a_line(tmp_path: Path) -> None:
+def test_text_without_blank_lines_has_one_row_per_line(tmp_path: Path) -> None:
     file = tmp_path / "d.txt"
     file.write_bytes(b"\n\none\r\n two\nthree\n\n")
     rows = read(file)
@@ -262,7 +262,7 @@ def test_text_without_blank_lines_is_a_row_a_line(tmp_path: Path) -> None:
     ]
 
 
-def test_lines_wait_as_bytes_until_they_are_needed(tmp_path: Path) -> None:
+def test_lines_are_decoded_lazily(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_bytes(b"never parsed\n" * 300_000)
     chunks = list(read_file(file, ReadOptions()))
@@ -302,7 +302,7 @@ LARGE = "x" * 5000
     ],
 )
 @pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
-def test_row_above_the_limit_is_refused_and_the_others_read(
+def test_a_row_above_the_size_limit_is_a_bad_row(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -324,7 +324,7 @@ def test_row_above_the_limit_is_refused_and_the_others_read(
     assert problems_of(file, content, max_row_bytes=10_000) == []
 
 
-def test_limit_counts_bytes_and_itself_passes(tmp_path: Path) -> None:
+def test_the_size_limit_is_inclusive_and_in_bytes(tmp_path: Path) -> None:
     for name, content in (
         ("d.jsonl", '{"a": "éé"}\n'),
         ("d.json", '[{"a": "éé"}]'),
@@ -340,7 +340,7 @@ def test_limit_counts_bytes_and_itself_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", range(1, 40))
-def test_large_paragraph_ends_where_it_ends_wherever_chunks_do(
+def test_a_large_paragraph_does_not_depend_on_chunk_borders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr(opening, "CHUNK_BYTES", chunk_bytes)
@@ -351,7 +351,7 @@ def test_large_paragraph_ends_where_it_ends_wherever_chunks_do(
     assert [isinstance(row, BadRow) for row in rows] == [False, True, False, False]
 
 
-def test_csv_row_above_the_limit_ends_the_file(tmp_path: Path) -> None:
+def test_a_csv_row_above_the_size_limit_ends_reading(tmp_path: Path) -> None:
     content = f'a,b\n1,2\n"{"x" * 5000},2\n3,4\n'.encode()
     (problem,) = problems_of(tmp_path / "d.csv", content, max_row_bytes=1000)
     assert problem.startswith("d.csv:3 row of more than 1,000 bytes (data.max_row_bytes)")
@@ -368,7 +368,7 @@ def peak_of(file: Path, **settings: Any) -> int:
     return peak
 
 
-def test_large_files_are_never_held_whole(tmp_path: Path) -> None:
+def test_large_files_are_not_loaded_whole(tmp_path: Path) -> None:
     size = 30 << 20
     line = b'{"a": "' + b"x" * 991 + b'"}\n'
     (tmp_path / "d.jsonl").write_bytes(line * (size // len(line)))
@@ -380,7 +380,7 @@ def test_large_files_are_never_held_whole(tmp_path: Path) -> None:
     assert peak_of(tmp_path / "row.jsonl", max_row_bytes=1 << 20) < 12 << 20
 
 
-def test_row_group_of_a_parquet_file_is_never_held_whole(tmp_path: Path) -> None:
+def test_a_parquet_row_group_is_not_loaded_whole(tmp_path: Path) -> None:
     file = tmp_path / "d.parquet"
     table = pyarrow.table({"a": [f"{number:01000}" for number in range(30_000)]})
     settings = {"compression": "none", "use_dictionary": False}
@@ -403,7 +403,7 @@ def test_text_of_a_batch_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
     assert bad.problem.startswith(f"{file}:2 column 'a' (string) cannot be read: 'utf-8' codec")
 
 
-def test_budget_ends_the_reading_between_rows(tmp_path: Path) -> None:
+def test_the_budget_ends_reading_between_rows(tmp_path: Path) -> None:
     for name, content in CONTENTS.items():
         if name.endswith((".parquet", ".arrow")):
             continue
@@ -419,7 +419,7 @@ def test_budget_ends_the_reading_between_rows(tmp_path: Path) -> None:
         assert len(rows) == 3
 
 
-def test_counting_rows_takes_nothing_from_the_budget(tmp_path: Path) -> None:
+def test_counting_rows_does_not_use_the_budget(tmp_path: Path) -> None:
     for name, content in CONTENTS.items():
         file = tmp_path / name
         file.write_bytes(content)
@@ -428,7 +428,7 @@ def test_counting_rows_takes_nothing_from_the_budget(tmp_path: Path) -> None:
         assert budget.left == 1, name
 
 
-def test_memory_that_a_damaged_file_claims_is_the_file_s_fault(tmp_path: Path) -> None:
+def test_a_memory_error_from_a_damaged_file_blames_the_file(tmp_path: Path) -> None:
     expected = pytest.raises(DataError, match=r"d\.arrow: not a readable arrow file")
     with expected, _arrow_errors(tmp_path / "d.arrow", "arrow"):
         raise MemoryError("malloc of size 68719476736 failed")

@@ -1,4 +1,4 @@
-"""What looks like a secret is left out, whatever stands around it; the rest stays as it is."""
+"""Secrets are redacted in any context; other text is unchanged."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ AROUND = ["{}", "cannot read {}: 403", "url='{}'. What now?", '["{}", 1]', "[{{p
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("secret", [*URLS, *TOKENS])
-def test_a_secret_is_left_out(secret: str, around: str) -> None:
+def test_secrets_are_redacted(secret: str, around: str) -> None:
     text = around.format(secret)
-    said = redact(text)
-    assert SECRET not in said and "PLANTED" not in said
-    assert REDACTED in said
-    assert redact(said) == said
+    result = redact(text)
+    assert SECRET not in result and "PLANTED" not in result
+    assert REDACTED in result
+    assert redact(result) == result
     before, after = around.format("\0").split("\0")
-    assert said.startswith(before) and said.endswith(after)
+    assert result.startswith(before) and result.endswith(after)
 
 
 PLAIN = [
@@ -75,17 +75,17 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("text", PLAIN)
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_other_text_is_unchanged(text: str) -> None:
     assert redact(text) == text
     assert not holds_token(text)
 
 
-def test_the_rest_of_a_url_stays() -> None:
+def test_the_rest_of_a_url_is_unchanged() -> None:
     url = f"https://me:{SECRET}@host/d.jsonl?version=2&token={SECRET}&x=1"
     assert redact(url) == f"https://{REDACTED}@host/d.jsonl?version=2&token={REDACTED}&x=1"
 
 
-def test_nested_values_and_where_something_was_left_out() -> None:
+def test_nested_values_are_redacted_and_their_keys_listed() -> None:
     value = {"data": {"datasets": [{"path": URLS[0], "name": "d"}]}, "seed": 1, "x": (TOKENS[0],)}
     clean = redacted(value)
     assert SECRET not in json.dumps(clean)
@@ -99,7 +99,7 @@ def test_a_token_inside_a_url_may_be_typed() -> None:
     assert not holds_token(f"https://{TOKENS[0]}@host/d.jsonl?token={JWT}")
 
 
-def test_an_error_of_the_data_never_tells_one() -> None:
+def test_data_errors_contain_no_secret() -> None:
     assert SECRET not in str(DataError([f"{URLS[0]}: no such file", f"{TOKENS[0]} is bad"]))
 
 
@@ -108,10 +108,10 @@ LONG = [
     *[("", "bearer ", ""), ("", "authorization: ", ""), ("https://", "a=&", "")],
     *[("", "aaaaaa", "="), ("?", "aaaaaa", "=")],
 ]
-"""how a long text begins, what it repeats, and how it ends"""
+"""start, repeated middle and end of long texts"""
 
 
-def test_its_time_grows_with_a_text_and_not_with_its_square() -> None:
+def test_redaction_takes_linear_time() -> None:
     def seconds(repetitions: int) -> float:
         texts = [first + part * repetitions + last for first, part, last in LONG]
         began = time.process_time()

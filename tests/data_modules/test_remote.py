@@ -1,4 +1,4 @@
-"""Servers that drip, stall, lie or never end: given up in time, with the address and no secret."""
+"""Slow, stalled, wrong or endless servers time out; errors name the address but no secret."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Serve = Callable[[socket.socket, bytes], None]
 
 @contextmanager
 def serving(serve: Serve) -> Iterator[str]:
-    """Answer each connection to a port of this machine by `serve(connection, request)`."""
+    """Serve a local port; `serve(connection, request)` answers each connection."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def answer(connection: socket.socket) -> None:
@@ -57,19 +57,19 @@ def serving(serve: Serve) -> Iterator[str]:
 
 
 def never(connection: socket.socket, request: bytes) -> None:
-    """Take the request and say nothing."""
+    """Receive the request and never respond."""
     time.sleep(20)
 
 
 def stall(connection: socket.socket, request: bytes) -> None:
-    """Send the headers, and then nothing."""
+    """Send only the headers."""
     connection.sendall(OK + b"Content-Length: 9000000\r\n\r\n")
     if not request.startswith(b"HEAD"):
         time.sleep(20)
 
 
 def drip(connection: socket.socket, request: bytes) -> None:
-    """Send a byte now and then."""
+    """Send single bytes slowly."""
     connection.sendall(OK + b"Content-Length: 9000000\r\n\r\n")
     while not request.startswith(b"HEAD"):
         connection.sendall(b" ")
@@ -77,7 +77,7 @@ def drip(connection: socket.socket, request: bytes) -> None:
 
 
 def drip_unsized(connection: socket.socket, request: bytes) -> None:
-    """Send a byte now and then, of nobody knows how many."""
+    """Send single bytes slowly, without a content length."""
     connection.sendall(OK + b"Connection: close\r\n\r\n")
     while not request.startswith(b"HEAD"):
         connection.sendall(b" ")
@@ -86,7 +86,7 @@ def drip_unsized(connection: socket.socket, request: bytes) -> None:
 
 
 def endless(connection: socket.socket, request: bytes) -> None:
-    """Send rows without end."""
+    """Send endless rows."""
     connection.sendall(OK + b"Connection: close\r\n\r\n")
     while not request.startswith(b"HEAD"):
         connection.sendall(ROW * 10_000)
@@ -94,7 +94,7 @@ def endless(connection: socket.socket, request: bytes) -> None:
 
 
 def endless_row(connection: socket.socket, request: bytes) -> None:
-    """Send one row without end."""
+    """Send one endless row."""
     connection.sendall(OK + b"Connection: close\r\n\r\n")
     while not request.startswith(b"HEAD"):
         connection.sendall(b"a" * 100_000)
@@ -102,7 +102,7 @@ def endless_row(connection: socket.socket, request: bytes) -> None:
 
 
 def break_off(connection: socket.socket, request: bytes) -> None:
-    """Send less than was said."""
+    """Send less than the content length."""
     connection.sendall(OK + b"Content-Length: 9000\r\n\r\n")
     if not request.startswith(b"HEAD"):
         connection.sendall(ROW * 10)
@@ -110,7 +110,7 @@ def break_off(connection: socket.socket, request: bytes) -> None:
 
 
 def redirect(connection: socket.socket, request: bytes) -> None:
-    """Send the client round and round."""
+    """Redirect the client in a loop."""
     connection.sendall(
         b"HTTP/1.1 302 Found\r\nLocation: /again/d.jsonl\r\nContent-Length: 0\r\n\r\n"
     )
@@ -138,34 +138,34 @@ CASES: dict[str, tuple[Serve, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_server_that_misbehaves_is_given_up(name: str) -> None:
-    serve, told = CASES[name]
+def test_a_misbehaving_server_is_given_up(name: str) -> None:
+    serve, pattern = CASES[name]
     with serving(serve) as address:
         started = time.monotonic()
-        with pytest.raises(RemoteError, match=told) as caught:
+        with pytest.raises(RemoteError, match=pattern) as caught:
             for chunk in read_chunks(address, limits=LIMITS):
                 chunk.count()
         assert time.monotonic() - started < 15
     assert exit_code(caught.value) == ENVIRONMENT_ERROR
-    said = str(caught.value)
-    assert "/d.jsonl: " in said and "127.0.0.1" in said
-    assert "word" not in said and "secret" not in said
+    message = str(caught.value)
+    assert "/d.jsonl: " in message and "127.0.0.1" in message
+    assert "word" not in message and "secret" not in message
 
 
-def test_all_problems_are_one_message(
+def test_problems_are_reported_in_one_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert report(RemoteError(["a.jsonl: is slow", "b.jsonl: is silent"])) == ENVIRONMENT_ERROR
-    said = capsys.readouterr().err
-    assert said == "error (the environment): a.jsonl: is slow\n  b.jsonl: is silent\n"
+    message = capsys.readouterr().err
+    assert message == "error (the environment): a.jsonl: is slow\n  b.jsonl: is silent\n"
 
 
-def test_a_fingerprint_does_not_wait_either() -> None:
+def test_a_fingerprint_times_out() -> None:
     with serving(never) as address, pytest.raises(RemoteError):
         fingerprint(address, limits=LIMITS)
 
 
-def test_a_file_that_is_not_there_is_the_users_to_mend() -> None:
+def test_a_missing_file_is_a_user_error() -> None:
     def missing(connection: socket.socket, request: bytes) -> None:
         connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
 
@@ -175,7 +175,7 @@ def test_a_file_that_is_not_there_is_the_users_to_mend() -> None:
 
 
 @pytest.mark.parametrize("takes_ranges", [True, False])
-def test_a_sound_server_is_read_to_its_end(takes_ranges: bool) -> None:
+def test_a_working_server_is_read_to_the_end(takes_ranges: bool) -> None:
     body = b"".join(b'{"a": %d}\n' % number for number in range(100_000))
 
     def serve(connection: socket.socket, request: bytes) -> None:
@@ -217,8 +217,8 @@ except RemoteError as error:
 
 @pytest.mark.parametrize("how", ["streaming", "downloading"])
 @pytest.mark.parametrize("name", ["stalls", "drips", "is sound"])
-def test_a_hub_that_stalls_or_drips_is_given_up(name: str, how: str, tmp_path: Path) -> None:
-    """A hub of one data set answers all questions at once, and sends its file by and by."""
+def test_a_slow_hub_is_given_up(name: str, how: str, tmp_path: Path) -> None:
+    """A hub with one data set responds at once, but sends the file slowly."""
 
     def serve(connection: socket.socket, request: bytes) -> None:
         path = request.split(b" ")[1]
@@ -265,8 +265,8 @@ def test_a_hub_that_stalls_or_drips_is_given_up(name: str, how: str, tmp_path: P
         assert sum(map(int, read.stdout.split())) == 1000
         return
     assert read.returncode == ENVIRONMENT_ERROR, read.stderr
-    told = "no answer within" if name == "stalls" else "received "
-    assert "train.jsonl: " in read.stdout and told in read.stdout
+    expected = "no answer within" if name == "stalls" else "received "
+    assert "train.jsonl: " in read.stdout and expected in read.stdout
 
 
 READ_XET = """
@@ -284,7 +284,7 @@ except ConnectionError:
 """
 
 
-def test_a_silent_store_of_the_hub_is_given_up_too(tmp_path: Path) -> None:
+def test_a_silent_storage_of_the_hub_is_given_up(tmp_path: Path) -> None:
     pytest.importorskip("hf_xet")
     with serving(lambda connection, request: time.sleep(60)) as address:
         endpoint = f"http://127.0.0.1:{urlsplit(address).port}"

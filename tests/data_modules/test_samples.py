@@ -1,4 +1,4 @@
-"""Check that the samples are what their script writes, right, and honestly split."""
+"""The shipped samples equal the output of their script, are correct, and are properly split."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_rows(stem: str) -> list[dict[str, Any]]:
 
 
 def read_pairs(stem: str) -> list[tuple[str, str]]:
-    """Return (what is asked, the answer) of each row, whatever its format."""
+    """Return (question, answer) of each row of any format."""
     if stem.startswith("lists"):
         return [(f"{row['instruction']}\n{row['input']}", row["output"]) for row in read_rows(stem)]
     if stem.startswith("orders"):
@@ -57,7 +57,7 @@ def lists_in(text: str) -> list[str]:
 
 
 def problem_in(text: str) -> str:
-    """Read back what is to be solved from a text that tells its facts first."""
+    """Parse the problem from a text that states its facts first."""
     names, cities = words_in(text, NAMES), words_in(text, CITIES)
     if not names:
         (digits,) = lists_in(text)
@@ -91,54 +91,54 @@ def test_the_shipped_files_are_what_the_script_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stem", DATA_FILES)
 def test_problems_are_on_their_side_of_the_split(stem: str) -> None:
-    tuning = {problem_in(asked) for asked, _ in read_pairs(stem)}
-    test = {problem_in(asked) for asked, _ in read_pairs(f"{stem}_test")}
+    tuning = {problem_in(prompt) for prompt, _ in read_pairs(stem)}
+    test = {problem_in(prompt) for prompt, _ in read_pairs(f"{stem}_test")}
     assert not any(is_held_out(problem) for problem in tuning)
     assert all(is_held_out(problem) for problem in test)
 
 
 @pytest.mark.parametrize("stem", DATA_FILES)
-def test_there_are_as_many_distinct_rows_as_promised(stem: str) -> None:
+def test_numbers_of_distinct_rows(stem: str) -> None:
     assert len(set(read_pairs(stem))) >= 0.95 * len(read_pairs(stem)) == 950
     assert len(read_pairs(f"{stem}_test")) == 200
 
 
 @pytest.mark.parametrize("stem", ["lists", "lists_test", "orders", "orders_test"])
 def test_list_answers_are_right(stem: str) -> None:
-    for asked, answer in read_pairs(stem):
-        digits = [int(digit) for digit in re.findall(r"\d", asked)]
-        if "ascending" in asked or "increasing" in asked:
+    for prompt, answer in read_pairs(stem):
+        digits = [int(digit) for digit in re.findall(r"\d", prompt)]
+        if "ascending" in prompt or "increasing" in prompt:
             right = sorted(digits)
-        elif "backwards" in asked or "Reverse" in asked:
+        elif "backwards" in prompt or "Reverse" in prompt:
             right = [digits[-1 - place] for place in range(len(digits))]
-        elif "largest" in asked or "biggest" in asked:
+        elif "largest" in prompt or "biggest" in prompt:
             right = sorted(digits)[-1:]
         else:
-            assert "smallest" in asked or "least" in asked
+            assert "smallest" in prompt or "least" in prompt
             right = sorted(digits)[:1]
         assert answer == " ".join(map(str, right))
 
 
 @pytest.mark.parametrize("stem", ["people", "people_test"])
 def test_people_answers_are_right(stem: str) -> None:
-    for asked, answer in read_pairs(stem):
-        sentence, question = asked.split("\n")
+    for prompt, answer in read_pairs(stem):
+        sentence, question = prompt.split("\n")
         field = question.removesuffix("?").split()[-1]
         if field == "age":
             found = re.findall(r"\d+", sentence)
         else:
             found = words_in(sentence, {"name": NAMES, "city": CITIES, "job": JOBS}[field])
-        assert set(found) == {answer}, asked
+        assert set(found) == {answer}, prompt
 
 
-def test_the_corpus_shows_no_held_out_problem(documents: list[Document]) -> None:
+def test_the_corpus_has_no_held_out_problem(documents: list[Document]) -> None:
     for document in documents:
         facts, *later = [s["text"] for s in document["segments"] if s["weight"] == TEXT_WEIGHT]
         problems = [problem_in(facts), *(digits for text in later for digits in lists_in(text))]
         assert not any(is_held_out(problem) for problem in problems), problems
 
 
-def test_the_corpus_shows_no_wording_of_the_tuning_rows(documents: list[Document]) -> None:
+def test_the_corpus_does_not_use_the_wording_of_the_tuning_rows(documents: list[Document]) -> None:
     wordings = [
         write.ORDER_SYSTEM,
         *(wording for wordings in write.LIST_INSTRUCTIONS.values() for wording in wordings),
@@ -152,7 +152,7 @@ def test_the_corpus_shows_no_wording_of_the_tuning_rows(documents: list[Document
 
 
 @pytest.mark.slow
-def test_the_corpus_is_the_same_each_time_and_grows_at_its_end(documents: list[Document]) -> None:
+def test_the_corpus_is_deterministic_and_extended_at_its_end(documents: list[Document]) -> None:
     assert list(skills_corpus(num_documents=100)) == documents[:100]
     assert list(skills_corpus(seed=1, num_documents=100)) != documents[:100]
     for name, (_, _, size) in CORPORA.items():
@@ -203,7 +203,7 @@ def test_the_chat_template_marks_turns_and_ends_them_with_eos() -> None:
 
 
 def test_the_shipped_base_passes_the_gate() -> None:
-    """It knows the skills, in other words than those of the tuning rows."""
+    """It teaches the same skills with a different wording."""
     from tools.tiny_base.install import TINY_BASE, probe_accuracies
 
     accuracies = probe_accuracies(TINY_BASE)

@@ -1,4 +1,4 @@
-"""Wrong settings and wrong rows are named before torch or a tokenizer is there."""
+"""Invalid settings and rows are reported before torch or a tokenizer is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def alpaca(*answers: str) -> list[dict[str, Any]]:
     return [{"instruction": "q", "output": answer} for answer in answers]
 
 
-def test_names_are_made_from_paths_and_differ() -> None:
+def test_names_are_derived_from_paths_and_unique() -> None:
     paths = [
         "a/x.json",
         "b/x.jsonl.gz",
@@ -44,17 +44,17 @@ def test_names_are_made_from_paths_and_differ() -> None:
 
 
 def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
-    """Return what the check says."""
+    """Return the problems found by the check."""
     return check_datasets(DataConfig(datasets=list(datasets), **settings))
 
 
-def test_check_passes_what_is_right(tmp_path: Path) -> None:
+def test_valid_data_passes_the_check(tmp_path: Path) -> None:
     good = write(tmp_path / "d.jsonl", alpaca("one"))
     hub = DatasetConfig(path="no_such_owner/no_such_set")
     assert problems(good, hub, DatasetConfig(path="sample:list_corpus")) == []
 
 
-def test_check_tells_all_problems_of_all_data_sets(tmp_path: Path) -> None:
+def test_problems_of_all_data_sets_are_reported_together(tmp_path: Path) -> None:
     broken = write(tmp_path / "b.jsonl", alpaca("one"))
     Path(broken.path).write_text('{"instruction": "q", "output": "a"}\n{"instruction"\n')
     found = problems(
@@ -77,7 +77,7 @@ def test_check_tells_all_problems_of_all_data_sets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"on_long": "cut"}, "on_long=cut: expected drop, truncate_left"),
         ({"sequence_len": 1}, "sequence_len=1: expected 2 or more, or null"),
@@ -93,13 +93,13 @@ def test_check_tells_all_problems_of_all_data_sets(tmp_path: Path) -> None:
         ({"roles_to_train": []}, "roles_to_train=[]: no part of a conversation would be trained"),
     ],
 )
-def test_check_of_settings(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_check_of_settings(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     good = write(tmp_path / "d.jsonl", alpaca("one"))
-    assert problems(good, **settings)[0].startswith(f"data.{told}")
+    assert problems(good, **settings)[0].startswith(f"data.{message}")
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"weight": 0.0}, "data.datasets[0].weight=0.0: expected above 0"),
         ({"weight": NAN}, "data.datasets[0].weight=nan: expected above 0"),
@@ -111,9 +111,9 @@ def test_check_of_settings(settings: dict[str, Any], told: str, tmp_path: Path) 
         ({"columns": {"output": "a"}}, "missing 'a'; found ['instruction', 'output']"),
     ],
 )
-def test_check_of_data_set_settings(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_check_of_data_set_settings(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", alpaca("one")).path
-    assert told in problems(DatasetConfig(path=path, **settings))[0]
+    assert message in problems(DatasetConfig(path=path, **settings))[0]
 
 
 def test_check_of_names(tmp_path: Path) -> None:
@@ -124,16 +124,16 @@ def test_check_of_names(tmp_path: Path) -> None:
     ]
 
 
-def test_no_data_set_says_what_to_type() -> None:
+def test_missing_data_sets_are_reported_with_the_fix() -> None:
     assert "data.datasets is empty; give" in problems()[0]
 
 
-def test_test_data_sets_are_checked_without_data_sets(tmp_path: Path) -> None:
+def test_test_data_sets_are_checked_without_training_data(tmp_path: Path) -> None:
     found = problems(test_datasets=[DatasetConfig(path=str(tmp_path / "t.json"))])
     assert len(found) == 1 and "t.json: no such file" in found[0]
 
 
-def test_check_reads_one_budget_in_equal_parts(
+def test_data_sets_share_one_budget_equally(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_modules.settings.CHECKED_BYTES", 5000)
@@ -147,7 +147,7 @@ def test_check_reads_one_budget_in_equal_parts(
     assert "late.jsonl:41 missing" in problems(early, late)[-1]
 
 
-def test_count_of_problems_survives(tmp_path: Path) -> None:
+def test_problems_beyond_the_limit_are_counted(tmp_path: Path) -> None:
     broken = write(tmp_path / "d.jsonl", alpaca("one"))
     Path(broken.path).write_text("{\n" * 50)
     found = problems(broken)

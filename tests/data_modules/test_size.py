@@ -1,4 +1,4 @@
-"""How many tokens an epoch has: from the cache, from the first rows, or not known."""
+"""Estimates of the tokens of an epoch: from the cache, from the first rows, or unknown."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def settings(file: Path, cache: Path, **data: Any) -> DataConfig:
 
 
 @pytest.mark.parametrize(("name", "indent"), [("d.jsonl", None), ("d.json", None), ("d.json", 2)])
-def test_a_large_file_is_taken_to_go_on_as_it_begins(
+def test_a_large_file_is_extrapolated_from_its_first_rows(
     name: str, indent: int | None, tmp_path: Path
 ) -> None:
     config = settings(write_rows(tmp_path / name, 20_000, indent=indent), tmp_path)
@@ -58,7 +58,7 @@ def test_a_large_file_is_taken_to_go_on_as_it_begins(
 
 
 @pytest.mark.parametrize(("name", "indent"), [("d.jsonl", None), ("d.json", None), ("d.json", 8)])
-def test_a_row_in_which_the_sample_ends_is_not_taken_for_a_read_one(
+def test_a_partly_sampled_row_is_not_counted_as_read(
     name: str, indent: int | None, tmp_path: Path
 ) -> None:
     long = [{"instruction": "count", "output": "\u4e00 two " * 35_000} for _ in range(10)]
@@ -74,7 +74,7 @@ def test_a_row_in_which_the_sample_ends_is_not_taken_for_a_read_one(
     assert epoch.tokens == pytest.approx(10 * of_row, rel=0.01)
 
 
-def test_what_is_not_trained_on_is_not_counted(tmp_path: Path) -> None:
+def test_only_trained_tokens_are_counted(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "d.jsonl", 100)
     config = settings(file, tmp_path)
     tokens = estimate(config).tokens
@@ -87,7 +87,7 @@ def test_what_is_not_trained_on_is_not_counted(tmp_path: Path) -> None:
     assert estimate(replace(config, on_long="split"), length=8).tokens == tokens
 
 
-def test_what_is_in_the_cache_is_exact_until_the_file_or_the_settings_change(
+def test_cached_sizes_are_exact_until_the_file_or_settings_change(
     tmp_path: Path, tokenizer: Any
 ) -> None:
     file = write_rows(tmp_path / "d.jsonl", 50)
@@ -114,7 +114,7 @@ def test_what_is_in_the_cache_is_exact_until_the_file_or_the_settings_change(
     assert estimate(config, "base").how == "all 50 rows"
 
 
-def test_data_that_are_not_at_hand_are_named(tmp_path: Path) -> None:
+def test_unavailable_data_is_named(tmp_path: Path) -> None:
     def refusal(*datasets: DatasetConfig, **data: Any) -> str:
         with pytest.raises(DataError) as caught:
             estimate(DataConfig(datasets=list(datasets), cache_dir=str(tmp_path), **data))

@@ -1,4 +1,4 @@
-"""Rows with their places, and what a person is told about a file that cannot be read."""
+"""Reading rows with their line numbers, and the errors of unreadable files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def places(rows: list[Row]) -> list[tuple[int, object]]:
     return [(row.origin.line, row.values["a"]) for row in rows]
 
 
-def test_json_array_rows_know_the_line_where_they_start(tmp_path: Path) -> None:
+def test_rows_of_a_json_array_have_their_line_number(tmp_path: Path) -> None:
     text = '[\n  {"a": 1},\n  {\n    "a": "x\\ny"\n  }, {"a": 3}\n]\n'
     assert places(rows_of(tmp_path / "d.json", text)) == [(2, 1), (3, "x\ny"), (5, 3)]
 
@@ -71,17 +71,17 @@ def test_rows_of_an_array_on_one_line_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
-def test_json_lines_with_mark_and_blank_lines(tmp_path: Path, suffix: str) -> None:
+def test_json_lines_with_byte_order_mark_and_blank_lines(tmp_path: Path, suffix: str) -> None:
     text = "\ufeff" + '{"a": 1}\n\n  \n{"a": 2}'
     assert places(rows_of(tmp_path / f"d{suffix}", text)) == [(1, 1), (4, 2)]
 
 
-def test_csv_cells_may_hold_newlines(tmp_path: Path) -> None:
+def test_csv_cells_may_contain_newlines(tmp_path: Path) -> None:
     text = 'a,b\n"x\ny",2\n\nz,3\n'
     assert places(rows_of(tmp_path / "d.csv", text)) == [(2, "x\ny"), (5, "z")]
 
 
-def test_all_broken_lines_are_reported_and_the_good_ones_read(tmp_path: Path) -> None:
+def test_all_broken_lines_are_reported_and_valid_ones_read(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     text = '{"a": 1}\n{"a": }\n{"a": 3}\n[1]\n{"a": 4, "a": 5}\n'
     assert problems_of(file, text) == [
@@ -131,11 +131,11 @@ def test_folder_without_split_names_is_read_whole(tmp_path: Path) -> None:
         ("hf://datasets/owner/name", False),
     ],
 )
-def test_what_is_a_hub_id(path: str, is_id: bool) -> None:
+def test_is_hub_id(path: str, is_id: bool) -> None:
     assert is_hub_id(path) is is_id
 
 
-def test_folder_that_exists_is_no_hub_owner(
+def test_an_existing_folder_is_not_a_hub_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data").mkdir()
@@ -143,7 +143,7 @@ def test_folder_that_exists_is_no_hub_owner(
     assert not is_hub_id("data/rows")
 
 
-def test_fingerprint_follows_names_and_borders(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_file_names_and_boundaries(tmp_path: Path) -> None:
     def prints() -> tuple[str, str]:
         return fingerprint(str(tmp_path)), fingerprint(str(tmp_path / "*"))
 
@@ -173,7 +173,7 @@ def test_fingerprint_of_a_copy_is_the_same(tmp_path: Path) -> None:
     assert fingerprint(f"{one}/x.jsonl") == plain
 
 
-def test_fingerprint_by_stamp_reads_no_bytes(
+def test_fingerprint_by_timestamp_opens_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in "ab":
@@ -196,7 +196,7 @@ def test_fingerprint_by_stamp_reads_no_bytes(
     assert stamp() not in (before, later)
 
 
-def test_fingerprint_of_samples_is_that_of_every_machine(
+def test_fingerprint_of_samples_does_not_depend_on_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fingerprint("sample:list_corpus")
@@ -205,7 +205,7 @@ def test_fingerprint_of_samples_is_that_of_every_machine(
     assert fingerprint("sample:list_corpus") == before
 
 
-def test_check_reads_the_beginning_only(tmp_path: Path) -> None:
+def test_the_budget_limits_the_rows_read(tmp_path: Path) -> None:
     for name, content in (
         ("d.json", json.dumps([{"a": "x" * 100}] * 100)),
         ("d.jsonl", (json.dumps({"a": "x" * 100}) + "\n") * 100),
@@ -216,7 +216,7 @@ def test_check_reads_the_beginning_only(tmp_path: Path) -> None:
         assert 5 < len(list(read_rows(str(file), budget=Budget(1000)))) < 15
 
 
-def test_budget_is_that_of_all_files_together(tmp_path: Path) -> None:
+def test_all_files_share_one_budget(tmp_path: Path) -> None:
     for name in "abcd":
         (tmp_path / f"{name}.jsonl").write_text((json.dumps({"a": "x" * 92}) + "\n") * 10)
     (tmp_path / "e.jsonl").write_text("never read")
@@ -229,7 +229,7 @@ def test_file_whose_first_row_exceeds_the_budget_is_not_called_empty(tmp_path: P
     assert list(read_rows(str(file), budget=Budget(100))) == []
 
 
-def test_array_on_one_long_line_is_not_read_to_see_what_it_is(
+def test_a_long_one_line_array_is_not_read_to_detect_its_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "d.json"
@@ -250,7 +250,7 @@ def test_array_on_one_long_line_is_not_read_to_see_what_it_is(
     assert num_bytes < 200_000
 
 
-def test_control_characters_of_a_file_never_reach_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_in_problems_are_escaped(tmp_path: Path) -> None:
     escape = "\x1b]0;owned\x07"
     for name, content in (
         ("a.jsonl", f'{{"a": {escape}}}\n'),
@@ -263,7 +263,7 @@ def test_control_characters_of_a_file_never_reach_the_terminal(tmp_path: Path) -
     assert len(problem) < 250
 
 
-def test_samples_that_ship() -> None:
+def test_shipped_samples() -> None:
     row = next(read_rows("sample:list_corpus"))
     assert row.origin.line == 1 and row.values["segments"]
     assert len(fingerprint("sample:list_corpus")) == 64
@@ -277,7 +277,7 @@ def lines(*values: object) -> str:
 
 
 def write(file: Path, num_rows: int, first: int = 0) -> Path:
-    """Write rows in the format that the name says, `a` counting from `first`."""
+    """Write rows in the format of the file name; column `a` counts from `first`."""
     import pyarrow
     import pyarrow.parquet
 
@@ -341,7 +341,7 @@ def test_slices_of_every_format(
     st.lists(st.integers(0, 100), max_size=4),
     st.sampled_from(FORMATS),
 )
-def test_slices_that_meet_have_every_row_once(
+def test_adjacent_slices_have_every_row_once(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], cuts: list[int], suffix: str
 ) -> None:
     folder = tmp_path_factory.mktemp("rows")
@@ -392,7 +392,7 @@ def test_shards_have_every_row_once_and_are_even(
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
-def test_rows_held_out_of_joined_splits_are_those_left_out(tmp_path: Path) -> None:
+def test_row_ranges_of_joined_splits(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", 4)
     write(tmp_path / "dev.csv", 5, first=4)
     split = "train[1:]+dev"
@@ -402,14 +402,14 @@ def test_rows_held_out_of_joined_splits_are_those_left_out(tmp_path: Path) -> No
     assert numbers(tmp_path, split, rows=(8, None)) == []
 
 
-def test_slice_keeps_the_place_of_its_rows(tmp_path: Path) -> None:
+def test_rows_of_a_slice_keep_their_line_numbers(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text(lines(0, 1) + "\n" + lines(2, 3))
     rows = list(read_rows(str(file), "train[50%:]"))
     assert places(rows) == [(4, 2), (5, 3)]
 
 
-def test_bad_row_has_its_place_in_a_slice_and_none_outside(tmp_path: Path) -> None:
+def test_a_bad_row_counts_in_slices_and_is_reported_only_inside(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text(lines(0) + "broken\n" + lines(2, 3))
     assert places(list(read_rows(str(file), "train[50%:]"))) == [(3, 2), (4, 3)]
@@ -418,7 +418,7 @@ def test_bad_row_has_its_place_in_a_slice_and_none_outside(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("split", "told"),
+    ("split", "message"),
     [
         ("train[", "cannot be read; use NAME"),
         ("", "cannot be read; use NAME"),
@@ -429,10 +429,10 @@ def test_bad_row_has_its_place_in_a_slice_and_none_outside(tmp_path: Path) -> No
         ("train+", "cannot be read; use NAME"),
     ],
 )
-def test_split_that_cannot_be_read(tmp_path: Path, split: str, told: str) -> None:
-    with pytest.raises(ValueError, match=r"^split '.*" + told):
+def test_invalid_splits_are_reported(tmp_path: Path, split: str, message: str) -> None:
+    with pytest.raises(ValueError, match=r"^split '.*" + message):
         check_split(split)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         numbers(write(tmp_path / "d.jsonl", 3), split)
 
 
@@ -443,7 +443,7 @@ def test_slice_without_a_row_is_reported(tmp_path: Path, split: str) -> None:
         numbers(file, split)
 
 
-def test_check_of_a_slice_looks_at_rows_that_are_in_it(tmp_path: Path) -> None:
+def test_the_check_of_a_slice_reads_rows_of_the_slice(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text("broken\n" + lines(*range(100)))
     budget = Budget(200)
@@ -473,7 +473,7 @@ def test_one_file_has_no_split_but_train(tmp_path: Path) -> None:
     assert numbers(tmp_path / "*.jsonl", "test") == [0, 1]
 
 
-def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
+def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
     import datasets
 
     data = {
@@ -498,9 +498,7 @@ MIXED = [
 ]
 
 
-def test_json_in_what_datasets_saves_or_loads_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_columns_of_datasets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     calls = datasets.List({"name": datasets.Value("string"), "arguments": datasets.Json()})
@@ -540,7 +538,7 @@ def test_change_is_reported_where_it_breaks_the_file(tmp_path: Path) -> None:
         list(chunks)
 
 
-def test_what_cannot_be_opened_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "d.jsonl", 1)
 
     def refuse(*_: object) -> None:
@@ -568,7 +566,7 @@ def test_problems_of_all_files_are_reported_together(tmp_path: Path) -> None:
 
 @pytest.fixture
 def memory() -> Any:
-    """Return fsspec's file system in memory, empty."""
+    """Return fsspec's in-memory file system, emptied."""
     import fsspec
 
     file_system = fsspec.filesystem("memory")
@@ -577,7 +575,7 @@ def memory() -> Any:
     return file_system
 
 
-def test_urls_are_read_as_files_are(memory: Any, tmp_path: Path) -> None:
+def test_urls_are_read_like_files(memory: Any, tmp_path: Path) -> None:
     import gzip as packer
 
     memory.pipe("/data/train-0.jsonl", lines(0, 1).encode())
@@ -598,11 +596,11 @@ def test_urls_are_read_as_files_are(memory: Any, tmp_path: Path) -> None:
     assert numbers(f"file://{tmp_path}/*.jsonl") == [0, 1, 2]
 
 
-def test_what_is_wrong_with_a_url_is_reported(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_of_urls_are_reported(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     memory.pipe("/data/test.jsonl", lines(0).encode())
     memory.pipe("/data/d.jsonl.gz", lines(0).encode())
     memory.pipe("/data/e.jsonl", b"")
-    for url, told in (
+    for url, message in (
         ("memory://data/no.jsonl", "memory://data/no.jsonl: no such file"),
         ("memory://data/*.csv", "no file matches"),
         ("memory://nothing", "cannot read a file without suffix"),
@@ -610,7 +608,7 @@ def test_what_is_wrong_with_a_url_is_reported(memory: Any, monkeypatch: pytest.M
         ("memory://data/e.jsonl", "e.jsonl: 0 rows"),
         ("s4://bucket/d.jsonl", "Protocol not known: s4"),
     ):
-        with pytest.raises(DataError, match=told.replace("*", r"\*")):
+        with pytest.raises(DataError, match=message.replace("*", r"\*")):
             numbers(url)
     with pytest.raises(DataError, match=r"no data file for split 'train'.*found .*test.jsonl"):
         memory.rm("/data/d.jsonl.gz")
@@ -652,8 +650,8 @@ def server() -> Iterator[str]:
         thread.join()
 
 
-def test_what_a_server_says_is_reported(server: str) -> None:
-    for status, told in (
+def test_http_status_is_reported(server: str) -> None:
+    for status, message in (
         (404, "no such file"),
         (403, "cannot be read: the server returned 403 Forbidden"),
         (500, "cannot be read: the server returned 500 Internal Server Error"),
@@ -662,7 +660,7 @@ def test_what_a_server_says_is_reported(server: str) -> None:
         for ask in (numbers, fingerprint):
             with pytest.raises(DataError) as caught:
                 ask(f"{address}?token=secret")
-            assert caught.value.problems == [f"{address}: {told}"]
+            assert caught.value.problems == [f"{address}: {message}"]
 
 
 def test_host_that_cannot_be_reached_is_named() -> None:
@@ -675,11 +673,11 @@ def test_host_that_cannot_be_reached_is_named() -> None:
         assert "secret" not in str(caught.value) and "word@" not in str(caught.value)
 
 
-def test_url_never_tells_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_a_url_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     address = "https://user:word@host/data/d.jsonl.gz?token=secret"
     assert str(opening.Url(address)) == "https://host/data/d.jsonl.gz"
-    said = reason_of(ValueError(f"403, url='{address}'. What now? ..."))
-    assert said == (
+    reason = reason_of(ValueError(f"403, url='{address}'. What now? ..."))
+    assert reason == (
         "403, url='https://<redacted>@host/data/d.jsonl.gz?token=<redacted>'. What now? ..."
     )
     assert name_of(address) == "d"
@@ -699,7 +697,7 @@ def test_remote_file_that_changes_is_reported(memory: Any, monkeypatch: pytest.M
     assert fingerprint("memory://data/d.jsonl") != before
 
 
-def test_change_is_seen_though_the_remote_side_remembers_its_files(
+def test_a_change_is_detected_despite_the_listing_cache(
     memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, Any] = {}
@@ -722,7 +720,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """Stand in for the hub: what it has, and what was asked for."""
+    """A fake hub: its data sets, and the requests it received."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: Any, num_shards: int = 1) -> None:
         self.rows, self.num_shards = rows, num_shards
@@ -732,11 +730,11 @@ class Hub:
         monkeypatch.setattr("datasets.load_dataset_builder", self.load_dataset_builder)
 
     def dataset_info(self, path: str, *, revision: str | None, timeout: float) -> Any:
-        """Return what the hub knows."""
+        """Return the hub's information about a data set."""
         return SimpleNamespace(sha=self.commit)
 
     def load_dataset_builder(self, path: str, *, revision: str | None) -> Any:
-        """Return what gives the rows."""
+        """Return a builder that yields the rows."""
         self.options.append((path, revision))
         return SimpleNamespace(
             hash=self.given,
@@ -764,7 +762,7 @@ def counted(num_rows: int) -> Any:
 
 
 def origins(path: str, **settings: Any) -> list[str]:
-    """Return the places of all rows."""
+    """Return the origins of all rows."""
     return [
         str(row.origin)
         for chunk in read_chunks(path, **settings)
@@ -805,7 +803,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, streaming: bool, num_shar
         assert numbers("owner/name", "train[50%:]", **settings) == list(range(1250, 2500))
 
 
-def test_rows_of_a_dealt_out_stream_have_a_place_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_sharded_stream_have_distinct_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     Hub(monkeypatch, counted(100), 2)
     places = [
         place
@@ -821,18 +819,16 @@ def test_row_of_the_hub_above_the_limit_is_reported(monkeypatch: pytest.MonkeyPa
 
     rows = [{"turns": [{"role": "user", "content": "x" * size}]} for size in (5, 500)]
     Hub(monkeypatch, datasets.Dataset.from_list(rows))
-    for streaming, said in ((True, "504 or more bytes"), (False, "bytes")):
+    for streaming, size in ((True, "504 or more bytes"), (False, "bytes")):
         (chunk,) = read_chunks("owner/name", max_row_bytes=100, streaming=streaming)
         good, bad = chunk.rows()
         assert isinstance(good, Row) and isinstance(bad, BadRow)
         assert bad.problem.startswith("owner/name (train):2 row of ")
-        assert f"{said}; data.max_row_bytes is 100" in bad.reason
+        assert f"{size}; data.max_row_bytes is 100" in bad.reason
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_commit_that_was_not_asked_for_is_reported(
-    monkeypatch: pytest.MonkeyPatch, streaming: bool
-) -> None:
+def test_an_unexpected_commit_is_reported(monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
     hub = Hub(monkeypatch, counted(3))
     assert resolved_revision("owner/name") == fingerprint("owner/name") == COMMIT
     assert numbers("owner/name", streaming=streaming) == [0, 1, 2]
@@ -844,15 +840,15 @@ def test_commit_that_was_not_asked_for_is_reported(
 
 
 def unreachable(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
-    """Let the hub not answer, with the error that its library raises where there is no network."""
+    """Make the hub unreachable, with the error of its library without a network."""
     from huggingface_hub.errors import HTTPError
 
     def fail(*_: object, **__: object) -> None:
         raise error or HTTPError("[Errno -2] Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
-    # It tries again and again: it must not be asked.
-    monkeypatch.setattr("datasets.load_dataset_builder", lambda *_, **__: pytest.fail("asked"))
+    # The library retries for long, so it must not be called.
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda *_, **__: pytest.fail("called"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -863,21 +859,21 @@ def test_hub_that_cannot_be_reached_is_reported(
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     offline = huggingface_hub.errors.OfflineModeIsEnabled("offline mode is enabled")
-    for error, said in (
+    for error, cause in (
         (None, r"Name or service not known; no network\?"),
         (offline, "HF_HUB_OFFLINE is set"),
         (TimeoutError("timed out"), "timed out; no network"),
     ):
         unreachable(monkeypatch, error)
-        told = r"^owner/name: no such file here, the Hugging Face hub cannot be reached .*"
-        with pytest.raises(DataError, match=told + said + r".*; give a local file.*HF_HOME"):
+        start = r"^owner/name: no such file here, the Hugging Face hub cannot be reached .*"
+        with pytest.raises(DataError, match=start + cause + r".*; give a local file.*HF_HOME"):
             numbers("owner/name", streaming=streaming)
         assert resolved_revision("owner/name") is None
         assert fingerprint("owner/name") == ""
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_copy_downloaded_before_is_read_without_the_hub(
+def test_a_downloaded_copy_is_read_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
 ) -> None:
     from datasets.packaged_modules.json.json import Json
@@ -905,7 +901,7 @@ def test_copy_downloaded_before_is_read_without_the_hub(
             numbers("owner/name", revision=revision, streaming=streaming)
 
 
-def test_name_that_no_hub_data_set_can_have_is_reported() -> None:
+def test_an_invalid_hub_name_is_reported() -> None:
     for ask in (numbers, fingerprint, resolved_revision):
         with pytest.raises(DataError, match=r"a-/b: .*not a valid hub name: Repo id must"):
             ask("a-/b")
@@ -942,7 +938,7 @@ def test_name_of_a_data_set(path: str, name: str) -> None:
     assert name_of(path) == name
 
 
-def test_generated_samples_are_cut_and_dealt_out() -> None:
+def test_generated_samples_are_sliced_and_sharded() -> None:
     rows = list(read_rows("sample:extract_corpus", "train[:3]+train[5:7]"))
     assert [row.origin.line for row in rows] == [1, 2, 3, 6, 7]
     chunks = read_chunks("sample:extract_corpus", split="train[:9]", shard=(1, 4))
@@ -968,7 +964,7 @@ def test_shared_data_is_read() -> None:
         assert len(list(read_rows(str(shared / name)))) == count, name
 
 
-def test_bytes_to_read_are_known_of_plain_text_only(tmp_path: Path) -> None:
+def test_num_bytes_is_known_only_for_plain_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "b.txt").write_text("two\n")
     assert num_bytes(str(tmp_path)) == 16 + 4

@@ -1,4 +1,4 @@
-"""What is written comes back, from any process, without being loaded."""
+"""The store: documents are restored in any process and memory-mapped, not loaded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write(folder: Path, *chunks: Documents) -> TokenStore:
         max_size=4,
     )
 )
-def test_every_document_comes_back(
+def test_every_document_is_restored(
     tmp_path_factory: pytest.TempPathFactory, chunks: list[Lists]
 ) -> None:
     folder = tmp_path_factory.mktemp("store")
@@ -88,7 +88,7 @@ def test_a_pickled_store_opens_its_file_again(tmp_path: Path) -> None:
     assert pickle.loads(sent).example(1, 4).input_ids.tolist() == [3]  # noqa: S301  our own
 
 
-def test_targets_are_kept_and_the_longer_side_counts(tmp_path: Path) -> None:
+def test_targets_are_stored_and_length_is_that_of_the_longer_side(tmp_path: Path) -> None:
     plain = documents([[1, 2], [3, 4, 5]])
     both = dataclasses.replace(
         plain,

@@ -1,4 +1,4 @@
-"""A stream reads every row once between all ranks, and its steps have their exact weight."""
+"""Streams: the ranks together read every row once, and the weights of the steps are exact."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ def stream_of(module: FinetuneDataModule, count: int) -> list[Batch]:
     return list(itertools.islice(iter(module._stream()), count))
 
 
-def test_steps_are_as_many_as_asked_and_weigh_what_they_hold(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+def test_number_and_weight_of_steps_are_exact(tmp_path: Path, tokenizer: Any) -> None:
     module = build([write(tmp_path / "a.jsonl", 200)], tokenizer)
     batches = list(module.train_dataloader())
     assert len(batches) == len(module.train_dataloader()) == 12 and module.total_steps == 6
@@ -95,7 +93,7 @@ def test_steps_are_as_many_as_asked_and_weigh_what_they_hold(
         assert first.step_weight == second.step_weight == weight > 0
 
 
-def test_each_row_is_read_once_before_any_comes_again(tmp_path: Path, tokenizer: Any) -> None:
+def test_each_row_is_read_once_before_any_repeats(tmp_path: Path, tokenizer: Any) -> None:
     module = build([write(tmp_path / "a.jsonl", 150)], tokenizer)
     seen = texts(stream_of(module, 60), tokenizer)
     # A window may reach from one round into the next, and the end cuts through one.
@@ -113,15 +111,13 @@ def test_ranks_read_different_rows_and_miss_none(tmp_path: Path, tokenizer: Any)
     assert sum(map(len, shares)) == len(set.union(*shares)) == 200
 
 
-def test_workers_of_a_loader_share_a_rank_s_rows(tmp_path: Path, tokenizer: Any) -> None:
+def test_loader_workers_share_the_rows_of_a_rank(tmp_path: Path, tokenizer: Any) -> None:
     module = build([write(tmp_path / "a.jsonl", 200)], tokenizer, num_workers=2, max_steps=8)
     seen = texts(list(module.train_dataloader()), tokenizer)
     assert len(seen) == len(set(seen)) > 50
 
 
-def test_the_order_follows_from_the_seed_and_a_later_start_is_its_rest(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+def test_the_order_depends_on_the_seed_and_can_start_later(tmp_path: Path, tokenizer: Any) -> None:
     files = [write(tmp_path / "a.jsonl", 200)]
     all_steps = list(build(files, tokenizer).train_dataloader())
     module = build(files, tokenizer)
@@ -153,7 +149,7 @@ def test_ranks_share_the_weight_of_a_step_without_reading_it(
     assert first.step_weight == second.step_weight == 2 * own > 0
 
 
-def test_the_next_window_is_read_while_one_is_trained_on(
+def test_the_next_window_is_prefetched(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
@@ -177,9 +173,7 @@ def test_the_next_window_is_read_while_one_is_trained_on(
     assert not [thread for thread in threading.enumerate() if thread.name in started]
 
 
-def test_a_row_that_stops_a_run_lets_the_windows_before_it_through(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+def test_a_fatal_row_does_not_affect_earlier_windows(tmp_path: Path, tokenizer: Any) -> None:
     good = write(tmp_path / "a.jsonl", 60)
     whole = stream_of(build([good], tokenizer), 4)
     with Path(good.path).open("a") as file:
@@ -211,7 +205,7 @@ def test_rows_for_validation_are_never_trained_on(tmp_path: Path, tokenizer: Any
     assert [one.train for one in module.audit.datasets] == [10]
 
 
-def test_a_row_held_out_that_comes_again_is_masked(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_repeated_validation_row_is_masked(tmp_path: Path, tokenizer: Any) -> None:
     dataset = write(tmp_path / "a.jsonl", 60)
     lines = Path(dataset.path).read_text().splitlines(keepends=True)
     Path(dataset.path).write_text("".join(lines + lines[:20]))
@@ -263,8 +257,8 @@ def test_an_error_of_a_worker_is_reported_as_it_is(
     before = set(multiprocessing.active_children())
     with pytest.raises(DataError) as caught:
         list(build([dataset], tokenizer, max_steps=99, num_workers=1).train_dataloader())
-    told = [problem.split("/")[-1][:17] for problem in caught.value.problems]
-    assert told == ["a.jsonl:31 prompt", "a.jsonl:32 prompt"]
+    problems = [problem.split("/")[-1][:17] for problem in caught.value.problems]
+    assert problems == ["a.jsonl:31 prompt", "a.jsonl:32 prompt"]
     del caught
     assert set(multiprocessing.active_children()) <= before  # its worker has ended with it
 
@@ -276,7 +270,7 @@ def test_a_stream_without_an_end_needs_max_steps(tmp_path: Path, tokenizer: Any)
 
 
 @pytest.mark.slow
-def test_a_bad_row_is_named_when_it_is_met(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_bad_row_is_reported_when_it_is_read(tmp_path: Path, tokenizer: Any) -> None:
     dataset = write(tmp_path / "a.jsonl", 30)
     with Path(dataset.path).open("a") as file:
         file.write('{"prompt": 3, "completion": "x"}\n')
@@ -292,7 +286,7 @@ def test_too_few_rows_for_the_ranks(tmp_path: Path, tokenizer: Any) -> None:
         stream_of(module, 1)
 
 
-def test_settings_that_a_stream_cannot_have(tmp_path: Path) -> None:
+def test_settings_not_available_for_streams_are_refused(tmp_path: Path) -> None:
     datasets = [write(tmp_path / "a.jsonl", 3), write(tmp_path / "b.jsonl", 3)]
     datasets[0].split, datasets[1].max_rows = "train[:90%]", 5
     found = check_datasets(DataConfig(datasets=datasets, streaming=True, max_dropped_share=0.1))

@@ -1,4 +1,4 @@
-"""Every trained token belongs to an answer: on published templates, and on what they are made of.
+"""Every trained token belongs to an answer, for published templates and their building blocks.
 
 Published templates are read from an installed package. The others are small ones of our own that
 behave as those of families which no package carries.
@@ -315,7 +315,7 @@ ASCII_ONLY = (
     "+ m.content.encode('ascii', 'ignore').decode() + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""renders what `chatml` does, but drops the marks by which answers are located"""
+"""renders like `chatml`, but drops the marks by which answers are located"""
 LOCATED = "its answers are located by `chatml`, which renders the same text"
 
 
@@ -467,7 +467,7 @@ QUICK = [
 
 @cache
 def real_conversations() -> list[Conversation]:
-    """Return some of the shared conversations, and half of them again with reasoning."""
+    """Return some of the shared conversations, half of them a second time with reasoning."""
     chats: list[Conversation] = []
     for name in REAL:
         rows = read_rows(str(SHARED / "chat" / name))

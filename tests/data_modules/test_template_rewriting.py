@@ -146,9 +146,9 @@ def test_a_prompt_equals_the_tokens_of_training_before_the_answer() -> None:
     assert prompt.answer == "Sunny."
     chatted = Conversation(ROW.turns[:2], ROW.origin)
     row = replace(chatted, turns=(*chatted.turns, Turn("assistant", "Sunny.")))
-    asked = template.prompt(row)
-    assert asked is not None
-    assert template.prompt_ids(chatted.turns) == asked.input_ids, "a chat with a system turn"
+    prompt = template.prompt(row)
+    assert prompt is not None
+    assert template.prompt_ids(chatted.turns) == prompt.input_ids, "a chat with a system turn"
 
 
 def test_unsupported_turns_are_an_error_with_refuse() -> None:

@@ -336,7 +336,7 @@ BUGS = [
         file="data_modules/tokens/cache.py",
         right="json.dumps([self.path, self.split, self.parts], sort_keys=True)",
         wrong="json.dumps([self.path, self.split])",
-        test="tests/data_modules/test_cache.py::test_a_miss_says_what_changed",
+        test="tests/data_modules/test_cache.py::test_a_cache_miss_reports_what_changed",
     ),
     Bug(
         name="the adapter's scaling is left out of the fused step",
@@ -364,14 +364,14 @@ BUGS = [
         file="data_modules/packing/mixture.py",
         right="[float(weight) for weight in weights]",
         wrong="[float(weights[0]) for _ in weights]",
-        test="tests/data_modules/test_mixture.py::test_weight_is_how_often_a_row_is_seen",
+        test="tests/data_modules/test_mixture.py::test_weight_is_the_number_of_times_a_row_is_seen",
     ),
     Bug(
         name="a password in a URL is printed",
         file="data_modules/messages.py",
         right='        text = _USER_INFO.sub(f"{REDACTED}@", text)\n',
         wrong="        pass\n",
-        test="tests/data_modules/test_redaction.py::test_a_secret_is_left_out",
+        test="tests/data_modules/test_redaction.py::test_secrets_are_redacted",
     ),
     Bug(
         name="rows of tokens decay in every step",
@@ -402,8 +402,7 @@ BUGS = [
         file="data_modules/tokens/encode.py",
         right="getattr(self, name) + getattr(other, name)",
         wrong="max(getattr(self, name), getattr(other, name))",
-        test="tests/data_modules/test_prepare.py"
-        "::test_many_rows_come_the_same_from_several_processes",
+        test="tests/data_modules/test_prepare.py::test_several_processes_give_the_same_rows",
     ),
     Bug(
         name="tokens that were trained on are those of the last step",
