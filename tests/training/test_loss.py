@@ -244,7 +244,7 @@ def test_a_model_that_gave_its_loss_once_gives_logits_again(model: Any, batch: B
     fuse_head(model)
     batch_loss(model, batch, "sdpa", DatasetSums(3))
     assert torch.equal(model(input_ids=batch.input_ids).logits, expected)
-    with pytest.raises(RuntimeError, match="did not reach its head"):
+    with pytest.raises(RuntimeError, match="did not call its head"):
         model.get_output_embeddings().pop_loss()
 
 
