@@ -1,6 +1,7 @@
-"""Merge adapters into their base, shard by shard: a Hugging Face folder, and never a whole model.
+"""Merge adapters into their base, and write the result as a Hugging Face model folder.
 
-Every weight is read, changed in fp32 and written before the next one is read.
+Each weight is read, changed in fp32 and written before the next one is read, so that the whole
+model is never in memory. Also compares the logits of the merged model with those of base + adapter.
 """
 
 from __future__ import annotations
@@ -48,48 +49,51 @@ class WeightedAdapter:
     path: str = setting()
     """folder of an adapter of the same base"""
     weight: float = setting(1.0, ge=-10, le=10)
-    """factor of what it adds"""
+    """factor of its weight change"""
 
 
 @dataclass(kw_only=True, slots=True)
 class MergingConfig:
     dtype: str = setting("auto", choices=DTYPES, shown=True)
-    """dtype of the merged weights; auto = that of the base's files"""
+    """dtype of the merged weights; auto = dtype of the base's files"""
     onto: str = setting("dequantized", choices=ONTO, shown=True)
-    """of a base that was quantized for training: dequantized weights, which the adapter has seen
-    (the merged model answers as in training), or original ones (the difference is measured)"""
+    """weights to merge into if the base was quantized in training. dequantized: as the adapter was
+    trained with, so that the merged model answers as in training; original: the base's unrounded
+    weights (the difference is measured)"""
     checkpoint: str = setting("final", choices=CHECKPOINTS, shown=True)
-    """final = the adapter of a finished run; newest = its newest checkpoint, of a run that is not
-    finished or whose adapter is gone"""
+    """final = the adapter of a finished run; newest = the newest checkpoint, for a run that is not
+    finished or whose adapter was deleted"""
     weight: float = setting(1.0, ge=-10, le=10)
-    """factor of what the run's own adapter adds"""
+    """factor of the weight change of the run's own adapter"""
     adapters: list[WeightedAdapter] = field(default_factory=list)
-    """further LoRA adapters of the same base, added up, as [{path: FOLDER, weight: 0.5}]"""
+    """further LoRA adapters of the same base, whose weight changes are added, for example
+    [{path: FOLDER, weight: 0.5}]"""
     verify: bool = setting(True, shown=True)
-    """compare logits and greedy tokens of the merged model with base + adapter, and the tokens of
-    conversations with those of training; holds one of the models in memory at a time, in fp32"""
+    """compare logits and greedy tokens of the merged model with those of base + adapter, and the
+    tokens of conversations with those in training; needs memory for one of the models in fp32"""
     gguf: bool = setting(False, shown=True)
-    """write model.gguf as well, by llama.cpp's converter"""
+    """also write model.gguf, by llama.cpp's converter"""
     llama_cpp: str | None = None
-    """folder with llama.cpp's convert_hf_to_gguf.py; null = the one on PATH"""
+    """folder with llama.cpp's convert_hf_to_gguf.py; null = search on PATH"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergePlan:
-    """What one merge is made of."""
+    """Input files, weight changes and output dtype of a merge."""
 
     base_files: Sequence[Path]
-    """safetensors of the base, as they are on disk"""
+    """safetensors files of the base"""
     changes: Mapping[str, WeightChange]
-    """by the weight's name in the base"""
+    """change of each weight that adapters modify, by the weight's name in the base"""
     dtype: torch.dtype
-    """of the merged weights"""
+    """dtype of the merged weights"""
     new_ids: Sequence[int] = ()
     """token ids without a trained row in the base"""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
-    """how weights are rounded before they are merged onto"""
+    """quantization of the base in training"""
     quantized_from: torch.dtype | None = None
-    """dtype in which training read what it quantized"""
+    """dtype of the base's weights before quantization in training; None to merge into the base's
+    unrounded weights"""
 
 
 def plan_merge(
@@ -98,17 +102,18 @@ def plan_merge(
     adapters: Sequence[tuple[Path, float]],
     num_tokens: int,
 ) -> tuple[PreTrainedModel, MergePlan]:
-    """Return the shape of the merged model on `meta`, and what makes its weights.
+    """Return the merged model on `meta`, and the plan that computes its weights.
 
-    `num_tokens` are those of the tokenizer that goes with it. UserError where base or adapters
-    cannot be merged.
+    `num_tokens`: size of the tokenizer's vocabulary. UserError if base and adapters cannot be
+    merged.
     """
     import torch
 
     if stored_quantization(base.architecture):
         raise UserError(
-            f"model.path={base.config.path} is stored quantized (config.json): an adapter is "
-            "merged into whole weights; train on the unquantized base with quantization=nf4"
+            f"model.path={base.config.path} is stored quantized (config.json), and adapters are "
+            "merged only into unquantized weights; train on the unquantized base with "
+            "quantization=nf4"
         )
     files = weight_files(base_folder(base.config))
     if not files:
@@ -122,9 +127,10 @@ def plan_merge(
             needed = max(required_embedding_rows(model, folder) for folder, _ in adapters)
             if needed > max(rows, num_tokens):
                 raise UserError(
-                    f"{adapters[0][0]} trains the row of token {needed - 1:,}, and the tokenizer "
-                    f"has {num_tokens:,} tokens: it is of another vocabulary; type the base and "
-                    "model.added_tokens, or model.tokenizer_path, of its training"
+                    f"{adapters[0][0]} has a trained row for token {needed - 1:,}, but the "
+                    f"tokenizer has only {num_tokens:,} tokens: the adapter was trained with "
+                    "another vocabulary; type the base and model.added_tokens, or "
+                    "model.tokenizer_path, of its training"
                 )
             resize_embeddings(model, range(rows, needed))
         return model
@@ -143,19 +149,19 @@ def plan_merge(
     return build(), plan
 
 
-def _merged_dtype(name: str, of_base: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the merged weights; `auto` is the base's, fp32 where it states none."""
+def _merged_dtype(name: str, base_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the merged weights; `auto` is the base's, fp32 if it declares none."""
     import torch
 
-    known = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    return (of_base or torch.float32) if name == "auto" else known[name]
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    return (base_dtype or torch.float32) if name == "auto" else dtypes[name]
 
 
 def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> None:
-    """Write what `plan` makes of a base, whose shape is `model` on `meta`, into `folder`.
+    """Write the merged weights of `plan` into `folder`; `model` is the merged model on `meta`.
 
-    The files are cut as those of the base are. UserError where a weight of the model is not in the
-    base's files by its name.
+    Weights of one file of the base stay in one file, up to MAX_SHARD_BYTES. UserError if a weight
+    of the model is not in the base's files.
     """
     tied = _aliases(model)
     untie_changed(model, plan.changes)
@@ -169,52 +175,56 @@ def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> None
 
 
 def untie_changed(model: PreTrainedModel, changes: Mapping[str, WeightChange]) -> None:
-    """Untie embedding and head where an adapter has changed one of them only.
+    """Untie embedding and head if an adapter changes them differently.
 
-    UserError for a model whose forward pass depends on the tie.
+    UserError for an encoder-decoder, whose forward pass depends on the tie.
     """
     import torch
 
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return
-    every = model.named_parameters(remove_duplicate=False)
-    names = [name for name, weight in every if weight is embedding.weight]
-    found = [changes[name].tensors if name in changes else None for name in names]
-    if all(tensors == found[0] for tensors in found):
+    parameters = model.named_parameters(remove_duplicate=False)
+    names = [name for name, weight in parameters if weight is embedding.weight]
+    if _is_changed_equally(names, changes):
         return
     if model.config.is_encoder_decoder:
         raise UserError(
-            f"the adapter changes {', '.join(n for n in names if n in changes)}, and this model "
-            f"computes with one weight for {', '.join(names)}: it cannot be merged"
+            f"the adapter changes {', '.join(n for n in names if n in changes)}, but this model "
+            f"has one shared weight for {', '.join(names)}: it cannot be merged"
         )
     head.weight = torch.nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
 
 
+def _is_changed_equally(names: Sequence[str], changes: Mapping[str, WeightChange]) -> bool:
+    """Return whether the names of one shared weight have the same change, or none."""
+    tensors = [changes[name].tensors if name in changes else None for name in names]
+    return all(each == tensors[0] for each in tensors)
+
+
 def _check_shared(
     aliases: Mapping[str, Sequence[str]], changes: Mapping[str, WeightChange]
 ) -> None:
-    """UserError where an adapter changes a weight of several layers for each of them apart."""
+    """UserError if an adapter changes a weight that layers share differently in each layer."""
     for names in aliases.values():
-        found = [changes[name].tensors if name in changes else None for name in names]
-        if any(tensors != found[0] for tensors in found):
+        if not _is_changed_equally(names, changes):
             raise UserError(
-                f"the adapter changes {names[0]} otherwise than {names[1]}, and this model keeps "
-                "one weight for both: it cannot be merged; python -m app.chat and app.serve run "
-                "the adapter beside its base"
+                f"the adapter changes {names[0]} differently from {names[1]}, but this model has "
+                "one shared weight for both: it cannot be merged; python -m app.chat and "
+                "app.serve load base and adapter without merging"
             )
 
 
-Place = tuple[Path, str, tuple[int, ...]]
-"""file of the base, the tensor's key in there, its shape"""
+Location = tuple[Path, str, tuple[int, ...]]
+"""file of the base, key and shape of a tensor in it"""
 
 
 class _Merger:
-    """The weights of a merged model by their names on disk, each made when it is asked for.
+    """Computes the weights of a merged model, each when `read` is called with its name on disk.
 
-    `tied`: all names that each weight of the base has, by the first of them.
+    `tied`: all names of each weight of the base, by its first name.
     """
 
     def __init__(self, files: ModelFolder, plan: MergePlan, tied: Mapping[str, list[str]]) -> None:
@@ -223,7 +233,7 @@ class _Merger:
         aliases = _aliases(model)
         _check_shared(aliases, plan.changes)
         self.names = _names_in_model(files)
-        """name on disk -> name in the model, where both hold the same"""
+        """name on disk -> name in the model, of weights stored in the model's layout"""
         self.changes = {
             first: plan.changes[name]
             for first, others in aliases.items()
@@ -232,28 +242,29 @@ class _Merger:
         }
         shapes = {file: read_shapes([file]) for file in plan.base_files}
         prefix = f"{model.base_model_prefix}."
-        of_name = {name: names for names in tied.values() for name in names}
-        self.places = {
-            name: _find(name, of_name.get(self.names.get(name, ""), ()), prefix, shapes)
+        tied_names = {name: names for names in tied.values() for name in names}
+        self.locations = {
+            name: _find_tensor(name, tied_names.get(self.names.get(name, ""), ()), prefix, shapes)
             for name in files.on_disk
         }
-        rows = {self.names.get(name): place[2] for name, place in self.places.items()}
-        self.made = added_rows(model, plan.new_ids, rows)
+        base_shapes = {self.names.get(name): shape for name, (*_, shape) in self.locations.items()}
+        self.added_rows = added_rows(model, plan.new_ids, base_shapes)
         self.rounded: Mapping[str, bool] = {}
         if plan.quantized_from is not None:
             self.rounded = quantized_layers(model, plan.quantization, plan.quantized_from)
         self.parts = self._parts_on_disk()
         """name on disk -> name in the model of the changed or rounded weight that it is a part of
         """
-        self._last: tuple[str, dict[str, Tensor]] = ("", {})
+        self._last_parts: tuple[str, dict[str, Tensor]] = ("", {})
+        """last result of `_parts_of`, with the name of the weight"""
 
     def shards(self) -> Iterator[list[str]]:
-        """Yield the names of each file's weights: those of a file of the base stay together."""
+        """Yield the names of the weights of each file to write, in the base's grouping."""
         order = {file: number for number, file in enumerate(self.plan.base_files)}
         shard: list[str] = []
         num_bytes, last = 0, None
-        for name in sorted(self.files.on_disk, key=lambda name: order[self.places[name][0]]):
-            file, more = self.places[name][0], self.files.on_disk[name].nbytes
+        for name in sorted(self.files.on_disk, key=lambda name: order[self.locations[name][0]]):
+            file, more = self.locations[name][0], self.files.on_disk[name].nbytes
             if shard and (file != last or num_bytes + more > MAX_SHARD_BYTES):
                 yield shard
                 shard, num_bytes = [], 0
@@ -262,13 +273,13 @@ class _Merger:
         yield shard
 
     def read(self, name: str) -> Tensor:
-        """Return a weight as it is written."""
+        """Return the merged weight with this name on disk."""
         weight, dtype = self._read_base(name), self.files.on_disk[name].dtype
         in_model = self.names.get(name, "")
-        if in_model in self.made:
-            weight = self.made[in_model].grow(weight)
+        if in_model in self.added_rows:
+            weight = self.added_rows[in_model].grow(weight)
         if in_model in self.rounded:
-            weight = self._rounded(in_model, weight)
+            weight = self._round(in_model, weight)
         if in_model in self.changes:
             weight = self.changes[in_model].apply(weight)
         elif name in self.parts:
@@ -277,7 +288,8 @@ class _Merger:
             weight = part if whole in self.rounded else weight.float() + part
         return weight.to(dtype)
 
-    def _rounded(self, name: str, weight: Tensor) -> Tensor:
+    def _round(self, name: str, weight: Tensor) -> Tensor:
+        """Return a weight with the values that its quantization had in training."""
         return quantize_dequantize(
             weight.to(self.plan.quantized_from),
             self.plan.quantization,
@@ -285,101 +297,109 @@ class _Merger:
         )
 
     def _parts_on_disk(self) -> dict[str, str]:
+        """Return the parts on disk of weights that are stored in a different layout."""
         found: dict[str, str] = {}
-        touched = self.changes.keys() | self.rounded.keys()
-        for name in sorted(touched.difference(self.names.values())):
+        modified = self.changes.keys() | self.rounded.keys()
+        for name in sorted(modified.difference(self.names.values())):
             weight = self.files.needed[name]
             parts = self.files.named_as_on_disk({name: weight})
             is_sum = name not in self.changes or self.changes[name].deltas
             if not is_sum or not parts.keys() <= self.files.on_disk.keys():
                 raise UserError(
-                    f"{name}: the adapter changes it, and the base's files keep it in another form "
-                    "that takes other weights as well: it cannot be merged"
+                    f"{name}: the adapter changes it, but the base's files store it in a layout "
+                    "that is combined with other weights: it cannot be merged"
                 )
             found |= dict.fromkeys(parts, name)
         return found
 
     def _parts_of(self, name: str) -> dict[str, Tensor]:
-        """Return what is added to each part of a weight on disk; of a rounded one, what it becomes.
+        """Return the summand of each part of a weight on disk; for a rounded weight, the result.
 
-        Those of the last one are kept.
+        The result for the last weight is cached.
         """
-        if self._last[0] != name:
+        if self._last_parts[0] != name:
             if name not in self.rounded:
                 value = self.changes[name].delta()
-            else:  # scales are those of the whole
-                value = self._rounded(name, self._read_whole(name))
+            else:  # scales of the quantization depend on the whole weight
+                value = self._round(name, self._read_whole(name))
                 value = self.changes[name].apply(value) if name in self.changes else value
-            self._last = name, self.files.named_as_on_disk({name: value})
-        return self._last[1]
+            self._last_parts = name, self.files.named_as_on_disk({name: value})
+        return self._last_parts[1]
 
     def _read_whole(self, name: str) -> Tensor:
-        """Return a weight of the base that its files keep in parts."""
+        """Assemble a weight of the base that its files store in parts."""
         import torch
 
         shape = self.files.needed[name].shape
-        # Which numbers a part holds is known to transformers alone: it takes the whole apart.
-        places = self.files.named_as_on_disk({name: torch.arange(shape.numel()).view(shape)})
+        # Only transformers knows which values belong to which part: let it split the indices.
+        indices = self.files.named_as_on_disk({name: torch.arange(shape.numel()).view(shape)})
         whole = torch.empty(shape.numel(), dtype=self.plan.quantized_from)
-        for part, place in places.items():
-            whole[place.flatten()] = self._read_base(part).to(whole.dtype).flatten()
+        for part, indices_of_part in indices.items():
+            whole[indices_of_part.flatten()] = self._read_base(part).to(whole.dtype).flatten()
         return whole.view(shape)
 
     def _read_base(self, name: str) -> Tensor:
         from safetensors import safe_open
 
-        file, key, _ = self.places[name]
-        # Opened for one tensor: pages of a mapped file count as memory until it is closed.
+        file, key, _ = self.locations[name]
+        # Open for one tensor: pages of a mapped file count as used memory until it is closed.
         with safe_open(file, framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(key).clone()
         return tensor
 
 
 def _names_in_model(files: ModelFolder) -> dict[str, str]:
-    own = {id(weight): name for name, weight in files.needed.items()}
-    return {name: own[id(weight)] for name, weight in files.on_disk.items() if id(weight) in own}
+    by_id = {id(weight): name for name, weight in files.needed.items()}
+    return {
+        name: by_id[id(weight)] for name, weight in files.on_disk.items() if id(weight) in by_id
+    }
 
 
 def _aliases(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Return every name of each weight, tied ones have several, by the first."""
+    """Return all names of each weight, by its first name; a tied weight has several names."""
     names: dict[int, list[str]] = {}
     for name, weight in model.state_dict(keep_vars=True).items():
         names.setdefault(id(weight), []).append(name)
     return {each[0]: each for each in names.values()}
 
 
-def _find(
+def _find_tensor(
     name: str,
     aliases: Sequence[str],
     prefix: str,
     shapes: Mapping[Path, Mapping[str, tuple[int, ...]]],
-) -> Place:
-    """Return where the base's files hold what is called `name` in the merged ones."""
+) -> Location:
+    """Return the location of a weight in the base's files, under any of its names.
+
+    `prefix`: of the base model, which may be missing or additional in the base's files.
+    """
     names = [name, *aliases]
     for key in (
         *names,
-        *(f"{prefix}{one}" for one in names),
-        *(o.removeprefix(prefix) for o in names),
+        *(f"{prefix}{each}" for each in names),
+        *(each.removeprefix(prefix) for each in names),
     ):
-        for file, held in shapes.items():
-            if key in held:
-                return file, key, held[key]
+        for file, shapes_in_file in shapes.items():
+            if key in shapes_in_file:
+                return file, key, shapes_in_file[key]
     raise UserError(
-        f"the base's files have no {name}, as this version of transformers calls it: load the base "
-        "once, save it again with save_pretrained, and type model.path=THAT_FOLDER"
+        f"the base's files have no tensor {name}, its name in this version of transformers: load "
+        "the base once, save it again with save_pretrained, and type model.path=THAT_FOLDER"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far the logits of two models are from each other, over the tokens of a probe."""
+    """Differences of the logits of two models on the same tokens."""
 
     largest: float
+    """largest absolute difference"""
     mean: float
+    """mean absolute difference"""
     scale: float
-    """largest logit of the first model"""
+    """largest absolute logit of the first model"""
     agreement: float
-    """share of the tokens after which both would go on greedily with the same one"""
+    """share of tokens after which both models predict the same token greedily"""
     num_tokens: int
 
     def __str__(self) -> str:
@@ -390,7 +410,7 @@ class Difference:
         )
 
     def is_within(self, bound: Bound) -> bool:
-        """Return whether the rounding of merged weights explains it."""
+        """Return whether the difference is small enough to be rounding of the merged weights."""
         scale = max(self.scale, 1.0)
         return (
             self.largest <= bound.largest * scale
@@ -401,11 +421,14 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a merged model may differ by: shares of the largest logit, least agreement."""
+    """Largest accepted difference of a merged model."""
 
     largest: float
+    """largest difference, as a share of the largest logit"""
     mean: float
+    """mean difference, as a share of the largest logit"""
     agreement: float
+    """smallest share of tokens with equal greedy predictions"""
 
     def __str__(self) -> str:
         return (
@@ -420,19 +443,21 @@ BOUNDS = {
     "bfloat16": Bound(0.1, 0.01, 0.9),
     "int8": Bound(0.1, 0.01, 0.9),
 }
-"""by the dtype of the merged weights; int8 where the base that they are compared with rounds what
-its layers are given to 8 bits as well, which no merged weight can"""
+"""bounds by dtype of the merged weights; int8 if the base was quantized by LLM.int8(), which also
+rounds the inputs of layers, so that merged weights cannot reproduce it"""
 
 
-def measure_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> Difference:
+def measure_difference(
+    expected_logits: Sequence[Tensor], merged_logits: Sequence[Tensor]
+) -> Difference:
     """Compare the logits [tokens, vocabulary] of two models on the same rows."""
     import torch
 
-    first, second = torch.cat(list(one)), torch.cat(list(other))
-    apart = (first - second).abs()
+    first, second = torch.cat(list(expected_logits)), torch.cat(list(merged_logits))
+    difference = (first - second).abs()
     return Difference(
-        largest=apart.max().item(),
-        mean=apart.mean().item(),
+        largest=difference.max().item(),
+        mean=difference.mean().item(),
         scale=first.abs().max().item(),
         agreement=(first.argmax(-1) == second.argmax(-1)).double().mean().item(),
         num_tokens=len(first),

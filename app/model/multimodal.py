@@ -1,9 +1,9 @@
-"""Multimodal checkpoints of which text trains the language model alone.
+"""Train only the language model of multimodal checkpoints, on text.
 
-Their towers for images and sound, and what projects these into the language model, are not built:
-they take no memory, and no adapter, strategy or count meets them. All other modules keep the names
-that they have in the whole model, so that adapters fit it. A whole model that is saved gets the
-towers' weights back from the base's files.
+Towers (image and audio encoders and their projectors) are not built: they take no memory, and are
+invisible to adapters, strategies and parameter counts. All other modules keep their names in the
+full model, so that adapters can be loaded into it. When a full model is saved, the weights of the
+towers are copied from the base's files.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 LANGUAGE_MODEL, TOWERS = "loft_language_model", "loft_towers"
-"""attributes of a model without towers: the name of its language model, and of all that went"""
+"""attributes of a model without towers: the name of its language model; the names of all modules
+that were not built"""
 TOWER_FILES = "loft_tower_files"
-"""attribute of a model: the names of its towers' weights by file of its base"""
-CALLED = {"gemma3n": ("embed_vision", "embed_audio")}
-"""model_type -> modules beside the language model that a forward pass on text calls all the same"""
-NEEDED = {
+"""attribute of a model without towers: names of the towers' weights, by file of the base"""
+CALLED_ON_TEXT = {"gemma3n": ("embed_vision", "embed_audio")}
+"""model_type -> modules outside the language model that a forward pass on text calls"""
+HIDDEN_INPUTS = {
     "qwen2_audio": "its audio tower's device",
     "voxtral_realtime": "input_features",
 }
-"""model_type -> what a forward pass asks for besides text, which its signature does not tell"""
+"""model_type -> required inputs besides text that are not in the signature of the forward pass"""
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""files of a base that say how its towers read images and sound"""
+"""files of a base with the settings of its image and audio processors"""
 
 
 def language_model_class(architecture: PretrainedConfig) -> Any:
-    """Return a multimodal model's class without its towers; None where an architecture has none.
+    """Return the class of a multimodal model without towers; None for a text-only architecture.
 
     UserError for a model that does not run on text alone.
     """
@@ -59,7 +60,9 @@ def language_model_class(architecture: PretrainedConfig) -> Any:
     ]
     path = architecture.name_or_path
     where = f"model.path={path}" if path else "model.architecture"
-    if needed := needed or [NEEDED[kind] for kind in NEEDED if kind == architecture.model_type]:
+    if not needed and architecture.model_type in HIDDEN_INPUTS:
+        needed = [HIDDEN_INPUTS[architecture.model_type]]
+    if needed:
         raise UserError(
             f"{where}: {architecture.model_type} models do not run on text alone "
             f"(their forward pass needs {', '.join(needed)}); type model.path=ANOTHER_BASE"
@@ -69,7 +72,7 @@ def language_model_class(architecture: PretrainedConfig) -> Any:
     is_timm = any(tower is not None and "Timm" in tower.__name__ for tower in towers)
     if is_timm and importlib.util.find_spec("timm") is None:
         raise UserError(
-            f"{where}: {architecture.model_type} models are built with timm, which is not "
+            f"{where}: {architecture.model_type} models need the package timm, which is not "
             "installed; type pip install timm torchvision"
         )
     return _without_towers(whole)
@@ -77,18 +80,20 @@ def language_model_class(architecture: PretrainedConfig) -> Any:
 
 @cache
 def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Derive a class of the same name, under which the model is saved, that has no towers."""
+    """Derive a class without towers; it has the same name, which is saved in config.json."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         text = config.get_text_config()
         for name in config.sub_configs:
             if (part := getattr(config, name)) is not None and part is not text:
-                part._attn_implementation = "eager"  # which every tower can be built with
+                part._attn_implementation = "eager"  # supported by every tower
         whole.__init__(self, config, *args, **kwargs)
         _drop_towers(self)
 
-    def from_config(cls: Any, config: Any, *, trust_remote_code: bool = False, **how: Any) -> Any:
-        return cls._from_config(config, **how)
+    def from_config(
+        cls: Any, config: Any, *, trust_remote_code: bool = False, **kwargs: Any
+    ) -> Any:
+        return cls._from_config(config, **kwargs)
 
     members = {"__init__": __init__, "from_config": classmethod(from_config)}
     members["__module__"] = whole.__module__
@@ -96,12 +101,12 @@ def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _drop_towers(model: Any) -> None:
-    """Remove what stands beside the language model and its head, on the way down to it."""
+    """Remove all modules and parameters outside the language model and its head."""
     import torch
 
     language_model = _find_language_model(model)
     kept = {model.get_input_embeddings(), model.get_output_embeddings()}
-    called = CALLED.get(model.config.model_type, ())
+    called = CALLED_ON_TEXT.get(model.config.model_type, ())
     dropped: list[str] = []
     parent, prefix = model, ""
     for step in language_model.split("."):
@@ -110,8 +115,8 @@ def _drop_towers(model: Any) -> None:
                 inside = (f"{prefix}{name}.{inner}" for inner, _ in child.named_modules())
                 dropped += [inner.rstrip(".") for inner in inside]
                 parent._modules[name] = None
-        for name in list(parent._parameters):  # as the row that ends each line of an image
-            # Not None: transformers would initialize it, which is nothing of an empty tensor.
+        for name in list(parent._parameters):  # such as the embedding of an image's line break
+            # Not None: transformers would try to initialize it; an empty tensor is a no-op.
             del parent._parameters[name]
             setattr(parent, name, torch.empty(0, device="cpu"))
         parent, prefix = parent.get_submodule(step), f"{prefix}{step}."
@@ -131,35 +136,35 @@ def _find_language_model(model: Any) -> str:
         if name and isinstance(module, PreTrainedModel) and type(module.config) is kind:
             return name
     raise UserError(
-        f"{model.config.name_or_path or 'model.architecture'}: which part of a "
-        f"{model.config.model_type} model reads text is not known; type model.path=ANOTHER_BASE"
+        f"{model.config.name_or_path or 'model.architecture'}: cannot find the language model in a "
+        f"{model.config.model_type} model; type model.path=ANOTHER_BASE"
     )
 
 
 def tower_modules(model: Any) -> list[str]:
-    """Return the full names of the modules that are not there; none for models of text alone."""
+    """Return the full names of the modules that were not built; none for text-only models."""
     names: list[str] = getattr(model, TOWERS, [])
     return names
 
 
 def language_model_name(model: Any) -> str:
-    """Return the name of the language model in a multimodal one, "" for a model of text alone."""
+    """Return the name of the language model in a multimodal model; "" for a text-only model."""
     name: str = getattr(model, LANGUAGE_MODEL, "")
     return name
 
 
 def describe_language_model(model: Any) -> str:
-    """Return how messages call a model; one without its towers by what it lacks."""
+    """Return a description of a model for messages, which names the towers that were not built."""
     towers = outermost(tower_modules(model))
     return (
-        f"the model without {', '.join(towers)}, which text does not reach,"
+        f"the model without {', '.join(towers)}, which are not used for text,"
         if towers
         else "the model"
     )
 
 
 def outermost(names: Iterable[str]) -> list[str]:
-    """Return the modules that lie in no other of them."""
+    """Return the modules that are not inside another one of `names`, parents first."""
     found: list[str] = []
     for name in names:
         if not any(name.startswith(f"{outer}.") for outer in found):
@@ -168,7 +173,7 @@ def outermost(names: Iterable[str]) -> list[str]:
 
 
 def record_tower_files(model: Any, files: Iterable[Path]) -> None:
-    """Note which tensors of a base's files the model has no weight for."""
+    """Record the tensors in a base's files that belong to its towers, for `read_towers`."""
     if not tower_modules(model):
         return
     from safetensors import safe_open
@@ -179,18 +184,18 @@ def record_tower_files(model: Any, files: Iterable[Path]) -> None:
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     prefix, held = model.base_model_prefix, model.state_dict()
-    left: dict[Path, list[str]] = {}
+    tower_weights: dict[Path, list[str]] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 renamed, _ = rename_source_key(name, renamings, converters, prefix, held)
                 if not held.keys() & {name, renamed}:
-                    left.setdefault(file, []).append(name)
-    setattr(model, TOWER_FILES, left)
+                    tower_weights.setdefault(file, []).append(name)
+    setattr(model, TOWER_FILES, tower_weights)
 
 
 def read_towers(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the weights of the towers that are not there, as they are, by file of the base."""
+    """Yield the unchanged weights of the towers, one file of the base at a time."""
     from safetensors import safe_open
 
     for file, names in getattr(model, TOWER_FILES, {}).items():
@@ -199,7 +204,7 @@ def read_towers(model: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def copy_processors(model: Any, folder: Path) -> None:
-    """Copy what says how images and sound are read from the base into the folder of its copy."""
+    """Copy the settings of the base's image and audio processors into `folder`."""
     for base in {file.parent for file in getattr(model, TOWER_FILES, {})}:
         for name in PROCESSORS:
             if (base / name).is_file():

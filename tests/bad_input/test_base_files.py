@@ -356,7 +356,7 @@ def test_an_unknown_class_of_tokenizer_is_said(
     assert "tokenizer_class" not in caplog.text
     change(file, tokenizer_class="Nope")
     other = build_tokenizer(ModelConfig(path=str(base)))
-    assert f"{file}: tokenizer_class='Nope' is not known here" in caplog.text
+    assert f"{file}: tokenizer_class='Nope' is unknown to transformers" in caplog.text
     assert other("Say 1 word.")["input_ids"] == known("Say 1 word.")["input_ids"]
 
 

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from app.model.architecture import CORRECT_SINCE, DRAFTS, load_architecture, reading_first_forward
 from app.model.base import ModelConfig, load_base
-from app.model.multimodal import NEEDED, language_model_class
+from app.model.multimodal import HIDDEN_INPUTS, language_model_class
 from app.preflight.base_model import BaseModel, inspect_base
 from app.preflight.files import check_sequence_len
 from app.process.errors import UserError
@@ -79,7 +79,7 @@ def test_a_tower_of_a_package_that_is_not_installed(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     said = said_of(tmp_path, model_type="gemma3n")
-    assert "gemma3n models are built with timm, which is not installed" in said
+    assert "gemma3n models need the package timm, which is not installed" in said
     assert said.endswith("type pip install timm torchvision")
 
 
@@ -88,7 +88,7 @@ def test_a_model_whose_tower_runs_on_text(monkeypatch: pytest.MonkeyPatch) -> No
 
     It is known; another family of its kind would not be.
     """
-    monkeypatch.delitem(NEEDED, "qwen2_audio")
+    monkeypatch.delitem(HIDDEN_INPUTS, "qwen2_audio")
     model = language_model_class(config := tiny_config("qwen2_audio"))(config)
     ids = {"input_ids": torch.arange(1, 9).unsqueeze(0)}
     with pytest.raises(UserError) as error, reading_first_forward(model):

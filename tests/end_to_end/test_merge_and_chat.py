@@ -178,7 +178,7 @@ def test_a_gguf_file_is_compared_by_greedy_tokens(
         "model.gguf: written; not compared: type pip install xllamacpp" in capsys.readouterr().out
     )
     with pytest.raises(
-        UserError, match=r"not convert .*: llama.cpp has a list of .* leave merge.gguf=true"
+        UserError, match=r"not convert .*: llama.cpp does not support .* leave merge.gguf=true"
     ):
         merge_into(tmp_path / "b", *words, "merge.dtype=fp32")
     monkeypatch.setattr(merged, "find_spec", lambda _: True)

@@ -129,6 +129,6 @@ def test_a_tower_cannot_be_targeted(targets: Any, base: Path) -> None:
         apply_adapter(opened(base), config, half_precision=False)
     assert "matches no linear module" in str(error.value)
     assert (
-        "the model without model.vision_tower, model.multi_modal_projector, which text does not "
-        "reach, has" in str(error.value)
+        "the model without model.vision_tower, model.multi_modal_projector, which are not used for "
+        "text, has" in str(error.value)
     )

@@ -89,7 +89,7 @@ def test_a_sentencepiece_file_of_t5_is_read_as_such() -> None:
 
 def test_a_sentencepiece_file_of_unknown_kind_is_refused() -> None:
     folder = shared("mistral-7b-v0.1")
-    with pytest.raises(ValueError, match=r"tokenizer.model alone does not say how") as error:
+    with pytest.raises(ValueError, match=r"tokenizer.model alone does not determine") as error:
         build_tokenizer(ModelConfig(path=str(folder)))
     assert "set model.tokenizer_path to a folder with tokenizer.json" in str(error.value)
 
