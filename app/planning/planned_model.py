@@ -174,24 +174,24 @@ def size_for(
 ) -> ModelSize:
     """Return the sizes of a model on one rank of a strategy, for `estimate_memory`."""
     tensor_size = tensor_parallel_size(strategy, num_ranks // num_nodes)
-    shares, _, _ = num_shards(strategy, num_ranks, num_nodes)
+    weight_shards, _, _ = num_shards(strategy, num_ranks, num_nodes)
     ends = frozenset(id(w) for end in (model.embedding, model.head) for w in end.values())
-    sharing = WeightLayout(precision, quantization, shares, tensor_size, ends)
+    layout = WeightLayout(precision, quantization, weight_shards, tensor_size, ends)
     plan = model.plan if tensor_size > 1 else {}
     layers = sum(
-        (sum_weight_bytes(weights, sharing, plan) * times for weights, times in model.layers),
+        (sum_weight_bytes(weights, layout, plan) * times for weights, times in model.layers),
         WeightBytes(),
     )
     is_fp32 = any(weight.element_size() == 4 for weight in model.embedding.values())
     # Same condition as `can_split_head`: a bias would be a second weight.
     splits_head = len(model.head) == 1 and model.widths.vocabulary % tensor_size == 0
-    head = sum_weight_bytes(model.head, sharing, {}) if model.head else WeightBytes()
+    head = sum_weight_bytes(model.head, layout, {}) if model.head else WeightBytes()
     return ModelSize(
         layer=layers * (1 / model.num_layers),
         num_layers=model.num_layers,
-        embedding=sum_weight_bytes(model.embedding, sharing, {}),
+        embedding=sum_weight_bytes(model.embedding, layout, {}),
         head=head * (1 / tensor_size) if splits_head else head,
-        rest=sum_weight_bytes(model.rest, sharing, {}) if model.rest else WeightBytes(),
+        rest=sum_weight_bytes(model.rest, layout, {}) if model.rest else WeightBytes(),
         width=model.widths.hidden,
         inner_width=model.widths.feed_forward,
         vocab_size=model.widths.vocabulary,

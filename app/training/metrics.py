@@ -32,15 +32,16 @@ STATE_KEYS = (
     "num_tokens",
     "train_seconds",
 )
-"""attributes of `Metrics` that a checkpoint holds"""
+"""attributes of `Metrics` that are saved in checkpoints"""
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
-"""metrics; all others are better where they are higher"""
+"""metrics of which lower values are better; for all others, higher values are"""
 MAX_KEPT_ROWS = 100_000
-"""validation rows whose losses a checkpoint holds; a resumed run has no intervals of more"""
+"""most validation rows whose losses are saved in checkpoints; with more rows, a resumed run reports
+no confidence intervals"""
 
 
 def is_measured_at(step: int, every_steps: int, interval: int) -> bool:
-    """Tell whether the validation after `step` is the first since a multiple of `every_steps`.
+    """Return whether the validation after `step` is the first since a multiple of `every_steps`.
 
     `interval`: steps between validations.
     """
@@ -49,32 +50,32 @@ def is_measured_at(step: int, every_steps: int, interval: int) -> bool:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One optimizer step, on the device until its block is written."""
+    """One optimizer step; its tensors stay on the device until its block is written."""
 
     step: int
     lr: float
     grad_norm: Tensor
     sums: Tensor
-    """[3, data sets]: weighted losses, weights, trained tokens, of this rank"""
+    """weighted losses, weights and trained tokens of this rank: [3, data sets]"""
     num_tokens: int
-    """tokens of this rank without padding"""
+    """tokens of this rank, without padding"""
     is_scaled: bool
     """whether a loss scaler checks the gradients (fp16)"""
     losses: list[Tensor]
-    """of this rank's micro-batches, each its share of the step's loss"""
+    """contributions of this rank's micro-batches to the loss of the step"""
     norm_differs: bool = False
-    """whether the ranks have clipped by norms of their own; the row has their mean"""
+    """whether each rank clips by its own norm; the row then has the mean of the norms"""
     rank: int = 0
     num_ranks: int = 1
     loads: Tensor | None = None
-    """[layers x experts]: tokens that each expert was given, of this rank; None without experts"""
+    """tokens routed to each expert on this rank: [layers x experts]; None without experts"""
 
 
 class Metrics:
     """Collect steps and write them in blocks: one reduction and one copy to the host per block.
 
-    `watch` checks each step that is written. A skipped step's row has the loss and the norm for
-    which it was skipped: nan or inf.
+    `watch` checks each step that is written. The row of a skipped step has the nonfinite loss or
+    gradient norm for which it was skipped.
     """
 
     def __init__(
@@ -89,23 +90,24 @@ class Metrics:
         self.loggers = loggers
         self.every_steps = every_steps
         self.watch = watch or StepWatch()
-        self.waiting: list[StepRecord] = []
+        self.pending: list[StepRecord] = []
         self.latest: dict[str, float] = {}
         self.latest_step = -1
         self.validations: list[dict[str, float]] = []
         self.validated_step = -1
         self.monitor = monitor
         self.measured: dict[str, float] = {}
-        """of tasks and answers, at the latest validation"""
+        """metrics of tasks and generations at the latest validation"""
         self.monitored: list[float] = []
-        """its value at the latest validation, lower is better; none where it was not measured"""
+        """value of the monitored metric at the latest validation, negated if higher is better;
+        empty if it was not measured"""
         self.best: list[float] = []
-        """the lowest of them, if there is one"""
+        """lowest value of `monitored` so far; empty if there is none"""
         self.num_worse = 0
-        """measurements of it since the best one"""
+        """measurements of the monitored metric since the best one"""
         self.row_losses: list[Tensor | None] = [None, None]
         """weighted losses and weights of every validation row [2, rows], before the first step and
-        after the last; None of what was not measured, or is too long for a checkpoint"""
+        after the last; None if not measured, or too long for the checkpoint of a resumed run"""
         self.trained_tokens = [0.0] * len(dataset_names)
         self.num_tokens = 0
         self.train_seconds = 0.0
@@ -114,17 +116,17 @@ class Metrics:
         self.machine: MachineStats | None = None
 
     def add_machine(self, machine: MachineStats) -> None:
-        """Write what the run takes of its machine in each block's last row."""
+        """Log the machine's statistics in the last row of each block."""
         self.machine = machine
         self._add_columns(machine.names)
 
     def add_experts(self, load: ExpertLoad) -> None:
-        """Write the load of experts in each step's row."""
+        """Log the expert load in the row of each step."""
         self.expert_load = load
         self._add_columns(load.names)
 
     def add_measurements(self, names: Sequence[str]) -> None:
-        """Write figures of tasks and answers in the rows of validations."""
+        """Log metrics of tasks and generations in the rows of validations."""
         self._add_columns(names)
 
     def _add_columns(self, names: Sequence[str]) -> None:
@@ -141,39 +143,39 @@ class Metrics:
 
     def add(self, record: StepRecord, reduce: Callable[[Tensor], Tensor]) -> None:
         """Add a step; write the block when it is full. `reduce` sums a tensor over all ranks."""
-        self.waiting.append(record)
-        # The first step is written at once: it shows whether the run is healthy.
+        self.pending.append(record)
+        # The first step is written immediately: it shows whether the run is healthy.
         if record.step == 1 or record.step % self.every_steps == 0:
             self.flush(reduce)
 
     def flush(self, reduce: Callable[[Tensor], Tensor], *, pause: bool = False) -> None:
-        """Write the waiting steps; TrainingFault if `watch` finds one that may not be skipped."""
+        """Write the pending steps; TrainingFault if `watch` finds one that may not be skipped."""
         seconds = self._take_seconds(pause)
-        if not self.waiting:
+        if not self.pending:
             return
-        counts = torch.tensor([float(record.num_tokens) for record in self.waiting])
-        sums = torch.stack([record.sums for record in self.waiting])
+        counts = torch.tensor([float(record.num_tokens) for record in self.pending])
+        sums = torch.stack([record.sums for record in self.pending])
         parts = [sums.flatten(1), counts.to(sums).unsqueeze(1)]
-        loads = [record.loads for record in self.waiting if record.loads is not None]
+        loads = [record.loads for record in self.pending if record.loads is not None]
         if loads:
             parts.append(torch.stack(loads))
         sums = reduce(torch.cat(parts, dim=1)).cpu()
-        norms = torch.stack([record.grad_norm for record in self.waiting])
-        if self.waiting[0].norm_differs:
-            norms = reduce(norms) / self.waiting[0].num_ranks
+        norms = torch.stack([record.grad_norm for record in self.pending])
+        if self.pending[0].norm_differs:
+            norms = reduce(norms) / self.pending[0].num_ranks
         num_sums = 3 * len(self.dataset_names)
         block_tokens = int(sums[:, num_sums].sum().item())
         self.num_tokens += block_tokens
         rate = block_tokens / max(seconds, 1e-9)
-        last = self.waiting[-1]
-        of_machine = {} if self.machine is None else self.machine.metrics(seconds, rate)
+        last = self.pending[-1]
+        machine_metrics = {} if self.machine is None else self.machine.metrics(seconds, rate)
 
-        for record, row, norm in zip(self.waiting, sums, norms.tolist(), strict=True):
+        for record, row, norm in zip(self.pending, sums, norms.tolist(), strict=True):
             by_dataset = row[:num_sums].view(3, -1)
             metrics = losses_by_dataset(by_dataset, self.dataset_names, "train")
             self.trained_tokens = [
-                before + now
-                for before, now in zip(self.trained_tokens, by_dataset[2].tolist(), strict=True)
+                count + added
+                for count, added in zip(self.trained_tokens, by_dataset[2].tolist(), strict=True)
             ]
             metrics |= {
                 "train/lr": record.lr,
@@ -181,20 +183,19 @@ class Metrics:
                 "speed/tokens_per_second": rate,
             }
             if loads and self.expert_load is not None:
-                metrics |= self.expert_load.figures(row[num_sums + 1 :])
-            metrics |= of_machine if record is last else {}
+                metrics |= self.expert_load.metrics(row[num_sums + 1 :])
+            metrics |= machine_metrics if record is last else {}
             self.write(record.step, metrics)
             self.watch.check(record, metrics, reduce)
-        self.waiting = []
+        self.pending = []
 
     def add_validation(
         self, step: int, sums: Tensor, measured: Mapping[str, float] | None = None
     ) -> None:
-        """Write a validation's exact losses; `sums` [3, data sets] is over all ranks.
+        """Write the exact losses of a validation; `sums` [3, data sets] covers all ranks.
 
-        `measured`: figures of tasks and answers, where they were asked.
-
-        TrainingFault if one is not finite: no checkpoint could be ranked by it.
+        `measured`: metrics of tasks and generations, if they were evaluated. TrainingFault if a
+        loss is not finite: no checkpoint could be ranked by it.
         """
         metrics = losses_by_dataset(sums.cpu(), self.dataset_names, "val")
         self.validations.append(metrics)
@@ -215,7 +216,7 @@ class Metrics:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write one row to every logger."""
-        # Only finite values: checkpoints hold them as JSON.
+        # Only finite values: checkpoints save them as JSON.
         self.latest |= {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.latest_step = step
         for logger in self.loggers:
@@ -229,7 +230,7 @@ class Metrics:
         return seconds
 
     def summary(self) -> dict[str, float]:
-        """Return figures of the whole run: tokens per second over all ranks, seconds, tokens."""
+        """Return metrics of the whole run: tokens per second over all ranks, seconds, tokens."""
         return {
             "speed/tokens_per_second": self.num_tokens / max(self.train_seconds, 1e-9),
             "speed/train_seconds": self.train_seconds,
@@ -242,7 +243,7 @@ class Metrics:
         }
 
     def monitored_at(self, step: int) -> float | None:
-        """Return what was monitored after `step`, lower is better; None if it was not measured."""
+        """Return the monitored metric after `step`, negated if higher is better, or None."""
         if self.validated_step != step:
             return None
         value = (self.validations[-1] | self.measured).get(self.monitor)
@@ -250,27 +251,28 @@ class Metrics:
         return value if is_lower_better or value is None else -value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON; RuntimeError while steps wait to be written."""
-        if self.waiting:
-            raise RuntimeError("steps wait to be written")
-        counted = {name: getattr(self, name) for name in STATE_KEYS}
+        """Return the state as JSON; RuntimeError if steps are not written yet."""
+        if self.pending:
+            raise RuntimeError("call flush() first: some steps are not written yet")
+        state = {name: getattr(self, name) for name in STATE_KEYS}
         rows = [
-            [] if one is None or one.shape[1] > MAX_KEPT_ROWS else one.tolist()
-            for one in self.row_losses
+            [] if losses is None or losses.shape[1] > MAX_KEPT_ROWS else losses.tolist()
+            for losses in self.row_losses
         ]
-        return counted | {"skipped_steps": self.watch.num_skipped, "row_losses": rows}
+        return state | {"skipped_steps": self.watch.num_skipped, "row_losses": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; UserError if the data sets have other names."""
+        """Restore `state_dict`; UserError if the names of the data sets have changed."""
         if state["dataset_names"] != self.dataset_names:
             raise UserError(
-                f"resume: the run's data sets were named {format_names(state['dataset_names'])}"
-                f", now they are {', '.join(self.dataset_names)}; restore the names with "
+                f"resume: the data sets of the run were named "
+                f"{format_names(state['dataset_names'])}, now they are named "
+                f"{', '.join(self.dataset_names)}; restore the names with "
                 "data.datasets=[{name: ...}], or start a new run with resume=never"
             )
         for name in STATE_KEYS:
-            if name in state:  # an earlier version monitored nothing
+            if name in state:  # an earlier version did not save all of them
                 setattr(self, name, state[name])
         self.watch.num_skipped = state["skipped_steps"]
-        rows = state.get("row_losses", [[], []])  # of an earlier version without them
-        self.row_losses = [torch.tensor(one, dtype=torch.double) if one else None for one in rows]
+        rows = state.get("row_losses", [[], []])  # an earlier version did not save them
+        self.row_losses = [torch.tensor(row, dtype=torch.double) if row else None for row in rows]

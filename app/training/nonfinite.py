@@ -30,24 +30,25 @@ log = logging.getLogger(__name__)
 MAX_OVERFLOWS = 32
 """consecutive steps that a loss scaler may skip: each halves its scale, which starts at 2**16"""
 SPIKE_WINDOW, MIN_SPIKE_STEPS = 64, 20
-"""window of the running median, and the fewest steps that it needs: a longer window would reach
-back into the steep start of a run; with fewer steps, one of few tokens looks like a spike"""
+"""window of the running median and the fewest steps it needs; a longer window would reach back into
+the steep start of a run, and with fewer steps one of few tokens looks like a spike"""
 SPIKE_FACTOR, SPIKE_RISE = 3.0, 1.0
-"""a spike is above this multiple of the median, and this many nats above it: none of 4,393 steps of
-a healthy run reached 1.5 times; a loss near zero, of memorized rows, often jumps by more"""
+"""a spike exceeds this multiple of the median, and the median by this many nats: none of the 4,393
+steps of a healthy run reached 1.5 times the median; losses near zero, of memorized rows, jump by
+more"""
 HIGH_SHARE, HIGH_FACTOR = 0.9, 1.5
-"""and above this multiple of this quantile of the steps: where a tenth of the packs holds harder
-rows, their loss is no spike"""
+"""a spike also exceeds this quantile of the losses by this factor: if a tenth of the packs holds
+harder rows, their loss is not a spike"""
 MIN_TOKEN_SHARE = 0.5
-"""steps with less than this share of the median's trained tokens are neither judged nor counted"""
+"""steps with less than this share of the median number of trained tokens are ignored"""
 LEARNS_WITHIN, MIN_CHANGE, MIN_PART_STEPS = 3, 0.01, 8
-"""a run has learned nothing where its loss changes by less than this share within the first of so
-many parts; means of at least so many steps are compared"""
+"""a warning is logged if the loss changes by less than the share MIN_CHANGE within the first
+1 / LEARNS_WITHIN of a run; means over at least MIN_PART_STEPS steps are compared"""
 MAX_ROWS = 5
 """rows listed in a message"""
 LOSS_FAULTS = {"nan": math.nan, "inf": math.inf}
 GRADIENT_FAULTS = {"grad_nan": math.nan, "grad_inf": math.inf}
-"""values that injected faults multiply in, by their names"""
+"""injected values by fault name"""
 
 
 class StepSkipped(Exception):
@@ -73,10 +74,10 @@ def skip_nonfinite_step(optimizer: Any, grad_norm: Tensor, *, is_scaled: bool) -
         return  # the scaler has checked the gradients, and skips by itself
     groups = optimizer.param_groups
     if isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in groups):
-        # Its kernels read this on the device, and change nothing if it is 1.
+        # Fused kernels read this on the device, and change nothing if it is 1.
         optimizer.found_inf = grad_norm.isfinite().logical_not().float()
-    # The others have no such flag, and a zero gradient or rate would still change their moments:
-    # one number is read on the host in every step.
+    # Other optimizers have no such flag, and a zero gradient or learning rate would still change
+    # their moments: one number is read on the host in every step.
     elif not math.isfinite(grad_norm.item()):
         raise StepSkipped
 
@@ -89,7 +90,7 @@ def inject_faults(loss: Tensor, step: int, batch: Batch, sums: DatasetSums) -> T
             loss = loss + value  # its gradients stay finite
     for name, value in GRADIENT_FAULTS.items():
         if faults.is_due(name, step):
-            loss = loss * 1.0  # a node of its own
+            loss = loss * 1.0  # a separate node for the hook
             loss.register_hook(lambda grad, value=value: grad * value)
     return loss
 
@@ -105,14 +106,14 @@ def check_finite(step: int, *parts: Mapping[str, Tensor]) -> None:
             if tensor.is_floating_point() and tensor.numel():
                 by_device.setdefault(tensor.device, {})[name] = tensor
     for tensors in by_device.values():
-        # Minimum and maximum are NaN if one value is, and need no memory.
-        ranges = [torch.stack(one.detach().aminmax()).double() for one in tensors.values()]
+        # Minimum and maximum are NaN if any value is, and need no memory.
+        ranges = [torch.stack(tensor.detach().aminmax()).double() for tensor in tensors.values()]
         found = torch.stack(ranges).isfinite().all(1).tolist()
         bad = [name for name, is_finite in zip(tensors, found, strict=True) if not is_finite]
         if bad:
             raise TrainingFault(
-                f"step {step}: {bad[0]} holds numbers that are not finite{_and_more(bad)}; no "
-                "checkpoint is saved, earlier ones are kept; lower optimizer.lr and resume "
+                f"step {step}: {bad[0]} has non-finite values{_and_more(bad)}; no checkpoint "
+                "is saved, earlier ones are kept; lower optimizer.lr and resume "
                 "from the last one with resume=auto 'resume_allow=[lr]'"
             )
 
@@ -127,7 +128,7 @@ def nonfinite_metrics(metrics: Mapping[str, float], prefix: str) -> list[str]:
 
 
 def _and_more(names: list[str]) -> str:
-    return f", and so do {len(names) - 1:,} more" if len(names) > 1 else ""
+    return f", and so have {len(names) - 1:,} more tensors" if len(names) > 1 else ""
 
 
 def _no_rows(step: int) -> Iterable[StepRow]:
@@ -135,11 +136,11 @@ def _no_rows(step: int) -> Iterable[StepRow]:
 
 
 class StepWatch:
-    """Check steps as they are written: warn of skipped ones, of spikes and where nothing is
-    learned, stop at one skipped too many.
+    """Check steps as they are written: warn of skipped steps, loss spikes and a loss that does not
+    change, and stop the run after too many skipped steps.
 
     `rows_of` returns the rows of a step, counted from 1; none if they are not known. `total_steps`
-    are those of the run and `vocab_size` the model's tokens, 0 where nothing is to be learned.
+    and `vocab_size` are those of the run and the model; 0 disables the check for learning.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class StepWatch:
         """nonfinite steps of the run so far"""
         self._num_overflows = 0
         self._before: dict[str, deque[tuple[float, float]]] = {}
-        """loss and trained tokens of the latest steps, by data set"""
+        """loss and trained tokens of the previous steps, by data set"""
         self._no_warning_before = 0
 
     def check(
@@ -168,11 +169,11 @@ class StepWatch:
     ) -> None:
         """Check a step's metrics over all ranks; every rank calls this for every step.
 
-        TrainingFault at a nonfinite step beyond those that may be skipped.
+        TrainingFault at one nonfinite step more than may be skipped.
         """
         loss, norm = metrics.get("train/loss", 0.0), metrics["train/grad_norm"]
         self._count_overflow(record, norm)
-        # A loss scaler skips steps whose scaled gradients overflow: that is no fault.
+        # A loss scaler skips steps whose scaled gradients overflow: that is not an error.
         if math.isfinite(loss) and (math.isfinite(norm) or record.is_scaled):
             self._check_spikes(record.step, metrics)
             self._check_learning(record.step, loss)
@@ -200,7 +201,7 @@ class StepWatch:
         metrics: Mapping[str, float],
         reduce: Callable[[Tensor], Tensor],
     ) -> str:
-        """Return what is not finite, and the rows that it may come from."""
+        """Return the values of a nonfinite step, and the rows that may have caused it."""
         loss, norm = metrics.get("train/loss"), metrics["train/grad_norm"]
         datasets = nonfinite_metrics(metrics, "train/loss/")
         of_datasets = f" (of {', '.join(datasets)})" if datasets else ""
@@ -225,7 +226,7 @@ class StepWatch:
             )
 
     def _check_spikes(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Compare each data set's loss with its own of the steps before."""
+        """Compare the loss of each data set with its losses of the previous steps."""
         spikes = []
         for key, loss in metrics.items():
             name = key.removeprefix("train/loss/")
@@ -236,7 +237,7 @@ class StepWatch:
             counts = [count for _, count in before]
             if before and tokens < MIN_TOKEN_SHARE * statistics.median(counts):
                 continue
-            losses = sorted(one for one, _ in before)
+            losses = sorted(loss_before for loss_before, _ in before)
             before.append((loss, tokens))
             if len(losses) >= MIN_SPIKE_STEPS and _is_spike(loss, losses):
                 spikes.append((name, loss, losses))
@@ -254,9 +255,9 @@ class StepWatch:
             )
 
     def _check_learning(self, step: int, loss: float) -> None:
-        """Warn once, after the first part of the run, where the loss is what it was."""
+        """Warn once, after the first part of the run, if the loss has hardly changed."""
         if step > self._first_part or len(self._first_losses) != step - 1:
-            return  # later, or resumed in between
+            return  # after the first part, or resumed within it
         self._first_losses.append(loss)
         num_steps = self._first_part // 3
         if step < self._first_part or num_steps < MIN_PART_STEPS or not is_first_rank():
@@ -278,7 +279,7 @@ class StepWatch:
 
 
 def _is_spike(loss: float, before: Sequence[float]) -> bool:
-    """Tell whether a loss stands out of those `before` it, which are sorted."""
+    """Return whether a loss is a spike compared with those `before` it, which are sorted."""
     median, high = statistics.median(before), before[int(HIGH_SHARE * (len(before) - 1))]
     return loss > max(SPIKE_FACTOR * median, median + SPIKE_RISE, HIGH_FACTOR * high)
 

@@ -27,15 +27,15 @@ class DatasetSums:
         self.sums: Tensor | None = None
 
     def add(self, losses: Tensor, weights: Tensor, dataset_ids: Tensor) -> None:
-        """Add positions; all arguments [positions], weight 0 where the loss is masked."""
-        # fp64: a validation set's sum of millions of losses must not depend on its order.
+        """Add positions; all arguments are [positions], with weight 0 if the loss is masked."""
+        # fp64: the sum of millions of validation losses must not depend on their order.
         parts = torch.stack([losses * weights, weights, (weights > 0).to(losses.dtype)]).double()
         if self.sums is None:
             self.sums = parts.new_zeros(3, self.num_datasets)
         self.sums.index_add_(1, dataset_ids, parts)
 
     def scale_losses(self, datasets: Tensor, value: float) -> None:
-        """Multiply the losses so far of data sets [k] by `value`, which may be NaN."""
+        """Multiply the sums of losses of `datasets` [k] by `value`, which may be NaN."""
         assert self.sums is not None
         self.sums[0, datasets] *= value
 
@@ -48,13 +48,13 @@ class DatasetSums:
 
 
 class DocumentSums:
-    """Weighted losses and weights of each document of a validation, on the device."""
+    """Weighted losses and weights of each validation document, on the device."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
 
     def add(self, losses: Tensor, batch: Batch, columns: Tensor | slice) -> None:
-        """Add the documents of a batch; `losses` [positions] are of its trained `columns`."""
+        """Add the documents of a batch; `losses` [positions] are those of its trained `columns`."""
         weights = batch.loss_weights[:, columns]
         documents = _document_numbers(batch).to(weights.device)[:, columns].flatten()
         parts = torch.stack([losses * weights.flatten(), weights.flatten()]).double()
@@ -64,7 +64,7 @@ class DocumentSums:
     def take(self, places: Sequence[int], num_documents: int) -> Tensor:
         """Return the sums [2, num_documents] and reset them.
 
-        `places`: which document each of those added is; the others have sums of 0.
+        `places`: index of each added document, in order; documents never added have sums of 0.
         """
         added, self._parts = torch.cat(self._parts, dim=1), []
         sums = added.new_zeros(2, num_documents)
@@ -77,17 +77,17 @@ def _labelled_lengths(batch: Batch) -> list[list[int]]:
 
 
 def _document_numbers(batch: Batch) -> Tensor:
-    """Return the number of each position's document [rows, tokens], counted through the batch.
+    """Return the document index of each position [rows, tokens], counted over the whole batch.
 
-    Padding has the number after the last.
+    Padding has the index after the last document.
     """
     rows = _labelled_lengths(batch)
     last = sum(map(len, rows))
     numbers = torch.full(batch.labels.shape, last)
     first = 0
     for row, lengths in enumerate(rows):
-        of_row = torch.arange(first, first + len(lengths))
-        numbers[row, : sum(lengths)] = of_row.repeat_interleave(torch.tensor(lengths).long())
+        row_numbers = torch.arange(first, first + len(lengths))
+        numbers[row, : sum(lengths)] = row_numbers.repeat_interleave(torch.tensor(lengths).long())
         first += len(lengths)
     return numbers
 
@@ -99,11 +99,11 @@ def batch_loss(
     sums: DatasetSums,
     documents: DocumentSums | None = None,
 ) -> Tensor:
-    """Return the sum of loss times weight over a micro-batch; its parts are added to `sums`.
+    """Return the sum of loss times weight over a micro-batch.
 
-    And to `documents`, document by document.
+    Adds it to `sums` by data set, and to `documents` by document.
     """
-    columns: Tensor | slice = slice(None)  # nearly all positions of a decoder are trained on
+    columns: Tensor | slice = slice(None)  # a decoder trains on nearly all positions
     if batch.decoder is None:
         # The head runs only on trained positions: prompts cost no logits.
         columns = batch.trained_columns
@@ -125,7 +125,7 @@ def _causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
         "use_cache": False,
         "logits_to_keep": batch.trained_columns,
     }
-    # A single document gets its positions from the model: not every model starts at 0 (RoBERTa).
+    # Single documents get their positions from the model: not every model starts at 0 (RoBERTa).
     if any(len(lengths) > 1 for lengths in batch.document_lengths):
         inputs["position_ids"] = batch.position_ids
     return inputs | attention_inputs(model, backend, batch.document_lengths, batch.input_ids)
@@ -163,9 +163,9 @@ def validate(
 ) -> dict[str, float]:
     """Return exact validation losses over all batches, on `device` or the model's own.
 
-    With `sum_over_ranks` each rank has a share of the batches, and all return the same figures.
-    `is_packed`: rows may hold several documents, which the model must keep apart. The sums of this
-    rank's documents are added to `documents`.
+    With `sum_over_ranks` each rank has a share of the batches, and all ranks return equal metrics.
+    `is_packed`: rows may hold several documents, which the model must isolate from each other. The
+    sums of this rank's documents are added to `documents`.
     """
     sums = DatasetSums(len(dataset_names))
     device = device or model.device
@@ -182,9 +182,9 @@ def validate(
 
 
 def losses_by_dataset(sums: Tensor, names: list[str], prefix: str) -> dict[str, float]:
-    """Turn sums [3, data sets] on the host into `PREFIX/loss`, and loss, tokens, share of each.
+    """Turn sums [3, data sets] on the host into `PREFIX/loss` and the metrics of data sets.
 
-    A data set without a trained token in these sums has no loss.
+    Each data set has a loss, tokens and a share; without trained tokens it has no loss.
     """
     losses, weights, tokens = sums.tolist()
     metrics = {f"{prefix}/loss": sum(losses) / sum(weights)} if sum(weights) else {}

@@ -1,4 +1,4 @@
-"""What trains: short for the start of a run, each parameter pattern and group in its log."""
+"""Tables of the trainable parameters: brief on screen, with all patterns and groups in the log."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 @dataclass(slots=True)
 class TrainedPattern:
-    """Trainable parameters of one name, layer numbers aside, with the same settings."""
+    """Trainable parameters with the same name, except for layer numbers, and the same settings."""
 
     pattern: str
     """module names with `*` for layer numbers"""
     dtype: str
     lr: float
-    """at the peak"""
+    """peak learning rate"""
     weight_decay: float
     num_weights: int = 0
     kinds: dict[str, None] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class TrainedPattern:
 def trained_patterns(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[TrainedPattern]:
-    """Sum trainable parameters up by pattern, in the model's order, before a schedule is built."""
+    """Group trainable parameters by pattern, in the model's order, before a schedule is built."""
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     patterns: dict[Any, TrainedPattern] = {}
     for weight in trainable_weights(model):
@@ -66,9 +66,9 @@ def trained_patterns(
 
 
 def trainable_table(patterns: list[TrainedPattern]) -> Table:
-    """Lay out the largest patterns, in the model's order; a last row sums the others up.
+    """Build a table of the largest patterns, in the model's order; the last row sums up the others.
 
-    Settings that all rows share (dtype, learning rate, decay) go into the title.
+    Settings that all rows share (dtype, learning rate, decay) are in the title.
     """
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
@@ -102,8 +102,8 @@ def trainable_table(patterns: list[TrainedPattern]) -> Table:
         is_text = heading in ("module", "part", "shapes")
         justify: JustifyMethod = "left" if is_text else "right"
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=not is_text)
-    for row, each in zip(rows, settings, strict=True):
-        table.add_row(*row, *(each[name] for name in own))
+    for row, texts in zip(rows, settings, strict=True):
+        table.add_row(*row, *(texts[name] for name in own))
     return table
 
 
@@ -125,17 +125,17 @@ def _size(num_weights: int, total: int) -> tuple[str, str]:
 
 
 def _settings(patterns: list[TrainedPattern]) -> dict[str, str]:
-    """Return the settings of patterns taken together, as text."""
+    """Return the settings of several patterns, as text."""
     texts = {
         "dtype": [pattern.dtype for pattern in patterns],
         "lr": [format_lr(pattern.lr) for pattern in patterns],
         "decay": [f"{pattern.weight_decay:g}" for pattern in patterns],
     }
-    return {name: _at_most(2, dict.fromkeys(each)) for name, each in texts.items()}
+    return {name: _at_most(2, dict.fromkeys(values)) for name, values in texts.items()}
 
 
 def _is_same(settings: list[dict[str, str]], name: str) -> bool:
-    return len({each[name] for each in settings}) == 1
+    return len({texts[name] for texts in settings}) == 1
 
 
 def _at_most(count: int, words: Iterable[str]) -> str:
@@ -144,7 +144,7 @@ def _at_most(count: int, words: Iterable[str]) -> str:
 
 
 def groups_table(optimizer: torch.optim.Optimizer) -> Table:
-    """Lay out the optimizer's groups, before a schedule is built."""
+    """Build a table of the optimizer's groups, before a schedule is built."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
@@ -166,12 +166,12 @@ def groups_table(optimizer: torch.optim.Optimizer) -> Table:
 
 
 def num_grouped(optimizer: torch.optim.Optimizer) -> int:
-    """Count the weights in all of the optimizer's groups."""
+    """Return the number of weights in all groups of the optimizer."""
     return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 
 def describe_parameters(report: TrainableReport) -> list[str]:
-    """Return a line each on the trainable parameters and on the memory of all weights."""
+    """Return a line about the trainable parameters, and one about the memory of all weights."""
     share = f"{report.num_trainable / report.num_total:.2%}".replace("%", " %")
     counts = {SHORT_DTYPES.get(name, name): n for name, n in sorted(report.dtypes.items())}
     dtypes = ", ".join(f"{n:,} {name}" for name, n in counts.items())
@@ -186,10 +186,10 @@ def describe_parameters(report: TrainableReport) -> list[str]:
 
 
 def brief_table(patterns: list[TrainedPattern]) -> Table:
-    """Lay out what trains by short names, the modules of one parent in a row: 80 columns hold it.
+    """Build a table that fits into 80 columns, with short names and a row for each parent module.
 
-    `self_attn: q_proj, k_proj` are these modules of every layer. Settings that rows do not share
-    have columns of their own.
+    `self_attn: q_proj, k_proj` are these modules in every layer. Settings that differ between rows
+    have their own columns.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -204,7 +204,7 @@ def brief_table(patterns: list[TrainedPattern]) -> Table:
     if len(rows) <= MAX_BRIEF_ROWS:
         largest = {id(row) for row in by_size}
     shown = [row for row in rows.values() if id(row) in largest]
-    others = [each for row in rows.values() if id(row) not in largest for each in row]
+    others = [pattern for row in rows.values() if id(row) not in largest for pattern in row]
     total = _num_weights(patterns)
 
     own = [name for name in _settings(patterns) if name not in shared_settings(patterns)]
@@ -233,7 +233,7 @@ def _num_weights(patterns: Iterable[TrainedPattern]) -> int:
 
 
 def _short_name(pattern: str) -> tuple[str, str]:
-    """Return parent and name of a module, within its layer where it is in one."""
+    """Return the parent and the name of a module, relative to its layer if it is in one."""
     before, star, inside = pattern.partition("*.")
     parent, _, name = (inside if star else before).rpartition(".")
     return (parent, name) if star else ("", name)
@@ -246,13 +246,13 @@ def _names_of(row: list[TrainedPattern]) -> str:
 
 
 def shared_settings(patterns: list[TrainedPattern]) -> dict[str, str]:
-    """Return the settings that all patterns share: dtype, learning rate, decay, as text."""
-    each = [_settings([pattern]) for pattern in patterns]
-    return {name: text for name, text in each[0].items() if _is_same(each, name)}
+    """Return the settings (dtype, learning rate, decay) that all patterns share, as text."""
+    settings = [_settings([pattern]) for pattern in patterns]
+    return {name: text for name, text in settings[0].items() if _is_same(settings, name)}
 
 
 def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Print what trains, and log its details: every pattern, shape and group of the optimizer.
+    """Print the trainable parameters, and log every pattern, shape and group of the optimizer.
 
     ValueError if the groups do not hold all trainable parameters.
     """
@@ -266,7 +266,7 @@ def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimiz
         )
     patterns = trained_patterns(model, optimizer)
     for table in (trainable_table(patterns), groups_table(optimizer)):
-        # A log file has no width that its lines would have to fit.
+        # Lines of a log file may have any width.
         wide = Console(file=io.StringIO(), width=1000, highlight=False)
         with wide.capture() as laid_out:
             wide.print(table)

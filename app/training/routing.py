@@ -1,4 +1,4 @@
-"""How a mixture's tokens are routed: the load of its experts, and the loss that balances it."""
+"""Expert load of a mixture of experts, and the auxiliary loss that balances it."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ NUMBER = re.compile(r"\.(\d+)\.")
 def choose_router_aux_loss(
     architecture: PretrainedConfig, adapter: AdapterConfig, typed: float | None
 ) -> float:
-    """Return the weight of the routers' own loss, and log what becomes of a mixture's routers.
+    """Return the coefficient of the auxiliary loss, and log whether the routers are trained.
 
-    `typed`: model.router_aux_loss, which wins over the base's config.json.
+    `typed`: model.router_aux_loss, which overrides the config.json of the base.
     """
     if not has_experts(architecture):
         return 0.0
     if adapter.name != "full":
-        log.info("router: frozen, as the base chooses its experts (adapter=%s)", adapter.name)
+        log.info("router: frozen, routes as in the base model (adapter=%s)", adapter.name)
         return 0.0
     stored = getattr(architecture.get_text_config(), "router_aux_loss_coef", None)
     weight = float((stored or 0.0) if typed is None else typed)
-    whose = "config.json" if typed is None else "model.router_aux_loss"
-    log.info("router: trains, auxiliary loss %g (%s)", weight, whose)
+    source = "config.json" if typed is None else "model.router_aux_loss"
+    log.info("router: trained, auxiliary loss %g (%s)", weight, source)
     return weight
 
 
 class ExpertLoad:
-    """Tokens that each expert is given in training, counted on the device; padding is left out."""
+    """Count the tokens routed to each expert in training, on the device and without padding."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         found = list(expert_modules(model))
@@ -58,12 +58,12 @@ class ExpertLoad:
 
     @property
     def names(self) -> list[str]:
-        """Names of the figures: the fullest expert's tokens over the mean, by layer."""
+        """Names of the metrics: per layer, the largest load of an expert over the mean load."""
         return [f"experts/load_max/{layer}" for layer in self.layers]
 
     @contextmanager
     def counting(self, batch: Batch) -> Iterator[None]:
-        """Count the forward pass inside; what recompute runs again comes later, and is not."""
+        """Count the forward pass inside the context, without the recomputed ones after it."""
         if self.layers:
             self._is_token = is_token(batch).flatten()
         try:
@@ -72,12 +72,12 @@ class ExpertLoad:
             self._is_token = None
 
     def take(self) -> Tensor | None:
-        """Return the tokens [layers x experts] since the last call; None without experts."""
+        """Return the token counts [layers x experts] since the last call; None without experts."""
         counts, self._counts = self._counts, None
         return None if counts is None else counts.flatten()
 
-    def figures(self, counts: Tensor) -> dict[str, float]:
-        """Return the figures of summed counts [layers x experts] on the host."""
+    def metrics(self, counts: Tensor) -> dict[str, float]:
+        """Return the metrics of counts [layers x experts], summed over ranks, on the host."""
         by_layer = counts.view(self._shape)
         largest, mean = by_layer.amax(1), by_layer.mean(1).clamp(min=1e-9)
         return dict(zip(self.names, (largest / mean).tolist(), strict=True))
@@ -98,8 +98,8 @@ class ExpertLoad:
 class RouterBalance:
     """The auxiliary loss of a mixture's routers (Switch, arXiv 2101.03961, equations 4 to 6).
 
-    It is each document's own, as transformers computes it, weighted by what the document's loss
-    weighs: a sum over documents, the same however they are packed, padded or accumulated.
+    It is computed per document, as in transformers, and weighted by the loss weights of the
+    document: the sum over documents does not depend on packing, padding or accumulation.
     """
 
     def __init__(self, model: Any, coefficient: float) -> None:
@@ -111,14 +111,14 @@ class RouterBalance:
         if not found:
             raise UserError(
                 f"model.router_aux_loss={coefficient:g}: {model.config.model_type} models do not "
-                "show what their routers give; type model.router_aux_loss=0"
+                "expose the logits of their routers; type model.router_aux_loss=0"
             )
         for router, place in found:
             router.register_forward_hook(self._recorder(place))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep what the routers give in the forward pass inside."""
+        """Record the routers' logits of the forward pass inside the context."""
         self._logits = []
         try:
             yield
@@ -126,7 +126,7 @@ class RouterBalance:
             self._logits = None
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of the recorded pass, times the weights of the documents' own losses."""
+        """Return the auxiliary loss of the recorded pass, weighted by document."""
         assert self._logits is not None
         return self.coefficient * balance_loss(self._logits, batch, self.num_chosen)
 
@@ -139,23 +139,25 @@ class RouterBalance:
 
 
 def balance_loss(logits: list[Tensor], batch: Batch, num_chosen: int) -> Tensor:
-    """Return the sum over documents of weight x experts x sum of share chosen x mean probability.
+    """Return the sum over documents of weight * experts * sum(share chosen * mean probability).
 
-    logits: of each layer [rows x tokens, experts].
+    `logits`: [rows x tokens, experts] of each layer.
     """
     is_real = is_token(batch).flatten()
     num_documents = sum(map(len, batch.document_lengths))
     starts = (batch.position_ids.flatten() == 0) & is_real
-    documents = starts.cumsum(0).sub(1).where(is_real, num_documents)  # padding is one more
+    documents = starts.cumsum(0).sub(1).where(is_real, num_documents)  # padding counts as one more
     num_experts = logits[0].shape[-1]
     sizes = logits[0].new_zeros(num_documents + 1, dtype=torch.float32)
     weights = torch.zeros_like(sizes).index_add_(0, documents, batch.loss_weights.flatten())
     sizes.index_add_(0, documents, torch.ones_like(documents, dtype=torch.float32))
     chosen_sum = sizes.new_zeros((num_documents + 1) * num_experts)
     probability_sum = sizes.new_zeros(num_documents + 1, num_experts)
-    for each in logits:
-        probabilities = each.float().softmax(-1)
-        chosen = each.topk(num_chosen, dim=-1).indices + documents.unsqueeze(1) * num_experts
+    for layer_logits in logits:
+        probabilities = layer_logits.float().softmax(-1)
+        chosen = (
+            layer_logits.topk(num_chosen, dim=-1).indices + documents.unsqueeze(1) * num_experts
+        )
         chosen_sum.index_add_(
             0, chosen.flatten(), torch.ones_like(chosen, dtype=torch.float32).flatten()
         )
@@ -167,7 +169,7 @@ def balance_loss(logits: list[Tensor], batch: Batch, num_chosen: int) -> Tensor:
 
 
 def is_token(batch: Batch) -> Tensor:
-    """Return where a batch holds tokens and no padding: bool [rows, tokens], on its device."""
+    """Return a mask of tokens that are not padding: bool [rows, tokens], on the batch's device."""
     real = torch.ones_like(batch.input_ids, dtype=torch.bool)
     for row, lengths in enumerate(batch.document_lengths):
         if (end := sum(lengths)) < real.shape[1]:
@@ -176,7 +178,7 @@ def is_token(batch: Batch) -> Tensor:
 
 
 def routers(model: Any) -> list[tuple[torch.nn.Module, int]]:
-    """Return a model's routers, and where in their output the logits are."""
+    """Return a model's routers, each with the index of the logits in its output."""
     from transformers import PreTrainedModel
     from transformers.utils.output_capturing import OutputRecorder
 

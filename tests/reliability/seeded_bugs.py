@@ -407,8 +407,8 @@ BUGS = [
     Bug(
         name="tokens that were trained on are those of the last step",
         file="app/training/metrics.py",
-        right="                before + now\n",
-        wrong="                now\n",
+        right="                count + added\n",
+        wrong="                added\n",
         test="tests/training/test_curves.py::test_trained_tokens_are_those_of_the_plan",
     ),
 ]

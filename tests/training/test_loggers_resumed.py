@@ -114,7 +114,9 @@ def test_no_point_is_shown_twice(
 
 def test_curves_of_other_data_sets_are_refused() -> None:
     state = Metrics(["a", "b"], [], 10).state_dict()
-    with pytest.raises(UserError, match=r"were named a, b, now they are a, c; restore the names"):
+    with pytest.raises(
+        UserError, match=r"were named a, b, now they are named a, c; restore the names"
+    ):
         Metrics(["a", "c"], [], 10).load_state_dict(state)
 
 

@@ -93,8 +93,8 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     found: list[list[int]] = []
 
     def write(curves: Metrics, reduce: Any, *, pause: bool = False) -> None:
-        found.append([record.step for record in curves.waiting])
-        curves.waiting = []
+        found.append([record.step for record in curves.pending])
+        curves.pending = []
 
     from app.training.optimizers import build_optimizer
 

@@ -582,7 +582,7 @@ def test_nonfinite_tensors_are_not_saved() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             bad = torch.zeros(5, 7, dtype=dtype)
             bad[3, 2] = value
-            with pytest.raises(TrainingFault, match=r"step 4: exp_avg/b .*, and so do 1 more"):
+            with pytest.raises(TrainingFault, match=r"step 4: exp_avg/b .*, and so have 1 more"):
                 check_finite(4, sound, {"exp_avg/b": bad.T, "x": bad[2:], "y": bad[:2]})
 
 

@@ -131,7 +131,7 @@ def test_what_went_bad_after_its_step_is_not_kept(
     monkeypatch.setattr(CheckpointSaver, "_finish_step", spoil)
     code, said = run(tmp_path / "run")
     assert code == 4
-    assert "step 4: " in said and "holds numbers that are not finite" in said
+    assert "step 4: " in said and "has non-finite values" in said
     assert steps_kept(tmp_path / "run") == [2]
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
 

@@ -94,8 +94,8 @@ def test_the_load_of_experts_counts_tokens_and_no_padding() -> None:
     assert counts is not None and load.take() is None
     by_layer = counts.view(2, 4)
     assert by_layer.sum(1).tolist() == [2 * batch.num_tokens] * 2
-    figures = load.figures(counts)
-    assert list(figures) == ["experts/load_max/0", "experts/load_max/1"]
-    assert figures["experts/load_max/1"] == pytest.approx(
+    metrics = load.metrics(counts)
+    assert list(metrics) == ["experts/load_max/0", "experts/load_max/1"]
+    assert metrics["experts/load_max/1"] == pytest.approx(
         float(by_layer[1].max()) / (2 * batch.num_tokens / 4)
     )

@@ -1,4 +1,4 @@
-"""Compile layers for the time of the fit, from before the first validation on."""
+"""Compile the layers during the fit, starting before the first validation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from app.model.compile import CompiledLayers, num_compiled_graphs, recompile_rea
 log = logging.getLogger(__name__)
 
 LAST_COMPILING_STEP = 3
-"""by then every shape and every mode has been seen"""
+"""step by which every shape and mode has occurred"""
 
 
 class Compilation(L.Callback):
-    """Compile the model's layers, warn of recompilation, and restore them at the end."""
+    """Compile the model's layers, warn of recompilation, and restore the layers at the end."""
 
     def __init__(self) -> None:
         self.layers: CompiledLayers | None = None
@@ -28,7 +28,7 @@ class Compilation(L.Callback):
         self._compile(pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compile where there was no validation before."""
+        """Compile if there was no sanity check before."""
         self._compile(pl_module)
 
     def on_train_batch_end(
@@ -39,7 +39,7 @@ class Compilation(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Fall back where compiling failed; warn once of recompilation after the third step."""
+        """Restore the layers if compiling failed; warn once if later steps compile again."""
         if self.layers is None:
             return
         if self.layers.failure is not None:
@@ -54,7 +54,7 @@ class Compilation(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Restore the layers where the fit fails, too."""
+        """Restore the layers if the fit fails."""
         self._remove()
 
     def _compile(self, pl_module: Any) -> None:
@@ -71,8 +71,8 @@ class Compilation(L.Callback):
         if before is not None and now > before and not self.has_warned:
             self.has_warned = True
             log.warning(
-                "compile: layers were compiled again at step %d, after which nothing new should "
-                "come (%s); such steps wait for it: type trainer.compile=false if it goes on",
+                "compile: layers were recompiled at step %d, although no new shapes were expected "
+                "(%s); recompiling delays the step: type trainer.compile=false if it happens again",
                 step,
                 recompile_reason(now - before),
             )

@@ -1,4 +1,4 @@
-"""Check in the first optimizer step that every matrix of an adapter gets a gradient."""
+"""Check in the first optimizer step that every adapter matrix gets a gradient."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NUMBER = re.compile(r"\d+")
 
 
 class GradientCheck(L.Callback):
-    """Stop a run whose first optimizer step leaves an adapter's matrix without a gradient.
+    """Stop a run whose first optimizer step leaves an adapter matrix without a gradient.
 
-    Such a matrix, as in a vision tower that text never reaches, would be saved untrained. The
-    experts of a layer count as one: the tokens of one step need not reach each of them.
+    Such a matrix, for example in a vision tower of a model trained on text, would be saved
+    untrained. The experts of a layer count as one: the tokens of a step need not reach all of them.
     """
 
     def __init__(self) -> None:
         self._weights: list[TrainableWeight] = []
         self._is_reached: list[Tensor] = []
-        """per weight: whether hooks have seen a gradient other than zero"""
+        """one per weight: whether hooks have received a nonzero gradient"""
         self._hooks: list[Any] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Register hooks where the strategy does not keep gradients with their weights."""
+        """Register hooks if the strategy does not keep gradients with their weights."""
         self._weights = adapter_matrices(pl_module.model)
         device = trainer.strategy.root_device
         self._is_reached = [torch.zeros((), device=device) for _ in self._weights]
@@ -44,7 +44,7 @@ class GradientCheck(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Check the first step: UserError with the targets to type, on all ranks alike."""
+        """Check the first step; UserError on all ranks, with the target_modules to type."""
         if not self._weights:
             return
         for hook in self._hooks:
@@ -64,7 +64,7 @@ def _record(is_reached: Tensor, gradient: Tensor) -> None:
 
 
 def check_gradients(weights: list[TrainableWeight], is_reached: list[bool]) -> None:
-    """Raise UserError that names the matrices without a gradient; TrainingFault if all are."""
+    """Raise UserError naming the matrices without a gradient; TrainingFault if none has one."""
     places = {_place(w) for w, reached in zip(weights, is_reached, strict=True) if reached}
     without = [weight for weight in weights if _place(weight) not in places]
     if not without:
@@ -72,24 +72,24 @@ def check_gradients(weights: list[TrainableWeight], is_reached: list[bool]) -> N
     if not places:
         raise TrainingFault(
             f"step 1: none of the {_num_modules(weights)} adapted matrices got a gradient: the "
-            "loss of this step does not depend on the adapter; look at the trained tokens (python "
-            "-m app.preview), and at adapter.alpha"
+            "loss of this step does not depend on the adapter; check the trained tokens (python "
+            "-m app.preview) and adapter.alpha"
         )
     names = list(dict.fromkeys(weight.module for weight in without))
-    kept = {weight.module for weight in weights} - set(names)
-    pattern = pattern_without(sorted(kept), names)
+    reached = {weight.module for weight in weights} - set(names)
+    pattern = pattern_without(sorted(reached), names)
     fix = (
         f"adapter.target_modules='{pattern}'" if pattern else "adapter.target_modules without them"
     )
     raise UserError(
         f"step 1: {len(names)} of {_num_modules(weights)} adapted matrices got no gradient, "
-        f"{names[0]} is the first: the training data does not pass through them, and they would be "
+        f"the first is {names[0]}: the training data does not pass through them, and they would be "
         f"saved untrained; type {fix}"
     )
 
 
 def _place(weight: TrainableWeight) -> str:
-    """Return a module's name without the numbers of experts."""
+    """Return a module's name with * for the numbers of experts."""
     place, expert, inside = weight.module.partition("expert")
     return place + expert + NUMBER.sub("*", inside)
 

@@ -1,4 +1,4 @@
-"""Heartbeats of every rank, for the supervisor or for the other ranks."""
+"""Report heartbeats of each rank to the supervisor or to the other ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from app.process.peers import Peers, start_peers
 
 
 class Heartbeat(L.Callback):
-    """Beat with every micro-batch, of training and of validation."""
+    """Send a heartbeat with every micro-batch of training and validation."""
 
     def __init__(self, folder: Path, peers: Peers | None = None) -> None:
-        """Watch `peers` where no supervisor watches; the ranks have met by `setup`."""
+        """`peers`: checks the other ranks if no supervisor does; they are connected by `setup`."""
         self.folder = folder
         self.peers = peers
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        """Begin to watch the others before the weights are read."""
+        """Start to watch the other ranks before the weights are loaded."""
         if self.peers is not None:
             start_peers(self.peers)
 
@@ -29,9 +29,10 @@ class Heartbeat(L.Callback):
         self._start(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Begin where a resumed run has no first validation.
+        """Start in a resumed run, which has no validation before its first step.
 
-        Without a beat, from which on pauses count: a stream is read up to its step before a batch.
+        Pauses only count from the first heartbeat on, and none is sent here: a stream may take long
+        to reach the step at which the run resumes.
         """
         self._start(trainer)
 
@@ -40,26 +41,26 @@ class Heartbeat(L.Callback):
             start_heartbeat(self.folder, trainer.global_rank)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Beat."""
+        """Send a heartbeat."""
         beat(trainer.global_step)
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Beat before what may never return."""
+        """Send a heartbeat before a step that may hang."""
         beat(trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Beat."""
+        """Send a heartbeat."""
         beat(trainer.global_step)
         if self.peers is not None:
             self.peers.mark_trained()
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Leave the end to `exception`: the page and the loggers of the run may take long."""
+        """Let `exception` end this rank: writing the run's report and loggers may take long."""
         if self.peers is not None:
             self.peers.mark_failed()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Stop: what follows has no steps."""
+        """Stop: no steps follow."""
         send_to_supervisor(ENDED)
         if self.peers is not None:
             self.peers.mark_done()

@@ -1,4 +1,4 @@
-"""Progress of a run: loss, learning rate, tokens a second and time left."""
+"""Show the progress of a run: loss, learning rate, tokens per second and time left."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FIGURES = {
     "speed/tokens_per_second": "{:,.0f} tok/s",
     "train/lr": "lr {:.1e}",
 }
-"""what is shown of the latest row, of a bar as much as its line holds"""
+"""metrics shown of the latest row; a bar shows as many as fit into its line"""
 BAR_WIDTH, TIME_WIDTH = 12, 7
-WORDS = ("validate", "train", "done", "stopped")
+STATUSES = ("validate", "train", "done", "stopped")
 
 
 class ProgressBar(L.Callback):
-    """Show progress on a terminal as a live bar, in a file as ten lines a run and its last step."""
+    """Show a live bar on a terminal; print ten lines per run and its last step to a file."""
 
     def __init__(self) -> None:
         self.console = Console(file=sys.stdout)
@@ -55,7 +55,7 @@ class ProgressBar(L.Callback):
         self.progress.start()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Start at the step of a resumed run: those before it took none of this time."""
+        """Start at the step of a resumed run: earlier steps do not count for the time left."""
         self.first_step = trainer.global_step
         if self.progress is not None:
             self.progress.update(self.task, completed=self.first_step)
@@ -68,7 +68,7 @@ class ProgressBar(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Advance once an optimizer step."""
+        """Advance once per optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or not trainer.is_global_zero:
             return
         step, total = trainer.global_step, trainer.max_steps
@@ -80,7 +80,7 @@ class ProgressBar(L.Callback):
             self._print(step, total, pl_module.metrics)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Show that a validation runs."""
+        """Show that a validation is running."""
         if self.progress is not None:
             self.progress.update(self.task, what="validate")
 
@@ -91,30 +91,30 @@ class ProgressBar(L.Callback):
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Give the terminal back before an error is printed."""
+        """Close the bar before an error is printed."""
         self._close("stopped")
 
     def _print(self, step: int, total: int, metrics: Metrics) -> None:
         seconds = time.monotonic() - self.started
-        a_step = seconds / max(1, step - self.first_step)
-        left = f"{a_step * (total - step):.0f} s left" if step < total else "done"
+        step_seconds = seconds / max(1, step - self.first_step)
+        left = f"{step_seconds * (total - step):.0f} s left" if step < total else "done"
         print(f"step {step}/{total}  {figures(metrics)}  {left}", flush=True)
 
     def _room(self, total: int) -> int:
-        """Return the letters that a line has for figures, beside the rest of the bar."""
+        """Return the width that the rest of the bar leaves for metrics, in characters."""
         counts = 2 * len(str(total)) + 1
-        rest = (max(map(len, WORDS)), BAR_WIDTH, counts, TIME_WIDTH)
+        rest = (max(map(len, STATUSES)), BAR_WIDTH, counts, TIME_WIDTH)
         return self.console.width - sum(rest) - len(rest)
 
-    def _close(self, word: str = "done") -> None:
+    def _close(self, status: str = "done") -> None:
         if self.progress is not None:
-            self.progress.update(self.task, what=word)
+            self.progress.update(self.task, what=status)
             self.progress.stop()
             self.progress = None
 
 
 def figures(metrics: Metrics, room: int | None = None) -> str:
-    """Return the latest figures in one line, as many as `room` letters hold."""
+    """Return the latest metrics in one line, as many as fit into `room` characters."""
     shown = ((metrics.latest.get(name), form) for name, form in FIGURES.items())
     line = ""
     for text in (form.format(value) for value, form in shown if value is not None):

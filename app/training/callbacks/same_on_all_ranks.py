@@ -1,4 +1,4 @@
-"""Find ranks with different code, settings or files before they train."""
+"""Find ranks with different code, settings or files before training starts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from app.config import TrainConfig
 
 PER_PROCESS = ("output", "supervise", "resume", "resume_allow", "faults")
-"""settings of one start of a run, not of the run"""
+"""settings of a single process or start of the run, which may differ"""
 LOCATIONS = ("path", "tokenizer_path", "chat_template", "cache_dir")
 """settings that may differ between machines: files are compared by content, not by path"""
 PACKAGES = ("app", "data_modules", "conf")
-"""folders of this program"""
+"""source folders of this program"""
 
 
 def program_values(versions: Mapping[str, str]) -> dict[str, Any]:
-    """Return which program this is, by the name that an error gives it; `versions` of libraries."""
+    """Return code and versions by the names that an error shows; `versions`: of libraries."""
     digest = hashlib.sha256()
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*")):
@@ -40,21 +40,21 @@ def program_values(versions: Mapping[str, str]) -> dict[str, Any]:
 
 
 def rank_invariant_values(config: TrainConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be the same on all ranks, by the name that an error gives it.
+    """Return the values that must be the same on all ranks, by the names that an error shows.
 
-    `facts` are those of the run's manifest.
+    `facts`: those of the run's manifest.
     """
     settings = {
         f"settings of {name}": _without_locations(value)
         for name, value in dataclasses.asdict(config).items()
         if name not in PER_PROCESS
     }
-    # `auto` is the same setting on all ranks, and may resolve to another strategy on each.
+    # `auto` is the same setting on all ranks, but may resolve to different strategies.
     strategy = settings.pop("settings of strategy"), facts["strategy"]
     data = [*facts["data"], *facts["test_data"]]
     return settings | {
         "files of the base model": facts["base"]["weights"] or facts["base"]["path"],
-        "rows": [one["sha256"] or one["path"] for one in data],
+        "rows": [file["sha256"] or file["path"] for file in data],
         "tokens": facts.get("tokens_sha256"),
         "tokenizer files": facts["tokenizer_sha256"],
         "chat template": facts["template_sha256"],
@@ -75,31 +75,31 @@ def _without_locations(value: Any) -> Any:
 
 
 class SameOnAllRanks(L.Callback):
-    """Compare rank-invariant values with those of rank 0; UserError where they differ."""
+    """Compare rank-invariant values with those of rank 0; UserError if they differ."""
 
     def __init__(self, values: Mapping[str, Any], program: Mapping[str, Any] | None = None) -> None:
-        """`program` is compared first, since it decides what the values are."""
+        """`program`: code and versions, compared first because they determine the other values."""
         self.values = values
         self.program = program or {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Compare hashes once the ranks are connected, and before a weight is read."""
+        """Compare hashes after the ranks have connected and before weights are loaded."""
         if trainer.world_size == 1:
             return
         for values in filter(None, (self.program, self.values)):
             self._compare(trainer, values)
 
     def _compare(self, trainer: L.Trainer, values: Mapping[str, Any]) -> None:
-        own = [_hash_of(value) for value in values.values()]
-        tensor = torch.tensor(own, dtype=torch.int64, device=trainer.strategy.root_device)
-        first, *others = trainer.strategy.all_gather(tensor).tolist()
+        hashes = [_hash_of(value) for value in values.values()]
+        tensor = torch.tensor(hashes, dtype=torch.int64, device=trainer.strategy.root_device)
+        rank0, *others = trainer.strategy.all_gather(tensor).tolist()
         problems = []
         for rank, other in enumerate(others, start=1):
-            pairs = zip(values, first, other, strict=True)
-            if different := [name for name, here, there in pairs if here != there]:
+            hashes_by_name = zip(values, rank0, other, strict=True)
+            if different := [name for name, first, second in hashes_by_name if first != second]:
                 problems.append(
                     f"rank {rank} and rank 0 have different {', '.join(different)}; start all "
-                    "ranks by the same command, with the same files on every machine"
+                    "ranks with the same command, with the same files on every machine"
                 )
         if problems:
             raise UserError(problems)

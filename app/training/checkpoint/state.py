@@ -116,7 +116,7 @@ def check_finite_values(name: str, value: Any) -> None:
     smallest, largest = value_range(value)
     if not (isfinite(smallest) and isfinite(largest)):
         found = smallest if not isfinite(smallest) else largest
-        raise StateError([(name, f"holds numbers that are not finite ({found})")])
+        raise StateError([(name, f"has non-finite values ({found})")])
 
 
 def value_range(value: Any) -> tuple[float, float]:

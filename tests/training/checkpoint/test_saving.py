@@ -123,7 +123,7 @@ def test_an_asynchronous_save_keeps_no_nonfinite_number_either(
         kept.copy_(before)  # the thread looks at what was saved, not at what is there later
 
     monkeypatch.setattr(CheckpointSaver, "save", save)
-    with pytest.raises(TrainingFault, match=r"step 4: exp_avg/.* not finite"):
+    with pytest.raises(TrainingFault, match=r"step 4: exp_avg/.* has non-finite values"):
         words = ("trainer.checkpoint.every_steps=1", "trainer.checkpoint.async=true")
         train_into(tmp_path / "run", *QUIET, *words)
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=9)

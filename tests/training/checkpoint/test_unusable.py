@@ -177,7 +177,7 @@ TENSORS: dict[str, tuple[Change, str]] = {
     ),
     "NaN in a state": (
         of_tensors("optimizer.safetensors", spoil(float("nan"), "exp_avg/")),
-        r"optimizer.safetensors: exp_avg/\S+ holds numbers that are not finite \(nan\)",
+        r"optimizer.safetensors: exp_avg/\S+ has non-finite values \(nan\)",
     ),
     "a negative second moment": (
         of_tensors("optimizer.safetensors", spoil(-1.0, "exp_avg_sq/")),
@@ -189,7 +189,7 @@ TENSORS: dict[str, tuple[Change, str]] = {
     ),
     "an infinite weight": (
         of_tensors("model.safetensors", spoil(float("inf"), "")),
-        r"model.safetensors: \S+ holds numbers that are not finite \(inf\)",
+        r"model.safetensors: \S+ has non-finite values \(inf\)",
     ),
     "a torch state of another size": (
         of_document("random-rank-0.json", lambda state: state.update(torch="AAAA")),
