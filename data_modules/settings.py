@@ -72,7 +72,7 @@ class DataConfig:
         aliases=("cutoff_len", "max_length", "max_seq_length"),
     )
     """maximum tokens of a document and of a pack; null = the smaller of 2048 and the model's
-    context; more = longer documents, more memory"""
+    context"""
     val_set_size: float = setting(0.05, ge=0, shown=("train",))
     """validation rows of each data set: a share below 1, else a number of rows (1 = one row)"""
     train_on_inputs: bool = setting(False, shown=("preview",))

@@ -62,8 +62,7 @@ DRAIN_SECONDS = 1.0
 @dataclass(kw_only=True, slots=True)
 class SuperviseConfig:
     max_restarts: int = setting(0, ge=0, shown=("train",))
-    """number of restarts, from the newest checkpoint, of a run that died or hangs; on one machine
-    only (torchrun has --max-restarts)"""
+    """restarts of a run that died or hangs, on one machine (torchrun has --max-restarts)"""
     hang_minutes: float | None = setting(10.0, gt=0, note="10 is usual")
     """minutes without progress on any rank in the training loop after which the run counts as
     hanging (ten times its longest pause so far, if that is longer); null = never. Applies to runs

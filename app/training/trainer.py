@@ -32,8 +32,8 @@ class CheckpointConfig:
     every_steps: int | None = setting(
         None, ge=1, shown=("train",), aliases=("save_steps", "save_every_steps")
     )
-    """optimizer steps between checkpoints; null = ten per run and one at the end of each epoch. The
-    last step is always saved"""
+    """optimizer steps between checkpoints; null = ten per run and one per epoch. The last step is
+    always saved"""
     keep_last: int = setting(2, ge=1, shown=("train",), aliases=("save_total_limit",))
     """number of newest checkpoints to keep; each takes disk space"""
     keep_best: int = setting(0, ge=0)
@@ -66,8 +66,8 @@ class TrainerConfig:
         shown=("train", "preview"),
         aliases=("accumulate_grad_batches",),
     )
-    """micro-batches that a rank accumulates per optimizer step; lowered if micro_batch_size=auto
-    chooses larger micro-batches, so that the global batch size stays the same"""
+    """micro-batches per optimizer step of a rank; fewer if micro_batch_size=auto chooses larger
+    ones"""
     global_batch_size: int | None = setting(
         None,
         ge=1,
