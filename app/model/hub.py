@@ -1,4 +1,7 @@
-"""Check whether the Hugging Face hub can be reached, before a library retries for half a minute."""
+"""Check quickly whether the Hugging Face hub can be reached and what is in its local cache.
+
+Without this check, the hub's library would retry for half a minute when there is no network.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from urllib.parse import quote
 from app.model.base_files import INDEX, WEIGHTS
 from app.process.errors import UserError
 from app.process.untrusted import read_json_object
-from data_modules import DataConfig, DatasetConfig, explain_refusal, is_hub_id
+from data_modules import DataConfig, explain_refusal, is_hub_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +26,11 @@ if TYPE_CHECKING:
 
 ENDPOINT = "https://huggingface.co"
 CONNECT_SECONDS = 2.5
+"""timeout of one connection"""
 MAX_NAMED = 4
-"""files that a message names"""
+"""largest number of file names in a message"""
 COMMIT = re.compile(r"[0-9a-f]{40}")
-"""a revision that does not move"""
+"""matches a full commit hash, in contrast to a branch or tag"""
 
 
 def is_offline_by_setting() -> bool:
@@ -46,19 +50,19 @@ def cache_folder() -> Path:
 
 
 def newest_cached_file(hub_id: str, name: str) -> Path | None:
-    """Return the newest file of a name that the cache has of a hub id; None where it has none."""
+    """Return the newest cached version of a hub id's file `name`; None if it is not cached."""
     snapshots = cache_folder() / f"models--{hub_id.replace('/', '--')}" / "snapshots"
     files = sorted(snapshots.glob(f"*/{name}"), key=lambda file: file.stat().st_mtime)
     return files[-1] if files else None
 
 
 def is_cached(hub_id: str) -> bool:
-    """Return whether a hub id is in the cache."""
+    """Return whether the cache contains files of a hub id."""
     return (cache_folder() / f"models--{hub_id.replace('/', '--')}").is_dir()
 
 
 def find_offline_problem(key: str, hub_id: str) -> str | None:
-    """Return why a hub id cannot be read with HF_HUB_OFFLINE set, None where it can."""
+    """Return why a hub id cannot be read because HF_HUB_OFFLINE is set; None if it can."""
     if not is_offline_by_setting() or is_cached(hub_id):
         return None
     return (
@@ -71,7 +75,8 @@ def check_hub(ids: dict[str, str], revision: str | None = None) -> bool:
     """Check the hub ids `ids`, by settings key, and return whether the hub can be reached.
 
     UserError if HF_HUB_OFFLINE is set and an id is not cached, or if the hub refuses an id; OSError
-    if there is no network and an id is not cached. Takes at most two times CONNECT_SECONDS.
+    if there is no network and an id is not cached. Each connection takes up to CONNECT_SECONDS: one
+    to the hub, and one for each id that is not cached.
     """
     if problems := [p for key, name in ids.items() if (p := find_offline_problem(key, name))]:
         raise UserError(problems)
@@ -80,12 +85,12 @@ def check_hub(ids: dict[str, str], revision: str | None = None) -> bool:
     address, why = reach_hub()
     if why is None:
         missing = {key: name for key, name in ids.items() if not is_cached(name)}
-        # It is that of the base, where the hub has one.
+        # The revision is that of the base if the base is on the hub, else of the tokenizer.
         pinned = "model.path" if "model.path" in ids else next(iter(ids))
         refused = [
-            why
+            refusal
             for key, name in missing.items()
-            if (why := find_refusal(key, name, revision if key == pinned else None))
+            if (refusal := find_refusal(key, name, revision if key == pinned else None))
         ]
         if refused:
             raise UserError(refused)
@@ -95,15 +100,16 @@ def check_hub(ids: dict[str, str], revision: str | None = None) -> bool:
             raise OSError(
                 f"{key}={name}: no network: {address} cannot be reached ({why}), and it is not "
                 f"in the cache ({cache_folder()}); type the folder of a copy, or download it on "
-                f"another machine (hf download {name} --local-dir FOLDER) and bring the folder here"
+                f"another machine (hf download {name} --local-dir FOLDER) and copy the folder here"
             )
     return False
 
 
 def find_refusal(key: str, hub_id: str, revision: str | None) -> str | None:
-    """Ask the hub for a model's config.json; return why it is refused, None where it is not.
+    """Request a model's config.json from the hub; return why it is refused, None if it is not.
 
-    An answer that says nothing of the model (a proxy's, a mirror's) is left to the library.
+    Responses that are not about the model (of a proxy or a mirror) count as no refusal: the hub's
+    library will handle them.
     """
     import urllib.error
 
@@ -123,7 +129,7 @@ def find_refusal(key: str, hub_id: str, revision: str | None) -> str | None:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Take a redirect to the file for the answer: the token is for the hub alone."""
+    """Does not follow redirects to the file: the token must be sent only to the hub."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -142,18 +148,18 @@ def _describe(status: int, code: str, key: str, hub_id: str, revision: str | Non
 
 
 def hub_token() -> str | None:
-    """Return the token that the hub's library would send."""
+    """Return the token that the hub's library would send; None if there is none."""
     file = Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token")
-    named = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
-    if not named and file.is_file():
-        named = file.read_text(encoding="utf-8", errors="replace")
-    return named.strip() or None if named else None
+    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
+    if not token and file.is_file():
+        token = file.read_text(encoding="utf-8", errors="replace")
+    return token.strip() or None if token else None
 
 
 def reach_hub() -> tuple[str, str | None]:
-    """Return the address of the hub, or of the proxy to it, and why no connection to it succeeds.
+    """Return the address of the hub, or of the proxy to it, and why a connection to it fails.
 
-    None where one does. Takes at most CONNECT_SECONDS.
+    The reason is None if it succeeds. Takes at most CONNECT_SECONDS.
     """
     host, port = _address()
     return f"{host}:{port}", _why_unreachable(host, port)
@@ -174,28 +180,28 @@ def _address() -> tuple[str, int]:
 
 
 def _why_unreachable(host: str, port: int) -> str | None:
-    """Return why a connection fails, None where it succeeds."""
-    answers: list[str | None] = []
+    """Return why a connection fails; None if it succeeds."""
+    results: list[str | None] = []
 
     def connect() -> None:
         try:
             socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
-            answers.append(None)
+            results.append(None)
         except OSError as error:
-            answers.append(error.strerror or str(error))
+            results.append(error.strerror or str(error))
 
-    # In a thread: a DNS lookup has no timeout.
-    trial = threading.Thread(target=connect, daemon=True)
-    trial.start()
-    trial.join(CONNECT_SECONDS)
-    return answers[0] if answers else f"no answer within {CONNECT_SECONDS:g} s"
+    # In a thread, because a DNS lookup has no timeout.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(CONNECT_SECONDS)
+    return results[0] if results else f"no answer within {CONNECT_SECONDS:g} s"
 
 
 def missing_weights(hub_id: str, revision: str | None) -> list[str]:
-    """List the weight files that a copy in the cache lacks; nothing where there is no copy."""
+    """List the weight files missing from a cached snapshot; empty if nothing is cached."""
     home = cache_folder() / f"models--{hub_id.replace('/', '--')}"
-    named = home / "refs" / (revision or "main")
-    commit = named.read_text(encoding="utf-8").strip() if named.is_file() else revision
+    ref = home / "refs" / (revision or "main")
+    commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
     snapshot = home / "snapshots" / (commit or "main")
     if not snapshot.is_dir():
         return []
@@ -208,8 +214,8 @@ def missing_weights(hub_id: str, revision: str | None) -> list[str]:
     return sorted(name for name in names if not (snapshot / name).is_file())
 
 
-def _check_copy(hub_id: str, revision: str | None) -> None:
-    """Raise OSError where the copy in the cache lacks weights, which cannot be fetched now."""
+def _check_download_complete(hub_id: str, revision: str | None) -> None:
+    """Raise OSError if the cached snapshot lacks weights, which cannot be downloaded now."""
     missing = missing_weights(hub_id, revision)
     if not missing:
         return
@@ -218,38 +224,34 @@ def _check_copy(hub_id: str, revision: str | None) -> None:
     at = f" --revision {revision}" if revision else ""
     raise OSError(
         f"model.path={hub_id}: its download did not finish: {len(missing)} of its weight files are "
-        f"not in the cache ({shown}), and {why}; where there is a network type hf download "
-        f"{hub_id}{at} (what is there is not fetched again), and bring the cache "
-        f"({cache_folder()}) here"
+        f"not in the cache ({shown}), and {why}; on a machine with a network, type hf download "
+        f"{hub_id}{at} (it resumes the download), and copy the cache ({cache_folder()}) here"
     )
 
 
 def is_offline(
     model: ModelConfig, data: DataConfig | None = None, *, needs_weights: bool = True
 ) -> bool:
-    """Return whether all files of a run are on this machine, in folders or in the hub's cache.
+    """Return whether a run must and can work without the hub, from local folders and the cache.
 
-    OSError where those of a base, tokenizer or data set are not, and there is no network.
+    OSError if files of a base, tokenizer or data set are missing and there is no network.
     """
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
     ids = {key: path for key, path in paths.items() if path and not Path(path).is_dir()}
     datasets = () if data is None else (*data.datasets, *data.test_datasets)
     is_reached = check_hub(ids, model.revision)
     if needs_weights and not is_reached and model.path and "model.path" in ids:
-        _check_copy(model.path, model.revision)
-    of_hub = [dataset for dataset in datasets if is_hub_id(dataset.path)]
+        _check_download_complete(model.path, model.revision)
+    hub_datasets = [dataset for dataset in datasets if is_hub_id(dataset.path)]
     if not is_reached:
-        _check_data_sets([dataset.path for dataset in of_hub if not _is_pinned(dataset)])
-    return not is_reached and not of_hub
+        # A pinned data set may be tokenized in our cache already, without its rows.
+        unpinned = [each for each in hub_datasets if not COMMIT.fullmatch(each.revision or "")]
+        _check_cached_datasets([dataset.path for dataset in unpinned])
+    return not is_reached and not hub_datasets
 
 
-def _is_pinned(dataset: DatasetConfig) -> bool:
-    """Return whether a data set's commit is known: its tokens may be here without its rows."""
-    return COMMIT.fullmatch(dataset.revision or "") is not None
-
-
-def _check_data_sets(paths: Sequence[str]) -> None:
-    """Raise OSError for a data set of which no cache has a file, where there is no network."""
+def _check_cached_datasets(paths: Sequence[str]) -> None:
+    """Raise OSError for data sets that are in no cache, if there is no network."""
     home = Path(os.environ.get("HF_DATASETS_CACHE") or _home() / "datasets")
     absent = [
         path
@@ -267,7 +269,7 @@ def _check_data_sets(paths: Sequence[str]) -> None:
             return
         why = f"{address} cannot be reached ({reason}; no network?)"
     raise OSError(
-        f"{', '.join(absent)}: no such file here, {why}, and no copy of it was downloaded before; "
-        "type the path of a file or folder, or download it where there is a network and bring "
-        f"the cache ({home}) here"
+        f"{', '.join(absent)}: no such file here, {why}, and it was not downloaded before; type "
+        "the path of a file or folder, or download it on a machine with a network and copy the "
+        f"cache ({home}) here"
     )

@@ -1,12 +1,12 @@
-"""What a pattern means among the names of a model: the one place where names are matched.
+"""Match patterns against the module and parameter names of a model.
 
-- `by_ending`: `q_proj` and `self_attn.q_proj` mean the names that end in these parts (lists);
-- `by_expression`: a regular expression over whole names (a text in place of a list), as in peft;
-- `by_key`: a regular expression over the end of a name (rank_pattern, alpha_pattern), as in peft.
+- `by_ending`: `q_proj` or `self_attn.q_proj` matches names that end in these parts (in lists);
+- `by_expression`: a regular expression over the full name (a string instead of a list), as in peft;
+- `by_key`: a regular expression over the end of the name (rank_pattern, alpha_pattern), as in peft.
 
-Python's `re` may never return from a pattern such as (a+)+$ and cannot be interrupted. So
-`check_patterns` tries each expression first in a process with a time limit, on the very names that
-it will be matched with. Needs no torch.
+Python's `re` may take forever for a pattern such as (a+)+$ and cannot be interrupted. Therefore
+`check_patterns` first runs each expression on the names of the model in a subprocess with a time
+limit. Needs no torch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from app.process.errors import nearest
 from app.process.untrusted import LIMITS_VARIABLE, limits
 
 Rule = Callable[[str, Iterable[str]], list[str]]
-"""pattern, names -> those of the names that the pattern means"""
+"""(pattern, names) -> the names that the pattern matches"""
 PLAIN = re.compile(r"[\w.-]*")
-"""a name, with which matching is always fast"""
-MAX_PLACES = 8
-"""most places that `pattern_without` leaves out: nobody types more"""
+"""matches patterns without special characters, which are always fast"""
+MAX_EXCLUSIONS = 8
+"""largest number of prefixes that a pattern of `pattern_without` excludes, to keep it readable"""
 MAX_BYTES = 1 << 30
-"""memory of the process in which expressions are tried"""
+"""memory limit of the subprocess that runs expressions"""
 TRIAL = f"""
 import json, re, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({MAX_BYTES}, {MAX_BYTES}))
@@ -51,38 +51,39 @@ def by_ending(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def by_expression(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that the regular expression `pattern` matches as a whole."""
+    """Return the names that the regular expression `pattern` matches in full."""
     return list(filter(re.compile(pattern).fullmatch, names))
 
 
 def by_key(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that peft means by a key of rank_pattern or alpha_pattern."""
+    """Return the names that peft matches by a key of rank_pattern or alpha_pattern."""
     return list(filter(re.compile(expression_of_key(pattern)).match, names))
 
 
 def by_ending_or_expression(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that end in `pattern`; where none does, those that it matches."""
+    """Return the names that end in `pattern`; if there are none, those that it matches in full."""
     names = list(names)
     return by_ending(pattern, names) or by_expression(pattern, names)
 
 
 def expression_of_key(pattern: str) -> str:
-    """Return the expression that peft matches for a key of rank_pattern or alpha_pattern."""
+    """Return the regular expression that peft uses for a key of rank_pattern or alpha_pattern."""
     return rf"(.*\.)?({pattern})$"
 
 
 def match(
     patterns: Sequence[str], names: Iterable[str], rule: Rule, *, key: str, what: str, where: str
 ) -> tuple[list[str], list[str]]:
-    """Return the names that any of `patterns` means, in order, and a problem for each without one.
+    """Return the names that any of `patterns` matches, in order, and a problem per unused pattern.
 
-    Problems name the setting `key`, `what` was looked for, as "linear module", and `where`.
+    `key`: setting of the patterns, `what`: kind of the names ("linear module"), `where`: owner of
+    the names; all for the text of problems.
     """
     names = list(names)
-    found = {pattern: rule(pattern, names) for pattern in patterns}
-    matched = {name for names_of_one in found.values() for name in names_of_one}
+    matches = {pattern: rule(pattern, names) for pattern in patterns}
+    matched = {name for matches_of_pattern in matches.values() for name in matches_of_pattern}
     problems = []
-    for pattern in [pattern for pattern, names_of_one in found.items() if not names_of_one]:
+    for pattern in [each for each in matches if not matches[each]]:
         known = last_parts(names)
         hint = nearest(pattern, known)
         if rule is by_expression and by_ending(pattern, names):
@@ -94,51 +95,53 @@ def match(
 
 
 def is_inside(name: str, modules: Iterable[str]) -> bool:
-    """Return whether a module is one of `modules` or lies in one of them."""
+    """Return whether a module is one of `modules` or inside one of them."""
     return f"{name}.".startswith(tuple(f"{module}." for module in modules))
 
 
 def last_parts(names: Iterable[str]) -> list[str]:
-    """Return the last parts of names, each once and sorted, without numbers of layers."""
+    """Return the distinct last parts of names, sorted, without layer numbers."""
     last = {name.rpartition(".")[2] for name in names} - {""}
     return sorted(part for part in last if not part.isdigit())
 
 
 def shortest(names: Sequence[str], candidates: Iterable[str], every: Iterable[str]) -> list[str]:
-    """Return `candidates` where these endings mean exactly `names` among `every`, else `names`.
+    """Return `candidates` if, as endings, they match exactly `names` among `every`; else `names`.
 
-    Other programs read an adapter's file too, and understand short names best.
+    Other programs read an adapter's config too, and some expect short names.
     """
     short, every = sorted(set(candidates)), list(every)
-    meant = {name for pattern in short for name in by_ending(pattern, every)}
-    return short if meant == set(names) else sorted(names)
+    matched = {name for pattern in short for name in by_ending(pattern, every)}
+    return short if matched == set(names) else sorted(names)
 
 
-def pattern_without(kept: Sequence[str], left_out: Sequence[str]) -> str | None:
-    """Return a regular expression over full names that means `kept` and not `left_out`.
+def pattern_without(included: Sequence[str], excluded: Sequence[str]) -> str | None:
+    """Return a regular expression over full names that matches `included` but not `excluded`.
 
-    None where it would have to name more than MAX_PLACES places of a model.
+    None if it would have to exclude more than MAX_EXCLUSIONS prefixes.
     """
-    around = {
-        ".".join(name.split(".")[:end]) for name in kept for end in range(name.count(".") + 2)
+    included_prefixes = {
+        ".".join(name.split(".")[:end]) for name in included for end in range(name.count(".") + 2)
     }
-    places: dict[str, None] = {}
-    for name in left_out:
+    exclusions: dict[str, None] = {}
+    for name in excluded:
         parts = name.split(".")
-        own = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        place = re.escape(next((prefix for prefix in own if prefix not in around), name))
-        anywhere = re.sub(r"\d+", r"\\d+", place)  # in every layer, where none of them is kept
-        is_kept = any(re.match(rf"{anywhere}\b", other) for other in kept)
-        places[place if is_kept else anywhere] = None
-    if len(places) > MAX_PLACES:
+        prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        # The shortest prefix that no included name has.
+        shortest_prefix = next((each for each in prefixes if each not in included_prefixes), name)
+        exact = re.escape(shortest_prefix)
+        in_any_layer = re.sub(r"\d+", r"\\d+", exact)
+        is_included = any(re.match(rf"{in_any_layer}\b", other) for other in included)
+        exclusions[exact if is_included else in_any_layer] = None
+    if len(exclusions) > MAX_EXCLUSIONS:
         return None
-    return rf"(?!({'|'.join(places)})\b).*\.({'|'.join(last_parts(kept))})"
+    return rf"(?!({'|'.join(exclusions)})\b).*\.({'|'.join(last_parts(included))})"
 
 
 def check_patterns(patterns: Mapping[str, Sequence[str]], names: Iterable[str]) -> list[str]:
-    """List the labels of `patterns` whose regular expressions are invalid, or too slow on `names`.
+    """Return a problem for each label whose regular expressions are invalid or too slow on `names`.
 
-    LOFT_LIMITS=regex_seconds limits the time of all of them together.
+    LOFT_LIMITS=regex_seconds limits the total time of all expressions.
     """
     trials = [
         (label, list(expressions))
@@ -147,24 +150,26 @@ def check_patterns(patterns: Mapping[str, Sequence[str]], names: Iterable[str]) 
     ]
     if not trials:
         return []
-    given = json.dumps({"patterns": trials, "names": list(names)})
+    request = json.dumps({"patterns": trials, "names": list(names)})
     seconds = limits().regex_seconds
     command = [sys.executable, "-I", "-S", "-c", TRIAL]
     try:
         done = subprocess.run(
-            command, input=given.encode(), capture_output=True, timeout=seconds, check=False
+            command, input=request.encode(), capture_output=True, timeout=seconds, check=False
         )
         printed = done.stdout
     except subprocess.TimeoutExpired as error:
         printed = error.stdout or b""
-    answers = [json.loads(line) for line in printed.splitlines()]
+    results = [json.loads(line) for line in printed.splitlines()]
     problems = [
-        f"{label} is not a regular expression ({problem})" for label, problem in answers if problem
+        f"{label} is not a valid regular expression ({problem})"
+        for label, problem in results
+        if problem
     ]
-    if len(answers) < len(trials):
+    if len(results) < len(trials):
         problems.append(
-            f"{trials[len(answers)][0]} is a regular expression that takes more than {seconds} s "
-            "or 1 GiB over the model's names; write it without repeats within repeats, or as a "
-            f"list of names ({LIMITS_VARIABLE}=regex_seconds=NUMBER sets another limit)"
+            f"{trials[len(results)][0]} is a regular expression that takes more than {seconds} s "
+            "or 1 GiB on the names of the model; write it without nested repeats, or as a list of "
+            f"names ({LIMITS_VARIABLE}=regex_seconds=NUMBER sets another limit)"
         )
     return problems

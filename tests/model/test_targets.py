@@ -48,7 +48,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("lora", {"target_modules": r"model\.layers\.7\..*"}, ["matches no linear module"]),
     ("lora", {"target_modules": "q_proj"},
      ["by its full name; type adapter.target_modules=[q_proj]"]),
-    ("lora", {"target_modules": "(q_proj"}, ["(q_proj is not a regular expression"]),
+    ("lora", {"target_modules": "(q_proj"}, ["(q_proj is not a valid regular expression"]),
     ("lora", {"target_modules": []},
      ["expected all-linear, a list like [q_proj, v_proj], or a reg"]),
     ("lora", {"target_modules": 3}, ["adapter.target_modules=3: expected all-linear"]),
@@ -60,7 +60,8 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
      ["adapter.alpha_pattern: mlp matches no module that gets"]),
     ("lora", {"alpha_pattern": {"up_proj": 2.0}, "target_modules": ["q_proj"]},
      ["no module that gets an adapter; did you mean q_proj? (the adapter has q_proj)"]),
-    ("lora", {"rank_pattern": {"*": 4}}, ["adapter.rank_pattern: * is not a regular expression"]),
+    ("lora", {"rank_pattern": {"*": 4}},
+     ["adapter.rank_pattern: * is not a valid regular expression"]),
     ("lora", {"rank_pattern": {"up_proj": 0}},
      ["adapter.rank_pattern.up_proj=0: expected a rank of 1 or more"]),
     ("lora", {"alpha_pattern": {"up_proj": 0.0}},
@@ -92,7 +93,8 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("freeze", {"layers": "top 3"}, ["the model has 2 layers"]),
     ("freeze", {"modules": ["lm_hed"]},
      ["modules: lm_hed matches no module with weights; did you mean lm_head?"]),
-    ("freeze", {"modules": ["norm", "(x"]}, ["adapter.modules: (x is not a regular expression"]),
+    ("freeze", {"modules": ["norm", "(x"]},
+     ["adapter.modules: (x is not a valid regular expression"]),
     ("freeze", {"modules": ["act_fn"]}, ["act_fn matches no module with weights"]),
 ]  # fmt: skip
 
