@@ -154,11 +154,11 @@ def _weights_function(
     is_full = isinstance(adapter, FullConfig)
     frozen, trained = (dtype_bytes(precision, trains=flag) for flag in (is_full, True))
     ranks = _ranks(adapter, found.matrices)
-    whole = tuple(f"{each}." for each in found.whole)
+    full_modules = tuple(f"{name}." for name in found.full_modules)
     matrices, vector_inputs = set(found.matrices), set(found.scaled_inputs)
 
     def weights_of(module: str, shape: tuple[int, ...], local: str) -> dict[str, Weight]:
-        is_whole = is_full or f"{module}.".startswith(whole)
+        is_whole = is_full or f"{module}.".startswith(full_modules)
         if is_whole and isinstance(adapter, FreezeConfig):
             return {f"{local}.weight": Weight(shape, trained, True)}
         weights = {f"{local}.weight": Weight(shape, frozen, is_full)}

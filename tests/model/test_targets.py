@@ -137,7 +137,7 @@ def test_settings_select_these_modules(
     kind: str, settings: dict[str, Any], names: set[str]
 ) -> None:
     found = find(kind, UNTIED, **settings)
-    all_names = [*found.matrices, *found.whole]
+    all_names = [*found.matrices, *found.full_modules]
     if names:
         assert found.problems == []
         in_layer_1 = {name.removeprefix("model.layers.1.") for name in all_names}
@@ -222,7 +222,7 @@ def test_unknown_properties_of_a_base_are_not_checked() -> None:
         is_form = any(word in p for p in found.problems for word in ("expected", "expression"))
         is_form = is_form or any(word in p for p in found.problems for word in ("would", "layer"))
         assert is_form or found.problems == []
-        assert found.matrices == found.whole == []
+        assert found.matrices == found.full_modules == []
     without_layers = replace(TIED, layers=None)
     assert find("lora", without_layers, layers="top 99").problems == []
     assert (

@@ -122,8 +122,10 @@ def test_what_the_headers_reach_is_what_the_adapter_reaches(kind: str, folders: 
         # A tied weight is one parameter of several modules.
         tied = set(base.modules.embeddings) if len(base.modules.embeddings) > 1 else set()
         for name in whole - tied:
-            assert any(name == one or name.startswith(f"{one}.") for one in found.whole), config
-        for name in found.whole:
+            assert any(name == one or name.startswith(f"{one}.") for one in found.full_modules), (
+                config
+            )
+        for name in found.full_modules:
             assert any(name == one or one.startswith(f"{name}.") for one in whole), config
     assert NUM_CONFIGS // 8 < num_accepted < NUM_CONFIGS
 

@@ -77,7 +77,7 @@ def apply_freeze(
     if found.problems:
         raise UserError(found.problems)
     model.requires_grad_(False)
-    for name in found.whole:
+    for name in found.full_modules:
         module = model.get_submodule(name)
         if is_quantized(module):
             raise UserError(
@@ -85,7 +85,7 @@ def apply_freeze(
                 "or adapter=lora"
             )
         module.requires_grad_(True)
-    _log_tied(model, found.whole)
+    _log_tied(model, found.full_modules)
     if token_ids:
         _check_rows_train(model)
     return model

@@ -36,7 +36,7 @@ INITIAL_A, INITIAL_B = "lora_A_at_start", "lora_B_at_start"
 
 def record_initial_weights(model: peft.PeftModel) -> None:
     """Copy the initial A and B of each LoRA layer to non-persistent buffers."""
-    for _, layer in _named_lora_layers(model):
+    for _, layer in _lora_layers(model):
         layer.register_buffer(INITIAL_A, layer.lora_A["default"].weight.detach().clone(), False)
         layer.register_buffer(INITIAL_B, layer.lora_B["default"].weight.detach().clone(), False)
 
@@ -67,7 +67,7 @@ def save_converted(model: peft.PeftModel, folder: Path) -> None:
 
     tensors = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     has_changed = False
-    for name, layer in _named_lora_layers(model):
+    for name, layer in _lora_layers(model):
         key_a, key_b = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
         a, b, a0, b0 = tensors[key_a], tensors[key_b], layer.lora_A_at_start, layer.lora_B_at_start
         has_changed = has_changed or not (torch.equal(a, a0) and torch.equal(b, b0))
@@ -96,7 +96,7 @@ def reopen_converted(
     """
     in_memory = probe_logits(model, probe)
     reopened = load_adapter(reload_base().to(model.device), folder)
-    pairs = zip(_named_lora_layers(model), _named_lora_layers(reopened), strict=True)
+    pairs = zip(_lora_layers(model), _lora_layers(reopened), strict=True)
     for (name, trained), (_, loaded) in pairs:
         _check_same_matrix(f"{folder}: {name}", trained, loaded)
     difference = (in_memory - probe_logits(reopened, probe)).abs().max().item()
@@ -112,8 +112,8 @@ def _check_same_matrix(where: str, trained: Any, loaded: Any) -> None:
     # The residual is off by half a unit in the last place; the rest is margin for fp32 sums.
     eps = torch.finfo(trained.get_base_layer().weight.dtype).eps
     rounding = 4 * eps * max(residual.abs().max().item(), delta.abs().max().item())
-    whole = loaded.get_base_layer().weight.float() + _delta(loaded)
-    difference = (residual + delta - whole).abs().max().item()
+    reloaded = loaded.get_base_layer().weight.float() + _delta(loaded)
+    difference = (residual + delta - reloaded).abs().max().item()
     if not difference <= rounding:
         raise ValueError(
             f"{where} differs from the trained matrix after reloading: by {difference:.2g} in one "
@@ -141,7 +141,8 @@ def _with_twice_the_rank(config: peft.LoraConfig) -> peft.LoraConfig:
     return doubled
 
 
-def _named_lora_layers(model: peft.PeftModel) -> Iterator[tuple[str, Any]]:
+def _lora_layers(model: peft.PeftModel) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each LoRA layer on a matrix, and the layer, in forward order."""
     import peft
 
     for name, module in model.named_modules():
@@ -175,16 +176,16 @@ def apply_lora(
     found = targets.find_targets(config, modules_of(model))
     if found.problems:
         raise UserError(found.problems)
-    for name in found.whole:
+    for name in found.full_modules:
         if is_quantized(model.get_submodule(name)):
             raise UserError(
                 f"adapter.modules_to_save: {name} is quantized and cannot train; leave it out"
             )
     modules = {name: model.get_submodule(name) for name in found.matrices}
-    _log_left_out(config, found)
+    _log_skipped(config, found)
     _check_init(config, modules)
     check_stock_peft_loads(config, model, found.matrices)
-    rows = trainable_rows(model, token_ids, found.whole)
+    rows = trainable_rows(model, token_ids, found.full_modules)
     log.debug("lora: %s", _describe_targets(config, modules, found.experts))
     adapted = wrap(model, _peft_config(model, config, found, rows))
     if config.use_dora and not half_precision:
@@ -208,7 +209,9 @@ def _peft_config(
     import peft
     from transformers.pytorch_utils import Conv1D
 
-    all_names = [name for name, _ in model.named_modules() if not is_inside(name, found.whole)]
+    all_names = [
+        name for name, _ in model.named_modules() if not is_inside(name, found.full_modules)
+    ]
     all_names += tower_modules(model)
     is_transposed = (isinstance(model.get_submodule(name), Conv1D) for name in found.matrices)
     return peft.LoraConfig(
@@ -224,13 +227,13 @@ def _peft_config(
         init_lora_weights="gaussian" if config.init == "gaussian" else True,
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
-        modules_to_save=found.whole or None,
+        modules_to_save=found.full_modules or None,
         trainable_token_indices=rows or None,
     )
 
 
-def _log_left_out(config: LoraConfig, found: targets.Targets) -> None:
-    """Log which matrices target_modules=all-linear leaves frozen."""
+def _log_skipped(config: LoraConfig, found: targets.Targets) -> None:
+    """Log which matrices target_modules=all-linear skips."""
     if found.thin:
         log.info("lora: skipped, too thin for rank %d: %s", config.r, ", ".join(found.thin))
     if found.own_adapters:
@@ -267,7 +270,7 @@ def _init_magnitudes_in_fp32(model: peft.PeftModel) -> None:
 
     A rounded magnitude would scale its row from the first step on.
     """
-    for layer in _lora_layers(model):
+    for _, layer in _lora_layers(model):
         layer.lora_magnitude_vector["default"].update_layer(
             base_layer=layer.get_base_layer(),
             lora_A=layer.lora_A["default"].weight.detach(),
@@ -288,7 +291,7 @@ def _init_from_base(
     import torch
 
     growth = 1.0
-    for layer in _lora_layers(model):
+    for _, layer in _lora_layers(model):
         home = layer.get_base_layer().weight.device
         weights = [
             layer.get_base_layer().weight,
@@ -313,7 +316,7 @@ def _init_from_base(
 def _init_layer_from_base(layer: Any, init: str, dtype: torch.dtype) -> float:
     """Initialize one layer; return the factor by which its weight's largest entry has grown."""
     weight = layer.get_base_layer().weight
-    whole = weight.data.float().clone()
+    original = weight.data.float().clone()
     if init == "pissa":
         layer.pissa_init("default", "pissa")
     else:
@@ -322,17 +325,10 @@ def _init_layer_from_base(layer: Any, init: str, dtype: torch.dtype) -> float:
         part["default"].weight.data = part["default"].weight.data.to(dtype).contiguous()
     a, b = layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data
     moved = layer.scaling["default"] * b.float() @ a.float()
-    residual = whole - (moved.T if layer.fan_in_fan_out else moved)
+    residual = original - (moved.T if layer.fan_in_fan_out else moved)
     weight.data = residual.to(weight.dtype)
-    growth: float = (residual.abs().max() / whole.abs().max()).item()
+    growth: float = (residual.abs().max() / original.abs().max()).item()
     return growth
-
-
-def _lora_layers(model: peft.PeftModel) -> list[Any]:
-    """Return peft's LoRA layers in forward order."""
-    import peft
-
-    return [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
 
 
 def _expert_endings(model: PreTrainedModel, found: targets.Targets) -> list[str]:

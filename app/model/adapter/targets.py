@@ -80,8 +80,8 @@ class Targets:
     """name endings to try first when naming `matrices` to peft"""
     scaled_inputs: list[str] = field(default_factory=list)
     """members of `matrices` whose input IA3 scales instead of their output"""
-    whole: list[str] = field(default_factory=list)
-    """modules whose own weights train: modules_to_save, and all targets of adapter=freeze"""
+    full_modules: list[str] = field(default_factory=list)
+    """modules trained in full: modules_to_save, and all targets of adapter=freeze"""
     thin: list[str] = field(default_factory=list)
     """thin matrices and routers of a rank below adapter.r, which all-linear skips"""
     not_plain: list[str] = field(default_factory=list)
@@ -160,8 +160,10 @@ def _check_expressions(config: AdapterConfig, base: BaseModules) -> list[str]:
 
 
 def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
-    found.whole = _find_modules(config.modules_to_save, by_ending, "modules_to_save", base, found)
-    for name in found.whole:
+    found.full_modules = _find_modules(
+        config.modules_to_save, by_ending, "modules_to_save", base, found
+    )
+    for name in found.full_modules:
         # peft ties the copies of some models' modules, but not when it loads them again.
         is_tied = len(base.embeddings) > 1
         if is_tied and any(is_inside(embedding, [name]) for embedding in base.embeddings):
@@ -174,7 +176,7 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
     names = _linear_in_layers(config.layers, base, found)
     if base.linear is None or found.problems:
         return
-    names = [name for name in names if not is_inside(name, found.whole)]
+    names = [name for name in names if not is_inside(name, found.full_modules)]
     own_forward = OWN_FORWARD.get(base.model_type or "")
     if _is_all_linear(config):
         found.not_plain = _not_plain(names, base, own_forward)
@@ -351,7 +353,7 @@ def _ia3_targets_of(base: BaseModules, names: Sequence[str], found: Targets) -> 
 def _find_freeze(config: FreezeConfig, base: BaseModules, found: Targets) -> None:
     layers = [] if config.layers == "none" else _chosen_layers(config.layers, base, found)
     modules = _find_modules(config.modules, by_ending_or_expression, "modules", base, found)
-    found.whole = [*(layers or ()), *modules]
+    found.full_modules = [*(layers or ()), *modules]
 
 
 def _chosen_layers(setting: Any, base: BaseModules, found: Targets) -> list[str] | None:

@@ -230,12 +230,12 @@ def drop_untied_keys(model: PreTrainedModel) -> None:
 
 
 def trainable_rows(
-    model: PreTrainedModel, token_ids: Sequence[int], whole: Sequence[str]
+    model: PreTrainedModel, token_ids: Sequence[int], full_modules: Sequence[str]
 ) -> dict[str, list[int]]:
     """Return the rows to train, by full name of the embedding and, if it is untied, the head.
 
-    Modules in `whole` train all their rows anyway. Raises UserError for a token without a row, and
-    if peft could not train the head's rows.
+    Modules in `full_modules` train all their rows anyway. Raises UserError for a token without a
+    row, and if peft could not train the head's rows.
     """
     if not token_ids:
         return {}
@@ -248,8 +248,8 @@ def trainable_rows(
         )
     modules: list[Any] = [embedding] if is_tied(model) else [embedding, head]
     names = [name_of(model, module) for module in modules]
-    rows = {name: list(token_ids) for name in names if name not in whole}
-    if rows and head.bias is not None and name_of(model, head) not in whole:
+    rows = {name: list(token_ids) for name in names if name not in full_modules}
+    if rows and head.bias is not None and name_of(model, head) not in full_modules:
         raise UserError(
             "model.added_tokens, adapter.trainable_tokens: the head of this base has a bias, which "
             "peft would drop; type adapter.modules_to_save="
