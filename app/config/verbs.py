@@ -226,9 +226,9 @@ class TrainConfig:
     resume: str = setting(
         "never", resume="per_start", shown=("train",), aliases=("resume_from_checkpoint",)
     )
-    """never; auto = from the newest valid checkpoint in output.dir, else of the newest unfinished
-    run of this name, if one exists; must = the same, but an error if none exists; or the folder of
-    a run or of one of its checkpoints, whose settings are then inherited"""
+    """never; auto = from the newest valid checkpoint of output.dir, else of the newest unfinished
+    run of this name; must = the same, an error if there is none; or the folder of a run or
+    checkpoint, whose settings are inherited"""
     resume_allow: list[str] = setting(
         default_factory=list, choices=tuple(ALLOWED), resume="per_start", shown=("train",)
     )

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
     exact_match: bool = setting(False, shown=("train",))
-    """generate answers to held-out prompts greedily and report the share that equals the reference,
-    base vs tuned"""
+    """answer held-out prompts greedily; report the share equal to the reference, base vs tuned"""
     metrics: list[str] = setting(default_factory=list, choices=METRICS, shown=("evaluate",))
     """further metrics of answers to held-out prompts: numeric (the last number), f1 (words in
     common), rouge1, rouge2, rougeL, bleu, chrf; each from 0 to 1"""

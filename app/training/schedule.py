@@ -35,7 +35,7 @@ class ScheduleConfig:
     """shape of the learning rate after the warm-up: cosine, linear, constant, one_cycle, or wsd
     (warmup-stable-decay: constant, then a steep decay at the end)"""
     warmup_ratio: float = setting(0.03, ge=0, lt=1, shown=("train",))
-    """share of all optimizer steps over which the learning rate rises from 0 to its peak"""
+    """share of all steps over which the learning rate rises from 0 to its peak"""
     warmup_steps: int | None = setting(None, ge=0, instead_of="warmup_ratio")
     """length of the warm-up in optimizer steps; overrides warmup_ratio"""
     min_lr_ratio: float = setting(0.0, ge=0, le=1)
