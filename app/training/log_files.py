@@ -25,28 +25,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a run has ended, for the loggers."""
+    """The result of a run, for the loggers."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """figures of the whole run"""
+    """metrics of the whole run"""
     settings: Sequence[tuple[str, str, str]] = ()
-    """key, value and default of those that differ from their defaults"""
+    """key, value and default of each setting that differs from its default"""
     files: Sequence[Path] = ()
-    """that a tracker attaches"""
+    """files that a tracker attaches"""
     is_done: bool = True
 
 
 def is_detail(name: str) -> bool:
-    """Tell the columns that most people never look at: shares and tokens, load of experts."""
+    """Return whether a metric is rarely needed: tokens and shares of data sets, expert load."""
     return any(part in name for part in ("/tokens/", "/share/", "experts/"))
 
 
 def columns(dataset_names: list[str]) -> list[str]:
-    """Name the columns of metrics.csv for these data sets."""
+    """Return the columns of metrics.csv for these data sets."""
     by_dataset = [
-        f"{phase}/{what}/{name}"
+        f"{phase}/{metric}/{name}"
         for phase in ("train", "val")
-        for what in ("loss", "tokens", "share")
+        for metric in ("loss", "tokens", "share")
         for name in dataset_names
     ]
     rest = ["train/lr", "train/grad_norm", "speed/tokens_per_second"]
@@ -54,13 +54,13 @@ def columns(dataset_names: list[str]) -> list[str]:
 
 
 class CsvLogger(Logger):
-    """metrics.csv: a row an optimizer step and a row a validation, at full precision."""
+    """Write metrics.csv: a row per optimizer step and per validation, at full precision."""
 
     def __init__(self, path: Path, dataset_names: list[str]) -> None:
         super().__init__()
         self.path = path
         self.columns = columns(dataset_names)
-        self._is_joined = False
+        self._has_all_columns = False
 
     @rank_zero_only
     def clear(self) -> None:
@@ -100,19 +100,19 @@ class CsvLogger(Logger):
         try:
             if not self.path.exists() or not self.path.stat().st_size:
                 writer.writeheader()
-            elif not self._is_joined:
-                writer.fieldnames = self.columns = self._join_columns()
-            self._is_joined = True
+            elif not self._has_all_columns:
+                writer.fieldnames = self.columns = self._add_missing_columns()
+            self._has_all_columns = True
             writer.writerow({"step": step} | metrics)
             with open_no_follow(self.path, "a", newline="") as file:
                 file.write(text.getvalue())
         except OSError as error:
             raise SaveError(self._describe(error, text.tell())) from error
 
-    def _join_columns(self) -> list[str]:
-        """Return the columns of the file and those that only this run has, added to the file.
+    def _add_missing_columns(self) -> list[str]:
+        """Add the columns that an existing file lacks, and return all of its columns.
 
-        An earlier version of the program began the run with fewer.
+        An earlier version of the program may have started the run with fewer columns.
         """
         with open_no_follow(self.path, "r", newline="") as file:
             header, *rows = csv.reader(file)
@@ -137,12 +137,12 @@ class CsvLogger(Logger):
             raise SaveError(self._describe(error, self.path.stat().st_size)) from error
 
     def _describe(self, error: OSError, num_bytes: int) -> str:
-        what = f"{self.path} could not be written: {error.strerror}"
+        message = f"{self.path} could not be written: {error.strerror}"
         if error.errno not in DISK_FULL:
-            return what
+            return message
         folder = self.path.parent
         return (
-            f"{what}; it needs {num_bytes:,} bytes, but {format_bytes(free_bytes(folder))} are "
+            f"{message}; it needs {num_bytes:,} bytes, but {format_bytes(free_bytes(folder))} are "
             f"free; free disk space, then type resume={folder}"
         )
 
@@ -151,12 +151,13 @@ class CsvLogger(Logger):
 
 
 class TensorBoardLogger(Logger):
-    """TensorBoard event files, opened at the first row.
+    """Write TensorBoard event files, opened at the first row.
 
     Lightning's own logger imports tensorboard before training. Events after `last_step`, from which
-    the run resumes, are hidden. A disk error ends these files with a warning and not the run:
-    metrics.csv has every row. "Custom scalars" has training and validation of a data set on one
-    chart, "text" the command and config.yaml, "hparams" the settings with the final figures.
+    the run resumes, are hidden. After a disk error, logging to TensorBoard stops with a warning and
+    the run continues: metrics.csv has every row. "Custom scalars" shows training and validation of
+    a data set in one chart, "text" the command and config.yaml, "hparams" the settings with the
+    final metrics.
     """
 
     def __init__(
@@ -199,12 +200,12 @@ class TensorBoardLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Flush the events: more come when the run is evaluated."""
+        """Flush the events; more follow when the run is evaluated."""
         self.save()
 
     @rank_zero_only
     def finish(self, outcome: Outcome) -> None:
-        """Write the settings with the final figures, and close the file."""
+        """Write the settings with the final metrics, and close the file."""
         if self._writer is None:
             return
         if outcome.metrics:
@@ -215,15 +216,15 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard.summary import hparams
 
         settings = {key: value for key, value, _ in outcome.settings}
-        figures = {
+        final_metrics = {
             f"final/{name}": value
             for name, value in outcome.metrics.items()
             if not is_detail(name) and "trained_tokens" not in name
         }
-        # Not `add_hparams`: that makes a run of its own beside this one.
-        for summary in hparams(settings, figures):
+        # Not `add_hparams`, which would create a separate run next to this one.
+        for summary in hparams(settings, final_metrics):
             self._writer.file_writer.add_summary(summary)
-        for name, value in figures.items():
+        for name, value in final_metrics.items():
             self._writer.add_scalar(name, value)
 
     def _write_texts(self) -> None:
@@ -258,7 +259,7 @@ class TensorBoardLogger(Logger):
         except OSError as error:
             self._has_failed = True
             log.warning(
-                "TensorBoard: %s could not be written: %s; logging continues in metrics.csv alone",
+                "TensorBoard: %s could not be written: %s; logging continues in metrics.csv only",
                 self.folder,
                 error.strerror or error,
             )

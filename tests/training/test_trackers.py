@@ -1,4 +1,4 @@
-"""Trackers beside a run: what they get, and that one which fails or hangs costs the run nothing."""
+"""What trackers receive from a run; a tracker that fails or hangs never disturbs the run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from app.training.trackers import Tracker
 from tests.tiny import small_run, train_into
 
 
-class Recorder:
-    """Stands for Lightning's logger of a tracker."""
+class RecordingLogger:
+    """Stand-in for Lightning's logger of a tracker."""
 
     def __init__(self, run_id: str | None, *, fails_at: int = -1, hangs_at: int = -1) -> None:
         self.version, self.experiment = run_id or "new", self
@@ -32,13 +32,13 @@ class Recorder:
         self.params: Any = None
         self.status = ""
         self.fails_at, self.hangs_at = fails_at, hangs_at
-        self.freed = threading.Event()
+        self.released = threading.Event()
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         if len(self.rows) == self.fails_at:
             raise ConnectionError("the server is gone\nat line 3")
         if len(self.rows) == self.hangs_at:
-            self.freed.wait(60)
+            self.released.wait(60)
         self.rows.append((metrics, step))
 
     def log_hyperparams(self, params: Any) -> None:
@@ -48,19 +48,19 @@ class Recorder:
         self.status = status
 
 
-def tracked(folder: Path, **how: int) -> tuple[Tracker, list[Recorder]]:
-    made: list[Recorder] = []
+def build_tracker(folder: Path, **faults: int) -> tuple[Tracker, list[RecordingLogger]]:
+    made: list[RecordingLogger] = []
 
-    def build(folder: Path, name: str, run_id: str | None) -> Recorder:
-        made.append(Recorder(run_id, **how))
+    def build(folder: Path, name: str, run_id: str | None) -> RecordingLogger:
+        made.append(RecordingLogger(run_id, **faults))
         return made[-1]
 
     return Tracker("recorder", folder, build), made
 
 
-def test_rows_settings_and_the_end_arrive_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+def test_a_tracker_receives_rows_settings_and_status_and_continues_its_run(tmp_path: Path) -> None:
     for expected in ("new", "new"):
-        tracker, made = tracked(tmp_path)
+        tracker, made = build_tracker(tmp_path)
         tracker.log_hyperparams({"seed": 1})
         for step in (1, 2):
             tracker.log_metrics({"train/loss": 1.0, "train/share/a": 0.5}, step)
@@ -74,29 +74,29 @@ def test_rows_settings_and_the_end_arrive_and_a_resumed_run_goes_on(tmp_path: Pa
         (tmp_path / "trackers.json").write_text(json.dumps({"recorder": "new"}))
 
 
-def test_a_run_that_starts_anew_begins_a_run_of_the_trackers(tmp_path: Path) -> None:
-    tracker, _ = tracked(tmp_path)
+def test_a_restarted_run_starts_a_new_tracker_run(tmp_path: Path) -> None:
+    tracker, _ = build_tracker(tmp_path)
     (tmp_path / "trackers.json").write_text(json.dumps({"recorder": "dead"}))
     rows = CsvLogger(tmp_path / "metrics.csv", ["a"])
     drop_rows_after(3, [rows, tracker])
-    assert tracker._known_id() == "dead"
+    assert tracker._saved_id() == "dead"
     drop_rows_after(None, [rows, tracker])
-    assert tracker._known_id() is None
+    assert tracker._saved_id() is None
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("faults", "warning"),
     [
-        ({"fails_at": 3}, "logger=recorder: the server is gone; the run goes on without it"),
-        ({"hangs_at": 3}, "logger=recorder: it did not end within 0.1 s"),
+        ({"fails_at": 3}, "logger=recorder: the server is gone; the run continues without it"),
+        ({"hangs_at": 3}, "logger=recorder: it did not finish within 0.1 s"),
     ],
 )
-def test_a_tracker_that_fails_or_hangs_is_left_behind(
-    how: dict[str, int], said: str, tmp_path: Path,
+def test_a_tracker_that_fails_or_hangs_is_abandoned(
+    faults: dict[str, int], warning: str, tmp_path: Path,
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(trackers, "LAST_SECONDS", 0.1)
-    tracker, made = tracked(tmp_path, **how)
+    monkeypatch.setattr(trackers, "MAX_WAIT_SECONDS", 0.1)
+    tracker, made = build_tracker(tmp_path, **faults)
     started = time.monotonic()
     with caplog.at_level(logging.WARNING):
         for step in range(500):
@@ -104,37 +104,38 @@ def test_a_tracker_that_fails_or_hangs_is_left_behind(
         tracker.finish(Outcome())
     assert time.monotonic() - started < 2
     (message,) = caplog.messages
-    assert message.startswith(said) and "\n" not in message
+    assert message.startswith(warning) and "\n" not in message
     assert len(made[0].rows) == 3
-    made[0].freed.set()
+    made[0].released.set()
 
 
-def test_a_tracker_that_falls_behind_is_left(
+def test_a_tracker_that_falls_behind_is_abandoned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "MAX_WAITING", 20)
-    monkeypatch.setattr(trackers, "LAST_SECONDS", 0.1)
-    tracker, made = tracked(tmp_path, hangs_at=0)
+    monkeypatch.setattr(trackers, "MAX_QUEUED", 20)
+    monkeypatch.setattr(trackers, "MAX_WAIT_SECONDS", 0.1)
+    tracker, made = build_tracker(tmp_path, hangs_at=0)
     with caplog.at_level(logging.WARNING):
         for step in range(100):
             tracker.log_metrics({"train/loss": 1.0}, step)
         tracker.finish(Outcome())
-    assert len(caplog.messages) == 1 and "20 rows wait for it" in caplog.text
-    made[0].freed.set()
+    assert len(caplog.messages) == 1 and "it is 20 rows behind" in caplog.text
+    made[0].released.set()
 
 
 def test_several_loggers_are_a_list(tmp_path: Path) -> None:
     config = load_config("train", small_run("logger=[tensorboard, wandb,mlflow]"))
     assert (config.logger.name, config.logger.also) == ("tensorboard", ["wandb", "mlflow"])
-    names = [one.name for one in build_loggers(config.logger, tmp_path, ["a"])]
+    names = [logger.name for logger in build_loggers(config.logger, tmp_path, ["a"])]
     assert names == ["csv", "tensorboard", "wandb", "mlflow"]
-    assert [one.name for one in build_loggers(LoggerConfig(name="csv"), tmp_path, ["a"])] == ["csv"]
+    csv_only = build_loggers(LoggerConfig(name="csv"), tmp_path, ["a"])
+    assert [logger.name for logger in csv_only] == ["csv"]
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("train", small_run("logger=wandb"))
     monkeypatch.setattr("app.preflight.couplings.table.is_installed", lambda name: name != "wandb")
-    (problem,) = [one for one in check_compatibility(config) if "logger" in one]
+    (problem,) = [text for text in check_compatibility(config) if "logger" in text]
     assert problem == (
         "logger=wandb needs the package wandb, which is not installed; type pip install -e "
         "'.[wandb]', or logger=tensorboard"
@@ -143,7 +144,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow-skinny")
-def test_mlflow_keeps_a_run_and_goes_on_in_it(
+def test_mlflow_records_a_run_and_its_resumption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -163,12 +164,12 @@ def test_mlflow_keeps_a_run_and_goes_on_in_it(
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
-def test_wandb_keeps_a_run_offline_and_goes_on_in_it(
+def test_wandb_records_a_run_and_its_resumption_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(trackers, "LAST_SECONDS", 120.0)  # it starts in seconds, or many
+    monkeypatch.setattr(trackers, "MAX_WAIT_SECONDS", 120.0)  # it may take long to start
     run = train_into(tmp_path / "run", "logger=[wandb,csv]")
     train_into(run, "logger=wandb", f"resume={run}", "trainer.max_steps=6", "resume_allow=[epochs]")
     run_id = json.loads((run / "trackers.json").read_text())["wandb"]
@@ -179,10 +180,10 @@ def test_wandb_keeps_a_run_offline_and_goes_on_in_it(
         assert b"train/loss" in (folder / f"run-{run_id}.wandb").read_bytes()
 
 
-class Dying(http.server.BaseHTTPRequestHandler):
+class DyingServer(http.server.BaseHTTPRequestHandler):
     """A tracking server that hangs from its third request on."""
 
-    requests, freed = 0, threading.Event()
+    requests, released = 0, threading.Event()
 
     def do_GET(self) -> None:
         self.answer()
@@ -193,7 +194,7 @@ class Dying(http.server.BaseHTTPRequestHandler):
     def answer(self) -> None:
         type(self).requests += 1
         if self.requests > 2:
-            self.freed.wait(60)
+            self.released.wait(60)
         body = json.dumps({"experiment": {"experiment_id": "1", "lifecycle_stage": "active"}})
         self.send_response(200)
         self.end_headers()
@@ -205,22 +206,26 @@ class Dying(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow-skinny")
-@pytest.mark.parametrize("how", ["hangs", "gone"])
-def test_a_server_that_dies_stops_no_run(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("failure", ["hangs", "gone"])
+def test_a_run_survives_a_server_that_dies(
+    failure: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Dying)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), DyingServer)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(trackers, "LAST_SECONDS", 1.0)
-    if how == "gone":
+    monkeypatch.setattr(trackers, "MAX_WAIT_SECONDS", 1.0)
+    if failure == "gone":
         server.shutdown()
         server.server_close()
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     run = train_into(tmp_path / "run", "logger=mlflow")
     assert (run / "metrics.json").is_file() and (run / "report.html").is_file()
-    said = [one for one in capsys.readouterr().out.splitlines() if "logger=mlflow: " in one]
-    assert len(said) == 1 and said[0].endswith("metrics.csv has every row")
-    Dying.freed.set()
+    output = capsys.readouterr().out.splitlines()
+    warnings = [line for line in output if "logger=mlflow: " in line]
+    assert len(warnings) == 1 and warnings[0].endswith("metrics.csv has every row")
+    DyingServer.released.set()
     server.server_close()
