@@ -1,7 +1,6 @@
-"""Run all cases of a seed and print what they showed; what is done already is not done again.
+"""Run all chains of a seed and print their results; chains with saved results are skipped.
 
-`python -m tests.reliability [seed=N] [full] [only=PART_OF_A_NAME]`; exit code 1 when a bar is
-missed.
+`python -m tests.reliability [seed=N] [full] [only=PART_OF_A_NAME]`; exit code 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from benchmarks.figure import Figure, print_figures
 from tests.conftest import ROOT
 from tests.processes import GONE_WITHIN
 from tests.reliability.cases import Chain, make_base
-from tests.reliability.chain import Result, Whole, count_operations, run_chain
+from tests.reliability.chain import References, Result, count_operations, run_chain
 from tests.reliability.person import Person
 from tests.reliability.plans import COUNTED, NUM_KILLS, plan_chains
 
 AT_ONCE = 2
-"""runs"""
+"""number of concurrent runs"""
 FIGURES = {
     "kills in a save": "kills_in_a_save",
     "write points": "write_points_survived",
@@ -40,27 +39,27 @@ FIGURES = {
     "kills of shares": "kills_under_strategies_bitwise_equal",
     "disk full for a share": "disk_full_for_a_share_last_good_kept",
 }
-"""of what a death is"""
+"""kind of a death -> name of its figure"""
 
 
 def main(words: list[str]) -> int:
-    """Run the chains that are not done."""
+    """Run the chains without a saved result."""
     options = dict(word.partition("=")[::2] for word in words)
     seed, is_full = int(options.get("seed") or 0), "full" in options
     folder = ROOT / "outputs" / "chaos" / f"seed-{seed}{'-full' if is_full else ''}"
-    forget_other_programs(folder)
+    remove_outdated_results(folder)
     make_base(folder)
     part = options.get("only", "")
-    whole = Whole(folder)
+    references = References(folder)
     people = [Person(folder / "cache") for _ in range(AT_ONCE)]
     began = time.monotonic()
-    counted = {variant: count_operations(variant, people[0], whole) for variant in COUNTED}
+    counted = {variant: count_operations(variant, people[0], references) for variant in COUNTED}
     planned = plan_chains(seed, counted, is_full=is_full)
-    chains = [one for one in planned if part in one.name]
+    chains = [chain for chain in planned if part in chain.name]
     results = Results(folder / "results.jsonl", chains)
     left = [chain for chain in chains if chain.name not in results.good]
     print(f"{len(chains)} chains, {len(chains) - len(left)} of them done before; {folder}")
-    run_all(left, whole, people, seed, results)
+    run_all(left, references, people, seed, results)
     shown = [results.of[chain.name] for chain in chains]
     print_table(shown)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -72,39 +71,39 @@ def main(words: list[str]) -> int:
 
 
 class Results:
-    """Results that are kept in a file, as long as their chain is the same."""
+    """Results in a file, each used as long as its chain is unchanged."""
 
     def __init__(self, file: Path, chains: Sequence[Chain]) -> None:
         self.file = file
         self.of: dict[str, Result] = {}
         self.chains = {chain.name: repr(chain) for chain in chains}
         for line in file.read_text().splitlines() if file.exists() else []:
-            kept = json.loads(line)
-            if kept.pop("plan") == self.chains.get(kept["chain"]):
-                self.of[kept["chain"]] = Result(**kept)
+            saved = json.loads(line)
+            if saved.pop("plan") == self.chains.get(saved["chain"]):
+                self.of[saved["chain"]] = Result(**saved)
 
     @property
     def good(self) -> set[str]:
         return {name for name, result in self.of.items() if result.is_good}
 
-    def keep(self, result: Result) -> None:
+    def save(self, result: Result) -> None:
         self.of[result.chain] = result
         with self.file.open("a") as file:
-            told = {"plan": self.chains[result.chain], **asdict(result)}
-            file.write(json.dumps(told) + "\n")
+            row = {"plan": self.chains[result.chain], **asdict(result)}
+            file.write(json.dumps(row) + "\n")
 
 
-def forget_other_programs(folder: Path) -> None:
-    """Empty `folder` of what another version of the program has shown."""
-    sources, of_folder = hash_sources(), folder / "sources"
-    if not of_folder.exists() or of_folder.read_text() != sources:
+def remove_outdated_results(folder: Path) -> None:
+    """Empty `folder` if its results are of another version of the program."""
+    sources, hash_file = hash_sources(), folder / "sources"
+    if not hash_file.exists() or hash_file.read_text() != sources:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        of_folder.write_text(sources)
+        hash_file.write_text(sources)
 
 
 def hash_sources() -> str:
-    """Hash all that is run."""
+    """Return a hash of the program, its settings and the harness."""
     files = [
         file
         for folder in ("app", "data_modules", "conf")
@@ -120,9 +119,9 @@ def hash_sources() -> str:
 
 
 def run_all(
-    chains: list[Chain], whole: Whole, people: list[Person], seed: int, results: Results
+    chains: list[Chain], references: References, people: list[Person], seed: int, results: Results
 ) -> None:
-    """Run `chains`, one a person at once, and say how each went."""
+    """Run `chains`, one per person at a time, and print the outcome of each."""
     free: Queue[Person] = Queue()
     for person in people:
         free.put(person)
@@ -130,7 +129,7 @@ def run_all(
     def run(chain: Chain) -> Result:
         person = free.get()
         try:
-            return run_chain(chain, person, whole, seed)
+            return run_chain(chain, person, references, seed)
         finally:
             free.put(person)
 
@@ -138,29 +137,30 @@ def run_all(
         running = [pool.submit(run, chain) for chain in chains]
         for number, done in enumerate(as_completed(running), 1):
             result = done.result()
-            results.keep(result)
-            how = "equal" if result.is_good else f"NOT AS IT MUST BE: {result.problems}"
-            print(f"[{number}/{len(chains)}] {result.chain}: {how}", flush=True)
+            results.save(result)
+            outcome = "equal" if result.is_good else f"FAILED: {result.problems}"
+            print(f"[{number}/{len(chains)}] {result.chain}: {outcome}", flush=True)
     for person in people:
         person.close()
 
 
 def print_table(results: Iterable[Result]) -> None:
-    """Print a line a chain."""
+    """Print one line per chain."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table()
     for column in ("case", "done", "equal", "seconds"):
         table.add_column(column, justify="left" if column in ("case", "equal") else "right")
-    for one in results:
-        done = f"{sum(one.done.values())}/{sum(one.planned.values())}"
-        table.add_row(one.chain, done, "yes" if one.is_equal else "NO", f"{one.seconds:.1f}")
+    for result in results:
+        done = f"{sum(result.done.values())}/{sum(result.planned.values())}"
+        equal = "yes" if result.is_equal else "NO"
+        table.add_row(result.chain, done, equal, f"{result.seconds:.1f}")
     Console().print(table)
 
 
 def figures_of(results: list[Result]) -> list[Figure]:
-    """Return the figures: what was done, of what was planned, in runs that were as they must be."""
+    """Return the figures: planned deaths, and those of successful chains."""
     planned, done = Counter[str](), Counter[str]()
     for result in results:
         planned.update(result.planned)
@@ -171,12 +171,12 @@ def figures_of(results: list[Result]) -> list[Figure]:
         for what, name in FIGURES.items()
         if planned[what]
     ]
-    in_all = ("kills", "kills in a save")
-    if any(planned[what] for what in in_all):
-        killed = sum(done[what] for what in in_all)
-        bar = min(NUM_KILLS, sum(planned[what] for what in in_all))
+    kinds = ("kills", "kills in a save")
+    if any(planned[what] for what in kinds):
+        killed = sum(done[what] for what in kinds)
+        bar = min(NUM_KILLS, sum(planned[what] for what in kinds))
         first = Figure(figure="chaos/kills_bitwise_equal", value=killed, bar=bar, better="higher")
-        most = max(one.kills_in_one_epoch for one in results if "kills" in one.planned)
+        most = max(result.kills_in_one_epoch for result in results if "kills" in result.planned)
         figures = [
             first,
             Figure(figure="chaos/kills_in_one_epoch", value=most, bar=2, better="higher"),

@@ -1,4 +1,4 @@
-"""What is trained, how it dies, and what must then be."""
+"""Training variants, deaths of runs, and the expected state after them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.conftest import ROOT
 SAMPLES = ROOT / "data_modules" / "samples"
 NUM_STEPS = 12
 STEPS_AN_EPOCH = 7
-"""about: a run goes over the end of its first epoch"""
-ALL_IN_PARTS = "+strategy.config={zero_optimization: {stage3_param_persistence_threshold: 0}}"
-"""else ZeRO-3 keeps weights this small whole on every rank"""
+"""approximate steps per epoch, so that a run exceeds its first epoch"""
+SHARD_ALL = "+strategy.config={zero_optimization: {stage3_param_persistence_threshold: 0}}"
+"""without it, ZeRO-3 does not shard weights as small as these"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """What is trained, on what, and by how many."""
+    """Adapter, data, number of ranks and strategy of a run."""
 
     adapter: str = "lora"
     ranks: int = 1
@@ -31,11 +31,11 @@ class Variant:
 
     @property
     def name(self) -> str:
-        spread = "" if self.strategy == "auto" else f"-{self.strategy}"
-        return f"{self.adapter}-{self.ranks}-{self.data}-{self.accumulation}{spread}"
+        suffix = "" if self.strategy == "auto" else f"-{self.strategy}"
+        return f"{self.adapter}-{self.ranks}-{self.data}-{self.accumulation}{suffix}"
 
     def words(self, folder: Path, *others: str) -> list[str]:
-        """Return the words of its run on what is in `folder`, `others` instead of its own."""
+        """Return the overrides of its run on the files in `folder`; `others` take precedence."""
         words = [
             f"model.path={folder / 'base'}",
             f"adapter={self.adapter}",
@@ -50,7 +50,7 @@ class Variant:
             f"trainer.devices={self.ranks}",
             "trainer.accelerator=cpu",
             *([f"strategy={self.strategy}"] if self.strategy != "auto" else []),
-            *([ALL_IN_PARTS] if self.strategy == "zero3" else []),
+            *([SHARD_ALL] if self.strategy == "zero3" else []),
             "trainer.precision=fp32",
             f"trainer.max_steps={NUM_STEPS}",
             "trainer.validate_every_steps=5",
@@ -86,7 +86,7 @@ VARIANTS = [
 
 
 def make_base(folder: Path) -> None:
-    """Put the shipped base into `folder`, with dropout in its attention: `full` has none else."""
+    """Copy the shipped base to `folder` with attention dropout, as `full` has no other dropout."""
     base = folder / "base"
     if base.exists():
         return
@@ -98,7 +98,7 @@ def make_base(folder: Path) -> None:
 
 
 def _first_rows(folder: Path, name: str, number: int) -> Path:
-    """Write the first rows of a sample; one of JSON lines is told by its own rows."""
+    """Write the first rows of a sample, in its own format (JSON or JSON lines)."""
     (source,) = SAMPLES.glob(f"{name}.json*")
     file = folder / "data" / f"{name}-{number}{source.suffix}"
     if not file.exists():
@@ -115,41 +115,41 @@ def _first_rows(folder: Path, name: str, number: int) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Death:
-    """One end of a run before its time, and what must then be."""
+    """One premature end of a run, and the expected state after it."""
 
     what: str
-    """the figure that it counts for"""
+    """kind of death, which decides the figure that it counts for"""
     step: int
     code: int
     fault: str | None = None
-    """as a person types it; None: `signum` is sent to the process that was typed, in that step"""
+    """fault to inject; None = `signum` is sent to the command's process in that step"""
     signum: int = 0
     saved: int | None = None
-    """step of the checkpoint that must be the newest"""
+    """expected step of the newest checkpoint"""
     says: str = ""
-    """must be printed"""
+    """expected part of the output"""
     damages: bool = False
-    """whether the newest checkpoint is damaged then"""
+    """whether the newest checkpoint is damaged afterwards"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """A run that dies several times and is typed again after each, until it ends by itself."""
+    """A run that dies several times and is resumed after each death until it finishes."""
 
     name: str
     variant: Variant
     deaths: Sequence[Death]
     words: Sequence[str] = ()
-    """besides the variant's"""
+    """overrides in addition to the variant's"""
     cold: int | None = None
-    """which of its processes is started by the ordinary command line, from 0"""
+    """index of the process that is started in a new interpreter instead of a fork"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operations:
-    """How many operations on the disk a save is."""
+    """Number of disk operations of a save."""
 
     all: int
-    """with the rotation behind it"""
+    """operations including the rotation afterwards"""
     need_room: int
-    """up to its rename"""
+    """operations that need disk space, up to the rename"""

@@ -1,4 +1,4 @@
-"""Run a chain of deaths and resumes, and hold what comes of it against a run that ran through."""
+"""Run a chain of deaths and resumes, and compare the result with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from tests.training.checkpoint.test_store_damaged import DAMAGES
 
 RUN = "run"
 COMES_WITHIN = 240.0
-"""seconds in which a run reaches a step"""
+"""seconds within which a run must reach a step"""
 BATCHES = "batches-rank-0"
-"""what a warm process records of its batches"""
+"""file in which a warm process records hashes of its batches"""
 
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """What a chain showed."""
+    """Outcome of a chain."""
 
     chain: str
     done: dict[str, int] = field(default_factory=dict)
-    """deaths by what they were, of those that went as they must"""
+    """number of deaths with the expected outcome, by kind"""
     planned: dict[str, int] = field(default_factory=dict)
     is_equal: bool = False
-    """to the run that ran through, bit for bit"""
+    """whether the run equals the uninterrupted one, bit for bit"""
     problems: list[str] = field(default_factory=list)
     seconds_until_gone: float = 0.0
-    """the longest"""
+    """longest time from the end of a command to that of its last process"""
     kills_in_one_epoch: int = 0
     num_cold: int = 0
     seconds: float = 0.0
@@ -55,17 +55,17 @@ class Result:
         return self.is_equal and not self.problems
 
 
-class Whole:
-    """Runs that nothing disturbs, one for each set of words."""
+class References:
+    """Uninterrupted runs, one per set of overrides."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._locks: dict[str, Lock] = defaultdict(Lock)
 
-    def of(self, chain: Chain, person: Person, words: list[str]) -> Path:
-        """Return the folder in which the run of `words` is, its log and its records beside it."""
+    def train(self, chain: Chain, person: Person, words: list[str]) -> Path:
+        """Train with `words`, once; return the folder of run, log and records."""
         name = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
-        folder = self.folder / "whole" / name
+        folder = self.folder / "references" / name
         with self._locks[name]:
             if not (folder / RUN / "metrics.json").exists():
                 shutil.rmtree(folder, ignore_errors=True)
@@ -73,46 +73,46 @@ class Whole:
                 typed = [*words, f"output.dir={folder / RUN}"]
                 ending = person.type_train(typed, folder)
                 if ending.code != 0:
-                    raise RuntimeError(f"{chain.name}: undisturbed it ends with {ending}")
+                    raise RuntimeError(f"{chain.name}: uninterrupted, it ends with {ending}")
         return folder
 
 
-def count_operations(variant: Variant, person: Person, whole: Whole) -> Operations:
-    """Count what a save of `variant` does on the disk."""
+def count_operations(variant: Variant, person: Person, references: References) -> Operations:
+    """Count the disk operations of a save of `variant`."""
     chain = plan_counted(variant)
-    folder = whole.of(chain, person, variant.words(whole.folder, *chain.words))
+    folder = references.train(chain, person, variant.words(references.folder, *chain.words))
     points = defaultdict(list)
     for line in _lines(folder / "operations"):
         step, point = line.split()
         points[int(step)].append(point)
-    del points[min(points)]  # it has nothing to remove
+    del points[min(points)]  # the first save removes no checkpoint
     fewest = min(points.values(), key=len)
-    # From the rename on it is saved, and what cannot be removed for lack of room stays.
+    # After the rename the save is complete; a full disk only delays the removal of older ones.
     until_named = fewest[: fewest.index("disk.replace") + 1]
     need_room = sum(point in NEEDS_ROOM for point in until_named)
     return Operations(all=len(fewest), need_room=need_room)
 
 
-def run_chain(chain: Chain, person: Person, whole: Whole, seed: int) -> Result:
-    """Let a run die as `chain` says and go on each time; what it leaves is removed if all is well.
+def run_chain(chain: Chain, person: Person, references: References, seed: int) -> Result:
+    """Let a run die and resume as `chain` says; its folder is removed after success.
 
-    Never an exception for what the run does: that is a problem of the result.
+    Failures of the run are listed in the result and do not raise.
     """
     began = time.monotonic()
     result = Result(chain=chain.name)
     for death in chain.deaths:
         result.planned[death.what] = result.planned.get(death.what, 0) + 1
-    words = chain.variant.words(whole.folder, *chain.words)
-    folder = whole.folder / "chains" / chain.name
+    words = chain.variant.words(references.folder, *chain.words)
+    folder = references.folder / "chains" / chain.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        undisturbed = whole.of(chain, person, words)
-        _die_and_go_on(chain, person, [*words, f"output.dir={folder / RUN}"], folder, seed, result)
+        uninterrupted = references.train(chain, person, words)
+        _die_and_resume(chain, person, [*words, f"output.dir={folder / RUN}"], folder, seed, result)
         if not result.problems:
-            result.problems += _differences(folder, undisturbed, chain)
+            result.problems += _differences(folder, uninterrupted, chain)
             result.is_equal = not result.problems
-            result.kills_in_one_epoch = _most_in_one_epoch(chain, undisturbed)
+            result.kills_in_one_epoch = _most_in_one_epoch(chain, uninterrupted)
     except (RuntimeError, AssertionError, OSError) as error:
         result.problems.append(f"{type(error).__name__}: {error}"[:2000])
     if result.is_good:
@@ -121,13 +121,13 @@ def run_chain(chain: Chain, person: Person, whole: Whole, seed: int) -> Result:
     return result
 
 
-def _die_and_go_on(
+def _die_and_resume(
     chain: Chain, person: Person, words: list[str], folder: Path, seed: int, result: Result
 ) -> None:
     armed = [death.fault for death in chain.deaths if death.fault is not None]
     typed = [*words, "resume=auto", f"faults=[{','.join(armed)}]"]
     dice = random.Random(f"{chain.name} {seed}")
-    must_say: list[str] = []
+    expected_output: list[str] = []
     for number, death in enumerate([*chain.deaths, None]):
         is_warm = number != chain.cold or (death is not None and death.fault is None)
         result.num_cold += not is_warm
@@ -138,18 +138,18 @@ def _die_and_go_on(
             meanwhile=_sender(death, folder),
         )
         result.seconds_until_gone = max(result.seconds_until_gone, ending.seconds_until_gone)
-        problems = _problems(death, ending, folder / RUN, must_say)
+        problems = _problems(death, ending, folder / RUN, expected_output)
         where = "the end" if death is None else f"{death.fault or death.signum} at {death.step}"
         result.problems += [f"{where}: {problem}" for problem in problems]
         if problems:
             return
         if death is not None:
             result.done[death.what] = result.done.get(death.what, 0) + 1
-            must_say = _damage_newest(folder / RUN, dice) if death.damages else []
+            expected_output = _damage_newest(folder / RUN, dice) if death.damages else []
 
 
 def _sender(death: Death | None, folder: Path) -> Callable[[int], None] | None:
-    """Return what sends a signal once the run has started the step of `death`."""
+    """Return a function that sends a signal once the run has started the step of `death`."""
     if death is None or death.fault is not None:
         return None
     begins = _size(folder / BATCHES)
@@ -161,7 +161,7 @@ def _sender(death: Death | None, folder: Path) -> Callable[[int], None] | None:
             if steps and steps[-1] >= death.step:
                 return os.kill(pid, death.signum)
             time.sleep(0.002)
-        raise RuntimeError(f"step {death.step} did not come")
+        raise RuntimeError(f"step {death.step} was not reached")
 
     return send
 
@@ -171,30 +171,34 @@ def _size(file: Path) -> int:
 
 
 def _lines(file: Path, begins: int = 0) -> list[str]:
-    """Return whole lines of batches."""
+    """Return complete lines of a record, without `begin`."""
     text = file.read_bytes()[begins:].decode() if file.exists() else ""
     return [line for line in text[: text.rfind("\n") + 1].splitlines() if line != "begin"]
 
 
-def _problems(death: Death | None, ending: Ending, run: Path, must_say: list[str]) -> list[str]:
-    """List what is not as it must be when a process has ended."""
+def _problems(
+    death: Death | None, ending: Ending, run: Path, expected_output: list[str]
+) -> list[str]:
+    """List deviations from the expected state after the end of a process."""
     problems = []
     expected = 0 if death is None else death.code
     if ending.code != expected:
         problems.append(f"exit code {ending.code}, not {expected}: {ending.said[-1500:]}")
     if ending.seconds_until_gone >= GONE_WITHIN:
-        problems.append("processes are left")
+        problems.append("processes are still running")
     if "Traceback" in ending.said:
         problems.append(f"a traceback: {ending.said[-1500:]}")
-    problems += [f"{words!r} is not said" for words in must_say if words not in ending.said]
+    problems += [
+        f"{words!r} is not printed" for words in expected_output if words not in ending.said
+    ]
     if death is None:
         return problems
     if death.says not in ending.said:
-        problems.append(f"{death.says!r} is not said: {ending.said[-1500:]}")
+        problems.append(f"{death.says!r} is not printed: {ending.said[-1500:]}")
     notes = run / NOTES_FILE
     struck = notes.read_text().splitlines() if notes.exists() else []
     if death.fault is not None and (not struck or struck[-1] != death.fault):
-        problems.append(f"it died otherwise: {struck}")
+        problems.append(f"another fault ended it: {struck}")
     good, damaged = CheckpointStore(run / "checkpoints").newest_good()
     problems += damaged
     newest = 0 if good is None else good.step
@@ -203,42 +207,42 @@ def _problems(death: Death | None, ending: Ending, run: Path, must_say: list[str
     if death.what == "sigterms" and not newest >= death.step:
         problems.append(f"the newest checkpoint is of step {newest}, before {death.step}")
     if death.what.startswith("disk full") and list(run.glob("checkpoints/*.tmp")):
-        problems.append("what was written of the save is left")
+        problems.append("the unfinished save was not removed")
     return problems
 
 
 def _damage_newest(run: Path, dice: random.Random) -> list[str]:
-    """Damage the newest checkpoint; return what must be said of it."""
+    """Damage the newest checkpoint; return the expected output of the next resume."""
     *_, before, newest = CheckpointStore(run / "checkpoints").checkpoints()
     file = newest.folder / dice.choice(sorted(newest.manifest["files"]))
     dice.choice(DAMAGES)(file, dice)
     return [f"{newest.folder.name} damaged (", file.name, f"using {before.folder.name}, "]
 
 
-def _differences(folder: Path, undisturbed: Path, chain: Chain) -> list[str]:
+def _differences(folder: Path, uninterrupted: Path, chain: Chain) -> list[str]:
     try:
-        check_same_run(folder / RUN, undisturbed / RUN)
+        check_same_run(folder / RUN, uninterrupted / RUN)
     except AssertionError as error:
         line = traceback.extract_tb(error.__traceback__)[-1].line
         return [f"not the same run: {line} {error}"[:2000]]
     problems = []
     for rank in range(chain.variant.ranks):
         name = f"batches-rank-{rank}"
-        (whole,) = _batches(undisturbed / name)
+        (reference,) = _batches(uninterrupted / name)
         seen: set[int] = set()
         for process in _batches(folder / name):
             for step, hashes in process.items():
-                if hashes != whole[step][: len(hashes)]:
-                    problems.append(f"rank {rank} learned from other rows in step {step}")
-                if len(hashes) == len(whole[step]):
+                if hashes != reference[step][: len(hashes)]:
+                    problems.append(f"rank {rank} trained on other rows in step {step}")
+                if len(hashes) == len(reference[step]):
                     seen.add(step)
-        if chain.cold is None and seen != set(whole):
-            problems.append(f"rank {rank} did not do steps {sorted(set(whole) - seen)}")
+        if chain.cold is None and seen != set(reference):
+            problems.append(f"rank {rank} did not do steps {sorted(set(reference) - seen)}")
     return problems
 
 
 def _batches(file: Path) -> list[dict[int, list[str]]]:
-    """Return the hashes of batches by step, of each process that trained."""
+    """Return hashes of batches by step, for each training process."""
     processes: list[dict[int, list[str]]] = []
     for line in file.read_text().splitlines() if file.exists() else []:
         if line == "begin":
@@ -249,9 +253,9 @@ def _batches(file: Path) -> list[dict[int, list[str]]]:
     return processes
 
 
-def _most_in_one_epoch(chain: Chain, undisturbed: Path) -> int:
-    """Return how many deaths the epoch with the most of them had."""
-    found = re.search(r"; (\d+) steps of ", (undisturbed / RUN / LOG_FILE).read_text())
+def _most_in_one_epoch(chain: Chain, uninterrupted: Path) -> int:
+    """Return the largest number of deaths in one epoch."""
+    found = re.search(r"; (\d+) steps of ", (uninterrupted / RUN / LOG_FILE).read_text())
     assert found is not None
     epochs = [(death.step - 1) // int(found[1]) for death in chain.deaths]
     return max(map(epochs.count, epochs))

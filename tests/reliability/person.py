@@ -1,4 +1,4 @@
-"""Types the command, by a fork of a warm process or as a person does, and sees how it ends."""
+"""Runs commands as a user does, in a fork of a warm process or a new interpreter."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from tests.hosts import Host
 
 LOG = "log.txt"
-"""beside a run's folder: all that its processes printed"""
+"""file next to a run's folder: the output of all its processes"""
 LINES = "stdin.txt"
-"""and what was typed into them"""
+"""file next to a run's folder: the standard input of its processes"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,28 +37,29 @@ class Ending:
     code: int
     """exit code, negative for a signal"""
     said: str
+    """standard output and error"""
     seconds_until_gone: float
-    """from its end to that of the last process that it had started"""
+    """seconds from its end to that of the last process that it had started"""
 
 
 class Person:
-    """One that types one command at a time."""
+    """Runs the commands of a user, one at a time."""
 
     def __init__(self, cache: Path, host: Host | None = None, *, root: Path = ROOT) -> None:
-        """Give the folder in which tokenised data is kept, the host if it is not this one.
+        """Start the warm process, on `host` or on this machine.
 
-        `root`: the folder of the program.
+        `cache` is the folder of tokenized data, `root` that of the program.
         """
         self.environment = {
             "OMP_NUM_THREADS": "1",
             "LOFT_DATA_CACHE": str(cache),
             "GOMP_SPINCOUNT": "1000",
-            "PYTHONFAULTHANDLER": "1",  # what takes too long shows where it stands
+            "PYTHONFAULTHANDLER": "1",  # prints stacks if a command takes too long
         }
-        # A short name: it is that of a socket, too.
+        # A short name, since it is part of a socket's path.
         self._python = Path(tempfile.mkdtemp(prefix="loft")) / "python"
         command = [sys.executable, "-m", "tests.reliability.warm", str(self._python)]
-        # From the thread that lives the longest: with it, the system ends what it has started.
+        # Start it in the thread that lives longest: it is killed when that thread ends.
         self._server = subprocess.Popen(
             command if host is None else host.command(*command),
             cwd=root,
@@ -69,7 +70,7 @@ class Person:
             start_new_session=True,
         )
         self._is_ready = False
-        # CUDA's libraries start threads as they are imported, and no fork has them.
+        # CUDA libraries start threads on import, which a fork would not have.
         self._can_fork = not Path("/dev/nvidiactl").exists()
 
     def _environment(self) -> dict[str, str]:
@@ -86,9 +87,9 @@ class Person:
         environment: Mapping[str, str] | None = None,
         meanwhile: Callable[[int], None] | None = None,
     ) -> Ending:
-        """Type `python -m app.train` with `words`, all it leaves in `folder`; wait for its end.
+        """Run `python -m app.train` with `words`, logging to `folder`; wait for its end.
 
-        `lines` are typed into it. `meanwhile` is called with its process id once it runs.
+        `lines` are its standard input. `meanwhile` is called with its process id once it runs.
         """
         log = folder / LOG
         begins = log.stat().st_size if log.exists() else 0
@@ -103,7 +104,7 @@ class Person:
                     meanwhile(pid)
             except BaseException:
                 end_session(pid)
-                wait()  # else the next command would be given this one's exit code
+                wait()  # otherwise the next command would receive this one's exit code
                 raise
             code = wait()
             seconds = _wait_until_gone(pid)
@@ -114,7 +115,7 @@ class Person:
         return Ending(code=code, said=said, seconds_until_gone=seconds)
 
     def train_into(self, run: Path, *words: str, code: int = 0, **options: Any) -> str:
-        """Type it for the run in `run`, which must end with `code`; returns what it printed."""
+        """Train into the folder `run`; check the exit code `code`, return the output."""
         ending = self.type_train([*words, f"output.dir={run}"], run.parent, **options)
         assert ending.code == code, ending.said
         return ending.said
@@ -154,7 +155,7 @@ class Person:
 
     @property
     def python(self) -> str:
-        """An interpreter that is warm: its commands are forks, too, also those of torchrun."""
+        """An interpreter whose commands are forks of the warm process, also below torchrun."""
         self._wait_until_ready()
         return str(self._python)
 
@@ -170,22 +171,22 @@ class Person:
         return json.loads(line)
 
     def close(self) -> None:
-        """End what was started."""
+        """End the warm process."""
         assert self._server.stdin is not None
         self._server.stdin.close()
-        if not self._is_ready:  # it imports, for nobody
+        if not self._is_ready:  # still importing
             self._server.terminate()
         try:
             self._server.wait(5)
         except subprocess.TimeoutExpired:
-            # A loader's worker that a test left behind holds the other end of the pipe, too.
+            # A leftover data loader worker of a test also holds the other end of the pipe.
             self._server.terminate()
             self._server.wait(LONGEST)
         shutil.rmtree(self._python.parent, ignore_errors=True)
 
 
 def _num_processes_of_ranks(words: Sequence[str]) -> int:
-    """Return how many processes a command may start for its ranks, 0 where it is the only one."""
+    """Return how many rank processes a command may start, 0 if it is the only process."""
     chosen = dict(word.partition("=")[::2] for word in words)
     ranks = int(chosen.get("trainer.devices", 1))
     starts = 1 + int(chosen.get("supervise.max_restarts", 0))
@@ -193,7 +194,7 @@ def _num_processes_of_ranks(words: Sequence[str]) -> int:
 
 
 def processes_of_session(session: int) -> list[int]:
-    """Return the processes of a command: its own, its ranks, and the workers of their loaders."""
+    """Return the processes of a command: its own, its ranks and their data loader workers."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -215,7 +216,7 @@ def _wait_until_gone(session: int) -> float:
 
 
 def end_session(session: int, signum: int = signal.SIGKILL) -> None:
-    """Kill what is left of a command."""
+    """Kill the remaining processes of a command."""
     for pid in processes_of_session(session):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signum)

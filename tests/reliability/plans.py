@@ -1,4 +1,4 @@
-"""What is done to which runs: seeded, and the same for the same seed."""
+"""Plans of deaths and damages of runs, deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.reliability.cases import NUM_STEPS, VARIANTS, Chain, Death, Operation
 NUM_KILLS = 100
 KILLS_IN_A_SAVE = 15
 FEWEST_OPERATIONS = 100
-"""on the disk, that any save has"""
+"""lower bound of the disk operations of any save"""
 NUM_SIGTERMS = 40
 NUM_BAD_NUMBERS = 30
 NUM_DISK_FULL = 20
 SAMPLED_WRITE_POINTS = 48
 DEATHS_A_CHAIN = 20
-"""at most, where each has a save of its own"""
+"""most deaths in one chain, if each happens in a separate save"""
 NUM_DAMAGED = 8
 BAD_NUMBERS = ("nan", "inf", "grad_nan", "grad_inf")
 KILLED, SAVED, NO_ENVIRONMENT, BAD = -signal.SIGKILL, 143, 3, 4
@@ -27,7 +27,7 @@ KILLED, SAVED, NO_ENVIRONMENT, BAD = -signal.SIGKILL, 143, 3, 4
 
 
 def plan_chains(seed: int, counted: Mapping[Variant, Operations], *, is_full: bool) -> list[Chain]:
-    """List all chains; those of one seed are always the same."""
+    """List all chains of a seed."""
     return [
         *plan_kills(seed),
         *plan_write_points(seed, counted, is_full=is_full),
@@ -41,7 +41,7 @@ def plan_chains(seed: int, counted: Mapping[Variant, Operations], *, is_full: bo
 
 
 def plan_kills(seed: int) -> list[Chain]:
-    """Kill the runs of all variants, in steps, in micro-batches and within saves."""
+    """Kill runs of all variants during steps, micro-batches and saves."""
     dice = random.Random(f"kills {seed}")
     with_five = set(dice.sample(range(len(VARIANTS)), NUM_KILLS % len(VARIANTS)))
     in_save = set(dice.sample(range(len(VARIANTS)), KILLS_IN_A_SAVE))
@@ -91,18 +91,18 @@ COUNTED = [
     Variant(adapter="full", data="padded", accumulation=4),
     Variant(ranks=2, data="mixture"),
 ]
-"""whose saves are counted, to die at each operation of them"""
+"""variants whose disk operations are counted, to kill them at each operation of a save"""
 
 
 def plan_counted(variant: Variant) -> Chain:
-    """Plan the run whose saves are counted: each step's, each with a rotation."""
+    """Plan the run whose disk operations are counted: it saves and rotates after each step."""
     return Chain(
         name=f"counted-{variant.name}", variant=variant, deaths=(), words=_saves(DEATHS_A_CHAIN)
     )
 
 
 def _saves(number: int) -> tuple[str, ...]:
-    # Two a death: the second cleans up, so that the next death counts from a save like any other.
+    # Two saves per death: the second cleans up, so that every death counts from a regular save.
     return (
         f"trainer.max_steps={2 * number + 2}",
         "trainer.validate_every_steps=20",
@@ -114,13 +114,13 @@ def _saves(number: int) -> tuple[str, ...]:
 def plan_write_points(
     seed: int, counted: Mapping[Variant, Operations], *, is_full: bool
 ) -> list[Chain]:
-    """Kill runs at operations of a save and its rotation: at a sample of them, or at all."""
+    """Kill runs at a sample of the operations of a save and its rotation, or at all."""
     dice = random.Random(f"write points {seed}")
     chains = []
     for variant, operations in counted.items():
         points = range(1, operations.all + 1)
         if not is_full:
-            # One in each part of it, so that its beginning and its end are always among them.
+            # One per part, so that the start and the end of a save are always included.
             parts = _parts(operations.all, SAMPLED_WRITE_POINTS // len(counted))
             points = [dice.randint(*part) for part in parts]
         chains += _die_within_saves(
@@ -133,7 +133,7 @@ def plan_write_points(
 
 
 def plan_disk_full(seed: int, counted: Mapping[Variant, Operations]) -> list[Chain]:
-    """Let the disk be full, at operations of a save that need room."""
+    """Simulate a full disk at operations of a save that need space."""
     dice = random.Random(f"disk full {seed}")
     chosen = [variant for variant in counted if variant.adapter == "lora"]
     chains = []
@@ -145,7 +145,7 @@ def plan_disk_full(seed: int, counted: Mapping[Variant, Operations]) -> list[Cha
 
 
 def _parts(total: int, number: int) -> list[tuple[int, int]]:
-    """Cut 1..total into `number` parts, each by its first and its last; the last is one long."""
+    """Split 1..total into `number` ranges (first, last); the last one has length 1."""
     bounds = [round(1 + index * (total - 1) / (number - 1)) for index in range(number)]
     return [*((one, other - 1) for one, other in itertools.pairwise(bounds)), (total, total)]
 
@@ -153,7 +153,7 @@ def _parts(total: int, number: int) -> list[tuple[int, int]]:
 def _die_within_saves(
     variant: Variant, what: str, points: Sequence[str], *, code: int
 ) -> Iterator[Chain]:
-    """Plan a death at each of `points` of a save, as many a chain as there is room for."""
+    """Plan a death at each of `points` of a save, at most DEATHS_A_CHAIN per chain."""
     is_full = what == "disk full"
     for index in range(0, len(points), DEATHS_A_CHAIN):
         deaths = [
@@ -178,7 +178,7 @@ def _die_within_saves(
 
 
 def plan_damaged(seed: int) -> list[Chain]:
-    """Kill runs, and damage the newest checkpoint before they go on."""
+    """Kill runs, and damage the newest checkpoint before they resume."""
     dice = random.Random(f"damaged {seed}")
     return [
         Chain(
@@ -200,16 +200,19 @@ def plan_damaged(seed: int) -> list[Chain]:
 
 
 def plan_sigterms(seed: int) -> list[Chain]:
-    """Ask runs to end: a rank of them by itself, or the process that was typed."""
+    """Send SIGTERM to a rank or to the command's process."""
     dice = random.Random(f"sigterms {seed}")
-    chosen = [dice.choice([one for one in VARIANTS if one.ranks == n]) for n in (1, 1, 2, 2, 2)]
+    chosen = [
+        dice.choice([variant for variant in VARIANTS if variant.ranks == n])
+        for n in (1, 1, 2, 2, 2)
+    ]
     chains = []
     for index, variant in enumerate(chosen):
         deaths = []
         for number, step in enumerate(
             sorted(dice.sample(range(1, NUM_STEPS - 1), NUM_SIGTERMS // len(chosen)))
         ):
-            who = number % (variant.ranks + 1)  # each rank, then the process that was typed
+            who = number % (variant.ranks + 1)  # each rank, then the command's process
             if who == variant.ranks:
                 death = Death(what="sigterms", step=step, code=SAVED, signum=signal.SIGTERM)
             else:
@@ -223,7 +226,7 @@ def plan_sigterms(seed: int) -> list[Chain]:
 
 
 def plan_anyone_killed() -> list[Chain]:
-    """Kill each process that a run consists of; nothing of it may be left."""
+    """Kill each kind of process of a run; no other process may remain."""
     one, two = Variant(accumulation=4), Variant(ranks=2)
     workers = ("data.num_workers=1",)
 
@@ -258,9 +261,11 @@ def plan_anyone_killed() -> list[Chain]:
 
 
 def plan_bad_numbers(seed: int) -> list[Chain]:
-    """Make losses and gradients NaN or infinite."""
+    """Make losses or gradients NaN or infinite."""
     dice = random.Random(f"bad numbers {seed}")
-    chosen = [dice.choice([one for one in VARIANTS if one.ranks == n]) for n in (1, 1, 2)]
+    chosen = [
+        dice.choice([variant for variant in VARIANTS if variant.ranks == n]) for n in (1, 1, 2)
+    ]
     number = NUM_BAD_NUMBERS // len(chosen)
     return [
         Chain(
@@ -275,7 +280,7 @@ def plan_bad_numbers(seed: int) -> list[Chain]:
                     saved=(step - 1) // 2 * 2,
                     says=f"step {step}: ",
                 )
-                # Told at the next save at the latest: the next one is not met before.
+                # Reported at the next save at the latest, before the next fault.
                 for step in (first + dice.randrange(2) for first in range(1, 3 * number, 3))
             ],
             words=(f"trainer.max_steps={3 * number + 2}", "trainer.validate_every_steps=20"),
@@ -284,36 +289,36 @@ def plan_bad_numbers(seed: int) -> list[Chain]:
     ]
 
 
-SPREAD = [
+SHARDED = [
     Variant(ranks=2, accumulation=4, strategy="fsdp"),
     Variant(adapter="full", ranks=2, data="padded", strategy="zero2"),
     Variant(ranks=2, data="mixture", strategy="zero3"),
 ]
-"""runs of which each rank holds and saves a part"""
+"""variants whose ranks hold and save shards"""
 FEWEST_OF_A_SHARE = 10
-"""operations on the disk by which a rank above 0 adds its own to a save"""
+"""lower bound of the disk operations with which a rank above 0 saves its shard"""
 
 
 def plan_strategies(seed: int) -> list[Chain]:
-    """Kill ranks that hold parts: in steps, while they write theirs, before all is committed."""
+    """Kill sharded ranks during steps, while they write shards, and before the commit."""
     dice = random.Random(f"strategies {seed}")
     return [
         Chain(
             name=f"strategy-{variant.name}",
             variant=variant,
             deaths=[
-                _end_spread(3, f"rank_killed:{dice.randrange(2)}"),
-                _end_spread(5, f"batch_killed:{dice.randint(1, variant.accumulation)}"),
-                _end_spread(6, f"disk:{dice.randint(1, FEWEST_OF_A_SHARE)}:1", saved=4),
-                _end_spread(8, f"ckpt:{dice.choice(('after_file', 'after_manifest'))}", saved=6),
-                _end_spread(10, f"enospc:{dice.randint(1, FEWEST_OF_A_SHARE)}:1", saved=8),
+                _end_sharded(3, f"rank_killed:{dice.randrange(2)}"),
+                _end_sharded(5, f"batch_killed:{dice.randint(1, variant.accumulation)}"),
+                _end_sharded(6, f"disk:{dice.randint(1, FEWEST_OF_A_SHARE)}:1", saved=4),
+                _end_sharded(8, f"ckpt:{dice.choice(('after_file', 'after_manifest'))}", saved=6),
+                _end_sharded(10, f"enospc:{dice.randint(1, FEWEST_OF_A_SHARE)}:1", saved=8),
             ],
         )
-        for variant in SPREAD
+        for variant in SHARDED
     ]
 
 
-def _end_spread(step: int, fault: str, saved: int | None = None) -> Death:
+def _end_sharded(step: int, fault: str, saved: int | None = None) -> Death:
     is_full = fault.startswith("enospc")
     return Death(
         what="disk full for a share" if is_full else "kills of shares",

@@ -1,8 +1,8 @@
-"""A `python` whose commands are forks of the process that has imported everything.
+"""A `python` executable whose commands are forks of a process that has imported everything.
 
-It may stand wherever a test or a program that is tested starts an interpreter: by torchrun, by a
-sweep, in a shell, in a namespace of its own. A small process stands for each command: it has the
-command's words, its place among the processes and its signals, and ends as the command does.
+Tests and tested programs can use it wherever they start an interpreter: torchrun, sweeps, shells,
+other namespaces. A small proxy process represents each command: it has the command's arguments and
+parent, forwards signals, and ends with the command's exit code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from app.process.launch import PARENT_VARIABLE
 
 MOST_BYTES = 1 << 18
-"""of a command's words and variables"""
+"""limit of a command's arguments and environment, in bytes"""
 MOST_DESCRIPTORS = 64
 FIRST_AWAY = 256
 NAMESPACES = ("net", "uts", "mnt")
@@ -79,44 +79,44 @@ os._exit(code)
 
 
 def write_python(file: Path, address: str) -> None:
-    """Write the interpreter that asks the warm process at `address`."""
+    """Write the executable that connects to the warm process at `address`."""
     text = PROGRAM.format(python=sys.executable, address=address, parent=PARENT_VARIABLE)
     file.write_text(text)
     file.chmod(0o755)
 
 
-def attend(asks: socket.socket, run_module: Callable[[str, list[str]], NoReturn]) -> None:
-    """Be the process between a command and the one that stands for it; returns in the command."""
-    text, descriptors, _, _ = socket.recv_fds(asks, MOST_BYTES, MOST_DESCRIPTORS)
+def attend(connection: socket.socket, run_module: Callable[[str, list[str]], NoReturn]) -> None:
+    """Fork the command and forward signals of its proxy; only the command itself returns."""
+    text, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_DESCRIPTORS)
     if not text:
         os._exit(0)
     command = json.loads(text)
     child = os.fork()
     if child == 0:
-        asks.close()
-        return become_typed(command, descriptors, run_module)
+        connection.close()
+        return become_command(command, descriptors, run_module)
     for descriptor in descriptors:
         os.close(descriptor)
     ended = os.pidfd_open(child)
     while True:
-        ready, _, _ = select.select([asks, ended], [], [])
+        ready, _, _ = select.select([connection, ended], [], [])
         if ended in ready:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            asks.send(str(code).encode())
+            connection.send(str(code).encode())
             os._exit(0)
-        heard = asks.recv(1)
-        signal.pidfd_send_signal(ended, heard[0] if heard else signal.SIGKILL)
-        if not heard:  # who typed it is gone
+        received = connection.recv(1)
+        signal.pidfd_send_signal(ended, received[0] if received else signal.SIGKILL)
+        if not received:  # the proxy has ended
             os.waitpid(child, 0)
             os._exit(0)
 
 
-def become_typed(
+def become_command(
     command: Mapping[str, Any],
     descriptors: list[int],
     run_module: Callable[[str, list[str]], NoReturn],
 ) -> NoReturn:
-    """Be the process that a person would have started by the words of `command`."""
+    """Turn this fork into the process that `command` would have started."""
     os.setsid()
     take_descriptors(descriptors, command["descriptors"])
     _enter(command["pid"])
@@ -143,10 +143,10 @@ def become_typed(
 
 
 def take_descriptors(descriptors: Sequence[int], wanted: Sequence[int]) -> None:
-    """Give each of `descriptors` the number that it is known by, and close all others."""
-    # All of them out of each other's way, before each gets its own.
-    away = [fcntl.fcntl(one, fcntl.F_DUPFD, FIRST_AWAY) for one in descriptors]
-    for descriptor, number in zip(away, wanted, strict=True):
+    """Give each of `descriptors` its wanted number, and close all others."""
+    # First move all of them to unused numbers, so that none is overwritten.
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, FIRST_AWAY) for descriptor in descriptors]
+    for descriptor, number in zip(moved, wanted, strict=True):
         os.dup2(descriptor, number)
     for number in range(3, 2 * FIRST_AWAY):
         if number not in wanted:
@@ -155,7 +155,7 @@ def take_descriptors(descriptors: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 def _enter(pid: int) -> None:
-    """Enter the namespaces of a process: its network, the name of its host, its files."""
+    """Enter the network, host name and mount namespaces of a process."""
     for kind in NAMESPACES:
         own, other = (f"/proc/{who}/ns/{kind}" for who in ("self", pid))
         if os.readlink(own) != os.readlink(other):

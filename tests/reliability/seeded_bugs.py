@@ -2,8 +2,8 @@
 
 `make seeded-bugs` copies the tree to a temporary folder, where the named tests must pass, injects
 each bug there and expects its test to fail; it counts how many `make test` alone catches. It ends
-with 1 where a bug is not caught, or where its place in the code is gone; test_seeded_bugs.py checks
-the latter.
+with 1 if a bug is not caught or its source text no longer exists; test_seeded_bugs.py checks the
+latter.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PARTS = (
     "pyproject.toml",
     "Makefile",
 )
-"""of the tree, as far as the tests need it"""
+"""files and folders of the tree that the tests need"""
 PASSED, FAILED, NOTHING_SELECTED = 0, 1, 5
 """pytest's exit codes"""
-NOT_KNOWN = 2
-"""exit code where no bug has the words that were given"""
+UNKNOWN_NAME = 2
+"""exit code if no bug's name contains a given word"""
 COLLATOR = "data_modules/collator.py"
 STORE = "app/training/checkpoint/store.py"
 MODULE = "app/training/module.py"
@@ -51,19 +51,19 @@ BAD_RESUME = "tests/bad_input/test_resume.py"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bug:
-    """One mistake that a person might make, as text that stands in a file once."""
+    """A plausible mistake: a text that occurs once in a file, and its wrong replacement."""
 
     name: str
     file: str
     right: str
     wrong: str
     test: str
-    """a test that fails with it, as pytest names it"""
+    """pytest id of a test that fails with the bug"""
 
 
 BUGS = [
     Bug(
-        name="a rank's random state is dropped",
+        name="a rank's random state is lost",
         file=RESUME,
         right="            restore_random_state(read_random_state(source, rank), "
         "module.strategy.root_device)\n",
@@ -71,21 +71,21 @@ BUGS = [
         test=RESUMED_RUN,
     ),
     Bug(
-        name="the second rank takes the first one's random state",
+        name="rank 1 restores the random state of rank 0",
         file=RESUME,
         right='return data_rank * (details["num_ranks"] // saved) if data_rank < saved else None',
         wrong="return 0 if data_rank < saved else None",
         test="tests/end_to_end/test_resume.py::test_two_resumed_ranks_equal_two_uninterrupted_ones",
     ),
     Bug(
-        name="the data goes on one step ahead",
+        name="resumed data skips one step",
         file="data_modules/packing/plan.py",
         right="range(self._first_step, self._plan.num_steps)",
         wrong="range(self._first_step + (self._first_step > 0), self._plan.num_steps)",
         test=RESUMED_RUN,
     ),
     Bug(
-        name="the data goes on one batch ahead, within an accumulation",
+        name="resumed data skips one micro-batch of an accumulation",
         file="data_modules/packing/plan.py",
         right="self._plan.micro_batches(step, self._rank)\n",
         wrong="self._plan.micro_batches(step, self._rank)[0 < step == self._first_step :]\n",
@@ -99,21 +99,21 @@ BUGS = [
         test=RESUMED_RUN,
     ),
     Bug(
-        name="the validation behind the saved step comes again",
+        name="the validation after the saved step is repeated",
         file="app/training/checkpoint/state.py",
         right="num_batches = step * accumulation\n",
         wrong="num_batches = (step - 1) * accumulation\n",
         test=RESUMED_RUN,
     ),
     Bug(
-        name="the schedule begins anew",
+        name="the schedule restarts",
         file=RESUME,
         right="        restore_schedule(module.lr_schedulers(), source.step)\n",
         wrong="",
         test=RESUMED_RUN,
     ),
     Bug(
-        name="one tensor of the optimizer's state is lost",
+        name="a tensor of the optimizer state is lost",
         file="app/training/checkpoint/optimizer_state.py",
         right="for full_name, value in tensors.items():",
         wrong="for full_name, value in list(tensors.items())[1:]:",
@@ -121,14 +121,14 @@ BUGS = [
         "::test_a_restored_training_goes_on_as_the_one_that_never_stopped[lora-fp32-adamw]",
     ),
     Bug(
-        name="figures of the whole run count from its last start",
+        name="totals of a run count from its last start",
         file=MODULE,
         right='        self.metrics.load_state_dict(state["curves"])\n',
         wrong="",
         test=RESUMED_RUN,
     ),
     Bug(
-        name="rows of metrics.csv are doubled",
+        name="rows of metrics.csv are duplicated",
         file="app/training/logger.py",
         right="        rows.drop_rows_after(last_step)\n",
         wrong="        pass\n",
@@ -158,7 +158,7 @@ BUGS = [
         test=f"{KILLED}::test_the_marker_goes_first_when_a_checkpoint_is_removed",
     ),
     Bug(
-        name="the folder is not synced behind the new name",
+        name="the folder is not synced after the rename",
         file=STORE,
         right="""            disk.replace(unfinished, folder)
             disk.sync_folder(self.folder)
@@ -175,14 +175,14 @@ BUGS = [
         test="tests/training/checkpoint/test_disk.py::test_a_file_is_written_hashed_and_synced",
     ),
     Bug(
-        name="the newest checkpoint is the one that was touched last",
+        name="the newest checkpoint is chosen by modification time",
         file=STORE,
         right="return sorted(found.items())",
         wrong="return sorted(found.items(), key=lambda one: one[1].stat().st_mtime_ns)",
         test=f"{ROTATION}::test_the_last_are_kept_by_step_not_by_name_or_time",
     ),
     Bug(
-        name="the old checkpoints go before the new one is whole",
+        name="old checkpoints are removed before the new one is complete",
         file=STORE,
         right="            self._remove_leftovers()\n",
         wrong="""            self._remove_leftovers()
@@ -193,7 +193,7 @@ BUGS = [
         "::test_a_full_disk_at_any_point_keeps_the_last_good_one",
     ),
     Bug(
-        name="the bytes are not checked against the manifest",
+        name="files are not checked against the manifest",
         file="app/training/checkpoint/checkpoint.py",
         right="if disk.read_hash(file) != expected.sha256:",
         wrong="if False:",
@@ -209,7 +209,7 @@ BUGS = [
         "::test_every_damage_is_found_and_named",
     ),
     Bug(
-        name="a run whose checkpoints are all damaged starts anew over them",
+        name="a run with only damaged checkpoints starts from scratch",
         file=START,
         right="    if good is None and damaged:\n",
         wrong="    if False:\n",
@@ -223,7 +223,7 @@ BUGS = [
         test=f"{BAD_RESUME}::test_a_finished_run_needs_neither_data_nor_model",
     ),
     Bug(
-        name="a second process trains in the same folder",
+        name="two processes train in one folder",
         file="app/run/folder.py",
         right="        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         wrong="        pass\n",
@@ -231,21 +231,21 @@ BUGS = [
         "::test_a_second_process_on_a_run_is_refused_and_a_dead_ones_lock_is_taken",
     ),
     Bug(
-        name="a run stopped by a signal ends with 0",
+        name="a stopped run ends with exit code 0",
         file="app/process/errors.py",
         right="super().__init__(128 + signum)",
         wrong="super().__init__(0)",
         test="tests/process/test_signals.py::test_outside_a_step_a_signal_ends_the_program",
     ),
     Bug(
-        name="a step with a bad loss is taken",
+        name="a step with a nonfinite loss is taken",
         file="app/training/nonfinite.py",
         right="    return loss * (1 + 0 * loss.detach())\n",
         wrong="    return loss\n",
         test="tests/training/test_nonfinite.py::test_an_infinite_loss_makes_its_gradients_nan",
     ),
     Bug(
-        name="a save beside the training writes what trains, not a copy",
+        name="an asynchronous save writes the live weights instead of a copy",
         file="app/training/checkpoint/checkpoint_io.py",
         right="copies[key] = copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)",
         wrong="copies[key] = tensor.detach()",
@@ -253,35 +253,35 @@ BUGS = [
         "::test_what_is_written_is_what_was_at_the_step",
     ),
     Bug(
-        name="the ranks' losses are averaged, not added up",
+        name="losses of ranks are averaged instead of summed",
         file=MODULE,
         right="self.trainer.accumulate_grad_batches * self.strategy.num_data_ranks",
         wrong="self.trainer.accumulate_grad_batches",
         test=f"{STEPS}[ddp]",
     ),
     Bug(
-        name="a rank clips by the norm of its own parts",
+        name="a rank clips by the norm of its own shards",
         file="app/strategy/fsdp.py",
         right="        dist.all_reduce(squares)\n",
         wrong="",
         test=f"{STEPS}[fsdp]",
     ),
     Bug(
-        name="ranks that split matrices keep their own part of a gradient",
+        name="tensor-parallel ranks do not sum partial gradients",
         file="app/strategy/tensor_parallel.py",
         right="        dist.all_reduce(grad, group=ctx.group)\n",
         wrong="",
         test=f"{STEPS}[tp]",
     ),
     Bug(
-        name="tokens count once for each rank that sees them",
+        name="tokens are counted once per tensor-parallel rank",
         file=MODULE,
         right="total * (num_data_ranks / world_size)",
         wrong="total",
         test=f"{STEPS}[fsdp_tp]",
     ),
     Bug(
-        name="an optimizer's states are lost where each rank has a part",
+        name="sharded optimizer states are lost",
         file="app/strategy/deepspeed.py",
         right="            own[key][shard.at : shard.at + shard.length].copy_(shard.of(value))\n",
         wrong="            pass\n",
@@ -289,35 +289,35 @@ BUGS = [
         "::test_another_strategy_goes_on_with_the_same_losses[lora-chain0]",
     ),
     Bug(
-        name="a document's first token is predicted from its neighbour in the pack",
+        name="a document's first token is predicted from the previous document",
         file=COLLATOR,
         right="        weights[inputs.starts(index)] = 0\n",
         wrong="",
         test="tests/data_modules/test_collator.py::test_packed_row",
     ),
     Bug(
-        name="positions run on over the documents of a pack",
+        name="positions continue across documents of a pack",
         file=COLLATOR,
         right="np.arange(total) - np.repeat(self.starts(index), lengths)",
         wrong="np.arange(total)",
         test="tests/data_modules/test_collator.py::test_packed_row",
     ),
     Bug(
-        name="weights of tokens do not weigh in the curves",
+        name="token weights are ignored in the curves",
         file="app/training/objective.py",
         right="[losses * weights, weights,",
         wrong="[losses, weights,",
         test="tests/training/test_loss.py::test_the_loss_of_a_pack_is_that_of_its_documents_alone",
     ),
     Bug(
-        name="sums of losses are kept in single precision",
+        name="losses are summed in single precision",
         file="app/training/objective.py",
         right=".to(losses.dtype)]).double()",
         wrong=".to(losses.dtype)]).float()",
         test="tests/training/test_loss.py::test_sums_are_exact_whatever_their_order",
     ),
     Bug(
-        name="the first step of the warm-up has a rate of zero",
+        name="the first warm-up step has a learning rate of zero",
         file="app/training/schedule.py",
         right="return (step + 1) / warmup",
         wrong="return step / warmup",
@@ -332,49 +332,49 @@ BUGS = [
         test="tests/data_modules/test_mixture.py::test_no_content_is_on_both_sides",
     ),
     Bug(
-        name="tokens are found in the cache although the settings differ",
+        name="cached tokens of other settings are reused",
         file="data_modules/tokens/cache.py",
         right="json.dumps([self.path, self.split, self.parts], sort_keys=True)",
         wrong="json.dumps([self.path, self.split])",
         test="tests/data_modules/test_cache.py::test_a_cache_miss_reports_what_changed",
     ),
     Bug(
-        name="the adapter's scaling is left out of the fused step",
+        name="the fused step ignores the adapter's scaling",
         file="app/model/adapter/fused.py",
         right="layer.scaling[name],",
         wrong="1.0,",
         test="tests/model/test_lora_fused.py::test_values_and_gradients_equal_peft",
     ),
     Bug(
-        name="a number out of its range is accepted",
+        name="an out-of-range number is accepted",
         file="data_modules/facts.py",
         right="return math.isfinite(value) and all(",
         wrong="return math.isfinite(value) or all(",
         test="tests/config/test_settings.py::test_a_field_tells_which_values_it_takes",
     ),
     Bug(
-        name="a resumed run may be another one",
+        name="a resumed run may have other settings",
         file="app/run/changes.py",
         right='        if change.rule == "fixed":\n',
         wrong='        if change.rule == "never":\n',
         test="tests/bad_input/test_resume.py::test_settings_that_make_another_run_are_refused",
     ),
     Bug(
-        name="a data set is seen as often as its neighbour",
+        name="data sets of a mixture are seen equally often",
         file="data_modules/packing/mixture.py",
         right="[float(weight) for weight in weights]",
         wrong="[float(weights[0]) for _ in weights]",
         test="tests/data_modules/test_mixture.py::test_weight_is_the_number_of_times_a_row_is_seen",
     ),
     Bug(
-        name="a password in a URL is printed",
+        name="a password in a URL is logged",
         file="data_modules/messages.py",
         right='        text = _USER_INFO.sub(f"{REDACTED}@", text)\n',
         wrong="        pass\n",
         test="tests/data_modules/test_redaction.py::test_secrets_are_redacted",
     ),
     Bug(
-        name="rows of tokens decay in every step",
+        name="token rows decay in every step",
         file="app/training/optimizers.py",
         right='if weight.is_vector or weight.kind == "token rows":',
         wrong="if weight.is_vector:",
@@ -390,7 +390,7 @@ BUGS = [
         "::test_the_first_pattern_that_fits_a_whole_name_decides",
     ),
     Bug(
-        name="an experiment's setting wins over another word for it that was typed",
+        name="an experiment's setting overrides an alias on the command line",
         file="app/config/load.py",
         right="            values[group].pop(name, None)\n",
         wrong="            pass\n",
@@ -398,14 +398,14 @@ BUGS = [
         "::test_one_of_two_ways_to_say_a_thing_wins_over_the_experiments_other_one",
     ),
     Bug(
-        name="of several processes that tokenize only the largest count stays",
+        name="counts of tokenizing processes are not summed",
         file="data_modules/tokens/encode.py",
         right="getattr(self, name) + getattr(other, name)",
         wrong="max(getattr(self, name), getattr(other, name))",
         test="tests/data_modules/test_prepare.py::test_several_processes_give_the_same_rows",
     ),
     Bug(
-        name="tokens that were trained on are those of the last step",
+        name="trained tokens are only those of the last step",
         file="app/training/metrics.py",
         right="                count + added\n",
         wrong="                added\n",
@@ -414,19 +414,19 @@ BUGS = [
 ]
 
 
-def sow(bug: Bug, root: Path) -> str:
-    """Put `bug` into the tree at `root`; returns what the file was."""
+def inject(bug: Bug, root: Path) -> str:
+    """Inject `bug` into the tree at `root`; return the former text of the file."""
     file = root / bug.file
     text = file.read_text(encoding="utf-8")
     if text.count(bug.right) != 1:
-        raise ValueError(f"{bug.name}: its text stands {text.count(bug.right)} times in {bug.file}")
+        raise ValueError(f"{bug.name}: its text occurs {text.count(bug.right)} times in {bug.file}")
     file.write_text(text.replace(bug.right, bug.wrong), encoding="utf-8")
     return text
 
 
 def run_tests(root: Path, tests: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
-    """Run `tests` of the tree at `root`, by its own code."""
-    # Bytecode goes by size and second, in which a file may be changed and changed back.
+    """Run `tests` of the tree at `root` against its own code."""
+    # Bytecode is matched by size and second; a file may change twice within a second.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *options, *tests]
     return subprocess.run(
@@ -435,12 +435,14 @@ def run_tests(root: Path, tests: Sequence[str], *options: str) -> subprocess.Com
 
 
 def main(words: Sequence[str]) -> int:
-    """Sow the bugs whose names hold one of `words`, all of them without any."""
+    """Inject the bugs whose names contain one of `words`, all bugs without words."""
     bugs = [bug for bug in BUGS if not words or any(word in bug.name for word in words)]
     if not bugs:
-        print(f"no bug's name has {' or '.join(map(repr, words))}; their names:", file=sys.stderr)
+        print(
+            f"no bug's name contains {' or '.join(map(repr, words))}; their names:", file=sys.stderr
+        )
         print(*(f"  {bug.name}" for bug in BUGS), sep="\n", file=sys.stderr)
-        return NOT_KNOWN
+        return UNKNOWN_NAME
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "tree"
         root.mkdir()
@@ -462,14 +464,14 @@ def main(words: Sequence[str]) -> int:
 
 
 def find_catcher(bug: Bug, root: Path) -> str | None:
-    """Return, and print, which command's tests fail with the bug; None where none does."""
+    """Print and return which command's tests catch the bug, None if none do."""
     began = time.monotonic()
-    text = sow(bug, root)
+    text = inject(bug, root)
     catcher, done = "make test", run_tests(root, [bug.test], "-m", "not slow")
     if done.returncode == NOTHING_SELECTED:
         catcher, done = "make test-all", run_tests(root, [bug.test])
     (root / bug.file).write_text(text, encoding="utf-8")
-    # Another code is no failed test: nothing was run, or not to its end.
+    # Other exit codes mean that no test ran, or not to its end.
     result = {PASSED: "NOT CAUGHT", FAILED: f"caught by {catcher}"}
     outcome = result.get(done.returncode, "NO TEST RAN")
     print(f"{outcome}: {bug.name} ({time.monotonic() - began:.0f} s)\n  {bug.test}", flush=True)

@@ -1,4 +1,4 @@
-"""The plan of `make chaos` is what it says, for every seed."""
+"""Plans of `make chaos` are complete and valid for every seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `python` whose commands are forks ends as a command does."""
+"""The `python` whose commands are forks ends with the exit code of its command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_signal_after_the_end_does_not_change_the_exit_code(
     assert process.stdout.readline() == b"begun\n"
     process.send_signal(signal.SIGSTOP)
     process.stdin.close()
-    assert process.stdout.read() == b""  # the command has ended, and who waits for it has not
+    assert process.stdout.read() == b""  # the command has ended, but its proxy has not
     time.sleep(0.2)
     for number in signals:
         process.send_signal(number)

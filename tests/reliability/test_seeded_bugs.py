@@ -1,4 +1,4 @@
-"""Every seeded bug still has its place in the code and the test that is to catch it."""
+"""The source text and the test of every seeded bug exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.reliability import seeded_bugs
-from tests.reliability.seeded_bugs import BUGS, Bug, sow
+from tests.reliability.seeded_bugs import BUGS, Bug, inject
 
 
 def test_there_are_at_least_forty_different_bugs() -> None:
@@ -21,7 +21,7 @@ def test_there_are_at_least_forty_different_bugs() -> None:
 def test_each_bug_can_be_injected_and_its_test_exists(bug: Bug, tmp_path: Path) -> None:
     (tmp_path / bug.file).parent.mkdir(parents=True)
     shutil.copy(ROOT / bug.file, tmp_path / bug.file)
-    before = sow(bug, tmp_path)
+    before = inject(bug, tmp_path)
     after = (tmp_path / bug.file).read_text(encoding="utf-8")
     assert ast.dump(ast.parse(after)) != ast.dump(ast.parse(before))
     file, _, test = bug.test.partition("::")
@@ -34,17 +34,18 @@ def test_a_bug_whose_source_text_is_missing_is_reported(tmp_path: Path) -> None:
     bug = Bug(name="gone", file="file.py", right="x = 1\n", wrong="", test="")
     for text in ("", "x = 1\nx = 1\n"):
         (tmp_path / "file.py").write_text(text)
-        with pytest.raises(ValueError, match=r"gone: its text stands \d times in file\.py"):
-            sow(bug, tmp_path)
+        with pytest.raises(ValueError, match=r"gone: its text occurs \d times in file\.py"):
+            inject(bug, tmp_path)
 
 
 def test_unknown_bug_names_run_no_tests(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without names pytest would run every test."""
+    """Without test names, pytest would run every test."""
     monkeypatch.setattr(seeded_bugs, "run_tests", lambda *_: pytest.fail("tests are run"))
     assert seeded_bugs.main(["markr", "nothing"]) == 2
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
-        "no bug's name has 'markr' or 'nothing'" in said and "the marker is written first" in said
+        "no bug's name contains 'markr' or 'nothing'" in message
+        and "the marker is written first" in message
     )

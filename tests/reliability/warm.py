@@ -1,11 +1,11 @@
-"""A process that has imported everything, and forks one that runs the ordinary command per request.
+"""A process that has imported everything, and forks a child for each requested command.
 
-Importing is most of what a small run takes. It is forked before any thread was started or number
-drawn, and its children run `app/train.py` as `python -m app.train` does, or another module. The
-ranks of a run are forked as early and wait until its supervisor starts them.
+Imports take most of the time of a small run. Forks are made before any thread is started or random
+number drawn; a child runs `app/train.py` or another module as `python -m` does. The ranks of a run
+are forked as early, and wait until its supervisor starts them.
 
-Its children record, where they are asked to: the hash of each batch by optimizer step, and each
-operation of a save.
+On request, children record the hash of each batch by optimizer step and each disk operation of a
+save.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from app.process.launch import PARENT_VARIABLE, live_with_parent
 from tests.reliability.python import attend, take_descriptors, write_python
 
 MOST_BYTES = 1 << 16
-"""of a rank's words and variables"""
+"""limit of a rank's arguments and environment, in bytes"""
 IMPORTED_LATE = (
     "multiprocessing.popen_fork",
     "numpy.ctypeslib",
@@ -44,9 +44,9 @@ IMPORTED_LATE = (
     "pyarrow",
     "rich._emoji_codes",
 )
-"""what a run imports in its midst: as it draws its curves, or prints a table"""
+"""modules that a run imports late, to plot curves or print tables"""
 COMPOSED = (
-    ["+experiment=quickstart", "strategy=single"],  # first, for it stays in Hydra's store
+    ["+experiment=quickstart", "strategy=single"],  # first, since it remains in Hydra's store
     ["+experiment=quickstart", "logger=csv"],
     ["+experiment=quickstart"],
     ["model.path=a", "logger=csv"],
@@ -55,14 +55,14 @@ COMPOSED = (
     ["model.path=a", "logger=csv", "adapter=lora", "packing=none"],
     ["model.path=a", "logger=csv", "adapter=full", "packing=none"],
 )
-"""options of most runs that are typed: what Hydra makes of them is kept"""
+"""overrides of most test runs, whose compositions are cached"""
 
 
 def serve(file: str) -> None:
-    """Do what is asked, by a fork each, until nobody asks.
+    """Run requested commands in forks until stdin is closed.
 
-    A request a line: answers its process id, and its exit code once it has ended. And whatever is
-    typed with the interpreter that it writes to `file`.
+    Each line of stdin is a request; the replies are its process id, and later its exit code.
+    Commands of the interpreter that is written to `file` arrive through a socket.
     """
     live_with_parent()
     import_all()
@@ -70,28 +70,28 @@ def serve(file: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(address)
         listening.listen()
-        asked = os.dup(listening.fileno())  # as a number: see WaitingRank
+        listener = os.dup(listening.fileno())  # a descriptor: see WaitingRank
     write_python(Path(file), address)
-    sys.executable = file  # what is started here starts others so
-    gc.freeze()  # a child need not look through all of this, least of all when it ends
+    sys.executable = file  # children use it to start processes
+    gc.freeze()  # children do not have to collect these objects, in particular at exit
     print(json.dumps({"ready": os.getpid()}), flush=True)
     running: dict[int, int] = {}
     requested = 0
     while True:
-        ready, _, _ = select.select([sys.stdin, asked, *running], [], [])
+        ready, _, _ = select.select([sys.stdin, listener, *running], [], [])
         for ended in set(ready) & running.keys():
             child = running.pop(ended)
             os.close(ended)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if child == requested:
                 print(json.dumps({"code": code}), flush=True)
-        if asked in ready:
-            with socket.socket(fileno=os.dup(asked)) as listening:
-                asks, _ = listening.accept()
+        if listener in ready:
+            with socket.socket(fileno=os.dup(listener)) as listening:
+                connection, _ = listening.accept()
             child = os.fork()
             if child == 0:
-                return attend(asks, run_module)
-            asks.close()
+                return attend(connection, run_module)
+            connection.close()
             running[os.pidfd_open(child)] = child
         if sys.stdin in ready:
             line = sys.stdin.readline()
@@ -100,15 +100,17 @@ def serve(file: str) -> None:
             request = json.loads(line)
             requested = child = os.fork()
             if child == 0:
-                return become(request)
+                return become_request(request)
             print(json.dumps({"pid": child}), flush=True)
             running[os.pidfd_open(child)] = child
 
 
 def import_all() -> None:
-    """Import what a training imports, on the way to its first step and behind its last."""
-    os.environ["DS_ACCELERATOR"] = "cpu"  # looked for while it is imported
-    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # else Arrow starts a thread
+    """Import the modules that a run imports before its first step and after its last."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read during the import
+    os.environ["JE_ARROW_MALLOC_CONF"] = (
+        "background_thread:false"  # otherwise Arrow starts a thread
+    )
     import bitsandbytes  # noqa: F401
     import deepspeed  # noqa: F401
     import lightning  # noqa: F401
@@ -139,7 +141,7 @@ def import_all() -> None:
 
 
 def read_once() -> None:
-    """Read what a process reads once: conf/, the sources of a Llama's layers, renamed weights."""
+    """Fill caches: compositions of conf/, sources of Llama layers, weight conversions."""
     import peft
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -164,14 +166,14 @@ def read_once() -> None:
         compose("train", words)
 
 
-def become(request: Mapping[str, Any]) -> NoReturn:
-    """Be the process that a person would have started by the words of `request`."""
+def become_request(request: Mapping[str, Any]) -> NoReturn:
+    """Turn this fork into the process that `request` would have started."""
     os.environ.update(request["environment"])
-    os.environ[PARENT_VARIABLE] = str(os.getppid())  # whom it is not to outlive
+    os.environ[PARENT_VARIABLE] = str(os.getppid())  # this child must not outlive it
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    typed = os.open(request["stdin"], os.O_RDONLY)
-    for descriptor, source in enumerate((typed, log, log)):
+    stdin = os.open(request["stdin"], os.O_RDONLY)
+    for descriptor, source in enumerate((stdin, log, log)):
         os.dup2(source, descriptor)
     os.closerange(3, 256)
     sys.stdin = os.fdopen(0, closefd=False)
@@ -185,16 +187,17 @@ def become(request: Mapping[str, Any]) -> NoReturn:
 
         waiting = [WaitingRank(record) for _ in range(request["num_processes"])]
         starter.subprocess = SimpleNamespace(  # type: ignore[assignment]
-            PIPE=subprocess.PIPE, Popen=lambda *args, **options: waiting.pop(0).go(*args, **options)
+            PIPE=subprocess.PIPE,
+            Popen=lambda *args, **options: waiting.pop(0).start(*args, **options),
         )
     run_module(request["module"], request["words"], record)
 
 
 def run_module(name: str, words: Sequence[str], record: Path | None = None) -> NoReturn:
-    """Run a verb, or another module, as the interpreter would; ends this process."""
+    """Run a verb or another module as `python -m` would, and end this process."""
     from app.process.launch import read_launch
 
-    read_launch.cache_clear()  # the environment is this process's own
+    read_launch.cache_clear()  # the environment has changed
     if record is not None:
         record_into(record)
     sys.argv = [f"{name.replace('.', '/')}.py", *words]
@@ -204,32 +207,32 @@ def run_module(name: str, words: Sequence[str], record: Path | None = None) -> N
 
 
 class WaitingRank:
-    """A rank's process before it is started, then what the supervisor knows of it."""
+    """A forked rank process that waits for its start; replaces Popen in the supervisor."""
 
     def __init__(self, record: Path) -> None:
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # As numbers: an object that a later fork inherits would close another file in the end.
-        self._tells, listens = (one.detach() for one in pair)
+        # Descriptors, since a socket object in a later fork could close an unrelated file.
+        self._sender, receiver = (end.detach() for end in pair)
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._tells)
-            _wait_to_be_rank(listens, record)
-        os.close(listens)
+            os.close(self._sender)
+            _wait_to_be_rank(receiver, record)
+        os.close(receiver)
         self.stderr: Any = None
         self.returncode: int | None = None
 
-    def go(
+    def start(
         self, command: Sequence[str], *, env: Mapping[str, str], stderr: int, pass_fds: list[int]
     ) -> WaitingRank:
-        """Start it, as `subprocess.Popen` would."""
+        """Start the rank, as `subprocess.Popen` would."""
         assert command[1] == "-m" and stderr == subprocess.PIPE
-        listens, tells = os.pipe()
-        start = {"module": command[2], "words": list(command[3:])}
-        start |= {"environment": dict(env), "descriptors": pass_fds}
-        with socket.socket(fileno=self._tells) as starter:
-            socket.send_fds(starter, [json.dumps(start).encode()], [tells, *pass_fds])
-        os.close(tells)
-        self.stderr = os.fdopen(listens, "rb", buffering=0)
+        reader, writer = os.pipe()
+        message = {"module": command[2], "words": list(command[3:])}
+        message |= {"environment": dict(env), "descriptors": pass_fds}
+        with socket.socket(fileno=self._sender) as starter:
+            socket.send_fds(starter, [json.dumps(message).encode()], [writer, *pass_fds])
+        os.close(writer)
+        self.stderr = os.fdopen(reader, "rb", buffering=0)
         return self
 
     def poll(self) -> int | None:
@@ -252,10 +255,10 @@ class WaitingRank:
         self.send_signal(signal.SIGKILL)
 
 
-def _wait_to_be_rank(listens: int, record: Path) -> NoReturn:
-    with socket.socket(fileno=listens) as starter:
+def _wait_to_be_rank(receiver: int, record: Path) -> NoReturn:
+    with socket.socket(fileno=receiver) as starter:
         text, descriptors, _, _ = socket.recv_fds(starter, MOST_BYTES, 8)
-    if not text:  # the run ended before it had ranks
+    if not text:  # the run ended before it started this rank
         os._exit(0)
     start = json.loads(text)
     take_descriptors([0, 1, *descriptors], [0, 1, 2, *start["descriptors"]])
@@ -265,7 +268,7 @@ def _wait_to_be_rank(listens: int, record: Path) -> NoReturn:
 
 
 def record_into(folder: Path) -> None:
-    """Let this process note its batches and its operations on the disk in files of its own."""
+    """Record batches and disk operations of this process in files in `folder`."""
     from app.process import faults
     from app.training.module import FinetuneModule
 
