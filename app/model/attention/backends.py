@@ -147,11 +147,11 @@ def why_not_packed(config: Mapping[str, Any], backend: str = "auto") -> str | No
         )
     elif model_type in ALIBI or (model_type == "falcon" and config.get("alibi")):
         reason = (
-            "compute their ALiBi bias over the whole row, and take no mask that separates the "
+            "compute their ALiBi bias over the whole row, and support no mask that separates the "
             "documents of a pack"
         )
     elif model_type in WITHOUT_MASK:
-        reason = "take no mask that separates the documents of a pack"
+        reason = "support no mask that separates the documents of a pack"
     elif config.get("is_encoder_decoder") and backend == "eager":
         reason = (
             "have an encoder, and attention=eager gives it and cross-attention one mask, which "
