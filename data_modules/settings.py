@@ -232,7 +232,8 @@ def _check_dataset_settings(dataset: DatasetConfig, key: str) -> list[str]:
     if dataset.format is not None:
         try:
             formats.check_format(dataset.format)
-            formats.check_columns(dataset.format, dataset.columns)
+            if dataset.columns:
+                formats.check_columns(dataset.format, dataset.columns)
         except ValueError as error:
             problems.append(f"{key}.{error}")
     return problems

@@ -27,7 +27,7 @@ from app.evaluation.tasks.questions import check_tasks
 from app.preflight import check_compatibility, check_files, check_gpus, requested_devices
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
-from app.process.launch import check_launch, is_child
+from app.process.launch import check_launch, is_child, read_launch
 from app.process.logs import be_verbose
 from app.process.reporting import report
 from app.run import NEVER, ExistingRun, compare_existing
@@ -143,7 +143,8 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
         if training.faults:
             faults, problems = parse_faults(training.faults)
             problems += check_workers(faults, training.data.num_workers)
-        problems += check_supervise(training)
+        if training.supervise.max_restarts or training.supervise.requeue:
+            problems += check_supervise(training)
         existing = compare_existing(training, load_run_config) if resumes else None
         problems += [] if existing is None else existing.problems
     if existing is not None and existing.is_done and not problems:
@@ -155,8 +156,13 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
     problems += check_compatibility(config, on_this_machine=runs_here)
     problems += check_files(config, needs_weights=not is_preview)
     if isinstance(config, (TrainConfig, EvaluateConfig)):
-        for check in (check_metrics, check_tasks, check_harness):
-            problems += check(config.evaluation)
+        evaluation = config.evaluation
+        if evaluation.metrics or evaluation.metric is not None:
+            problems += check_metrics(evaluation)
+        if evaluation.tasks:
+            problems += check_tasks(evaluation)
+        if evaluation.harness:
+            problems += check_harness(evaluation)
     if problems:
         raise UserError(problems)
     if runs_here:
@@ -171,11 +177,12 @@ def _check_launch(config: Config, words: Sequence[str] | None) -> list[str]:
     if isinstance(config, PreviewConfig) or not isinstance(config, TrainConfig):
         return check_launch(None)
     devices = requested_devices(config)
-    return [
-        *check_launch(devices.num_ranks, devices.ranks_per_node),
-        *check_nodes(config, words),
-        *check_network(config.trainer.num_nodes),
-    ]
+    problems = check_launch(devices.num_ranks, devices.ranks_per_node)
+    if config.trainer.num_nodes > 1:
+        problems += check_nodes(config, words)
+    if read_launch().is_one_of_several:
+        problems += check_network(config.trainer.num_nodes)
+    return problems
 
 
 def _pop_cfg_flag(words: list[str]) -> tuple[bool, list[str]]:
@@ -199,19 +206,18 @@ def _print_settings(verb: str, words: list[str]) -> None:
 def _check_required(config: Config) -> list[str]:
     """List what has no default and was not given: a model, data."""
     problems = []
+    missing = ""
     run = config.run if isinstance(config, TunedConfig) else None
-    named_models = f"model=NAME (--help model lists {len(list_groups(CONF)['model'])})"
     if isinstance(config, PreviewConfig):
         if config.resume != NEVER:
             problems.append(f"resume={config.resume}: a preview trains nothing; leave it out")
         if config.model.path is None and config.model.tokenizer_path is None:
-            problems.append(
-                "no tokenizer: type model.path=FOLDER_OR_HUB_ID (its weights are not needed), or "
-                f"{named_models}; +experiment=quickstart is a complete example"
-            )
+            missing = "no tokenizer: type model.path=FOLDER_OR_HUB_ID (its weights are not needed)"
     elif config.model.path is None and not config.model.from_scratch and run is None:
+        missing = "no model: type model.path=FOLDER_OR_HUB_ID"
+    if missing:
         problems.append(
-            f"no model: type model.path=FOLDER_OR_HUB_ID, or {named_models}; "
+            f"{missing}, or model=NAME (--help model lists {len(list_groups(CONF)['model'])}); "
             "+experiment=quickstart is a complete example"
         )
     if isinstance(config, PlanConfig) or not isinstance(config, (TrainConfig, EvaluateConfig)):

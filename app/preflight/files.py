@@ -186,7 +186,7 @@ def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
         problem = why_not_compiled(base.numbers)
         problems += [problem] if problem else []
     size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
-    return problems + check_tensor_parallel(size, base)
+    return problems + (check_tensor_parallel(size, base) if size > 1 else [])
 
 
 def check_sequence_len(sequence_len: int, base: BaseModel) -> list[str]:

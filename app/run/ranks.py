@@ -53,7 +53,7 @@ def check_nodes(config: TrainConfig, words: Sequence[str] | None) -> list[str]:
     `words`: this command line; None for the trials of a sweep.
     """
     nodes = config.trainer.num_nodes
-    if nodes == 1 or read_launch().detected_by is not None:
+    if read_launch().detected_by is not None:
         return []
     if words is None:
         return [

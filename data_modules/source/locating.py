@@ -314,8 +314,10 @@ def check_split(split: str) -> list[Part]:
 
 def rows_of(path: str, part: Part, total: int | None) -> tuple[int, int | None]:
     """Return the first row of the slice, from 0, and the row after the last; raises DataError."""
+    if not part.is_sliced:
+        return 0, None
     start, stop = part.resolve(total)
-    if part.is_sliced and (start == total or (stop is not None and stop <= start)):
+    if start == total or (stop is not None and stop <= start):
         rows = "" if total is None else f" of {total:,} rows"
         raise DataError(f"{path}: 0 rows in '{part}'{rows}; give another slice")
     return start, stop

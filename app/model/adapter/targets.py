@@ -154,6 +154,8 @@ def _check_expressions(config: AdapterConfig, base: BaseModules) -> list[str]:
                 expressions[f"adapter.{key}: {pattern}"] = [expression_of_key(pattern)]
     elif isinstance(config, FreezeConfig):
         expressions = {f"adapter.modules: {pattern}": [pattern] for pattern in config.modules}
+    if not expressions:
+        return []
     return check_patterns(
         expressions, dict.fromkeys([*(base.linear or ()), *(base.weighted or ())])
     )
@@ -281,14 +283,15 @@ def _check_ranks(
     """List patterns that match nothing, and ranks above a matrix's: one problem per setting."""
     problems: list[str] = []
     for key in ("rank_pattern", "alpha_pattern"):
-        problems += match(
-            list(getattr(config, key)),
-            matrices,
-            by_key,
-            key=f"adapter.{key}",
-            what="module that gets an adapter",
-            where="the adapter",
-        )[1]
+        if patterns := list(getattr(config, key)):
+            problems += match(
+                patterns,
+                matrices,
+                by_key,
+                key=f"adapter.{key}",
+                what="module that gets an adapter",
+                where="the adapter",
+            )[1]
     setting_of = dict.fromkeys(matrices, ("adapter.r", config.r))
     for pattern, rank in reversed(config.rank_pattern.items()):  # the first one wins, as in peft
         setting = f"adapter.rank_pattern.{pattern}", rank
@@ -401,7 +404,7 @@ def _find_linear(
 def _find_modules(
     patterns: list[str], rule: Rule, key: str, base: BaseModules, found: Targets
 ) -> list[str]:
-    if base.weighted is None:
+    if not patterns or base.weighted is None:
         return []
     matched, problems = match(
         patterns,

@@ -135,9 +135,12 @@ def check_global_batch(
 
     `num_data_ranks`: ranks (or tensor-parallel groups) with different data; all if not given.
     """
+    total = trainer.global_batch_size
+    if total is None:
+        return []
     groups = num_ranks if num_data_ranks is None else num_data_ranks
-    total, packs = trainer.global_batch_size, trainer.least_micro_batch * groups
-    if total is None or total % packs == 0:
+    packs = trainer.least_micro_batch * groups
+    if total % packs == 0:
         return []
     fits = [str(fit) for fit in (total // packs * packs, total // packs * packs + packs) if fit]
     together = num_ranks // groups

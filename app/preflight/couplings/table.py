@@ -225,7 +225,8 @@ def _of_measurements(config: TrainConfig) -> Iterator[Conflict]:
             f"{config.trainer.checkpoint.monitor}, but there are no validation rows",
             "data.val_set_size=0.05",
         )
-    yield from _of_monitor(config)
+    if config.trainer.checkpoint.monitor != "val/loss":
+        yield from _of_monitor(config)
     shards_weights = getattr(strategy, "stage", 3) == 3 and is_sharding(strategy)
     if evaluation.harness and shards_weights:
         tasks = ", ".join(evaluation.harness)
@@ -258,12 +259,12 @@ def _of_measurements(config: TrainConfig) -> Iterator[Conflict]:
 
 
 def _of_monitor(config: TrainConfig) -> Iterator[Conflict]:
-    """Yield conflicts of the metric that selects the best checkpoint and stops a run early."""
+    """Yield conflicts of a typed metric that selects the best checkpoint and stops a run early."""
     evaluation, data = config.evaluation, config.data
     monitor = config.trainer.checkpoint.monitor
     losses = ["val/loss", *(f"val/loss/{name}" for name in dataset_names(data.datasets))]
     if monitor in losses:
-        if data.val_set_size == 0 and monitor != "val/loss":
+        if data.val_set_size == 0:
             yield Conflict(
                 f"trainer.checkpoint.monitor={monitor} needs validation rows, but there are none",
                 "data.val_set_size=0.05",
