@@ -18,7 +18,7 @@ from unittest import mock
 from app.config import check_before_start, load_config
 from app.process.errors import DONE
 from app.process.reporting import report
-from tests.door import OF_OTHER_RUNS
+from tests.in_process import VARIABLES_OF_OTHER_RUNS
 
 LONGEST_SECONDS = 20
 
@@ -29,10 +29,10 @@ class TookTooLongError(BaseException):
 
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended: the exit code, what was said of it, the model where there is one."""
+    """How an attempt ended: the exit code, stderr, and the model if there is one."""
 
     code: int
-    said: str
+    stderr: str
     model: Any = None
     error: BaseException | None = None
 
@@ -51,12 +51,12 @@ def _composed(verb: str, words: tuple[str, ...]) -> Any:
 
 def open_run(config: Any) -> End:
     """Check and load what a run's settings name, as the run does, and compute some logits."""
-    said = io.StringIO()
-    variables = {k: v for k, v in os.environ.items() if k not in OF_OTHER_RUNS}
+    stderr = io.StringIO()
+    variables = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_OTHER_RUNS}
     with (
         mock.patch.dict(os.environ, variables, clear=True),
-        contextlib.redirect_stderr(said),
-        library_log_to(said),
+        contextlib.redirect_stderr(stderr),
+        library_log_to(stderr),
         at_most(LONGEST_SECONDS),
     ):
         try:
@@ -64,8 +64,8 @@ def open_run(config: Any) -> End:
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            return End(report(error), said.getvalue(), error=error)
-    return End(DONE, said.getvalue(), model)
+            return End(report(error), stderr.getvalue(), error=error)
+    return End(DONE, stderr.getvalue(), model)
 
 
 def _open(config: Any) -> Any:
@@ -99,11 +99,11 @@ def _open(config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def library_log_to(said: io.StringIO) -> Iterator[None]:
-    """Let transformers log into `said`: its own handler has kept the stderr of its import."""
+def library_log_to(stderr: io.StringIO) -> Iterator[None]:
+    """Let transformers log into `stderr`: its own handler has kept the stderr of its import."""
     from transformers.utils import logging as transformers_logging
 
-    handler = logging.StreamHandler(said)
+    handler = logging.StreamHandler(stderr)
     transformers_logging.disable_default_handler()
     transformers_logging.add_handler(handler)
     try:

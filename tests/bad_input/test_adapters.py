@@ -14,7 +14,14 @@ from app.model.adapter import LoraConfig, write_origin
 from app.model.base import ModelConfig
 from app.preflight import describe_base
 from app.preflight.files import check_same_settings
-from tests.door import Answer, ask, make_adapter, make_data, make_model, write_safetensors
+from tests.in_process import (
+    CommandResult,
+    make_adapter,
+    make_data,
+    make_model,
+    run_command,
+    write_safetensors,
+)
 
 
 @pytest.fixture
@@ -35,15 +42,15 @@ def adapter(tmp_path: Path, model: Path) -> Path:
     return folder
 
 
-def refused(answer: Answer, *fragments: str) -> None:
-    assert answer.code == 2, answer.said
+def refused(result: CommandResult, *fragments: str) -> None:
+    assert result.code == 2, result.stderr
     for fragment in fragments:
-        assert fragment in answer.said
-    assert "Traceback" not in answer.said
+        assert fragment in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-def accepted(answer: Answer) -> None:
-    assert answer.code == 0, answer.said
+def accepted(result: CommandResult) -> None:
+    assert result.code == 0, result.stderr
 
 
 def lose_the_config(adapter: Path) -> None:
@@ -121,19 +128,19 @@ def test_an_adapter_that_cannot_be_used_is_refused_by_training_and_evaluation(
     for verb, typed, key in verbs if damage in (lose_the_config, change_the_base) else verbs[:1]:
         said = [key] if damage not in (break_the_config, become_another_kind) else []
         said = said if damage not in (cut_off, empty_one, empty_all) else []
-        refused(ask(*typed, verb=verb), *said, *fragments)
+        refused(run_command(*typed, verb=verb), *said, *fragments)
 
 
 def test_an_adapter_is_accepted_by_training_and_evaluation(words: list[str], adapter: Path) -> None:
-    accepted(ask(*words, f"adapter.path={adapter}"))
-    accepted(ask(*words, f"adapter_path={adapter}", verb="evaluate"))
+    accepted(run_command(*words, f"adapter.path={adapter}"))
+    accepted(run_command(*words, f"adapter_path={adapter}", verb="evaluate"))
 
 
 def test_a_base_that_was_moved_is_the_same_base(
     tmp_path: Path, words: list[str], adapter: Path
 ) -> None:
     moved = make_model(tmp_path / "moved", num_hidden_layers=2)
-    accepted(ask(f"model.path={moved}", words[1], f"adapter.path={adapter}"))
+    accepted(run_command(f"model.path={moved}", words[1], f"adapter.path={adapter}"))
     origin = json.loads((adapter / "base.json").read_text())
     assert origin["path"] != str(moved)
 
@@ -149,43 +156,45 @@ def test_a_base_that_an_earlier_version_described_is_compared_by_its_headers(
     origin = json.loads((adapter / "base.json").read_text())
     del origin["weights_form"]
     write_origin(adapter, origin | {"weights": "0" * 64})
-    accepted(ask(*words, f"adapter.path={adapter}"))
+    accepted(run_command(*words, f"adapter.path={adapter}"))
     assert "base.json was written by an earlier version" in caplog.text
     write_origin(adapter, origin | {"fingerprint": "0" * 64})
-    refused(ask(*words, f"adapter.path={adapter}"), "config.json or shapes differ (")
+    refused(run_command(*words, f"adapter.path={adapter}"), "config.json or shapes differ (")
 
 
 def test_bases_of_the_hub_are_compared_by_name(words: list[str], adapter: Path) -> None:
     """They have no fingerprint before they are fetched."""
     ask_for = [words[1], f"adapter.path={adapter}"]
-    accepted(ask("model.path=org/name", *ask_for))  # made on a folder: nothing to compare
+    accepted(run_command("model.path=org/name", *ask_for))  # made on a folder: nothing to compare
     commits = ("0a" * 20, "0b" * 20)
     base = ModelConfig(path="org/name", revision=commits[0])
     write_origin(adapter, describe_base(base))
-    accepted(ask("model.path=org/name", *ask_for))
-    accepted(ask("model.path=org/name", f"model.revision='{commits[0]}'", *ask_for))
-    accepted(ask("model.path=org/name", "model.revision=v1.0", *ask_for))  # it may be that commit
+    accepted(run_command("model.path=org/name", *ask_for))
+    accepted(run_command("model.path=org/name", f"model.revision='{commits[0]}'", *ask_for))
+    accepted(
+        run_command("model.path=org/name", "model.revision=v1.0", *ask_for)
+    )  # it may be that commit
     refused(
-        ask("model.path=org/name", f"model.revision='{commits[1]}'", *ask_for),
+        run_command("model.path=org/name", f"model.revision='{commits[1]}'", *ask_for),
         f"trained on another base: org/name at {commits[0]}",
         f"model.path=org/name at {commits[1]}: revision differs",
     )
-    refused(ask("model.path=org/other", *ask_for), "model.path=org/other: path differs")
+    refused(run_command("model.path=org/other", *ask_for), "model.path=org/other: path differs")
 
 
 def test_an_adapter_of_elsewhere_is_compared_by_shape(tmp_path: Path, words: list[str]) -> None:
     fits = make_adapter(tmp_path / "fits", base_model_name_or_path="someone/else")
-    accepted(ask(*words, f"adapter.path={fits}"))
+    accepted(run_command(*words, f"adapter.path={fits}"))
     wide = make_adapter(tmp_path / "wide", hidden=48)
     refused(
-        ask(*words, f"adapter.path={wide}"),
+        run_command(*words, f"adapter.path={wide}"),
         "layers.0.self_attn.q_proj.lora_A.weight is 4 x 48",
         "is 32 x 32; it was trained on another base",
     )
     other = make_adapter(tmp_path / "other")
     shapes = {f"base_model.model.encoder.q.lora_{p}.weight": [32, 32] for p in "AB"}
     write_safetensors(other / "adapter_model.safetensors", shapes)
-    refused(ask(*words, f"adapter.path={other}"), "has none of its 1 matrices")
+    refused(run_command(*words, f"adapter.path={other}"), "has none of its 1 matrices")
 
 
 def test_tokens_that_an_adapter_was_trained_with_must_be_known(
@@ -198,18 +207,25 @@ def test_tokens_that_an_adapter_was_trained_with_must_be_known(
     (adapter / "tokenizer.json").write_text(json.dumps(vocab))
     for key, verb in (("adapter.path", "train"), ("adapter_path", "evaluate")):
         typed = [*words, f"{key}={adapter}"]
-        refused(ask(*typed, verb=verb), "<|a|>, <|b|>; type 'model.added_tokens=[<|a|>,<|b|>]'")
-        accepted(ask(*typed, "model.added_tokens=[<|a|>,<|b|>]", verb=verb))
+        refused(
+            run_command(*typed, verb=verb), "<|a|>, <|b|>; type 'model.added_tokens=[<|a|>,<|b|>]'"
+        )
+        accepted(run_command(*typed, "model.added_tokens=[<|a|>,<|b|>]", verb=verb))
 
 
 @pytest.mark.parametrize("token", ["", "' <|a|>'"])
 def test_an_added_token_is_a_text(words: list[str], token: str) -> None:
-    refused(ask(*words, f"model.added_tokens=['<|b|>',{token or repr(token)}]"), "is not a token")
-    accepted(ask(*words, "model.added_tokens=['<|b|>','<|a|>']"))
+    refused(
+        run_command(*words, f"model.added_tokens=['<|b|>',{token or repr(token)}]"),
+        "is not a token",
+    )
+    accepted(run_command(*words, "model.added_tokens=['<|b|>','<|a|>']"))
 
 
 def test_a_missing_folder_is_named(words: list[str], tmp_path: Path) -> None:
-    refused(ask(*words, f"adapter.path={tmp_path / 'none'}"), "adapter.path=", "no such folder")
+    refused(
+        run_command(*words, f"adapter.path={tmp_path / 'none'}"), "adapter.path=", "no such folder"
+    )
 
 
 SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = [
@@ -251,18 +267,22 @@ def test_a_continued_adapter_keeps_the_settings_of_its_file(
 
 def test_a_continued_adapter_is_compared_by_the_verb(tmp_path: Path, words: list[str]) -> None:
     path = f"adapter.path={make_adapter(tmp_path / 'adapter', r=16)}"
-    refused(ask(*words, path, "adapter.r=8"), "has r=16; leave adapter.r out")
-    refused(ask(*words, path, "adapter=ia3"), "was trained with adapter=lora", "type adapter=lora")
-    accepted(ask(*words, path, "adapter.r=16", "adapter.lora_plus_ratio=16"))
+    refused(run_command(*words, path, "adapter.r=8"), "has r=16; leave adapter.r out")
+    refused(
+        run_command(*words, path, "adapter=ia3"),
+        "was trained with adapter=lora",
+        "type adapter=lora",
+    )
+    accepted(run_command(*words, path, "adapter.r=16", "adapter.lora_plus_ratio=16"))
 
 
 def test_ia3_is_continued_as_ia3(tmp_path: Path, words: list[str]) -> None:
     folder = make_adapter(tmp_path / "adapter", peft_type="IA3", feedforward_modules=["down_proj"])
-    refused(ask(*words, f"adapter.path={folder}"), "type adapter=ia3")
-    accepted(ask(*words, "adapter=ia3", f"adapter.path={folder}"))
+    refused(run_command(*words, f"adapter.path={folder}"), "type adapter=ia3")
+    accepted(run_command(*words, "adapter=ia3", f"adapter.path={folder}"))
     typed = "adapter.feedforward_modules=[up_proj]"
     refused(
-        ask(*words, "adapter=ia3", f"adapter.path={folder}", typed),
+        run_command(*words, "adapter=ia3", f"adapter.path={folder}", typed),
         "has feedforward_modules=['down_proj']",
     )
 
@@ -277,6 +297,8 @@ def test_the_run_of_an_evaluation_is_compared_with_its_base(
 
     save_config(load_config("train", words), run / "config.yaml")
     (run / "metrics.json").write_text("{}")
-    accepted(ask(f"run={run}", verb="evaluate"))
+    accepted(run_command(f"run={run}", verb="evaluate"))
     change_the_base(tmp_path / "adapter")
-    refused(ask(f"run={run}", verb="evaluate"), f"run={run}/adapter was trained on another base")
+    refused(
+        run_command(f"run={run}", verb="evaluate"), f"run={run}/adapter was trained on another base"
+    )

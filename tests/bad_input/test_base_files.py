@@ -29,7 +29,7 @@ from app.process.untrusted import Limits, limits, read_header, read_json_object,
 from app.report.model_card import read_json
 from data_modules import DataConfig, DatasetConfig
 from tests.bad_input.opening import End, open_run, settings_for
-from tests.door import make_data
+from tests.in_process import make_data
 from tests.tiny import save_with_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
 
 WEIGHTS = "model.safetensors"
@@ -76,10 +76,10 @@ def change(file: Path, **values: Any) -> None:
 
 
 def refused(end: End, *fragments: str) -> None:
-    assert end.code == 2, end.said or end.error
+    assert end.code == 2, end.stderr or end.error
     for fragment in fragments:
-        assert fragment in end.said, end.said
-    assert "Traceback" not in end.said
+        assert fragment in end.stderr, end.stderr
+    assert "Traceback" not in end.stderr
 
 
 CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
@@ -139,12 +139,12 @@ def test_values_of_a_config(
 def test_what_published_files_hold_passes(base: Path, made: Path, values: dict[str, Any]) -> None:
     change(base / "config.json", **values)
     end = open_base(base, made)
-    assert end.code == 0, end.said
+    assert end.code == 0, end.stderr
 
 
 def test_the_twin_of_these_passes(base: Path, made: Path) -> None:
     end = open_base(base, made)
-    assert end.code == 0, end.said
+    assert end.code == 0, end.stderr
 
 
 TEXTS: list[tuple[str, bytes, list[str]]] = [
@@ -305,7 +305,7 @@ def test_a_tokenizer_that_only_folds_letters_passes(
 ) -> None:
     change(base / "tokenizer.json", normalizer=changed)
     end = open_base(base, made)
-    assert end.code == 0, end.said
+    assert end.code == 0, end.stderr
 
 
 @pytest.mark.parametrize(

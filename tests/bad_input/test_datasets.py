@@ -18,7 +18,7 @@ from data_modules.tokens.datasets import DataSpec
 from data_modules.types import BatchSpec, ModelSpec
 from tests.bad_input.asking import ASKED_ONLY, LONG, ROWS, chat, named, prepare, write
 from tests.conftest import TrainRun, read_column
-from tests.door import make_data
+from tests.in_process import make_data
 
 DROPS_SYSTEM = (
     "{% for m in messages %}{% if m.role != 'system' %}"

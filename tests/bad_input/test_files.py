@@ -21,7 +21,7 @@ from data_modules.source import Chunk
 from data_modules.tokens.encode import ChunkEncoder, EncodedChunk
 from tests.bad_input.asking import ASKED_ONLY, ROWS, chat, named, prepare, problems_of, write
 from tests.conftest import ROOT
-from tests.door import ask, make_data
+from tests.in_process import make_data, run_command
 from tests.processes import LONGEST
 from tests.reliability.person import Person
 
@@ -188,9 +188,9 @@ def test_problems_of_several_files_are_listed_together(tmp_path: Path) -> None:
     words = ["model=tiny", "data.test_datasets=[]"]
     paths = [bad, tmp_path / "list.jsonl"]
     both = ", ".join(f"{{path: {path}}}" for path in paths)
-    answer = ask(*words, f"data.datasets=[{both}, {{path: {good}, weight: -1}}]")
-    assert answer.code == 2 and answer.config is None
-    assert answer.said.replace(f"{tmp_path}/", "").splitlines() == [
+    result = run_command(*words, f"data.datasets=[{both}, {{path: {good}, weight: -1}}]")
+    assert result.code == 2 and result.config is None
+    assert result.stderr.replace(f"{tmp_path}/", "").splitlines() == [
         "error: 4 problems",
         '  1. bad.jsonl:5:32 invalid JSON: Expecting value, near `on": "q", "output": }`',
         "  2. bad.jsonl:6 missing 'output'; found ['instruction'] (4 rows are of format alpaca, "
@@ -199,9 +199,9 @@ def test_problems_of_several_files_are_listed_together(tmp_path: Path) -> None:
         "lists.jsonl or bad.jsonl?",
         "  4. data.datasets[2].weight=-1.0: expected above 0 (or leave the data set out)",
     ]
-    aside = ask(*words, f"data.datasets=[{{path: {bad}}}]", "data.on_bad_row=quarantine")
-    assert aside.code == 0, aside.said
-    assert ask(*words, f"data.datasets=[{{path: {good}, weight: 1}}]").code == 0
+    aside = run_command(*words, f"data.datasets=[{{path: {bad}}}]", "data.on_bad_row=quarantine")
+    assert aside.code == 0, aside.stderr
+    assert run_command(*words, f"data.datasets=[{{path: {good}, weight: 1}}]").code == 0
 
 
 def test_a_bad_row_ends_a_typed_run_with_two(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from app.config import load_config, load_run_config, save_config
 from app.process.errors import ROOT, exit_code
 from tests import mutations
 from tests.bad_input.opening import LONGEST_SECONDS, at_most, open_run, settings_for
-from tests.door import make_data
+from tests.in_process import make_data
 from tests.tiny import save_with_tokenizer, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -80,12 +80,12 @@ def test_damaged_files_are_refused_by_name_or_read_right(
     for seed in seeds:
         (damaged / name).write_bytes(mutate(whole, random.Random(f"{name} {seed}")))
         end = open_run(config)
-        case = f"{name} {seed}: {end.code} {end.said} {end.error!r}"
+        case = f"{name} {seed}: {end.code} {end.stderr} {end.error!r}"
         assert end.code in (0, 2, 3), case
-        if "isolation probe" in end.said and name.endswith(".safetensors"):
+        if "isolation probe" in end.stderr and name.endswith(".safetensors"):
             continue  # weights so large that nothing moves the logits, but weights
         if end.code:
-            assert str(damaged) in end.said and "Traceback" not in end.said, case
+            assert str(damaged) in end.stderr and "Traceback" not in end.stderr, case
         elif folder == "base":
             assert_holds(end.model, load_file(damaged / "model.safetensors"), case)
 

@@ -11,7 +11,7 @@ import pytest
 from app.config import run_verb
 from app.preview import preview
 from app.train import train
-from tests.door import ask, make_model
+from tests.in_process import make_model, run_command
 from tests.tiny import TINY_BASE, small_run
 
 EVIL = "x\x1b]0;owned\x07\x1b[2J\u202egnp\u2066\x9b31m"
@@ -70,15 +70,15 @@ def test_errors_show_them_too(tmp_path: Path) -> None:
         [f"resume=/nowhere/{EVIL}"],
         [f"output.dir={file}", "model=tiny", "data=skills"],
     ):
-        answer = ask(*words)
-        assert answer.code == 2, words
-        check_shown(answer.said)
-    answer = ask("--cfg", "job", "model=tiny", f'data.datasets=[{{path: "{file}"}}]')
-    assert answer.code == 0, answer.said
-    assert not [letter for letter in RAW if letter in answer.printed]
+        result = run_command(*words)
+        assert result.code == 2, words
+        check_shown(result.stderr)
+    result = run_command("--cfg", "job", "model=tiny", f'data.datasets=[{{path: "{file}"}}]')
+    assert result.code == 0, result.stderr
+    assert not [letter for letter in RAW if letter in result.stdout]
 
 
 def test_an_error_of_a_library_keeps_its_lines_and_shows_the_rest() -> None:
-    answer = ask("model=tiny", "data=skills", error=RuntimeError(f"one\n{EVIL}"))
-    assert "one\n" in answer.said
-    check_shown(answer.said)
+    result = run_command("model=tiny", "data=skills", error=RuntimeError(f"one\n{EVIL}"))
+    assert "one\n" in result.stderr
+    check_shown(result.stderr)

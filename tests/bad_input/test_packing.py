@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.door import ask, make_data, make_model
+from tests.in_process import make_data, make_model, run_command
 
 SEES_PADDING = "let documents see the padding after them"
 ANOTHER_BASE = "model.path=ANOTHER_BASE"
@@ -34,11 +34,11 @@ def test_a_base_whose_documents_depend_on_their_batch(
     data = f"data.datasets=[{{path: {make_data(tmp_path / 'data.jsonl')}}}]"
     typed = [f"model.path={model}", data, "adapter=full"]
     for verb, packing in (("train", "none"), ("train", "multipack"), ("preview", "multipack")):
-        answer = ask(*typed, "data.sequence_len=100", f"packing={packing}", verb=verb)
-        assert answer.code == 2
-        assert said in answer.said and f"type {instead}" in answer.said
+        result = run_command(*typed, "data.sequence_len=100", f"packing={packing}", verb=verb)
+        assert result.code == 2
+        assert said in result.stderr and f"type {instead}" in result.stderr
     if instead.startswith("data."):
-        assert said not in ask(*typed, instead).said
+        assert said not in run_command(*typed, instead).stderr
 
 
 @pytest.mark.parametrize(
@@ -59,5 +59,5 @@ def test_a_base_whose_documents_depend_on_their_batch(
 def test_a_base_that_goes_on(numbers: dict[str, Any], tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", **numbers)
     data = make_data(tmp_path / "data.jsonl")
-    answer = ask(f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "adapter=full")
-    assert answer.code == 0, answer.said
+    result = run_command(f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "adapter=full")
+    assert result.code == 0, result.stderr

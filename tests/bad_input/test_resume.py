@@ -19,7 +19,7 @@ import pytest
 
 from app.process.errors import ROOT, UserError
 from app.run.folder import LOCK_FILE, hold_run
-from tests.door import ask, make_data, make_model
+from tests.in_process import make_data, make_model, run_command
 from tests.resumed import contents, damage, damage_all, make_run, start
 
 
@@ -87,48 +87,48 @@ HARMLESS = [
 
 @pytest.mark.parametrize("changed", [REFUSED, OTHER_OPTIONS], ids=["values", "options"])
 def test_settings_that_make_another_run_are_refused(run: Path, changed: dict[str, str]) -> None:
-    answer = ask(f"resume={run}", *changed, EVERYTHING)
-    assert answer.code == 2
+    result = run_command(f"resume={run}", *changed, EVERYTHING)
+    assert result.code == 2
     for said in changed.values():
-        assert said in answer.said
+        assert said in result.stderr
     if changed is REFUSED:
-        assert answer.said.startswith(f"error: {len(changed)} problems")
+        assert result.stderr.startswith(f"error: {len(changed)} problems")
 
 
 @pytest.mark.parametrize("category", CATEGORIES)
 def test_settings_that_may_change_say_the_word_for_it(run: Path, category: str) -> None:
     typed = {word for word, *_ in ALLOWED}
     others = ",".join(one for one in CATEGORIES if one != category)
-    answer = ask(f"resume={run}", *typed, f"resume_allow=[{others}]")
-    assert answer.code == 2
+    result = run_command(f"resume={run}", *typed, f"resume_allow=[{others}]")
+    assert result.code == 2
     for _, allow, said in ALLOWED:
-        assert (said in answer.said) is (allow == category), said
-    assert answer.said.count("resume_allow=[") == answer.said.count(f"{category}]'")
+        assert (said in result.stderr) is (allow == category), said
+    assert result.stderr.count("resume_allow=[") == result.stderr.count(f"{category}]'")
 
 
 def test_settings_that_may_change_may_change_together(run: Path) -> None:
     typed = {word for word, *_ in ALLOWED}
-    answer = ask(f"resume={run}", *typed, EVERYTHING)
-    assert answer.code == 0, answer.said
+    result = run_command(f"resume={run}", *typed, EVERYTHING)
+    assert result.code == 0, result.stderr
 
 
 def test_settings_on_which_nothing_depends_may_change(run: Path) -> None:
-    answer = ask(f"resume={run}", *HARMLESS)
-    assert answer.code == 0, answer.said
+    result = run_command(f"resume={run}", *HARMLESS)
+    assert result.code == 0, result.stderr
 
 
 def test_a_misspelt_word_of_resume_allow(run: Path) -> None:
-    answer = ask(f"resume={run}", "resume_allow=[epoch]")
-    assert answer.code == 2
-    assert "resume_allow[0]=epoch: expected lr, schedule, epochs, data, precision" in answer.said
-    assert "did you mean epochs?" in answer.said
-    assert "expected a list" in ask(f"resume={run}", "resume_allow=3").said
+    result = run_command(f"resume={run}", "resume_allow=[epoch]")
+    assert result.code == 2
+    assert "resume_allow[0]=epoch: expected lr, schedule, epochs, data, precision" in result.stderr
+    assert "did you mean epochs?" in result.stderr
+    assert "expected a list" in run_command(f"resume={run}", "resume_allow=3").stderr
 
 
 def test_one_word_of_resume_allow_needs_no_brackets(run: Path) -> None:
-    answer = ask(f"resume={run}", "optimizer.lr=2e-3", "resume_allow=lr")
-    assert answer.code == 0, answer.said
-    assert answer.config.resume_allow == ["lr"]
+    result = run_command(f"resume={run}", "optimizer.lr=2e-3", "resume_allow=lr")
+    assert result.code == 0, result.stderr
+    assert result.config.resume_allow == ["lr"]
 
 
 WRONG_RESUME = [
@@ -141,44 +141,44 @@ WRONG_RESUME = [
 
 @pytest.mark.parametrize(("value", "said"), WRONG_RESUME, ids=[value for value, _ in WRONG_RESUME])
 def test_what_resume_does_not_take(words: list[str], value: str, said: str) -> None:
-    answer = ask(*words, f"resume={value}")
-    assert answer.code == 2
-    assert said in answer.said
+    result = run_command(*words, f"resume={value}")
+    assert result.code == 2
+    assert said in result.stderr
 
 
 def test_a_folder_that_is_not_a_run(words: list[str], tmp_path: Path) -> None:
-    answer = ask(f"resume={tmp_path}")
-    assert answer.code == 2
-    assert f"resume={tmp_path}: no training run is there" in answer.said
+    result = run_command(f"resume={tmp_path}")
+    assert result.code == 2
+    assert f"resume={tmp_path}: no training run is there" in result.stderr
 
 
 def test_a_run_goes_on_in_its_own_folder_alone(run: Path, tmp_path: Path) -> None:
-    answer = ask(f"resume={run}", f"output.dir={tmp_path / 'other'}")
-    assert answer.code == 2
-    assert "leave output.dir out" in answer.said
-    assert ask(f"resume={run}", f"output.dir={run}").code == 0
+    result = run_command(f"resume={run}", f"output.dir={tmp_path / 'other'}")
+    assert result.code == 2
+    assert "leave output.dir out" in result.stderr
+    assert run_command(f"resume={run}", f"output.dir={run}").code == 0
 
 
 def test_a_preview_resumes_nothing(run: Path, words: list[str]) -> None:
-    answer = ask(*words, f"resume={run}", verb="preview")
-    assert answer.code == 2
-    assert "a preview trains nothing" in answer.said
+    result = run_command(*words, f"resume={run}", verb="preview")
+    assert result.code == 2
+    assert "a preview trains nothing" in result.stderr
 
 
 def test_nothing_to_resume_is_an_error_where_something_must_be(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    answer = ask(*words, "resume=must")
-    assert answer.code == 2
-    assert "resume=must, but there is no unfinished run" in answer.said
-    assert "outputs/train; type resume=auto" in answer.said
-    answer = ask(*words, "resume=must", f"output.dir={tmp_path / 'new'}")
-    assert f"there is no run in {tmp_path / 'new'}" in answer.said
+    result = run_command(*words, "resume=must")
+    assert result.code == 2
+    assert "resume=must, but there is no unfinished run" in result.stderr
+    assert "outputs/train; type resume=auto" in result.stderr
+    result = run_command(*words, "resume=must", f"output.dir={tmp_path / 'new'}")
+    assert f"there is no run in {tmp_path / 'new'}" in result.stderr
     make_run(tmp_path / "empty", *words, steps=())
-    answer = ask("resume=must", f"output.dir={tmp_path / 'empty'}")
-    assert answer.code == 2
-    assert f"{tmp_path / 'empty'} has no checkpoint; type resume=auto" in answer.said
+    result = run_command("resume=must", f"output.dir={tmp_path / 'empty'}")
+    assert result.code == 2
+    assert f"{tmp_path / 'empty'} has no checkpoint; type resume=auto" in result.stderr
 
 
 def test_nothing_to_resume_is_a_line_where_a_run_may_start(
@@ -196,21 +196,21 @@ def test_a_run_that_never_saved_starts_anew_with_any_settings(
     words: list[str], tmp_path: Path
 ) -> None:
     empty = make_run(tmp_path / "empty", *words, steps=())
-    answer = ask(*words, "adapter.r=8", "resume=auto", f"output.dir={empty}")
-    assert answer.code == 0, answer.said
+    result = run_command(*words, "adapter.r=8", "resume=auto", f"output.dir={empty}")
+    assert result.code == 0, result.stderr
 
 
 def test_an_existing_run_is_refused_without_resume(run: Path, words: list[str]) -> None:
-    answer = ask(*words, f"output.dir={run}")
-    assert answer.code == 2
-    assert "holds another run" in answer.said and "resume=auto" in answer.said
+    result = run_command(*words, f"output.dir={run}")
+    assert result.code == 2
+    assert "holds another run" in result.stderr and "resume=auto" in result.stderr
 
 
 def test_an_evaluation_cannot_be_resumed(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model:\n  path: null\n")
-    answer = ask(*words, f"output.dir={tmp_path}", "resume=auto")
-    assert answer.code == 2
-    assert "holds an evaluation" in answer.said
+    result = run_command(*words, f"output.dir={tmp_path}", "resume=auto")
+    assert result.code == 2
+    assert "holds an evaluation" in result.stderr
 
 
 def test_a_finished_run_says_so_and_touches_nothing(words: list[str], tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_finished_run_needs_neither_data_nor_model(words: list[str], tmp_path:
     own = [*words, f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
     done = make_run(tmp_path / "done", *own, finished=True)
     data.unlink()
-    assert ask(f"resume={done}").code == 0
+    assert run_command(f"resume={done}").code == 0
     assert start(f"resume={done}").is_done
 
 
@@ -248,15 +248,15 @@ def test_a_finished_run_of_other_settings_is_not_called_done(
     words: list[str], tmp_path: Path
 ) -> None:
     done = make_run(tmp_path / "done", *words, finished=True)
-    answer = ask(*words, "adapter.r=8", "resume=auto", f"output.dir={done}")
-    assert answer.code == 2
-    assert "adapter.r was 16 and is 8" in answer.said
+    result = run_command(*words, "adapter.r=8", "resume=auto", f"output.dir={done}")
+    assert result.code == 2
+    assert "adapter.r was 16 and is 8" in result.stderr
 
 
 def test_a_finished_run_goes_on_where_it_is_made_longer(words: list[str], tmp_path: Path) -> None:
     done = make_run(tmp_path / "done", *words, finished=True)
     longer = [f"resume={done}", "trainer.max_steps=8"]
-    assert "type 'resume_allow=[epochs]'" in ask(*longer).said
+    assert "type 'resume_allow=[epochs]'" in run_command(*longer).stderr
     started = start(*longer, "resume_allow=[epochs]")
     assert (started.is_done, started.step) == (False, 4)
     assert (done / "metrics.json").exists()
@@ -277,7 +277,7 @@ def test_damaged_checkpoints_are_named_and_the_good_one_is_taken(
 
 def test_a_typed_checkpoint_is_taken_or_named_as_damaged(run: Path) -> None:
     typed = run / "checkpoints" / "step-2"
-    assert ask(f"resume={typed}").code == 0
+    assert run_command(f"resume={typed}").code == 0
     assert start(f"resume={typed}").step == 2
     damage(typed / "training.json")
     with pytest.raises(UserError, match=r"step-2 is damaged \(sha256 of training.json\)"):
@@ -311,16 +311,16 @@ def test_a_changed_base_is_refused(words: list[str], tmp_path: Path) -> None:
     own = [*words, f"model.path={model}"]
     run = make_run(tmp_path / "run", *own)
     moved = Path(shutil.move(model, tmp_path / "moved"))
-    answer = ask(f"resume={run}", f"model.path={moved}")
-    assert answer.code == 0, answer.said
+    result = run_command(f"resume={run}", f"model.path={moved}")
+    assert result.code == 0, result.stderr
     weights = moved / "model.safetensors"
     damage(weights)
-    answer = ask(f"resume={run}", f"model.path={moved}", "resume_allow=[data]")
-    assert answer.code == 2
-    assert "the base model's weights (sha256) was" in answer.said
+    result = run_command(f"resume={run}", f"model.path={moved}", "resume_allow=[data]")
+    assert result.code == 2
+    assert "the base model's weights (sha256) was" in result.stderr
     make_model(moved, context=256)
-    answer = ask(f"resume={run}", f"model.path={moved}")
-    assert "the base model (sha256 of its config and the shapes of its weights)" in answer.said
+    result = run_command(f"resume={run}", f"model.path={moved}")
+    assert "the base model (sha256 of its config and the shapes of its weights)" in result.stderr
 
 
 def test_a_base_that_an_earlier_version_described_is_not_called_another(
@@ -338,40 +338,42 @@ def test_a_base_that_an_earlier_version_described_is_not_called_another(
     assert sum(line.startswith(said) for line in caplog.messages) == 1
     manifest["base"]["fingerprint"] = "0" * 64
     (run / "manifest.json").write_text(json.dumps(manifest))
-    assert "the shapes of its weights) was" in ask(f"resume={run}").said
+    assert "the shapes of its weights) was" in run_command(f"resume={run}").stderr
 
 
 def test_another_number_of_ranks_keeps_the_global_batch_or_says_how(
     words: list[str], tmp_path: Path
 ) -> None:
     run = make_run(tmp_path / "run", *words, "trainer.devices=2")
-    answer = ask(f"resume={run}", "trainer.devices=1")
-    assert answer.code == 2
+    result = run_command(f"resume={run}", "trainer.devices=1")
+    assert result.code == 2
     assert (
         "the run took 8 packs a step (micro_batch_size 1 x accumulation 4 x 2 ranks) and would now "
-        "take 4 (micro_batch_size 1 x accumulation 4 x 1 rank)" in answer.said
+        "take 4 (micro_batch_size 1 x accumulation 4 x 1 rank)" in result.stderr
     )
-    (fix,) = [word for word in answer.said.split() if word.startswith("trainer.grad")]
+    (fix,) = [word for word in result.stderr.split() if word.startswith("trainer.grad")]
     assert fix == "trainer.gradient_accumulation_steps=8"
-    answer = ask(f"resume={run}", "trainer.devices=1", fix)
-    assert answer.code == 0, answer.said
-    answer = ask(f"resume={run}", "trainer.devices=1", "trainer.micro_batch_size=2")
-    assert answer.code == 0, answer.said
-    answer = ask(f"resume={run}", "trainer.devices=1", "trainer.global_batch_size=16")
-    assert "type trainer.global_batch_size=8" in answer.said
-    answer = ask(f"resume={run}", "trainer.devices=3")
-    assert "type trainer.devices=2" in answer.said
+    result = run_command(f"resume={run}", "trainer.devices=1", fix)
+    assert result.code == 0, result.stderr
+    result = run_command(f"resume={run}", "trainer.devices=1", "trainer.micro_batch_size=2")
+    assert result.code == 0, result.stderr
+    result = run_command(f"resume={run}", "trainer.devices=1", "trainer.global_batch_size=16")
+    assert "type trainer.global_batch_size=8" in result.stderr
+    result = run_command(f"resume={run}", "trainer.devices=3")
+    assert "type trainer.devices=2" in result.stderr
 
 
 def test_a_stream_wants_its_ranks_and_workers_back(words: list[str], tmp_path: Path) -> None:
     stream = ["data.streaming=true", "data.val_set_size=2", "trainer.devices=2"]
     run = make_run(tmp_path / "run", *words, *stream)
-    answer = ask(f"resume={run}", "trainer.devices=1", "trainer.gradient_accumulation_steps=8")
-    assert answer.code == 2
-    assert "the run had 2 ranks and would now have 1" in answer.said
-    answer = ask(f"resume={run}", "data.num_workers=2")
-    assert "data.num_workers was 0 and is 2" in answer.said
-    assert ask(f"resume={run}").code == 0
+    result = run_command(
+        f"resume={run}", "trainer.devices=1", "trainer.gradient_accumulation_steps=8"
+    )
+    assert result.code == 2
+    assert "the run had 2 ranks and would now have 1" in result.stderr
+    result = run_command(f"resume={run}", "data.num_workers=2")
+    assert "data.num_workers was 0 and is 2" in result.stderr
+    assert run_command(f"resume={run}").code == 0
 
 
 FACTS = [
@@ -420,9 +422,9 @@ def test_a_run_without_its_manifest_is_not_resumed(run: Path, content: str | Non
     (run / "manifest.json").unlink()
     if content is not None:
         (run / "manifest.json").write_text(content)
-    answer = ask(f"resume={run}")
-    assert answer.code == 2
-    assert "manifest.json cannot be read" in answer.said
+    result = run_command(f"resume={run}")
+    assert result.code == 2
+    assert "manifest.json cannot be read" in result.stderr
 
 
 HOLD = """

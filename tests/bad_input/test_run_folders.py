@@ -16,7 +16,7 @@ from app.evaluate import evaluate
 from app.preview import preview
 from app.run.folder import OutputConfig, check_output, decide_run_dir
 from app.train import train
-from tests.door import Answer, ask, make_data
+from tests.in_process import CommandResult, make_data, run_command
 from tests.matrix import matrix
 from tests.resumed import contents, make_run
 from tests.tiny import small_base, small_run, train_into
@@ -119,13 +119,13 @@ def test_trust_that_is_typed_again_goes_on(
 ) -> None:
     marker = tmp_path / "marker"
     forge_manifest(received, bring_code(received, marker))
-    answer = ask(f"run={received}", "model.trust_remote_code=true", verb="evaluate")
-    assert answer.code == 0, answer.said
-    assert answer.config.model.trust_remote_code
+    result = run_command(f"run={received}", "model.trust_remote_code=true", verb="evaluate")
+    assert result.code == 0, result.stderr
+    assert result.config.model.trust_remote_code
     (received / "metrics.json").unlink()
-    answer = ask(f"resume={received}", "model.trust_remote_code=true")
-    assert answer.code == 0, answer.said
-    assert answer.config.model.trust_remote_code
+    result = run_command(f"resume={received}", "model.trust_remote_code=true")
+    assert result.code == 0, result.stderr
+    assert result.config.model.trust_remote_code
 
 
 def test_trust_is_named_in_one_place() -> None:
@@ -194,8 +194,8 @@ def test_a_link_to_the_folder_itself_is_followed(
     received: Path, words: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "link").symlink_to(received)
-    answer = ask(f"run={tmp_path / 'link'}", verb="evaluate")
-    assert answer.code == 0, answer.said
+    result = run_command(f"run={tmp_path / 'link'}", verb="evaluate")
+    assert result.code == 0, result.stderr
 
 
 def test_a_file_with_another_name_elsewhere_is_not_written_to(
@@ -356,10 +356,10 @@ def test_a_run_that_was_refused_at_its_start_does_not_block_the_corrected_comman
 
 @pytest.mark.parametrize("key", ["output.dir", "data.cache_dir"])
 def test_nothing_is_written_to_a_url(key: str, words: list[str]) -> None:
-    answer = ask(*words, f"{key}=s3://me:word@bucket/run")
-    assert answer.code == 2
-    assert f"{key}=s3:/" in answer.said
-    assert "<redacted>@bucket/run: nothing is written to URLs" in answer.said
+    result = run_command(*words, f"{key}=s3://me:word@bucket/run")
+    assert result.code == 2
+    assert f"{key}=s3:/" in result.stderr
+    assert "<redacted>@bucket/run: nothing is written to URLs" in result.stderr
 
 
 def test_a_current_folder_that_was_deleted_is_named(
@@ -369,9 +369,9 @@ def test_a_current_folder_that_was_deleted_is_named(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    answer = ask(*words, environment={"PWD": str(gone)})
-    assert answer.code == 3
-    assert f"{gone} no longer exists" in answer.said
+    result = run_command(*words, environment={"PWD": str(gone)})
+    assert result.code == 3
+    assert f"{gone} no longer exists" in result.stderr
 
 
 @pytest.mark.parametrize("key", ["output.dir", "resume", "run", "data.cache_dir"])
@@ -382,10 +382,10 @@ def test_an_empty_folder_name_is_refused(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     typed = [f"{key}={value}"] if key == "run" else [*words, f"{key}={value}"]
-    answer = ask(*typed, verb="evaluate" if key == "run" else "train")
-    assert answer.code == 2, answer.config
-    assert f"{key} is empty" in answer.said
-    assert "variable that is not set" in answer.said
+    result = run_command(*typed, verb="evaluate" if key == "run" else "train")
+    assert result.code == 2, result.config
+    assert f"{key} is empty" in result.stderr
+    assert "variable that is not set" in result.stderr
     assert list(Path.cwd().iterdir()) == []
 
 
@@ -393,14 +393,16 @@ def test_an_empty_folder_name_is_refused(
     "key", ["adapter.path", "model.path", "model.tokenizer_path", "model.revision", "adapter_path"]
 )
 def test_an_empty_path_is_not_taken_for_one_that_was_left_out(key: str, words: list[str]) -> None:
-    answer = ask(*words[:2], f"{key}=", verb="evaluate" if key == "adapter_path" else "train")
-    assert answer.code == 2, answer.config
-    assert f"{key} is empty; is it a variable that is not set?" in answer.said
+    result = run_command(
+        *words[:2], f"{key}=", verb="evaluate" if key == "adapter_path" else "train"
+    )
+    assert result.code == 2, result.config
+    assert f"{key} is empty; is it a variable that is not set?" in result.stderr
 
 
 def test_an_empty_path_of_a_data_set_is_refused(words: list[str]) -> None:
-    answer = ask(*words, "data.test_datasets=[{path: ''}]")
-    assert (answer.code, "data.test_datasets[0].path is empty" in answer.said) == (2, True)
+    result = run_command(*words, "data.test_datasets=[{path: ''}]")
+    assert (result.code, "data.test_datasets[0].path is empty" in result.stderr) == (2, True)
 
 
 def test_a_tilde_is_the_home_folder(
@@ -414,13 +416,13 @@ def test_a_tilde_is_the_home_folder(
     assert decide_run_dir(OutputConfig(dir="~/new")) == home / "new"
     monkeypatch.delenv("LOFT_RUN_DIR")
     make_run(home / "done", *words, finished=True)
-    answer = ask("resume=~/done")
-    assert answer.code == 0, answer.said
-    assert answer.config.output.dir == str(home / "done")
-    answer = ask(*words, "output.dir=~nobody-of-that-name/run")
-    assert (answer.code, "no home folder" in answer.said) == (2, True)
-    answer = ask("model.path=~nobody-of-that-name/base", *words[1:])
-    assert (answer.code, "no home folder" in answer.said) == (2, True)
+    result = run_command("resume=~/done")
+    assert result.code == 0, result.stderr
+    assert result.config.output.dir == str(home / "done")
+    result = run_command(*words, "output.dir=~nobody-of-that-name/run")
+    assert (result.code, "no home folder" in result.stderr) == (2, True)
+    result = run_command("model.path=~nobody-of-that-name/base", *words[1:])
+    assert (result.code, "no home folder" in result.stderr) == (2, True)
     assert list(here.iterdir()) == []
 
 
@@ -432,15 +434,15 @@ def test_a_run_folder_that_was_inherited_is_not_believed(
     received: Path, words: list[str], tmp_path: Path
 ) -> None:
     before = contents(received)
-    answer = ask("model.path=/nope", *words[1:], environment=of_a_shell(received))
-    assert (answer.code, "/nope: no such folder" in answer.said) == (2, True)
-    answer = ask(*words, f"output.dir={tmp_path / 'new'}", environment=of_a_shell(received))
-    assert answer.code == 0
+    result = run_command("model.path=/nope", *words[1:], environment=of_a_shell(received))
+    assert (result.code, "/nope: no such folder" in result.stderr) == (2, True)
+    result = run_command(*words, f"output.dir={tmp_path / 'new'}", environment=of_a_shell(received))
+    assert result.code == 0
     assert contents(received) == before
     # Nor by a process that only has been started by another one than it names.
     other = of_a_shell(received) | {"LOFT_PARENT": "1"}
-    answer = ask("model.path=/nope", *words[1:], environment=other)
-    assert answer.code == 2
+    result = run_command("model.path=/nope", *words[1:], environment=other)
+    assert result.code == 2
 
 
 def test_the_whole_verb_does_not_write_into_an_inherited_folder(
@@ -462,7 +464,7 @@ def test_the_whole_verb_does_not_write_into_an_inherited_folder(
 
 
 def test_a_rank_of_our_own_launcher_is_believed(received: Path, words: list[str]) -> None:
-    started: Answer = ask(
+    started: CommandResult = run_command(
         "model.path=/nope",
         *words[1:],
         environment=of_a_shell(received) | {"LOFT_PARENT": str(os.getppid())},

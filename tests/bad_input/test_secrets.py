@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.door import ask
+from tests.in_process import run_command
 from tests.reliability.person import Person
 from tests.tiny import SAMPLES, small_run
 
@@ -77,7 +77,7 @@ Type = Callable[..., tuple[int, str]]
 @pytest.fixture(scope="module")
 def type_command(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Type:
     def type_verb(verb: str, *words: str, cache: Path, lines: str = "") -> tuple[int, str]:
-        """Type a verb; returns its exit code and what it printed."""
+        """Run a verb in a process; return its exit code and output."""
         ending = person.type_train(
             words,
             tmp_path_factory.mktemp("typed"),
@@ -220,13 +220,13 @@ def test_a_refused_word_is_repeated_without_its_secret(verb: str) -> None:
     url = address("127.0.0.1:1")
     for key in [*PLACES[verb], "no.such.key", "+new"]:
         for secret in (url, BEARER, *list(PLANTED.values())[5:]):
-            answer = ask(f"{key}={secret}", verb=verb)
-            assert answer.code in (2, 3), (key, secret)
-            check_clean(answer.said + answer.printed)
+            result = run_command(f"{key}={secret}", verb=verb)
+            assert result.code in (2, 3), (key, secret)
+            check_clean(result.stderr + result.stdout)
     for secret in (url, *list(PLANTED.values())[5:]):
-        answer = ask(secret, verb=verb)
-        assert answer.code == 2
-        check_clean(answer.said + answer.printed)
+        result = run_command(secret, verb=verb)
+        assert result.code == 2
+        check_clean(result.stderr + result.stdout)
 
 
 def test_a_secret_that_was_left_out_is_asked_for(
@@ -235,20 +235,22 @@ def test_a_secret_that_was_left_out_is_asked_for(
     run, _, _ = ended
     longer = ["trainer.max_steps=3", "resume_allow=[epochs]"]
     for verb, typed in (("train", [f"resume={run}", *longer]), ("evaluate", [f"run={run}"])):
-        answer = ask(*typed, verb=verb)
-        assert answer.code == 2
-        assert f"{run}/config.yaml: the secret in data.datasets was replaced by" in answer.said
+        result = run_command(*typed, verb=verb)
+        assert result.code == 2
+        assert f"{run}/config.yaml: the secret in data.datasets was replaced by" in result.stderr
         again = f"type it again: 'data.datasets=[{{path: http://<redacted>@{server}/lists.json?"
-        assert again in answer.said
-        assert "name: lists, format: alpaca}]'" in answer.said
-        answer = ask(*typed, data(address(server).replace(PASSWORD, "<redacted>")), verb=verb)
-        assert (answer.code, "type the secret instead" in answer.said) == (2, True)
-        answer = ask(*typed, data(address(server)), verb=verb)
-        assert answer.code == 0, answer.said
-        assert PASSWORD in answer.config.data.datasets[0].path
+        assert again in result.stderr
+        assert "name: lists, format: alpaca}]'" in result.stderr
+        result = run_command(
+            *typed, data(address(server).replace(PASSWORD, "<redacted>")), verb=verb
+        )
+        assert (result.code, "type the secret instead" in result.stderr) == (2, True)
+        result = run_command(*typed, data(address(server)), verb=verb)
+        assert result.code == 0, result.stderr
+        assert PASSWORD in result.config.data.datasets[0].path
     # With all of the settings typed, nothing is taken from the file.
-    answer = ask(*small(address(server), run, "resume=must"))
-    assert answer.code == 0, answer.said
+    result = run_command(*small(address(server), run, "resume=must"))
+    assert result.code == 0, result.stderr
 
 
 def test_the_cache_is_found_whatever_the_signature(
@@ -269,6 +271,6 @@ def test_the_cache_is_found_whatever_the_signature(
 
 @pytest.mark.parametrize("secret", list(PLANTED.values())[5:])
 def test_an_access_token_is_refused_as_a_setting(secret: str) -> None:
-    answer = ask("model.path=x", f"output.name={secret}")
-    assert (answer.code, "secrets do not go into settings" in answer.said) == (2, True)
-    assert secret not in answer.said
+    result = run_command("model.path=x", f"output.name={secret}")
+    assert (result.code, "secrets do not go into settings" in result.stderr) == (2, True)
+    assert secret not in result.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.run.ranks import check_supervise
-from tests.door import ask, make_adapter, make_data, make_model
+from tests.in_process import make_adapter, make_data, make_model, run_command
 from tests.resumed import make_run
 
 
@@ -45,54 +45,54 @@ REFUSED = [
 def test_what_means_nothing_is_refused_with_what_does(
     base: list[str], bad: str, said: str, good: str
 ) -> None:
-    answer = ask(*base, *bad.split())
-    assert answer.code == 2, answer.said
-    assert said in answer.said and "Traceback" not in answer.said
+    result = run_command(*base, *bad.split())
+    assert result.code == 2, result.stderr
+    assert said in result.stderr and "Traceback" not in result.stderr
     if good:
-        answer = ask(*base, *good.split())
-        assert answer.code == 0, answer.said
+        result = run_command(*base, *good.split())
+        assert result.code == 0, result.stderr
 
 
 def test_one_cycle_brings_its_own_warm_up_which_can_be_typed_over(base: list[str]) -> None:
-    schedule = ask(*base, "schedule=one_cycle").config.schedule
+    schedule = run_command(*base, "schedule=one_cycle").config.schedule
     assert (schedule.warmup_ratio, schedule.min_lr_ratio) == (0.3, 4e-6)
-    assert ask(*base, "schedule=one_cycle", "schedule.warmup_ratio=0.1").config.schedule == (
-        type(schedule)(shape="one_cycle", warmup_ratio=0.1, min_lr_ratio=4e-6)
-    )
+    assert run_command(
+        *base, "schedule=one_cycle", "schedule.warmup_ratio=0.1"
+    ).config.schedule == (type(schedule)(shape="one_cycle", warmup_ratio=0.1, min_lr_ratio=4e-6))
 
 
 def test_an_evaluation_is_checked_as_a_training_is(base: list[str], tmp_path: Path) -> None:
     words = [*base, f"adapter_path={make_adapter(tmp_path / 'adapter')}"]
-    answer = ask(*words, "attention=flash2", verb="evaluate")
-    assert answer.code == 2 and "attention=flash2 needs an NVIDIA GPU" in answer.said
-    assert "let the documents of a pack attend to each other; type attention=sdpa" in answer.said
-    assert ask(*words, "attention=sdpa", verb="evaluate").code == 0
+    result = run_command(*words, "attention=flash2", verb="evaluate")
+    assert result.code == 2 and "attention=flash2 needs an NVIDIA GPU" in result.stderr
+    assert "let the documents of a pack attend to each other; type attention=sdpa" in result.stderr
+    assert run_command(*words, "attention=sdpa", verb="evaluate").code == 0
 
 
 def test_a_base_is_looked_at_by_training_and_preview(base: list[str], tmp_path: Path) -> None:
     model = make_model(tmp_path / "doge", model_type="doge", keep_window_size=64)
     typed = [f"model.path={model}", base[1], "adapter=full"]
     for verb in ("train", "preview"):
-        answer = ask(*typed, "data.sequence_len=100", verb=verb)
-        assert answer.code == 2 and "the 64 keys" in answer.said
-        assert ask(*typed, "data.sequence_len=64", verb=verb).code == 0
+        result = run_command(*typed, "data.sequence_len=100", verb=verb)
+        assert result.code == 2 and "the 64 keys" in result.stderr
+        assert run_command(*typed, "data.sequence_len=64", verb=verb).code == 0
 
 
 def test_a_job_that_goes_back_is_not_requeued(base: list[str], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *base)
-    answer = ask(f"resume={run / 'checkpoints' / 'step-2'}", "supervise.requeue=true")
-    assert answer.code == 2
-    assert "would go back to step 2 each time" in answer.said
-    assert f"type resume=auto output.dir={run} " in answer.said
-    assert check_supervise(ask(f"resume={run}", "supervise.requeue=true").config) == []
+    result = run_command(f"resume={run / 'checkpoints' / 'step-2'}", "supervise.requeue=true")
+    assert result.code == 2
+    assert "would go back to step 2 each time" in result.stderr
+    assert f"type resume=auto output.dir={run} " in result.stderr
+    assert check_supervise(run_command(f"resume={run}", "supervise.requeue=true").config) == []
 
 
 def test_what_started_the_ranks_starts_them_again(base: list[str]) -> None:
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     words = [*base, "trainer.devices=2"]
-    assert ask(*words, environment=torchrun).code == 0
-    answer = ask(*words, "supervise.max_restarts=2", environment=torchrun)
-    assert answer.code == 2
-    assert "RANK is set" in answer.said and "torchrun has --max-restarts" in answer.said
-    assert check_supervise(ask(*words, "supervise.max_restarts=2").config) == []
+    assert run_command(*words, environment=torchrun).code == 0
+    result = run_command(*words, "supervise.max_restarts=2", environment=torchrun)
+    assert result.code == 2
+    assert "RANK is set" in result.stderr and "torchrun has --max-restarts" in result.stderr
+    assert check_supervise(run_command(*words, "supervise.max_restarts=2").config) == []

@@ -8,7 +8,7 @@ import pytest
 
 from app.config.schema import list_settings
 from app.config.verbs import PARTS, VERBS, VERBS_ON_A_RUN
-from tests.door import ask
+from tests.in_process import run_command
 
 
 def keys_on(page: str) -> list[str]:
@@ -18,9 +18,9 @@ def keys_on(page: str) -> list[str]:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_first_page_names_groups_defaults_and_meanings(verb: str) -> None:
-    answer = ask("--help", verb=verb)
-    page = answer.printed
-    assert answer.code == 0 and len(page.splitlines()) < 160
+    result = run_command("--help", verb=verb)
+    page = result.stdout
+    assert result.code == 0 and len(page.splitlines()) < 160
     assert max(map(len, page.splitlines())) <= 120
     for fragment in ("usage", f"python -m app.{verb}", "Exit codes", "--help all", "output.dir"):
         assert fragment in page
@@ -32,7 +32,7 @@ def test_the_first_page_names_groups_defaults_and_meanings(verb: str) -> None:
 
 
 def test_the_first_page_of_a_training() -> None:
-    page = ask("--help").printed
+    page = run_command("--help").stdout
     for fragment in ("quickstart", "lora*", "(16; 1 or more) rank", "-m KEY=A,B", "resume=FOLDER"):
         assert fragment in page
     for key in ("resume", "resume_allow", "trainer.checkpoint.every_steps", "optimizer.lr"):
@@ -41,7 +41,7 @@ def test_the_first_page_of_a_training() -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_all_has_every_setting_with_its_meaning(verb: str) -> None:
-    page = ask("--help", "all", verb=verb).printed
+    page = run_command("--help", "all", verb=verb).stdout
     settings = [one for one in list_settings(VERBS[verb], PARTS) if not one.is_part]
     assert sorted(keys_on(page)) == sorted(one.typed_key for one in settings)
     words = " ".join(page.split())
@@ -50,16 +50,16 @@ def test_help_all_has_every_setting_with_its_meaning(verb: str) -> None:
 
 
 def test_help_of_a_group_or_of_one_setting() -> None:
-    assert set(keys_on(ask("--help", "trainer").printed)) == {
+    assert set(keys_on(run_command("--help", "trainer").stdout)) == {
         one.typed_key
         for one in list_settings(VERBS["train"])
         if one.key.startswith("trainer.") and not one.is_part
     }
-    page = ask("--help", "optimizer").printed
+    page = run_command("--help", "optimizer").stdout
     assert "optimizer=muon\n  optimizer.momentum " in page
-    assert keys_on(ask("--help", "trainer.checkpoint.async").printed) == [
+    assert keys_on(run_command("--help", "trainer.checkpoint.async").stdout) == [
         "trainer.checkpoint.async"
     ]
-    assert keys_on(ask("+experiment=quickstart", "seed", "--help").printed) == ["seed"]
-    answer = ask("--help", "trainr")
-    assert answer.code == 2 and "did you mean trainer?" in answer.said
+    assert keys_on(run_command("+experiment=quickstart", "seed", "--help").stdout) == ["seed"]
+    result = run_command("--help", "trainr")
+    assert result.code == 2 and "did you mean trainer?" in result.stderr

@@ -24,7 +24,7 @@ from app.process.launch import read_launch
 from app.run import find_run
 from app.run.folder import OutputConfig, decide_run_dir
 from data_modules import hints_of
-from tests.door import ask, make_adapter, make_data, make_model
+from tests.in_process import make_adapter, make_data, make_model, run_command
 from tests.processes import LONGEST
 
 
@@ -183,16 +183,16 @@ BAD_WORDS = [
 def test_bad_words_are_named_and_their_twins_pass(
     base: list[str], bad: list[str], fragments: list[str], good: list[str]
 ) -> None:
-    answer = ask(*base, *bad)
-    assert answer.code == 2, answer.said
-    assert answer.config is None
+    result = run_command(*base, *bad)
+    assert result.code == 2, result.stderr
+    assert result.config is None
     for fragment in fragments:
-        assert fragment in answer.said
-    assert "Traceback" not in answer.said
+        assert fragment in result.stderr
+    assert "Traceback" not in result.stderr
     if good:
-        answer = ask(*base, *good)
-        assert answer.code == 0, answer.said
-        assert answer.config is not None
+        result = run_command(*base, *good)
+        assert result.code == 0, result.stderr
+        assert result.config is not None
 
 
 @pytest.mark.parametrize(
@@ -208,15 +208,17 @@ def test_an_option_of_other_tools_is_answered_with_words_that_work(
 ) -> None:
     hint = f"{group}={OPTION_ALIASES[group][option]}"
     for typed in (option, option.upper()):
-        answer = ask(*base, f"{group}={typed}")
-        assert answer.code == 2
-        assert f"type {hint}" in answer.said
-    answer = ask(*base, *hint.partition(" (")[0].split(), gpus=2)
-    assert answer.code == 0, answer.said
+        result = run_command(*base, f"{group}={typed}")
+        assert result.code == 2
+        assert f"type {hint}" in result.stderr
+    result = run_command(*base, *hint.partition(" (")[0].split(), gpus=2)
+    assert result.code == 0, result.stderr
 
 
 def test_all_problems_are_named_together(base: list[str]) -> None:
-    said = ask(*base, "trainer.max_stepz=3", "optimizer.lr=abc", "oops", "adapter.rr=1").said
+    said = run_command(
+        *base, "trainer.max_stepz=3", "optimizer.lr=abc", "oops", "adapter.rr=1"
+    ).stderr
     assert said.startswith("error: 4 problems")
     for fragment in ("trainer.max_stepz", "optimizer.lr=abc", "oops", "adapter.rr"):
         assert fragment in said
@@ -224,21 +226,21 @@ def test_all_problems_are_named_together(base: list[str]) -> None:
 
 def test_a_secret_is_never_repeated(base: list[str]) -> None:
     for word in ("model.token=zebra", "x.password=zebra", "output.name=hf_" + "zebra" * 5):
-        answer = ask(*base, word)
-        assert answer.code == 2
-        assert "zebra" not in answer.said + answer.printed
+        result = run_command(*base, word)
+        assert result.code == 2
+        assert "zebra" not in result.stderr + result.stdout
 
 
 def test_names_that_only_contain_a_secret_word_pass(base: list[str]) -> None:
-    answer = ask(*base, "evaluation.max_new_tokens=5", "model.tokenizer_path=null")
-    assert answer.code == 0, answer.said
+    result = run_command(*base, "evaluation.max_new_tokens=5", "model.tokenizer_path=null")
+    assert result.code == 0, result.stderr
 
 
 def test_model_and_data_are_asked_for_by_name() -> None:
-    answer = ask("trainer.max_steps=2")
-    assert answer.code == 2
-    assert "or model=NAME (--help model lists " in answer.said
-    assert "type data=NAME" in answer.said
+    result = run_command("trainer.max_steps=2")
+    assert result.code == 2
+    assert "or model=NAME (--help model lists " in result.stderr
+    assert "type data=NAME" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -251,34 +253,34 @@ def test_odd_letters_in_paths_arrive_as_typed(tmp_path: Path, name: str) -> None
     if "'" in name:
         path = '"' + str(data) + '"'
     typed = str(model) if "," not in name else f"'{model}'"
-    answer = ask(f"model.path={typed}", f"data.datasets=[{{path: {path}, format: alpaca}}]")
-    assert answer.code == 0, answer.said
-    assert answer.config.model.path == str(model)
-    assert answer.config.data.datasets[0].path == str(data)
+    result = run_command(f"model.path={typed}", f"data.datasets=[{{path: {path}, format: alpaca}}]")
+    assert result.code == 0, result.stderr
+    assert result.config.model.path == str(model)
+    assert result.config.data.datasets[0].path == str(data)
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
     make_adapter(tmp_path / "adapter")
-    answer = ask(
+    result = run_command(
         "model.path=~/model", "data.datasets=[{path: ~/d.jsonl}]", "adapter.path=~/adapter"
     )
-    assert answer.code == 0, answer.said
-    assert answer.config.model.path == str(model)
-    assert answer.config.adapter.path == str(tmp_path / "adapter")
-    assert answer.config.data.datasets[0].path == str(data)
-    missing = ask("model.path=~/none", "data.datasets=[{path: ~/d.jsonl}]")
-    assert f"model.path={tmp_path / 'none'}: no such folder" in missing.said
+    assert result.code == 0, result.stderr
+    assert result.config.model.path == str(model)
+    assert result.config.adapter.path == str(tmp_path / "adapter")
+    assert result.config.data.datasets[0].path == str(data)
+    missing = run_command("model.path=~/none", "data.datasets=[{path: ~/d.jsonl}]")
+    assert f"model.path={tmp_path / 'none'}: no such folder" in missing.stderr
 
 
 def test_a_value_may_be_that_of_another_setting(base: list[str]) -> None:
-    answer = ask(*base, "schedule.warmup_steps=${trainer.log_every_steps}")
-    assert answer.code == 0, answer.said
-    assert answer.config.schedule.warmup_steps == 10
-    answer = ask(*base, "schedule.warmup_steps=${trainer.log_every}")
-    assert answer.code == 2
-    assert "trainer.log_every" in answer.said
+    result = run_command(*base, "schedule.warmup_steps=${trainer.log_every_steps}")
+    assert result.code == 0, result.stderr
+    assert result.config.schedule.warmup_steps == 10
+    result = run_command(*base, "schedule.warmup_steps=${trainer.log_every}")
+    assert result.code == 2
+    assert "trainer.log_every" in result.stderr
 
 
 @given(st.text(st.sampled_from("ab 1=:()'\"\\\\,ü~#!&;<>.-"), min_size=1))
@@ -312,17 +314,19 @@ def test_quoting_keeps_the_structure_of_lists() -> None:
     ],
 )
 def test_a_bare_word_is_a_list_of_it_alone(base: list[str], word: str, value: list[str]) -> None:
-    answer = ask(*base, f"faults={word}")
-    assert answer.code == 0, answer.said
-    assert answer.config.faults == value
+    result = run_command(*base, f"faults={word}")
+    assert result.code == 0, result.stderr
+    assert result.config.faults == value
 
 
 def test_a_bare_word_is_a_list_below_other_keys_too(base: list[str]) -> None:
-    config = ask(*base, "model.added_tokens=<|it's|>", "adapter.modules_to_save=norm").config
+    config = run_command(
+        *base, "model.added_tokens=<|it's|>", "adapter.modules_to_save=norm"
+    ).config
     assert config.model.added_tokens == ["<|it's|>"]
     assert config.adapter.modules_to_save == ["norm"]
     for word in ("faults=3", "faults=", "faults=null", "data.datasets=3"):
-        assert "expected a list" in ask(*base, word).said
+        assert "expected a list" in run_command(*base, word).stderr
 
 
 @pytest.mark.parametrize(
@@ -337,16 +341,16 @@ def test_a_bare_word_is_a_list_below_other_keys_too(base: list[str]) -> None:
 def test_a_word_of_python_is_a_key_in_a_mapping(
     base: list[str], typed: str, asynchronous: bool
 ) -> None:
-    answer = ask(*base, f"trainer.checkpoint={typed}")
-    assert answer.code == 0, answer.said
-    checkpoint = answer.config.trainer.checkpoint
+    result = run_command(*base, f"trainer.checkpoint={typed}")
+    assert result.code == 0, result.stderr
+    checkpoint = result.config.trainer.checkpoint
     assert checkpoint.asynchronous is asynchronous
     assert checkpoint.every_steps == (3 if "every_steps" in typed else None)
 
 
 def test_two_spellings_of_a_key_are_not_both_taken(base: list[str]) -> None:
-    answer = ask(*base, "trainer.checkpoint={async: true, asynchronous: false}")
-    assert "unknown key trainer.checkpoint.async=True" in answer.said
+    result = run_command(*base, "trainer.checkpoint={async: true, asynchronous: false}")
+    assert "unknown key trainer.checkpoint.async=True" in result.stderr
 
 
 def test_the_command_line_replaces_parts_of_an_experiment(
@@ -361,20 +365,20 @@ def test_the_command_line_replaces_parts_of_an_experiment(
 
 def test_a_note_is_left_to_the_process_that_starts_the_ranks(tmp_path: Path) -> None:
     words = ("--cfg", "job", "+experiment=quickstart", "adapter=full")
-    assert "do not apply to adapter=full" in ask(*words).said
+    assert "do not apply to adapter=full" in run_command(*words).stderr
     started = {"LOFT_RUN_DIR": str(tmp_path), "LOCAL_RANK": "0", "NODE_RANK": "0"}
     started |= {"LOFT_PARENT": str(os.getppid())}
     started |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    answer = ask(*words, environment=started)
-    assert (answer.code, answer.said) == (0, "")
+    result = run_command(*words, environment=started)
+    assert (result.code, result.stderr) == (0, "")
 
 
 def test_nothing_typed_means_quickstart_and_says_so() -> None:
-    assert "+experiment=quickstart" not in ask("oops").said
-    answer = ask("--cfg", "job")
-    assert answer.code == 0
-    assert "+experiment=quickstart" in answer.said
-    assert yaml.safe_load(answer.printed)["output"]["name"] == "quickstart"
+    assert "+experiment=quickstart" not in run_command("oops").stderr
+    result = run_command("--cfg", "job")
+    assert result.code == 0
+    assert "+experiment=quickstart" in result.stderr
+    assert yaml.safe_load(result.stdout)["output"]["name"] == "quickstart"
 
 
 def test_the_runs_name_is_the_experiments_unless_typed() -> None:
@@ -385,7 +389,7 @@ def test_the_runs_name_is_the_experiments_unless_typed() -> None:
 
 
 def test_cfg_prints_settings_that_load_again() -> None:
-    printed = ask("experiment=tiny_base", "adapter=full", "--cfg", "job").printed
+    printed = run_command("experiment=tiny_base", "adapter=full", "--cfg", "job").stdout
     values = yaml.safe_load(printed)
     assert values["adapter"] == {"name": "full", "neftune_alpha": None}
     assert set(values) == set(hints_of(VERBS["train"]))
@@ -463,12 +467,12 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_evaluate_starts_from_the_newest_run(finished: Path) -> None:
-    answer = ask("evaluation.max_rows=3", verb="evaluate")
-    assert answer.code == 0, answer.said
-    config = answer.config
+    result = run_command("evaluation.max_rows=3", verb="evaluate")
+    assert result.code == 0, result.stderr
+    config = result.config
     assert (config.seed, config.evaluation.max_rows) == (7, 3)
     assert config.output.name == "train-evaluate"  # outputs/<name of the run>-<verb>
-    assert ask("output.name=mine", verb="evaluate").config.output.name == "mine"
+    assert run_command("output.name=mine", verb="evaluate").config.output.name == "mine"
     assert (config.trainer.micro_batch_size, config.trainer.precision) == (3, "fp32")
     assert Path(config.tuned_path).resolve() == finished / "adapter"
 
@@ -478,17 +482,17 @@ def test_a_run_is_evaluated_from_another_folder(
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    answer = ask(f"run={finished}", verb="evaluate")
-    assert answer.code == 0, answer.said
-    assert answer.config.model.path == str(tmp_path / "model")
-    assert answer.config.data.datasets[0].path == str(tmp_path / "data.jsonl")
-    assert answer.config.data.chat_template == str(tmp_path / "mine.jinja")
+    result = run_command(f"run={finished}", verb="evaluate")
+    assert result.code == 0, result.stderr
+    assert result.config.model.path == str(tmp_path / "model")
+    assert result.config.data.datasets[0].path == str(tmp_path / "data.jsonl")
+    assert result.config.data.chat_template == str(tmp_path / "mine.jinja")
     monkeypatch.chdir(tmp_path)
     typed = ("model.path=model", "data.datasets=[{path: data.jsonl}]", "adapter_path=adapter")
     make_adapter(tmp_path / "adapter")
-    answer = ask(*typed, verb="evaluate")
-    assert answer.code == 0, answer.said
-    assert answer.config.adapter_path == str(tmp_path / "adapter")
+    result = run_command(*typed, verb="evaluate")
+    assert result.code == 0, result.stderr
+    assert result.config.adapter_path == str(tmp_path / "adapter")
 
 
 def test_what_does_not_exist_stays_as_it_was_typed(
@@ -511,32 +515,35 @@ def test_what_does_not_exist_stays_as_it_was_typed(
     "word", ["num_nodes=2", "max_steps=3", "num_epochs=2", "log_every_steps=1"]
 )
 def test_an_evaluation_refuses_settings_of_training(finished: Path, word: str) -> None:
-    answer = ask(f"trainer.{word}", verb="evaluate")
-    assert answer.code == 2
-    assert f"unknown key trainer.{word}" in answer.said
+    result = run_command(f"trainer.{word}", verb="evaluate")
+    assert result.code == 2
+    assert f"unknown key trainer.{word}" in result.stderr
     typed = ("trainer.accelerator=cpu", "trainer.precision=bf16", "trainer.micro_batch_size=5")
-    answer = ask(*typed, verb="evaluate")
-    assert answer.code == 0, answer.said
-    assert (answer.config.trainer.precision, answer.config.trainer.micro_batch_size) == ("bf16", 5)
+    result = run_command(*typed, verb="evaluate")
+    assert result.code == 0, result.stderr
+    assert (result.config.trainer.precision, result.config.trainer.micro_batch_size) == ("bf16", 5)
 
 
 def test_evaluate_of_an_unknown_run_names_the_newest(finished: Path) -> None:
-    answer = ask("run=outputs/train/two", verb="evaluate")
-    assert answer.code == 2
-    assert "run=outputs/train/two: no such folder" in answer.said
-    assert "outputs/train/one" in answer.said
-    assert "not the folder of a finished" in ask(f"run={finished.parent}", verb="evaluate").said
+    result = run_command("run=outputs/train/two", verb="evaluate")
+    assert result.code == 2
+    assert "run=outputs/train/two: no such folder" in result.stderr
+    assert "outputs/train/one" in result.stderr
+    assert (
+        "not the folder of a finished"
+        in run_command(f"run={finished.parent}", verb="evaluate").stderr
+    )
     (finished / "metrics.json").unlink()
-    assert "no finished run" in ask(verb="evaluate").said
+    assert "no finished run" in run_command(verb="evaluate").stderr
 
 
 def test_evaluate_without_a_run_needs_data(finished: Path) -> None:
-    answer = ask("model.path=model", verb="evaluate")
-    assert answer.code == 2
-    assert "no data" in answer.said
-    answer = ask("model.path=model", "data.datasets=[{path: data.jsonl}]", verb="evaluate")
-    assert answer.code == 0, answer.said
-    assert answer.config.tuned_path is None
+    result = run_command("model.path=model", verb="evaluate")
+    assert result.code == 2
+    assert "no data" in result.stderr
+    result = run_command("model.path=model", "data.datasets=[{path: data.jsonl}]", verb="evaluate")
+    assert result.code == 0, result.stderr
+    assert result.config.tuned_path is None
 
 
 def test_an_evaluation_is_no_training_run(finished: Path) -> None:
@@ -565,11 +572,11 @@ def test_a_second_run_never_gets_the_folder_of_the_first(
 
 
 def test_a_folder_that_holds_a_run_is_refused(base: list[str], tmp_path: Path) -> None:
-    assert ask(*base, f"output.dir={tmp_path}").code == 0
+    assert run_command(*base, f"output.dir={tmp_path}").code == 0
     (tmp_path / "config.yaml").write_text("seed: 1\n")
-    answer = ask(*base, f"output.dir={tmp_path}")
-    assert answer.code == 2
-    assert "holds another run" in answer.said
+    result = run_command(*base, f"output.dir={tmp_path}")
+    assert result.code == 2
+    assert "holds another run" in result.stderr
 
 
 def test_errors_and_help_never_wait_for_torch(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from app.config import conf_files
 from app.config.schema import default_of, list_settings
 from app.config.verbs import PARTS, TYPED_KEYS, VERBS
 from data_modules import check_values, describe_values, facts_of, hints_of, setting, takes
-from tests.door import ask
+from tests.in_process import run_command
 from tools import settings as tool
 
 SETTINGS = {verb: list_settings(top, PARTS) for verb, top in VERBS.items()}
@@ -128,8 +128,8 @@ def test_no_name_of_another_tool_means_two_settings() -> None:
     ],
 )
 def test_other_tools_names_are_answered_with_ours(word: str, meant: str) -> None:
-    answer = ask("model=tiny", "data=skills", word)
-    assert answer.code == 2 and meant in answer.said
+    result = run_command("model=tiny", "data=skills", word)
+    assert result.code == 2 and meant in result.stderr
 
 
 def test_keys_are_typed_as_python_cannot_have_them() -> None:

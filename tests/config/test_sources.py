@@ -15,7 +15,7 @@ from app import config as door
 from app.config import conf_files, load
 from app.model.adapter import FullConfig
 from app.process.errors import UserError
-from tests.door import ask, make_data, make_model
+from tests.in_process import make_data, make_model, run_command
 from tests.resumed import make_run
 
 HEAD = "# @package _global_\ndefaults:\n  - override /model: tiny\n  - override /data: skills\n"
@@ -35,9 +35,9 @@ def typed(path: Path) -> str:
 def test_the_name_of_an_experiments_file_may_have_odd_letters(name: str, tmp_path: Path) -> None:
     file = tmp_path / f"{name}.yaml"
     file.write_text(f"{HEAD}  - _self_\ntrainer:\n  max_stepz: 3\n")
-    answer = ask(typed(file))
-    assert answer.code == 2
-    assert f"{name}.yaml:7 unknown key trainer.max_stepz=3; did you mean" in answer.said
+    result = run_command(typed(file))
+    assert result.code == 2
+    assert f"{name}.yaml:7 unknown key trainer.max_stepz=3; did you mean" in result.stderr
 
 
 def test_an_experiment_may_be_a_file_of_ones_own(
@@ -49,29 +49,29 @@ def test_an_experiment_may_be_a_file_of_ones_own(
     file = tmp_path / f"{name}.yaml"
     file.write_text(f"{HEAD}  - _self_\ntrainer: {{max_steps: 3, checkpoint: {{async: true}}}}\n")
     for word in (typed(file), typed(Path("..") / file.name), typed(file).removeprefix("+")):
-        answer = ask(word, "trainer.log_every_steps=2")
-        assert answer.code == 0, answer.said
-        settings = answer.config.trainer
+        result = run_command(word, "trainer.log_every_steps=2")
+        assert result.code == 0, result.stderr
+        settings = result.config.trainer
         assert (settings.max_steps, settings.log_every_steps) == (3, 2)
         assert settings.checkpoint.asynchronous
-    printed = yaml.safe_load(ask(typed(file), "--cfg", "job").printed)
-    assert printed["output"]["name"] == answer.config.output.name
+    printed = yaml.safe_load(run_command(typed(file), "--cfg", "job").stdout)
+    assert printed["output"]["name"] == result.config.output.name
     assert door.load_config("preview", [typed(file)]).trainer.max_steps == 3
     file.write_text(f"{HEAD}  - _self_\ntrainer:\n  max_stepz: 3\n")
-    answer = ask(typed(file), "adapter.rr=2")
-    assert answer.code == 2
-    assert f"{name}.yaml:7 unknown key trainer.max_stepz=3; did you mean" in answer.said
-    assert "command line: unknown key adapter.rr=2" in answer.said
+    result = run_command(typed(file), "adapter.rr=2")
+    assert result.code == 2
+    assert f"{name}.yaml:7 unknown key trainer.max_stepz=3; did you mean" in result.stderr
+    assert "command line: unknown key adapter.rr=2" in result.stderr
 
 
 def test_an_experiment_that_is_not_there_is_named(tmp_path: Path) -> None:
-    answer = ask("+experiment=nope.yaml")
-    assert (answer.code, "nope.yaml: no such file in" in answer.said) == (2, True)
+    result = run_command("+experiment=nope.yaml")
+    assert (result.code, "nope.yaml: no such file in" in result.stderr) == (2, True)
     os.mkfifo(tmp_path / "pipe.yaml")
-    assert "is a named pipe" in ask(f"+experiment={tmp_path / 'pipe.yaml'}").said
+    assert "is a named pipe" in run_command(f"+experiment={tmp_path / 'pipe.yaml'}").stderr
     assert (
         "only one experiment can be typed"
-        in ask("+experiment=quickstart", "experiment=llama8b").said
+        in run_command("+experiment=quickstart", "experiment=llama8b").stderr
     )
 
 
@@ -209,8 +209,8 @@ def test_an_experiment_may_build_on_another(conf: Path) -> None:
 
 @pytest.mark.parametrize("word", ["hydra.run.dir=x", "hydra/launcher=x", "model@other=tiny"])
 def test_hydras_own_settings_are_unknown(word: str) -> None:
-    answer = ask("+experiment=quickstart", word)
-    assert (answer.code, f"unknown key {word}" in answer.said) == (2, True)
+    result = run_command("+experiment=quickstart", word)
+    assert (result.code, f"unknown key {word}" in result.stderr) == (2, True)
 
 
 def test_the_settings_of_a_run_are_read_once(tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_the_settings_of_a_run_are_read_once(tmp_path: Path) -> None:
         return conf_files.read_conf_file(path, *rest, **named)
 
     with mock.patch.object(load, "read_conf_file", read):
-        answer = ask(f"resume={run}")
-        assert answer.code == 0, answer.said
+        result = run_command(f"resume={run}")
+        assert result.code == 0, result.stderr
         door.load_run_config(run).seed = 7
-        assert door.load_run_config(run).seed == answer.config.seed == 42
+        assert door.load_run_config(run).seed == result.config.seed == 42
     assert reads.count(run / "config.yaml") == 1

@@ -18,7 +18,7 @@ from app.doctor.__main__ import DoctorConfig
 from app.init import init
 from app.process.errors import UserError
 from tests.conftest import ROOT
-from tests.door import ask, make_data, make_model
+from tests.in_process import make_data, make_model, run_command
 
 RUN = "+experiment=quickstart"
 ANSWERS = [
@@ -45,60 +45,64 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("word", "fragment"), ANSWERS, ids=[word for word, _ in ANSWERS])
 def test_a_word_of_another_tool_is_answered_with_ours(word: str, fragment: str) -> None:
-    answer = ask(RUN, word)
-    assert answer.code == 2 and fragment in answer.said, answer.said
-    assert len(answer.said) < 400
+    result = run_command(RUN, word)
+    assert result.code == 2 and fragment in result.stderr, result.stderr
+    assert len(result.stderr) < 400
 
 
 def test_a_dashed_word_takes_its_value_with_it() -> None:
-    answer = ask(RUN, "--lr", "1e-4")
-    assert answer.said.count("\n") == 1 and "--lr 1e-4: " in answer.said
+    result = run_command(RUN, "--lr", "1e-4")
+    assert result.stderr.count("\n") == 1 and "--lr 1e-4: " in result.stderr
 
 
 def test_a_token_is_a_secret_and_a_number_is_none() -> None:
-    assert "secrets do not go into settings" in ask(RUN, "model.token=hf_abcdefgh").said
+    assert "secrets do not go into settings" in run_command(RUN, "model.token=hf_abcdefgh").stderr
     assert (
-        "did you mean plan.tokens?" in ask("+experiment=llama8b", "plan.token=5", verb="plan").said
+        "did you mean plan.tokens?"
+        in run_command("+experiment=llama8b", "plan.token=5", verb="plan").stderr
     )
 
 
 def test_a_whole_number_may_be_typed_with_an_exponent() -> None:
     config: Any = load_config("plan", ["+experiment=llama8b", "plan.tokens=1e9"])
     assert config.plan.tokens == 10**9 and isinstance(config.plan.tokens, int)
-    assert "expected a whole number" in ask(RUN, "trainer.max_steps=1.5").said
+    assert "expected a whole number" in run_command(RUN, "trainer.max_steps=1.5").stderr
 
 
 def test_a_path_alone_is_a_data_set(tmp_path: Path) -> None:
     one, two = make_data(tmp_path / "a.jsonl"), make_data(tmp_path / "b c.jsonl")
     for word in (f"data.datasets={one}", f"data.datasets=[{one}]"):
-        (dataset,) = ask(RUN, word).config.data.datasets
+        (dataset,) = run_command(RUN, word).config.data.datasets
         assert dataset.path == str(one)
-    both = ask(RUN, f"data.datasets=[{one}, {{path: '{two}', weight: 2}}]").config.data.datasets
+    both = run_command(
+        RUN, f"data.datasets=[{one}, {{path: '{two}', weight: 2}}]"
+    ).config.data.datasets
     assert [(each.path, each.weight) for each in both] == [(str(one), 1), (str(two), 2)]
-    assert "no such file" in ask(RUN, f"data.datasets={tmp_path / 'none.json'}").said
+    assert "no such file" in run_command(RUN, f"data.datasets={tmp_path / 'none.json'}").stderr
 
 
 def test_preference_pairs_are_named_as_such(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    said = ask(RUN, f"data.datasets={file}").said
+    said = run_command(RUN, f"data.datasets={file}").stderr
     assert "preference pairs" in said and "columns: {completion: chosen}" in said
     chosen = f"path: {file}, format: prompt_completion, columns: {{completion: chosen}}"
-    assert ask(RUN, f"data.datasets=[{{{chosen}}}]").code == 0
+    assert run_command(RUN, f"data.datasets=[{{{chosen}}}]").code == 0
 
 
 def test_a_folder_that_is_not_there_is_not_mistaken_for_another(tmp_path: Path) -> None:
     (tmp_path / "opt").mkdir()
-    assert "did you mean" not in ask(RUN, f"model.path={tmp_path / 'nope'}").said
+    assert "did you mean" not in run_command(RUN, f"model.path={tmp_path / 'nope'}").stderr
     (tmp_path / "my_model").mkdir()
     assert (
-        f"did you mean {tmp_path / 'my_model'}?" in ask(RUN, f"model.path={tmp_path}/my_modl").said
+        f"did you mean {tmp_path / 'my_model'}?"
+        in run_command(RUN, f"model.path={tmp_path}/my_modl").stderr
     )
 
 
 def test_the_version_and_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ask("--version").printed.startswith("loft ")
+    assert run_command("--version").stdout.startswith("loft ")
     for words, fragment in ((["--version"], "loft "), (["--help"], "  init"), ([], "  train")):
         with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["loft", *words])
@@ -129,9 +133,9 @@ def test_init_writes_an_experiment_that_validates(tmp_path: Path, monkeypatch: A
     model, data = make_model(tmp_path / "my model"), make_data(tmp_path / "a.jsonl")
     file = init(["mine", f"model={model}", f"data={data},{data}"], None)
     assert file == Path("mine.yaml") and file.read_text().count("#") > 10
-    answer = ask(f"+experiment={file}")
-    assert answer.code == 0, answer.said
-    assert answer.config.model.path == str(model) and len(answer.config.data.datasets) == 2
+    result = run_command(f"+experiment={file}")
+    assert result.code == 0, result.stderr
+    assert result.config.model.path == str(model) and len(result.config.data.datasets) == 2
     with pytest.raises(UserError, match=r"mine.yaml exists"):
         init(["mine", f"model={model}", f"data={data}"], None)
     with pytest.raises(UserError, match=r"data is missing; type data=data.jsonl"):
@@ -142,7 +146,7 @@ def test_init_writes_an_experiment_that_validates(tmp_path: Path, monkeypatch: A
         asked.append(question)
         return str(model if "base model" in question else data)
 
-    assert ask(f"+experiment={init(['asked'], answer_of)}").code == 0 and len(asked) == 2
+    assert run_command(f"+experiment={init(['asked'], answer_of)}").code == 0 and len(asked) == 2
 
 
 @pytest.mark.slow

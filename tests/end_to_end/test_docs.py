@@ -17,7 +17,7 @@ from app.config import load_config
 from app.run import Run
 from app.strategy.settings import FAMILIES
 from tests.conftest import ROOT
-from tests.door import ask
+from tests.in_process import run_command
 from tests.tiny import small_run
 
 PAGES = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
@@ -38,9 +38,9 @@ def test_questions_are_answered_at_the_listed_place(row: list[str]) -> None:
         return
     words = where.strip("`").split()
     verb = words[2].removeprefix("app.") if words[0] == "python" else "train"
-    answer = ask(*words[words.index("--help") :], verb=verb)
-    assert answer.code == 0, answer.said
-    assert key in answer.printed
+    result = run_command(*words[words.index("--help") :], verb=verb)
+    assert result.code == 0, result.stderr
+    assert key in result.stdout
 
 
 def test_the_table_has_25_questions() -> None:

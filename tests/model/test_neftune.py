@@ -13,7 +13,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from app.model.adapter import FullConfig, LoraConfig, apply_adapter, save_adapter
 from app.model.neftune import apply_neftune, document_lengths
-from tests.door import ask, make_data, make_model
+from tests.in_process import make_data, make_model, run_command
 from tests.tiny import random_ids, tiny_llama
 
 WIDTH = 32
@@ -140,13 +140,13 @@ def test_an_encoder_decoder_is_refused_before_any_weight_is_read(tmp_path: Path)
         kind: make_model(tmp_path / kind, model_type=kind, is_encoder_decoder=kind == "t5")
         for kind in ("t5", "llama")
     }
-    answer = ask(f"model.path={bases['t5']}", data, "adapter.neftune_alpha=5")
-    assert answer.code == 2
-    assert "adapter.neftune_alpha=5 is for causal models, and t5" in answer.said
-    assert "type adapter.neftune_alpha=null" in answer.said
-    assert "neftune" not in ask(f"model.path={bases['t5']}", data).said
-    answer = ask(f"model.path={bases['llama']}", data, "adapter.neftune_alpha=5")
-    assert answer.code == 0, answer.said
+    result = run_command(f"model.path={bases['t5']}", data, "adapter.neftune_alpha=5")
+    assert result.code == 2
+    assert "adapter.neftune_alpha=5 is for causal models, and t5" in result.stderr
+    assert "type adapter.neftune_alpha=null" in result.stderr
+    assert "neftune" not in run_command(f"model.path={bases['t5']}", data).stderr
+    result = run_command(f"model.path={bases['llama']}", data, "adapter.neftune_alpha=5")
+    assert result.code == 0, result.stderr
 
 
 def test_an_encoder_decoder_is_refused_and_runs_without_alpha() -> None:

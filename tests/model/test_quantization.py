@@ -33,7 +33,7 @@ from app.model.quantization import (
 from app.model.recompute import RecomputeConfig
 from app.process.environment import quiet_libraries
 from app.process.errors import UserError
-from tests.door import ask, make_data
+from tests.in_process import make_data, run_command
 from tests.matrix import matrix
 from tests.tiny import move, probe, random_ids, tiny_llama
 
@@ -368,14 +368,14 @@ def test_the_checks_read_how_a_base_is_quantized(
 ) -> None:
     data = make_data(tmp_path / "data.jsonl")
     right = [make_stored(tmp_path, stored), f"data.datasets=[{{path: {data}}}]"]
-    answer = ask(*right, *words)
-    assert answer.code == 2, answer.said
+    result = run_command(*right, *words)
+    assert result.code == 2, result.stderr
     for fragment in fragments:
-        assert fragment in answer.said
+        assert fragment in result.stderr
     # Packed matrices have one column: the rank is not compared with that.
     for typed in ("none", stored):
-        answer = ask(*right, f"quantization={typed}", "adapter.target_modules=[q_proj]")
-        assert answer.code == 0, answer.said
+        result = run_command(*right, f"quantization={typed}", "adapter.target_modules=[q_proj]")
+        assert result.code == 0, result.stderr
 
 
 ADAPTERS: dict[str, AdapterConfig] = {

@@ -26,7 +26,7 @@ from app.process.errors import UserError
 from app.training.trainer import resolve_single_device
 from data_modules import DataConfig
 from data_modules.template.named_templates import named_template
-from tests.door import ask
+from tests.in_process import run_command
 from tests.tiny import TINY_BASE, small_run, train_into
 
 
@@ -73,11 +73,11 @@ def test_the_models_template_is_what_a_run_uses(plain_base: Path, tmp_path: Path
 
 
 def test_a_misspelt_template_of_a_model_is_refused() -> None:
-    answer = ask(*small_run(), "model.chat_template=lama2")
-    assert answer.code == 2
-    assert "model.chat_template=lama2" in answer.said
-    assert "did you mean llama2?" in answer.said
-    assert ask(*small_run(), "model.chat_template=llama2").code == 0
+    result = run_command(*small_run(), "model.chat_template=lama2")
+    assert result.code == 2
+    assert "model.chat_template=lama2" in result.stderr
+    assert "did you mean llama2?" in result.stderr
+    assert run_command(*small_run(), "model.chat_template=llama2").code == 0
 
 
 def test_stop_tokens_are_ids_beside_the_eos(tokenizer: Any) -> None:

@@ -17,7 +17,7 @@ from app.planning.hardware import (
 )
 from app.process.errors import DeviceError
 from app.process.gpus import Gpu, Machine
-from tests.door import ask
+from tests.in_process import run_command
 
 CARDS = [name for name in list_groups(CONF)["hardware"] if name != "auto"]
 
@@ -49,12 +49,12 @@ def test_nodes_and_price_from_the_command_line() -> None:
 
 
 def test_an_unknown_card_is_refused_with_advice() -> None:
-    answer = ask("+experiment=llama8b", "hardware=8xa100", verb="plan")
-    assert answer.code == 2
+    result = run_command("+experiment=llama8b", "hardware=8xa100", verb="plan")
+    assert result.code == 2
     for word in ("hardware=a100", "did you mean a100_40gb?", "h200", "hardware.memory_gib="):
-        assert word in answer.said
-    answer = ask("+experiment=llama8b", "hardware=mi300x", verb="plan")
-    assert answer.code == 2 and "hardware.half_tflops=" in answer.said
+        assert word in result.stderr
+    result = run_command("+experiment=llama8b", "hardware=mi300x", verb="plan")
+    assert result.code == 2 and "hardware.half_tflops=" in result.stderr
 
 
 def test_custom_hardware() -> None:

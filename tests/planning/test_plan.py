@@ -16,7 +16,7 @@ from app.config.verbs import PlanConfig
 from app.plan import plan
 from app.process.errors import UserError
 from tests.conftest import ROOT
-from tests.door import make_model
+from tests.in_process import make_model
 
 
 def plan_of(folder: Path, *words: str) -> tuple[dict[str, Any], Path]:

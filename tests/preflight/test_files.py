@@ -14,17 +14,17 @@ from app.model.base_files import read_shapes, weight_files
 from app.preflight import describe_base, fingerprint
 from app.preflight.shapes import matrices_of, shapes_of_architecture
 from app.process.errors import ROOT
-from tests.door import ask, make_adapter, make_data, make_model, write_safetensors
+from tests.in_process import make_adapter, make_data, make_model, run_command, write_safetensors
 
 TINY_BASE = ROOT / "data_modules" / "samples" / "tiny_base"
 
 
 def check_refused(words: list[str], *fragments: str) -> None:
-    answer = ask(*words)
-    assert answer.code == 2, words
+    result = run_command(*words)
+    assert result.code == 2, words
     for fragment in fragments:
-        assert fragment in answer.said
-    assert "Traceback" not in answer.said
+        assert fragment in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_damaged_weights_are_refused_with_the_reason(model: Path, words: list[st
     file.write_bytes(whole[:-100])
     check_refused(words, "model.safetensors has", "its header describes", "cut off")
     shard(model, {})
-    assert ask(*words).code == 0
+    assert run_command(*words).code == 0
     (model / "b.safetensors").unlink()
     check_refused(words, "b.safetensors is missing")
     for weight_map, fragment in (
@@ -120,8 +120,8 @@ def test_damaged_weights_are_refused_with_the_reason(model: Path, words: list[st
 
 
 def test_a_model_folder_that_is_whole_passes(words: list[str]) -> None:
-    answer = ask(*words)
-    assert answer.code == 0, answer.said
+    result = run_command(*words)
+    assert result.code == 0, result.stderr
 
 
 def test_a_tokenizer_that_brings_python_is_refused(
@@ -131,13 +131,13 @@ def test_a_tokenizer_that_brings_python_is_refused(
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text("{}")
     words = [*words, f"model.tokenizer_path={tokenizer}"]
-    assert ask(*words).code == 0
+    assert run_command(*words).code == 0
     for name, text in (("mine.py", ""), ("tokenizer_config.json", '{"auto_map": {}}')):
         (tokenizer / name).write_text(text)
-        answer = ask(*words)
-        assert answer.code == 2
-        assert f"model.tokenizer_path={tokenizer} contains its own Python code" in answer.said
-        assert ask(*words, "model.trust_remote_code=true").code == 0
+        result = run_command(*words)
+        assert result.code == 2
+        assert f"model.tokenizer_path={tokenizer} contains its own Python code" in result.stderr
+        assert run_command(*words, "model.trust_remote_code=true").code == 0
         (tokenizer / name).unlink()
 
 
@@ -292,7 +292,7 @@ def test_a_damaged_large_base_is_described(
 
 def test_trusted_code_passes(model: Path, words: list[str]) -> None:
     change(model, {"modeling_llama.py": ""})
-    assert ask(*words, "model.trust_remote_code=true").code == 0
+    assert run_command(*words, "model.trust_remote_code=true").code == 0
 
 
 @pytest.mark.parametrize(
@@ -308,18 +308,18 @@ def test_an_adapter_is_compared_with_the_headers(
 ) -> None:
     """`tests/model/test_targets.py` has all that is refused."""
     check_refused([*words, bad], fragment)
-    answer = ask(*words, f"{bad.partition('=')[0]}={good}")
-    assert answer.code == 0, answer.said
+    result = run_command(*words, f"{bad.partition('=')[0]}={good}")
+    assert result.code == 0, result.stderr
 
 
 def test_an_adapter_on_a_hub_model_is_compared_with_its_architecture() -> None:
     check_refused(["experiment=llama8b", "adapter.target_modules=[q_pro]"], "did you mean q_proj?")
-    assert ask("experiment=llama8b", "adapter.target_modules=[q_proj,down_proj]").code == 0
+    assert run_command("experiment=llama8b", "adapter.target_modules=[q_proj,down_proj]").code == 0
 
 
 def test_a_length_above_the_context_is_refused_with_both_numbers(words: list[str]) -> None:
     check_refused([*words, "data.sequence_len=513"], "data.sequence_len=513", "512 tokens")
-    assert ask(*words, "data.sequence_len=512").code == 0
+    assert run_command(*words, "data.sequence_len=512").code == 0
 
 
 def test_a_missing_model_folder_is_named_with_the_nearest(
@@ -341,11 +341,11 @@ def test_a_hub_id_passes_unless_offline(
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert ask(*words, "model.path=org/name").code == 0
+    assert run_command(*words, "model.path=org/name").code == 0
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     check_refused([*words, "model.path=org/name"], "HF_HUB_OFFLINE is set")
     (tmp_path / "cache" / "models--org--name").mkdir(parents=True)
-    assert ask(*words, "model.path=org/name").code == 0
+    assert run_command(*words, "model.path=org/name").code == 0
 
 
 def test_a_model_from_scratch_needs_its_shape_and_a_tokenizer(
@@ -354,11 +354,11 @@ def test_a_model_from_scratch_needs_its_shape_and_a_tokenizer(
     scratch = [words[1], "model.from_scratch=true", "adapter=full"]
     check_refused(scratch, "needs the shape of the model", "needs model.tokenizer_path")
     scratch += ["model.architecture={model_type: llama}", f"model.tokenizer_path={model}"]
-    answer = ask(*scratch)
-    assert answer.code == 0, answer.said
-    answer = ask(*scratch, f"model.path={model}")
-    assert "reads no weights" in answer.said
-    assert "adapter=full" in ask(*scratch, "adapter=lora").said
+    result = run_command(*scratch)
+    assert result.code == 0, result.stderr
+    result = run_command(*scratch, f"model.path={model}")
+    assert "reads no weights" in result.stderr
+    assert "adapter=full" in run_command(*scratch, "adapter=lora").stderr
 
 
 BAD_DATA = [
@@ -376,7 +376,7 @@ def test_bad_rows_are_named_before_anything_is_loaded(
     dataset = f"data.datasets=[{{path: {tmp_path / 'd.jsonl'}, format: alpaca}}]"
     check_refused([words[0], dataset], *fragments)
     make_data(tmp_path / "d.jsonl")
-    assert ask(words[0], dataset).code == 0
+    assert run_command(words[0], dataset).code == 0
 
 
 def test_an_unknown_chat_template_is_named(words: list[str], tmp_path: Path) -> None:
@@ -384,8 +384,8 @@ def test_an_unknown_chat_template_is_named(words: list[str], tmp_path: Path) -> 
     check_refused([*words, "data.chat_template=chatlm"], expected, "did you mean chatml?")
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     for good in ("chatml", "plain", "null", tmp_path / "mine.jinja"):
-        answer = ask(*words, f"data.chat_template={good}")
-        assert answer.code == 0, answer.said
+        result = run_command(*words, f"data.chat_template={good}")
+        assert result.code == 0, result.stderr
 
 
 def test_a_missing_data_file_is_named(tmp_path: Path, words: list[str]) -> None:
@@ -396,12 +396,12 @@ def test_problems_of_model_and_data_are_listed_together(
     tmp_path: Path, words: list[str], model: Path
 ) -> None:
     change(model, {"tokenizer.json": None})
-    said = ask(
+    said = run_command(
         words[0],
         f"data.datasets=[{{path: {tmp_path / 'e.jsonl'}}}]",
         "adapter.target_modules=[qproj]",
         "trainer.precision=fp16",
-    ).said
+    ).stderr
     for fragment in ("error: 4 problems", "no tokenizer", "qproj", "fp16", "e.jsonl"):
         assert fragment in said
 
@@ -409,28 +409,28 @@ def test_problems_of_model_and_data_are_listed_together(
 def test_an_adapter_folder_is_looked_at(tmp_path: Path, model: Path, words: list[str]) -> None:
     adapter = tmp_path / "adapter"
     evaluate = [*words, f"adapter_path={adapter}"]
-    assert "no such folder" in ask(*evaluate, verb="evaluate").said
+    assert "no such folder" in run_command(*evaluate, verb="evaluate").stderr
     adapter.mkdir()
-    assert "the folder has no adapter_config.json" in ask(*evaluate, verb="evaluate").said
+    assert "the folder has no adapter_config.json" in run_command(*evaluate, verb="evaluate").stderr
     adapter.rmdir()
     make_adapter(adapter / "adapter")
-    said = ask(*evaluate, verb="evaluate").said
+    said = run_command(*evaluate, verb="evaluate").stderr
     assert f"is a run, not an adapter; type adapter_path={adapter}/adapter" in said
     for file in (adapter / "adapter").iterdir():
         file.unlink()
     (adapter / "adapter").rmdir()
     (adapter / "config.json").write_text("{}")
-    said = ask(*evaluate, verb="evaluate").said
+    said = run_command(*evaluate, verb="evaluate").stderr
     assert f"a whole model, not an adapter; type model.path={adapter}" in said
     file = adapter / "config.json"
-    said = ask(*words, f"adapter_path={file}", verb="evaluate").said
+    said = run_command(*words, f"adapter_path={file}", verb="evaluate").stderr
     assert f"is a file; type adapter_path={adapter}" in said
     file.unlink()
     adapter.rmdir()
     make_adapter(adapter)
-    answer = ask(*evaluate, verb="evaluate")
-    assert answer.code == 0, answer.said
-    assert answer.config.tuned_path == str(adapter)
+    result = run_command(*evaluate, verb="evaluate")
+    assert result.code == 0, result.stderr
+    assert result.config.tuned_path == str(adapter)
 
 
 def test_shapes_of_an_architecture_are_those_of_the_real_weights(stories: Path) -> None:

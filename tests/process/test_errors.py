@@ -13,7 +13,7 @@ from app.process.errors import Interrupted, TrainingFault, UserError, exit_code
 from app.process.reporting import report
 from app.run.folder import OutputConfig, check_output, decide_run_dir
 from data_modules import DataError
-from tests.door import ask, make_data, make_model
+from tests.in_process import make_data, make_model, run_command
 
 GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
@@ -73,15 +73,15 @@ def test_exit_codes(
 
 
 def test_a_verb_ends_with_the_code_of_its_error(words: list[str]) -> None:
-    answer = ask(*words, error=TrainingFault("loss is nan at step 3"))
-    assert answer.code == 4
-    assert answer.said.startswith("error (training stopped): loss is nan at step 3\n")
+    result = run_command(*words, error=TrainingFault("loss is nan at step 3"))
+    assert result.code == 4
+    assert result.stderr.startswith("error (training stopped): loss is nan at step 3\n")
 
 
 def test_a_traceback_is_shown_when_asked_for() -> None:
-    answer = ask("oops=1", environment={"LOFT_TRACEBACK": "1"})
-    assert answer.code == 2
-    assert "Traceback" in answer.said
+    result = run_command("oops=1", environment={"LOFT_TRACEBACK": "1"})
+    assert result.code == 2
+    assert "Traceback" in result.stderr
 
 
 SECOND_RANK = {
@@ -103,37 +103,40 @@ def test_ranks_that_fail_together_say_it_once(
     words: list[str], tmp_path: Path, error: Exception
 ) -> None:
     of_run = of_a_launcher(tmp_path)
-    answers = [
-        ask(*words, error=error, environment=of_run | SECOND_RANK),
-        ask(*words, error=error, environment=of_run),
+    results = [
+        run_command(*words, error=error, environment=of_run | SECOND_RANK),
+        run_command(*words, error=error, environment=of_run),
     ]
-    assert len({answer.code for answer in answers}) == 1
-    assert [bool(answer.said) for answer in answers] == [True, False]
-    assert (tmp_path / "error.txt").read_text() == answers[0].said
+    assert len({result.code for result in results}) == 1
+    assert [bool(result.stderr) for result in results] == [True, False]
+    assert (tmp_path / "error.txt").read_text() == results[0].stderr
 
 
 def test_the_echo_of_a_lost_rank_is_left_to_the_first(words: list[str], tmp_path: Path) -> None:
     of_run = of_a_launcher(tmp_path)
-    answer = ask(*words, error=GLOO, environment=of_run | SECOND_RANK)
-    assert (answer.code, answer.said) == (3, "")
-    answer = ask(*words, error=GLOO, environment=of_run)
-    assert (answer.code, "Connection closed" in answer.said) == (3, True)
+    result = run_command(*words, error=GLOO, environment=of_run | SECOND_RANK)
+    assert (result.code, result.stderr) == (3, "")
+    result = run_command(*words, error=GLOO, environment=of_run)
+    assert (result.code, "Connection closed" in result.stderr) == (3, True)
 
 
 def test_before_the_folder_exists_only_the_first_rank_reports() -> None:
     torchrun = SECOND_RANK | {"RANK": "1"}
-    answer = ask("oops=1", environment=torchrun)
-    assert (answer.code, answer.said) == (2, "")
-    answer = ask("oops=1", environment=torchrun | {"RANK": "0", "LOCAL_RANK": "0"})
-    assert (answer.code, "oops" in answer.said) == (2, True)
+    result = run_command("oops=1", environment=torchrun)
+    assert (result.code, result.stderr) == (2, "")
+    result = run_command("oops=1", environment=torchrun | {"RANK": "0", "LOCAL_RANK": "0"})
+    assert (result.code, "oops" in result.stderr) == (2, True)
 
 
 def test_a_message_that_cannot_be_left_in_the_folder_is_said(
     words: list[str], tmp_path: Path
 ) -> None:
     of_run = of_a_launcher(tmp_path / "gone")
-    assert "nan" in ask(*words, error=TrainingFault("nan"), environment=of_run).said
-    assert ask(*words, error=TrainingFault("nan"), environment=of_run | SECOND_RANK).said == ""
+    assert "nan" in run_command(*words, error=TrainingFault("nan"), environment=of_run).stderr
+    assert (
+        run_command(*words, error=TrainingFault("nan"), environment=of_run | SECOND_RANK).stderr
+        == ""
+    )
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (None, 3)])
@@ -141,8 +144,8 @@ def test_a_lost_peer_after_a_signal_is_not_a_fault(
     words: list[str], monkeypatch: pytest.MonkeyPatch, signum: int | None, code: int
 ) -> None:
     monkeypatch.setattr("app.process.reporting.signal_received", lambda: signum)
-    answer = ask(*words, error=GLOO)
-    assert (answer.code, answer.said == "") == (code, code == 143)
+    result = run_command(*words, error=GLOO)
+    assert (result.code, result.stderr == "") == (code, code == 143)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from app.process import gpus
 from app.process.errors import DeviceError
 from app.process.gpus import Gpu, Machine, ask_driver, build_for, judge, read_machine
 from app.training.trainer import resolve_accelerator
-from tests.door import ask, make_data, make_model
+from tests.in_process import make_data, make_model, run_command
 from tests.machines import H100, TWO
 
 L4 = Gpu(name="NVIDIA L4", memory_gib=22.0, capability=(8, 9))
@@ -178,22 +178,24 @@ def test_a_run_ends_with_the_environments_code_and_one_message(
     on_machine: Callable[[Machine], None], words: list[str]
 ) -> None:
     on_machine(BAD["a driver too old"][0])
-    answer = ask(*words, gpus=2)
-    assert answer.code == 3
-    assert answer.config is None
-    assert answer.said.startswith("error (the environment): the driver 550.54.15 serves CUDA up")
-    assert answer.said.count("\n") == 1
+    result = run_command(*words, gpus=2)
+    assert result.code == 3
+    assert result.config is None
+    assert result.stderr.startswith("error (the environment): the driver 550.54.15 serves CUDA up")
+    assert result.stderr.count("\n") == 1
 
 
 def test_it_ends_the_same_way_where_no_gpu_would_have_been_used(
     on_machine: Callable[[Machine], None], words: list[str]
 ) -> None:
     on_machine(BAD["an empty CUDA_VISIBLE_DEVICES"][0])
-    assert ask(*words).code == 3
-    assert ask(*words, "trainer.accelerator=cpu").code == 0
-    assert ask(*words, verb="preview").code == 0  # it may be of a run for another machine
-    evaluation = ask(words[0], words[1].replace("datasets", "test_datasets"), verb="evaluate")
-    assert evaluation.code == 3, evaluation.said
+    assert run_command(*words).code == 3
+    assert run_command(*words, "trainer.accelerator=cpu").code == 0
+    assert run_command(*words, verb="preview").code == 0  # it may be of a run for another machine
+    evaluation = run_command(
+        words[0], words[1].replace("datasets", "test_datasets"), verb="evaluate"
+    )
+    assert evaluation.code == 3, evaluation.stderr
 
 
 def test_every_machine_of_several_says_what_is_wrong_with_its_gpus(
@@ -201,15 +203,15 @@ def test_every_machine_of_several_says_what_is_wrong_with_its_gpus(
 ) -> None:
     on_machine(BAD["a driver that does not start"][0])
     ranks = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}
-    answer = ask(
+    result = run_command(
         *words,
         "trainer.devices=2",
         "trainer.num_nodes=2",
         gpus=2,
         environment={**ranks, "MASTER_PORT": "29500"},
     )
-    assert answer.code == 3
-    assert "system not yet initialized" in answer.said
+    assert result.code == 3
+    assert "system not yet initialized" in result.stderr
 
 
 class FakeDriver:

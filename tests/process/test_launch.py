@@ -22,7 +22,7 @@ from app.process.launch import (
 )
 from app.process.supervisor import SuperviseConfig
 from app.run.ranks import REQUEUE_SECONDS, requeue
-from tests.door import ask, make_data, make_model
+from tests.in_process import make_data, make_model, run_command
 from tests.processes import LONGEST
 
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -108,20 +108,20 @@ def test_ranks_that_were_started_are_those_of_the_settings(tmp_path: Path) -> No
     model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
     words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
     first = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}
-    answer = ask(*words, environment=first)
-    assert answer.code == 2
-    assert "2 ranks were started" in answer.said
-    assert "; type trainer.devices=2\n" in answer.said
-    assert ask(*words, "trainer.devices=2", environment=first).code == 0
-    answer = ask(*words, environment=first | {"WORLD_SIZE": "8"})
-    assert "type trainer.devices=2 trainer.num_nodes=4" in answer.said
-    answer = ask(*words, environment=SRUN | {"SLURM_PROCID": "0"})
-    assert "type trainer.devices=2 trainer.num_nodes=2" in answer.said
-    answer = ask(*words, environment=first, verb="evaluate")
-    assert "; type trainer.devices=2\n" in answer.said
-    answer = ask(*words, environment=first, verb="preview")
-    assert answer.code == 2
-    assert "this runs as one process" in answer.said
+    result = run_command(*words, environment=first)
+    assert result.code == 2
+    assert "2 ranks were started" in result.stderr
+    assert "; type trainer.devices=2\n" in result.stderr
+    assert run_command(*words, "trainer.devices=2", environment=first).code == 0
+    result = run_command(*words, environment=first | {"WORLD_SIZE": "8"})
+    assert "type trainer.devices=2 trainer.num_nodes=4" in result.stderr
+    result = run_command(*words, environment=SRUN | {"SLURM_PROCID": "0"})
+    assert "type trainer.devices=2 trainer.num_nodes=2" in result.stderr
+    result = run_command(*words, environment=first, verb="evaluate")
+    assert "; type trainer.devices=2\n" in result.stderr
+    result = run_command(*words, environment=first, verb="preview")
+    assert result.code == 2
+    assert "this runs as one process" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ def test_machines_that_could_not_meet_are_refused(
     words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
     words += ["trainer.devices=2", "trainer.num_nodes=2"]
     first = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
-    assert ask(*words, environment=first).code == 0
-    assert ask(*words, environment=first | {"NCCL_SOCKET_IFNAME": "^docker,l"}).code == 0
-    answer = ask(*words, environment=first | variables)
-    assert (answer.code, answer.said.count("error")) == (2, 1)
-    assert said in answer.said
+    assert run_command(*words, environment=first).code == 0
+    assert run_command(*words, environment=first | {"NCCL_SOCKET_IFNAME": "^docker,l"}).code == 0
+    result = run_command(*words, environment=first | variables)
+    assert (result.code, result.stderr.count("error")) == (2, 1)
+    assert said in result.stderr
 
 
 def test_srun_needs_as_many_ranks_on_every_node(tmp_path: Path) -> None:
@@ -156,12 +156,12 @@ def test_srun_needs_as_many_ranks_on_every_node(tmp_path: Path) -> None:
     words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
     words += ["trainer.devices=2", "trainer.num_nodes=2"]
     here = SRUN | {"SLURM_PROCID": "0"}
-    assert ask(*words, environment=here).code == 0
+    assert run_command(*words, environment=here).code == 0
     del here["SLURM_NTASKS_PER_NODE"]
-    answer = ask(*words, environment=here)
-    assert answer.code == 2
-    assert "SLURM_NTASKS_PER_NODE is not set" in answer.said
-    assert "type --ntasks-per-node=2 instead of --ntasks" in answer.said
+    result = run_command(*words, environment=here)
+    assert result.code == 2
+    assert "SLURM_NTASKS_PER_NODE is not set" in result.stderr
+    assert "type --ntasks-per-node=2 instead of --ntasks" in result.stderr
 
 
 @pytest.mark.parametrize("rank", ["0", "2"])
@@ -188,19 +188,19 @@ def test_a_shell_of_a_job_is_told_how_to_start_the_ranks_itself(tmp_path: Path) 
     model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
     words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.devices=2"]
     stale = SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "zsh"}
-    answer = ask(*words, environment=stale)
-    assert answer.code == 2
-    assert "1 rank was started" in answer.said and "unset SLURM_NTASKS" in answer.said
+    result = run_command(*words, environment=stale)
+    assert result.code == 2
+    assert "1 rank was started" in result.stderr and "unset SLURM_NTASKS" in result.stderr
     del stale["SLURM_NTASKS"]
-    assert ask(*words, environment=stale).code == 0
+    assert run_command(*words, environment=stale).code == 0
 
 
 def test_several_machines_are_told_the_line_to_type(tmp_path: Path) -> None:
     model, data = make_model(tmp_path / "a model"), make_data(tmp_path / "d.jsonl")
     words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.devices=4"]
-    answer = ask(*words, "trainer.num_nodes=2", environment={"NODE_RANK": "1", **ADDRESS})
-    assert answer.code == 2
-    line = shlex.split(answer.said.partition(": torchrun ")[2])
+    result = run_command(*words, "trainer.num_nodes=2", environment={"NODE_RANK": "1", **ADDRESS})
+    assert result.code == 2
+    line = shlex.split(result.stderr.partition(": torchrun ")[2])
     assert line[:2] == ["--nnodes=2", "--nproc-per-node=4"]
     assert f"--rdzv-endpoint={socket.gethostname()}:29500" in line
     assert "--rdzv-conf=read_timeout=600" in line
@@ -211,16 +211,16 @@ def test_several_machines_are_told_the_line_to_type(tmp_path: Path) -> None:
         "output.dir=/shared/runs/train",
     ]
     started = TORCHRUN | {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"}
-    assert ask(*line[line.index("-m") + 2 :], environment=started).code == 0
-    answer = ask(*words, "trainer.num_nodes=2", verb="preview")
-    assert answer.code == 0, answer.said
+    assert run_command(*line[line.index("-m") + 2 :], environment=started).code == 0
+    result = run_command(*words, "trainer.num_nodes=2", verb="preview")
+    assert result.code == 0, result.stderr
 
 
 def test_children_leave_the_checks_to_their_parent(tmp_path: Path) -> None:
     words = ["model.path=/nope", f"data.datasets=[{{path: {make_data(tmp_path / 'd.jsonl')}}}]"]
-    assert ask(*words, environment=CHILD).code == 0
-    answer = ask(*words, environment=TORCHRUN)
-    assert (answer.code, answer.said) == (2, "")
+    assert run_command(*words, environment=CHILD).code == 0
+    result = run_command(*words, environment=TORCHRUN)
+    assert (result.code, result.stderr) == (2, "")
 
 
 def test_a_stray_rank_is_refused_as_a_person_meets_it() -> None:

@@ -25,7 +25,7 @@ from app.process.supervisor import SuperviseConfig, Supervisor
 from app.run import ranks as ranks_module
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
-from tests.door import make_data, make_model
+from tests.in_process import make_data, make_model
 from tests.processes import AT_ONCE, GONE_WITHIN, LONGEST, ends_within
 from tests.resumed import make_run, open_typed
 

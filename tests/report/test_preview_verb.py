@@ -25,13 +25,13 @@ from app.strategy.settings import FsdpConfig, StrategyConfig
 from app.training.trainer import TrainerConfig
 from data_modules import DataConfig, DatasetConfig
 from tests.conftest import ROOT
-from tests.door import Answer, ask, make_data, make_model
+from tests.in_process import CommandResult, make_data, make_model, run_command
 
 IN_MAKE_TEST = ("quickstart", "llama70b_zero3", "flan_t5_xl")
 
 
-def preview(*words: str, gpus: int = 0, environment: dict[str, str] | None = None) -> Answer:
-    return ask(*words, verb="preview", gpus=gpus, environment=environment)
+def preview(*words: str, gpus: int = 0, environment: dict[str, str] | None = None) -> CommandResult:
+    return run_command(*words, verb="preview", gpus=gpus, environment=environment)
 
 
 @pytest.fixture
@@ -65,29 +65,29 @@ def test_every_experiment_can_be_previewed(name: str) -> None:
 
 
 def test_without_settings_quickstart_is_previewed() -> None:
-    answer = preview()
-    assert answer.code == 0, answer.said
-    assert "no settings given: +experiment=quickstart" in answer.said
-    assert answer.config.data.datasets[0].name == "lists"
+    result = preview()
+    assert result.code == 0, result.stderr
+    assert "no settings given: +experiment=quickstart" in result.stderr
+    assert result.config.data.datasets[0].name == "lists"
 
 
 def test_cfg_prints_its_settings() -> None:
-    answer = preview("model=tiny", "data=skills", "preview.packs=4", "--cfg", "job")
-    assert yaml.safe_load(answer.printed)["preview"] == {
+    result = preview("model=tiny", "data=skills", "preview.packs=4", "--cfg", "job")
+    assert yaml.safe_load(result.stdout)["preview"] == {
         "rows": 3,
         "packs": 4,
         "tokens": 400,
         "max_rows": 100_000,
     }
-    assert yaml.safe_load(answer.printed)["output"]["name"] == "preview"
+    assert yaml.safe_load(result.stdout)["output"]["name"] == "preview"
     typed = preview("model=tiny", "data=skills", "output.name=mine", "--cfg", "job")
-    assert yaml.safe_load(typed.printed)["output"]["name"] == "mine"
+    assert yaml.safe_load(typed.stdout)["output"]["name"] == "mine"
 
 
 def test_train_has_no_settings_of_a_preview() -> None:
-    answer = ask("model=tiny", "data=skills", "preview.rows=2")
-    assert answer.code == 2
-    assert "unknown key preview=" in answer.said
+    result = run_command("model=tiny", "data=skills", "preview.rows=2")
+    assert result.code == 2
+    assert "unknown key preview=" in result.stderr
 
 
 BAD_WORDS = [
@@ -105,19 +105,19 @@ BAD_WORDS = [
 
 @pytest.mark.parametrize(("words", "problem"), BAD_WORDS, ids=[" ".join(w) for w, _ in BAD_WORDS])
 def test_invalid_settings_are_refused_as_by_train(words: list[str], problem: str) -> None:
-    answer = preview("+experiment=quickstart", *words)
-    assert answer.code == 2, answer.said
-    assert problem in answer.said
-    assert answer.config is None
+    result = preview("+experiment=quickstart", *words)
+    assert result.code == 2, result.stderr
+    assert problem in result.stderr
+    assert result.config is None
 
 
 def test_a_preview_needs_only_a_tokenizer(tokenizer_only: Path, data: str) -> None:
     for words in ([f"model.path={tokenizer_only}"], [f"model.tokenizer_path={tokenizer_only}"]):
-        answer = preview(*words, data)
-        assert answer.code == 0, answer.said
-        assert ask(*words, data).code == 2, "training needs a model"
-    answer = preview("model=llama8b", f"model.tokenizer_path={tokenizer_only}", data)
-    assert answer.code == 0, answer.said
+        result = preview(*words, data)
+        assert result.code == 0, result.stderr
+        assert run_command(*words, data).code == 2, "training needs a model"
+    result = preview("model=llama8b", f"model.tokenizer_path={tokenizer_only}", data)
+    assert result.code == 0, result.stderr
 
 
 def test_tokenizer_problems_are_named(tokenizer_only: Path, data: str) -> None:
@@ -127,42 +127,42 @@ def test_tokenizer_problems_are_named(tokenizer_only: Path, data: str) -> None:
         ([f"model.tokenizer_path={tokenizer_only}x"], f"did you mean {tokenizer_only}?"),
         ([f"model.path={tokenizer_only.parent / 'd.jsonl'}"], "this is a file"),
     ):
-        answer = preview(*words, data)
-        assert (answer.code, problem in answer.said) == (2, True), answer.said
+        result = preview(*words, data)
+        assert (result.code, problem in result.stderr) == (2, True), result.stderr
     (tokenizer_only / "tokenizer.json").write_text("{")
-    assert "tokenizer.json:1:2 invalid JSON" in preview(f"model.path={tokenizer_only}", data).said
+    assert "tokenizer.json:1:2 invalid JSON" in preview(f"model.path={tokenizer_only}", data).stderr
     (tokenizer_only / "tokenizer.json").unlink()
-    assert "no tokenizer found" in preview(f"model.path={tokenizer_only}", data).said
+    assert "no tokenizer found" in preview(f"model.path={tokenizer_only}", data).stderr
     (tokenizer_only / "tokenizer.json").write_text("{}")
     (tokenizer_only / "tokenization.py").write_text("raise SystemExit")
-    assert "contains its own Python code" in preview(f"model.path={tokenizer_only}", data).said
+    assert "contains its own Python code" in preview(f"model.path={tokenizer_only}", data).stderr
 
 
 def test_a_known_context_limits_sequence_len(tmp_path: Path, data: str) -> None:
     model = make_model(tmp_path / "model", context=512)
     (model / "model.safetensors").unlink()
     assert preview(f"model.path={model}", data).code == 0, "weights are not needed"
-    answer = preview(f"model.path={model}", data, "data.sequence_len=513")
-    assert answer.code == 2
-    assert "data.sequence_len=513 exceeds the context length" in answer.said
+    result = preview(f"model.path={model}", data, "data.sequence_len=513")
+    assert result.code == 2
+    assert "data.sequence_len=513 exceeds the context length" in result.stderr
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}) + "}")
-    assert "config.json:1:" in preview(f"model.path={model}", data).said
+    assert "config.json:1:" in preview(f"model.path={model}", data).stderr
 
 
 def test_a_run_for_another_machine_can_be_previewed() -> None:
     words = ["+experiment=quickstart", "trainer.accelerator=gpu", "trainer.devices=8"]
     words += ["trainer.precision=fp16", "attention=flash2"]
-    assert ask(*words).code == 2
+    assert run_command(*words).code == 2
     for gpus in (0, 1):
-        answer = preview(*words, gpus=gpus)
-        assert answer.code == 0, answer.said
-    answer = preview("+experiment=quickstart", "strategy=single", "trainer.devices=2")
-    assert answer.code == 2, "impossible on any machine"
-    assert "strategy=ddp" in answer.said
+        result = preview(*words, gpus=gpus)
+        assert result.code == 0, result.stderr
+    result = preview("+experiment=quickstart", "strategy=single", "trainer.devices=2")
+    assert result.code == 2, "impossible on any machine"
+    assert "strategy=ddp" in result.stderr
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x"}
-    answer = preview("+experiment=quickstart", environment=ranks | {"MASTER_PORT": "1"})
-    assert answer.code == 2
-    assert "this runs as one process" in answer.said
+    result = preview("+experiment=quickstart", environment=ranks | {"MASTER_PORT": "1"})
+    assert result.code == 2
+    assert "this runs as one process" in result.stderr
 
 
 def test_steps_are_planned_for_the_configured_ranks() -> None:

@@ -17,7 +17,7 @@ from app.run.changes import (
     compare_facts,
     compare_settings,
 )
-from tests.door import ask, make_data, make_model
+from tests.in_process import make_data, make_model, run_command
 from tests.resumed import make_run, open_typed
 
 
@@ -71,16 +71,16 @@ def test_a_folder_brings_the_runs_own_settings(words: list[str], tmp_path: Path)
     ]
     run = make_run(tmp_path / "run", *words, *typed)
     before = load_run_config(run)
-    answer = ask(f"resume={run}", "trainer.log_every_steps=2", "faults=[nan@3]")
-    assert answer.code == 0, answer.said
-    now = answer.config
+    result = run_command(f"resume={run}", "trainer.log_every_steps=2", "faults=[nan@3]")
+    assert result.code == 0, result.stderr
+    now = result.config
     assert (now.resume, now.faults, now.trainer.log_every_steps) == (str(run), ["nan@3"], 2)
     assert now.output.name == "mine"
     assert [change.what for change in compare_settings(before, now)] == ["trainer.log_every_steps"]
     # Of two ways to say the same thing, the typed one is taken.
-    answer = ask(f"resume={run}", "trainer.global_batch_size=3")
-    assert answer.code == 0, answer.said
-    assert answer.config.trainer.gradient_accumulation_steps == 8
+    result = run_command(f"resume={run}", "trainer.global_batch_size=3")
+    assert result.code == 0, result.stderr
+    assert result.config.trainer.gradient_accumulation_steps == 8
 
 
 def test_what_was_typed_for_one_start_is_not_of_the_run(words: list[str], tmp_path: Path) -> None:
@@ -93,18 +93,18 @@ def test_an_experiment_is_compared_and_not_replaced(words: list[str], tmp_path: 
     typed = ["+experiment=quickstart", *words, "data.sequence_len=512"]
     run = make_run(tmp_path / "run", *typed, "adapter.r=4")
     again = [*typed, "resume=auto", f"output.dir={run}"]
-    answer = ask(*again)
-    assert answer.code == 2
-    assert "adapter.r was 4 and is 16" in answer.said
-    answer = ask(*again, "adapter.r=4")
-    assert answer.code == 0, answer.said
+    result = run_command(*again)
+    assert result.code == 2
+    assert "adapter.r was 4 and is 16" in result.stderr
+    result = run_command(*again, "adapter.r=4")
+    assert result.code == 0, result.stderr
 
 
 def test_the_settings_are_shown_as_they_would_be_used(words: list[str], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *words, "adapter.r=4")
-    answer = ask(f"resume={run}", "--cfg", "job")
-    assert answer.code == 0, answer.said
-    assert "r: 4\n" in answer.printed
+    result = run_command(f"resume={run}", "--cfg", "job")
+    assert result.code == 0, result.stderr
+    assert "r: 4\n" in result.stdout
 
 
 @pytest.mark.parametrize("tail", ["", "/", "/checkpoints", "/checkpoints/step-2"])
@@ -153,8 +153,8 @@ def test_the_newest_run_starts_anew_where_it_has_not_saved(
     make_run(outputs / "2026-01-01_10-00-00", *words)
     make_run(outputs / "2026-01-02_10-00-00", *words, "adapter.r=4", steps=())
     newest = Path("outputs/train/2026-01-02_10-00-00")
-    answer = ask(*words, "resume=must")
-    assert (answer.code, f"{newest} has no checkpoint" in answer.said) == (2, True), answer.said
+    result = run_command(*words, "resume=must")
+    assert (result.code, f"{newest} has no checkpoint" in result.stderr) == (2, True), result.stderr
     started = open_typed(*words, "resume=auto")
     assert started.config.adapter.r == 4
     assert (started.folder, started.checkpoint) == (newest, None)
@@ -194,10 +194,10 @@ def test_the_folder_decides_where_one_is_typed(words: list[str], here: Path) -> 
 
 def test_the_verb_gets_the_run_that_the_checks_compared(words: list[str], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *words, finished=True)
-    existing = ask(f"resume={run}").existing
+    existing = run_command(f"resume={run}").existing
     assert existing.is_done and existing.manifest["total_steps"] == 4
     assert open_run(load_config("train", [f"resume={run}"]), existing).manifest is existing.manifest
-    assert ask(*words, f"output.dir={tmp_path / 'new'}").existing is None
+    assert run_command(*words, f"output.dir={tmp_path / 'new'}").existing is None
 
 
 def test_ranks_are_told_the_checkpoint(
@@ -244,15 +244,18 @@ def test_another_strategy_only_rounds_unless_less_travels(words: list[str], tmp_
     batch = ["trainer.devices=2", "trainer.global_batch_size=8"]
     run = make_run(tmp_path / "run", *words, *batch, "strategy=ddp", strategy="ddp")
     for other in ("fsdp", "tp", "single trainer.devices=1", "fsdp_tp trainer.devices=4"):
-        answer = ask(f"resume={run}", *f"strategy={other}".split())
-        assert answer.code == 0, answer.said
-    answer = ask(f"resume={run}", "strategy=ddp_compressed")
-    assert answer.code == 2
+        result = run_command(f"resume={run}", *f"strategy={other}".split())
+        assert result.code == 0, result.stderr
+    result = run_command(f"resume={run}", "strategy=ddp_compressed")
+    assert result.code == 2
     said = "what travels between the ranks was as it is and is gradients by bf16 (how precisely"
-    assert said in answer.said
-    assert "type 'resume_allow=[precision]' to go on so, or type strategy=ddp" in answer.said
-    assert ask(f"resume={run}", "strategy=ddp_compressed", "resume_allow=[precision]").code == 0
-    assert ask(f"resume={run}", "strategy=fsdp_tp", "trainer.global_batch_size=4").code == 2
+    assert said in result.stderr
+    assert "type 'resume_allow=[precision]' to go on so, or type strategy=ddp" in result.stderr
+    assert (
+        run_command(f"resume={run}", "strategy=ddp_compressed", "resume_allow=[precision]").code
+        == 0
+    )
+    assert run_command(f"resume={run}", "strategy=fsdp_tp", "trainer.global_batch_size=4").code == 2
 
 
 def test_weights_that_travel_quantized_are_another_precision(words: list[str]) -> None:

@@ -27,7 +27,7 @@ from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.settings import FsdpConfig, ZeroConfig
 from app.training.memory import estimate_memory, measure_model
-from tests.door import ask
+from tests.in_process import run_command
 from tests.ranks import on_ranks
 
 GPUS = {"llama70b": 8, "llama70b_zero3": 8, "llama70b_qlora": 2, "falcon180b": 8}
@@ -41,9 +41,9 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", GPUS)
 def test_experiments_pass_the_checks_on_their_machine(name: str) -> None:
-    answer = ask(f"+experiment={name}", gpus=GPUS[name])
-    assert answer.code == 0, answer.said
-    assert answer.config.model.wrap_class is not None
+    result = run_command(f"+experiment={name}", gpus=GPUS[name])
+    assert result.code == 0, result.stderr
+    assert result.config.model.wrap_class is not None
 
 
 def test_falcon_180b_settings() -> None:
@@ -56,8 +56,10 @@ def test_falcon_180b_settings() -> None:
 
 
 def test_quantized_70b_on_one_card() -> None:
-    answer = ask("+experiment=llama70b_qlora", "strategy=single", "trainer.devices=1", gpus=1)
-    assert answer.code == 0, answer.said
+    result = run_command(
+        "+experiment=llama70b_qlora", "strategy=single", "trainer.devices=1", gpus=1
+    )
+    assert result.code == 0, result.stderr
 
 
 @pytest.fixture

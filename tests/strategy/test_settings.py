@@ -16,7 +16,7 @@ from app.process.errors import UserError
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from app.strategy.tensor_plan import layer_plan
 from app.training.trainer import TrainerConfig, resolve_environment
-from tests.door import ask, make_data, make_model
+from tests.in_process import make_data, make_model, run_command
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,16 @@ def test_indivisible_tensor_parallel_sizes_are_refused_before_loading(
 ) -> None:
     model, data = make_model(tmp_path / "model", **numbers), make_data(tmp_path / "data.jsonl")
     words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.devices=4"]
-    answer = ask(*words, "strategy=tp")
-    assert answer.code == 2
+    result = run_command(*words, "strategy=tp")
+    assert result.code == 2
     side = int(message.split()[1])
     assert (
         f"strategy.tensor_parallel_size={together} does not divide {message} of {model} "
         f"({side} / {together} leaves {side % together}); "
         "type strategy.tensor_parallel_size=2, or strategy=fsdp"
-    ) in answer.said
+    ) in result.stderr
     for instead in (["strategy=tp", "strategy.tensor_parallel_size=2"], ["strategy=fsdp"]):
-        assert ask(*words, *instead).code == 0
+        assert run_command(*words, *instead).code == 0
 
 
 def test_families_without_a_tensor_parallel_plan_are_refused() -> None:

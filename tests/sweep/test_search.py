@@ -12,7 +12,7 @@ import pytest
 
 from app.process.errors import ROOT
 from app.sweep import run_sweep
-from tests.door import Answer, ask, make_data, make_model
+from tests.in_process import CommandResult, make_data, make_model, run_command
 from tests.sweep.short_trials import TRIAL, short_trials
 
 pytest.importorskip("optuna")
@@ -33,9 +33,9 @@ def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", *SPACE]
 
 
-def search(*overrides: str) -> Answer:
+def search(*overrides: str) -> CommandResult:
     with short_trials(TRIAL):
-        return ask("-m", *overrides, sweep=run_sweep)
+        return run_command("-m", *overrides, sweep=run_sweep)
 
 
 def results_in(folder: Path) -> list[dict[str, Any]]:
@@ -49,8 +49,8 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_killed_search_resumes_as_if_never_killed(overrides: list[str], tmp_path: Path) -> None:
     arguments = [*overrides, "sweep.trials=12", "sweep.prune=median"]
-    answer = search(*arguments, "output.dir=whole")
-    assert answer.code == 0, answer.said
+    result = search(*arguments, "output.dir=whole")
+    assert result.code == 0, result.stderr
     before = ""
     command = [sys.executable, "-c", RUN_SWEEP, *arguments, "output.dir=killed"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -64,8 +64,8 @@ def test_a_killed_search_resumes_as_if_never_killed(overrides: list[str], tmp_pa
     lock = tmp_path / "killed/optuna.log.lock"
     if not lock.is_symlink():  # it was not killed while writing its journal
         lock.symlink_to("killed/optuna.log")
-    answer = search("resume=killed")
-    assert answer.code == 0, answer.said
+    result = search("resume=killed")
+    assert result.code == 0, result.stderr
     whole = results_in(tmp_path / "whole")
     assert results_in(tmp_path / "killed") == whole
     assert len(whole) == 12
@@ -74,7 +74,7 @@ def test_a_killed_search_resumes_as_if_never_killed(overrides: list[str], tmp_pa
     assert {(row["stopped_at"], row["exit_code"]) for row in stopped} == {(2, 143)}
     assert 0 < len(stopped) < 8
     for row in stopped:
-        assert f"pruned at step {row['stopped_at']}" in answer.printed + before
+        assert f"pruned at step {row['stopped_at']}" in result.stdout + before
         kept = (tmp_path / "whole" / str(row["number"]) / "metrics.csv").read_text()
         assert len(kept.splitlines()) == 5, "a pruned trial keeps its curve"
     page = (tmp_path / "killed/sweep.html").read_text()
@@ -85,17 +85,17 @@ def test_a_killed_search_resumes_as_if_never_killed(overrides: list[str], tmp_pa
     best = min(whole, key=lambda row: row["objective"])
     assert best["objective"] <= whole[0]["objective"]
     varied = " ".join(best["overrides"][-2:])
-    assert f"best: {varied} -> killed/{best['number']}\n  lowest val/loss" in answer.printed
-    assert "pruned, because others were better" in answer.printed
+    assert f"best: {varied} -> killed/{best['number']}\n  lowest val/loss" in result.stdout
+    assert "pruned, because others were better" in result.stdout
 
 
 def test_a_missing_optuna_is_reported(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    answer = search(*overrides)
-    assert answer.code == 3
-    assert "pip install -e '.[sweep]'" in answer.said
+    result = search(*overrides)
+    assert result.code == 3
+    assert "pip install -e '.[sweep]'" in result.stderr
 
 
 def test_trials_run_in_parallel(overrides: list[str], tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ while len(list(started.iterdir())) < 4 and time.monotonic() < until:
 assert time.monotonic() < until
 """
     with short_trials(together + TRIAL):
-        answer = ask(
+        result = run_command(
             "-m", *overrides, "sweep.trials=4", "sweep.parallel=4", "output.dir=s", sweep=run_sweep
         )
-    assert answer.code == 0, answer.said
+    assert result.code == 0, result.stderr
     assert len(results_in(tmp_path / "s")) == 4

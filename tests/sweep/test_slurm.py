@@ -16,7 +16,7 @@ import pytest
 
 from app.process.errors import ROOT
 from app.sweep import run_sweep, slurm, trials
-from tests.door import Answer, ask, make_data, make_model
+from tests.in_process import CommandResult, make_data, make_model, run_command
 from tests.sweep.short_trials import TRIAL
 
 pytest.importorskip("submitit")
@@ -70,8 +70,8 @@ def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "launcher=slurm"]
 
 
-def sweep(*overrides: str) -> Answer:
-    return ask("-m", *overrides, sweep=run_sweep)
+def sweep(*overrides: str) -> CommandResult:
+    return run_command("-m", *overrides, sweep=run_sweep)
 
 
 def results_in(folder: str) -> list[dict[str, Any]]:
@@ -103,13 +103,13 @@ def test_a_resumed_sweep_finds_its_running_jobs(
     job_settings = ["launcher.partition=gpu", "launcher.minutes=90", "launcher.memory_gib=64"]
     with monkeypatch.context() as patch:
         patch.setattr(slurm.SlurmLauncher, "start", interrupt)
-        answer = sweep(
+        result = sweep(
             *overrides, *job_settings, "adapter.r=2,8", "trainer.devices=2", "output.dir=s"
         )
-    assert answer.code == 130
-    assert "interrupted after 0 of 2 trials" in answer.said and "scancel 1 " in answer.said
-    answer = sweep("resume=s")
-    assert answer.code == 4, answer.said  # exit code of the trial with r=8
+    assert result.code == 130
+    assert "interrupted after 0 of 2 trials" in result.stderr and "scancel 1 " in result.stderr
+    result = sweep("resume=s")
+    assert result.code == 4, result.stderr  # exit code of the trial with r=8
     assert [row["exit_code"] for row in results_in("s")] == [0, 4]
     assert results_in("s")[1]["error"] == "error: loss is nan at step 3"
     assert len(list((tmp_path / "jobs").iterdir())) == 2
@@ -120,8 +120,8 @@ def test_a_resumed_sweep_finds_its_running_jobs(
 
 @pytest.mark.slow
 def test_a_cancelled_trial_is_submitted_again(overrides: list[str], tmp_path: Path) -> None:
-    answer = sweep(*overrides, "adapter.r=2,4", "output.dir=s")
-    assert answer.code == 0, answer.said
+    result = sweep(*overrides, "adapter.r=2,4", "output.dir=s")
+    assert result.code == 0, result.stderr
     end = tmp_path / "s/slurm/1/end.json"
     end.write_text(json.dumps({"exit_code": 143, "seconds": 1.0}))
     results = json.loads((tmp_path / "s/sweep.json").read_text())
@@ -139,8 +139,8 @@ def test_a_killed_search_with_jobs_equals_one_with_processes(
 ) -> None:
     space = ["adapter.r=choice(2,4,16)", "optimizer.lr=interval(1e-5,1e-1)"]
     space += ["sweep.search=optuna", "sweep.trials=10", "sweep.prune=median"]
-    answer = sweep(*overrides[:2], *space, "output.dir=local")
-    assert answer.code == 0, answer.said
+    result = sweep(*overrides[:2], *space, "output.dir=local")
+    assert result.code == 0, result.stderr
     command = [sys.executable, "-c", RUN_SWEEP, SLOW_TRIAL, *overrides, *space, "output.dir=killed"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -150,8 +150,8 @@ def test_a_killed_search_with_jobs_equals_one_with_processes(
                 wait_for(lambda: len([*tmp_path.glob("killed/slurm/*/*_submitted.pkl")]) > 6)
                 process.send_signal(signal.SIGKILL)
                 break
-    answer = sweep("resume=killed")
-    assert answer.code == 0, answer.said
+    result = sweep("resume=killed")
+    assert result.code == 0, result.stderr
     assert len(list((tmp_path / "jobs").iterdir())) == 10
     assert [row["overrides"] for row in results_in("killed")] == [
         r["overrides"] for r in results_in("local")
@@ -186,8 +186,8 @@ def test_a_job_resumes_after_its_time_limit(
 @pytest.mark.slow
 def test_a_dead_job_is_a_failed_trial(overrides: list[str], tmp_path: Path) -> None:
     (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexit 1\n")
-    answer = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=2", "output.dir=s")
-    assert answer.code == 3
+    result = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=2", "output.dir=s")
+    assert result.code == 3
     assert [row["error"][:26] for row in results_in("s")] == [
         f"job {number} ended as FAILED: {tmp_path}"[:26] for number in (1, 2)
     ]
@@ -208,14 +208,14 @@ def test_invalid_job_settings_are_refused(
             "launcher=local, or data that needs no secret",
         ),
     ):
-        answer = sweep(*overrides, "adapter.r=2,4", *typed)
-        assert answer.code == 2 and message in answer.said, answer.said
-    answer = ask("+experiment=quickstart", "launcher=slurm")
-    assert answer.code == 2 and "add -m" in answer.said
+        result = sweep(*overrides, "adapter.r=2,4", *typed)
+        assert result.code == 2 and message in result.stderr, result.stderr
+    result = run_command("+experiment=quickstart", "launcher=slurm")
+    assert result.code == 2 and "add -m" in result.stderr
     (tmp_path / "bin" / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    answer = sweep(*overrides, "adapter.r=2,4")
-    assert answer.code == 3 and "sbatch was not found" in answer.said
+    result = sweep(*overrides, "adapter.r=2,4")
+    assert result.code == 3 and "sbatch was not found" in result.stderr
     monkeypatch.setattr(slurm, "find_spec", lambda _: None)
-    assert "pip install -e '.[slurm]'" in sweep(*overrides, "adapter.r=2,4").said
+    assert "pip install -e '.[slurm]'" in sweep(*overrides, "adapter.r=2,4").stderr
     assert not (tmp_path / "outputs").exists()

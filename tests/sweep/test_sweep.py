@@ -21,7 +21,7 @@ from app.sweep.parameters import parse_parameters
 from app.sweep.results import explain_best, print_results
 from app.sweep.run import _check_search
 from app.sweep.trials import LocalJob, Trial
-from tests.door import Answer, ask, make_data, make_model
+from tests.in_process import CommandResult, make_data, make_model, run_command
 from tests.sweep.short_trials import short_trials
 
 
@@ -39,21 +39,21 @@ def commands() -> Iterator[list[list[str]]]:
         yield commands
 
 
-def sweep(*overrides: str) -> Answer:
-    return ask(*overrides, sweep=run_sweep)
+def sweep(*overrides: str) -> CommandResult:
+    return run_command(*overrides, sweep=run_sweep)
 
 
 def test_every_combination_runs_in_a_process_and_is_listed(
     overrides: list[str], commands: list[list[str]], tmp_path: Path
 ) -> None:
-    answer = sweep(*overrides, "adapter.r=2,4", "optimizer.lr=1e-3,1e-2", "output.name=grid")
-    assert answer.code == 0, answer.said
+    result = sweep(*overrides, "adapter.r=2,4", "optimizer.lr=1e-3,1e-2", "output.name=grid")
+    assert result.code == 0, result.stderr
     assert len(commands) == 4
     assert all("-m" not in command and "--multirun" not in command for command in commands)
     assert {(c[2], c[3]) for c in commands} == {
         (f"adapter.r={r}", f"optimizer.lr={lr}") for r in (2, 4) for lr in ("0.001", "0.01")
     }
-    last = answer.printed.strip().splitlines()[-1]
+    last = result.stdout.strip().splitlines()[-1]
     folder = Path(last.removeprefix("run: "))
     assert folder.parent == Path("outputs/grid")
     assert folder.name.startswith("sweep-")
@@ -62,22 +62,22 @@ def test_every_combination_runs_in_a_process_and_is_listed(
     assert sorted(trial["number"] for trial in summary) == [0, 1, 2, 3]
     assert {Path(trial["folder"]).name for trial in summary} == {"0", "1", "2", "3"}
     for fragment in ("adapter.r", "optimizer.lr", "val/loss", "0.2500"):
-        assert fragment in answer.printed
-    (best,) = re.findall(r"(?m)^best: .*\n  .*\n  python -m app\.train (.*)$", answer.printed)
+        assert fragment in result.stdout
+    (best,) = re.findall(r"(?m)^best: .*\n  .*\n  python -m app\.train (.*)$", result.stdout)
     assert shlex.split(best) == summary[0]["overrides"]  # quoted for the shell
 
 
 def test_a_failed_trial_does_not_stop_the_others(
     overrides: list[str], commands: list[list[str]]
 ) -> None:
-    answer = sweep(*overrides, "adapter.r=8,4", f"output.dir={Path.cwd() / 'my sweep'}")
-    assert answer.code == 4
+    result = sweep(*overrides, "adapter.r=8,4", f"output.dir={Path.cwd() / 'my sweep'}")
+    assert result.code == 4
     assert len(commands) == 2
     first, second = json.loads(Path("my sweep/sweep.json").read_text())
     assert (first["number"], first["exit_code"], first["objective"]) == (1, 0, 0.25)
     assert (second["number"], second["exit_code"], second["objective"]) == (0, 4, None)
     assert second["error"] == "error: loss is nan at step 3"
-    assert "loss is nan" in answer.printed
+    assert "loss is nan" in result.stdout
 
 
 def test_trials_do_not_inherit_rank_variables(
@@ -94,8 +94,8 @@ def test_trials_do_not_inherit_rank_variables(
     monkeypatch.setenv("NODE_RANK", "0")
     monkeypatch.setenv("MASTER_PORT", "1234")
     with mock.patch("app.sweep.trials.subprocess.Popen", start):
-        answer = sweep(*overrides, "adapter.r=2,4")
-    assert answer.code == 0, answer.said
+        result = sweep(*overrides, "adapter.r=2,4")
+    assert result.code == 0, result.stderr
     assert len(seen) == 2
     for environment in seen:
         assert not {"NODE_RANK", "MASTER_PORT", "LOFT_RUN_DIR"} & set(environment)
@@ -104,15 +104,15 @@ def test_trials_do_not_inherit_rank_variables(
 def test_invalid_overrides_are_refused_before_the_first_trial(
     overrides: list[str], commands: list[list[str]], tmp_path: Path
 ) -> None:
-    answer = sweep(
+    result = sweep(
         *overrides, "adapter.rr=4,8", "attention=sdpa,egaer", "optimizer.lr=1e-3,x", "oops"
     )
-    assert answer.code == 2
-    assert "oops: expected key=value" in answer.said
-    answer = sweep(*overrides, "adapter.rr=4,8", "attention=sdpa,egaer", "optimizer.lr=1e-3,x")
-    assert answer.code == 2
+    assert result.code == 2
+    assert "oops: expected key=value" in result.stderr
+    result = sweep(*overrides, "adapter.rr=4,8", "attention=sdpa,egaer", "optimizer.lr=1e-3,x")
+    assert result.code == 2
     for fragment in ("adapter.rr=4", "did you mean eager?", "optimizer.lr=x: expected a number"):
-        assert fragment in answer.said
+        assert fragment in result.stderr
     assert commands == []
     assert not (tmp_path / "outputs").exists()
 
@@ -121,10 +121,10 @@ def test_group_options_can_be_swept(
     commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    answer = sweep(
+    result = sweep(
         "-m", "experiment=llama8b", "adapter.r=4", "adapter=lora", "attention=sdpa,eager"
     )
-    assert answer.code == 0, answer.said
+    assert result.code == 0, result.stderr
     assert [command[1:4] for command in commands] == [
         ["adapter.r=4", "adapter=lora", "attention=sdpa"],
         ["adapter.r=4", "adapter=lora", "attention=eager"],
@@ -230,9 +230,9 @@ def test_a_sweep_file_lists_values(tmp_path: Path) -> None:
 
 
 def test_only_train_can_be_swept() -> None:
-    answer = ask("-m", "seed=1,2", verb="evaluate")
-    assert answer.code == 2
-    assert "evaluate cannot be swept; only train can" in answer.said
+    result = run_command("-m", "seed=1,2", verb="evaluate")
+    assert result.code == 2
+    assert "evaluate cannot be swept; only train can" in result.stderr
 
 
 def test_the_page_escapes_values_and_omits_failed_curves() -> None:
@@ -263,17 +263,17 @@ def test_a_huge_grid_is_refused() -> None:
 
 
 def test_sweep_settings_without_a_sweep_are_refused() -> None:
-    answer = ask("+experiment=quickstart", "sweep.trials=3")
-    assert answer.code == 2
-    assert "sweep.trials=3: sweep settings have no effect in a single run; add -m" in answer.said
+    result = run_command("+experiment=quickstart", "sweep.trials=3")
+    assert result.code == 2
+    assert "sweep.trials=3: sweep settings have no effect in a single run; add -m" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
         (["optimizer.lr=interval(1e-5,1e-3)"], "use sweep.search=optuna"),
-        (["adapter.r=2,4", "sweep.trials=3"], "a grid runs every combination"),
-        (["adapter.r=2,4", "sweep.prune=median"], "a grid shows every trial whole"),
+        (["adapter.r=2,4", "sweep.trials=3"], "sweep.search=grid runs every combination"),
+        (["adapter.r=2,4", "sweep.prune=median"], "sweep.search=grid runs every trial to its end"),
         (["sweep.search=optuna"], "no parameter to search"),
         (["adapter.r=2,4", "sweep.parallel=1,2"], "one value for the whole sweep"),
         (["adapter.r=2,4", "sweep.search=optua"], "did you mean optuna?"),
@@ -288,9 +288,9 @@ def test_sweep_settings_without_a_sweep_are_refused() -> None:
 def test_an_invalid_search_is_refused(
     overrides: list[str], commands: list[list[str]], typed: list[str], message: str
 ) -> None:
-    answer = sweep(*overrides, *typed)
-    assert answer.code == 2
-    assert message in answer.said
+    result = sweep(*overrides, *typed)
+    assert result.code == 2
+    assert message in result.stderr
     assert commands == []
 
 
@@ -305,25 +305,28 @@ def test_secrets_are_not_written_to_the_sweep_folder(
         else (f"data.datasets={lists[0]}")
     )
     own = ["adapter.r=2,4", "output.dir=grid"]
-    answer = sweep(*overrides[:2], data, *own)
-    assert answer.code == 0, answer.said
-    assert "Zq7" not in answer.printed
+    result = sweep(*overrides[:2], data, *own)
+    assert result.code == 0, result.stderr
+    assert "Zq7" not in result.stdout
     assert "Zq7token" in " ".join(commands[0])
     for file in Path("grid").iterdir():
         assert file.is_dir() or "Zq7" not in file.read_text(), file
 
     Path("grid/sweep.json").unlink()
-    answer = sweep("-m", "resume=grid")
-    assert (answer.code, "add it again next to resume=grid: data" in answer.said) == (2, True)
-    answer = sweep("-m", "resume=grid", data.replace("alpaca", "chat"))
-    assert (answer.code, "expected the value with which the sweep was started" in answer.said) == (
+    result = sweep("-m", "resume=grid")
+    assert (result.code, "add it again next to resume=grid: data" in result.stderr) == (2, True)
+    result = sweep("-m", "resume=grid", data.replace("alpaca", "chat"))
+    assert (
+        result.code,
+        "expected the value with which the sweep was started" in result.stderr,
+    ) == (
         2,
         True,
     )
-    answer = sweep("-m", "resume=grid", data, "seed=3")
-    assert (answer.code, "seed: a resumed sweep keeps its overrides" in answer.said) == (2, True)
-    answer = sweep("-m", "resume=grid", data)
-    assert answer.code == 0, answer.said
+    result = sweep("-m", "resume=grid", data, "seed=3")
+    assert (result.code, "seed: a resumed sweep keeps its overrides" in result.stderr) == (2, True)
+    result = sweep("-m", "resume=grid", data)
+    assert result.code == 0, result.stderr
     half = len(commands) // 2
     assert [word[:3] for word in commands[:half]] == [word[:3] for word in commands[half:]]
 
@@ -333,15 +336,15 @@ def test_sweeps_started_in_the_same_second_get_different_folders(
 ) -> None:
     monkeypatch.setattr("app.sweep.run.time.strftime", lambda _: "now")
     for name in ("sweep-now", "sweep-now-2"):
-        answer = sweep(*overrides, "adapter.r=2,4")
-        assert answer.code == 0, answer.said
-        assert answer.printed.endswith(f"run: outputs/train/{name}\n")
+        result = sweep(*overrides, "adapter.r=2,4")
+        assert result.code == 0, result.stderr
+        assert result.stdout.endswith(f"run: outputs/train/{name}\n")
 
 
 def test_an_empty_folder_name_is_refused(overrides: list[str], commands: list[list[str]]) -> None:
     for typed in ("output.dir=", "output.dir=' '"):
-        answer = sweep(*overrides, "adapter.r=2,4", typed)
-        assert (answer.code, "output.dir is empty" in answer.said) == (2, True)
+        result = sweep(*overrides, "adapter.r=2,4", typed)
+        assert (result.code, "output.dir is empty" in result.stderr) == (2, True)
     assert commands == []
 
 
@@ -350,22 +353,22 @@ def test_a_folder_that_is_not_empty_is_refused(
 ) -> None:
     Path("full").mkdir()
     Path("full/notes.txt").touch()
-    answer = sweep(*overrides, "adapter.r=2,4", "output.dir=full")
-    assert answer.code == 2
-    assert "is not empty" in answer.said
+    result = sweep(*overrides, "adapter.r=2,4", "output.dir=full")
+    assert result.code == 2
+    assert "is not empty" in result.stderr
     for folder, code, message in (
         ("full/notes.txt", 2, "output.dir=full/notes.txt is a file; use the name of a folder"),
         ("full/notes.txt/x", 3, "output.dir=full/notes.txt/x: cannot be written"),
     ):
-        answer = sweep(*overrides, "adapter.r=2,4", f"output.dir={folder}")
-        assert (answer.code, message in answer.said) == (code, True)
+        result = sweep(*overrides, "adapter.r=2,4", f"output.dir={folder}")
+        assert (result.code, message in result.stderr) == (code, True)
     assert sweep(*overrides, "adapter.r=2,4", "output.dir=new").code == 0
-    answer = sweep(*overrides, "adapter.r=2,4", "output.dir=new")
-    assert answer.code == 2
-    assert "contains another sweep" in answer.said
-    answer = sweep("-m", "resume=full")
-    assert answer.code == 2
-    assert "expected the folder of a sweep" in answer.said
+    result = sweep(*overrides, "adapter.r=2,4", "output.dir=new")
+    assert result.code == 2
+    assert "contains another sweep" in result.stderr
+    result = sweep("-m", "resume=full")
+    assert result.code == 2
+    assert "expected the folder of a sweep" in result.stderr
 
 
 def test_parallel_trials_get_separate_gpus(
@@ -381,26 +384,26 @@ def test_parallel_trials_get_separate_gpus(
     monkeypatch.setattr(LocalJob, "__init__", note)
     with mock.patch("app.sweep.run.requested_devices") as devices:
         devices.return_value = mock.Mock(on_gpu=True, num_gpus=4)
-        answer = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=2", "trainer.devices=2")
-        assert answer.code == 0, answer.said
+        result = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=2", "trainer.devices=2")
+        assert result.code == 0, result.stderr
         assert seen == ["0,1", "2,3"]
-        answer = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=3", "trainer.devices=2")
-        assert answer.code == 2
-        assert "needs 6 GPUs, but 4 are visible; use trainer.devices=1" in answer.said
+        result = sweep(*overrides, "adapter.r=2,4", "sweep.parallel=3", "trainer.devices=2")
+        assert result.code == 2
+        assert "needs 6 GPUs, but 4 are visible; use trainer.devices=1" in result.stderr
 
 
 def test_an_interrupted_sweep_resumes(overrides: list[str], tmp_path: Path) -> None:
     """Ctrl-C during the second trial: it is not counted, and it runs when the sweep resumes."""
     with short_trials(interrupt_at=1):
-        answer = sweep(*overrides, "adapter.r=2,4,16", "output.dir=grid")
-    assert answer.code == 130
-    assert "interrupted after 1 of 3 trials" in answer.said
-    assert "0.5000" in answer.printed
+        result = sweep(*overrides, "adapter.r=2,4,16", "output.dir=grid")
+    assert result.code == 130
+    assert "interrupted after 1 of 3 trials" in result.stderr
+    assert "0.5000" in result.stdout
     Path("grid/1").mkdir(exist_ok=True)
     Path("grid/1/config.yaml").touch()  # as left by a run that has started
     with short_trials() as commands:
-        answer = sweep("-m", "resume=grid")
-    assert answer.code == 0, answer.said
+        result = sweep("-m", "resume=grid")
+    assert result.code == 0, result.stderr
     assert [command[-1] == "resume=auto" for command in commands] == [True, False]
     assert [command[2] for command in commands] == ["adapter.r=4", "adapter.r=16"]
     assert [trial["number"] for trial in json.loads(Path("grid/sweep.json").read_text())] == [

@@ -1,4 +1,4 @@
-"""Ask the door in this process, and make the small files that it looks at."""
+"""Run commands in this process without their work, and write small models, data and adapters."""
 
 from __future__ import annotations
 
@@ -16,54 +16,58 @@ from app.config import run_verb
 from app.process.launch import VARIABLES_OF_A_RANK, read_launch
 from app.process.reporting import TRACEBACK_VARIABLE
 
-OF_OTHER_RUNS = (*VARIABLES_OF_A_RANK, TRACEBACK_VARIABLE)
+VARIABLES_OF_OTHER_RUNS = (*VARIABLES_OF_A_RANK, TRACEBACK_VARIABLE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class CommandResult:
+    """The outcome of a command."""
+
     code: int
-    said: str
-    printed: str
+    """exit code"""
+    stderr: str
+    stdout: str
     config: Any
+    """validated config that the verb received; None if it was not called"""
     existing: Any
-    """the run that is resumed"""
+    """run that is resumed, if any"""
 
 
-def ask(
+def run_command(
     *words: str,
     verb: str = "train",
     sweep: Callable[[list[str]], int] | None = None,
     gpus: int = 0,
     environment: dict[str, str] | None = None,
     error: BaseException | None = None,
-) -> Answer:
-    """Run a verb that only keeps its config, on a machine with `gpus` GPUs.
+) -> CommandResult:
+    """Run a command with a verb that only records its config, as on a machine with `gpus` GPUs.
 
-    `environment`: what a launcher would add; `error`: how the verb ends.
+    `environment` are variables of a launcher; `error` is raised by the verb.
     """
-    kept: list[Any] = []
+    received: list[Any] = []
 
-    def keep(config: Any, existing: Any = None) -> None:
-        kept.extend([config, existing])
+    def record(config: Any, existing: Any = None) -> None:
+        received.extend([config, existing])
         if error is not None:
             raise error
 
-    said, printed = io.StringIO(), io.StringIO()
-    variables = {k: v for k, v in os.environ.items() if k not in OF_OTHER_RUNS}
+    stderr, stdout = io.StringIO(), io.StringIO()
+    variables = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_OTHER_RUNS}
     read_launch.cache_clear()
     with (
         mock.patch.dict(os.environ, variables | (environment or {}), clear=True),
         mock.patch("app.preflight.couplings.devices.count_gpus", return_value=gpus),
-        contextlib.redirect_stderr(said),
-        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(stderr),
+        contextlib.redirect_stdout(stdout),
     ):
-        code = run_verb(verb, keep, sweep=sweep, words=list(words))
+        code = run_verb(verb, record, sweep=sweep, words=list(words))
     read_launch.cache_clear()
-    return Answer(code, said.getvalue(), printed.getvalue(), *(kept or (None, None)))
+    return CommandResult(code, stderr.getvalue(), stdout.getvalue(), *(received or (None, None)))
 
 
 def make_model(folder: Path, *, context: int = 512, tied: bool = True, **numbers: Any) -> Path:
-    """Write a folder that looks like a Llama of two layers: right headers, weights of zeros."""
+    """Write a two-layer Llama with valid headers and zero weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": "llama", "max_position_embeddings": context, **numbers}
     (folder / "config.json").write_text(json.dumps(config))
@@ -103,7 +107,7 @@ def make_data(file: Path, num_rows: int = 4) -> Path:
 
 
 def make_adapter(folder: Path, *, r: int = 4, hidden: int = 32, **settings: Any) -> Path:
-    """Write a folder that looks like a LoRA of `make_model`'s q_proj: right headers, all zeros."""
+    """Write a LoRA of the q_proj of `make_model`, with valid headers and zero weights."""
     folder.mkdir(parents=True)
     config = {"peft_type": "LORA", "target_modules": ["q_proj"]}
     if settings.get("peft_type", "LORA") == "LORA":
