@@ -1,9 +1,9 @@
 """Every causal and encoder-decoder family of the installed transformers, each as a tiny model.
 
 `python -m tests.parity.every_family` writes the table of docs/models.md, or prints the rows of the
-families that are named (`make test-floor`: by another transformers). A family ends as equal to
-plain transformers (loss and all gradients of the first step, then two steps, saved, opened again
-and evaluated), or as refused with advice that was typed and leads to an equal run.
+given families (`make test-floor`: with an older transformers). A family is either equal to plain
+transformers (loss and all gradients of the first step; then two steps, saved, reopened and
+evaluated), or refused with advice that was tried and leads to an equal run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.conftest import ROOT
 
 TABLE = ROOT / "docs" / "models.md"
 SECONDS = 240
-"""limit of one family"""
+"""time limit of one family"""
 DROPOUT = re.compile(r".*(drop_rate|dropout|_pdrop|layerdrop|jitter_noise).*")
 LAYERS = 2
 
 
 def registry() -> list[str]:
-    """Model types with a causal or an encoder-decoder model, ascending."""
+    """Return the sorted model types with a causal or an encoder-decoder model."""
     from transformers.models.auto import modeling_auto as auto
 
     pairs = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
@@ -41,7 +41,7 @@ def registry() -> list[str]:
 
 
 def tiny_config(family: str) -> Any:
-    """A config of a family, with its class's own numbers where they do not make it large."""
+    """Build a config of a family: the defaults of its class, except for sizes."""
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[family]
@@ -56,7 +56,7 @@ def tiny_config(family: str) -> Any:
 
 
 def _shrunk(numbers: dict[str, Any]) -> dict[str, Any]:
-    """What to change of a config's numbers; the same for the configs of its parts."""
+    """Return the changes that make a config small, including the configs of its parts."""
     changed: dict[str, Any] = {}
     for key, value in numbers.items():
         if isinstance(value, dict) and "model_type" in value:
@@ -200,7 +200,7 @@ SMALL: dict[str, Any] = {
     "type_vocab_size": 2,
     "vocab_size": 64,
     "vocab_size_per_layer_input": 64,
-    # what makes it a model of text to train
+    # settings of a trainable text model
     "activation_sparsity_pattern": None,
     "add_cross_attention": False,
     "image_size": 28,
@@ -208,7 +208,7 @@ SMALL: dict[str, Any] = {
     "is_decoder": True,
     "patch_size": 14,
 }
-"""numbers of config.json that make a model small, wherever a config has them"""
+"""keys of config.json that make a model small, applied to every config that has them"""
 LATENT = {"num_key_value_heads": 4}
 WIDER_LAYER = LATENT | {
     "per_layer_config": {
@@ -325,13 +325,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16},
 }
-"""numbers that a family's other ones ask for"""
+"""keys that single families need in addition"""
 
 
 def outcome(family: str, folder: Path) -> str:
-    """Train a tiny model of `family` in `folder`; return its row, without the name.
+    """Train a tiny model of `family` in `folder`; return its result for the table.
 
-    AssertionError where its numbers differ, or what a refusal advises does not work.
+    AssertionError if its numbers differ, or if the advice of a refusal does not work.
     """
     from app.process.errors import UserError
     from tests.parity import first_step
@@ -340,15 +340,15 @@ def outcome(family: str, folder: Path) -> str:
         return f"refused: {refused}"
     try:
         save_tiny(family, folder)
-    except Exception as error:  # noqa: BLE001  a config's own rules, or a missing package
-        return f"not tried: {_first(error)}"
+    except Exception as error:  # noqa: BLE001  invalid config, or missing package
+        return f"not tried: {_first_sentence(error)}"
     try:
         plain = first_step.plain_step(folder)
     except UserError as error:
         return f"refused: {str(error).replace(str(folder), 'BASE')}"
     except Exception as error:  # noqa: BLE001  whatever transformers raises
-        said = _first(error).replace(str(folder), "BASE")
-        return f"not tried: plain transformers fails alone ({said})"
+        message = _first_sentence(error).replace(str(folder), "BASE")
+        return f"not tried: plain transformers fails alone ({message})"
     found = {}
     for packing in ("none", "multipack"):
         try:
@@ -356,8 +356,8 @@ def outcome(family: str, folder: Path) -> str:
             first_step.check_equal(ours, plain)
             found[packing] = "equal"
         except UserError as error:
-            said = str(error).replace(str(folder), "BASE")
-            found[packing] = re.sub(r" \([^()]*\d\.?\d*[^()]*\)", "", said)  # measured numbers
+            message = str(error).replace(str(folder), "BASE")
+            found[packing] = re.sub(r" \([^()]*\d\.?\d*[^()]*\)", "", message)  # measured numbers
             _try_advice(found[packing], folder, plain, packing)
     if found["multipack"] == "equal":
         first_step.check_two_steps(folder)
@@ -369,7 +369,7 @@ def outcome(family: str, folder: Path) -> str:
 
 
 def _why_not_opened(family: str, folder: Path) -> str | None:
-    """Return what a run says of a config of `family` for which no class of text models is there."""
+    """Return a run's refusal of a `family` without a class of text models, None if it has one."""
     from transformers import CONFIG_MAPPING
 
     from app.model.architecture import DRAFTS, load_architecture, model_class
@@ -393,7 +393,7 @@ def _why_not_opened(family: str, folder: Path) -> str | None:
 
 
 def save_tiny(family: str, folder: Path) -> None:
-    """Save a random model in fp32 whose weights all take part in its logits."""
+    """Save a random fp32 model all of whose weights affect its logits."""
     import torch
 
     from app.model.architecture import model_class
@@ -409,7 +409,7 @@ def save_tiny(family: str, folder: Path) -> None:
         else:
             weight.data = weight.nan_to_num() + 0.1 * torch.randn_like(weight)
     model.save_pretrained(folder)
-    config.save_pretrained(folder)  # the family's own, where the class has that of a part
+    config.save_pretrained(folder)  # the family's config, if the class saves that of a part
 
 
 def _why_padded(folder: Path) -> str | None:
@@ -418,73 +418,73 @@ def _why_padded(folder: Path) -> str | None:
     return why_not_packed(json.loads((folder / "config.json").read_text()))
 
 
-def _try_advice(said: str, folder: Path, plain: Any, packing: str) -> None:
-    """Type what a refusal advises; another base is advice that needs no try."""
+def _try_advice(message: str, folder: Path, plain: Any, packing: str) -> None:
+    """Try the advice of a refusal, except for another base."""
     from tests.parity import first_step
 
-    if field := re.search(r'says "(\w+)": true', said):
+    if field := re.search(r'says "(\w+)": true', message):
         file = folder / "config.json"
         numbers = json.loads(file.read_text())
         file.write_text(json.dumps(numbers | {field[1]: True}))
-        # Of the loss alone: rounding of weights by 1e-7 moves a tiny XLM's gradients by 1e-4.
+        # Only the loss: rounding weights by 1e-7 changes gradients of a tiny XLM by 1e-4.
         ours, plain = first_step.our_step(folder, packing), first_step.plain_step(folder)
         assert ours[0] == pytest.approx(plain[0], rel=1e-5)
         file.write_text(json.dumps(numbers))
         return
-    advised = re.search(r"type ([^:;]+?)(?:;|$)", said)
-    assert advised, f"no advice: {said}"
+    advised = re.search(r"type ([^:;]+?)(?:;|$)", message)
+    assert advised, f"no advice: {message}"
     for choice in advised[1].split(", or "):
         words = dict(word.split("=", 1) for word in choice.split())
         if set(words) & {"model.path", "data.sequence_len"}:
             continue
-        assert set(words) <= {"packing", "attention"}, said
+        assert set(words) <= {"packing", "attention"}, message
         ours = first_step.our_step(
             folder, words.get("packing", packing), words.get("attention", "auto")
         )
         first_step.check_equal(ours, plain)
 
 
-def _first(error: Exception) -> str:
+def _first_sentence(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     return " ".join(text.split()).split(". ")[0][:110]
 
 
 def in_process(family: str) -> str:
-    """`outcome` in a process of its own: what a difference or a crash says is its row, too."""
+    """Return `outcome` from a separate process; a difference or a crash is a result, too."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         signal.alarm(SECONDS)
-        said = "crashed"
+        message = "crashed"
         try:
             with tempfile.TemporaryDirectory() as folder, ExitStack() as quiet:
                 for stream in (1, 2):
                     os.dup2(quiet.enter_context(open(os.devnull, "w")).fileno(), stream)
-                said = outcome(family, Path(folder))
+                message = outcome(family, Path(folder))
         except AssertionError as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"DIFFERENT: {where.line} {_first(error)}"
-        except BaseException as error:  # noqa: BLE001  all of it is a row of the table
-            said = f"CRASHED: {type(error).__name__}: {_first(Exception(str(error)))}"
-        os.write(writing, said.encode())
+            message = f"DIFFERENT: {where.line} {_first_sentence(error)}"
+        except BaseException as error:  # noqa: BLE001  reported in the table
+            message = f"CRASHED: {type(error).__name__}: {_first_sentence(Exception(str(error)))}"
+        os.write(writing, message.encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read().decode()
+        message = pipe.read().decode()
     os.waitpid(child, 0)
-    return said or "CRASHED: took too long, or was killed"
+    return message or "CRASHED: took too long, or was killed"
 
 
 def rows(families: list[str]) -> Iterator[tuple[str, str]]:
-    """Each family's row, as many at a time as there are cores."""
+    """Yield each family and its result, with one process per core."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield from zip(families, pool.map(in_process, families), strict=True)
 
 
 def read_table() -> dict[str, str]:
-    """The rows of docs/models.md."""
+    """Return the table of docs/models.md: family -> result."""
     cells = (line.strip("| \n").split(" | ", 1) for line in TABLE.read_text().splitlines())
-    return {one[0].strip("`"): one[1] for one in cells if len(one) == 2 and one[0].startswith("`")}
+    return {row[0].strip("`"): row[1] for row in cells if len(row) == 2 and row[0].startswith("`")}
 
 
 def write_table(found: dict[str, str]) -> None:
@@ -531,7 +531,7 @@ or IA3, and are not quantized.
 
 
 def main(families: list[str]) -> bool:
-    """Print the rows, and write them where no family is named; return whether all are good."""
+    """Print results, and write the table if no family is given; return whether all are valid."""
     found = {}
     for family, row in rows(families or registry()):
         found[family] = row
@@ -546,7 +546,7 @@ if __name__ == "__main__":
         import torch
         import transformers
 
-        import tests.parity.first_step  # noqa: F401  once, before the processes part
+        import tests.parity.first_step  # noqa: F401  once, before processes fork
 
         torch.set_num_threads(1)
         transformers.logging.set_verbosity_error()

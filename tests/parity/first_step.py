@@ -1,4 +1,4 @@
-"""The first step of a run on a saved base, and the same by plain transformers, for every family."""
+"""The first step of a run on a saved base, compared with plain transformers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def weight_of(rows: list[Example]) -> float:
 
 
 def plain_step(folder: Path) -> Step:
-    """Loss and gradients of plain transformers, a document at a time."""
+    """Return loss and gradients of plain transformers, one document at a time."""
     architecture = load_architecture(ModelConfig(path=str(folder)))
     model = model_class(architecture).from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
@@ -69,7 +69,7 @@ def plain_step(folder: Path) -> Step:
 
 
 def plain_losses(model: Any, row: Example) -> tuple[Tensor, Tensor]:
-    """Loss and weight of each label of one document."""
+    """Return loss and weight of each label of one document."""
     ids, weights = torch.from_numpy(row.input_ids.astype(np.int64)), torch.from_numpy(row.weights)
     inputs = {"input_ids": ids.unsqueeze(0), "use_cache": False}
     if row.target_ids is None:
@@ -83,7 +83,7 @@ def plain_losses(model: Any, row: Example) -> tuple[Tensor, Tensor]:
 
 
 def our_step(folder: Path, packing: str = "multipack", attention: str = "auto") -> Step:
-    """Loss and gradients of a run's first step on the CPU; raises what the run would raise."""
+    """Return loss and gradients of a run's first step on the CPU; raises the run's errors."""
     module = open_module(folder, packing, attention)
     batch, sums = batch_of(module), DatasetSums(1)
     loss = batch_loss(module.model, batch, module.backend, sums) / batch.step_weight
@@ -104,7 +104,7 @@ def open_module(folder: Path, packing: str = "multipack", attention: str = "auto
 
 
 def module_of(model: Any, backend: str) -> FinetuneModule:
-    """Make what Lightning's trainer would call, with what it asks of a trainer."""
+    """Build a FinetuneModule with a fake Lightning trainer."""
     built: Any = {"build": None, "build_optimizer": None, "schedule": None}
     metrics: Any = SimpleNamespace(dataset_names=["rows"])
     module = FinetuneModule(
@@ -120,7 +120,7 @@ def module_of(model: Any, backend: str) -> FinetuneModule:
 
 
 def batch_of(module: Any) -> Batch:
-    """All documents as the one batch of a step, packed or in padded rows."""
+    """Return all documents as one batch, packed or in padded rows."""
     config = module.model.config
     rows = documents(pairs=config.is_encoder_decoder)
     packs = [rows] if module.is_packed else [[row] for row in rows]
@@ -143,7 +143,7 @@ def check_equal(ours: Step, plain: Step) -> None:
 
 
 def check_two_steps(folder: Path) -> None:
-    """Two steps lower the loss; saved and opened again, the model evaluates to the same."""
+    """Check that two steps lower the loss, and that the reopened model evaluates to the same."""
     module = open_module(folder)
     model, batch = module.model, batch_of(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""The recipe of the plain loops, as a person types it and as one would write it out."""
+"""The recipe of the plain loops, as overrides and as plain PyTorch code."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.tiny import SAMPLES
 
 LISTS = SAMPLES / "lists.json"
 STEPS, ACCUMULATION, WARMUP, DECAY = 20, 2, 5, 0.1
-LR = {"lora": 2e-4, "full": 2e-5}  # the defaults: at larger ones rounding itself grows past 1e-6
+LR = {"lora": 2e-4, "full": 2e-5}  # the defaults; at larger rates rounding errors exceed 1e-6
 
 
 def words(base: Path, adapter: str, packing: str, sequence_len: int, micro: int) -> list[str]:
-    """What is typed for the run under test."""
+    """Return the overrides of the run under test."""
     return [
         f"model.path={base}",
         f"data.datasets=[{{path: {LISTS}, format: alpaca}}]",
@@ -50,7 +50,7 @@ def words(base: Path, adapter: str, packing: str, sequence_len: int, micro: int)
 def global_steps(
     base: Path, packing: str, sequence_len: int, micro: int, decoder_start: int | None = None
 ) -> list[list[Batch]]:
-    """The micro-batches of every global step, as the data path serves them."""
+    """Return the micro-batches of every global step, as the data module yields them."""
     datamodule = FinetuneDataModule(
         DataSpec(
             config=DataConfig(
@@ -72,10 +72,10 @@ def global_steps(
 
 
 class PlainTraining:
-    """A model that trains by torch and peft alone: `model` gives the loss, `step` learns from it.
+    """Training with torch and peft only: `model` computes the loss, `step` updates the weights.
 
-    AdamW decays matrices and no vectors; the gradient is clipped to norm 1; the learning rate
-    warms up and falls by a cosine.
+    AdamW decays matrices but not vectors, the gradient is clipped to norm 1, and the learning rate
+    has a warm-up and a cosine decay.
     """
 
     def __init__(self, model: Any, adapter: str) -> None:
@@ -94,7 +94,7 @@ class PlainTraining:
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr)
 
     def step(self) -> None:
-        """Learn from the gradients that were added up, and drop them."""
+        """Take an optimizer step with the accumulated gradients, and clear them."""
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         done = self.steps_done
         share = (done - WARMUP) / (STEPS - WARMUP)

@@ -1,4 +1,4 @@
-"""Every adapter computes what its paper says: against a merge written out here, without peft."""
+"""Every adapter computes the formula of its paper, compared with a merge without peft."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ATTENTION = {
 FEED_FORWARD = {"llama": ["down_proj"], "gpt2": ["mlp.c_proj"], "t5": ["wo"]}
 
 
-def learned(base: Any, config: Any) -> tuple[Any, dict[str, dict[str, torch.Tensor]]]:
-    """Adapt a base and move all that trains; return it with its tensors by module and kind."""
+def adapt_and_train(base: Any, config: Any) -> tuple[Any, dict[str, dict[str, torch.Tensor]]]:
+    """Adapt a base and change its trainable weights; return it with tensors by module and kind."""
     model = apply_adapter(base, config, half_precision=False).eval()
     torch.manual_seed(9)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -38,7 +38,7 @@ def learned(base: Any, config: Any) -> tuple[Any, dict[str, dict[str, torch.Tens
 
 
 def change(base: Any, module: str, new: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace a module's weight, given and taken as [outputs, inputs]."""
+    """Replace the weight [outputs, inputs] of a module by `new` of it."""
     found = base.get_submodule(module)
     transposed = type(found).__name__ == "Conv1D"
     weight = found.weight.data.T if transposed else found.weight.data
@@ -48,7 +48,7 @@ def change(base: Any, module: str, new: Callable[[torch.Tensor], torch.Tensor]) 
 
 def assert_same(model: Any, by_hand: Any, base: Any) -> None:
     row = probe_of(base)
-    moved, expected, plain = (probe_logits(one, row) for one in (model, by_hand, base))
+    moved, expected, plain = (probe_logits(each, row) for each in (model, by_hand, base))
     assert (moved - plain).abs().max() > 0.05 * plain.abs().max()
     assert torch.allclose(moved, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
@@ -60,7 +60,7 @@ def test_lora_is_w_plus_scaled_b_a(kind: str, rslora: bool) -> None:
     base = TINY[kind]()
     by_hand, plain = copy.deepcopy(base), copy.deepcopy(base)
     config = LoraConfig(r=R, alpha=ALPHA, dropout=0.0, use_rslora=rslora)
-    model, tensors = learned(base, config)
+    model, tensors = adapt_and_train(base, config)
     scale = ALPHA / math.sqrt(R) if rslora else ALPHA / R
     for module, part in tensors.items():
         update = scale * part["lora_B"] @ part["lora_A"]
@@ -75,7 +75,7 @@ def test_rank_and_alpha_patterns(kind: str) -> None:
     ending = FEED_FORWARD[kind][0]
     ranks, alphas = {ending: 7}, {ending: 21.0}
     config = LoraConfig(r=R, alpha=ALPHA, dropout=0.0, rank_pattern=ranks, alpha_pattern=alphas)
-    model, tensors = learned(base, config)
+    model, tensors = adapt_and_train(base, config)
     seen = set()
     for module, part in tensors.items():
         other = module.endswith(f".{ending}")
@@ -92,7 +92,7 @@ def test_dora_is_a_magnitude_times_a_direction(kind: str) -> None:
     """arXiv 2402.09353 eq. 5: m (W + s B A) / |W + s B A|, the norm over each output's inputs."""
     base = TINY[kind]()
     by_hand, plain = copy.deepcopy(base), copy.deepcopy(base)
-    model, tensors = learned(base, LoraConfig(r=R, alpha=ALPHA, dropout=0.0, use_dora=True))
+    model, tensors = adapt_and_train(base, LoraConfig(r=R, alpha=ALPHA, dropout=0.0, use_dora=True))
 
     def merge(weight: torch.Tensor, part: dict[str, torch.Tensor]) -> torch.Tensor:
         moved = weight + ALPHA / R * part["lora_B"] @ part["lora_A"]
@@ -116,9 +116,9 @@ def test_ia3_scales_outputs_of_attention_and_inputs_of_the_feed_forward(
         FEED_FORWARD[kind] if where != "attention" else []
     )
     config = Ia3Config() if where == "both" else Ia3Config(target_modules=targets)
-    model, tensors = learned(base, config)
+    model, tensors = adapt_and_train(base, config)
     blocks = 4 if kind == "t5" else 2
-    attentions = 2 + 2 * 2 if kind == "t5" else 2  # T5's decoder has two in each block
+    attentions = 2 + 2 * 2 if kind == "t5" else 2  # T5's decoder has two per block
     num_vectors = attentions * len(ATTENTION[kind]) * (where != "feed-forward")
     assert len(tensors) == num_vectors + blocks * (where != "attention")
     for module, part in tensors.items():
@@ -138,7 +138,7 @@ def test_ia3_scales_outputs_of_attention_and_inputs_of_the_feed_forward(
     [("llama", "pissa"), ("gpt2", "pissa"), ("t5", "pissa"), ("llama", "olora"), ("t5", "olora")],
 )
 def test_pissa_and_olora_start_as_the_base_and_train_as_lora(kind: str, init: str) -> None:
-    """arXiv 2404.02948 and 2406.01775: W = residual + s B A at the start, and LoRA from there."""
+    """arXiv 2404.02948 and 2406.01775: initially W = residual + s B A, then trained as LoRA."""
     base = TINY[kind]()
     by_hand, plain = copy.deepcopy(base), copy.deepcopy(base)
     config = LoraConfig(r=R, alpha=ALPHA, dropout=0.0, init=init)
@@ -147,7 +147,7 @@ def test_pissa_and_olora_start_as_the_base_and_train_as_lora(kind: str, init: st
     start, expected = probe_logits(started, row), probe_logits(plain, row)
     assert torch.allclose(start, expected, atol=1e-4 * expected.abs().max().item())
     first = {name: p.data.clone() for name, p in started.named_parameters() if p.requires_grad}
-    model, tensors = learned(base, config)
+    model, tensors = adapt_and_train(base, config)
     for module, part in tensors.items():
         before = [
             first[f"base_model.model.{module}.{kind_of}.default.weight"]
@@ -161,16 +161,16 @@ def test_pissa_and_olora_start_as_the_base_and_train_as_lora(kind: str, init: st
 
 @pytest.mark.parametrize("kind", TINY)
 def test_gradients_equal_the_formula(kind: str) -> None:
-    """dA = s B^T G and dB = s G A^T, with G the gradient of the whole weight."""
+    """dA = s B^T G and dB = s G A^T, with G the gradient of the full weight."""
     base = TINY[kind]()
     by_hand = copy.deepcopy(base)
-    model, tensors = learned(base, LoraConfig(r=R, alpha=ALPHA, dropout=0.0))
+    model, tensors = adapt_and_train(base, LoraConfig(r=R, alpha=ALPHA, dropout=0.0))
     for module, part in tensors.items():
         update = ALPHA / R * part["lora_B"] @ part["lora_A"]
         change(by_hand, module, lambda weight, update=update: weight + update)
     row = probe_of(by_hand)
-    for one in (model, by_hand):
-        one(**row).logits.square().mean().backward()
+    for each in (model, by_hand):
+        each(**row).logits.square().mean().backward()
     for module, part in tensors.items():
         found = by_hand.get_submodule(module)
         whole = found.weight.grad.T if type(found).__name__ == "Conv1D" else found.weight.grad

@@ -1,6 +1,6 @@
-"""Packed and padded, every family has the loss and the gradients of one document at a time.
+"""Packed and padded documents give the losses and gradients of one document at a time.
 
-Tiny models of families whose layers differ in what they see; windows and chunks are shorter than
+Tests tiny models of families with different attention layers; windows and chunks are shorter than
 the documents. The reference is plain transformers with the family's own eager attention.
 """
 
@@ -73,7 +73,7 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 SELECTED = 33
-"""keys that a query selects: all of the longest document, not all of its row"""
+"""number of keys that a query selects: all of the longest document, but not of its row"""
 INDEXED = LATENT | {"index_topk": SELECTED, "index_n_heads": 2, "index_head_dim": 16}
 GEMMA_3N = KINDS | {
     "vocab_size_per_layer_input": 64,
@@ -121,15 +121,15 @@ VISION = {
     "patch_size": 14,
 }
 COMPOSITES = {"gemma3": "gemma3_text"}
-"""models of images and text whose windows stand in the config of their text"""
+"""multimodal models, whose windows are in their text config"""
 SLOW = ("deepseek_v3", "exaone4", "glm", "olmo3", "phi3", "qwen3", "smollm3", "starcoder2")
-"""families that differ from another one in nothing that attention knows"""
+"""families whose attention is the same as that of another family"""
 
 Found = tuple[float, dict[str, torch.Tensor]]
 
 
 def numbers(family: str) -> dict[str, Any]:
-    """What config.json of a tiny model says."""
+    """Return config.json of a tiny model."""
     if family in COMPOSITES:
         text = COMPOSITES[family]
         return {
@@ -141,7 +141,7 @@ def numbers(family: str) -> dict[str, Any]:
 
 
 def build(family: str, backend: str = "eager", *, long: bool = False) -> Any:
-    """Build a model to train; `long`: its windows and chunks are as long as those of large ones."""
+    """Build a model; with `long`, its windows and chunks are as long as those of large models."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **numbers(family))
     if long:
@@ -152,13 +152,13 @@ def build(family: str, backend: str = "eager", *, long: bool = False) -> Any:
     name = attention_implementation(backend)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=name).float()
     for parameter in model.parameters():
-        if not parameter.any():  # as it would be after some training: Doge selects by it
+        if not parameter.any():  # as after some training: Doge selects keys by this weight
             torch.nn.init.normal_(parameter, std=0.2)
     return model.train()
 
 
 def spans(lengths: list[list[int]]) -> list[tuple[int, int, int]]:
-    """Row, first column and the one behind the last of each document."""
+    """Return (row, first column, end column) of each document."""
     found = []
     for row, documents in enumerate(lengths):
         start = 0
@@ -169,7 +169,7 @@ def spans(lengths: list[list[int]]) -> list[tuple[int, int, int]]:
 
 
 def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Loss of one document; logits [tokens, vocabulary], ids [tokens]."""
+    """Return the loss of one document; logits [tokens, vocabulary], ids [tokens]."""
     return torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
 
 
@@ -180,7 +180,7 @@ def finish(model: Any, total: torch.Tensor) -> Found:
     return total.item(), {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
-def alone(model: Any, ids: torch.Tensor, lengths: list[list[int]]) -> Found:
+def train_separately(model: Any, ids: torch.Tensor, lengths: list[list[int]]) -> Found:
     total = torch.zeros(())
     for row, start, end in spans(lengths):
         document = ids[row : row + 1, start:end]
@@ -188,7 +188,7 @@ def alone(model: Any, ids: torch.Tensor, lengths: list[list[int]]) -> Found:
     return finish(model, total)
 
 
-def together(model: Any, backend: str, ids: torch.Tensor, lengths: list[list[int]]) -> Found:
+def train_together(model: Any, backend: str, ids: torch.Tensor, lengths: list[list[int]]) -> Found:
     positions = torch.zeros_like(ids)
     for row, start, end in spans(lengths):
         positions[row, start:end] = torch.arange(end - start)
@@ -212,12 +212,12 @@ def assert_equal(ours: Found, plain: Found) -> None:
 def check(family: str, backend: str, lengths: list[list[int]]) -> None:
     model = build(family)
     ids = torch.randint(3, 64, (len(lengths), TOKENS))
-    plain = alone(model, ids, lengths)
+    plain = train_separately(model, ids, lengths)
     model.set_attn_implementation(attention_implementation(backend))
     if lengths is PACKED:
         check_isolation(model, backend)
     check_against_eager(model, backend, is_packed=lengths is PACKED)
-    assert_equal(together(model, backend, ids, lengths), plain)
+    assert_equal(train_together(model, backend, ids, lengths), plain)
 
 
 CASES = [
@@ -225,7 +225,7 @@ CASES = [
     for family in (*FAMILIES, *COMPOSITES)
 ]
 OFTEN_ON_A_GPU = ("gemma2", "gemma3_text", "llama", "mistral", "phimoe")
-"""one family of each kind of window, and of scores that are capped"""
+"""one family of each kind of window, and one with capped scores"""
 
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
@@ -241,7 +241,7 @@ def test_the_choice_of_auto_equals_the_models_own_attention(
 @pytest.mark.parametrize("family", CASES)
 def test_eager_equals_the_models_own_attention(family: str, lengths: list[list[int]]) -> None:
     if choose_backend(AttentionConfig(), build(family).config, "cpu", "fp32").backend != "eager":
-        check(family, "eager", lengths)  # else it is what auto takes
+        check(family, "eager", lengths)  # otherwise auto chooses eager, tested above
 
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
@@ -256,15 +256,17 @@ def test_eager_equals_the_models_own_attention(family: str, lengths: list[list[i
 def test_gpu_backends_equal_the_models_own_attention(
     family: str, backend: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By stand-ins, where the run would not be refused before."""
+    """With CPU substitutes of the kernels, for families that would not be refused."""
     monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", flex_substitute)
     monkeypatch.setattr(varlen, "varlen_attn", varlen_2_13)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     model = build(family)
     reason = why_not_supported(backend, ModelOnDevice(model.config, "gpu", "bf16"))
-    is_runnable = reason is None or "16 wide" in reason  # these heads are no wider
-    if not is_runnable or family == "gpt_oss":  # whose sinks flex has on a GPU alone
+    is_runnable = (
+        reason is None or "16 wide" in reason
+    )  # the heads of these tiny models are not wider
+    if not is_runnable or family == "gpt_oss":  # flex supports its sinks only on a GPU
         return
     check(family, backend, lengths)
 
@@ -274,12 +276,12 @@ def test_gpu_backends_equal_the_models_own_attention(
 def test_documents_longer_than_the_selected_keys_are_refused(
     family: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of keys with the same score, those that are selected change with the length of the row."""
+    """Among keys with equal scores, the selected ones depend on the length of the row."""
     name = "keep_window_size" if family == "doge" else "index_topk"
     monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {name: 4})
     model, ids = build(family), torch.randint(3, 64, (len(lengths), TOKENS))
     with pytest.raises(UserError, match=rf"{family} models .* the 4 keys .*sequence_len=4$"):
-        together(model, "eager", ids, lengths)
+        train_together(model, "eager", ids, lengths)
     with pytest.raises(UserError, match=r"sequence_len=4$"):
         check_against_eager(model, "eager", is_packed=lengths is PACKED)
 
@@ -288,7 +290,7 @@ def test_documents_longer_than_the_selected_keys_are_refused(
 def test_padding_keeps_gradients_of_gemma_3n_finite(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gemma 3n takes the root of a token's mean square, and its pad token is all zeros."""
+    """Gemma 3n takes the root of a token's mean square, and its pad embedding is zero."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_BASE)
     monkeypatch.setitem(SHAPE, "vocab_size", len(tokenizer))
     monkeypatch.setitem(GEMMA_3N, "vocab_size_per_layer_input", len(tokenizer))

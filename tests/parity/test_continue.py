@@ -1,4 +1,4 @@
-"""Going on from an adapter equals not having stopped."""
+"""Continuing from a saved adapter equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.tiny import NAMES, train_into
 
 pytestmark = pytest.mark.slow
 
-# The optimizer remembers nothing, and each step is of the same two rows: their order may change
-# from epoch to epoch, but a sum of two is the same either way.
+# The optimizer has no state, and each step uses the same two rows: their order may change between
+# epochs, but the sum of two gradients does not depend on it.
 SETTINGS = [
     "optimizer.beta1=0",
     "optimizer.beta2=0",
@@ -40,7 +40,7 @@ ADAPTERS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two data sets of a row each."""
+    """Return two data sets of one row each."""
     folder = tmp_path_factory.mktemp("data")
     datasets = []
     for name in NAMES:
@@ -51,7 +51,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def losses(run: Path) -> list[tuple[str, ...]]:
-    """The training losses of each step, letter by letter as they were written."""
+    """Return the training losses of each step as written in metrics.csv."""
     with (run / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["train/loss"]]
     return [(row["train/loss"], *(row[f"train/loss/{name}"] for name in NAMES)) for row in rows]

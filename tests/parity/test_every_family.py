@@ -1,6 +1,6 @@
-"""Every family of the installed transformers ends as docs/models.md says: never with other numbers.
+"""Every family of the installed transformers has the result that docs/models.md lists.
 
-A family that is not in the table, as one of a newer transformers, may end in any way but these.
+A family that is not in the table, as of a newer transformers, must not differ or crash.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FAST = [
     *("nemotron_h", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_next", "roberta"),
     "t5",
 ]
-"""a cut of 25 families for every day"""
+"""25 families that the fast tests use"""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Families of models: equal to plain transformers, packed where possible, else in padded rows."""
+"""Models equal plain transformers, packed if possible and otherwise in padded rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ RECURRENT = [
     *("nemotron_h", "qwen3_5_text", "qwen3_next"),
 ]
 UNPACKED = ["bloom", "openai-gpt", "roberta", "trocr"]
-"""families that go on in padded rows"""
+"""families that use padded rows"""
 
 
 def cases(*families: str) -> list[Any]:
-    """Return the families, marked slow where test_every_family takes the same step each time."""
+    """Return the families, marked slow if test_every_family tests the same step."""
     return [
         pytest.param(family, marks=pytest.mark.slow if family in FAST else ())
         for family in families
@@ -30,7 +30,7 @@ def cases(*families: str) -> list[Any]:
 
 @pytest.fixture
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Folder of a random base of the family that the test names."""
+    """Return the folder of a random base of the parametrized family."""
     tiny_family(request.param).save_pretrained(tmp_path)
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""The same global step gives the same gradients, however it is cut: micro-batches, ranks, packs."""
+"""A global step has the same gradients, however it is split: micro-batches, ranks, packs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SETTINGS = [
     "trainer.precision=fp32",
     "logger=csv",
 ]
-CUTS = {
+SPLITS = {
     "eight at once": ["trainer.micro_batch_size=8", "trainer.gradient_accumulation_steps=1"],
     "one by one": ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=8"],
     "two ranks": [
@@ -69,37 +69,37 @@ def first_gradient_norm(folder: Path) -> float:
 @pytest.fixture(scope="module")
 def reference(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cuts") / "reference"
-    person.train_into(folder, *SETTINGS, *CUTS["eight at once"])
+    person.train_into(folder, *SETTINGS, *SPLITS["eight at once"])
     return folder
 
 
 @pytest.fixture(scope="module")
 def of_two_ranks(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cuts") / "two-ranks"
-    person.train_into(folder, *SETTINGS, *CUTS["two ranks"])
+    person.train_into(folder, *SETTINGS, *SPLITS["two ranks"])
     return folder
 
 
-@pytest.mark.parametrize("cut", ["one by one", "two ranks", "two ranks, by the global batch"])
+@pytest.mark.parametrize("split", ["one by one", "two ranks", "two ranks, by the global batch"])
 def test_a_global_step_is_the_same_however_it_is_split(
-    cut: str, reference: Path, of_two_ranks: Path, person: Person, tmp_path: Path
+    split: str, reference: Path, of_two_ranks: Path, person: Person, tmp_path: Path
 ) -> None:
     folder = of_two_ranks
-    if cut != "two ranks":
-        folder = tmp_path / "cut"
-        person.train_into(folder, *SETTINGS, *CUTS[cut])
+    if split != "two ranks":
+        folder = tmp_path / "split"
+        person.train_into(folder, *SETTINGS, *SPLITS[split])
     assert first_gradient_norm(folder) == pytest.approx(first_gradient_norm(reference), rel=1e-6)
     for column in ("train/loss", "train/loss/lists", "train/loss/orders"):
         ours, expected = read_column(folder, column), read_column(reference, column)
         assert ours == pytest.approx(expected, rel=1e-6)
-    # Validation is one token-weighted mean, however it is cut.
+    # The validation loss is a token-weighted mean, however it is split.
     assert read_column(folder, "val/loss") == pytest.approx(
         read_column(reference, "val/loss"), rel=1e-6
     )
 
 
 def test_ranks_of_a_stream_share_the_weight_of_a_step(person: Person, tmp_path: Path) -> None:
-    """The first gradient of two ranks is that of all their documents in one batch."""
+    """The first gradient of two ranks equals that of all their documents in one batch."""
     lists = str(SAMPLES / "lists.json")
     words = [
         f"data.datasets=[{{path: {lists}}}]",
@@ -110,7 +110,7 @@ def test_ranks_of_a_stream_share_the_weight_of_a_step(person: Person, tmp_path: 
     ]
     own = [word for word in SETTINGS if not word.startswith(("adapter", "data.datasets"))]
     folder = tmp_path / "run"
-    person.train_into(folder, *own, *CUTS["two ranks"], *words)
+    person.train_into(folder, *own, *SPLITS["two ranks"], *words)
 
     model = AutoModelForCausalLM.from_pretrained(SAMPLES / "tiny_base", dtype=torch.float32)
     model.set_attn_implementation(attention_implementation("sdpa"))
@@ -125,7 +125,7 @@ def test_ranks_of_a_stream_share_the_weight_of_a_step(person: Person, tmp_path: 
 
 
 def streamed(path: str, rank: int) -> list[Batch]:
-    """The two micro-batches of one of two ranks' first step."""
+    """Return the two micro-batches of the first step of `rank` (of two)."""
     module = FinetuneDataModule(
         DataSpec(
             config=DataConfig(
@@ -151,7 +151,7 @@ def streamed(path: str, rank: int) -> list[Batch]:
 def test_packed_and_padded_documents_give_the_same_loss_and_gradient(
     train_run: TrainRun,
 ) -> None:
-    """One step over all rows of a small data set: the same documents in both."""
+    """One step over all rows of a small data set."""
     words = [
         *SETTINGS[:-1],
         "data.datasets=[{path: " + str(SAMPLES / "lists_test.json") + "}]",
@@ -168,7 +168,7 @@ def test_packed_and_padded_documents_give_the_same_loss_and_gradient(
 def test_the_learning_rate_does_not_depend_on_ranks(person: Person, tmp_path: Path) -> None:
     folder = tmp_path / "cosine"
     own = [word for word in SETTINGS if not word.startswith("schedule=")]
-    person.train_into(folder, *own, *CUTS["two ranks"], "schedule=cosine")
+    person.train_into(folder, *own, *SPLITS["two ranks"], "schedule=cosine")
     rates = list(read_column(folder, "train/lr").values())
     assert len(rates) == 6
     assert rates[0] == pytest.approx(1e-3)
@@ -189,10 +189,10 @@ def test_a_run_on_two_ranks_leaves_one_folder_with_one_adapter(
 
 
 def test_the_final_loss_of_two_ranks_is_that_of_all_rows(person: Person, tmp_path: Path) -> None:
-    """Rank 0 measures it alone, after saving has rounded the weights."""
+    """Rank 0 measures it after saving has rounded the weights."""
     folder = tmp_path / "full"
     settings = [word for word in SETTINGS if not word.startswith("adapter.")]
-    person.train_into(folder, *settings, *CUTS["two ranks"], "adapter=full")
+    person.train_into(folder, *settings, *SPLITS["two ranks"], "adapter=full")
     evaluate(load_config("evaluate", [f"run={folder}", f"output.dir={tmp_path / 'again'}"]))
     closing = json.loads((folder / "metrics.json").read_text())
     for name, value in json.loads((tmp_path / "again" / "metrics.json").read_text()).items():

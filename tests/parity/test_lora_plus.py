@@ -1,4 +1,4 @@
-"""LoRA+ against the optimizer that peft builds for it."""
+"""LoRA+ compared with the optimizer that peft builds for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def adapted() -> Any:
 
 
 def pairs(model: Any, weight_decay: float) -> tuple[Any, Any, Any]:
-    """Our optimizer on `model`, and peft's on a copy of it."""
+    """Return our optimizer for `model`, a copy of the model, and peft's optimizer for the copy."""
     other = copy.deepcopy(model)
     ours = build_optimizer(
         model,
@@ -83,7 +83,7 @@ def test_ten_steps_equal_the_reference() -> None:
 
 
 def test_only_b_has_the_scaled_rate_with_dora() -> None:
-    """The paper scales B; peft's group of vectors was meant for biases and takes DoRA's along."""
+    """The paper scales only B; peft's group for biases also contains DoRA's magnitudes."""
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
     model = peft.get_peft_model(tiny_llama(), lora)
     ours, theirs, other = pairs(model, 0.0)

@@ -1,4 +1,4 @@
-"""Twenty optimizer steps through the ordinary command equal a plain PyTorch + transformers loop."""
+"""Twenty optimizer steps of app.train equal a plain PyTorch + transformers loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEQUENCE_LEN, MICRO = 128, 2
 
 
 def model_inputs(batch: Batch, packing: str) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """(what transformers is given, shifted labels): padded rows at once, packed documents alone."""
+    """Return (inputs, shifted labels) of padded rows, or of each packed document."""
     if packing == "none":
         real = torch.zeros_like(batch.input_ids)
         for row, (length,) in enumerate(batch.document_lengths):
@@ -32,7 +32,7 @@ def model_inputs(batch: Batch, packing: str) -> list[tuple[dict[str, torch.Tenso
 
 
 def plain_losses(adapter: str, packing: str) -> list[float]:
-    """Mean loss of each step of a loop that knows nothing of packs."""
+    """Return the mean loss of each step of a loop without packing."""
     torch.manual_seed(42)
     base = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
     training = PlainTraining(base, adapter)

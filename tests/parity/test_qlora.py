@@ -1,7 +1,7 @@
-"""A quantized base computes what its dequantized weights do, forward and backward.
+"""A quantized base computes the same as its dequantized weights, forward and backward.
 
-The reference is a plain model in fp32 whose weights are those that bitsandbytes gives back, with
-the same adapter beside them.
+The reference is a plain fp32 model with the weights that bitsandbytes dequantizes, and the same
+adapter.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ADAPTERS = {
     "ia3": Ia3Config(),
 }
 EXACT = 2e-6
-"""of the norm, as all that follow: fp32 on both sides, sums in another order"""
+"""tolerance relative to the norm: both in fp32, sums in another order"""
 BF16 = 3e-2
-"""bf16 has 8 bits of mantissa, and two layers round some twenty times"""
+"""relative tolerance: bf16 has 8 bits of mantissa, and two layers round about twenty times"""
 INT8 = 5e-2
-"""LLM.int8() rounds each token's activations to 8 bits where it computes in int8"""
+"""relative tolerance: LLM.int8() rounds each token's activations to 8 bits"""
 
 
 def dequantize(layer: torch.nn.Module) -> Tensor:
@@ -45,7 +45,7 @@ def dequantize(layer: torch.nn.Module) -> Tensor:
 
 
 def pair(folder: Path, method: str, adapter: AdapterConfig, precision: str) -> tuple[Any, Any]:
-    """A quantized base and its dequantized twin, with the same trained adapter on both."""
+    """Return a quantized base and its dequantized copy, with the same trained adapter."""
     plain = tiny_llama(hidden_size=64, intermediate_size=128)
     plain.save_pretrained(folder)
     config = ModelConfig(path=str(folder))

@@ -1,4 +1,4 @@
-"""Twenty steps of an encoder-decoder model equal a plain transformers loop, padded and packed."""
+"""Twenty encoder-decoder steps equal a plain transformers loop, padded and packed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = [("t5", "multipack"), ("t5", "none"), ("bart", "none")]
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, str]:
-    """Kind of model, folder of the base, packing."""
+    """Return kind of model, folder of the base, and packing."""
     kind, packing = request.param
     make: Any = {"t5": tiny_t5, "bart": tiny_bart}[kind]
     base = save_with_tokenizer(make(vocab_size=768), tmp_path_factory.mktemp("base") / kind)
@@ -35,7 +35,7 @@ def case(
 
 
 def model_inputs(batch: Batch) -> list[dict[str, torch.Tensor]]:
-    """What transformers is given: padded rows at once, packed documents alone, labels as such."""
+    """Return the inputs and unshifted labels of padded rows, or of each packed document."""
     assert batch.decoder is not None
     if all(len(lengths) == 1 for lengths in batch.document_lengths):
         real = torch.zeros_like(batch.input_ids)
@@ -52,7 +52,7 @@ def model_inputs(batch: Batch) -> list[dict[str, torch.Tensor]]:
 
 
 def plain_losses(kind: str, base: Path, packing: str, adapter: str) -> list[float]:
-    """Mean loss of each step of a loop that lets transformers shift, mask and average."""
+    """Return the mean loss of each step, with shift, mask and mean by transformers."""
     torch.manual_seed(42)
     model = AutoModelForSeq2SeqLM.from_pretrained(base, dtype=torch.float32)
     training = PlainTraining(model, adapter)

@@ -1,4 +1,4 @@
-"""Adapters on the top layers alone: the backward pass goes no deeper than the lowest of them."""
+"""Adapters on the top layers only: the backward pass ends at the lowest of them."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ CONFIGS = {
 }
 
 
-class Kept:
-    """A tensor that autograd keeps for the backward pass, and the layer that asked for it."""
+class SavedTensor:
+    """A tensor that autograd saves for the backward pass, and the layer that saves it."""
 
     def __init__(self, tensor: torch.Tensor, layer: int) -> None:
         self.tensor, self.layer = tensor, layer
 
 
-class Watch:
-    """Who keeps how many bytes; weights are not counted, they are there anyway."""
+class SavedBytes:
+    """Counts the bytes that each layer saves for the backward pass, without weights."""
 
     def __init__(self, model: Any) -> None:
         self.layer = -1
         self.enters: dict[int, bool] = {}
-        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.saved: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
         self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
         for number, name in enumerate(decoder_layers(model)):
             module = model.get_submodule(name)
@@ -69,24 +69,24 @@ class Watch:
     def leaving(self, *_: Any) -> None:
         self.layer = -1
 
-    def pack(self, tensor: torch.Tensor) -> Kept:
-        kept = Kept(tensor, self.layer)
-        self.kept.add(kept)
-        return kept
+    def pack(self, tensor: torch.Tensor) -> SavedTensor:
+        saved = SavedTensor(tensor, self.layer)
+        self.saved.add(saved)
+        return saved
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda kept: kept.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda saved: saved.tensor):
             yield
 
     def bytes_by_layer(self) -> Counter[int]:
         gc.collect()
         seen, found = set(), Counter[int]()
-        for kept in self.kept:
-            storage = kept.tensor.untyped_storage()
+        for saved in self.saved:
+            storage = saved.tensor.untyped_storage()
             if storage.data_ptr() not in self.weights | seen:
                 seen.add(storage.data_ptr())
-                found[kept.layer] += storage.nbytes()
+                found[saved.layer] += storage.nbytes()
         return found
 
 
@@ -117,15 +117,15 @@ def test_nothing_is_saved_or_computed_below_the_lowest_adapter(
     kind: str, quantization: str, recompute: str, tmp_path: Path
 ) -> None:
     model = build(tmp_path, CONFIGS[kind]("top 1"), recompute, quantization)
-    watch = Watch(model)
+    watch = SavedBytes(model)
     with watch.watching():
         loss = model(**probe_of(model)).logits.square().mean()
     assert watch.enters == dict.fromkeys(range(NUM_LAYERS), False)
-    kept = watch.bytes_by_layer()
-    assert [kept[layer] for layer in range(NUM_LAYERS - 1)] == [0] * (NUM_LAYERS - 1)
-    assert kept[-1] > 0
-    # Recomputing keeps a layer's input alone, which the layer below may have been counted for.
-    assert recompute == "full" or kept[NUM_LAYERS - 1] > 0
+    saved = watch.bytes_by_layer()
+    assert [saved[layer] for layer in range(NUM_LAYERS - 1)] == [0] * (NUM_LAYERS - 1)
+    assert saved[-1] > 0
+    # Recompute saves only a layer's input, which may have been counted for the layer below.
+    assert recompute == "full" or saved[NUM_LAYERS - 1] > 0
     loss.backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert trained
@@ -137,7 +137,7 @@ def test_nothing_is_saved_or_computed_below_the_lowest_adapter(
 @pytest.mark.parametrize("lowest", [0, 2])
 def test_gradients_reach_the_lowest_adapter(lowest: int, recompute: str, tmp_path: Path) -> None:
     model = build(tmp_path, CONFIGS["lora"]([lowest]), recompute)
-    watch = Watch(model)
+    watch = SavedBytes(model)
     with watch.watching():
         loss = model(**probe_of(model)).logits.square().mean()
     assert watch.enters == {layer: layer > lowest for layer in range(NUM_LAYERS)}
@@ -154,19 +154,19 @@ def test_an_adapter_on_the_decoder_needs_no_encoder_backward(
     base = make()
     apply_recompute(base, RecomputeConfig(mode=recompute))
     model = apply_adapter(base, LoraConfig(r=4, layers="top 1"), half_precision=False).train()
-    watch = Watch(model)
+    watch = SavedBytes(model)
     with watch.watching():
         loss = model(**probe_of(model)).logits.square().mean()
     assert watch.enters == dict.fromkeys(range(4), False)
-    kept = watch.bytes_by_layer()
-    assert [kept[layer] for layer in range(3)] == [0, 0, 0]
-    assert recompute == "full" or kept[3] > 0
+    saved = watch.bytes_by_layer()
+    assert [saved[layer] for layer in range(3)] == [0, 0, 0]
+    assert recompute == "full" or saved[3] > 0
     loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 def test_parameters_memory_and_time_decrease_with_the_layers() -> None:
-    """Two layers of eight: a quarter of the adapter, about a quarter of the backward pass."""
+    """Two of eight layers: a quarter of the adapter, about a quarter of the backward pass."""
     numbers = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
     base = {"vocab_size": 64, **numbers}
     models = {
@@ -179,19 +179,19 @@ def test_parameters_memory_and_time_decrease_with_the_layers() -> None:
     assert trainable["top 2"] * 4 == trainable["all"]
 
     row = {"input_ids": torch.randint(3, 64, (4, 128))}
-    kept: dict[str, Counter[int]] = {}
+    saved: dict[str, Counter[int]] = {}
     for name, model in models.items():
-        watch = Watch(model)
+        watch = SavedBytes(model)
         with watch.watching():
             loss = model(**row).logits.square().mean()
-        kept[name] = watch.bytes_by_layer()
+        saved[name] = watch.bytes_by_layer()
         del loss
-    inside = {name: sum(found[n] for n in range(8)) for name, found in kept.items()}
+    inside = {name: sum(found[n] for n in range(8)) for name, found in saved.items()}
     assert inside["top 2"] <= 0.26 * inside["all"]
-    assert kept["top 2"][-1] <= kept["all"][-1]
+    assert saved["top 2"][-1] <= saved["all"][-1]
 
     seconds = {name: float("inf") for name in models}
-    for _ in range(5):  # in turns, so that another program's work falls on both
+    for _ in range(5):  # alternately, so that other load affects both
         for name, model in models.items():
             started = time.process_time()
             model(**row).logits.square().mean().backward()
