@@ -286,7 +286,7 @@ BUGS = [
         right="            own[key][shard.at : shard.at + shard.length].copy_(shard.of(value))\n",
         wrong="            pass\n",
         test="tests/parity/strategies/test_resume.py"
-        "::test_another_strategy_goes_on_with_the_same_losses[lora-chain0]",
+        "::test_another_strategy_resumes_with_the_same_losses[lora-chain0]",
     ),
     Bug(
         name="a document's first token is predicted from the previous document",

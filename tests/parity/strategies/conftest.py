@@ -1,4 +1,4 @@
-"""Runs that these tests share."""
+"""The runs that these tests share."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.reliability.person import Person
 
 @pytest.fixture(scope="session")
 def runs(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs by the ordinary command."""
+    """Return the runs of this session, each trained once."""
     return Runs(person, tmp_path_factory.mktemp("runs"))

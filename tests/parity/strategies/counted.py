@@ -1,7 +1,6 @@
-"""The ordinary command as all ranks of a host, with a note after each optimizer step.
+"""Run app.train as all ranks of a host, and record time and sent bytes after each optimizer step.
 
-A note is the time, and the bytes that have left this host over the link until then. The first rank
-forks the others: what torchrun does with hosts, `tests/end_to_end/test_two_hosts.py` shows.
+The first rank forks the others. tests/end_to_end/test_two_hosts.py tests hosts under torchrun.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from app.training.module import FinetuneModule
 from tests.hosts import INTERFACE
 
 NOTES = "LOFT_TEST_NOTES"
-"""names the file, in a folder that both hosts see; the first rank of a host writes it"""
+"""environment variable with the path of the record, written by the first rank of a host"""
 SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
 
 
 def main() -> None:
-    os.environ.pop(PARENT_VARIABLE, None)  # as under torchrun, no rank is this program's child
+    os.environ.pop(PARENT_VARIABLE, None)  # as under torchrun, no rank is our child
     if is_first_of_ranks():
         count_steps(Path(os.environ[NOTES]))
     runpy.run_module("app.train", run_name="__main__", alter_sys=True)
 
 
 def is_first_of_ranks() -> bool:
-    """Become the ranks of this host, in a process each; tell whether this is the first of them."""
+    """Fork the ranks of this host; return whether this process is the first of them."""
     first, number = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     for local in range(1, number):
         if os.fork() == 0:
@@ -42,13 +41,13 @@ def is_first_of_ranks() -> bool:
 def count_steps(file: Path) -> None:
     take_step = FinetuneModule.optimizer_step
 
-    def take_and_note(self: Any, *args: Any, **options: Any) -> None:
+    def take_and_record(self: Any, *args: Any, **options: Any) -> None:
         take_step(self, *args, **options)
         with file.open("a") as notes:
             note = {"seconds": time.monotonic(), "sent": int(SENT.read_text())}
             notes.write(json.dumps(note) + "\n")
 
-    FinetuneModule.optimizer_step = take_and_note  # type: ignore[method-assign]
+    FinetuneModule.optimizer_step = take_and_record  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

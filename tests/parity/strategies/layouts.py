@@ -1,4 +1,4 @@
-"""How the same run is spread over ranks, and what must then be the same."""
+"""Layouts of the same run over ranks, and checks that its results do not change."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from tests.runs import rows_of
 from tests.tiny import SAMPLES, save_with_tokenizer, tiny_llama
 
 GLOBAL_BATCH = 8
-"""packs of an optimizer step, over all ranks"""
+"""packs per optimizer step, over all ranks"""
 LOSS, WEIGHT, NORM = 1e-5, 1e-4, 1e-4
-"""how far losses and weights may be apart, and norms as a share of them"""
+"""tolerances: absolute for losses and weights, relative for gradient norms"""
 DONE, NO_ENVIRONMENT, KILLED = 0, 3, -9
 """exit codes"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """What a person types to have it spread."""
+    """A strategy and its ranks."""
 
     strategy: str
     ranks: int = 2
     num_data_ranks: int = 2
-    """ranks, or groups of them, that see data of their own"""
+    """number of ranks, or tensor-parallel groups, with different data"""
     words: tuple[str, ...] = ()
 
     @property
     def code_of_a_kill(self) -> int:
-        """Exit code of a run of which a rank was killed."""
+        """Return the exit code of a run with a killed rank."""
         return KILLED if self.ranks == 1 else NO_ENVIRONMENT
 
     def typed(self) -> list[str]:
         return [f"strategy={self.strategy}", f"trainer.devices={self.ranks}", *self.words]
 
 
-# Else it keeps weights this small whole on every rank.
-SPREADS_ALL = "+strategy.config={zero_optimization: {stage3_param_persistence_threshold: 0}}"
+# Otherwise ZeRO-3 does not shard weights as small as these.
+SHARDS_ALL = "+strategy.config={zero_optimization: {stage3_param_persistence_threshold: 0}}"
 SINGLE = Layout(strategy="single", ranks=1, num_data_ranks=1)
 LAYOUTS = {
     layout.strategy: layout
@@ -51,9 +51,9 @@ LAYOUTS = {
         Layout(strategy="zero1"),
         Layout(strategy="zero2"),
         Layout(strategy="zero2_offload"),
-        Layout(strategy="zero3", words=(SPREADS_ALL,)),
-        Layout(strategy="zero3_offload", words=(SPREADS_ALL,)),
-        Layout(strategy="zero3_hpz", words=(SPREADS_ALL,)),
+        Layout(strategy="zero3", words=(SHARDS_ALL,)),
+        Layout(strategy="zero3_offload", words=(SHARDS_ALL,)),
+        Layout(strategy="zero3_hpz", words=(SHARDS_ALL,)),
         Layout(strategy="fsdp"),
         Layout(strategy="fsdp_grad_op"),
         Layout(strategy="fsdp_hybrid", ranks=4, num_data_ranks=4, words=("strategy.replicas=2",)),
@@ -61,7 +61,7 @@ LAYOUTS = {
         Layout(strategy="fsdp_tp", ranks=4),
     )
 }
-"""all that run on a CPU and change no number on its way"""
+"""all strategies that run on a CPU and send gradients and weights unrounded"""
 
 ADAPTERS = {
     "lora": ("adapter=lora", "adapter.dropout=0", "optimizer.lr=1e-3"),
@@ -77,11 +77,11 @@ SHAPE = {
     "initializer_range": 0.05,
 }
 CLIPPED, NOT_CLIPPED = "trainer.max_grad_norm=0.3", "trainer.max_grad_norm=1e9"
-"""below and above the norms of all steps"""
+"""limits below and above the gradient norms of all steps"""
 
 
 class Runs:
-    """Runs by the ordinary command, each done once."""
+    """Runs of app.train, each trained once."""
 
     def __init__(self, person: Person, folder: Path, *, is_warm: bool = True) -> None:
         self.person, self.folder, self.is_warm = person, folder, is_warm
@@ -93,8 +93,8 @@ class Runs:
         }
         self._done: dict[tuple[str, ...], Path] = {}
 
-    def of(self, layout: Layout, *words: str, accumulates: bool = True) -> Path:
-        """Return the folder of the run of `words`, to its end."""
+    def train(self, layout: Layout, *words: str, accumulates: bool = True) -> Path:
+        """Train with `words` to the end, if that was not done before; return the run's folder."""
         typed = tuple(self.typed(layout, *words, accumulates=accumulates))
         if typed not in self._done:
             run = self.new_folder(layout.strategy)
@@ -103,21 +103,21 @@ class Runs:
         return self._done[typed]
 
     def new_folder(self, name: str) -> Path:
-        """Return a run's folder that is not there yet, what it prints beside it."""
+        """Return a new folder for a run; its log is written next to it."""
         folder = self.folder / f"{name}-{len(list(self.folder.iterdir()))}"
         folder.mkdir()
         return folder / "run"
 
     def typed(self, layout: Layout, *words: str, accumulates: bool = True) -> list[str]:
-        """Return the words of a run of eight steps; later ones replace earlier ones."""
+        """Return the overrides of a run of eight steps; later ones replace earlier ones."""
         micro = GLOBAL_BATCH // layout.num_data_ranks
-        if accumulates:  # another number of times than one process, which is compared
+        if accumulates:  # with another number of micro-batches than SINGLE
             micro = 1 if layout is SINGLE else micro // 2
         typed = [
             f"model.path={self.bases['tied']}",
             f"data.datasets=[{{path: {SAMPLES / 'lists_test.json'}, name: lists}},"
             f" {{path: {SAMPLES / 'orders_test.jsonl'}, name: orders}}]",
-            "data.val_set_size=7",  # a number that no number of ranks divides
+            "data.val_set_size=7",  # not divisible by the number of ranks
             "data.sequence_len=96",
             f"trainer.micro_batch_size={micro}",
             f"trainer.global_batch_size={GLOBAL_BATCH}",
@@ -134,7 +134,7 @@ class Runs:
         return [f"{key}={value}" for key, value in chosen.items()]
 
 
-def check_alike(
+def check_same_results(
     run: Path,
     reference: Path,
     *,
@@ -142,13 +142,13 @@ def check_alike(
     weight: float = WEIGHT,
     norm: float = NORM,
 ) -> None:
-    """Check that two runs took the same steps, measured the same and left the same."""
+    """Check that two runs have the same steps, metrics and saved files."""
     check_same_steps(run, reference, loss=loss, norm=norm)
     check_same_files(run, reference, weight=weight)
 
 
 def check_same_steps(run: Path, reference: Path, *, loss: float = LOSS, norm: float = NORM) -> None:
-    """Check every number of metrics.csv, all validations among them."""
+    """Check every number of metrics.csv, including validations."""
     ours, expected = rows_of(run), rows_of(reference)
     assert [row["step"] for row in ours] == [row["step"] for row in expected]
     for row, other in zip(ours, expected, strict=True):
@@ -163,8 +163,10 @@ def check_same_steps(run: Path, reference: Path, *, loss: float = LOSS, norm: fl
 
 
 def check_same_files(run: Path, reference: Path, *, weight: float = WEIGHT) -> None:
-    """Check that what was saved has the same files, and the same tensors up to rounding."""
-    saved, expected = (next(one.glob("*/*model.safetensors")).parent for one in (run, reference))
+    """Check that the saved models have the same files and, up to rounding, tensors."""
+    saved, expected = (
+        next(folder.glob("*/*model.safetensors")).parent for folder in (run, reference)
+    )
     assert saved.name == expected.name
     names = sorted(file.name for file in expected.iterdir())
     assert sorted(file.name for file in saved.iterdir()) == names
@@ -182,6 +184,6 @@ def _check_same_tensors(file: Path, other: Path, weight: float) -> None:
         assert ours.metadata() == theirs.metadata()
         assert list(ours.keys()) == list(theirs.keys())
         for name in ours.keys():  # noqa: SIM118 - no dictionary
-            here, there = ours.get_tensor(name), theirs.get_tensor(name)
-            assert here.dtype == there.dtype and here.shape == there.shape, name
-            torch.testing.assert_close(here, there, rtol=0, atol=weight, msg=name)
+            tensor, expected = ours.get_tensor(name), theirs.get_tensor(name)
+            assert tensor.dtype == expected.dtype and tensor.shape == expected.shape, name
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=weight, msg=name)

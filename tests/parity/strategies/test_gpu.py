@@ -1,4 +1,4 @@
-"""On two GPUs, by NCCL: the same losses, those of one GPU; with what the CPU refuses."""
+"""Two GPUs with NCCL have the losses of one GPU, also for strategies that need a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.parity.strategies.layouts import (
     ADAPTERS,
     LAYOUTS,
+    SHARDS_ALL,
     SINGLE,
-    SPREADS_ALL,
     Layout,
     Runs,
     check_same_steps,
@@ -21,17 +21,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.strategies]
 
 ON_GPU = {name: layout for name, layout in LAYOUTS.items() if layout.ranks == 2} | {
     "fsdp_offload": Layout(strategy="fsdp_offload"),
-    "zeropp": Layout(strategy="zeropp", words=(SPREADS_ALL,)),
+    "zeropp": Layout(strategy="zeropp", words=(SHARDS_ALL,)),
 }
 LOSS = 1e-4
-"""how far losses may be apart: a GPU adds in other orders"""
+"""absolute tolerance of losses: a GPU sums in another order"""
 LOSS_IN_FEW_BITS = 5e-2
-"""where weights travel in 8 bits and gradients in 4"""
+"""the same if weights are sent in 8 bits and gradients in 4"""
 
 
 @pytest.fixture(scope="module")
 def runs(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs of processes of their own: the warm one has taken DeepSpeed for a CPU."""
+    """Return runs in new processes, since the warm one has imported DeepSpeed for CPUs."""
     import torch
 
     if torch.cuda.device_count() < 2:
@@ -43,6 +43,6 @@ def runs(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize("strategy", list(ON_GPU))
 def test_two_gpus_train_as_one(strategy: str, runs: Runs) -> None:
     words = (*ADAPTERS["lora"], "trainer.accelerator=gpu")
-    run, whole = runs.of(ON_GPU[strategy], *words), runs.of(SINGLE, *words)
+    run, reference = runs.train(ON_GPU[strategy], *words), runs.train(SINGLE, *words)
     loss = LOSS_IN_FEW_BITS if strategy == "zeropp" else LOSS
-    check_same_steps(run, whole, loss=loss, norm=10 * loss)
+    check_same_steps(run, reference, loss=loss, norm=10 * loss)

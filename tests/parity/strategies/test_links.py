@@ -1,4 +1,4 @@
-"""Strategies for slow links, by the ordinary command: what they send less of, and their resume."""
+"""Strategies for slow networks: top-k and local SGD, their equivalences and resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.parity.strategies.layouts import (
     SINGLE,
     Layout,
     Runs,
-    check_alike,
+    check_same_results,
 )
 from tests.runs import check_same_run, rows_of
 
@@ -20,39 +20,42 @@ pytestmark = pytest.mark.slow
 TOPK = Layout(
     strategy="ddp_compressed", words=("strategy.compression=topk", "strategy.topk_share=0.05")
 )
-APART = ("strategy.synchronous_steps=1", "strategy.sync_every_steps=4")  # after the 5th and last
+LOCAL_STEPS = (
+    "strategy.synchronous_steps=1",
+    "strategy.sync_every_steps=4",
+)  # averages after step 5 and the last
 OUTER = ("strategy.outer_lr=0.7", "strategy.outer_momentum=0.9")
 LOCAL = {
-    "mean": Layout(strategy="hsdp_local_sgd", words=("strategy.replicas=2", *APART)),
-    "outer": Layout(strategy="hsdp_local_sgd", words=("strategy.replicas=2", *APART, *OUTER)),
+    "mean": Layout(strategy="hsdp_local_sgd", words=("strategy.replicas=2", *LOCAL_STEPS)),
+    "outer": Layout(strategy="hsdp_local_sgd", words=("strategy.replicas=2", *LOCAL_STEPS, *OUTER)),
     "shards": Layout(
         strategy="hsdp_local_sgd",
         ranks=4,
         num_data_ranks=4,
-        words=("strategy.replicas=2", *APART, *OUTER),
+        words=("strategy.replicas=2", *LOCAL_STEPS, *OUTER),
     ),
 }
 
 
-def test_topk_that_sends_all_is_ddp(runs: Runs) -> None:
+def test_topk_with_share_1_equals_ddp(runs: Runs) -> None:
     words = ADAPTERS["lora"]
-    run = runs.of(TOPK, *words, "strategy.topk_share=1")
-    check_alike(run, runs.of(LAYOUTS["ddp"], *words))
+    run = runs.train(TOPK, *words, "strategy.topk_share=1")
+    check_same_results(run, runs.train(LAYOUTS["ddp"], *words))
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_a_killed_run_of_topk_goes_on_bit_for_bit(asynchronous: str, runs: Runs) -> None:
+def test_a_killed_topk_run_resumes_bit_for_bit(asynchronous: str, runs: Runs) -> None:
     words = (*ADAPTERS["lora"], f"trainer.checkpoint.async={asynchronous}")
-    whole = runs.of(TOPK, *words)
+    reference = runs.train(TOPK, *words)
     run = runs.new_folder("killed")
     killed = runs.typed(TOPK, *words, "resume=auto", "faults=[rank_killed:0@6]")
     runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
-    said = runs.person.train_into(run, *killed)
-    assert "top-k starts without" not in said
-    check_same_run(run, whole)
+    output = runs.person.train_into(run, *killed)
+    assert "top-k starts without" not in output
+    check_same_run(run, reference)
 
 
-def test_other_ranks_start_without_what_was_not_sent(runs: Runs) -> None:
+def test_a_resume_from_ddp_starts_without_unsent_gradients(runs: Runs) -> None:
     words = ADAPTERS["lora"]
     run = runs.new_folder("fewer")
     killed = runs.typed(LAYOUTS["ddp"], *words, "resume=auto", "faults=[rank_killed:0@6]")
@@ -62,33 +65,33 @@ def test_other_ranks_start_without_what_was_not_sent(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_synchronous_steps_are_those_of_one_process(ranks: int, runs: Runs) -> None:
+def test_synchronous_steps_equal_those_of_one_process(ranks: int, runs: Runs) -> None:
     layout = Layout(
         strategy="hsdp_local_sgd",
         ranks=ranks,
         num_data_ranks=ranks,
         words=("strategy.replicas=2", "strategy.synchronous_steps=1000"),
     )
-    # Nodes that never train apart are refused where the steps are typed.
+    # A typed number of steps that are all synchronous would be refused.
     words = (*ADAPTERS["lora"], "trainer.max_grad_norm=0.3", "trainer.max_steps=null")
     words = (*words, "trainer.num_epochs=1")
-    check_alike(runs.of(layout, *words), runs.of(SINGLE, *words))
+    check_same_results(runs.train(layout, *words), runs.train(SINGLE, *words))
 
 
 @pytest.mark.parametrize("kind", LOCAL)
-def test_nodes_that_were_killed_apart_go_on_bit_for_bit(kind: str, runs: Runs) -> None:
-    """The checkpoint is of step 4, between two averages."""
+def test_local_sgd_resumes_bit_for_bit_between_averages(kind: str, runs: Runs) -> None:
+    """The checkpoint is from step 4, between two averages."""
     words = ADAPTERS["lora"]
-    whole = runs.of(LOCAL[kind], *words)
+    reference = runs.train(LOCAL[kind], *words)
     run = runs.new_folder("killed-apart")
     killed = runs.typed(LOCAL[kind], *words, "resume=auto", "faults=[rank_killed:0@6]")
     runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
-    said = runs.person.train_into(run, *killed)
-    assert "starts from the mean" not in said
-    check_same_run(run, whole)
+    output = runs.person.train_into(run, *killed)
+    assert "starts from the mean" not in output
+    check_same_run(run, reference)
 
 
-def test_another_strategy_goes_on_from_the_mean_and_back(runs: Runs) -> None:
+def test_other_strategies_resume_from_the_mean_of_local_sgd(runs: Runs) -> None:
     words = (*ADAPTERS["lora"], "resume=auto", "resume_allow=[precision]")
     run = runs.new_folder("mean")
     first = runs.typed(LOCAL["mean"], *words, "faults=[rank_killed:0@4]", "trainer.max_steps=8")
@@ -96,20 +99,20 @@ def test_another_strategy_goes_on_from_the_mean_and_back(runs: Runs) -> None:
     measured = rows_of(run)[-1]
     assert measured["step"] == "4" and measured["val/loss"]
     second = runs.typed(SINGLE, *words, "faults=[rank_killed:0@6]")
-    said = runs.person.train_into(run, *second, "trainer.checkpoint.every_steps=1", code=-9)
-    assert "what travels between the ranks was the mean of weights after every 4 steps" in said
+    output = runs.person.train_into(run, *second, "trainer.checkpoint.every_steps=1", code=-9)
+    assert "what travels between the ranks was the mean of weights after every 4 steps" in output
     third = runs.typed(LOCAL["outer"], *words)
     assert "every node starts from the mean" in runs.person.train_into(run, *third)
 
 
-def test_strategies_for_slow_links_go_on_from_each_other(runs: Runs) -> None:
+def test_local_sgd_and_topk_resume_from_each_other(runs: Runs) -> None:
     words = (*ADAPTERS["lora"], "resume=auto", "resume_allow=[precision]")
     words = (*words, "trainer.checkpoint.every_steps=1")
     run = runs.new_folder("exchanged")
     first = runs.typed(LOCAL["mean"], *words, "faults=[rank_killed:0@4]")
     runs.person.train_into(run, *first, code=NO_ENVIRONMENT)
     second = runs.typed(TOPK, *words, "faults=[rank_killed:0@6]")
-    said = runs.person.train_into(run, *second, code=NO_ENVIRONMENT)
-    assert "top-k starts without" in said
+    output = runs.person.train_into(run, *second, code=NO_ENVIRONMENT)
+    assert "top-k starts without" in output
     third = runs.typed(LOCAL["mean"], *words)
     assert "every node starts from the mean" in runs.person.train_into(run, *third)

@@ -1,4 +1,4 @@
-"""A mixture of experts under LoRA, in full and in 4 bits: the same on two ranks as on one."""
+"""LoRA on a mixture of experts, in fp32 and 4 bits: the same on two ranks as on one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.parity.strategies.layouts import (
     SHAPE,
     SINGLE,
     Runs,
-    check_alike,
+    check_same_results,
 )
 from tests.runs import check_same_run
 from tests.tiny import save_with_tokenizer
@@ -43,32 +43,32 @@ def words_of(mixtures: dict[str, Path], kind: str, *words: str) -> tuple[str, ..
 @pytest.mark.parametrize("kind", BASES)
 def test_lora_on_experts(kind: str, strategy: str, runs: Runs, mixtures: dict[str, Path]) -> None:
     words = words_of(mixtures, kind)
-    check_alike(runs.of(LAYOUTS[strategy], *words), runs.of(SINGLE, *words))
+    check_same_results(runs.train(LAYOUTS[strategy], *words), runs.train(SINGLE, *words))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_experts_in_four_bits(strategy: str, runs: Runs, mixtures: dict[str, Path]) -> None:
+def test_nf4_experts(strategy: str, runs: Runs, mixtures: dict[str, Path]) -> None:
     words = words_of(mixtures, "qwen3_moe", "quantization=nf4")
-    check_alike(runs.of(LAYOUTS[strategy], *words), runs.of(SINGLE, *words))
+    check_same_results(runs.train(LAYOUTS[strategy], *words), runs.train(SINGLE, *words))
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_layers_that_are_computed_twice(
-    recompute: str, runs: Runs, mixtures: dict[str, Path]
-) -> None:
+def test_recompute(recompute: str, runs: Runs, mixtures: dict[str, Path]) -> None:
     words = words_of(mixtures, "qwen3_moe")
-    check_alike(runs.of(SINGLE, *words, f"recompute={recompute}"), runs.of(SINGLE, *words))
+    check_same_results(
+        runs.train(SINGLE, *words, f"recompute={recompute}"), runs.train(SINGLE, *words)
+    )
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3"])
-def test_a_killed_run_goes_on_bit_for_bit(
+def test_a_killed_run_resumes_bit_for_bit(
     strategy: str, runs: Runs, mixtures: dict[str, Path]
 ) -> None:
     layout = SINGLE if strategy == "single" else LAYOUTS[strategy]
     words = words_of(mixtures, "qwen3_moe")
-    whole = runs.of(layout, *words)
+    reference = runs.train(layout, *words)
     run = runs.new_folder(f"{strategy}-killed")
     killed = runs.typed(layout, *words, "resume=auto", "faults=[rank_killed:0@6]")
     runs.person.train_into(run, *killed, code=layout.code_of_a_kill)
     runs.person.train_into(run, *killed)
-    check_same_run(run, whole)
+    check_same_run(run, reference)

@@ -1,4 +1,4 @@
-"""A run that was killed goes on: bit for bit under its own strategy, and under any other."""
+"""A killed run resumes bit for bit under its own strategy, and with equal losses under others."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CASES = [
 
 @pytest.mark.strategies
 @pytest.mark.parametrize(("adapter", "strategy"), CASES)
-def test_the_same_strategy_goes_on_bit_for_bit(adapter: str, strategy: str, runs: Runs) -> None:
+def test_the_same_strategy_resumes_bit_for_bit(adapter: str, strategy: str, runs: Runs) -> None:
     layout = LAYOUTS[strategy]
-    whole = runs.of(layout, *KINDS[adapter])
+    reference = runs.train(layout, *KINDS[adapter])
     run = runs.new_folder(f"{strategy}-killed")
     killed = runs.typed(layout, *KINDS[adapter], "resume=auto", "faults=[rank_killed:0@6]")
     runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
     runs.person.train_into(run, *killed)
-    check_same_run(run, whole)
+    check_same_run(run, reference)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_same_strategy_goes_on_bit_for_bit(adapter: str, strategy: str, runs
         ),
     ],
 )
-def test_another_strategy_goes_on_with_the_same_losses(
+def test_another_strategy_resumes_with_the_same_losses(
     adapter: str, chain: list[str], runs: Runs
 ) -> None:
     run = runs.new_folder("chain")
@@ -65,13 +65,13 @@ def test_another_strategy_goes_on_with_the_same_losses(
         runs.person.train_into(run, *killed, code=layout.code_of_a_kill)
         assert last_step(run) == step
     runs.person.train_into(run, *runs.typed(layout_of(chain[-1]), *words))
-    whole = runs.of(SINGLE, *ADAPTERS[adapter])
-    check_same_steps(run, whole)
-    check_same_files(run, whole)
+    reference = runs.train(SINGLE, *ADAPTERS[adapter])
+    check_same_steps(run, reference)
+    check_same_files(run, reference)
 
 
 @pytest.mark.slow
-def test_ranks_of_a_group_drop_the_same_behind_another_strategy(runs: Runs) -> None:
+def test_ranks_of_a_group_share_random_state_after_another_strategy(runs: Runs) -> None:
     run = runs.new_folder("groups")
     words = (*WITH_DROPOUT, "trainer.checkpoint.every_steps=1", "resume=auto")
     killed = runs.typed(LAYOUTS["ddp"], *words, "faults=[rank_killed:0@4]")
@@ -88,4 +88,4 @@ def layout_of(strategy: str) -> Layout:
 
 def last_step(run: Path) -> int:
     """Return the step of the newest checkpoint."""
-    return max(int(one.name.removeprefix("step-")) for one in run.glob("checkpoints/step-*"))
+    return max(int(folder.name.removeprefix("step-")) for folder in run.glob("checkpoints/step-*"))

@@ -1,4 +1,4 @@
-"""Two hosts: the losses of one, the bytes that cross the link, and what a slow link costs."""
+"""Two hosts: losses of one host, bytes sent between them, and speed on a slow network."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ WIDE = {
     "num_hidden_layers": 4,
     "initializer_range": 0.05,
 }
-"""10 MB of gradients, and steps of a few tens of milliseconds"""
+"""a model with 10 MB of gradients and steps of a few tens of milliseconds"""
 STEPS, FROM, UNTIL = 4, 1, 3
-"""of a run, and between which what crosses the link is counted: in full periods of local SGD"""
+"""steps of a run, and the steps between which bytes are counted: full periods of local SGD"""
 PERIOD = 2
 NEAR = 0.15
-"""how far bytes may be from the formula, as a share of it"""
+"""relative tolerance of the sent bytes"""
 EVERY = (f"strategy.sync_every_steps={PERIOD}", "strategy.synchronous_steps=0")
-# Else it keeps weights this small whole on every rank, from forward to backward pass.
+# Otherwise ZeRO-3 keeps small weights gathered from the forward to the backward pass.
 REGATHERS = (
     "+strategy.config={zero_optimization: {stage3_param_persistence_threshold: 0,"
     " stage3_max_live_parameters: 0, stage3_max_reuse_distance: 0}}"
@@ -53,18 +53,18 @@ LAYOUTS = {
         Layout(strategy="hsdp_local_sgd", ranks=1, words=EVERY),
     )
 }
-"""on each of the hosts"""
+"""layout per host"""
 TIMED = ("fsdp", "fsdp_hybrid", "hsdp_local_sgd")
-"""on a slow link, which sends the same bytes"""
+"""strategies that are tested on a slow network, which sends the same bytes"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Crossing:
-    """What a run sent over the link."""
+class Traffic:
+    """Bytes and seconds per step of a run on two hosts."""
 
     run: Path
     bytes_per_step: float
-    """of one host, headers included"""
+    """bytes sent by one host, including headers"""
     seconds_per_step: float
 
 
@@ -74,7 +74,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of(base: Path, strategy: Layout, num_ranks: int) -> list[str]:
-    """Return the words of a run in which every rank sees one pack a step."""
+    """Return the overrides of a run in which every rank trains on one pack per step."""
     return [
         f"model.path={base}",
         f"data.datasets=[{{path: {SAMPLES / 'lists_test.json'}, name: lists}}]",
@@ -94,37 +94,37 @@ def words_of(base: Path, strategy: Layout, num_ranks: int) -> list[str]:
     ]
 
 
-class Crossings:
-    """Runs of two hosts, and those of one that they are compared with, each done once."""
+class HostRuns:
+    """Runs on two hosts and reference runs on one, each trained once."""
 
     def __init__(self, pair: tuple[Host, Host], runs: Runs, base: Path, folder: Path) -> None:
         self._pair, self._runs, self._base, self._folder = pair, runs, base, folder
         cache = folder / "cache"
         self._persons = [Person(cache, host=host) for host in pair]
-        self._done: dict[Layout, Crossing] = {}
-        self._alone: dict[tuple[Layout, int], Path] = {}
+        self._done: dict[Layout, Traffic] = {}
+        self._references: dict[tuple[Layout, int], Path] = {}
 
     def close(self) -> None:
         for person in self._persons:
             person.close()
 
-    def alone(self, layout: Layout, num_ranks: int) -> Path:
-        """Return the run of this machine whose steps are those of `num_ranks` ranks."""
-        if (layout, num_ranks) not in self._alone:
-            run = self._runs.new_folder("alone")
+    def reference(self, layout: Layout, num_ranks: int) -> Path:
+        """Return a run on this machine with the steps of `num_ranks` ranks."""
+        if (layout, num_ranks) not in self._references:
+            run = self._runs.new_folder("reference")
             self._runs.person.train_into(run, *words_of(self._base, layout, num_ranks))
-            self._alone[layout, num_ranks] = run
-        return self._alone[layout, num_ranks]
+            self._references[layout, num_ranks] = run
+        return self._references[layout, num_ranks]
 
-    def of(self, layout: Layout) -> Crossing:
+    def train(self, layout: Layout) -> Traffic:
         if layout not in self._done:
             for host in self._pair:
                 host.shape("200mbit" if layout.strategy in TIMED else "10gbit")
             self._done[layout] = self._train(layout)
         return self._done[layout]
 
-    def _train(self, layout: Layout) -> Crossing:
-        """Train on both hosts, whose processes fork from one that has imported everything."""
+    def _train(self, layout: Layout) -> Traffic:
+        """Train on both hosts, in forks of their warm processes."""
         folder = self._folder / f"{layout.strategy}-{layout.ranks}"
         run = folder / "run"
         words = [*words_of(self._base, layout, 2 * layout.ranks), "trainer.num_nodes=2"]
@@ -145,14 +145,14 @@ class Crossings:
                     "GROUP_RANK": str(number),
                     "MASTER_ADDR": self._pair[0].address,
                     "MASTER_PORT": str(PORT + len(self._done)),
-                    "TORCHELASTIC_RUN_ID": "hosts",  # by which Lightning knows torchrun's ranks
+                    "TORCHELASTIC_RUN_ID": "hosts",  # by which Lightning detects torchrun's ranks
                 },
             )
 
         with ThreadPoolExecutor(2) as both:
             endings = list(both.map(ranks_of, range(2)))
-        said = "\n".join(ending.said for ending in endings)
-        assert [ending.code for ending in endings] == [0, 0], said
+        output = "\n".join(ending.said for ending in endings)
+        assert [ending.code for ending in endings] == [0, 0], output
         sent, seconds = [], []
         for host in self._pair:
             lines = (folder / host.name / "notes.jsonl").read_text().splitlines()
@@ -162,23 +162,23 @@ class Crossings:
             sent.append((last["sent"] - first["sent"]) / (UNTIL - FROM))
             seconds.append((last["seconds"] - first["seconds"]) / (UNTIL - FROM))
         assert sent[0] == pytest.approx(sent[1], rel=0.05)
-        return Crossing(run=run, bytes_per_step=max(sent), seconds_per_step=max(seconds))
+        return Traffic(run=run, bytes_per_step=max(sent), seconds_per_step=max(seconds))
 
 
 @pytest.fixture(scope="module")
-def crossings(
+def host_runs(
     wide: Path, runs: Runs, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Crossings]:
+) -> Iterator[HostRuns]:
     if (reason := why_no_hosts()) is not None:
         pytest.skip(reason)
     with two_hosts() as pair:
-        found = Crossings(pair, runs, wide, tmp_path_factory.mktemp("crossings"))
+        found = HostRuns(pair, runs, wide, tmp_path_factory.mktemp("host_runs"))
         yield found
         found.close()
 
 
 def formula_of(layout: Layout, base: Path) -> float:
-    """Return the bytes that the planner has a host send in a step."""
+    """Return the bytes that a host sends per step according to the planner."""
     words = [f"hardware=2x{layout.ranks}xh100", "trainer.gradient_accumulation_steps=1"]
     typed = [f"strategy={layout.strategy}", *(w for w in layout.words if w in EVERY)]
     settings = ["adapter=full", "trainer.precision=fp32", "trainer.micro_batch_size=1"]
@@ -188,35 +188,35 @@ def formula_of(layout: Layout, base: Path) -> float:
     hardware = on_hardware(config, config.hardware)
     run, _ = plan_run(config, hardware, numbers, strategies=STRATEGIES)
     return sum(
-        # PyTorch's gloo has no reduce-scatter of its own: it all-reduces and keeps a part.
+        # gloo implements reduce-scatter as an all-reduce of which it keeps a part.
         sent_by_node(run, each) * (2 if each.kind == REDUCE_SCATTER else 1)
         for each in list_collectives(run)
     )
 
 
 @pytest.mark.parametrize("strategy", LAYOUTS)
-def test_two_hosts_train_as_one_and_send_what_the_formula_says(
-    strategy: str, crossings: Crossings, wide: Path
+def test_two_hosts_train_as_one_and_send_the_planned_bytes(
+    strategy: str, host_runs: HostRuns, wide: Path
 ) -> None:
     layout = LAYOUTS[strategy]
-    crossing = crossings.of(layout)
-    assert crossing.bytes_per_step == pytest.approx(formula_of(layout, wide), rel=NEAR)
+    traffic = host_runs.train(layout)
+    assert traffic.bytes_per_step == pytest.approx(formula_of(layout, wide), rel=NEAR)
 
-    here = SINGLE
-    if strategy == "hsdp_local_sgd":  # what it is to a plain loop, tests/strategy shows
-        here = Layout(strategy=strategy, ranks=2, words=("strategy.replicas=2", *EVERY))
-    alone = crossings.alone(here, 2 * layout.ranks)
-    if here is SINGLE:
-        check_same_steps(crossing.run, alone)
+    one_host = SINGLE
+    if strategy == "hsdp_local_sgd":  # tests/strategy compares it with a plain loop
+        one_host = Layout(strategy=strategy, ranks=2, words=("strategy.replicas=2", *EVERY))
+    reference = host_runs.reference(one_host, 2 * layout.ranks)
+    if one_host is SINGLE:
+        check_same_steps(traffic.run, reference)
     else:
-        assert rows_of(crossing.run) == rows_of(alone)
+        assert rows_of(traffic.run) == rows_of(reference)
 
 
 @pytest.mark.parametrize("strategy", ["hsdp_local_sgd", "fsdp_hybrid"])
-def test_on_a_slow_link_steps_are_faster_than_those_of_full_sharding(
-    strategy: str, crossings: Crossings
+def test_steps_on_a_slow_network_are_faster_than_with_full_sharding(
+    strategy: str, host_runs: HostRuns
 ) -> None:
-    """With one rank a host, hybrid sharding has nothing to shard: two there."""
+    """Two ranks per host for hybrid sharding, which has nothing to shard with one."""
     layout = LAYOUTS[strategy]
-    sharded = crossings.of(replace(LAYOUTS["fsdp"], ranks=layout.ranks))
-    assert crossings.of(layout).seconds_per_step < sharded.seconds_per_step / 1.2
+    sharded = host_runs.train(replace(LAYOUTS["fsdp"], ranks=layout.ranks))
+    assert host_runs.train(layout).seconds_per_step < sharded.seconds_per_step / 1.2

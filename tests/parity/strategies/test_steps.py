@@ -1,7 +1,7 @@
-"""One word switches the strategy; losses, validations and what is saved stay the same.
+"""Every strategy gives the same losses, validations and saved files.
 
-Eight steps of the same global batches, by the ordinary command. `make test` runs a cut, `make
-test-all` more of them, `make test-strategies` all.
+Eight steps of the same global batches. `make test` runs some of these tests, `make test-all` more,
+`make test-strategies` all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.parity.strategies.layouts import (
     NOT_CLIPPED,
     SINGLE,
     Runs,
-    check_alike,
+    check_same_results,
 )
 
 IN_MAKE_TEST = {"lora": {"ddp", "fsdp"}, "full": set()}
@@ -39,18 +39,21 @@ def cases(adapter: str) -> list[object]:
 @pytest.mark.parametrize("strategy", cases("lora"))
 def test_lora_accumulated_and_clipped(strategy: str, runs: Runs) -> None:
     words = (*ADAPTERS["lora"], CLIPPED)
-    check_alike(runs.of(LAYOUTS[strategy], *words), runs.of(SINGLE, *words))
+    check_same_results(runs.train(LAYOUTS[strategy], *words), runs.train(SINGLE, *words))
 
 
 @pytest.mark.parametrize("strategy", cases("full"))
-def test_a_whole_model_in_one_micro_batch(strategy: str, runs: Runs) -> None:
+def test_full_model_in_one_micro_batch(strategy: str, runs: Runs) -> None:
     words = (*ADAPTERS["full"], CLIPPED)
-    run, whole = runs.of(LAYOUTS[strategy], *words, accumulates=False), runs.of(SINGLE, *words)
-    check_alike(run, whole)
+    run, reference = (
+        runs.train(LAYOUTS[strategy], *words, accumulates=False),
+        runs.train(SINGLE, *words),
+    )
+    check_same_results(run, reference)
     ids = torch.randint(3, 700, (2, 24), generator=torch.Generator().manual_seed(0))
     ours, expected = (
-        AutoModelForCausalLM.from_pretrained(one / "model").eval()(ids).logits
-        for one in (run, whole)
+        AutoModelForCausalLM.from_pretrained(folder / "model").eval()(ids).logits
+        for folder in (run, reference)
     )
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-2)
 
@@ -64,5 +67,5 @@ def test_a_whole_model_in_one_micro_batch(strategy: str, runs: Runs) -> None:
 )
 def test_without_clipping(adapter: str, accumulates: bool, strategy: str, runs: Runs) -> None:
     words = (*ADAPTERS[adapter], NOT_CLIPPED)
-    run = runs.of(LAYOUTS[strategy], *words, accumulates=accumulates)
-    check_alike(run, runs.of(SINGLE, *words))
+    run = runs.train(LAYOUTS[strategy], *words, accumulates=accumulates)
+    check_same_results(run, runs.train(SINGLE, *words))
