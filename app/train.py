@@ -8,6 +8,9 @@
     FinetuneDataModule  tokenized and packed rows, and which of them each step trains on
     L.Trainer           strategy, loggers, checkpoints and callbacks
     FinetuneModule      model, optimizer, schedule and loss
+
+`finish` then saves the adapter, reloads and verifies it, compares it with the base on held-out
+rows, and writes the report. `start` runs `train` in this process, or in one process per device.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from app.sweep import run_sweep
 
 
 def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | None:
-    """Fine-tune as `config` says, on this rank; return the final validation loss.
+    """Fine-tune as `config` says, on this rank; return the validation loss, None on ranks above 0.
 
-    Returns None on ranks above 0. `existing`: the run to resume, if it has been compared already.
+    `existing` is the run to resume, if it has been compared with `config` already.
     """
     config = copy.deepcopy(config)  # resolved values are written to this copy
     quiet_libraries(offline=is_offline(config.model, config.data))
@@ -53,7 +56,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     from app.training.trainer import resolve_environment
 
     # Environment, base and data: every step is planned before any weight is loaded.
-    run.pin_revision()
+    run.pin_revision()  # a resumed run uses the same commit of the base
     env = resolve_environment(config.trainer, config.strategy)
     L.seed_everything(config.seed, verbose=False)
     base = open_base(config, env, config.adapter)
@@ -61,7 +64,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     # Replace each `auto` in `config` by a choice that fits; `run.config` keeps it for config.yaml.
     config, env, estimate = resolve_auto(config, base, data, env, run)
     facts = describe_run(config, base, data, env)
-    run.check_unchanged(facts)
+    run.check_unchanged(facts)  # a resumed run needs the same rows, tokens and precision
 
     # Trainer and module: weights are loaded when `fit` starts, so that a strategy can shard them.
     trainer = build_trainer(run, env, config.strategy, data, facts, estimate)
@@ -94,7 +97,7 @@ def start(config: TrainConfig, existing: ExistingRun | None = None) -> None:
 
 
 if __name__ == "__main__":
-    live_with_parent()
-    keep_memory()
-    keep_streams()
+    live_with_parent()  # a rank ends with its supervisor
+    keep_memory()  # on a CPU, reuse freed memory
+    keep_streams()  # continue if the reader of the output ends
     end_process(run_verb("train", start, sweep=run_sweep))

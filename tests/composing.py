@@ -1,8 +1,8 @@
-"""The shipped files of the same options are read and merged once a process.
+"""Cache compositions: the shipped files of the same options are read and merged once per process.
 
-Composing takes a tenth of a second, and tests compose a thousand times. What is kept is what Hydra
-itself made of conf/ for these options and this experiment, and OmegaConf of the same schemas; the
-words of each test that set values go through both every time. Files of its own are read every time.
+Composing takes a tenth of a second, and tests compose a thousand times. The cache holds what Hydra
+composed from conf/ for given options and an experiment, and OmegaConf's schemas. Overrides of
+values and a test's own files are processed every time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from app.config.load import EXPERIMENT
 
 
 def keep_compositions(patch: pytest.MonkeyPatch) -> None:
-    """Keep what is chosen by options alone: the list of files, their merged values, the schema."""
+    """Cache what depends only on the chosen options: list of files, merged values, schema."""
     find_defaults: Callable[..., Any] = config_loader_impl.create_defaults_list
     merge_files: Callable[..., Any] = ConfigLoaderImpl._compose_config_from_defaults_list
     make_node: Callable[..., Any] = OmegaConf.structured
@@ -58,7 +58,7 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
         return pickle.loads(merged[key])  # noqa: S301
 
     def make_node_once(schema: Any, parent: Any = None, flags: Any = None) -> Any:
-        # One default is what the environment says.
+        # One default depends on the environment.
         key = (schema, os.environ.get("LOFT_DATA_CACHE"))
         is_alone = isinstance(schema, type) and parent is None and flags is None
         if not is_alone or not schema.__module__.startswith(("app.", "data_modules.")):
@@ -68,7 +68,7 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
         return pickle.loads(nodes[key])  # noqa: S301
 
     def keep_repository(caching: Any, delegate: IConfigRepository) -> None:
-        # Its copy takes a sixth of a composition, each of which has a repository of its own.
+        # Copying it takes a sixth of a composition, and each composition has its own repository.
         caching.delegate, caching.cache = delegate, {}
 
     patch.setattr(CachingConfigRepository, "__init__", keep_repository)
@@ -78,7 +78,7 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
 
 
 def _files(repo: Any) -> str | None:
-    """What is composed from, as a key: the experiment as it was read; None beside other files."""
+    """Return a cache key with the content of the experiment; None if other files are involved."""
     if not any(source.path == str(CONF.resolve()) for source in repo.get_sources()):
         return None
     stored = ConfigStore.instance().repo.get("experiment", {}).get(f"{EXPERIMENT}.yaml")

@@ -1,4 +1,4 @@
-"""What tests share: the shipped base, the shared real data, and a way to run a verb in-process."""
+"""Shared fixtures: the shipped base, real sample data, and runs of verbs in this process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.reliability.person import Person
 
-# Before a test imports torch, which reads them then; child processes inherit them. Models so small
-# are slower on two threads than on one, and other tests run beside these.
+# Set before torch is imported, which reads them; child processes inherit them. Models this small
+# are slower on two threads than on one, and other tests run at the same time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -25,7 +25,7 @@ SHARED = ROOT.parent / "shared" / "data"
 STORIES = SHARED / "models" / "stories260K"
 
 SCREEN = "screen.txt"
-"""beside a run's folder: what the command printed"""
+"""file next to a run's folder: the output of the command"""
 
 LONGEST_FILES = (
     "end_to_end/test_two_hosts.py",
@@ -63,19 +63,19 @@ LONGEST_FILES = (
     "bad_input/test_run_folders.py",
     "model/test_saved.py",
 )
-"""with tests of a minute or more in all, those with the most first"""
+"""files whose tests take a minute or more in total, longest first"""
 
 TrainRun = Callable[..., Path]
 
 
 ROOM_IN_MEMORY_GIB = 12
-"""free, with which a session's files fit there beside its processes"""
+"""free memory that a session's files and processes need"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep files of tests in memory where it has room: checkpoints wait for a disk at each file.
+    """Keep test files in memory if they fit, since checkpoints sync each file to the disk.
 
-    What is synced, and in which order, tests see by the calls.
+    Tests check by the calls what is synced, and in which order.
     """
     shared = Path("/dev/shm")
     if config.option.basetemp is None and shared.is_dir() and os.access(shared, os.W_OK):
@@ -87,9 +87,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first; leave tests marked `gpu` out where there is no GPU.
+    """Run the longest files first; skip tests marked `gpu` without a GPU.
 
-    Those marked `strategies` run where `-m` names them.
+    Tests marked `strategies` run only if `-m` names them.
     """
     if "strategies" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("strategies")]
@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
     slow = {item.path for item in items if "slow" in item.keywords}
     places = {ROOT / "tests" / file: place for place, file in enumerate(LONGEST_FILES)}
-    # A file is one worker's: the workers then end at about the same time.
+    # One worker runs a whole file: with this order, workers end at about the same time.
     items.sort(key=lambda item: (places.get(item.path, len(places)), item.path not in slow))
     if not any("gpu" in item.keywords for item in items):
         return
@@ -110,9 +110,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what was imported, and look for cycles less often.
+    """Exclude imported objects from garbage collection, and collect cycles less often.
 
-    What tests make is small, and what they import is not.
+    Objects of tests are few, imported ones are many.
     """
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
@@ -120,13 +120,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep what tests tokenise out of the project's own cache; child processes inherit it."""
+    """Use a separate cache of tokenized data; child processes inherit it."""
     os.environ["LOFT_DATA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _compositions_are_kept() -> Iterator[None]:
-    """Compose the shipped files of the same options once a process."""
+    """Compose the shipped files of the same options once per process."""
     from tests.composing import keep_compositions
 
     with pytest.MonkeyPatch.context() as patch:
@@ -135,19 +135,19 @@ def _compositions_are_kept() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_run_folder_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verb hands its folder to child ranks by environment; the next test is no child.
+def _no_inherited_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove variables that a verb sets for its ranks, so that the next test is not a rank.
 
-    It also forbids the hub when all its files are local, which holds for its own process.
+    Also the one that forbids requests to the hub.
     """
     for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP", "HF_HUB_OFFLINE"):
-        monkeypatch.setenv(name, "")  # so that what a test's run sets is undone after it
+        monkeypatch.setenv(name, "")  # so that monkeypatch undoes what a run sets
         monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")
 def person() -> Iterator[Person]:
-    """One that types commands; a process that has imported everything runs them by fork."""
+    """Runs commands as a user does, in forks of a process that has imported everything."""
     from tests.reliability.person import Person
 
     one = Person(Path(os.environ["LOFT_DATA_CACHE"]))
@@ -157,7 +157,7 @@ def person() -> Iterator[Person]:
 
 @pytest.fixture(scope="session")
 def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make train` leaves, and beside it what it printed; one for all workers, to be read."""
+    """Read-only folder of a finished quickstart, shared by all workers."""
     from tests.processes import run_verb
 
     own = tmp_path_factory.getbasetemp()
@@ -167,7 +167,7 @@ def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (parent / SCREEN).exists():
             with pytest.MonkeyPatch.context() as patch:
-                # Else what a verb says of the run's cache depends on which worker made the run.
+                # Otherwise messages about the cache depend on which worker trained the run.
                 patch.setenv("LOFT_DATA_CACHE", str(parent / "cache"))
                 said = run_verb("train", "+experiment=quickstart", f"output.dir={parent / 'run'}")
             (parent / SCREEN).write_text(said)
@@ -176,7 +176,7 @@ def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train_run(tmp_path: Path) -> TrainRun:
-    """Run `app.train` in this process; returns the run's folder."""
+    """Return a function that runs `app.train` in this process and returns the run's folder."""
     from app.config import load_config
     from app.train import train
 
@@ -190,7 +190,7 @@ def train_run(tmp_path: Path) -> TrainRun:
 
 
 def read_column(folder: Path, column: str) -> dict[int, float]:
-    """Read one column of a run's metrics.csv: step -> value, empty cells left out."""
+    """Read one column of a run's metrics.csv: step -> value, without empty cells."""
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     return {int(row["step"]): float(row[column]) for row in rows if row[column]}
@@ -198,7 +198,7 @@ def read_column(folder: Path, column: str) -> dict[int, float]:
 
 @pytest.fixture
 def stories() -> Path:
-    """Folder of a real trained Llama with tied embeddings; skips where it is absent."""
+    """Folder of a real trained Llama with tied embeddings; skips the test if it is missing."""
     if not STORIES.is_dir():
         pytest.skip("../shared/data is absent")
     return STORIES

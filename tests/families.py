@@ -1,4 +1,4 @@
-"""Tiny random models of families whose layers are of other kinds than Llama's."""
+"""Tiny random models of families with other kinds of layers than Llama."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXPERTS = {
 }
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
 ENCODER = {"is_decoder": True}
-"""what makes a BERT causal"""
+"""settings that make a BERT causal"""
 FAMILIES: dict[str, dict[str, Any]] = {
     "bert": ENCODER,
     "bloom": {"n_head": 4, "n_layer": 2},
@@ -97,7 +97,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_family(name: str, **numbers: Any) -> Any:
-    """A random model of a family in fp32, without dropout; every weight takes part in its logits.
+    """Build a random fp32 model of a family without dropout; every weight affects its logits.
 
     `numbers` change what `FAMILIES` has of it.
     """
@@ -117,7 +117,7 @@ def tiny_family(name: str, **numbers: Any) -> Any:
 
 
 def on_meta(kind: str, **numbers: Any) -> Any:
-    """A model of a kind with two layers and without weights, as transformers builds it."""
+    """Build a two-layer model on the meta device, as transformers builds it."""
     pair = {"d_model": 32, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2}
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "n_head": 4, "num_hidden_layers": 2}
     sizes = {"vocab_size": 64, "pad_token_id": 0} | (pair if kind in ("t5", "bart") else sizes)

@@ -1,7 +1,7 @@
-"""Two hosts on this machine: network namespaces with a name, an address and a link of their own.
+"""Two simulated hosts on this machine: network namespaces with a host name, address and link each.
 
-The link can be made slow, cut and restored, and counts the bytes that cross it. Names of namespaces
-carry the process, so that tests may run beside each other.
+The link can be slowed down, cut and restored, and counts bytes. Names of namespaces contain the
+process id, so that tests can run in parallel.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tests.processes import environment_of_a_person
 
 INTERFACE = "eth0"
 PORT = 29500
-"""of the rendezvous; a namespace has ports of its own"""
+"""port of the rendezvous; each namespace has separate ports"""
 FILES = Path("/etc/netns")
-"""`ip netns exec` lays the files of a namespace's folder here over those in /etc"""
+"""`ip netns exec` mounts the files of a namespace's folder here over those in /etc"""
 NAMED = 'hostname "$0" && exec "$@"'
 BURST = "64kb"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """One host: a network namespace, whose processes see its name and its interface only."""
+    """One host: a network namespace with its own host name and interface."""
 
     name: str
-    """what its processes have as the name of their host"""
+    """host name of its processes"""
     address: str
     namespace: str
 
@@ -50,7 +50,7 @@ class Host:
     def start(
         self, *words: str, environment: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
-        """Start a command on this host, in a session of its own."""
+        """Start a command on this host, in a new session."""
         return subprocess.Popen(
             self.command(*words),
             cwd=ROOT,
@@ -70,7 +70,7 @@ class Host:
         python: str = sys.executable,
         **popen: Any,
     ) -> subprocess.Popen[str]:
-        """Start this host's part of `torchrun --nnodes=2 ... WORDS`; `first` has the rendezvous.
+        """Start `torchrun --nnodes=2 ... WORDS` on this host; the rendezvous is on `first`.
 
         A thread a rank, unless `environment` says otherwise.
         """
@@ -89,17 +89,17 @@ class Host:
         return [int(word) for word in _ip("netns", "pids", self.namespace).split()]
 
     def send(self, signum: int) -> None:
-        """Send a signal to every process of this host: SIGKILL as its power fails, SIGSTOP."""
+        """Send a signal to every process of this host, e.g. SIGKILL for a power failure."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
     def sent_bytes(self) -> int:
-        """Return the bytes that have left this host over the link, headers included."""
+        """Return the bytes that this host has sent over the link, including headers."""
         return self._counted("tx")
 
     def received_bytes(self) -> int:
-        """Return the bytes that have come to this host over the link, headers included."""
+        """Return the bytes that this host has received over the link, including headers."""
         return self._counted("rx")
 
     def _counted(self, direction: str) -> int:
@@ -107,12 +107,12 @@ class Host:
         return int(json.loads(shown)[0]["stats64"][direction]["bytes"])
 
     def shape(self, rate: str) -> None:
-        """Have this host send at most at `rate`, in tc's words: 100mbit."""
+        """Limit the sending rate of this host to `rate`, in the format of tc: 100mbit."""
         limit = ("root", "tbf", "rate", rate, "burst", BURST, "latency", "200ms")
         _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", INTERFACE, *limit)
 
     def cut(self) -> None:
-        """Take this host's end of the link down: nothing is told to the other, as by a cable."""
+        """Take this host's end of the link down, as if a cable were unplugged."""
         _ip("-n", self.namespace, "link", "set", INTERFACE, "down")
 
     def restore(self) -> None:
@@ -121,7 +121,7 @@ class Host:
 
 
 def why_no_hosts() -> str | None:
-    """Return why this machine cannot have two hosts, or None where it can."""
+    """Return why this machine cannot simulate two hosts, None if it can."""
     if sys.platform != "linux":
         return "network namespaces are of Linux"
     missing = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
@@ -144,7 +144,7 @@ def why_no_hosts() -> str | None:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Make `node1` and `node2` with a link between them; whatever runs there is killed after."""
+    """Create `node1` and `node2` with a link; their processes are killed at the end."""
     first, second = (
         Host(
             name=f"node{number}",
@@ -173,7 +173,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts with a link between them; skipped, with the reason, where there can be none."""
+    """Two hosts with a link; skips the test if this machine cannot simulate them."""
     if (reason := why_no_hosts()) is not None:
         pytest.skip(reason)
     with two_hosts() as pair:

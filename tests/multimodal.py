@@ -1,4 +1,4 @@
-"""Tiny multimodal checkpoints of several families, whole: with towers of random weights."""
+"""Tiny multimodal checkpoints of several families, including random vision towers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ VISION = {
 
 
 def whole_class(config: Any) -> Any:
-    """The class with which transformers opens a multimodal checkpoint."""
+    """Return the class with which transformers opens a multimodal checkpoint."""
     return modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
 
 
 def tiny_multimodal(family: str) -> Any:
-    """A random multimodal model of 768 tokens in fp32; every weight takes part in its logits."""
+    """Build a random multimodal fp32 model with 768 tokens; every weight affects its logits."""
     config = tiny_config(family)
     if config.sub_configs.get("vision_config") and config.vision_config is None:
         kind = config.sub_configs["vision_config"]
@@ -54,7 +54,7 @@ def tiny_multimodal(family: str) -> Any:
 
 
 def llava_of_the_tiny_base(folder: Path) -> Path:
-    """Save a LLaVA whose language model is the base that ships."""
+    """Save a LLaVA whose language model is the shipped base."""
     text = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
     config = LlavaConfig(
         text_config=text.config,

@@ -1,4 +1,4 @@
-"""Damage to files by a seeded generator: bytes flipped, cut and repeated, values of other types."""
+"""Seeded damage to files: flipped, removed and repeated bytes, values of other types."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 HUGE_DIGITS = "9" * 5000
-"""more digits than Python turns into a number; json writes none, so it is put in as text"""
+"""a number with more digits than Python parses, inserted as text since json cannot write it"""
 DEEP = 3000
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 3, 7, 10**6, 10**12, 10**30, -(10**30), 0.5, -0.5, 5.0),
@@ -21,7 +21,7 @@ KEYS = ["", "nope", "model_type", "r", "__class__", "self", "x" * 10_000, "\0", 
 
 
 def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Flip, cut, repeat, drop or insert some bytes."""
+    """Flip, truncate, repeat, remove or insert some bytes."""
     if not content:
         return b"\xff"
     start = rng.randrange(len(content))
@@ -45,7 +45,7 @@ def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def mutate_tree(tree: Any, rng: random.Random) -> Any:
-    """Change one value somewhere in a tree of dicts and lists; the tree itself stays as it is."""
+    """Return a copy of a tree of dicts and lists with one changed value."""
     tree = copy.deepcopy(tree)
     holders = list(_holders(tree))
     if not holders:
@@ -70,7 +70,7 @@ def mutate_tree(tree: Any, rng: random.Random) -> Any:
 
 
 def _holders(tree: Any) -> Any:
-    """Yield (dict or list, key) of every value; of a long one, the first and the last."""
+    """Yield (container, key) of every value; of long containers only the first and the last."""
     keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
     for key in keys if len(keys) <= 40 else [*keys[:3], *keys[-3:]]:
         yield tree, key
@@ -79,7 +79,7 @@ def _holders(tree: Any) -> Any:
 
 
 def dump_json(tree: Any) -> bytes:
-    """Write a tree as JSON, with what `json` itself cannot write in place of words for it."""
+    """Return a tree as JSON, with placeholders replaced by what `json` cannot write."""
     text = json.dumps(tree)
     text = text.replace(f'"{HUGE_DIGITS}"', HUGE_DIGITS)
     text = text.replace('"DEEP LIST"', "[" * DEEP + "]" * DEEP)
@@ -108,7 +108,7 @@ def mutate_safetensors(content: bytes, rng: random.Random) -> bytes:
         return size.to_bytes(8, "little") + content[8:]
     if kind == 2:
         header = mutate_bytes(header, rng)
-    elif kind == 3:  # NaN and infinity as they come: all bits of a number set
+    elif kind == 3:  # all bits of a number set: NaN
         place = rng.randrange(0, max(len(body) - 8, 1))
         body = body[:place] + b"\xff" * 8 + body[place + 8 :]
     else:
@@ -130,7 +130,7 @@ LINES = [
 
 
 def mutate_yaml(content: bytes, rng: random.Random) -> bytes:
-    """Damage a YAML file: its bytes, a line that means trouble, or one value."""
+    """Damage a YAML file: its bytes, an invalid line, or one value."""
     import yaml
 
     kind = rng.randrange(4)

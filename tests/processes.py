@@ -1,4 +1,4 @@
-"""The ordinary command in processes of its own: typed, disturbed, and gone without a trace."""
+"""Run the verbs in separate processes, and find the processes of a run."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ RUN = (
     "adapter.dropout=0.1",
     "logger=csv",
 )
-"""a run of eight steps in which everything happens"""
+"""overrides of a run of eight steps with validations, checkpoints and an epoch's end"""
 TWO_RANKS = ("trainer.devices=2", "trainer.accelerator=cpu")
 LONGEST = 600.0
-"""seconds that a process may take, on a machine that has other things to do"""
+"""time limit of a process in seconds, on a busy machine"""
 AT_ONCE = 4.0
-"""seconds: what waits to save or to end by itself takes longer, what is obeyed does not"""
+"""limit in seconds for a process that ends at once, not after a save or a grace period"""
 GONE_WITHIN = 15.0
-"""within which nothing is left of a run that has ended, however it did"""
+"""seconds after the end of a run within which all its processes must be gone"""
 
 
 class Started(NamedTuple):
-    """A process that a verb runs in, and the line by which it was ready."""
+    """A process of a verb, and the printed line that showed that it was ready."""
 
     process: subprocess.Popen[str]
     line: str
 
 
 def ends_within() -> float:
-    """Seconds from SIGTERM to the end of what has nothing to save first, wherever it reads.
+    """Return the limit of seconds from SIGTERM to the end of a process with nothing to save.
 
-    Longer while other processes wait for the same cores, but less than what would hang takes.
+    It grows with the load of the machine, but stays below the time that a hanging process takes.
     """
     return min(25.0, 5.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def environment_of_a_person() -> dict[str, str]:
-    """This process's environment without what it may have found as a rank."""
+    """Return this process's environment without the variables of a rank."""
     return {name: value for name, value in os.environ.items() if name not in VARIABLES_OF_A_RANK}
 
 
@@ -60,8 +60,8 @@ def start_train(
     python: str = sys.executable,
     **options: Any,
 ) -> subprocess.Popen[str]:
-    """Type `python -m app.train`; None takes a variable out of the environment."""
-    with_stacks = {"PYTHONFAULTHANDLER": "1"}  # for what takes too long
+    """Start `python -m app.train`; None removes a variable from the environment."""
+    with_stacks = {"PYTHONFAULTHANDLER": "1"}  # stacks of a process that takes too long
     changed = environment_of_a_person() | with_stacks | dict(environment or {})
     return subprocess.Popen(
         [python, "-m", "app.train", *words],
@@ -69,7 +69,7 @@ def start_train(
         env={name: value for name, value in changed.items() if value is not None},
         text=True,
         start_new_session=True,
-        # As in a terminal: a shell's background jobs ignore it, and so would the run.
+        # As in a terminal: background jobs of a shell ignore SIGINT, as would the run.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
     )
@@ -78,7 +78,7 @@ def start_train(
 def type_train(
     folder: Path, *words: str, environment: Mapping[str, str | None] | None = None, **options: Any
 ) -> tuple[int, str, str]:
-    """Type a small run into `folder` and wait; returns its exit code and what it printed and said.
+    """Train a small run into `folder`; return its exit code, output and error output.
 
     Nothing of it may be left.
     """
@@ -94,7 +94,7 @@ def type_train(
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Return the processes whose command names a run's folder: ranks, their launcher, workers."""
+    """Return the processes with a run's folder in their command: launcher, ranks, workers."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -108,7 +108,7 @@ def processes_of(folder: Path) -> list[int]:
 
 
 def wait_until_gone(folder: Path, seconds: float = GONE_WITHIN) -> float:
-    """Wait until no process of a run is left; returns how long that took."""
+    """Wait until no process of a run is left; return the seconds that it took."""
     began = time.monotonic()
     while left := processes_of(folder):
         assert time.monotonic() - began < seconds, f"{left} are left of {folder}"
@@ -118,7 +118,7 @@ def wait_until_gone(folder: Path, seconds: float = GONE_WITHIN) -> float:
 
 @contextmanager
 def started(python: str, verb: str, *words: str, until: str, **variables: str) -> Iterator[Started]:
-    """Start a verb as a person does, and wait for a line that has `until`; killed at the end."""
+    """Start a verb and wait for a line that contains `until`; kill it at the end."""
     process = subprocess.Popen(
         [python, "-m", f"app.{verb}", *words],
         cwd=ROOT,
@@ -143,7 +143,7 @@ def started(python: str, verb: str, *words: str, until: str, **variables: str) -
 
 
 def run_verb(verb: str, *words: str, lines: str = "", python: str = sys.executable) -> str:
-    """Run a verb as a person does, with `lines` from a pipe; returns what it printed."""
+    """Run a verb with `lines` as its standard input; return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "LOFT_RUN_DIR"}
     done = subprocess.run(
         [python, "-m", f"app.{verb}", *words],

@@ -1,4 +1,4 @@
-"""Runs that were killed or have finished, as far as going on with them is decided without torch."""
+"""Folders of killed and finished runs, for tests of the checks before a resume (no torch)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ RANDOM_STATE = {
 
 
 def open_typed(*typed: str) -> Run:
-    """Open the run that a command means, as the verb does."""
+    """Open the run of a command line, as the verb does."""
     config = load_config("train", typed)
     return open_run(config, compare_existing(config, load_run_config))
 
 
 def start(*typed: str) -> Run:
-    """Open it, as one of several starts in this process."""
+    """Open the run as if in a new process."""
     try:
         return open_typed(*typed)
     finally:
@@ -47,7 +47,7 @@ def make_run(
     finished: bool = False,
     **facts: Any,
 ) -> Path:
-    """Leave a run of `words` with checkpoints of `steps`; `facts` replace its manifest's."""
+    """Write a run of `words` with checkpoints of `steps`; `facts` update its manifest."""
     config = load_config("train", [*words, f"output.dir={folder}"])
     folder.mkdir(parents=True)
     save_config(config, folder / "config.yaml")
@@ -75,7 +75,7 @@ def make_run(
 
 
 def save_step(store: CheckpointStore, step: int) -> None:
-    """Save a checkpoint of one rank that has all its documents, and no weights."""
+    """Save a complete checkpoint of one rank without weights."""
     store.begin(step)
     for name in (MODEL, OPTIMIZER):
         store.add_tensors(step, name, {})
@@ -86,7 +86,7 @@ def save_step(store: CheckpointStore, step: int) -> None:
 
 
 def training_document(step: int) -> dict[str, Any]:
-    """Return what a run without a validation counts."""
+    """Return the counters of a run without a validation."""
     return {
         "step": step,
         "optimizer": {"class": "AdamW", "groups": [], "numbers": {}, "on_host": []},
@@ -107,7 +107,7 @@ def training_document(step: int) -> dict[str, Any]:
 
 
 def seal(folder: Path) -> None:
-    """Make the manifest and the marker of a checkpoint fit its files, whatever these hold."""
+    """Rewrite the manifest and marker of a checkpoint to match its files."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name in manifest["files"]:
         content = (folder / name).read_bytes()
@@ -121,7 +121,7 @@ def seal(folder: Path) -> None:
 
 
 def damage(file: Path) -> None:
-    """Turn one bit in the middle of a file."""
+    """Flip one bit in the middle of a file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

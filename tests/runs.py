@@ -1,4 +1,4 @@
-"""Two runs beside each other: what must be the same to the bit, and what is only how fast."""
+"""Compare two runs bit for bit, except for timings."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from app.training.checkpoint.store import CheckpointStore
 
 MEASURED = ("speed/", "machine/", "memory/")
-"""what a machine took, beginnings of names: never the same twice"""
+"""prefixes of metrics of time and memory, which differ between runs"""
 
 
 def rows_of(run: Path) -> list[dict[str, str]]:
-    """All of metrics.csv as text, but for how fast it was."""
+    """Return the rows of metrics.csv as text, without time and memory."""
     with (run / "metrics.csv").open(newline="") as file:
         return [
             {key: value for key, value in row.items() if not key.startswith(MEASURED)}
@@ -22,7 +22,7 @@ def rows_of(run: Path) -> list[dict[str, str]]:
 
 
 def figures_of(run: Path) -> dict[str, float]:
-    """What was learned; without perplexities, for a loss says the same on a scale of its own."""
+    """Return metrics.json without time, memory, and perplexities, which follow from losses."""
     figures = json.loads((run / "metrics.json").read_text())
     return {
         key: value
@@ -31,15 +31,17 @@ def figures_of(run: Path) -> dict[str, float]:
     }
 
 
-def check_same_run(resumed: Path, whole: Path) -> None:
-    assert rows_of(resumed) == rows_of(whole)
-    assert figures_of(resumed) == figures_of(whole)
-    saved = [next(run.glob("*/*model.safetensors")) for run in (resumed, whole)]
+def check_same_run(resumed: Path, uninterrupted: Path) -> None:
+    assert rows_of(resumed) == rows_of(uninterrupted)
+    assert figures_of(resumed) == figures_of(uninterrupted)
+    saved = [next(run.glob("*/*model.safetensors")) for run in (resumed, uninterrupted)]
     assert saved[0].read_bytes() == saved[1].read_bytes()
-    last = [CheckpointStore(run / "checkpoints").checkpoints()[-1] for run in (resumed, whole)]
+    last = [
+        CheckpointStore(run / "checkpoints").checkpoints()[-1] for run in (resumed, uninterrupted)
+    ]
     assert last[0].step == last[1].step
-    files = [one.manifest["files"] for one in last]
+    files = [checkpoint.manifest["files"] for checkpoint in last]
     assert files[0].keys() == files[1].keys()
     for name in files[0]:
-        if name != "training.json":  # it holds seconds
+        if name != "training.json":  # contains timings
             assert files[0][name] == files[1][name], name

@@ -1,4 +1,4 @@
-"""`make` on a fresh clone and on what an interrupted one left; no network, Python is a script."""
+"""`make` in a fresh clone and after an interrupted install, with a fake Python and no network."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def clone(tmp_path: Path) -> Path:
 
 
 def make(clone: Path, *words: str) -> list[str]:
-    """Run make; returns the words of every call of Python."""
+    """Run make; return the arguments of every call of Python."""
     (clone / "calls.txt").write_text("")
-    # What was typed behind the make that runs these tests is in the environment.
+    # The environment contains the arguments of the make that runs these tests.
     typed = re.findall(r"\$\(([A-Z_]+)\)", (clone / "Makefile").read_text())
     environment = {
         name: value
@@ -69,7 +69,9 @@ def test_an_interrupted_install_is_repaired(clone: Path) -> None:
     assert calls[0] == "-m venv --clear .venv"
     assert sum("pip install" in call for call in calls) == 2
     assert make(clone, "install") == []
-    (clone / ".venv" / ".complete").unlink()  # pip was interrupted: what is there is kept
+    (
+        clone / ".venv" / ".complete"
+    ).unlink()  # as after an interrupted pip: installed packages are kept
     assert not any("venv" in call for call in make(clone, "install"))
 
 
@@ -88,7 +90,7 @@ def test_eval_trains_first_where_no_training_has_finished(clone: Path) -> None:
     run = clone / "outputs" / "name" / "time"
     run.mkdir(parents=True)
     (run / "metrics.json").write_text("{}")
-    (run / "config.yaml").write_text("run: null\n")  # of an evaluation
+    (run / "config.yaml").write_text("run: null\n")  # as in an evaluation
     assert make(clone, "eval")[-2:] == ["-m app.train", "-m app.evaluate"]
     for words in (["RUN=there"], ["ARGS=model.path=there"], ["ARGS=run=there"]):
         assert not any("app.train" in call for call in make(clone, "eval", *words))

@@ -45,7 +45,7 @@ SMALL_RUN = {
 
 @functools.cache
 def small_base() -> Path:
-    """The shipped base without its upper two layers, for as long as this process lives."""
+    """Return the folder of the shipped base without its upper two layers, made once per process."""
     parent = Path(tempfile.mkdtemp(prefix="loft"))
     maker = os.getpid()
     atexit.register(lambda: os.getpid() == maker and shutil.rmtree(parent, ignore_errors=True))
@@ -60,7 +60,7 @@ def small_base() -> Path:
 
 
 def small_run(*words: str) -> list[str]:
-    """Words of a run of four steps on two data sets; a word given here replaces the run's own."""
+    """Return the overrides of a run of four steps on two data sets; `words` take precedence."""
     chosen = {"model.path": str(small_base())} | SMALL_RUN
     chosen |= dict(word.split("=", 1) for word in words)
     return [f"{key}={value}" for key, value in chosen.items()]
@@ -78,7 +78,7 @@ def train_into(folder: Path, *words: str) -> Path:
 
 
 def tiny_llama(*, seed: int = 0, **numbers: Any) -> LlamaForCausalLM:
-    """A random Llama of two layers, 64 tokens and a tied head, in fp32; `numbers` change it.
+    """Build a random fp32 Llama with two layers, 64 tokens and a tied head; `numbers` change it.
 
     Its weights are large enough for every token to have its own logits.
     """
@@ -101,7 +101,7 @@ def tiny_llama(*, seed: int = 0, **numbers: Any) -> LlamaForCausalLM:
 
 
 def tiny_gpt2(*, seed: int = 0, **numbers: Any) -> GPT2LMHeadModel:
-    """A random GPT-2 (its matrices are transposed) of two layers and a tied head, in fp32."""
+    """Build a random fp32 GPT-2 (transposed matrices) with two layers and a tied head."""
     shape = {
         "vocab_size": 64,
         "n_embd": 32,
@@ -122,7 +122,7 @@ def tiny_gpt2(*, seed: int = 0, **numbers: Any) -> GPT2LMHeadModel:
 
 
 def tiny_t5(*, seed: int = 0, **numbers: Any) -> T5ForConditionalGeneration:
-    """A random T5 of two encoder and two decoder layers, 64 tokens and a tied head, in fp32."""
+    """Build a random fp32 T5 with 2 encoder and 2 decoder layers, 64 tokens and a tied head."""
     shape = {
         "vocab_size": 64,
         "d_model": 32,
@@ -142,7 +142,7 @@ def tiny_t5(*, seed: int = 0, **numbers: Any) -> T5ForConditionalGeneration:
 
 
 def tiny_bart(*, seed: int = 0, **numbers: Any) -> BartForConditionalGeneration:
-    """A random BART of two encoder and two decoder layers, 64 tokens and a tied head, in fp32."""
+    """Build a random fp32 BART with 2 encoder and 2 decoder layers, 64 tokens and a tied head."""
     shape = {
         "vocab_size": 64,
         "d_model": 32,
@@ -166,14 +166,14 @@ def tiny_bart(*, seed: int = 0, **numbers: Any) -> BartForConditionalGeneration:
 
 
 def save_with_tokenizer(model: Any, folder: Path) -> Path:
-    """Save a model of 768 tokens as a base, with the shipped tokenizer."""
+    """Save a model with 768 tokens as a base, with the shipped tokenizer."""
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY_BASE).save_pretrained(folder)
     return folder
 
 
 def move(model: torch.nn.Module, *, scale: float = 0.1, seed: int = 7) -> None:
-    """Change everything that trains, as a training would."""
+    """Change all trainable weights, as training would."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -182,17 +182,17 @@ def move(model: torch.nn.Module, *, scale: float = 0.1, seed: int = 7) -> None:
 
 
 def random_ids(rows: int = 1, tokens: int = 16) -> torch.Tensor:
-    """Token ids [rows, tokens] of `tiny_llama`, the same in every call."""
+    """Return token ids [rows, tokens] of `tiny_llama`, the same in every call."""
     return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
 
 def probe(rows: int = 1, tokens: int = 16) -> dict[str, torch.Tensor]:
-    """`random_ids` by the name of the model's argument."""
+    """Return `random_ids` as a keyword argument of the model."""
     return {"input_ids": random_ids(rows, tokens)}
 
 
 def probe_of(model: Any) -> dict[str, torch.Tensor]:
-    """`probe`, with what a decoder reads where the model has one."""
+    """Return `probe`, with decoder inputs for encoder-decoder models."""
     row = probe()
     if model.config.is_encoder_decoder:
         row["decoder_input_ids"] = random_ids()[:, :8]

@@ -20,10 +20,8 @@ pytestmark = pytest.mark.slow
 TOPK = Layout(
     strategy="ddp_compressed", words=("strategy.compression=topk", "strategy.topk_share=0.05")
 )
-LOCAL_STEPS = (
-    "strategy.synchronous_steps=1",
-    "strategy.sync_every_steps=4",
-)  # averages after step 5 and the last
+LOCAL_STEPS = ("strategy.synchronous_steps=1", "strategy.sync_every_steps=4")
+"""averages weights after step 5 and after the last one"""
 OUTER = ("strategy.outer_lr=0.7", "strategy.outer_momentum=0.9")
 LOCAL = {
     "mean": Layout(strategy="hsdp_local_sgd", words=("strategy.replicas=2", *LOCAL_STEPS)),
