@@ -83,9 +83,7 @@ def preview(config: PreviewConfig) -> Path:
             f"sequence length: {data.sequence_len:,} tokens ({context_fact})",
             describe_ranks(config.trainer, config.strategy, num_ranks),
             *describe_stream(config.data),
-            *describe_sample(
-                {dataset.name: dataset.rows for dataset in data.report.datasets if dataset.is_cut}
-            ),
+            *describe_sample({one.name: one.rows for one in data.report.datasets if one.is_cut}),
         ],
     )
     save_config(config, folder / CONFIG_FILE)
@@ -95,8 +93,8 @@ def preview(config: PreviewConfig) -> Path:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     print_preview(result, Console(highlight=False), config.preview.tokens)
-    shown_folder = printable(str(folder))
-    print(f"\n{shown_folder}/preview.html: this preview with more details\nrun: {shown_folder}")
+    print(f"\n{printable(str(folder))}/preview.html: this preview with more details")
+    print(f"run: {printable(str(folder))}")
     data.audit.check()  # last, so that the rows it lists can be inspected
     return folder
 

@@ -65,16 +65,7 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     if config.from_scratch:
-        numbers = dict(config.architecture)
-        architecture = AutoConfig.for_model(numbers.pop("model_type"), **numbers)
-        if language_model_class(architecture) is not None:
-            text = architecture.get_text_config().model_type
-            raise UserError(
-                f"model.from_scratch=true: {architecture.model_type} models are multimodal, and "
-                "only their language model is trained on text; type its values, with "
-                f"model.architecture.model_type={text}"
-            )
-        return architecture
+        return _architecture_from_scratch(config)
     numbers, _ = transformers.PreTrainedConfig.get_config_dict(
         config.path, revision=config.revision
     )
@@ -121,6 +112,21 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
         generation = generation_config(config)
         start = None if generation is None else generation.decoder_start_token_id
         architecture.decoder_start_token_id = start
+    return architecture
+
+
+def _architecture_from_scratch(config: ModelConfig) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    numbers = dict(config.architecture)
+    architecture = AutoConfig.for_model(numbers.pop("model_type"), **numbers)
+    if language_model_class(architecture) is not None:
+        text = architecture.get_text_config().model_type
+        raise UserError(
+            f"model.from_scratch=true: {architecture.model_type} models are multimodal, and only "
+            "their language model is trained on text; type its values, with "
+            f"model.architecture.model_type={text}"
+        )
     return architecture
 
 
