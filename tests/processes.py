@@ -85,12 +85,12 @@ def type_train(
     typed = [*small_run(*RUN, *words), f"output.dir={folder}"]
     process = start_train(*typed, environment=environment, **options)
     try:
-        printed, said = process.communicate(timeout=LONGEST)
+        printed, errors = process.communicate(timeout=LONGEST)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGABRT)
-        printed, said = process.communicate()
+        printed, errors = process.communicate()
     wait_until_gone(folder)
-    return process.returncode, printed, said
+    return process.returncode, printed, errors
 
 
 def processes_of(folder: Path) -> list[int]:

@@ -85,7 +85,7 @@ def type_command(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Ty
             lines=lines,
             environment={"LOFT_DATA_CACHE": str(cache)},
         )
-        return ending.code, ending.said
+        return ending.code, ending.output
 
     return type_verb
 

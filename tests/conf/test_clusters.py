@@ -92,13 +92,13 @@ def test_the_pytorchjob_configures_torchrun_by_variables() -> None:
     workers = spec["pytorchReplicaSpecs"]["Worker"]
     elastic = spec["elasticPolicy"]
     assert elastic["minReplicas"] == elastic["maxReplicas"] == workers["replicas"] == NODES
-    (one,) = elastic["rdzvConf"]
-    assert f"{one['key']}={one['value']}" in READ_TIMEOUT
+    (setting,) = elastic["rdzvConf"]
+    assert f"{setting['key']}={setting['value']}" in READ_TIMEOUT
     pod = workers["template"]["spec"]
     container = check_pod(pod)
     assert container["name"] == "pytorch"  # required by the operator
     check_torchrun(container["args"][0], nnodes=str(NODES), nproc_per_node=spec["nprocPerNode"])
-    variables = {one["name"]: one["value"] for one in container["env"]}
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
     assert int(variables["PET_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 

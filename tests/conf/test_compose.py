@@ -16,7 +16,7 @@ GROUPS = conf_files.list_groups(conf_files.CONF)
 FAST_MODELS = ("llama8b", "qwen3_30b_a3b", "t5_small", "tiny")
 """one model of each kind; test_models composes all of them"""
 OPTIONS = {
-    group: [one for one in options if group != "model" or one in FAST_MODELS]
+    group: [option for option in options if group != "model" or option in FAST_MODELS]
     for group, options in GROUPS.items()
     if group not in GROUPS_WITH_PLUS
 }
@@ -73,7 +73,7 @@ def test_every_experiment_composes(name: str) -> None:
 @pytest.mark.parametrize("name", GROUPS["sweep"])
 def test_every_sweep_file_lists_values_that_exist(name: str) -> None:
     swept = parse_parameters(["experiment=quickstart", f"sweep={name}"])
-    assert any(one.varies for one in swept)
+    assert any(word.varies for word in swept)
 
 
 def test_every_verb_composes_alone() -> None:
@@ -93,10 +93,10 @@ def test_every_yaml_file_belongs_to_a_verb_or_a_group() -> None:
 
 
 def test_every_choice_is_an_option_of_its_group() -> None:
-    for one in list_settings(VERBS["train"]):
-        group, _, name = one.key.partition(".")
-        if name in ("method", "backend", "mode", "shape", "name") and one.facts.choices:
-            assert sorted(one.facts.choices) == GROUPS[group], one.key
+    for setting in list_settings(VERBS["train"]):
+        group, _, name = setting.key.partition(".")
+        if name in ("method", "backend", "mode", "shape", "name") and setting.facts.choices:
+            assert sorted(setting.facts.choices) == GROUPS[group], setting.key
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

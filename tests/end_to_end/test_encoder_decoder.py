@@ -130,7 +130,7 @@ ARCHITECTURES = {
 def test_one_made_from_its_numbers_learns_six_rows_by_heart(
     kind: str, train_run: TrainRun, tmp_path: Path
 ) -> None:
-    rows = [{"instruction": asked, "input": "", "output": SIX[asked]} for asked in SIX]
+    rows = [{"instruction": question, "input": "", "output": SIX[question]} for question in SIX]
     (tmp_path / "six.json").write_text(json.dumps(rows))
     folder = train_run(
         "model.from_scratch=true",

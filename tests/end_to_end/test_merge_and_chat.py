@@ -96,9 +96,9 @@ def test_merged_and_unmerged_give_the_same_answers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = merge_into(tmp_path / "merged", *words_of(adapter), "merge.dtype=fp32")
-    said = capsys.readouterr().out
-    assert found.agreement == 1 and "merge verified: within differences of 0.001" in said
-    assert "chat template verified" in said and said.endswith(f"run: {tmp_path / 'merged'}\n")
+    output = capsys.readouterr().out
+    assert found.agreement == 1 and "merge verified: within differences of 0.001" in output
+    assert "chat template verified" in output and output.endswith(f"run: {tmp_path / 'merged'}\n")
     card = (tmp_path / "merged" / "README.md").read_text()
     assert "library_name: transformers" in card and str(ROOT) not in card
 
@@ -282,7 +282,7 @@ def test_a_mixture_merged_in_bf16_is_verified_with_equal_experts(
 
     def load_wrong(*given: Any) -> Any:
         model = load_merged(*given)
-        next(one for name, one in model.named_parameters() if "experts" in name).data.mul_(2)
+        next(weight for name, weight in model.named_parameters() if "experts" in name).data.mul_(2)
         return model
 
     load_merged = merged.load_merged
@@ -326,8 +326,8 @@ def questions_of(run: Path) -> list[tuple[Any, ...]]:
     base = open_base(config, resolve_single_device("cpu", "fp32"), LoraConfig())
     data = build_datamodule(config, base.tokenizer, base.spec, BatchSpec(micro_batch_size=1))
     data.setup("validate")
-    asked = data._ready.prompt_items(config.evaluation.max_rows)
-    return [item.turns[:-1] for _, items in asked for item in items]
+    prompts = data._ready.prompt_items(config.evaluation.max_rows)
+    return [item.turns[:-1] for _, items in prompts for item in items]
 
 
 def answers_of(questions: list[tuple[Any, ...]], *words: str) -> list[str]:
@@ -350,8 +350,8 @@ def test_chat_and_the_merged_model_answer_as_evaluate(
 ) -> None:
     questions, measured = held_out_answers(default_run)
     merged = tmp_path / "merged"
-    said = person.train_into(merged, f"run={default_run}", module="app.merge")
-    assert "merge verified" in said and "chat template verified" in said
+    output = person.train_into(merged, f"run={default_run}", module="app.merge")
+    assert "merge verified" in output and "chat template verified" in output
     for words in ([f"run={default_run}"], [f"model.path={merged}", "trainer.precision=fp32"]):
         assert answers_of(questions, *words) == measured, words
     # The same through a pipe: one-line questions with the most common system prompt.
@@ -390,12 +390,12 @@ def served_answers(
         client: Any = openai.OpenAI(base_url=url[1], api_key="none", max_retries=0)
         for number, turns in enumerate(questions):
             messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-            asked = {"model": name, "messages": messages, "max_tokens": 64, "temperature": 0}
+            request = {"model": name, "messages": messages, "max_tokens": 64, "temperature": 0}
             if number % 3:
-                found = client.chat.completions.create(**asked)
+                found = client.chat.completions.create(**request)
                 answers.append(found.choices[0].message.content)
             else:
-                parts = client.chat.completions.create(**asked, stream=True)
+                parts = client.chat.completions.create(**request, stream=True)
                 answers.append("".join(part.choices[0].delta.content or "" for part in parts))
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(20) == 130
@@ -437,9 +437,9 @@ def test_a_server_requires_its_key_and_stops_during_an_answer(
         )
         assert again.returncode == 2 and "another program listens on this port" in again.stderr
         client: Any = openai.OpenAI(base_url=found[1], api_key=key["LOFT_SERVE_KEY"], max_retries=0)
-        asked = {"model": base.name, "messages": [{"role": "user", "content": QUESTION}]}
+        request = {"model": base.name, "messages": [{"role": "user", "content": QUESTION}]}
         fields = {"max_tokens": 100_000, "temperature": 2, "stream": True}
-        parts = iter(client.chat.completions.create(**asked, **fields))
+        parts = iter(client.chat.completions.create(**request, **fields))
         next(parts), next(parts)
         server.process.send_signal(signal.SIGTERM)
         began = time.monotonic()

@@ -42,7 +42,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=ADAPTERS)
-def of_one(
+def of_one_rank(
     request: pytest.FixtureRequest,
     base: Path,
     person: Person,
@@ -57,11 +57,11 @@ def of_one(
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_several_ranks_give_the_figures_and_weights_of_one(
-    strategy: str, of_one: tuple[str, Path], base: Path, person: Person, tmp_path: Path
+    strategy: str, of_one_rank: tuple[str, Path], base: Path, person: Person, tmp_path: Path
 ) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
-    (adapter, one), two = of_one, tmp_path / "two"
+    (adapter, one), two = of_one_rank, tmp_path / "two"
     words = (*RUN, *ADAPTERS[adapter], f"model.path={base}", f"strategy={strategy}")
     person.train_into(two, *small_run(*words, "trainer.devices=2"))
     expected, found = figures_of(one), figures_of(two)

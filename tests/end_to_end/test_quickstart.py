@@ -36,7 +36,7 @@ def test_evaluate_repeats_the_closing_table(
     screen = person.train_into(folder, *words, module="app.evaluate")
     assert screen.splitlines()[-1] == f"run: {folder}"
     again, at_training = (
-        json.loads((one / "metrics.json").read_text()) for one in (folder, default_run)
+        json.loads((run / "metrics.json").read_text()) for run in (folder, default_run)
     )
     answered = {f"{who}/exact_match/{task}" for who in ("base", "tuned") for task in TASKS}
     assert answered <= set(again)
@@ -45,10 +45,10 @@ def test_evaluate_repeats_the_closing_table(
     for name in set(again) - answered - other:
         assert again[name] == pytest.approx(at_training[name], rel=1e-6), name
     answers, at_the_end = (
-        [json.loads(line) for line in (one / "predictions.jsonl").read_text().splitlines()]
-        for one in (folder, default_run)
+        [json.loads(line) for line in (run / "predictions.jsonl").read_text().splitlines()]
+        for run in (folder, default_run)
     )
-    assert len(answers) == 50 * len(TASKS) and all(one in at_the_end for one in answers)
+    assert len(answers) == 50 * len(TASKS) and all(answer in at_the_end for answer in answers)
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ class Block(NamedTuple):
         joined = re.sub(r" \\\n +", " ", self.text)
         values = {name: value.strip('"') for name, value in ASSIGNED.findall(joined)}
         lines = [line for line in joined.splitlines() if line.strip() and line[0] != "#"]
-        return [re.sub(r"\$([A-Z_]+)", lambda at: values.get(at[1], at[0]), one) for one in lines]
+        return [re.sub(r"\$([A-Z_]+)", lambda at: values.get(at[1], at[0]), line) for line in lines]
 
 
 def blocks_of(page: Path, language: str = "bash") -> list[Block]:
@@ -65,7 +65,9 @@ def blocks_of(page: Path, language: str = "bash") -> list[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"{one.page}-{n}" for n, one in enumerate(BLOCKS)])
+@pytest.mark.parametrize(
+    "block", BLOCKS, ids=[f"{block.page}-{n}" for n, block in enumerate(BLOCKS)]
+)
 def test_blocks_have_no_placeholders(block: Block) -> None:
     """Nothing in a block has to be filled in by the reader, except assigned variables."""
     left = re.findall(

@@ -29,34 +29,36 @@ TWO_RANKS = ("trainer.devices=2", "trainer.gradient_accumulation_steps=1")
 
 
 @pytest.fixture(scope="module")
-def of_one(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_one_rank(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "one"
     person.train_into(run, *small_run(*RUN))
     return run
 
 
-def check_same_end(run: Path, of_one: Path) -> None:
-    ours, theirs = (load_file(of / "adapter" / "adapter_model.safetensors") for of in (run, of_one))
+def check_same_end(run: Path, of_one_rank: Path) -> None:
+    ours, theirs = (
+        load_file(of / "adapter" / "adapter_model.safetensors") for of in (run, of_one_rank)
+    )
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype
         assert torch.allclose(ours[name], tensor, atol=1e-4), name
     for name in ("adapter_config.json", "base.json", "tokenizer.json"):
-        assert (run / "adapter" / name).read_text() == (of_one / "adapter" / name).read_text()
-    assert figures_of(run) == pytest.approx(figures_of(of_one), abs=1e-5)
+        assert (run / "adapter" / name).read_text() == (of_one_rank / "adapter" / name).read_text()
+    assert figures_of(run) == pytest.approx(figures_of(of_one_rank), abs=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_sharded_ranks_end_a_run_as_one_rank(
-    strategy: str, person: Person, of_one: Path, tmp_path: Path
+    strategy: str, person: Person, of_one_rank: Path, tmp_path: Path
 ) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
     run = tmp_path / "run"
-    said = person.train_into(run, *small_run(*RUN, *TWO_RANKS, f"strategy={strategy}"))
-    check_same_end(run, of_one)
-    assert said.count("verified: reloaded logits match") == said.count("base vs tuned") == 1
+    output = person.train_into(run, *small_run(*RUN, *TWO_RANKS, f"strategy={strategy}"))
+    check_same_end(run, of_one_rank)
+    assert output.count("verified: reloaded logits match") == output.count("base vs tuned") == 1
     figures = json.loads((run / "metrics.json").read_text())
     assert figures["base/val/loss"] != figures["tuned/val/loss"]
     assert "base/exact_match/lists" in figures
@@ -75,9 +77,9 @@ def test_a_write_error_on_rank_0_ends_all_ranks(person: Person, tmp_path: Path) 
 
     creator = threading.Thread(target=create_conflicting_file)
     creator.start()
-    said = person.train_into(run, *small_run(*RUN, *TWO_RANKS, "strategy=fsdp"), code=4)
+    output = person.train_into(run, *small_run(*RUN, *TWO_RANKS, "strategy=fsdp"), code=4)
     creator.join()
-    assert said.count("should be a directory, not a file") == 1
+    assert output.count("should be a directory, not a file") == 1
     assert not (run / "metrics.json").exists()
 
 
@@ -85,7 +87,7 @@ def test_a_write_error_on_rank_0_ends_all_ranks(person: Person, tmp_path: Path) 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp_offload"])
 @pytest.mark.parametrize("placed", [("trainer.devices=1",), TWO_RANKS], ids=["one", "two"])
 def test_sharded_ranks_on_gpus_end_a_run_as_one_rank(
-    placed: tuple[str, ...], strategy: str, person: Person, of_one: Path, tmp_path: Path
+    placed: tuple[str, ...], strategy: str, person: Person, of_one_rank: Path, tmp_path: Path
 ) -> None:
     """Also one GPU, which has every shard but ends as the strategy does."""
     if placed == TWO_RANKS and torch.cuda.device_count() < 2:
@@ -93,4 +95,4 @@ def test_sharded_ranks_on_gpus_end_a_run_as_one_rank(
     run = tmp_path / "run"
     words = (*placed, "trainer.accelerator=gpu", f"strategy={strategy}")
     person.train_into(run, *small_run(*RUN, *words))
-    check_same_end(run, of_one)
+    check_same_end(run, of_one_rank)

@@ -46,12 +46,12 @@ def words(stories: Path, *files: str) -> list[str]:
 def test_all_shared_data_sets_are_listed() -> None:
     if not SHARED.is_dir():
         pytest.skip("../shared/data is absent")
-    there = {
+    existing = {
         str(file.relative_to(SHARED))
         for folder in ("instruct", "chat", "text")
         for file in (SHARED / folder).iterdir()
     }
-    assert there == set(SETS)
+    assert existing == set(SETS)
 
 
 @pytest.mark.parametrize("file", SETS)

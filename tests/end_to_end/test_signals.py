@@ -32,11 +32,11 @@ pytestmark = pytest.mark.slow
 
 
 def steps_of(run: Path) -> list[int]:
-    return [one.step for one in CheckpointStore(run / "checkpoints").checkpoints()]
+    return [checkpoint.step for checkpoint in CheckpointStore(run / "checkpoints").checkpoints()]
 
 
 @pytest.fixture(scope="module")
-def whole_of_two(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("two") / "whole"
     person.train_into(run, *small_run(*RUN, *TWO_RANKS))
     return run
@@ -47,13 +47,13 @@ def test_a_stopped_run_resumes_by_the_command_it_prints(person: Person, tmp_path
     run = tmp_path / "run"
     words = ("resume=auto", "faults=[sigint@3,sigterm@7]", "data.num_workers=1")
     typed = [*small_run(*RUN, *words), f"output.dir={run}"]
-    code, said, seconds_until_gone = astuple(person.type_train(typed, tmp_path))
+    code, output, seconds_until_gone = astuple(person.type_train(typed, tmp_path))
     assert (code, steps_of(run)) == (130, [2, 3]) and seconds_until_gone < GONE_WITHIN
-    assert "stopped by SIGINT: step 3 is saved\n" in said and "Traceback" not in said
+    assert "stopped by SIGINT: step 3 is saved\n" in output and "Traceback" not in output
     assert "stopped after step 3 of" in (run / "report.html").read_text()
-    said = person.train_into(run, *small_run(*RUN, *words), code=143)
+    output = person.train_into(run, *small_run(*RUN, *words), code=143)
     assert steps_of(run) == [6, 7]
-    command = said.partition("to resume: ")[2].splitlines()[0]
+    command = output.partition("to resume: ")[2].splitlines()[0]
     typed = shlex.split(command)
     assert typed[:3] == ["python", "-m", "app.train"]
     assert person.type_train(typed[3:], tmp_path).code == 0
@@ -70,16 +70,16 @@ def test_a_signal_to_the_process_group_saves_once(tmp_path: Path) -> None:
     workers = len(processes_of(tmp_path / "run")) - 1
     assert workers >= 2
     os.killpg(process.pid, signal.SIGTERM)
-    said = process.communicate(timeout=LONGEST)[1]
+    output = process.communicate(timeout=LONGEST)[1]
     assert process.returncode == 143
     *_, last = steps_of(tmp_path / "run")
-    assert f"stopped by SIGTERM: step {last} is saved" in said
+    assert f"stopped by SIGTERM: step {last} is saved" in output
     assert max(int(row["step"]) for row in rows_of(tmp_path / "run")) == last
     wait_until_gone(tmp_path / "run")
 
 
 def test_two_ranks_stop_together_and_are_restarted(
-    whole_of_two: Path, person: Person, tmp_path: Path
+    uninterrupted: Path, person: Person, tmp_path: Path
 ) -> None:
     run, bin_ = tmp_path / "run", tmp_path / "bin"
     bin_.mkdir()
@@ -94,19 +94,19 @@ def test_two_ranks_stop_together_and_are_restarted(
         # Only one rank receives the signal of the time limit.
         "faults=[sigusr1:1@3,rank_killed:0@5,rank_killed:1@7]",
     )
-    said = person.train_into(run, *small_run(*RUN, *words), environment=slurm, code=138)
+    output = person.train_into(run, *small_run(*RUN, *words), environment=slurm, code=138)
     assert steps_of(run) == [2, 3]
-    assert "supervise.requeue: job 77 requeued" in said
+    assert "supervise.requeue: job 77 requeued" in output
     assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
-    said = person.train_into(run, *small_run(*RUN, *words), environment=slurm)
-    assert "rank 0 was killed by SIGKILL" in said and "after step 5" in said
-    assert "rank 1 was killed by SIGKILL" in said and "after step 7" in said
-    assert said.count("error") == 2 and "gloo" not in said
-    assert "restart 1 of 2, from step 4" in said and "restart 2 of 2, from step 6" in said
-    check_same_run(run, whole_of_two)
+    output = person.train_into(run, *small_run(*RUN, *words), environment=slurm)
+    assert "rank 0 was killed by SIGKILL" in output and "after step 5" in output
+    assert "rank 1 was killed by SIGKILL" in output and "after step 7" in output
+    assert output.count("error") == 2 and "gloo" not in output
+    assert "restart 1 of 2, from step 4" in output and "restart 2 of 2, from step 6" in output
+    check_same_run(run, uninterrupted)
 
 
-def test_torchrun_restarts_ranks(whole_of_two: Path, person: Person, tmp_path: Path) -> None:
+def test_torchrun_restarts_ranks(uninterrupted: Path, person: Person, tmp_path: Path) -> None:
     words = small_run(*RUN, *TWO_RANKS, "resume=auto", "faults=[rank_killed:1@5]")
     command = [
         *(person.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
@@ -124,13 +124,13 @@ def test_torchrun_restarts_ranks(whole_of_two: Path, person: Person, tmp_path: P
     assert done.returncode == 0, done.stderr
     assert "RESUME: from" in done.stdout
     wait_until_gone(tmp_path / "run")
-    check_same_run(tmp_path / "run", whole_of_two)
+    check_same_run(tmp_path / "run", uninterrupted)
 
 
 def test_a_killed_loader_worker_is_named(person: Person, tmp_path: Path) -> None:
     words = ("data.num_workers=1", "faults=[worker_killed@3]")
-    said = person.train_into(tmp_path / "run", *small_run(*RUN, *words), code=3)
-    assert said.count("error") == 1 and "Traceback" not in said
+    output = person.train_into(tmp_path / "run", *small_run(*RUN, *words), code=3)
+    assert output.count("error") == 1 and "Traceback" not in output
     # PyTorch detects a signal or a missing worker, whichever comes first.
-    assert re.search(r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)", said)
-    assert "type a smaller data.num_workers" in said
+    assert re.search(r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)", output)
+    assert "type a smaller data.num_workers" in output

@@ -74,7 +74,7 @@ def stall(person: Person) -> Stall:
             if re.search(r"\.tmp|^\.\w+\.\w+\.\d+$", file.name)
         ]
         assert not left
-        return ending.code, seconds, ending.said
+        return ending.code, seconds, ending.output
 
     return stall_and_stop
 
@@ -89,19 +89,19 @@ def test_a_stalled_run_ends_within_the_limit(
         f"data.cache_dir={tmp_path / 'run' / 'cache'}",
         f"output.dir={tmp_path / 'run' / 'out'}",
     ]
-    code, seconds, said = stall(tmp_path / "run", "train", place, how, calls, typed)
-    assert (code, seconds < ends_within()) == (143, True), (seconds, said)
+    code, seconds, output = stall(tmp_path / "run", "train", place, how, calls, typed)
+    assert (code, seconds < ends_within()) == (143, True), (seconds, output)
 
 
 def test_a_stalled_read_of_a_checkpoint_ends_within_the_limit(tmp_path: Path, stall: Stall) -> None:
     made = train_into(tmp_path / "made", "trainer.max_steps=1", "logger=csv")
     run = shutil.copytree(made, tmp_path / "run" / "out")  # this process has locked the original
     (run / "metrics.json").unlink()
-    code, seconds, said = stall(
+    code, seconds, output = stall(
         *(tmp_path / "run", "train", "app.training.checkpoint.disk:read_hash", "hangs", 0),
         [f"resume={run}"],
     )
-    assert (code, seconds < ends_within()) == (143, True), (seconds, said)
+    assert (code, seconds < ends_within()) == (143, True), (seconds, output)
 
 
 @pytest.mark.parametrize("how", ["sleeps", "hangs"])
@@ -114,14 +114,14 @@ def test_completed_steps_are_saved_if_data_stalls(tmp_path: Path, stall: Stall, 
         f"output.dir={folder / 'out'}",
     ]
     batches = "data_modules.datamodule:_Batches.__getitem__"
-    code, seconds, said = stall(folder, "train", batches, how, 4, typed)  # two per step
-    assert (code, seconds < ends_within()) == (143, True), (seconds, said)
+    code, seconds, output = stall(folder, "train", batches, how, 4, typed)  # two per step
+    assert (code, seconds < ends_within()) == (143, True), (seconds, output)
     saved = CheckpointStore(folder / "out" / "checkpoints").newest_good()[0]
     if how == "sleeps":
         assert saved is not None and saved.step == 2
-        assert "the data of the next step did not arrive; step 2 is saved" in said
+        assert "the data of the next step did not arrive; step 2 is saved" in output
     else:
-        assert saved is None and "exited immediately" in said
+        assert saved is None and "exited immediately" in output
 
 
 def test_an_interrupted_evaluation_is_repeated_on_resume(tmp_path: Path, stall: Stall) -> None:
@@ -132,12 +132,12 @@ def test_an_interrupted_evaluation_is_repeated_on_resume(tmp_path: Path, stall: 
         *("evaluation.exact_match=false", "evaluation.every_steps=2"),
     )
     folder = tmp_path / "run"
-    code, seconds, said = stall(
+    code, seconds, output = stall(
         *(folder, "train", "app.evaluation.tasks.measure:score", "sleeps", 1),  # after step 2
         [*measured, f"output.dir={folder / 'out'}"],
     )
-    assert (code, seconds < ends_within()) == (143, True), (seconds, said)
-    assert "the interrupted measurement will be repeated; step 2 is saved" in said
+    assert (code, seconds < ends_within()) == (143, True), (seconds, output)
+    assert "the interrupted measurement will be repeated; step 2 is saved" in output
     resumed = train_into(folder / "out", *measured, "resume=must")
     check_same_run(resumed, train_into(tmp_path / "whole", *measured))
 
@@ -148,9 +148,9 @@ def test_other_stalled_verbs_end_within_the_limit(tmp_path: Path, stall: Stall, 
     words = [data, f"model.path={TINY_BASE}", f"data.cache_dir={tmp_path / 'run' / 'cache'}"]
     if verb == "evaluate":
         words = [w.replace("data.datasets", "data.test_datasets") for w in words]
-    code, seconds, said = stall(
+    code, seconds, output = stall(
         *(tmp_path / "run", verb, "data_modules.tokens.encode:ChunkEncoder.__call__", "sleeps", 0),
         [*words, f"output.dir={tmp_path / 'run' / 'out'}"],
     )
-    assert (code, seconds < ends_within()) == (143, True), (seconds, said)
-    assert "stopped by SIGTERM" in said and "Traceback" not in said
+    assert (code, seconds < ends_within()) == (143, True), (seconds, output)
+    assert "stopped by SIGTERM" in output and "Traceback" not in output

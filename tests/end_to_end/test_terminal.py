@@ -100,15 +100,15 @@ def test_bars_of_answers_and_validation_are_erased(
 def test_a_good_run_logs_no_warnings(seed: int, person: Person, tmp_path: Path) -> None:
     words = ["+experiment=quickstart", "evaluation.exact_match=false", "logger=csv"]
     words += [f"seed={seed}", "trainer.max_steps=120"]
-    said = person.train_into(tmp_path / "run", *words)
-    check_no_alarm(said, tmp_path / "run")
+    output = person.train_into(tmp_path / "run", *words)
+    check_no_warnings(output, tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_the_quickstart_logs_no_warnings(default_run: Path) -> None:
-    check_no_alarm((default_run.parent / SCREEN).read_text(), default_run)
+    check_no_warnings((default_run.parent / SCREEN).read_text(), default_run)
 
 
-def check_no_alarm(said: str, run: Path) -> None:
+def check_no_warnings(output: str, run: Path) -> None:
     log = (run / LOG_FILE).read_text()
-    assert " WARNING " not in log and "warning" not in said + log
+    assert " WARNING " not in log and "warning" not in output + log

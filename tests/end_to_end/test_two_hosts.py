@@ -30,9 +30,9 @@ from tests.tiny import small_run
 __all__ = ["hosts"]
 pytestmark = pytest.mark.slow
 
-LIMIT = 12.0
+HANG_SECONDS = 12.0
 """limit of seconds without progress"""
-NOTICED_WITHIN = 4 * LIMIT
+NOTICED_WITHIN = 4 * HANG_SECONDS
 """seconds within which a rank ends after losing another one, on a busy machine"""
 NUM_KILLS = int(os.environ.get("LOFT_KILLS", "2"))
 """number of times that a host is killed at a random moment; each takes the time of a start"""
@@ -43,7 +43,7 @@ TWO_HOSTS = (
     "trainer.devices=1",
     "trainer.accelerator=cpu",
     "resume=auto",
-    f"supervise.hang_minutes={LIMIT / 60}",
+    f"supervise.hang_minutes={HANG_SECONDS / 60}",
 )
 
 
@@ -82,7 +82,10 @@ class Training:
         return "".join(map(self.output, self.pair))
 
     def steps(self) -> list[int]:
-        return [one.step for one in CheckpointStore(self.run / "checkpoints").checkpoints()]
+        return [
+            checkpoint.step
+            for checkpoint in CheckpointStore(self.run / "checkpoints").checkpoints()
+        ]
 
     def wait_until(self, condition: Callable[[], object], seconds: float = LONGEST) -> float:
         """Wait for `condition`; return the seconds that it took."""
@@ -98,12 +101,12 @@ class Training:
         assert self.steps()[-1:] >= [step], self.all_output()
 
     def has_ended(self) -> bool:
-        return all(one.poll() is not None for one in self.torchruns.values())
+        return all(torchrun.poll() is not None for torchrun in self.torchruns.values())
 
     def wait_until_done(self) -> None:
         """Wait for the end of both torchruns, which must succeed."""
         self.wait_until(self.has_ended)
-        codes = [one.poll() for one in self.torchruns.values()]
+        codes = [torchrun.poll() for torchrun in self.torchruns.values()]
         assert codes == [0, 0], self.all_output()
 
     def ranks_of(self, host: Host) -> list[int]:
@@ -143,13 +146,13 @@ def start(hosts: tuple[Host, Host], person: Person, tmp_path: Path) -> Start:
     return start_training
 
 
-def check_lost(said: str, rank: int, host: str) -> None:
+def check_lost(output: str, rank: int, host: str) -> None:
     """Check that a rank reported once which other one it lost, and how to resume."""
-    sentences = re.findall(r"^error .*", said, re.MULTILINE)
-    assert len(sentences) == 1, said
+    sentences = re.findall(r"^error .*", output, re.MULTILINE)
+    assert len(sentences) == 1, output
     assert f"rank {rank} on host {host}" in sentences[0]
-    assert "to resume: torchrun --nnodes=2 --nproc-per-node=1 " in said
-    assert "--rdzv-endpoint=node1:29500 --rdzv-conf=read_timeout=600 -m app.train resume=" in said
+    assert "to resume: torchrun --nnodes=2 --nproc-per-node=1 " in output
+    assert "--rdzv-endpoint=node1:29500 --rdzv-conf=read_timeout=600 -m app.train resume=" in output
 
 
 @pytest.mark.parametrize(("lives", "dies"), [(0, 1), (1, 0)], ids=["second", "first"])
@@ -166,8 +169,8 @@ def test_a_lost_host_is_reported_by_the_other(
     if lives == 0:  # otherwise torchrun waits for its store, which is on the first host
         torchrun = training.torchruns["node1"]
         training.wait_until(lambda: torchrun.poll() is not None, NOTICED_WITHIN)
-        said = training.output(hosts[lives])
-        assert "exitcode  : 3" in said and "traceback : error (the environment)" in said
+        output = training.output(hosts[lives])
+        assert "exitcode  : 3" in output and "traceback : error (the environment)" in output
 
 
 def test_a_lost_connection_ends_both_hosts(hosts: tuple[Host, Host], start: Start) -> None:
@@ -183,7 +186,7 @@ def test_a_lost_connection_ends_both_hosts(hosts: tuple[Host, Host], start: Star
 
 
 @pytest.fixture(scope="module")
-def whole(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run with two ranks on this host."""
     run = tmp_path_factory.mktemp("two") / "whole"
     person.train_into(run, *small_run(*RUN, *TWO_RANKS))
@@ -206,15 +209,15 @@ def test_a_connection_lost_for_20_seconds_does_not_end_the_run(
 
 
 def test_torchrun_restarts_both_hosts_after_a_killed_rank(
-    hosts: tuple[Host, Host], start: Start, whole: Path
+    hosts: tuple[Host, Host], start: Start, uninterrupted: Path
 ) -> None:
     """Also if torchrun shares its store, with addresses of dead ranks, with the ranks."""
     training = start("faults=[rank_killed:1@5]", max_restarts=1, has_own_store=False)
     training.wait_until_done()
-    said = training.output(hosts[0])
-    assert "lost rank 1 on host node2 after step " in said and "RESUME: from" in said
-    assert f"under torchrun --max-restarts with {OWN_STORE_VARIABLE}=1" in said
-    check_same_run(training.run, whole)
+    output = training.output(hosts[0])
+    assert "lost rank 1 on host node2 after step " in output and "RESUME: from" in output
+    assert f"under torchrun --max-restarts with {OWN_STORE_VARIABLE}=1" in output
+    check_same_run(training.run, uninterrupted)
 
 
 def test_killed_hosts_rejoin_and_the_run_is_unchanged(
@@ -322,19 +325,19 @@ class Job:
 
 
 def test_a_requeued_job_of_two_nodes_resumes(
-    hosts: tuple[Host, Host], whole: Path, person: Person, tmp_path: Path
+    hosts: tuple[Host, Host], uninterrupted: Path, person: Person, tmp_path: Path
 ) -> None:
     job = Job(
         hosts, tmp_path, person, "faults=[sigusr1:1@3]"
     )  # only one rank receives the signal of the time limit
-    code, said = job.run()
-    assert code == 138, said
-    assert said.count("supervise.requeue: job 77 requeued") == 1
+    code, output = job.run()
+    assert code == 138, output
+    assert output.count("supervise.requeue: job 77 requeued") == 1
     assert (tmp_path / "requeued").read_text() == "requeue 77\n"
-    code, said = job.run()
-    assert code == 0, said
-    assert "RESUME: from" in said and "step-3" in said
-    check_same_run(tmp_path / "run", whole)
+    code, output = job.run()
+    assert code == 0, output
+    assert "RESUME: from" in output and "step-3" in output
+    check_same_run(tmp_path / "run", uninterrupted)
 
 
 def test_a_port_in_use_is_refused_with_a_fix(
@@ -343,7 +346,7 @@ def test_a_port_in_use_is_refused_with_a_fix(
     port = 20000 + 77
     listens = f"import socket, time; socket.create_server(('', {port})); time.sleep(600)"
     hosts[0].start(sys.executable, "-c", listens.replace("socket.create", "s = socket.create"))
-    _, said = Job(hosts, tmp_path, person).run()
-    assert said.count("error (the environment): ") == 1, said
-    assert f"port {port} is in use on the machine of rank 0" in said
-    assert "export MASTER_PORT=N before srun" in said
+    _, output = Job(hosts, tmp_path, person).run()
+    assert output.count("error (the environment): ") == 1, output
+    assert f"port {port} is in use on the machine of rank 0" in output
+    assert "export MASTER_PORT=N before srun" in output

@@ -66,8 +66,8 @@ def pair(folder: Path, method: str, adapter: AdapterConfig, precision: str) -> t
     for name, parameter in reference.named_parameters():
         if parameter.requires_grad:
             if "magnitude" not in name:
-                one = float("ia3" in name)
-                torch.nn.init.normal_(parameter, one, 0.1)
+                mean = float("ia3" in name)
+                torch.nn.init.normal_(parameter, mean, 0.1)
             ours[name].data = parameter.data.clone()
     return model, reference
 

@@ -183,18 +183,18 @@ def _problems(
     problems = []
     expected = 0 if death is None else death.code
     if ending.code != expected:
-        problems.append(f"exit code {ending.code}, not {expected}: {ending.said[-1500:]}")
+        problems.append(f"exit code {ending.code}, not {expected}: {ending.output[-1500:]}")
     if ending.seconds_until_gone >= GONE_WITHIN:
         problems.append("processes are still running")
-    if "Traceback" in ending.said:
-        problems.append(f"a traceback: {ending.said[-1500:]}")
+    if "Traceback" in ending.output:
+        problems.append(f"a traceback: {ending.output[-1500:]}")
     problems += [
-        f"{words!r} is not printed" for words in expected_output if words not in ending.said
+        f"{words!r} is not printed" for words in expected_output if words not in ending.output
     ]
     if death is None:
         return problems
-    if death.says not in ending.said:
-        problems.append(f"{death.says!r} is not printed: {ending.said[-1500:]}")
+    if death.says not in ending.output:
+        problems.append(f"{death.says!r} is not printed: {ending.output[-1500:]}")
     notes = run / NOTES_FILE
     struck = notes.read_text().splitlines() if notes.exists() else []
     if death.fault is not None and (not struck or struck[-1] != death.fault):

@@ -36,7 +36,7 @@ class Ending:
 
     code: int
     """exit code, negative for a signal"""
-    said: str
+    output: str
     """standard output and error"""
     seconds_until_gone: float
     """seconds from its end to that of the last process that it had started"""
@@ -111,14 +111,14 @@ class Person:
         finally:
             too_long.cancel()
             end_session(pid)
-        said = log.read_bytes()[begins:].decode(errors="replace")
-        return Ending(code=code, said=said, seconds_until_gone=seconds)
+        output = log.read_bytes()[begins:].decode(errors="replace")
+        return Ending(code=code, output=output, seconds_until_gone=seconds)
 
     def train_into(self, run: Path, *words: str, code: int = 0, **options: Any) -> str:
         """Train into the folder `run`; check the exit code `code`, return the output."""
         ending = self.type_train([*words, f"output.dir={run}"], run.parent, **options)
-        assert ending.code == code, ending.said
-        return ending.said
+        assert ending.code == code, ending.output
+        return ending.output
 
     def _start_cold(
         self, module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str]

@@ -147,7 +147,10 @@ def plan_disk_full(seed: int, counted: Mapping[Variant, Operations]) -> list[Cha
 def _parts(total: int, number: int) -> list[tuple[int, int]]:
     """Split 1..total into `number` ranges (first, last); the last one has length 1."""
     bounds = [round(1 + index * (total - 1) / (number - 1)) for index in range(number)]
-    return [*((one, other - 1) for one, other in itertools.pairwise(bounds)), (total, total)]
+    return [
+        *((first, following - 1) for first, following in itertools.pairwise(bounds)),
+        (total, total),
+    ]
 
 
 def _die_within_saves(

@@ -50,7 +50,7 @@ def test_full_kills_at_every_operation() -> None:
             for death in chain.deaths
             if death.fault is not None
         ]
-        assert of_variant == [f"disk:{one}" for one in range(1, operations.all + 1)]
+        assert of_variant == [f"disk:{point}" for point in range(1, operations.all + 1)]
 
 
 def test_records_are_read_per_process(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class HostRuns:
 
         with ThreadPoolExecutor(2) as both:
             endings = list(both.map(ranks_of, range(2)))
-        output = "\n".join(ending.said for ending in endings)
+        output = "\n".join(ending.output for ending in endings)
         assert [ending.code for ending in endings] == [0, 0], output
         sent, seconds = [], []
         for host in self._pair:
