@@ -184,10 +184,10 @@ def test_a_nonfinite_validation_ends_the_run_and_is_named(
 ) -> None:
     words = [*small_run(*TOO_MUCH), "logger=csv", f"output.dir={tmp_path / 'run'}"]
     code = run_verb("train", train, words=words)
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert code == 4
-    assert "validation after step 1: loss nan (of lists, orders)" in said
-    assert "optimizer.lr" in said
+    assert "validation after step 1: loss nan (of lists, orders)" in stderr
+    assert "optimizer.lr" in stderr
     assert validation_steps(tmp_path / "run") == [0, 1]
     assert not list(tmp_path.glob("run/checkpoints/step-*"))
 
@@ -198,10 +198,10 @@ def test_a_nonfinite_step_ends_the_run_and_is_named(
     words = [*small_run(*TOO_MUCH, "trainer.log_every_steps=10")]
     words += ["trainer.validate_every_steps=4", "logger=csv", f"output.dir={tmp_path / 'run'}"]
     code = run_verb("train", train, words=words)
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert code == 4
-    assert "step 2: loss nan (of lists, orders), gradient norm nan; rows " in said
-    assert "optimizer.lr" in said
+    assert "step 2: loss nan (of lists, orders), gradient norm nan; rows " in stderr
+    assert "optimizer.lr" in stderr
     rows = train_rows(tmp_path / "run")
     assert [int(row["step"]) for row in rows] == [1, 2]
     assert math.isfinite(float(rows[0]["train/loss"]))

@@ -41,7 +41,7 @@ every_optimizer = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: 
 
 
 def wide_llama(**numbers: Any) -> Any:
-    """A tiny Llama whose matrices and embedding have the 4096 numbers that 8 bits begin with."""
+    """Return a tiny Llama whose matrices have at least 4096 elements, the minimum for 8 bits."""
     return tiny_llama(vocab_size=96, hidden_size=64, intermediate_size=128, **numbers)
 
 
@@ -279,9 +279,9 @@ def test_a_run_learns_and_logs_its_groups(name: str, adapter: str, train_run: Tr
     assert metrics["tuned/val/loss"] < metrics["base/val/loss"]
     rates = read_column(folder, "train/lr")
     assert list(rates.values()) == pytest.approx([1.5e-3, *[3e-3] * 5])
-    said = (folder / LOG_FILE).read_text()
-    assert "parameter groups of" in said
-    assert ("there is nowhere to page to" in said) is (name == "paged_adamw8bit")
+    log_text = (folder / LOG_FILE).read_text()
+    assert "parameter groups of" in log_text
+    assert ("there is nowhere to page to" in log_text) is (name == "paged_adamw8bit")
 
 
 # What is kept in how many bits.

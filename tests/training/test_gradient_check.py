@@ -99,10 +99,10 @@ def test_modules_without_gradient_are_named_with_the_fix(strategy: StrategyMixin
     ids = torch.randint(3, 60, (1, 12))
     with pytest.raises(UserError) as error:
         take_first_step(lora(gemma3()), strategy, input_ids=ids, labels=ids)
-    said = str(error.value)
-    assert "step 1: 15 of 29 adapted matrices got no gradient" in said
-    assert "model.vision_tower." in said
-    assert said.endswith(f"type adapter.target_modules='{WITHOUT_VISION}'")
+    message = str(error.value)
+    assert "step 1: 15 of 29 adapted matrices got no gradient" in message
+    assert "model.vision_tower." in message
+    assert message.endswith(f"type adapter.target_modules='{WITHOUT_VISION}'")
     take_first_step(lora(gemma3(), WITHOUT_VISION), strategy, input_ids=ids, labels=ids)
 
 

@@ -35,7 +35,7 @@ def resolve(
 
 
 @pytest.mark.parametrize("adapter", METHODS, ids=lambda adapter: adapter.name)
-def test_the_default_is_that_of_the_method_and_says_so(adapter: AdapterConfig) -> None:
+def test_the_default_is_that_of_the_method_and_is_named(adapter: AdapterConfig) -> None:
     lr = resolve(adapter)
     default = DEFAULT_LR[adapter.name]
     assert lr.value == default
@@ -45,7 +45,7 @@ def test_the_default_is_that_of_the_method_and_says_so(adapter: AdapterConfig) -
     assert lr.warning is None
 
 
-def test_what_is_typed_wins() -> None:
+def test_a_typed_learning_rate_overrides_the_default() -> None:
     lr = resolve(LoraConfig(), lr=3e-3)
     assert lr == LearningRate(3e-3, "lr 3e-3", None)
 
@@ -119,9 +119,9 @@ def test_a_run_scales_by_all_packs_of_a_step_and_says_what_it_does(tmp_path: Pat
             "trainer.max_steps=1",
             "data.val_set_size=0",
         )
-    said = printed.getvalue()
-    assert "lr 0.01 x sqrt(4 / 8) = 7.07e-3" in said
-    assert "warning: learning rate 7.07e-3 is 14 times above" in said
+    output = printed.getvalue()
+    assert "lr 0.01 x sqrt(4 / 8) = 7.07e-3" in output
+    assert "warning: learning rate 7.07e-3 is 14 times above" in output
     # The curves show the base rate; the table shows that of B, too.
     rates = read_column(tmp_path / "run", "train/lr")
     assert list(rates.values()) == pytest.approx([0.01 / math.sqrt(2)])

@@ -1,4 +1,4 @@
-"""What the loggers of a run that goes on keep of what is there, and what they drop."""
+"""What the loggers of a resumed run keep of existing files, and what they drop."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_rows_that_do_not_fit_the_disk_are_reported(
     with pytest.raises(SaveError) as caught:
         write_steps(logger, 2)
         logger.save()
-    said = str(caught.value)
-    assert "metrics.csv could not be written: No space left on device; it needs " in said
-    assert "iB are free; free disk space, then type resume=" in said
+    message = str(caught.value)
+    assert "metrics.csv could not be written: No space left on device; it needs " in message
+    assert "iB are free; free disk space, then type resume=" in message
     assert exit_code(caught.value) == ENVIRONMENT_ERROR

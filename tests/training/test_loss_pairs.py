@@ -16,7 +16,9 @@ from data_modules.collator import Collator
 from tests.tiny import random_ids, tiny_bart, tiny_t5
 
 
-def example(number: int, source: int, target: int, weights: list[float], dataset: int) -> Example:
+def make_example(
+    number: int, source: int, target: int, weights: list[float], dataset: int
+) -> Example:
     ids = random_ids(tokens=60)[0].numpy().astype(np.int32)
     return Example(
         ids[number : number + source],
@@ -28,26 +30,26 @@ def example(number: int, source: int, target: int, weights: list[float], dataset
 
 
 EXAMPLES = [
-    example(0, 7, 3, [1, 1, 1], 0),
-    example(1, 2, 5, [0, 0, 0.5, 2, 1], 2),
-    example(2, 11, 1, [1], 0),
+    make_example(0, 7, 3, [1, 1, 1], 0),
+    make_example(1, 2, 5, [0, 0, 0.5, 2, 1], 2),
+    make_example(2, 11, 1, [1], 0),
 ]
 
 
-def by_hand(model: Any, one: Example) -> list[tuple[int, float, float]]:
-    """(data set, loss, weight) of each learned target, by transformers' own attention."""
-    assert one.target_ids is not None
-    targets = torch.from_numpy(one.target_ids).long()
+def by_hand(model: Any, example: Example) -> list[tuple[int, float, float]]:
+    """Return (data set, loss, weight) of each trained target, with eager attention."""
+    assert example.target_ids is not None
+    targets = torch.from_numpy(example.target_ids).long()
     start = torch.tensor([model.config.decoder_start_token_id])
     with torch.no_grad():
         logits = model(
-            input_ids=torch.from_numpy(one.input_ids).long().unsqueeze(0),
+            input_ids=torch.from_numpy(example.input_ids).long().unsqueeze(0),
             decoder_input_ids=torch.cat([start, targets[:-1]]).unsqueeze(0),
             use_cache=False,
         ).logits[0]
     losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none").tolist()
-    weights = one.weights.tolist()
-    return [(one.dataset, loss, w) for loss, w in zip(losses, weights, strict=True) if w]
+    weights = example.weights.tolist()
+    return [(example.dataset, loss, w) for loss, w in zip(losses, weights, strict=True) if w]
 
 
 @pytest.mark.parametrize(
@@ -66,10 +68,10 @@ def test_sums_are_those_of_documents_alone(
     reference, model = make(attn_implementation="eager"), make()
     model.set_attn_implementation(attention_implementation(backend))
     start = model.config.decoder_start_token_id
-    batch = Collator(0, is_packed, start)([[one] for one in EXAMPLES], 1.0)
+    batch = Collator(0, is_packed, start)([[example] for example in EXAMPLES], 1.0)
     sums = DatasetSums(3)
     loss = batch_loss(model, batch, backend, sums)
-    expected = [found for one in EXAMPLES for found in by_hand(reference, one)]
+    expected = [found for example in EXAMPLES for found in by_hand(reference, example)]
     assert loss.item() == pytest.approx(sum(nats * w for _, nats, w in expected), rel=1e-5)
     taken = sums.take()
     for dataset in range(3):

@@ -23,12 +23,12 @@ EXPERIMENTS = sorted(
     if "GPU" in file.read_text().partition("# Results")[0]
 )
 IN_MAKE_TEST = ("flan_t5_xl", "gpt_oss_20b", "llama70b_zero3", "llama8b_qlora", "llama8b_full")
-"""an encoder, experts, ranks that share, a quantized base, and one that trains all of it"""
+"""an encoder-decoder, experts, sharded weights, a quantized base, and full fine-tuning"""
 NEEDS = re.compile(r"(one|two|\d+) GPUs? of (\d+) GB(?: by (strategy=\w+))?")
 TYPED = re.compile(r"app\.train \+experiment=(\w+)((?: +[\w.]+=[\w.]+)*)")
 NUMBERS = {"one": 1, "two": 2}
 USABLE = 0.93
-"""share of a card's GiB beside the CUDA context and fragmentation"""
+"""share of GPU memory left by the CUDA context and fragmentation"""
 
 
 @cache

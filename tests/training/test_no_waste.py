@@ -1,4 +1,4 @@
-"""Between two writes of the curves no step waits for the device: nobody asks it for a value."""
+"""Between two writes of the metrics no step waits for the device: no value is read from it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ RUN = {
     "logger": "csv",
 }
 META = torch.device("meta")
-ASKS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"}
-"""what `.item()`, `if tensor`, `torch.equal` and indices by a condition call"""
+VALUE_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"}
+"""operators called by `.item()`, `if tensor`, `torch.equal` and indexing with a mask"""
 
 
 class EndOfTraining(Exception):
-    """What comes after the last step is not looked at."""
+    """Ends a run after its last step."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +50,13 @@ def _end_after_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words(*changed: str) -> list[str]:
-    """Words of a run of eight steps that writes its curves at the first, third and sixth."""
+    """Return overrides of a run of eight steps that writes its metrics at steps 1, 3 and 6."""
     own = RUN | dict(word.split("=", 1) for word in changed)
     return small_run(*(f"{key}={value}" for key, value in own.items()))
 
 
 class DeviceWithoutValues(SingleDevice):
-    """Trains on tensors that have a shape but no numbers: reading one is an error."""
+    """Train on meta tensors, which have no values: reading one is an error."""
 
     def model_to_device(self) -> None:
         self.model.to(META)
@@ -65,11 +65,11 @@ class DeviceWithoutValues(SingleDevice):
         return super().batch_to_device(batch, META, dataloader_idx)
 
     def teardown(self) -> None:
-        """Leave the weights where they are: they cannot come back."""
+        """Leave the weights on meta: they cannot be copied back."""
 
 
 class AdamWWithoutValues(torch.optim.AdamW):
-    """AdamW that is told of a bad step as the fused one, whose kernels do not know this device."""
+    """AdamW that receives `found_inf` like fused AdamW, whose kernels do not support meta."""
 
     def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():
@@ -82,19 +82,19 @@ class AdamWWithoutValues(torch.optim.AdamW):
         return loss
 
     def call_fused(self, is_fused: bool) -> None:
-        """Look like the fused one, or not."""
+        """Set whether the groups are marked as fused."""
         for group in self.param_groups:
             group["fused"] = is_fused
 
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The steps of every write of the curves, of a run on a device without values."""
+    """Run on meta; return the steps of every write of the metrics."""
     found: list[list[int]] = []
 
-    def write(curves: Metrics, reduce: Any, *, pause: bool = False) -> None:
-        found.append([record.step for record in curves.pending])
-        curves.pending = []
+    def write(metrics: Metrics, reduce: Any, *, pause: bool = False) -> None:
+        found.append([record.step for record in metrics.pending])
+        metrics.pending = []
 
     from app.training.optimizers import build_optimizer
 
@@ -109,7 +109,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     monkeypatch.setattr("app.assembly.training.build_optimizer", plain)
     monkeypatch.setattr(FinetuneModule, "on_fit_start", lambda module: None)  # it measures values
     monkeypatch.setattr(Metrics, "flush", write)
-    # It reads values too, once: in the first step, whose curves are written anyway.
+    # It also reads values, but only in the first step, whose metrics are written anyway.
     monkeypatch.setattr(gradient_check, "_record", lambda is_reached, _: is_reached.fill_(1))
     # Autocast does not know this device; it is off in fp32.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
@@ -153,13 +153,13 @@ def test_a_step_of_another_architecture_reads_no_value(
     assert writes == WRITES
 
 
-class Asking(TorchDispatchMode):
-    """Keeps where a value is asked for while it watches."""
+class ReadRecorder(TorchDispatchMode):
+    """Record the call sites that read a value while `is_watching`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_watching = False
-        self.asked_by: list[str] = []
+        self.reads: list[str] = []
 
     def watch(self, is_watching: bool) -> None:
         self.is_watching = is_watching
@@ -167,19 +167,19 @@ class Asking(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self.is_watching and func._schema.name in ASKS:
+        if self.is_watching and func._schema.name in VALUE_READS:
             calls = traceback.extract_stack()[:-1]
-            self.asked_by.append(f"{func}: {' < '.join(str(call) for call in calls[:-8:-1])}")
+            self.reads.append(f"{func}: {' < '.join(str(call) for call in calls[:-8:-1])}")
         return func(*args, **(kwargs or {}))
 
 
 def watch_between_writes(monkeypatch: pytest.MonkeyPatch, watch: Callable[[bool], None]) -> None:
-    """Watch from the first write of the curves to the last step, but for the writes."""
+    """Watch from the first write of the metrics to the last step, except during writes."""
     write, end_training = Metrics.flush, FinetuneModule.on_train_end
 
-    def flush(curves: Metrics, *args: Any, **settings: Any) -> None:
+    def flush(metrics: Metrics, *args: Any, **settings: Any) -> None:
         watch(False)
-        write(curves, *args, **settings)
+        write(metrics, *args, **settings)
         watch(True)
 
     def end(module: FinetuneModule) -> None:
@@ -195,18 +195,18 @@ OPTIMIZERS = sorted(file.stem for file in (ROOT / "conf" / "optimizer").glob("*.
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_no_optimizer_asks_for_a_value_but_whether_to_step(
+def test_no_optimizer_reads_a_value_except_to_skip_a_step(
     optimizer: str, precision: str, train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asking = Asking()
-    watch_between_writes(monkeypatch, asking.watch)
-    with asking, pytest.raises(EndOfTraining):
+    recorder = ReadRecorder()
+    watch_between_writes(monkeypatch, recorder.watch)
+    with recorder, pytest.raises(EndOfTraining):
         train_run(
             *words("adapter=full", f"optimizer={optimizer}", f"trainer.precision={precision}")
         )
-    # The kernels of AdamW know whether to step; the others are asked once in each of seven steps.
-    assert len(asking.asked_by) == (0 if optimizer == "adamw" else STEPS - 1)
-    assert all("skip_nonfinite_step" in asked for asked in asking.asked_by)
+    # AdamW skips on the device; the check of other optimizers reads one value per step.
+    assert len(recorder.reads) == (0 if optimizer == "adamw" else STEPS - 1)
+    assert all("skip_nonfinite_step" in read for read in recorder.reads)
 
 
 @pytest.mark.gpu

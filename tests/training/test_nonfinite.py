@@ -1,4 +1,4 @@
-"""A step whose loss or gradients are not finite changes nothing, and is reported with its rows."""
+"""A nonfinite step changes nothing and is reported with its rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from tests.training.test_loss import make_batch
 
 NAMES = ["lists", "orders"]
 every_optimizer = pytest.mark.parametrize("optimizer", list(PARTS["optimizer"]))
-ON_CPU = [name for name in PARTS["optimizer"] if name != "paged_adamw8bit"]  # as adamw8bit there
+# On a CPU, paged_adamw8bit is adamw8bit.
+ON_CPU = [name for name in PARTS["optimizer"] if name != "paged_adamw8bit"]
 STEPS, BAD = 5, 3
 State = tuple[dict[str, Tensor], dict[str, Tensor], Any]
 
@@ -53,7 +54,7 @@ def disarmed() -> Iterator[None]:
 
 @dataclass
 class Fit:
-    """States and rows of a short training."""
+    """States and metrics of a short run."""
 
     states: list[State] = field(default_factory=list)
     """weights, tensors and numbers of the optimizer before the first step and after each"""
@@ -64,7 +65,7 @@ class Fit:
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self.rows[step] = metrics
 
-    def keep(self, module: FinetuneModule) -> None:
+    def save_state(self, module: FinetuneModule) -> None:
         tensors, numbers = optimizer_state(module.model, module.optimizers(use_pl_optimizer=False))
         parts = model_state(module.model), tensors
         weights, moments = ({k: v.clone() for k, v in part.items()} for part in parts)
@@ -74,9 +75,9 @@ class Fit:
         self.states.append((weights, moments, numbers))
 
     def moved(self, step: int) -> bool:
-        """Return whether a step has changed a weight, or anything of the optimizer."""
+        """Return whether a step changed a weight or the state of the optimizer."""
         before, after = self.states[step - 1], self.states[step]
-        # An optimizer may create a moment of zeros in a step that it then skips.
+        # An optimizer may create moments of zeros in a step that it then skips.
         new = after[1].keys() - before[1].keys()
         return (
             any(not torch.equal(before[0][name], after[0][name]) for name in after[0])
@@ -87,12 +88,12 @@ class Fit:
         )
 
 
-class Keeper(L.Callback):
+class StateRecorder(L.Callback):
     def __init__(self, fit: Fit, change: Callable[[FinetuneModule], None] | None = None) -> None:
         self.fit, self.change = fit, change
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.fit.keep(pl_module)
+        self.fit.save_state(pl_module)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
@@ -104,11 +105,11 @@ class Keeper(L.Callback):
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.fit.keep(pl_module)
+            self.fit.save_state(pl_module)
 
 
 def batches(accumulation: int) -> list[Batch]:
-    """Micro-batches of five steps, each of one document of either data set."""
+    """Return micro-batches for five steps, each with one document of either data set."""
     ids = random_ids(rows=STEPS * accumulation * 2, tokens=12).tolist()
     made = []
     for number in range(STEPS * accumulation):
@@ -169,7 +170,7 @@ def fit(
         strategy=SingleDevice("cuda:0" if accelerator == "gpu" else "cpu"),
         total_steps=STEPS,
         loggers=[],
-        callbacks=[Keeper(found, change)],
+        callbacks=[StateRecorder(found, change)],
         folder=folder,
     )
     try:
@@ -190,47 +191,49 @@ def make_one_element_infinite(module: FinetuneModule) -> None:
     hook = weight.register_hook(spoil)
 
 
-# Whether the loss or a gradient is at fault decides on the norm alone, which every optimizer reads.
-WAYS = [
+# Both a nonfinite loss and a nonfinite gradient show in the norm, which every optimizer checks.
+CASES = [
     *((name, 1, "fp32", "nan") for name in ON_CPU),
-    *(("adamw", 1, "fp32", way) for way in ("inf", "grad_inf")),
+    *(("adamw", 1, "fp32", fault_name) for fault_name in ("inf", "grad_inf")),
     ("adamw", 4, "bf16", "one number"),
 ]
-MORE_WAYS = [
+SLOW_CASES = [
     *((name, 4, "bf16", "one number") for name in ON_CPU[1:]),
     ("adamw", 1, "fp32", "one number"),
-    *(("adamw", 4, "bf16", way) for way in ("nan", "inf", "grad_inf")),
+    *(("adamw", 4, "bf16", fault_name) for fault_name in ("nan", "inf", "grad_inf")),
 ]
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "accumulation", "precision", "way"),
-    [*WAYS, *(pytest.param(*way, marks=pytest.mark.slow) for way in MORE_WAYS)],
+    ("optimizer", "accumulation", "precision", "fault_name"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
 )
 def test_a_nonfinite_step_changes_nothing_and_ends_the_run(
-    optimizer: str, accumulation: int, precision: str, way: str, tmp_path: Path
+    optimizer: str, accumulation: int, precision: str, fault_name: str, tmp_path: Path
 ) -> None:
-    is_fault = way in faults.NAMES
+    is_fault = fault_name in faults.NAMES
     found = fit(
         tmp_path,
         optimizer,
-        *([f"{way}@{BAD}"] if is_fault else []),
+        *([f"{fault_name}@{BAD}"] if is_fault else []),
         accumulation=accumulation,
         precision=precision,
         change=None if is_fault else make_one_element_infinite,
     )
     assert [found.moved(step) for step in range(1, STEPS + 1)] == [True, True, False, True, True]
     assert all(weight.isfinite().all() for weight in found.states[-1][0].values())
-    said = str(found.fault)
+    message = str(found.fault)
     row = found.rows[BAD]
     assert not math.isfinite(row["train/grad_norm"])
-    if way in ("nan", "inf"):
-        assert said.startswith(f"step {BAD}: loss {way} (of lists, orders), gradient norm nan")
-        assert str(row["train/loss"]) == str(row["train/loss/lists"]) == way
+    if fault_name in ("nan", "inf"):
+        assert message.startswith(
+            f"step {BAD}: loss {fault_name} (of lists, orders), gradient norm nan"
+        )
+        assert str(row["train/loss"]) == str(row["train/loss/lists"]) == fault_name
     else:
-        assert said.startswith(f"step {BAD}: loss {row['train/loss']}, gradient norm ")
+        assert message.startswith(f"step {BAD}: loss {row['train/loss']}, gradient norm ")
         assert math.isfinite(row["train/loss"])
-    assert "trainer.max_skipped_steps=1" in said
+    assert "trainer.max_skipped_steps=1" in message
 
 
 @pytest.mark.parametrize("optimizer", ON_CPU)
@@ -281,17 +284,17 @@ def test_an_infinite_loss_makes_its_gradients_nan() -> None:
 @pytest.mark.gpu
 @every_optimizer
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("way", ["nan", "inf", "grad_inf"])
+@pytest.mark.parametrize("fault_name", ["nan", "inf", "grad_inf"])
 def test_a_nonfinite_step_changes_nothing_on_a_gpu(
-    optimizer: str, precision: str, way: str, tmp_path: Path
+    optimizer: str, precision: str, fault_name: str, tmp_path: Path
 ) -> None:
-    found = fit(tmp_path, optimizer, f"{way}@{BAD}", precision=precision, accelerator="gpu")
-    # A loss scaler's first steps may overflow, which is no fault.
+    found = fit(tmp_path, optimizer, f"{fault_name}@{BAD}", precision=precision, accelerator="gpu")
+    # The first steps of a loss scaler may overflow, which is not an error.
     is_first = 1 if precision != "fp16" else BAD
     moved = [found.moved(step) for step in range(is_first, BAD + 1)]
     assert moved == [True] * (BAD - is_first) + [False]
     assert all(weight.isfinite().all() for weight in found.states[-1][0].values())
-    if precision == "fp16" and way == "grad_inf":
+    if precision == "fp16" and fault_name == "grad_inf":
         assert found.fault is None
     else:
         assert str(found.fault).startswith(f"step {BAD}: loss ")
@@ -339,7 +342,7 @@ def test_the_schedule_advances_over_a_skipped_step(tmp_path: Path) -> None:
 def record_of(
     step: int, losses: tuple[float, float] = (math.nan, 1.0), *, rank: int = 0, num_ranks: int = 1
 ) -> StepRecord:
-    """A step of two micro-batches with these losses, the first of `lists`, the other of both."""
+    """Return a step of two micro-batches with these losses: the first of `lists`, then of both."""
     sums = torch.tensor([[losses[0] + losses[1], losses[1]], [2.0, 1.0], [2.0, 1.0]])
     return StepRecord(
         step=step,
@@ -355,7 +358,7 @@ def record_of(
 
 
 def rows_of(step: int) -> Iterator[StepRow]:
-    """Three rows of either data set in each of two micro-batches of two ranks."""
+    """Yield three rows of either data set for each of two micro-batches of two ranks."""
     for rank in range(2):
         for micro_batch in range(2):
             for dataset in NAMES:
@@ -375,8 +378,8 @@ def test_rows_of_the_nonfinite_data_set_and_micro_batch_are_named() -> None:
     record = record_of(7, rank=1, num_ranks=2)
     with pytest.raises(TrainingFault, match="loss nan") as caught:
         metrics.add(record, reduce)
-    said = str(caught.value)
-    assert "(of lists), gradient norm nan; rows lists-10:0, lists-10:1, lists-10:2. The" in said
+    message = str(caught.value)
+    assert "(of lists), gradient norm nan; rows lists-10:0, lists-10:1, lists-10:2. The" in message
     other_rank[0, 1] = 1.0  # the same of the other rank, in its second micro-batch
     with pytest.raises(TrainingFault) as caught:
         metrics.add(record, reduce)
@@ -394,10 +397,10 @@ def test_a_nonfinite_gradient_names_all_rows_of_the_step() -> None:
     )
 
 
-def test_ranks_that_clip_apart_are_said_to_skip_apart() -> None:
-    for differs, said in ((True, "was skipped on the ranks whose"), (False, "was skipped;")):
+def test_ranks_that_clip_by_their_own_norms_are_reported_to_skip_separately() -> None:
+    for differs, message in ((True, "was skipped on the ranks whose"), (False, "was skipped;")):
         record = replace(record_of(7, num_ranks=2), norm_differs=differs)
-        with pytest.raises(TrainingFault, match=said):
+        with pytest.raises(TrainingFault, match=message):
             Metrics(NAMES, [], 1, StepWatch()).add(record, lambda tensor: tensor)
 
 
@@ -428,16 +431,16 @@ def test_a_spike_gives_one_warning_with_its_rows(
 ) -> None:
     usual = [2.0, 2.2, 1.8, 2.1]
     losses = usual * 5 + [9.0, 9.5] + usual * 20 + [8.0]
-    said = spike_warnings(losses, caplog)
-    assert len(said) == 2
+    messages = spike_warnings(losses, caplog)
+    assert len(messages) == 2
     start = "step 21: loss of lists 9.0000 is 4.4 times the median of the 20 steps before"
-    assert said[0].startswith(start) and "rows lists-00:0, " in said[0]
-    assert said[1].startswith(f"step {len(losses)}: loss of lists 8.0000")
+    assert messages[0].startswith(start) and "rows lists-00:0, " in messages[0]
+    assert messages[1].startswith(f"step {len(losses)}: loss of lists 8.0000")
 
 
-def test_a_spike_after_losses_of_zero_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    (said,) = spike_warnings([0.0] * 30 + [5.0], caplog)
-    assert "loss of lists 5.0000 is far above the median of the" in said
+def test_a_spike_after_losses_of_zero_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    (message,) = spike_warnings([0.0] * 30 + [5.0], caplog)
+    assert "loss of lists 5.0000 is far above the median of the" in message
 
 
 @pytest.mark.parametrize(
@@ -476,7 +479,7 @@ def test_a_spike_is_one_of_its_own_data_set_and_of_a_full_step(
 
 
 @pytest.mark.parametrize(
-    ("losses", "says"),
+    ("losses", "warning"),
     [
         ([2.30 + 0.004 * (-1) ** step for step in range(90)], "it was 2.3"),
         ([math.log(64)] * 90, "that of chance, log(64) = 4.1589"),
@@ -485,8 +488,8 @@ def test_a_spike_is_one_of_its_own_data_set_and_of_a_full_step(
     ],
     ids=["as at first", "chance", "learns", "a short run"],
 )
-def test_a_run_that_learns_nothing_says_so_after_a_third(
-    losses: list[float], says: str, caplog: pytest.LogCaptureFixture
+def test_a_run_that_learns_nothing_is_warned_of_after_a_third(
+    losses: list[float], warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = StepWatch(total_steps=len(losses), vocab_size=64)
     with caplog.at_level(logging.WARNING):
@@ -494,15 +497,17 @@ def test_a_run_that_learns_nothing_says_so_after_a_third(
             record = SimpleNamespace(step=step, is_scaled=False)
             metrics = {"train/loss": loss, "train/grad_norm": 1.0}
             watch.check(record, metrics, lambda tensor: tensor)  # type: ignore[arg-type]
-    assert len(caplog.messages) == bool(says)
-    assert says in caplog.text and ("step 30: nothing is learned" in caplog.text) == bool(says)
+    assert len(caplog.messages) == bool(warning)
+    assert warning in caplog.text and ("step 30: nothing is learned" in caplog.text) == bool(
+        warning
+    )
 
 
-# A loss scaler (fp16), with a double on the CPU.
+# The loss scaler (fp16), on a CPU.
 
 
 FACTORS = [(1.0, 1.0), (math.inf, 1.0), (math.nan, 1.0), (1.0, math.inf)]
-"""of the loss and of its gradient"""
+"""factors on the loss and on its gradient"""
 
 
 @pytest.mark.parametrize(
@@ -586,7 +591,7 @@ def test_nonfinite_tensors_are_not_saved() -> None:
                 check_finite(4, sound, {"exp_avg/b": bad.T, "x": bad[2:], "y": bad[:2]})
 
 
-def test_an_8_bit_moment_that_is_not_finite_shows_in_its_scale(tmp_path: Path) -> None:
+def test_a_nonfinite_8_bit_moment_shows_in_its_scale(tmp_path: Path) -> None:
     def spoil(module: FinetuneModule) -> None:
         optimizer: Any = module.optimizers(use_pl_optimizer=False)
         state = optimizer.state[module.model.model.layers[0].mlp.up_proj.weight]
@@ -597,7 +602,7 @@ def test_an_8_bit_moment_that_is_not_finite_shows_in_its_scale(tmp_path: Path) -
         check_finite(BAD, found.states[BAD][1])
 
 
-# Faults, as they are injected.
+# Injected faults.
 
 
 def test_an_injected_loss_is_of_the_data_sets_of_its_micro_batch() -> None:

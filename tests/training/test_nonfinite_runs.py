@@ -1,4 +1,4 @@
-"""Whole runs that meet a bad number: how they end, what they keep, and how they go on."""
+"""Whole runs with nonfinite steps: how they end, what they save, and how they resume."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def disarmed() -> Iterator[None]:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Run the verb in this process; returns its exit code and what it said on stderr."""
+    """Run the verb in this process; return its exit code and stderr."""
 
     def run(folder: Path, *words: str) -> tuple[int, str]:
         for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
@@ -56,8 +56,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     return run
 
 
-def steps_kept(folder: Path) -> list[int]:
-    return [one.step for one in CheckpointStore(folder / "checkpoints").checkpoints()]
+def saved_steps(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in CheckpointStore(folder / "checkpoints").checkpoints()]
 
 
 def losses(folder: Path) -> dict[int, str]:
@@ -65,34 +65,32 @@ def losses(folder: Path) -> dict[int, str]:
         return {int(r["step"]): r["train/loss"] for r in csv.DictReader(file) if r["train/loss"]}
 
 
-def test_a_run_stops_with_the_rows_and_goes_on_as_if_nothing_had_been(
+def test_a_run_stops_naming_the_rows_and_resumes_as_if_uninterrupted(
     tmp_path: Path, run: Any
 ) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "run"
     assert run(whole)[0] == 0
     words = ("resume=auto", "faults=[nan@3,grad_inf@5]")
-    code, said = run(folder, *words)
+    code, output = run(folder, *words)
     assert code == 4
-    assert "error (training stopped): step 3: loss nan (of " in said
-    named = re.findall(rf"{re.escape(str(SAMPLES))}/\w+\.jsonl?:(\d+)", said)
+    assert "error (training stopped): step 3: loss nan (of " in output
+    named = re.findall(rf"{re.escape(str(SAMPLES))}/\w+\.jsonl?:(\d+)", output)
     assert named and all(int(line) >= 1 for line in named)
-    assert steps_kept(folder) == [2] and losses(folder)[3] == "nan"
+    assert saved_steps(folder) == [2] and losses(folder)[3] == "nan"
     assert not (folder / "adapter").exists() and not (folder / "metrics.json").exists()
-    code, said = run(folder, *words)
+    code, output = run(folder, *words)
     assert code == 4
-    assert re.search(r"step 5: loss [\d.]+, gradient norm (inf|nan); rows ", said)
-    assert steps_kept(folder) == [2, 4]
+    assert re.search(r"step 5: loss [\d.]+, gradient norm (inf|nan); rows ", output)
+    assert saved_steps(folder) == [2, 4]
     assert run(folder, *words)[0] == 0
     check_same_run(folder, whole)
 
 
-def test_a_run_that_may_skip_goes_on_and_counts_also_after_a_resume(
-    tmp_path: Path, run: Any
-) -> None:
+def test_skipped_steps_are_counted_across_a_resume_of_a_run(tmp_path: Path, run: Any) -> None:
     words = ("trainer.max_skipped_steps=2", "faults=[inf@1,grad_nan@5]", "resume=auto")
     whole, folder = tmp_path / "whole", tmp_path / "run"
-    code, said = run(whole, *words)
-    assert code == 0, said
+    code, output = run(whole, *words)
+    assert code == 0, output
     assert json.loads((whole / "metrics.json").read_text())["train/skipped_steps"] == 2.0
     assert losses(whole)[1] == "inf"
     for file in whole.glob("checkpoints/*/*.json"):
@@ -108,14 +106,14 @@ def test_a_run_that_may_skip_goes_on_and_counts_also_after_a_resume(
 
         patch.setattr(CheckpointSaver, "save", save_then_die)
         assert run(folder, *words)[0] == 3
-    assert steps_kept(folder) == [2, 4]
+    assert saved_steps(folder) == [2, 4]
     assert run(folder, *words)[0] == 0
     check_same_run(folder, whole)
     assert run(tmp_path / "less", *words[1:], "trainer.max_skipped_steps=1")[0] == 4
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer"])
-def test_what_went_bad_after_its_step_is_not_kept(
+def test_nonfinite_weights_and_moments_are_not_saved(
     name: str, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish_step = CheckpointSaver._finish_step
@@ -129,34 +127,38 @@ def test_what_went_bad_after_its_step_is_not_kept(
         finish_step(saver, trainer, module)
 
     monkeypatch.setattr(CheckpointSaver, "_finish_step", spoil)
-    code, said = run(tmp_path / "run")
+    code, output = run(tmp_path / "run")
     assert code == 4
-    assert "step 4: " in said and "has non-finite values" in said
-    assert steps_kept(tmp_path / "run") == [2]
+    assert "step 4: " in output and "has non-finite values" in output
+    assert saved_steps(tmp_path / "run") == [2]
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
 
 
 def test_a_stream_names_its_data_set(tmp_path: Path, run: Any) -> None:
-    code, said = run(tmp_path / "run", *STREAM, "faults=[nan@3]")
-    assert code == 4, said
-    assert "step 3: loss nan (of " in said and "the rows of a stream have no line numbers" in said
+    code, output = run(tmp_path / "run", *STREAM, "faults=[nan@3]")
+    assert code == 4, output
+    assert (
+        "step 3: loss nan (of " in output and "the rows of a stream have no line numbers" in output
+    )
 
 
 @pytest.mark.parametrize(
-    ("fault", "said_of_it"),
+    ("fault", "first_line"),
     [("nan:1@3", "step 3: loss nan (of "), ("grad_inf:0@3", "step 3: loss ")],
 )
-def test_a_nonfinite_number_of_one_rank_stops_both_with_one_message(
-    fault: str, said_of_it: str, person: Person, tmp_path: Path
+def test_a_nonfinite_value_on_one_rank_stops_both_with_one_message(
+    fault: str, first_line: str, person: Person, tmp_path: Path
 ) -> None:
     words = [*small_run(*RUN, "trainer.devices=2"), f"faults=[{fault}]"]
-    said = person.train_into(tmp_path / "run", *words, code=4)
-    assert said.count("error (training stopped): ") == 1
-    assert said_of_it in said and f"{SAMPLES}" in said.partition("error (training stopped): ")[2]
-    assert steps_kept(tmp_path / "run") == [2]
+    output = person.train_into(tmp_path / "run", *words, code=4)
+    assert output.count("error (training stopped): ") == 1
+    assert (
+        first_line in output and f"{SAMPLES}" in output.partition("error (training stopped): ")[2]
+    )
+    assert saved_steps(tmp_path / "run") == [2]
 
 
 def test_the_ordinary_command_ends_with_code_4(person: Person, tmp_path: Path) -> None:
-    said = person.train_into(tmp_path / "run", *small_run(*RUN), "faults=[inf@2]", code=4)
-    assert "error (training stopped): step 2: loss inf (of " in said
-    assert "Traceback" not in said
+    output = person.train_into(tmp_path / "run", *small_run(*RUN), "faults=[inf@2]", code=4)
+    assert "error (training stopped): step 2: loss inf (of " in output
+    assert "Traceback" not in output

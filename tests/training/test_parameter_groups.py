@@ -38,7 +38,7 @@ def build(
 
 
 def rates_of(model: Any, optimizer: Any) -> dict[str, tuple[float, float]]:
-    """Learning rate over the base one, and decay, by the weights' names in the base."""
+    """Return the learning rate ratio and the decay by the names of weights in the base."""
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     return {
         weight.name: (
@@ -111,7 +111,7 @@ def test_ratios_multiply_those_of_lora_plus_and_of_muon() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "advice"),
     [
         ("layers.0.*", "type {pattern: '*.layers.0.*'}, since full names are compared"),
         ("embed_tokens", "type {pattern: '*.embed_tokens.*'}, since full names are compared"),
@@ -121,18 +121,18 @@ def test_ratios_multiply_those_of_lora_plus_and_of_muon() -> None:
         ("", "the nearest are "),
     ],
 )
-def test_a_pattern_that_fits_nothing_is_refused_with_the_nearest_names(
-    pattern: str, said: str
+def test_a_pattern_without_a_match_is_refused_with_the_nearest_names(
+    pattern: str, advice: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         build(tiny_llama(), {pattern: 0.1, "*.norm.*": 0.5})
     (problem,) = caught.value.problems
     assert problem.startswith(
-        f"optimizer.lr_by_pattern: {pattern} matches no trainable parameter; {said}"
+        f"optimizer.lr_by_pattern: {pattern} matches no trainable parameter; {advice}"
     )
 
 
-def test_a_pattern_behind_one_that_takes_all_it_fits_is_refused() -> None:
+def test_a_pattern_shadowed_by_an_earlier_one_is_refused() -> None:
     with pytest.raises(UserError) as caught:
         build(tiny_llama(), {"*.layers.*": 0.5, "*.layers.0.*": 0.1, "nothing": 2.0})
     first, second = caught.value.problems
@@ -147,21 +147,21 @@ def test_names_of_an_encoder_decoder_are_fit_alike() -> None:
     assert {ratio for name, (ratio, _) in rates.items() if ".decoder." in name} == {1.0}
 
 
-def test_groups_that_leave_out_repeat_or_invent_weights_are_a_bug_and_say_so() -> None:
+def test_groups_with_missing_repeated_or_unknown_weights_are_refused() -> None:
     model = tiny_llama()
     weights = trainable_weights(model)
     every = [weight.parameter for weight in weights]
-    for params, said in (
+    for params, problem in (
         (every[1:], "model.embed_tokens (weight) is in 0 parameter groups"),
         ([*every, every[0]], "model.embed_tokens (weight) is in 2 parameter groups"),
         ([*every, *tiny_llama().parameters()], "weights that are not trainable"),
         ([], "the parameter group x is empty"),
     ):
-        with pytest.raises(ValueError, match=re.escape(said)):
+        with pytest.raises(ValueError, match=re.escape(problem)):
             check_every_weight_is_in_one_group(weights, [{"name": "x", "params": params}])
 
 
-def test_a_run_takes_patterns_and_says_their_groups(
+def test_a_run_applies_patterns_and_logs_their_groups(
     train_run: TrainRun,
 ) -> None:
     patterns = "[{pattern: *.layers.0.*, ratio: 0.5}, {pattern: *.layers.1.*, ratio: 2}]"

@@ -108,7 +108,7 @@ def test_precisions_train_alike(train_run: TrainRun) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
-def test_bf16_is_refused_on_a_gpu_that_would_imitate_it(
+def test_bf16_is_refused_on_a_gpu_that_would_emulate_it(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)

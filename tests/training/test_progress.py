@@ -83,7 +83,7 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
     assert capsys.readouterr().out.endswith("180 s left\n")
 
 
-def test_messages_stand_above_the_bar_which_says_how_it_ended(
+def test_messages_are_above_the_bar_which_shows_how_it_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     screen = io.StringIO()

@@ -1,4 +1,4 @@
-"""Ranks with different settings or different files do not train together."""
+"""Ranks with different settings or files stop before training."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def settings(*words: str) -> Any:
 
 
 def compare(*parts: dict[str, Any], programs: Sequence[dict[str, Any]] = ()) -> None:
-    """Run the check of all ranks with their values; the last one is given the others' tensors."""
+    """Run the check on each rank; the last rank receives the tensors of all others."""
     sent: dict[int, list[torch.Tensor]] = {}
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
-        # What is compared together is told by how much it is.
+        # Tensors that are compared with each other have the same length.
         here = sent.setdefault(len(tensor), [])
         here.append(tensor)
         return torch.stack([*here, *[tensor] * (len(parts) - len(here))])
@@ -73,7 +73,7 @@ def test_locations_may_differ_between_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "facts", "said"),
+    ("words", "facts", "output"),
     [
         (["optimizer.lr=1e-3"], {}, "settings of optimizer"),
         (["strategy=fsdp"], {"strategy": "fsdp"}, "different strategy;"),
@@ -89,7 +89,7 @@ def test_locations_may_differ_between_ranks() -> None:
     ],
 )
 def test_differences_are_named_with_their_rank(
-    words: list[str], facts: dict[str, Any], said: str
+    words: list[str], facts: dict[str, Any], output: str
 ) -> None:
     same, other = (
         rank_invariant_values(settings(), FACTS),
@@ -97,7 +97,7 @@ def test_differences_are_named_with_their_rank(
     )
     with pytest.raises(UserError, match="rank 2 and rank 0 have") as caught:
         compare(same, same, other)
-    assert said in str(caught.value)
+    assert output in str(caught.value)
     assert "rank 1" not in str(caught.value)
 
 
@@ -118,8 +118,8 @@ def test_other_code_and_other_libraries_are_named_before_what_they_decide(
         compare(values, other, programs=[same, program_values({"torch": "2.13.0"})])
 
 
-def start_apart(folder: Path, person: Person, *typed: list[str]) -> str:
-    """Start two ranks, each by a command of its own, which both refuse; return what they said."""
+def start_different_ranks(folder: Path, person: Person, *typed: list[str]) -> str:
+    """Start two ranks, with different commands, which both refuse; return their stderr."""
     group = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
@@ -136,11 +136,11 @@ def start_apart(folder: Path, person: Person, *typed: list[str]) -> str:
         )
         for rank, words in enumerate(typed)
     ]
-    said = [rank.communicate(timeout=LONGEST)[1] for rank in ranks]
-    print(*said, sep="\n")  # whole, where the next line fails
+    output = [rank.communicate(timeout=LONGEST)[1] for rank in ranks]
+    print(*output, sep="\n")  # shown if the next line fails
     assert [rank.returncode for rank in ranks] == [USER_ERROR, USER_ERROR]
     assert not list((folder / "run").glob("checkpoints/*"))
-    return "".join(said)
+    return "".join(output)
 
 
 @pytest.mark.slow
@@ -154,8 +154,8 @@ def test_ranks_with_other_settings_stop_before_the_first_step(
         word.replace(str(SAMPLES / "lists_test.json"), str(rows)) if "lists" in word else word
         for word in words
     ]
-    said = start_apart(tmp_path, person, words, [*other, "adapter.dropout=0.2"])
-    assert "rank 1 and rank 0 have different settings of adapter, rows, tokens;" in said
+    output = start_different_ranks(tmp_path, person, words, [*other, "adapter.dropout=0.2"])
+    assert "rank 1 and rank 0 have different settings of adapter, rows, tokens;" in output
 
 
 @pytest.mark.slow
@@ -163,5 +163,7 @@ def test_ranks_with_other_strategies_stop_without_a_deadlock(
     person: Person, tmp_path: Path
 ) -> None:
     words = small_run(*RUN, "trainer.devices=2", "trainer.accelerator=cpu")
-    said = start_apart(tmp_path, person, [*words, "strategy=ddp"], [*words, "strategy=fsdp"])
-    assert "rank 1 and rank 0 have different strategy;" in said
+    output = start_different_ranks(
+        tmp_path, person, [*words, "strategy=ddp"], [*words, "strategy=fsdp"]
+    )
+    assert "rank 1 and rank 0 have different strategy;" in output

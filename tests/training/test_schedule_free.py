@@ -26,7 +26,7 @@ def trained(module: FinetuneModule) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """In which mode the optimizer stands in every step, and the weights of each validation."""
+    """Records the mode of the optimizer in every step, and the weights of each validation."""
     found: Seen = {"training": [], "validation": [], "validated": [], "newest": []}
     training_step, validation_step = FinetuneModule.training_step, FinetuneModule.validation_step
     optimizer_step = FinetuneModule.optimizer_step
@@ -55,7 +55,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return found
 
 
-def test_the_average_is_validated_and_saved_and_the_training_goes_on_beside_it(
+def test_the_average_is_validated_and_saved_while_training_uses_its_own_weights(
     train_run: TrainRun, seen: Seen
 ) -> None:
     words = [*WORDS, "trainer.max_steps=6", "schedule.warmup_steps=0"]

@@ -1,4 +1,4 @@
-"""A save in a thread holds what was at its step, one at a time, and none is lost."""
+"""An asynchronous save holds the state of its step; saves run one at a time, and none is lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_is_written_is_what_was_at_the_step(writer: BackgroundWriter, tmp_p
             store.commit(step)
 
         writer.submit(save)
-        weight += 1  # training goes on
+        weight += 1  # training continues
         moment += 1
         may_write.set()
     writer.wait()
@@ -115,7 +115,7 @@ def test_what_failed_is_raised_by_the_next_save(writer: BackgroundWriter) -> Non
         writer.submit(fail)
         with pytest.raises(OSError, match="no room"):
             go_on()
-    writer.wait()  # told once
+    writer.wait()  # raised only once
 
 
 def test_a_failed_write_is_reported_after_the_next_step(writer: BackgroundWriter) -> None:

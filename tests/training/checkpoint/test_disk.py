@@ -42,21 +42,21 @@ def test_a_file_is_written_hashed_and_synced(
 def test_a_long_write_is_a_sign_of_life_of_the_thread_that_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(heartbeat, "send_to_supervisor", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(heartbeat, "send_to_supervisor", messages.append)
     monkeypatch.setattr(heartbeat, "_step", None)
     monkeypatch.setattr(heartbeat, "_num_beats", 4)
     disk.write_file(tmp_path / "before", [b"a", b"b"])
-    assert told == []  # from the first on, pauses count
+    assert messages == []  # from the first on, pauses count
     heartbeat.beat(7)
     disk.write_file(tmp_path / "within", [b"a", b"b"])
-    assert told == ["beat 5 7"] * 3
-    with ThreadPoolExecutor() as beside:
-        beside.submit(disk.write_file, tmp_path / "beside", [b"a", b"b"]).result()
-        assert len(told) == 3
+    assert messages == ["beat 5 7"] * 3
+    with ThreadPoolExecutor() as pool:
+        pool.submit(disk.write_file, tmp_path / "beside", [b"a", b"b"]).result()
+        assert len(messages) == 3
         with heartbeat.waiting_for_thread():
-            beside.submit(disk.write_file, tmp_path / "waited for", [b"a", b"b"]).result()
-    assert len(told) == 5
+            pool.submit(disk.write_file, tmp_path / "waited for", [b"a", b"b"]).result()
+    assert len(messages) == 5
 
 
 class Slow(io.FileIO):
@@ -114,7 +114,9 @@ def test_a_fault_comes_before_the_operation(
         (disk.remove_file, ["file"]),
         (disk.remove_folder, ["folder"]),
     ):
-        paths = [tmp_path / one if isinstance(one, str) else one for one in arguments]
+        paths = [
+            tmp_path / argument if isinstance(argument, str) else argument for argument in arguments
+        ]
         with pytest.raises(OSError, match=r"^disk\."):
             operation(*paths)  # type: ignore[operator]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is, bit for bit, the run that never stopped."""
+"""A resumed run equals, bit for bit, the run that was never interrupted."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_checkpoints_stand_at_the_ends_of_epochs_and_of_the_run(
     words = ("trainer.max_steps=null", "trainer.num_epochs=3", "adapter.dropout=0.1")
     words += ("trainer.checkpoint.every_steps=null", f"data.datasets=[{{path: {few}, name: few}}]")
     whole = run_into(tmp_path / "whole", *words)
-    steps = [one.step for one in CheckpointStore(whole / "checkpoints").checkpoints()]
+    steps = [checkpoint.step for checkpoint in CheckpointStore(whole / "checkpoints").checkpoints()]
     first, second, last = steps
     assert 0 < first < second < last == len({step for step, _ in seen})
     for step in (first, second):
@@ -383,9 +383,9 @@ def test_a_signal_interrupts_a_validation_which_is_repeated_before_the_next_step
 ) -> None:
     words = (*words, f"trainer.checkpoint.every_steps={every}", "trainer.max_steps=4")
     whole = run_into(tmp_path / "whole", *words)
-    asked = iter(range(1, 100))
+    polls = iter(range(1, 100))
     # Of steps 1 and 2, then of the first and the second batch of step 3's validation.
-    monkeypatch.setattr(SignalSync, "poll", lambda _: SIGTERM if next(asked) == 4 else None)
+    monkeypatch.setattr(SignalSync, "poll", lambda _: SIGTERM if next(polls) == 4 else None)
     with pytest.raises(Interrupted, match="step 3 is saved"):
         run_into(tmp_path / "run", *words)
     newest = CheckpointStore(tmp_path / "run" / "checkpoints").checkpoints()[-1]
@@ -459,7 +459,7 @@ def test_an_owed_validation_may_end_the_run(
 
 
 def test_the_last_validation_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(SignalSync, "poll", lambda _: asked.append(1))
+    calls: list[int] = []
+    monkeypatch.setattr(SignalSync, "poll", lambda _: calls.append(1))
     run_into(tmp_path / "run", "trainer.max_steps=1")
-    assert len(asked) == 1  # behind it
+    assert len(calls) == 1  # behind it

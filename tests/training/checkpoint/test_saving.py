@@ -83,7 +83,7 @@ def test_the_best_are_kept_by_the_validation_behind_them(tmp_path: Path) -> None
     run = train_into(tmp_path / "run", *words)
     losses = read_column(run, "val/loss")
     kept = CheckpointStore(run / "checkpoints").checkpoints()
-    rated = {one.step: one.metric for one in kept}
+    rated = {checkpoint.step: checkpoint.metric for checkpoint in kept}
     best = sorted((step for step in (2, 4, 6)), key=losses.__getitem__)[:2]
     assert set(rated) == {6, *best}
     assert all(metric == losses[step] for step, metric in rated.items())
@@ -104,7 +104,7 @@ def test_nothing_is_saved_of_a_step_whose_loss_is_bad(
         words = ("trainer.checkpoint.every_steps=1", "trainer.validate_every_steps=4")
         train_into(tmp_path / "run", *QUIET, *words)
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=9)
-    assert [one.step for one in store.checkpoints()] == [1, 2]
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 2]
     assert not list(store.folder.glob("*.tmp"))
 
 
@@ -127,7 +127,7 @@ def test_an_asynchronous_save_keeps_no_nonfinite_number_either(
         words = ("trainer.checkpoint.every_steps=1", "trainer.checkpoint.async=true")
         train_into(tmp_path / "run", *QUIET, *words)
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=9)
-    assert [one.step for one in store.checkpoints()] == [2, 3]
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [2, 3]
     assert not list(store.folder.glob("*.tmp"))
     assert not (tmp_path / "run" / "metrics.json").exists()
 
@@ -153,20 +153,20 @@ def test_rows_are_on_the_disk_before_the_checkpoint_behind_them(
     commits = [index for index, name in enumerate(done) if name == "commit"]
     assert len(commits) == 2
     assert "save" in done[: commits[0]] and "save" in done[commits[0] + 1 : commits[1]]
-    for one in CheckpointStore(run / "checkpoints").checkpoints():
-        assert "random-rank-0" in one.names()
+    for checkpoint in CheckpointStore(run / "checkpoints").checkpoints():
+        assert "random-rank-0" in checkpoint.names()
 
 
 @pytest.mark.parametrize(("free", "last_step"), [(1000, None), (1_500_000, "1")])
-def test_room_is_looked_for_before_the_first_step_and_when_all_is_known_behind_it(
+def test_space_is_checked_before_the_first_step_and_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, last_step: str | None
 ) -> None:
     # Some 0.6 MB of adapter, and 1.3 MB more of AdamW's moments.
     words = (*QUIET, "trainer.checkpoint.keep_last=1", "trainer.log_every_steps=1")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, free))
-    with pytest.raises(SaveError, match=r"1 checkpoints and the one .* are free") as told:
+    with pytest.raises(SaveError, match=r"1 checkpoints and the one .* are free") as caught:
         train_into(tmp_path / "run", *words)
-    assert exit_code(told.value) == ENVIRONMENT_ERROR
+    assert exit_code(caught.value) == ENVIRONMENT_ERROR
     lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
     assert (lines[-1].split(",")[0] if len(lines) > 2 else None) == last_step
 
@@ -221,11 +221,11 @@ def test_a_save_takes_hardly_any_memory(tmp_path: Path) -> None:
     assert more <= 0.1 * size
 
 
-def test_room_is_looked_for_again_when_ranks_have_states_of_their_own(
+def test_space_is_checked_again_if_ranks_have_separate_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(saving, "check_space", lambda folder, size, number: asked.append(size))
+    sizes: list[int] = []
+    monkeypatch.setattr(saving, "check_space", lambda folder, size, number: sizes.append(size))
     saver = CheckpointSaver(
         StoredCheckpoints(CheckpointStore(tmp_path), None),
         is_due=lambda step: False,
@@ -240,18 +240,18 @@ def test_room_is_looked_for_again_when_ranks_have_states_of_their_own(
     module = SimpleNamespace(checkpoint_tensors=lambda: ({}, {}), optimizer=None)
     saver._prepare(trainer, module)
     saver._prepare(trainer, module)
-    assert len(asked) == 1
+    assert len(sizes) == 1
     local["weight/a"] = torch.zeros(1000)
     for _ in range(3):
         saver._prepare(trainer, module)
-    assert len(asked) == 2 and asked[1] - asked[0] >= 2 * 4000
+    assert len(sizes) == 2 and sizes[1] - sizes[0] >= 2 * 4000
 
 
-def test_a_save_that_is_waited_for_gives_signs_of_life(
+def test_waiting_for_a_save_sends_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(heartbeat, "send_to_supervisor", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(heartbeat, "send_to_supervisor", messages.append)
     monkeypatch.setattr(heartbeat, "_step", 3)
     monkeypatch.setattr(heartbeat, "_thread", threading.current_thread())
     writer, may_write = BackgroundWriter(), Event()
@@ -273,4 +273,4 @@ def test_a_save_that_is_waited_for_gives_signs_of_life(
     monkeypatch.setattr(writer, "wait", begin)
     saver._wait()
     writer.close()
-    assert len(told) == 2
+    assert len(messages) == 2

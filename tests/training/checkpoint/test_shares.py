@@ -1,4 +1,4 @@
-"""What lies in parts on several ranks is written whole, once, and gathered by all in one order."""
+"""Tensors sharded over ranks are written whole and once; all ranks gather in the same order."""
 
 from __future__ import annotations
 
@@ -153,11 +153,11 @@ def test_a_rank_that_cannot_write_one_file_helps_with_the_next(
         assert sorted(rank.gathered) == sorted(rank.tensors)
 
 
-def test_a_rank_that_only_helps_the_others_gives_signs_of_life(
+def test_a_rank_that_only_gathers_for_others_sends_heartbeats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(heartbeat, "send_to_supervisor", told.append)
+    messages: list[str] = []
+    monkeypatch.setattr(heartbeat, "send_to_supervisor", messages.append)
     monkeypatch.setattr(heartbeat, "_step", 7)
     monkeypatch.setattr(heartbeat, "_thread", threading.current_thread())
     rank = Rank(some_tensors([5, 1, 4]), held=set())
@@ -167,4 +167,4 @@ def test_a_rank_that_only_helps_the_others_gives_signs_of_life(
         written.append(file)
 
     write_share(write, "model", rank.tensors, _no_check, rank=4, num_ranks=5)
-    assert (written, len(rank.gathered), len(told)) == ([], 3, 3)
+    assert (written, len(rank.gathered), len(messages)) == ([], 3, 3)

@@ -1,4 +1,4 @@
-"""Every damaged checkpoint is found, named with its file, and skipped; nothing in one is run."""
+"""Every damaged checkpoint is detected, reported with its file, and skipped; no pickle is run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 
 def sentence_on(folder: Path) -> str:
-    """Return the one sentence on step 80; step 60 must be used, and no file be changed."""
+    """Return the sentence about step 80; step 60 must be used, and no file be changed."""
     before = names_in(folder)
     good, sentences = CheckpointStore(folder).newest_good()
     assert good is not None and good.step == 60 and is_as_saved(good)
@@ -163,7 +163,7 @@ def test_the_damage_is_described(folder: Path, change: Callable[[Path], None], w
 
 def test_a_folder_without_its_marker_is_not_listed(folder: Path) -> None:
     (folder / "step-80" / "COMMITTED").unlink()
-    assert [one.step for one in CheckpointStore(folder).checkpoints()] == [60]
+    assert [checkpoint.step for checkpoint in CheckpointStore(folder).checkpoints()] == [60]
 
 
 def test_a_checkpoint_of_another_step_is_not_taken(folder: Path) -> None:
@@ -225,10 +225,12 @@ def test_a_newer_format_is_refused_with_both_versions(folder: Path) -> None:
 
     reseal(folder / "step-80", change)
     for read in (CheckpointStore(folder).newest_good, lambda: load_checkpoint(folder / "step-80")):
-        with pytest.raises(UserError, match=r"by loft 9\.1 as format 7.*format 1; upgrade") as told:
+        with pytest.raises(
+            UserError, match=r"by loft 9\.1 as format 7.*format 1; upgrade"
+        ) as caught:
             read()
-        assert exit_code(told.value) == USER_ERROR
-    # Going on from the older one by name works, and its saves do not stumble over the newer.
+        assert exit_code(caught.value) == USER_ERROR
+    # Resuming from the older one by name works, and saving does not fail on the newer one.
     assert is_as_saved(load_checkpoint(folder / "step-60"))
     save(CheckpointStore(folder), 70)
 

@@ -1,4 +1,4 @@
-"""A disk that is full or read-only costs no checkpoint, leaves no litter and is told in words."""
+"""A full or read-only disk loses no checkpoint, leaves no temporary files, and is reported."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ def test_a_full_disk_at_any_point_keeps_the_last_good_one(
         store = CheckpointStore(run / "checkpoints", keep_last=1)
         save(store, 10)
         arm(run, f"enospc:{number}@20")
-        with pytest.raises(SaveError) as told:
+        with pytest.raises(SaveError) as caught:
             save(store, 20)
         good, damaged = store.newest_good()
         assert good is not None and is_as_saved(good) and damaged == []
         # Only the last, the sync of its name, comes when it is whole already.
         assert good.step == (20 if number == total else 10)
         assert not [name for name in names_in(store.folder) if name.endswith(".tmp")]
-        assert exit_code(told.value) == ENVIRONMENT_ERROR
-        assert "No space left on device; it needs " in str(told.value)
+        assert exit_code(caught.value) == ENVIRONMENT_ERROR
+        assert "No space left on device; it needs " in str(caught.value)
         save(store, 30)  # the fault strikes once: somebody made room
         assert names_in(store.folder) == ["step-30"]
 
@@ -175,6 +175,6 @@ def test_what_cannot_be_removed_does_not_stop_the_run(
         patch.setattr(Path, "rmdir", lambda _: (_ for _ in ()).throw(OSError(39, "not empty")))
         save(store, 20)
     assert "step-10 cannot be removed: not empty" in caplog.text
-    assert [one.step for one in store.checkpoints()] == [20]
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [20]
     save(store, 30)
     assert names_in(store.folder) == ["step-30"]

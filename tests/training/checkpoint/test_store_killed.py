@@ -1,4 +1,4 @@
-"""A save that is killed at any operation, or cut off from power, leaves the old one or the new."""
+"""A save killed at any operation, or by a power cut, leaves the old or the new checkpoint."""
 
 from __future__ import annotations
 

@@ -128,9 +128,9 @@ def test_the_manifest_tells_hashes_sizes_and_versions(tmp_path: Path) -> None:
     manifest = json.loads((checkpoint.folder / "manifest.json").read_text())
     assert manifest["format"] == 1 and manifest["versions"]["torch"]
     assert names_in(checkpoint.folder) == sorted([*manifest["files"], "manifest.json", "COMMITTED"])
-    for name, told in manifest["files"].items():
+    for name, entry in manifest["files"].items():
         content = (checkpoint.folder / name).read_bytes()
-        assert told == {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
+        assert entry == {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
 
 
 def test_other_ranks_add_their_own_files(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def of_document(name: str, change: Callable[[Any], Any]) -> Change:
 
 
 def of_tensors(name: str, change: Callable[[dict[str, torch.Tensor], str], Any]) -> Change:
-    """Change the tensors of a file; `change` is given all of them and the last one's name."""
+    """Change the tensors of a file; `change` receives all of them and the name of the last."""
 
     def apply(folder: Path) -> None:
         tensors = load_file(folder / name)
