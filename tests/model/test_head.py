@@ -1,4 +1,4 @@
-"""The head's own loss is that of the model's logits, for every kind of head, or is not used."""
+"""The chunked loss of a head equals the loss of the model's logits, or is not used."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL = {
 
 
 def causal(kind: str, **numbers: Any) -> Any:
-    """A tiny random model of this kind, as transformers makes it."""
+    """Build a tiny random model of this type."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **SMALL, **numbers)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -58,7 +58,7 @@ MODELS = {
 
 
 def losses_of(model: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Sum, losses, and gradients of what trains, by the loss that the head gives."""
+    """Return sum, losses and gradients of trainable parameters, from `head_loss`."""
     ids, weights = random_ids(2), torch.rand(2, 16, generator=torch.Generator().manual_seed(2))
     labels = ids.roll(-1, 1)
     labels[:, ::4] = -100
@@ -70,7 +70,7 @@ def losses_of(model: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_loss_and_gradients_are_those_of_the_logits(kind: str) -> None:
+def test_loss_and_gradients_equal_those_of_the_logits(kind: str) -> None:
     model = MODELS[kind]()
     plain_total, plain_losses, _, plain_grads = losses_of(model)
     fuse_head(model)
@@ -84,14 +84,14 @@ def test_loss_and_gradients_are_those_of_the_logits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_proven_head_stays(kind: str) -> None:
+def test_a_verified_head_is_kept(kind: str) -> None:
     model = MODELS[kind]()
     fuse_head(model)
     check_head_loss(model, "eager")
     assert isinstance(model.get_output_embeddings(), LossHead)
 
 
-def test_a_fused_head_still_gives_logits_under_the_same_names() -> None:
+def test_a_fused_head_keeps_logits_and_parameter_names() -> None:
     plain, fused = tiny_llama(), tiny_llama()
     fuse_head(fused)
     ids = random_ids()
@@ -100,7 +100,7 @@ def test_a_fused_head_still_gives_logits_under_the_same_names() -> None:
     assert fused.lm_head.weight is fused.get_input_embeddings().weight
 
 
-def test_an_encoder_decoder_model_without_a_bias_takes_its_loss_in_the_head() -> None:
+def test_t5_computes_the_loss_in_its_head() -> None:
     model = tiny_t5()
     ids = random_ids(1, 5)
     inputs = {"input_ids": random_ids(1, 7), "decoder_input_ids": ids, "use_cache": False}
@@ -112,13 +112,13 @@ def test_an_encoder_decoder_model_without_a_bias_takes_its_loss_in_the_head() ->
     assert own.item() == pytest.approx(plain.item(), rel=1e-6)
 
 
-def test_barts_bias_comes_after_the_head_which_stays_as_it_is() -> None:
+def test_the_head_of_bart_is_not_fused() -> None:
     model = tiny_bart()
     fuse_head(model)
     assert type(model.get_output_embeddings()) is torch.nn.Linear
 
 
-def test_a_head_with_an_adapter_gives_logits() -> None:
+def test_a_head_with_an_adapter_returns_logits() -> None:
     model = tiny_llama(tie_word_embeddings=False)
     fuse_head(model)
     adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False, token_ids=[5])
@@ -128,7 +128,7 @@ def test_a_head_with_an_adapter_gives_logits() -> None:
 
 
 @pytest.mark.parametrize("factor", [2.0, 1.001])
-def test_an_unknown_change_of_the_logits_is_found_and_said(
+def test_modified_logits_are_detected_and_logged(
     factor: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_llama()
@@ -153,8 +153,8 @@ def test_an_unknown_change_of_the_logits_is_found_and_said(
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_the_backward_pass_comes_by_what_a_forward_has_returned() -> None:
-    """There strategies gather weights again, which the head's gradient may need."""
+def test_the_backward_pass_visits_the_output_of_the_forward() -> None:
+    """Strategies gather the weights for the head's gradient in a hook on that output."""
     model = tiny_llama()
     fuse_head(model)
     order: list[str] = []
@@ -170,14 +170,14 @@ def test_the_backward_pass_comes_by_what_a_forward_has_returned() -> None:
     assert order == ["output", "head"]
 
 
-def test_a_forward_that_misses_its_head_is_an_error() -> None:
+def test_a_forward_without_a_call_of_the_head_is_an_error() -> None:
     model = tiny_llama()
     fuse_head(model)
     with pytest.raises(RuntimeError, match="did not call its head"):
         model.lm_head.pop_loss()
 
 
-def test_a_chunk_on_a_gpu_is_whole_tiles_and_never_small() -> None:
+def test_gpu_chunks_are_whole_tiles_of_a_minimum_size() -> None:
     for vocabulary in (32_000, 128_256, 262_144):
         rows = rows_per_chunk(vocabulary, "cuda")
         assert rows % 128 == 0
@@ -187,7 +187,7 @@ def test_a_chunk_on_a_gpu_is_whole_tiles_and_never_small() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_on_a_gpu_the_loss_in_bf16_is_right_in_a_tenth_of_the_memory(is_fused: bool) -> None:
+def test_the_bf16_loss_on_a_gpu_is_accurate_in_a_tenth_of_the_memory(is_fused: bool) -> None:
     kernel = import_module("app.model.loss_kernel").cross_entropy_ if is_fused else None
     vocabulary, width, positions = 128_256, 512, 8192
     torch.manual_seed(0)
@@ -222,8 +222,8 @@ def test_on_a_gpu_the_loss_in_bf16_is_right_in_a_tenth_of_the_memory(is_fused: b
     assert num_bytes <= 0.1 * plain_bytes
 
 
-def test_a_head_of_which_a_strategy_has_derived_a_class_stays_of_that_class() -> None:
-    """As FSDP2 derives one; it is looked up by it to be gathered."""
+def test_a_class_that_fsdp_derived_from_a_head_is_kept() -> None:
+    """FSDP2 finds the module by this class to gather its weights."""
 
     class Unit:
         pass

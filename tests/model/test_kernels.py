@@ -1,4 +1,4 @@
-"""Layers are computed by other kernels only where these are proven the same, forward and back."""
+"""Fused kernels replace layers only if their results and gradients are equal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ silu = torch.nn.functional.silu
 def rms_norm(
     hidden: Tensor, weight: Tensor, eps: float, offset: float, casting: str, in_place: bool
 ) -> Tensor:
-    """What Liger's kernel computes, by its own words for its arguments."""
+    """Reference of Liger's RMS norm, with the same arguments."""
     assert not in_place
     scale = torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + eps)
     if casting == "gemma":
@@ -51,12 +51,12 @@ def rms_norm(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """What Liger's kernel computes."""
+    """Reference of Liger's SwiGLU."""
     return silu(gate) * up
 
 
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """What Liger's kernel computes, and that it writes over what it is given."""
+    """Reference of Liger's rope, which overwrites its inputs as well."""
     turned = tuple(Turn.apply(each, cos, sin) for each in (query, key))
     for each, result in zip((query, key), turned, strict=True):
         each.data.copy_(result.data)
@@ -82,7 +82,7 @@ def turn(each: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Wrong(torch.autograd.Function):
-    """Right forward, wrong gradient: what a comparison of logits cannot see."""
+    """Correct forward, wrong gradient, which a comparison of logits would not detect."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Wrong(torch.autograd.Function):
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Put doubles of Liger's kernels in the place of the package, as on a GPU."""
+    """Replace Liger's package by the references above, and pretend to be on a GPU."""
 
     def installed(rms_norm: Any = rms_norm, swiglu: Any = swiglu, rope: Any = rope) -> None:
         package = types.ModuleType("liger_kernel")
@@ -117,13 +117,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def fused_of(model: torch.nn.Module) -> list[str]:
-    """Names of the modules that are computed by other kernels."""
+    """Return the names of the modules with a fused forward."""
     kinds = (FusedNorm, FusedGate, FusedLinear)
     return [n for n, m in model.named_modules() if isinstance(vars(m).get("forward"), kinds)]
 
 
 @pytest.mark.parametrize("adapter", ["full", "lora"])
-def test_losses_and_gradients_stay_and_all_is_given_back(
+def test_fused_layers_are_equal_and_can_be_restored(
     install: Callable[..., None], adapter: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     install()
@@ -155,7 +155,7 @@ def test_losses_and_gradients_stay_and_all_is_given_back(
 
 
 def packed_losses(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of a row of two documents, while it trains."""
+    """Return loss and gradients of a row of two documents, in training mode."""
     model.zero_grad()
     positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
     ids = random_ids(1, 12)
@@ -166,7 +166,7 @@ def packed_losses(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("mode", ["none", "selective"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
-def test_queries_and_keys_are_turned_by_one_kernel(
+def test_rope_is_replaced_by_one_kernel(
     install: Callable[..., None], kind: str, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     install()
@@ -189,12 +189,12 @@ def test_queries_and_keys_are_turned_by_one_kernel(
     assert vars(home)[ROPE] is own
 
 
-def test_a_rope_of_one_tensor_leaves_the_other_kernels(
+def test_a_rope_of_one_tensor_does_not_prevent_other_kernels(
     install: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Gemma 4 turns queries and keys one at a time: the proof raised, and nothing was fused."""
+    """Gemma 4 rotates queries and keys separately, which once raised an error in the comparison."""
     from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 
     install()
@@ -219,7 +219,7 @@ def angles() -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("wrong", ["values", "gradients"])
-def test_a_rope_that_differs_is_left_out_and_that_is_said(
+def test_a_rope_that_differs_is_not_replaced_and_logged(
     install: Callable[..., None], wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def differs(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -238,7 +238,7 @@ def test_a_rope_that_differs_is_left_out_and_that_is_said(
     assert "the model's own for rope, which differs" in caplog.text
 
 
-def test_each_norm_gets_the_variant_that_is_its_own(install: Callable[..., None]) -> None:
+def test_each_norm_gets_its_variant(install: Callable[..., None]) -> None:
     install()
     model = causal("gemma2", head_dim=8)
     for name, weight in model.named_parameters():
@@ -259,7 +259,7 @@ def test_each_norm_gets_the_variant_that_is_its_own(install: Callable[..., None]
         (rms_norm, Wrong.apply, "LlamaMLP"),
     ],
 )
-def test_a_kernel_that_differs_is_left_out_and_that_is_said(
+def test_a_kernel_that_differs_is_not_used_and_logged(
     install: Callable[..., None],
     norm: Any,
     gate: Any,
@@ -275,7 +275,7 @@ def test_a_kernel_that_differs_is_left_out_and_that_is_said(
     assert classes == {"LlamaRMSNorm", "LlamaMLP"} - {left}
 
 
-def test_a_weight_gradient_is_proven_where_the_weight_trains(install: Callable[..., None]) -> None:
+def test_gradients_of_trainable_weights_are_compared(install: Callable[..., None]) -> None:
     def of_frozen_weights(hidden: Tensor, weight: Tensor, *rest: Any) -> Tensor:
         return rms_norm(hidden, weight.detach() + 0 * weight, *rest)
 
@@ -289,7 +289,7 @@ def test_a_weight_gradient_is_proven_where_the_weight_trains(install: Callable[.
 
 
 @pytest.mark.parametrize("way", ["right", "wrong", "missing"])
-def test_a_heads_loss_is_by_one_kernel_where_it_is_proven_equal(
+def test_the_loss_kernel_is_used_if_it_is_equal(
     way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wrong(logits: Tensor, *given: Any, writes_gradient: bool) -> None:
@@ -317,7 +317,7 @@ def test_a_heads_loss_is_by_one_kernel_where_it_is_proven_equal(
     assert model.lm_head.kernel is None
 
 
-def test_a_broken_package_is_said_once_and_training_goes_on(
+def test_a_broken_package_is_logged_once_and_not_used(
     install: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> Tensor:
@@ -334,7 +334,7 @@ def test_a_broken_package_is_said_once_and_training_goes_on(
     assert fused_of(model) == []
 
 
-def test_without_such_layers_nothing_changes(install: Callable[..., None]) -> None:
+def test_models_without_such_layers_are_unchanged(install: Callable[..., None]) -> None:
     model: Any = tiny_gpt2().requires_grad_(False)
     fuse_layers(model)
     assert fused_of(model) == []
@@ -345,7 +345,7 @@ def test_without_such_layers_nothing_changes(install: Callable[..., None]) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
-def test_on_a_cpu_norms_alone_are_fused_and_agree(kind: str, dtype: torch.dtype) -> None:
+def test_norms_are_fused_on_a_cpu(kind: str, dtype: torch.dtype) -> None:
     settings = {} if kind == "llama" else {"head_dim": 8}
     model = causal(kind, **settings).to(dtype)
     for name, weight in model.named_parameters():
@@ -366,7 +366,7 @@ def test_on_a_cpu_norms_alone_are_fused_and_agree(kind: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("tokens", [16, 64])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_on_a_cpu_linear_layers_that_train_are_fused_and_agree(kind: str, tokens: int) -> None:
+def test_trainable_linear_layers_are_fused_on_a_cpu(kind: str, tokens: int) -> None:
     model = causal(kind)
     ids = torch.randint(0, 32, (1, tokens), generator=torch.Generator().manual_seed(0))
 
@@ -390,7 +390,7 @@ HYBRIDS = [
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_layers_of_every_kind_keep_their_losses_and_gradients(
+def test_losses_and_gradients_of_every_architecture_are_equal(
     install: Callable[..., None], family: str, on_gpu: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     if on_gpu:
@@ -413,7 +413,7 @@ def test_layers_of_every_kind_keep_their_losses_and_gradients(
         assert (grad - own[name]).norm() <= 1e-4 * own[name].norm(), name
 
 
-def test_a_norm_is_not_fused_by_its_name_where_it_takes_a_gate_or_has_no_weight() -> None:
+def test_gated_and_weightless_norms_are_not_fused() -> None:
     for family, kind in (("bamba", "BambaRMSNormGated"), ("diffllama", "RMSNorm")):
         model = tiny_family(family)
         assert kind in {type(module).__name__ for module in model.modules()}
@@ -422,7 +422,7 @@ def test_a_norm_is_not_fused_by_its_name_where_it_takes_a_gate_or_has_no_weight(
         assert "Linear" in names and kind not in names
 
 
-def test_a_norm_may_be_called_by_the_name_of_its_argument() -> None:
+def test_a_fused_norm_accepts_a_keyword_argument() -> None:
     model = tiny_llama().train()
     norm, hidden = model.model.norm, torch.randn(1, 4, 32)
     own = norm(hidden)
@@ -432,14 +432,14 @@ def test_a_norm_may_be_called_by_the_name_of_its_argument() -> None:
 
 
 class Limited(LlamaMLP):
-    """A gated layer that cuts off what is large, as those of DeepSeek-V4 and GLM-5 do."""
+    """A gated MLP that clamps large values, as in DeepSeek-V4 and GLM-5."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x).clamp(max=7.0), self.up_proj(x).clamp(-7.0, 7.0)
         return self.down_proj(self.act_fn(gate) * up)
 
 
-def test_a_gate_that_is_cut_off_at_a_limit_is_left_out(install: Callable[..., None]) -> None:
+def test_a_clamped_gate_is_not_fused(install: Callable[..., None]) -> None:
     install()
     model: Any = tiny_llama()
     model.model.layers[0].mlp.__class__ = Limited
@@ -449,7 +449,7 @@ def test_a_gate_that_is_cut_off_at_a_limit_is_left_out(install: Callable[..., No
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_our_norms_gradients_are_exact(is_trained: bool) -> None:
+def test_gradients_of_our_norm_are_accurate(is_trained: bool) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, dtype=torch.float64, requires_grad=is_trained)
@@ -468,7 +468,7 @@ def test_our_norms_gradients_are_exact(is_trained: bool) -> None:
 @pytest.mark.parametrize(
     ("word", "proves"), [("trainer.kernels=auto", True), ("trainer.kernels=torch", False)]
 )
-def test_a_run_uses_them_while_it_trains_and_not_after(
+def test_a_run_restores_the_layers_after_training(
     install: Callable[..., None],
     train_run: TrainRun,
     word: str,
@@ -499,9 +499,7 @@ def test_a_run_uses_them_while_it_trains_and_not_after(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("adapter", ["full", "lora"])
-def test_ligers_own_kernels_are_proven_and_agree_in_training(
-    dtype: torch.dtype, adapter: str
-) -> None:
+def test_liger_kernels_are_used_and_equal_in_training(dtype: torch.dtype, adapter: str) -> None:
     pytest.importorskip("liger_kernel")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

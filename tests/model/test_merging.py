@@ -1,4 +1,4 @@
-"""A merged model is base + adapter: for every kind of adapter, read by stock transformers."""
+"""Merged models, loaded by stock transformers, equal base + adapter for every kind of adapter."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_base(base: Path, **how: Any) -> Model:
 def make_adapter(
     base: Path, folder: Path, adapter: AdapterConfig, *, seed: int = 7, **how: Any
 ) -> Model:
-    """Save an adapter that has learned something; returns base + adapter."""
+    """Save an adapter with nonzero weights; return base + adapter."""
     adapted = apply_adapter(read_base(base), adapter, half_precision=False, **how)
     move(adapted, seed=seed)
     save_adapter(adapted, folder)
@@ -73,7 +73,7 @@ def make_adapter(
 def merged(
     base: Path, adapters: Sequence[tuple[Path, float]], folder: Path, dtype: Any, **how: Any
 ) -> Model:
-    """Merge, and read what was written with stock transformers."""
+    """Merge, and load the result with stock transformers."""
     changes = read_weight_changes(lambda: on_meta(base), adapters)
     plan = MergePlan(base_files=weight_files(base), changes=changes, dtype=dtype, **how)
     model = on_meta(base)
@@ -124,7 +124,7 @@ MIXTURES: dict[str, Case] = {
     "gpt_oss": (tiny_mixture, {"kind": "gpt_oss"}, EXPERTS, {}),
     "granitemoe": (tiny_mixture, {"kind": "granitemoe"}, EXPERTS, {}),
 }
-"""whose routers choose others after the smallest rounding: compared in fp32"""
+"""models whose routers may choose other experts after rounding; compared in fp32"""
 FEW = ("dense layers and experts", "frozen experts, dora")
 
 
@@ -145,7 +145,7 @@ SLOW = (pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES if name 
 
 
 @pytest.mark.parametrize("name", [*CASES, *FEW, *SLOW])
-def test_merged_in_fp32_it_answers_as_the_adapter_does(name: str, tmp_path: Path) -> None:
+def test_a_merge_in_fp32_equals_base_and_adapter(name: str, tmp_path: Path) -> None:
     check_case((CASES | MIXTURES)[name], torch.float32, tmp_path)
 
 
@@ -158,7 +158,7 @@ def test_every_kind_of_adapter_merges_within_the_bound_of_its_dtype(
     check_case((CASES | MORE)[name], dtype, tmp_path)
 
 
-def test_a_head_that_alone_has_changed_is_no_longer_tied(tmp_path: Path) -> None:
+def test_a_head_that_only_the_adapter_changed_is_untied(tmp_path: Path) -> None:
     import peft
 
     base = tmp_path / "base"
@@ -172,7 +172,7 @@ def test_a_head_that_alone_has_changed_is_no_longer_tied(tmp_path: Path) -> None
     assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
 
 
-def test_a_weight_of_several_layers_that_each_change_otherwise_is_refused(tmp_path: Path) -> None:
+def test_a_shared_weight_with_different_changes_is_refused(tmp_path: Path) -> None:
     tiny_family("zamba2").save_pretrained(tmp_path / "base")
     make_adapter(tmp_path / "base", tmp_path / "adapter", LoraConfig(r=4))
     with pytest.raises(UserError, match=r"layers\.1\..* differently from .*layers\.3\..*cannot be"):
@@ -183,7 +183,7 @@ def test_a_weight_of_several_layers_that_each_change_otherwise_is_refused(tmp_pa
     assert difference(adapted, read).is_within(BOUNDS["float32"])
 
 
-def test_experts_saved_by_stock_peft_merge_into_the_files_of_each_expert(tmp_path: Path) -> None:
+def test_experts_saved_by_stock_peft_are_merged_into_files_per_expert(tmp_path: Path) -> None:
     import peft
 
     base = tmp_path / "base"
@@ -219,7 +219,7 @@ def test_experts_saved_by_stock_peft_merge_into_the_files_of_each_expert(tmp_pat
         pytest.param(tiny_mixture, {"kind": "gpt_oss"}, marks=pytest.mark.slow),
     ],
 )
-def test_several_adapters_are_added_with_their_weights(
+def test_several_adapters_are_added_by_weight(
     build: Callable[..., Model], numbers: dict[str, Any], tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
@@ -252,7 +252,7 @@ WIDE = {"hidden_size": 64, "head_dim": 16}
         ),
     ],
 )
-def test_onto_dequantized_weights_it_answers_as_the_quantized_base(
+def test_a_merge_onto_dequantized_weights_equals_the_quantized_base(
     build: Callable[..., Model], numbers: dict[str, Any], tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
@@ -270,7 +270,7 @@ def test_onto_dequantized_weights_it_answers_as_the_quantized_base(
 
 
 @pytest.mark.parametrize("build", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.slow)])
-def test_what_pissa_took_out_of_the_base_is_put_back(
+def test_the_part_that_pissa_removed_from_the_base_is_restored(
     build: Callable[..., Model], tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
@@ -286,8 +286,8 @@ def test_what_pissa_took_out_of_the_base_is_put_back(
 
 
 @pytest.mark.slow
-def test_onto_a_base_in_8_bits_it_answers_as_that(tmp_path: Path) -> None:
-    """Nearer to it than the original weights are: its layers round what they are given as well."""
+def test_a_merge_onto_int8_weights_is_close_to_the_int8_base(tmp_path: Path) -> None:
+    """Closer than onto original weights, but not equal: int8 layers round their inputs too."""
     base = tmp_path / "base"
     tiny_llama().save_pretrained(base)
     int8 = QuantizationConfig(method="int8")
@@ -305,7 +305,7 @@ def test_onto_a_base_in_8_bits_it_answers_as_that(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("llava", marks=pytest.mark.slow)])
-def test_a_multimodal_base_is_merged_whole(family: str, tmp_path: Path) -> None:
+def test_a_multimodal_base_is_merged_with_its_towers(family: str, tmp_path: Path) -> None:
     base, folder = tmp_path / "base", tmp_path / "merged"
     if family == "llava":
         llava_of_the_tiny_base(base)

@@ -48,7 +48,7 @@ def save_llama(folder: Path, **numbers: Any) -> ModelConfig:
 
 
 def save_quantized(folder: Path, method: str, **numbers: Any) -> ModelConfig:
-    """A base whose files are quantized already."""
+    """Save a base in quantized form."""
     save_llama(folder / "full", **numbers)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "full",
@@ -130,7 +130,7 @@ def test_the_storage_dtype_changes_no_bit(tmp_path: Path, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize(("method", "most_bits"), [("nf4", 4.2), ("int8", 8.2)])
-def test_weights_take_few_bits(tmp_path: Path, method: str, most_bits: float) -> None:
+def test_bits_per_weight(tmp_path: Path, method: str, most_bits: float) -> None:
     tiny_llama(hidden_size=256, intermediate_size=512).save_pretrained(tmp_path)
     model = load(ModelConfig(path=str(tmp_path)), torch.float32, method=method)
     for layer in model.modules():
@@ -215,7 +215,7 @@ def test_other_architectures_are_quantized_and_train(
 
 
 def step(model: Any, precision: str) -> dict[str, torch.Tensor]:
-    """Gradients of one training step, by name; the step changes nothing."""
+    """Return the gradients of one forward and backward pass, by parameter name."""
     ids = random_ids(2)
     model.train()
     model.zero_grad()
@@ -237,7 +237,7 @@ def step(model: Any, precision: str) -> dict[str, torch.Tensor]:
         ),
     ),
 )
-def test_gradients_outlive_a_validation(
+def test_gradients_are_the_same_after_a_validation(
     tmp_path: Path, method: str, is_stored: bool, precision: str, recompute: str
 ) -> None:
     if is_stored:
@@ -261,7 +261,7 @@ def test_gradients_outlive_a_validation(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_files_that_are_quantized_already_are_taken_as_they_are(
+def test_a_base_that_is_stored_quantized_is_loaded_as_it_is(
     tmp_path: Path, method: str, dtype: torch.dtype
 ) -> None:
     config = save_quantized(tmp_path, method)
@@ -285,7 +285,7 @@ def test_files_that_are_quantized_already_are_taken_as_they_are(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_that_is_moved_keeps_its_scales(tmp_path: Path, method: str) -> None:
+def test_moving_a_model_keeps_its_scales(tmp_path: Path, method: str) -> None:
     model, ids = load(save_llama(tmp_path), torch.float32, method=method), random_ids()
     with torch.no_grad():
         before = model(ids).logits
@@ -293,7 +293,7 @@ def test_a_model_that_is_moved_keeps_its_scales(tmp_path: Path, method: str) -> 
         assert torch.equal(model.train().cpu()(ids).logits, model(ids).logits)
 
 
-def test_another_method_than_that_of_the_files_is_refused(tmp_path: Path) -> None:
+def test_a_method_other_than_that_of_the_files_is_refused(tmp_path: Path) -> None:
     config = save_quantized(tmp_path, "nf4")
     with pytest.raises(
         UserError, match=r"quantization=int8, but .*nf4 already .*quantization=none"
@@ -302,7 +302,7 @@ def test_another_method_than_that_of_the_files_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("adapter", [FullConfig(), FreezeConfig(layers="top 1")])
-def test_weights_of_few_bits_are_not_trained(tmp_path: Path, adapter: AdapterConfig) -> None:
+def test_training_quantized_base_weights_is_refused(tmp_path: Path, adapter: AdapterConfig) -> None:
     config = save_quantized(tmp_path, "int8")
     with pytest.raises(UserError, match=r"in int8 .*cannot be trained; type adapter=lora"):
         build(config, "none", adapter=adapter)
@@ -319,7 +319,7 @@ def test_other_quantizers_are_refused(tmp_path: Path, by: str) -> None:
         load(config, torch.float32)
 
 
-def test_the_isolation_probe_is_blind_to_the_rounding_of_int8(
+def test_the_isolation_probe_is_not_affected_by_int8_rounding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Large activations are what LLM.int8() takes apart, for all tokens of a batch at once.
@@ -334,7 +334,7 @@ def test_the_isolation_probe_is_blind_to_the_rounding_of_int8(
         check_isolation(model, "sdpa")
 
 
-def test_what_int8_says_of_every_call_is_not_shown(
+def test_repeated_warnings_of_int8_are_suppressed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
@@ -363,7 +363,7 @@ def make_stored(folder: Path, method: str) -> str:
         ("nf4", ["adapter=freeze"], ["in nf4", "type adapter=lora"]),
     ],
 )
-def test_the_checks_read_how_a_base_is_quantized(
+def test_the_checks_read_the_stored_quantization(
     tmp_path: Path, stored: str, words: list[str], fragments: list[str]
 ) -> None:
     data = make_data(tmp_path / "data.jsonl")
@@ -389,7 +389,7 @@ ADAPTERS: dict[str, AdapterConfig] = {
     ("kind", "method", "precision"),
     matrix(ADAPTERS, METHODS, DTYPES, fast=lambda _, __, precision: precision == "bf16"),
 )
-def test_what_is_trained_on_few_bits_is_saved_and_loaded_exactly(
+def test_an_adapter_of_a_quantized_base_is_saved_and_loaded_exactly(
     tmp_path: Path, kind: str, method: str, precision: str
 ) -> None:
     config = save_llama(tmp_path / "base")

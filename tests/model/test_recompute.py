@@ -1,4 +1,4 @@
-"""Recompute changes what is kept, and nothing else: gradients are those without it, bit for bit."""
+"""Recompute changes only what is saved: gradients are bit-identical to those without it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.matrix import matrix
 from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 RECOMPUTING = [mode for mode in MODES if mode != "none"]
-"""of which offload runs as full where there is no GPU"""
+"""recompute modes; offload runs as full without a GPU"""
 LENGTHS = [[7, 4, 5]]
 SHAPE = (1, 16)
 
@@ -58,7 +58,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
 
 
 def prepared(base: Any, config: RecomputeConfig, adapter: AdapterConfig | None = None) -> Any:
-    """`base` with recompute and adapter, whose every weight has some effect."""
+    """Apply recompute and an adapter to `base`; all adapter weights are nonzero."""
     apply_recompute(base, config)
     adapter = adapter or LoraConfig(r=4, dropout=0.2)
     torch.manual_seed(3)
@@ -71,7 +71,7 @@ def prepared(base: Any, config: RecomputeConfig, adapter: AdapterConfig | None =
 
 
 def packed_inputs(model: Any) -> dict[str, Any]:
-    """Three documents in one row, as a run has them, where the model can be packed."""
+    """Return three documents in one row if the model supports packing."""
     ids = torch.randint(3, 64, SHAPE, generator=torch.Generator().manual_seed(1))
     ids = ids.to(model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
@@ -113,8 +113,8 @@ def with_our_attention(base: Any) -> Any:
     ("mode", "kind"),
     matrix(RECOMPUTING, MAKERS, fast=lambda mode, kind: mode != "offload" or kind == "llama"),
 )
-def test_gradients_are_those_without_recompute(mode: str, kind: str) -> None:
-    """With dropout, packed documents and a frozen base."""
+def test_gradients_equal_those_without_recompute(mode: str, kind: str) -> None:
+    """Includes dropout, packed documents and a frozen base."""
     numbers = {"attn_pdrop": 0.1, "resid_pdrop": 0.1} if kind == "gpt2" else {}
     found = {}
     for each in ("none", mode):
@@ -138,7 +138,7 @@ ADAPTERS: dict[str, AdapterConfig] = {
 @pytest.mark.parametrize(
     ("mode", "kind"), matrix(RECOMPUTING, ADAPTERS, fast=lambda mode, _: mode != "offload")
 )
-def test_every_adapter_gets_the_gradients_it_had(mode: str, kind: str) -> None:
+def test_gradients_of_every_adapter_are_unchanged(mode: str, kind: str) -> None:
     found = {
         each: gradients(
             prepared(with_our_attention(tiny_llama()), RecomputeConfig(mode=each), ADAPTERS[kind])
@@ -151,9 +151,7 @@ def test_every_adapter_gets_the_gradients_it_had(mode: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "rank"), matrix(RECOMPUTING, [4, 16], fast=lambda mode, _: mode != "offload")
 )
-def test_an_adapter_that_is_added_to_its_matrix_gets_the_gradients_it_had(
-    mode: str, rank: int
-) -> None:
+def test_gradients_of_an_adapter_merged_in_the_forward_are_unchanged(mode: str, rank: int) -> None:
     ids = torch.randint(3, 64, (2, 64), generator=torch.Generator().manual_seed(1))
     found = {}
     for each in ("none", mode):
@@ -168,7 +166,7 @@ def test_an_adapter_that_is_added_to_its_matrix_gets_the_gradients_it_had(
     ("mode", "method"),
     matrix(RECOMPUTING, ["nf4", "int8"], fast=lambda mode, _: mode == "selective"),
 )
-def test_a_quantized_base_gives_the_gradients_it_gave(
+def test_gradients_on_a_quantized_base_are_unchanged(
     method: str, mode: str, tmp_path: Path
 ) -> None:
     tiny_llama(hidden_size=64, intermediate_size=96).save_pretrained(tmp_path)
@@ -198,7 +196,7 @@ def test_half_precision_and_its_short_attention(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", RECOMPUTING)
 @pytest.mark.parametrize(("every", "expected"), [(1, [2, 2, 2, 2]), (2, [2, 1, 2, 1])])
-def test_every_nth_layer_is_computed_twice(mode: str, every: int, expected: list[int]) -> None:
+def test_every_nth_layer_is_recomputed(mode: str, every: int, expected: list[int]) -> None:
     base = with_our_attention(tiny_llama(num_hidden_layers=4))
     model = prepared(base, RecomputeConfig(mode=mode, every=every))
     calls = [0] * 4
@@ -221,7 +219,7 @@ def test_every_nth_layer_gives_the_same_gradients() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Shapes [in, out] of the matrix products that are computed, and how many attentions."""
+    """Counts the matrix products by shape [in, out], and the attentions that are computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +234,7 @@ class Products(TorchDispatchMode):
 
 
 @torch.no_grad()
-def test_selective_computes_attention_and_narrow_products_once(
+def test_selective_does_not_recompute_attention_and_narrow_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(matmul, "is_faster", lambda *_: False)  # one kernel, as on a GPU
@@ -264,7 +262,7 @@ def num_kept() -> int:
     return sum(type(one) is _ReuseMode for one in gc.get_objects())
 
 
-def test_selective_keeps_nothing_of_layers_below_the_lowest_adapter() -> None:
+def test_selective_saves_nothing_below_the_lowest_adapter() -> None:
     base = with_our_attention(tiny_llama(num_hidden_layers=4))
     model = prepared(base, RecomputeConfig(mode="selective"), LoraConfig(r=4, layers="top 1"))
     others = num_kept()  # of a graph that a test before, which failed, may hold
@@ -275,7 +273,7 @@ def test_selective_keeps_nothing_of_layers_below_the_lowest_adapter() -> None:
 
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("context", [contextlib.nullcontext, FakeTensorMode])
-def test_selective_refuses_a_layer_that_changes_what_it_keeps(first: int, context: Any) -> None:
+def test_selective_refuses_a_layer_that_modifies_a_saved_output(first: int, context: Any) -> None:
     with context(), pytest.raises(RuntimeError, match="type recompute=full"):
         weight = torch.randn(8, 8, requires_grad=True)
         hidden = torch.randn(4, 8)
@@ -289,7 +287,7 @@ def test_selective_refuses_a_layer_that_changes_what_it_keeps(first: int, contex
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Operators that go through the mode of a layer's forward pass and of its recompute."""
+    """Count the operators that pass through the modes of forward pass and recompute."""
     calls: Counter[str] = Counter()
     for kind in (_SaveMode, _ReuseMode):
 
@@ -302,10 +300,10 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_layers_whose_adapters_say_what_is_kept_run_without_a_mode_after_the_first_time(
+def test_layers_with_marked_outputs_run_without_a_mode_from_the_second_pass_on(
     dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It costs as much for each operation as launching it."""
+    """A mode costs as much per operation as launching it."""
     adapter = LoraConfig(r=4, dropout=dropout)
     base = with_our_attention(tiny_llama())
     expected = gradients(prepared(base, RecomputeConfig(mode="none"), adapter))
@@ -325,7 +323,7 @@ def test_layers_whose_adapters_say_what_is_kept_run_without_a_mode_after_the_fir
     assert not any("addmm" in name or name == "aten::mul.Tensor" for name in calls)
 
 
-def test_a_layer_with_matrices_of_no_adapter_keeps_its_mode(
+def test_a_layer_with_products_outside_adapters_keeps_its_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapter = LoraConfig(r=4, dropout=0.0, target_modules=["q_proj"])
@@ -341,7 +339,7 @@ def test_a_layer_with_matrices_of_no_adapter_keeps_its_mode(
 
 
 class Doubled(torch.autograd.Function):
-    """A product that says that it is expensive."""
+    """A product that is marked as expensive."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -355,7 +353,7 @@ class Doubled(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("has_mode", [True, False])
-def test_selective_refuses_a_layer_that_changes_what_says_to_be_kept(has_mode: bool) -> None:
+def test_selective_refuses_a_layer_that_modifies_a_marked_output(has_mode: bool) -> None:
     weight, hidden = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -373,11 +371,11 @@ OF_BITSANDBYTES: dict[str, Callable[..., Any]] = {
     "bitsandbytes::int8_scaled_mm": lambda args: tuple(args[1].shape),
     "bitsandbytes::int8_mixed_scaled_mm": lambda args: tuple(args[2].shape),
 }
-"""shape [out, in] of the matrix of bitsandbytes' products, from their arguments"""
+"""functions from the arguments of bitsandbytes' products to the shape [out, in] of the matrix"""
 
 
 class QuantizedProducts(TorchDispatchMode):
-    """Shapes [out, in] of the products with quantized matrices that are computed."""
+    """Records the shapes [out, in] of quantized matrices in the products that are computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +389,7 @@ class QuantizedProducts(TorchDispatchMode):
 
 @torch.no_grad()
 @pytest.mark.parametrize("method", ["nf4", "int8"])
-def test_selective_computes_narrow_products_of_a_quantized_base_once(
+def test_selective_does_not_recompute_narrow_quantized_products(
     method: str, tmp_path: Path
 ) -> None:
     tiny_llama(num_hidden_layers=1, tie_word_embeddings=False).save_pretrained(tmp_path)
@@ -431,7 +429,7 @@ FIELDS_OF_MALLINFO = (
 
 
 class Allocated:
-    """Bytes that the C library's heap has given out."""
+    """Return the bytes allocated from the C library's heap."""
 
     class _Info(ctypes.Structure):
         _fields_ = [(name, ctypes.c_size_t) for name in FIELDS_OF_MALLINFO]
@@ -447,8 +445,8 @@ class Allocated:
 
 
 @pytest.mark.slow
-def test_each_mode_keeps_less_than_the_one_before() -> None:
-    """What waits for the backward pass: LoRA with dropout on all linears of two layers."""
+def test_each_mode_saves_less_than_the_one_before() -> None:
+    """Memory saved for the backward pass, for LoRA with dropout on all linears of two layers."""
     numbers = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 256}
     kept: dict[str, int] = {}
     heap = Allocated()
@@ -563,7 +561,7 @@ class TestOffload:
 
 
 class Away:
-    """A tensor that is not on the device."""
+    """A tensor in host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -616,7 +614,7 @@ class watch_inputs:
 class TestOnAGpu:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("mode", RECOMPUTING)
-    def test_gradients_are_those_without_recompute(self, mode: str, dtype: torch.dtype) -> None:
+    def test_gradients_equal_those_without_recompute(self, mode: str, dtype: torch.dtype) -> None:
         found = {}
         for each in ("none", mode):
             base = with_our_attention(tiny_llama(num_hidden_layers=6)).to("cuda", dtype)
@@ -627,7 +625,7 @@ class TestOnAGpu:
                 found[each] = gradients(model)
         assert_equal(found[mode], found["none"])
 
-    def test_offload_keeps_less_than_full_and_full_less_than_selective(self) -> None:
+    def test_peak_memory_falls_from_none_over_selective_and_full_to_offload(self) -> None:
         numbers = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 16}
         peaks = {}
         for mode in ("none", "selective", "full", "offload"):
@@ -643,7 +641,7 @@ class TestOnAGpu:
             del model, base
         assert peaks["none"] > peaks["selective"] > peaks["full"] > peaks["offload"]
 
-    def test_an_input_comes_back_as_it_left(self) -> None:
+    def test_an_offloaded_input_is_restored_exactly(self) -> None:
         inputs = OffloadedInputs()
         weight = torch.randn(256, 256, device="cuda", requires_grad=True)
         hidden = torch.randn(4, 1024, 256, device="cuda")

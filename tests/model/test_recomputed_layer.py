@@ -1,4 +1,4 @@
-"""A recomputed layer gives what it gives without: gradients, random numbers, hooks, messages."""
+"""Recomputed layers: equal gradients, random numbers and hooks; errors for unsupported layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_plainly(layer: Run, *args: Any, **kwargs: Any) -> Any:
 
 
 class Layer(torch.nn.Module):
-    """Takes tensors by place, by name and in a tuple; returns a tuple."""
+    """Takes tensors as positional and keyword arguments and in a tuple; returns a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def numbers(seed: int, requires_grad: bool = True) -> Tensor:
 
 
 def gradients(run: Run, *, hidden_is_frozen: bool = False, times: int = 1) -> list[Tensor]:
-    """Of inputs and weights, then the next random numbers; several passes before the backward."""
+    """Return gradients of inputs and weights after several forward passes, and random numbers."""
     layer = Layer()
     hidden, *others = (numbers(seed, seed > 0 or not hidden_is_frozen) for seed in range(4))
     torch.manual_seed(5)
@@ -68,9 +68,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("hidden_is_frozen", [False, True])
 @pytest.mark.parametrize("times", [1, 2])
-def test_every_tensor_gets_its_gradient_and_the_generator_goes_on(
-    hidden_is_frozen: bool, times: int
-) -> None:
+def test_gradients_and_random_state_are_unchanged(hidden_is_frozen: bool, times: int) -> None:
     found, expected = (
         gradients(run, hidden_is_frozen=hidden_is_frozen, times=times)
         for run in (run_recomputed, run_plainly)
@@ -84,7 +82,7 @@ def autocast() -> torch.autocast:
 
 @pytest.mark.parametrize("forward", [contextlib.nullcontext, autocast])
 @pytest.mark.parametrize("backward", [contextlib.nullcontext, autocast])
-def test_the_recompute_casts_as_the_forward_pass_did(forward: Any, backward: Any) -> None:
+def test_the_recompute_uses_the_autocast_of_the_forward_pass(forward: Any, backward: Any) -> None:
     found = []
     for run in (run_recomputed, run_plainly):
         weight, hidden = numbers(0), numbers(1)
@@ -98,7 +96,7 @@ def test_the_recompute_casts_as_the_forward_pass_did(forward: Any, backward: Any
 
 
 class Counted(TorchDispatchMode):
-    """How often each operator ran."""
+    """Counts the calls of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +107,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_runs_again_after_the_last_saved_tensor() -> None:
+def test_the_recompute_stops_at_the_last_saved_tensor() -> None:
     output = run_recomputed(lambda x: x.sin().neg(), numbers(0))
     with Counted() as counted:
         output.sum().backward()
@@ -121,7 +119,7 @@ def test_nothing_runs_again_after_the_last_saved_tensor() -> None:
     assert "aten::sin" not in counted.names
 
 
-def test_without_gradients_a_layer_just_runs() -> None:
+def test_without_gradients_nothing_is_recomputed() -> None:
     layer = torch.nn.Linear(8, 8)
     with torch.no_grad(), Counted() as counted:
         output = run_recomputed(layer, numbers(0))
@@ -129,7 +127,7 @@ def test_without_gradients_a_layer_just_runs() -> None:
     assert not output.requires_grad
 
 
-def test_a_device_without_autocast_takes_a_recomputed_layer() -> None:
+def test_a_device_without_autocast_is_supported() -> None:
     weight = torch.empty(8, 8, device="meta", requires_grad=True)
     hidden = torch.empty(4, 8, device="meta")
     run_recomputed(lambda x: (x @ weight).exp(), hidden).sum().backward()
@@ -147,7 +145,7 @@ def test_a_second_backward_pass_recomputes_again() -> None:
 
 
 def test_each_hook_of_a_weight_is_called_once() -> None:
-    """By such hooks DDP, ZeRO and our own clipping see gradients."""
+    """DDP, ZeRO and our gradient clipping read gradients in such hooks."""
     layer, calls = torch.nn.Linear(8, 8), []
     layer.weight.register_hook(lambda grad: calls.append("gradient"))
     layer.weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
@@ -155,7 +153,7 @@ def test_each_hook_of_a_weight_is_called_once() -> None:
     assert calls == ["gradient", "accumulated"]
 
 
-def test_nothing_between_input_and_output_is_held() -> None:
+def test_no_activation_of_the_layer_is_held() -> None:
     inner: list[StorageWeakRef] = []
 
     def layer(hidden: Tensor) -> Tensor:
@@ -175,7 +173,7 @@ def test_nothing_between_input_and_output_is_held() -> None:
         gc.enable()
 
 
-def test_what_was_computed_again_is_released_as_the_backward_pass_takes_it() -> None:
+def test_recomputed_tensors_are_released_once_they_are_used() -> None:
     inner: list[StorageWeakRef] = []
     alive: list[int] = []
 
@@ -206,7 +204,7 @@ def test_what_was_computed_again_is_released_as_the_backward_pass_takes_it() -> 
     assert alive == [2, 1, 0]
 
 
-def test_a_changed_input_is_refused() -> None:
+def test_an_input_modified_in_place_is_refused() -> None:
     hidden = numbers(0, requires_grad=False)
     weight = numbers(1)
     output = run_recomputed(lambda x: (x * weight).exp(), hidden)
@@ -216,7 +214,7 @@ def test_a_changed_input_is_refused() -> None:
 
 
 @pytest.mark.parametrize("second", [(4, 4), (4, 8, 1)])
-def test_a_layer_that_runs_otherwise_a_second_time_is_refused(second: tuple[int, ...]) -> None:
+def test_a_layer_that_saves_different_tensors_is_refused(second: tuple[int, ...]) -> None:
     shapes = iter([(4, 8), second])
 
     def layer(hidden: Tensor) -> Tensor:
@@ -228,7 +226,7 @@ def test_a_layer_that_runs_otherwise_a_second_time_is_refused(second: tuple[int,
         output.backward()
 
 
-def test_a_layer_that_saves_less_a_second_time_is_refused() -> None:
+def test_a_layer_that_saves_fewer_tensors_is_refused() -> None:
     times = iter([2, 1])
 
     def layer(hidden: Tensor) -> Tensor:
