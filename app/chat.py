@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import ChatConfig, run_verb, save_config
 from app.model.hub import is_offline
-from app.process.environment import keep_streams, quiet_libraries
+from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from data_modules import DataError, Turn, printable, redact
@@ -37,7 +37,7 @@ HELP = """\
 def chat(config: ChatConfig) -> None:
     """Answer the input until it ends, and save the conversations in the run's folder."""
     folder = decide_run_dir(config.output)
-    quiet_libraries(offline=is_offline(config.model))
+    configure_libraries(offline=is_offline(config.model))
 
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.tuned import open_tuned
@@ -87,7 +87,7 @@ class Session:
             )
             for turns in conversations
         ]
-        write_whole(file, "".join(f"{line}\n" for line in lines))
+        write_atomically(file, "".join(f"{line}\n" for line in lines))
 
     def _read(self) -> str | None:
         try:
@@ -170,6 +170,6 @@ def _redacted(turn: Turn) -> str:
 
 
 if __name__ == "__main__":
-    keep_streams()
+    protect_streams()
     install_signal_handlers()
     end_process(run_verb("chat", chat))

@@ -19,9 +19,9 @@ from app.evaluation.judge.grading import Judgement, check_judgement, judge_table
 from app.evaluation.judge.questions import Question
 from app.model.hub import is_offline
 from app.preflight import requested_devices
-from app.process.environment import keep_streams, quiet_libraries
+from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.launch import is_child, is_first_rank, live_with_parent
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
@@ -47,7 +47,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     """
     folder, judged = decide_run_dir(config.output), config.evaluation.judge
     bench = build_bench(config)
-    quiet_libraries(offline=is_offline(config.model, config.data))
+    configure_libraries(offline=is_offline(config.model, config.data))
 
     print_loading()
     # Imported late, so that --help and config errors do not wait for torch.
@@ -74,12 +74,12 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     if bench is not None:
         verdicts = bench.judge(folder, Path(config.data.cache_dir) / "judge")
         metrics |= verdicts.metrics()
-        write_whole(folder / JUDGE_PAGE, verdicts_page(bench, verdicts))
+        write_atomically(folder / JUDGE_PAGE, verdicts_page(bench, verdicts))
     grades = {} if verdicts is None or bench is None else verdicts.row_scores(bench.name)
     changes = evaluator.changes(trained_datasets(config), grades)
     groups = evaluator.group_changes()
     metrics |= change_metrics([*changes, *groups])
-    write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+    write_atomically(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
     save_config(config, folder / CONFIG_FILE)
     runner.remove_partial_results()
     print_samples(evaluator)
@@ -245,6 +245,6 @@ def nothing_to_measure(config: EvaluateConfig) -> str:
 
 if __name__ == "__main__":
     live_with_parent()
-    keep_streams()
+    protect_streams()
     install_signal_handlers()
     end_process(run_verb("evaluate", start))

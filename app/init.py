@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from app.process.environment import keep_streams
+from app.process.environment import protect_streams
 from app.process.errors import DONE, UserError
 from app.process.reporting import report
 from data_modules import printable
@@ -117,5 +117,5 @@ def run(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    keep_streams()
+    protect_streams()
     sys.exit(run(sys.argv[1:]))

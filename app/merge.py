@@ -17,9 +17,9 @@ from app.model.adapter import LoraConfig, is_adapter, saves_whole_model
 from app.model.gguf import convert, find_converter
 from app.model.hub import is_offline
 from app.preflight.couplings.table import CHANGE_BASE
-from app.process.environment import keep_streams, quiet_libraries, return_memory
+from app.process.environment import configure_libraries, protect_streams, return_freed_memory
 from app.process.errors import UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import CARD_FILE, read_json, render_merged_card
@@ -43,7 +43,7 @@ def merge(config: MergeConfig) -> Difference | None:
     adapters = find_adapters(config)
     converter = find_converter(config.merge.llama_cpp) if config.merge.gguf else None
     folder = decide_run_dir(config.output)
-    quiet_libraries(offline=is_offline(config.model))
+    configure_libraries(offline=is_offline(config.model))
 
     print_loading()
     # Imported late, so that --help and config errors do not wait for torch.
@@ -72,9 +72,9 @@ def merge(config: MergeConfig) -> Difference | None:
     run = folder if config.run is None else Path(config.run)  # `folder` has neither file
     manifest, metrics = (read_json(run / name) for name in (MANIFEST_FILE, METRICS_FILE))
     card = render_merged_card(config, tuned, differences, plan.dtype, manifest, metrics)
-    write_whole(folder / CARD_FILE, card)
+    write_atomically(folder / CARD_FILE, card)
     report = {name: asdict(difference) for name, difference in differences.items()}
-    write_whole(folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
+    write_atomically(folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
     save_config(config, folder / CONFIG_FILE)
     print(f"run: {printable(str(folder))}")
     return differences.get(CHECKED)
@@ -145,7 +145,7 @@ def save_from_checkpoint(config: MergeConfig, env: Environment, folder: Path) ->
 
 
 if __name__ == "__main__":
-    keep_streams()
-    return_memory()
+    protect_streams()
+    return_freed_memory()
     install_signal_handlers()
     end_process(run_verb("merge", merge))

@@ -35,9 +35,9 @@ from app.planning.planned import (
     with_devices_of,
 )
 from app.planning.simulation import check_simulated, simulate
-from app.process.environment import keep_streams, quiet_libraries
+from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.signals import end_process, install_signal_handlers
 from app.report.plan import plan_lines, render_plan
 from app.run.folder import CONFIG_FILE, decide_run_dir
@@ -75,8 +75,8 @@ def plan(config: PlanConfig) -> Path:
         facts["simulated"] = describe_simulated(run, simulate(config, run))
     folder = decide_run_dir(config.output)
     save_config(config, folder / CONFIG_FILE)
-    write_whole(folder / "plan.json", json.dumps(facts, indent=2) + "\n")
-    write_whole(folder / "plan.html", render_plan(facts))
+    write_atomically(folder / "plan.json", json.dumps(facts, indent=2) + "\n")
+    write_atomically(folder / "plan.html", render_plan(facts))
     for line in plan_lines(facts):
         print(printable(line))
     if config.plan.write is not None:
@@ -144,7 +144,7 @@ def write_best(
 
 
 if __name__ == "__main__":
-    keep_streams()
-    quiet_libraries(offline=False)  # a plan makes no requests anyway
+    protect_streams()
+    configure_libraries(offline=False)  # a plan makes no requests anyway
     install_signal_handlers()
     end_process(run_verb("plan", plan))

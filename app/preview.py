@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from app.config import PreviewConfig, run_verb, save_config
 from app.model.base import ModelConfig
 from app.model.hub import is_offline
-from app.process.environment import keep_streams, quiet_libraries
-from app.process.files import write_whole
+from app.process.environment import configure_libraries, protect_streams
+from app.process.files import write_atomically
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
@@ -40,7 +40,9 @@ log = logging.getLogger(__name__)
 def preview(config: PreviewConfig) -> Path:
     """Show the training data of `config` in the terminal and as a page; return the folder."""
     folder = decide_run_dir(config.output)
-    quiet_libraries(offline=is_offline(_files_read(config.model), config.data, needs_weights=False))
+    configure_libraries(
+        offline=is_offline(_files_read(config.model), config.data, needs_weights=False)
+    )
 
     print_loading()
     # Imported late, so that --help and config errors do not wait for torch.
@@ -88,7 +90,7 @@ def preview(config: PreviewConfig) -> Path:
     )
     save_config(config, folder / CONFIG_FILE)
     data.write_reports(folder)
-    write_whole(folder / "preview.html", redact(render_page(result)))
+    write_atomically(folder / "preview.html", redact(render_page(result)))
     # A terminal that cannot encode a character prints its escape instead.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -222,6 +224,6 @@ def find_model_spec(
 
 
 if __name__ == "__main__":
-    keep_streams()
+    protect_streams()
     install_signal_handlers()
     end_process(run_verb("preview", preview))

@@ -14,7 +14,7 @@ from typing import Any
 
 from app.config import changed_settings, load_run_config
 from app.config.plain import run_plain_verb
-from app.process.environment import keep_streams
+from app.process.environment import protect_streams
 from app.process.errors import UserError
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import write_card
@@ -136,6 +136,6 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    keep_streams()
+    protect_streams()
     install_signal_handlers()
     end_process(run_plain_verb("push", PushConfig, push))

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from app.config import ServerConfig, run_verb, save_config
 from app.model.adapter import is_adapter
 from app.model.hub import is_offline
-from app.process.environment import keep_streams, quiet_libraries
+from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import Interrupted, UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.signals import (
     defer_signals,
     end_process,
@@ -54,7 +54,7 @@ def serve(config: ServerConfig) -> None:
     key = read_key(config.serve)
     listener = None if config.serve.engine == "vllm" else open_socket(config.serve)
     folder = decide_run_dir(config.output)
-    quiet_libraries(offline=is_offline(config.model))
+    configure_libraries(offline=is_offline(config.model))
 
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.tuned import open_tuned
@@ -117,7 +117,7 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
             "serve.engine=vllm: vLLM does not serve encoder-decoder models; leave it out"
         )
     stops = {"eos_token_id": sorted(tuned.stop_ids)}
-    write_whole(folder / "generation_config.json", json.dumps(stops, indent=2) + "\n")
+    write_atomically(folder / "generation_config.json", json.dumps(stops, indent=2) + "\n")
     tuned.tokenizer.save_pretrained(folder)
     model, adapter, rank = str(tuned.folder or config.model.path), None, 0
     lines = ["# in a separate environment with vLLM"]
@@ -154,6 +154,6 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
 
 
 if __name__ == "__main__":
-    keep_streams()
+    protect_streams()
     install_signal_handlers()
     end_process(run_verb("serve", serve))

@@ -22,7 +22,7 @@ import sys
 from app.assembly.finish import finish, print_done
 from app.config import TrainConfig, changed_settings, load_run_config, run_verb
 from app.model.hub import is_offline
-from app.process.environment import keep_memory, keep_streams, quiet_libraries
+from app.process.environment import configure_libraries, protect_streams, retain_freed_memory
 from app.process.errors import Interrupted
 from app.process.launch import live_with_parent
 from app.process.logs import print_loading
@@ -39,7 +39,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     `existing` is the run to resume, if it has been compared with `config` already.
     """
     config = copy.deepcopy(config)  # resolved values are written to this copy
-    quiet_libraries(offline=is_offline(config.model, config.data))
+    configure_libraries(offline=is_offline(config.model, config.data))
     run = open_run(config, existing or compare_existing(config, load_run_config))
     if run.is_done:
         return print_done(run)
@@ -82,7 +82,7 @@ def start(config: TrainConfig, existing: ExistingRun | None = None) -> None:
             train(config, existing)
             return
         # The supervisor opens the run once; its ranks use the same folder and checkpoint.
-        quiet_libraries(offline=is_offline(config.model, config.data))
+        configure_libraries(offline=is_offline(config.model, config.data))
         run = open_run(config, existing)
         if run.is_done:
             print_done(run)
@@ -98,6 +98,6 @@ def start(config: TrainConfig, existing: ExistingRun | None = None) -> None:
 
 if __name__ == "__main__":
     live_with_parent()  # a rank ends with its supervisor
-    keep_memory()  # on a CPU, reuse freed memory
-    keep_streams()  # continue if the reader of the output ends
+    retain_freed_memory()  # on a CPU, reuse freed memory
+    protect_streams()  # continue if the reader of the output ends
     end_process(run_verb("train", start, sweep=run_sweep))

@@ -24,9 +24,9 @@ SAMPLES = ROOT / "data_modules" / "samples"
 
 def measure() -> list[Figure]:
     """Measure the overhead of our loop relative to a step, and the time of a plain step."""
-    from app.process.environment import quiet_libraries
+    from app.process.environment import configure_libraries
 
-    quiet_libraries(offline=True)
+    configure_libraries(offline=True)
     plain, ours = [], []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(ROUNDS):

@@ -156,9 +156,9 @@ def write_task(folder: Path) -> None:
 def run(folder: Path, number: int, how: str, name: str) -> list[Time]:
     """Run all steps of one loop; return the seconds of the measured ones."""
     logging.disable(logging.INFO)
-    from app.process.environment import quiet_libraries
+    from app.process.environment import configure_libraries
 
-    quiet_libraries(offline=True)
+    configure_libraries(offline=True)
     if how == "by hand":
         return by_hand(folder, name)
     rank = os.environ["LOCAL_RANK"]

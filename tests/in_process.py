@@ -13,10 +13,10 @@ from typing import Any
 from unittest import mock
 
 from app.config import run_verb
-from app.process.launch import VARIABLES_OF_A_RANK, read_launch
+from app.process.launch import RANK_VARIABLES, read_launch
 from app.process.reporting import TRACEBACK_VARIABLE
 
-VARIABLES_OF_OTHER_RUNS = (*VARIABLES_OF_A_RANK, TRACEBACK_VARIABLE)
+VARIABLES_OF_OTHER_RUNS = (*RANK_VARIABLES, TRACEBACK_VARIABLE)
 
 
 @dataclasses.dataclass(frozen=True)

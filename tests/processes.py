@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from app.process.launch import VARIABLES_OF_A_RANK
+from app.process.launch import RANK_VARIABLES
 from tests.conftest import ROOT
 from tests.tiny import small_run
 
@@ -51,7 +51,7 @@ def ends_within() -> float:
 
 def environment_of_a_person() -> dict[str, str]:
     """Return this process's environment without the variables of a rank."""
-    return {name: value for name, value in os.environ.items() if name not in VARIABLES_OF_A_RANK}
+    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
 
 
 def start_train(

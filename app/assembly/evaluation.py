@@ -19,7 +19,7 @@ from app.evaluation.generation import EvaluationConfig, TrainEvaluationConfig
 from app.evaluation.row_runner import RowRunner, gather_results
 from app.evaluation.tasks.questions import Task, build_tasks
 from app.process.errors import UserError, nearest
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.heartbeat import refresh_liveness
 from app.process.signals import measuring
 from app.training.metrics import is_measured_at
@@ -111,7 +111,9 @@ class DuringTraining:
                 json.dumps(line, ensure_ascii=False) for line in self.evaluator.prediction_lines()
             ]
             self.folder.mkdir(exist_ok=True)
-            write_whole(self.folder / f"step-{step}.jsonl", "".join(f"{line}\n" for line in lines))
+            write_atomically(
+                self.folder / f"step-{step}.jsonl", "".join(f"{line}\n" for line in lines)
+            )
         return metrics
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import changed_settings
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.launch import is_first_rank
 from app.process.logs import LOG_FILE
 from app.report.model_card import write_card
@@ -65,7 +65,7 @@ def finish(
         evaluator.write_predictions(run.folder)
         if not saves_whole_model(config.adapter):
             save_stop_tokens(model, saved)
-        write_whole(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+        write_atomically(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         print_comparison(metrics, data.dataset_names)
         print_changes(changes, groups)
         write_page(run.folder, changed_settings(config))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from app.config import save_config
-from app.process.logs import keep_log
+from app.process.logs import open_run_log
 from app.run import Run, global_batch_of
 from app.run.folder import CONFIG_FILE
 from app.run.manifest import save_manifest
@@ -94,7 +94,7 @@ class WriteMetadata(L.Callback):
     def _write_all(self, loggers: Sequence[Logger]) -> None:
         run = self.run
         run.discard_later_steps()
-        keep_log(run.folder)
+        open_run_log(run.folder)
         # After the checkpoints: a crash in between must not leave checkpoints without their rows.
         drop_rows_after(None if run.checkpoint is None else run.step, list(loggers))
         save_config(run.config, run.folder / CONFIG_FILE)

@@ -28,7 +28,7 @@ from app.preflight import check_compatibility, check_files, check_gpus, requeste
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
 from app.process.launch import check_launch, is_child, read_launch
-from app.process.logs import be_verbose
+from app.process.logs import set_verbose
 from app.process.reporting import report
 from app.run import NEVER, ExistingRun, compare_existing
 from app.run.folder import check_output, discard_unused
@@ -76,7 +76,7 @@ def _dispatch(
         print(f"loft {version()}")
         return DONE
     is_sweep = bool({"-m", "--multirun"} & set(words))
-    be_verbose("--verbose" in words)
+    set_verbose("--verbose" in words)
     words = [word for word in words if word not in ("-m", "--multirun", "--verbose")]
     shows_settings, words = _pop_cfg_flag(words)
     if verb in ("train", "preview", "plan") and not words:

@@ -26,7 +26,7 @@ from app.config.verbs import (
     TunedConfig,
 )
 from app.process.errors import UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.run import find_run, find_run_to_resume
 from app.run.folder import CONFIG_FILE
 from data_modules import (
@@ -48,7 +48,7 @@ def save_config(config: TrainConfig | TunedConfig, path: Path) -> None:
     """Save settings as plain YAML without secrets; `load_run_config` loads it."""
     settings = redacted(dataclasses.asdict(config))
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-    write_whole(path, text)
+    write_atomically(path, text)
 
 
 def write_experiment(config: TrainConfig, path: Path, header: str) -> None:
@@ -66,7 +66,7 @@ def write_experiment(config: TrainConfig, path: Path, header: str) -> None:
     defaults = [{f"override /{group}": getattr(config, group).name} for group in PARTS]
     settings = redacted({"defaults": [*defaults, "_self_"], **values})
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-    write_whole(path, f"# @package _global_\n{header}\n{text}")
+    write_atomically(path, f"# @package _global_\n{header}\n{text}")
 
 
 def changed_settings(config: Any) -> list[tuple[str, str, str]]:

@@ -27,9 +27,9 @@ from app.doctor.needs import (
     list_step_rows,
 )
 from app.doctor.rows import MALICIOUS, OK, PROBLEM, Row, compare_machines, list_rows
-from app.process.environment import keep_streams, quiet_libraries
+from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import ENVIRONMENT_ERROR
-from app.process.launch import is_first_here, is_first_rank, read_launch
+from app.process.launch import is_first_on_machine, is_first_rank, read_launch
 from app.process.signals import end_process, install_signal_handlers
 from data_modules import printable
 
@@ -77,7 +77,7 @@ def examine(config: DoctorConfig, run: PlanConfig) -> Findings:
     with bandwidth.report_lost_ranks():
         world = bandwidth.join_world()
         # The first rank of each machine reads it. Connecting has already imported the packages.
-        own = _read(config, run, imports=False) if is_first_here() else None
+        own = _read(config, run, imports=False) if is_first_on_machine() else None
         machines = tuple(facts for facts in bandwidth.gather(own) if facts is not None)
         skews = bandwidth.measure_skews()
         measured = tuple(bandwidth.measure(world, config.seconds))
@@ -90,7 +90,7 @@ def examine(config: DoctorConfig, run: PlanConfig) -> Findings:
         ]
     rows += compare_machines(machines, skews)
     hardware = hardware_of_ranks(
-        run.hardware, machines[0].machine, world.ranks_here, world.num_nodes
+        run.hardware, machines[0].machine, world.num_local_ranks, world.num_nodes
     )
     rows += list_link_rows(measured, hardware)
     needs = None
@@ -242,7 +242,7 @@ def run_doctor(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    keep_streams()
-    quiet_libraries(offline=False)  # so that HF_HUB_OFFLINE is reported as the user has set it
+    protect_streams()
+    configure_libraries(offline=False)  # so that HF_HUB_OFFLINE is reported as the user has set it
     install_signal_handlers()
     end_process(run_doctor(sys.argv[1:]))

@@ -51,14 +51,14 @@ class World:
 
     rank: int
     num_ranks: int
-    ranks_here: int
+    num_local_ranks: int
     """number of ranks on this machine"""
     device: torch.device
 
     @property
     def num_nodes(self) -> int:
         """Number of machines, which all have the same number of ranks."""
-        return max(1, self.num_ranks // self.ranks_here)
+        return max(1, self.num_ranks // self.num_local_ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,11 +114,11 @@ def join_world() -> World:
     num_ranks, own = int(os.environ["WORLD_SIZE"]), local_rank()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        ranks_here, num_gpus = launch.ranks_here or own + 1, torch.cuda.device_count()
-        if ranks_here > num_gpus:
+        num_local_ranks, num_gpus = launch.num_local_ranks or own + 1, torch.cuda.device_count()
+        if num_local_ranks > num_gpus:
             visible = f"{num_gpus} GPU{' is' if num_gpus == 1 else 's are'} visible"
             raise UserError(
-                f"{ranks_here} ranks were started on this machine, but {visible}; type make "
+                f"{num_local_ranks} ranks were started on this machine, but {visible}; type make "
                 f"bandwidth RANKS={num_gpus}, or --nproc-per-node={num_gpus} "
                 f"(--ntasks-per-node={num_gpus})"
             )
@@ -131,7 +131,9 @@ def join_world() -> World:
     hosts = gather(os.uname().nodename)
     # torchrun sets the number of ranks on this machine; for srun they are counted.
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(os.uname().nodename)))
-    return World(rank=dist.get_rank(), num_ranks=num_ranks, ranks_here=num_local, device=device)
+    return World(
+        rank=dist.get_rank(), num_ranks=num_ranks, num_local_ranks=num_local, device=device
+    )
 
 
 def gather(value: Any) -> list[Any]:
@@ -185,7 +187,7 @@ def _largest_message(world: World) -> int:
     if world.device.type == "cuda":
         free = float(torch.cuda.mem_get_info(world.device)[0])
     else:
-        free = host_memory()[0] / world.ranks_here
+        free = host_memory()[0] / world.num_local_ranks
     room = MEMORY_SHARE * free / NUM_BUFFERS
     smallest = torch.tensor([room], dtype=torch.float64, device=world.device)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)

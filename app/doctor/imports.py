@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from app.process.environment import quiet_libraries
+from app.process.environment import configure_libraries
 from app.process.errors import ROOT
 
 MODULES = {
@@ -124,6 +124,6 @@ if __name__ == "__main__":
     # Send the output of packages to stderr: stdout is for the results only.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    quiet_libraries(offline=True)
+    configure_libraries(offline=True)
     for name in sys.argv[1:]:
         print(json.dumps(_try_import(name)), file=results, flush=True)

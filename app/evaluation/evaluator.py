@@ -28,7 +28,7 @@ from app.evaluation.significance import (
 from app.evaluation.tasks.harness import Harness
 from app.evaluation.tasks.measure import TaskRunner
 from app.evaluation.tasks.questions import Task
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from data_modules import redact
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class Evaluator:
         """Write `predictions.jsonl`, unless no prompt was answered."""
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.prediction_lines()]
         if lines:
-            write_whole(folder / PREDICTIONS_FILE, "".join(lines))
+            write_atomically(folder / PREDICTIONS_FILE, "".join(lines))
 
 
 def _merge_lines(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:

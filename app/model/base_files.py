@@ -18,7 +18,7 @@ from app.model.architecture import model_class
 from app.model.multimodal import outermost, tower_modules
 from app.model.quantization import quantizable_layers
 from app.process.errors import UserError
-from app.process.launch import is_first_here, is_first_rank
+from app.process.launch import is_first_on_machine, is_first_rank
 from app.process.untrusted import FLOATS, Header, read_header
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def check_finite(files: Iterable[Path], dtype: torch.dtype) -> None:
     The first rank of each node checks the node's own files. transformers has just read them, so
     they come from the page cache.
     """
-    if not is_first_here():
+    if not is_first_on_machine():
         return
     import torch
 

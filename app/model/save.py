@@ -22,7 +22,7 @@ from app.model.adapter import (
 )
 from app.model.architecture import model_class
 from app.model.shards import Shards, WeightGatherer, round_weights, write_model
-from app.process.collectives import all_gather_list, is_first, run_on_rank0
+from app.process.collectives import all_gather_list, is_rank0, run_on_rank0
 from app.process.errors import TrainingFault
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _save_gathered_adapter(
         if parameter.requires_grad:
             shape = shards.weight_state(parameter).shape
             weight = gatherer.gather(name, parameter, shape)
-            if is_first():
+            if is_rank0():
                 weights[name] = weight.cpu()
     gatherer.check()
 

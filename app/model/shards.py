@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from app.model.base_files import INDEX, WEIGHTS
 from app.model.multimodal import copy_processors, read_towers
-from app.process.collectives import all_gather_list, broadcast_from_rank0, is_first, run_on_rank0
+from app.process.collectives import all_gather_list, broadcast_from_rank0, is_rank0, run_on_rank0
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,7 @@ def write_model(
             write()
             shard, num_bytes = {}, 0
         num_bytes += more
-        if shards is None or is_first():
+        if shards is None or is_rank0():
             shard |= {name: tensor.cpu() for name, tensor in taken.items()}
     write()
     on_rank0(files.end)

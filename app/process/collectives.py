@@ -1,6 +1,6 @@
-"""Collectives over all ranks, for work of which only the first rank writes the result.
+"""Collectives over all ranks, for work that only some ranks do.
 
-An error on one rank is raised on all, so that none is left waiting for the others.
+An error on one rank is raised on all ranks, so that none waits forever for the others.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def is_first() -> bool:
-    """Tell whether this is rank 0 of the process group."""
+def is_rank0() -> bool:
+    """Return whether this is rank 0 of the process group."""
     import torch.distributed as dist
 
     return dist.get_rank() == 0
 
 
 def run_on_rank0(work: Callable[[], T]) -> T | None:
-    """Run `work` on rank 0 while the others wait; returns its result there, None on the others.
+    """Run `work` on rank 0 while the others wait; return its result there, None on the others.
 
     An error is raised on every rank, with the same exit code.
     """
-    return run_on_ranks(work, here=is_first())
+    return run_on_ranks(work, runs=is_rank0())
 
 
-def run_on_ranks(work: Callable[[], T], *, here: bool) -> T | None:
-    """Run `work` on the ranks with `here`, such as one of each machine, while the others wait.
+def run_on_ranks(work: Callable[[], T], *, runs: bool) -> T | None:
+    """Run `work` on the ranks that pass `runs=True`, such as one per machine; the others wait.
 
     An error is raised on every rank, with the same exit code.
     """
@@ -41,23 +41,23 @@ def run_on_ranks(work: Callable[[], T], *, here: bool) -> T | None:
 
     result: T | None = None
     failure: Exception | None = None
-    if here:
+    if runs:
         try:
             result = work()
         except Exception as error:  # noqa: BLE001 - raised after the others have received it
             failure = error
     own = None if failure is None else (exit_code(failure), str(failure))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, own)
     if failure is not None:
         raise failure
-    for one in gathered:
-        if one is not None:
-            raise _error_of(*one)
+    for received in failures:
+        if received is not None:
+            raise _build_error(*received)
     return result
 
 
-def _error_of(code: int, message: str) -> Exception:
+def _build_error(code: int, message: str) -> Exception:
     if code == USER_ERROR:
         return UserError(message)
     return OSError(message) if code == ENVIRONMENT_ERROR else TrainingFault(message)
@@ -68,7 +68,7 @@ def broadcast_from_rank0(value: Tensor, device: torch.device) -> Tensor:
     import torch
     import torch.distributed as dist
 
-    if is_first():
+    if is_rank0():
         values = value.to(device).contiguous()
     else:
         values = torch.empty(value.shape, dtype=value.dtype, device=device)
@@ -82,4 +82,4 @@ def all_gather_list(problems: list[str]) -> list[str]:
 
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, problems)
-    return [problem for one in gathered for problem in one]
+    return [problem for problems_of_rank in gathered for problem in problems_of_rank]

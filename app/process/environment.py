@@ -1,9 +1,9 @@
-"""What a process sets for itself before the libraries are imported.
+"""Process-wide settings made before the libraries are imported.
 
-Environment: no telemetry, no network for local files, no warnings that mean nothing to a user; how
-threads wait and how many kernels are cached. Standard streams: what is printed survives a closed
-terminal and carries no secrets. Memory: by default glibc gives freed memory back to the kernel,
-which clears every page of it again, and the kernel maps it in pages of 4 KiB. Keeping it, in large
+Environment: no telemetry, no network access for local files, no meaningless warnings; how threads
+wait and how many kernels are cached. Standard streams: printing survives a closed terminal and
+never shows secrets. Memory: by default glibc returns freed memory to the kernel, which clears every
+page when it is allocated again, and the kernel maps pages of 4 KiB. Keeping freed memory, in huge
 pages, saved 16 % of the CPU time of the quickstart's steps (one thread, AMD EPYC).
 """
 
@@ -27,26 +27,26 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """parameters of glibc's mallopt, in bytes"""
 MADV_HUGEPAGE = 14
 RETURNED_BLOCK = 2**20
-"""bytes from which `return_memory` has a block mapped by itself"""
+"""minimum size in bytes of the blocks that `return_freed_memory` gives separate mappings"""
 LARGEST_BLOCK = 2**25
-"""bytes of the largest block that malloc grows the heap for, by glibc's own limit"""
+"""maximum size in bytes of the blocks that malloc puts on the heap (a limit of glibc)"""
 HEAP = 2**30
-"""bytes that the heap may keep; addresses at first, memory where they are used"""
+"""size in bytes that the heap may keep; only address space until it is used"""
 MEANINGLESS_WARNINGS = (
-    # Batches are made in the main process on purpose; the number of workers is a setting.
+    # Batches are built in the main process on purpose; the number of workers is a setting.
     ".*does not have many workers.*",
-    # The loaders are ours: the data plan decides their length and epochs.
+    # The data plan decides the length and epochs of the loaders.
     ".*number of training batches.*smaller than the logging interval.*",
     ".*GPU available but not used.*",
     # No validation rows were requested, or a resumed run has no step left.
     ".*Total length of `.*` across ranks is zero.*",
-    # Our loaders start at the checkpoint's step, by the data plan.
+    # The loaders start at the checkpoint's step, by the data plan.
     ".*resuming from a checkpoint that ended before the epoch ended.*",
     # peft saves without a hub look-up; the base's name is in the manifest.
     ".*Could not find a config file in.*",
-    # Those of downloads stay on purpose, where weights are loaded without them.
+    # Download bars stay enabled on purpose, while weights are loaded without bars.
     ".*Cannot disable progress bars.*",
-    # Our own error says the same.
+    # An error of this program says the same.
     ".*adapter keys while loading.*",
     ".*not initialized from the model checkpoint.*",
     # Lightning runs the schedule after the optimizer; torch cannot see it through our optimizer.
@@ -70,7 +70,7 @@ class LastingFile(io.FileIO):
 
 
 class CleanText(io.TextIOWrapper):
-    """Text output without secrets, whoever prints: libraries quote URLs too."""
+    """Text output with secrets redacted, also in what libraries print."""
 
     def write(self, text: str) -> int:
         """Write `text`, redacted; returns its length."""
@@ -78,12 +78,12 @@ class CleanText(io.TextIOWrapper):
         return len(text)
 
 
-def keep_streams() -> None:
+def protect_streams() -> None:
     """Keep this process running when its output is closed; call before any file is opened."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed, as by `>&-`: the next file that is opened would be printed into
+        except OSError:  # closed, as by `>&-`: the next opened file would receive the output
             os.open(os.devnull, os.O_RDWR)
     sys.stdout = _open(1, sys.stdout, by_line=os.isatty(1))
     sys.stderr = _open(2, sys.stderr, by_line=True)
@@ -101,10 +101,10 @@ def _open(descriptor: int, before: TextIO | None, *, by_line: bool) -> io.TextIO
     )
 
 
-def keep_memory() -> None:
-    """Have this process keep the memory that it frees, in large pages; call before any work.
+def retain_freed_memory() -> None:
+    """Make malloc keep freed memory, in huge pages; call before any work.
 
-    Does nothing where there is a GPU, or where the environment configures malloc.
+    Does nothing if there is a GPU, or if the environment configures malloc.
     """
     is_configured = any(name.startswith(("GLIBC_TUNABLES", "MALLOC_")) for name in os.environ)
     if sys.platform != "linux" or is_configured or any(DEVICES.glob("nvidia[0-9]*")):
@@ -115,38 +115,39 @@ def keep_memory() -> None:
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK)
     libc.mallopt(M_TRIM_THRESHOLD, HEAP)
-    # Grown at once and not by and by: what is added later would not have the kernel's advice.
+    # Grown in one step: madvise does not apply to what is added later.
     libc.mallopt(M_TOP_PAD, HEAP - LARGEST_BLOCK)
     start = libc.sbrk(0)
     libc.free(libc.malloc(LARGEST_BLOCK // 2))
     end = libc.sbrk(0)
-    if end > start:  # not where addresses are limited or another malloc is preloaded
+    if end > start:  # false if address space is limited or another malloc is preloaded
         libc.madvise(start, end - start, MADV_HUGEPAGE)
     libc.mallopt(M_TOP_PAD, 2 * LARGEST_BLOCK)
 
 
-def return_memory() -> None:
-    """Have this process give freed blocks of a MiB and more back at once; call before any work.
+def return_freed_memory() -> None:
+    """Make malloc return freed blocks of 1 MiB and more immediately; call before any work.
 
-    Else glibc keeps those of up to 32 MB, and a merge would seem to need a third more than it does.
+    By default glibc keeps blocks of up to 32 MB, and a merge would appear to need a third more
+    memory than it does.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, RETURNED_BLOCK)
 
 
-def quiet_libraries(*, offline: bool) -> None:
-    """Set the environment and filters of this process; call before torch is imported.
+def configure_libraries(*, offline: bool) -> None:
+    """Set the environment and warning filters of this process; call before torch is imported.
 
     `offline` forbids requests to the hub, which a local model does not need.
     """
     defaults = {
-        # A waiting thread spins briefly, then sleeps: spinning on makes a step many times slower as
-        # soon as anything else runs, and sleeping at once costs small models a third.
+        # A waiting thread spins briefly, then sleeps: longer spinning makes a step many times
+        # slower as soon as anything else runs; no spinning costs small models a third.
         "GOMP_SPINCOUNT": "1000",
-        # oneDNN caches a kernel a shape of half-precision products. The default of 1024 can take a
-        # small model as much memory as all the rest of it; too few would be compiled again.
+        # oneDNN caches one kernel per shape of half-precision products. The default of 1024 can
+        # double the memory of a small model; with too few, kernels are compiled again.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
-        # A peer that ends is said by us, once; torch shows each connection's stack.
+        # A lost peer is reported once by this program; torch prints each connection's stack.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -155,19 +156,19 @@ def quiet_libraries(*, offline: bool) -> None:
         "HF_HUB_OFFLINE": "1" if offline else "0",
     }
     if num_device_files() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # Packs of many lengths leave blocks that fit none of the next: segments that grow do not.
+        # Packs of many lengths fragment fixed segments; expandable segments avoid that.
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     for message in MEANINGLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    # Changes in a library's next version concern us, who pin the versions, not the user.
+    # Changes in a library's next version do not concern users: versions are pinned.
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     start_logging()
 
 
 def host_bytes(name: str) -> int:
-    """Return a figure of this process's memory as Linux has it: VmRSS now, VmHWM at its peak."""
+    """Return a field of /proc/self/status in bytes: VmRSS (current) or VmHWM (peak) memory."""
     lines = (line.split() for line in STATUS.read_text(encoding="utf-8").splitlines())
     return next(int(words[1]) * 1024 for words in lines if words[0] == f"{name}:")

@@ -12,7 +12,7 @@ from data_modules import DataError, RemoteError, printable, redact
 
 ROOT = Path(__file__).resolve().parents[2]
 LOST_CONNECTION = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.I)
-"""torch's messages after another rank has ended"""
+"""torch's messages after a peer has ended"""
 TAKEN_PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
 DEAD_WORKER = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)", re.S)
 BROKEN_DEVICE = re.compile(
@@ -20,14 +20,15 @@ BROKEN_DEVICE = re.compile(
     r"|DefaultCPUAllocator|cannot allocate memory",
     re.I,
 )
-"""torch's messages where a GPU, its driver or the memory fails; an assert is about data or code"""
+"""torch's messages if a GPU, its driver or memory fails; a device-side assert is a data or code
+error"""
 
 DONE, USER_ERROR, ENVIRONMENT_ERROR, TRAINING_FAULT = 0, 2, 3, 4
 INTERRUPTED, TERMINATED = 130, 143
 
 
 class UserError(ValueError):
-    """Input that the user can correct: one or several problems, each with its place and the fix."""
+    """Input that the user can correct: one or several problems, each with location and fix."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         listed = [problems] if isinstance(problems, str) else problems
@@ -36,7 +37,7 @@ class UserError(ValueError):
 
 
 class DeviceError(RuntimeError):
-    """The GPUs of this machine cannot be used as they are: each problem with what to do."""
+    """The GPUs of this machine cannot be used: one or several problems, each with its fix."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
@@ -44,11 +45,11 @@ class DeviceError(RuntimeError):
 
 
 class TrainingFault(RuntimeError):
-    """Training went bad: a loss that is not finite, a saved adapter that does not read back."""
+    """Training failed: a nonfinite loss, or a saved adapter that cannot be reloaded."""
 
 
 class Interrupted(SystemExit):
-    """A signal ends the run; `message` says what was saved of it."""
+    """A signal ended the run; `message` says what was saved."""
 
     def __init__(self, signum: int, message: str) -> None:
         self.signum, self.message = signum, message
@@ -59,7 +60,7 @@ class Interrupted(SystemExit):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the known name nearest to `name`, or nothing."""
+    """Return `; did you mean X?` for the known name nearest to `name`, or an empty string."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     longer = [candidate for candidate in by_lower if candidate.startswith(f"{name.lower()}_")]
     close = longer or difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
@@ -67,12 +68,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code for `error`, by its type."""
+    """Return the exit code for `error`, from its type and, for torch's errors, its message."""
     if isinstance(error, SystemExit):
         return _code_of_exit(error)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    if isinstance(error, TrainingFault):  # whatever names are quoted in its message
+    if isinstance(error, TrainingFault):  # its message may quote names that match the patterns
         return TRAINING_FAULT
     if isinstance(error, (RemoteError, DeviceError)):
         return ENVIRONMENT_ERROR
@@ -81,13 +82,15 @@ def exit_code(error: BaseException) -> int:
     out_of_memory = type(error).__name__ == "OutOfMemoryError"  # torch's, without importing torch
     if isinstance(error, (OSError, ImportError, MemoryError)) or out_of_memory:
         return ENVIRONMENT_ERROR
-    if isinstance(error, RuntimeError) and _is_of_the_environment(error):
+    # torch raises a plain RuntimeError for all of these.
+    messages = (LOST_CONNECTION, TAKEN_PORT, DEAD_WORKER, BROKEN_DEVICE)
+    if isinstance(error, RuntimeError) and any(text.search(str(error)) for text in messages):
         return ENVIRONMENT_ERROR
     return TRAINING_FAULT
 
 
 def _code_of_exit(error: SystemExit) -> int:
-    # Lightning turns both signals into SystemExit, by a subclass and by the context.
+    # Lightning turns SIGTERM into a subclass of SystemExit, and Ctrl-C into its context.
     if type(error).__name__ == "SIGTERMException":
         return TERMINATED
     if isinstance(error.__context__, KeyboardInterrupt):
@@ -95,10 +98,3 @@ def _code_of_exit(error: SystemExit) -> int:
     if error.code is None:
         return DONE
     return error.code if isinstance(error.code, int) else TRAINING_FAULT
-
-
-def _is_of_the_environment(error: RuntimeError) -> bool:
-    """Tell by torch's message, since it raises a plain RuntimeError for all of these."""
-    text = str(error)
-    messages = (LOST_CONNECTION, TAKEN_PORT, DEAD_WORKER, BROKEN_DEVICE)
-    return any(message.search(text) for message in messages)

@@ -17,11 +17,11 @@ KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISCHR, "a device"),
 )
-"""entries that a run never makes"""
+"""kinds of entries that a run never creates"""
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a file atomically: a reader finds the old content or the new one."""
+def write_atomically(file: Path, text: str) -> None:
+    """Write a file atomically: a reader sees either the old content or the new one."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     unfinished.unlink(missing_ok=True)
     try:
@@ -36,7 +36,7 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -47,24 +47,24 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def open_no_follow(file: Path, mode: str, **how: Any) -> IO[Any]:
-    """Open a file as `open` does; OSError if it is a link."""
-    return open(file, mode, opener=_no_follow, **how)
+def open_no_follow(file: Path, mode: str, **options: Any) -> IO[Any]:
+    """Open a file as `open` does; raises OSError if it is a link."""
+    return open(file, mode, opener=_no_follow, **options)
 
 
 def _no_follow(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def odd_entries(folder: Path) -> Iterator[tuple[Path, str]]:
+def special_entries(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield the entries below `folder` that are neither files nor folders, with their kind."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.is_file(follow_symlinks=False):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from odd_entries(Path(entry.path))
+                yield from special_entries(Path(entry.path))
                 continue
             with contextlib.suppress(FileNotFoundError):  # removed by the run in the meantime
                 mode = entry.stat(follow_symlinks=False).st_mode
-                yield Path(entry.path), next(word for is_one, word in KINDS if is_one(mode))
+                yield Path(entry.path), next(kind for is_kind, kind in KINDS if is_kind(mode))

@@ -1,6 +1,6 @@
-"""Which process of a run this one is, by the variables of torchrun, srun or our own launcher.
+"""Which rank of a run this process is, from the variables of torchrun, srun or the supervisor.
 
-The only place that reads them: a run whose ranks read them differently hangs.
+The only module that reads these variables: ranks that interpret them differently would hang.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RUN_DIR_VARIABLE = "LOFT_RUN_DIR"
-"""passes the run's folder to the ranks that are started by the same command line"""
+"""variable with the run's folder, for the ranks started by this process"""
 STEP_VARIABLE = "LOFT_RESUME_STEP"
-"""passes them the step of the checkpoint to resume from, 0 for a new run"""
+"""variable with the step of the checkpoint that the ranks resume from, 0 for a new run"""
 PIPE_VARIABLE = "LOFT_HEARTBEAT"
-"""passes a rank its end of the heartbeat pipe"""
+"""variable with the file descriptor of a rank's end of the heartbeat pipe"""
 PARENT_VARIABLE = "LOFT_PARENT"
-"""passes a child the id of the process that it must not outlive"""
+"""variable with the id of the parent process, which the child must not outlive"""
 PR_SET_PDEATHSIG = 1
-VARIABLES_OF_A_RANK = (
+"""option of prctl: the signal that a process gets when its parent ends"""
+RANK_VARIABLES = (
     RUN_DIR_VARIABLE,
     STEP_VARIABLE,
     PIPE_VARIABLE,
@@ -39,19 +40,21 @@ VARIABLES_OF_A_RANK = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""set for ranks; a run of its own must not inherit them"""
+"""variables set for ranks, which a separate run must not inherit"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launcher:
-    """One way to start ranks, and the variables that it sets."""
+    """A launcher of ranks, and the variables that it sets."""
 
     detected_by: str
+    """variable whose presence identifies the launcher"""
     ranks: tuple[str, ...]
     """variables that are all 0 on the first rank"""
     required: tuple[str, ...]
-    """variables that it sets too"""
+    """other variables that the launcher always sets"""
     world_size: str
+    """variable with the number of ranks"""
 
 
 LAUNCHERS = (
@@ -67,72 +70,75 @@ LAUNCHERS = (
         required=("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
     ),
-    Launcher(  # our own launcher, by Lightning's names
+    Launcher(  # the supervisor, with Lightning's names
         detected_by="LOCAL_RANK",
         ranks=("NODE_RANK", "LOCAL_RANK"),
         required=("WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
     ),
-    Launcher(  # no launcher sets only this
+    Launcher(  # no launcher sets only this variable: reports the missing ones
         detected_by="WORLD_SIZE",
         ranks=("RANK",),
         required=("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
     ),
 )
-"""in the order in which Lightning detects them"""
+"""launchers in the order in which Lightning detects them"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How this process was started, as its environment says."""
+    """How this process was started, according to its environment."""
 
     has_parent: bool = False
-    """whether a process of this program started this one, as a rank or as a trial of a sweep"""
+    """whether this program started the process, as a rank or as a trial of a sweep"""
     is_child: bool = False
-    """whether it is a rank that our own launcher started, after all checks had passed"""
+    """whether the process is a rank that the supervisor started after all checks had passed"""
     detected_by: str | None = None
-    """the variable by which the launcher was detected"""
+    """variable by which the launcher was detected; None without a launcher"""
     is_first: bool = True
-    is_first_here: bool = True
-    """whether it is the first rank of its machine"""
+    """whether the process is rank 0"""
+    is_first_on_machine: bool = True
+    """whether the process is the first rank of its machine"""
     num_ranks: int | None = None
-    """ranks that were started; None where this program is to start them"""
-    ranks_here: int | None = None
-    """those of this machine, where the launcher says it"""
+    """number of ranks that were started; None if this program starts them"""
+    num_local_ranks: int | None = None
+    """number of ranks on this machine; None if the launcher does not set it"""
     first_address: str | None = None
-    """the machine at which the ranks meet, as the launcher calls it"""
+    """address of rank 0's machine, as the launcher sets it"""
     problems: tuple[str, ...] = ()
+    """what is wrong with the launcher's variables"""
 
     @property
     def starts_own_ranks(self) -> bool:
-        """Whether this program is to start the ranks of this machine."""
+        """Whether this process starts the ranks of this machine."""
         return not self.is_child and self.detected_by is None
 
     @property
     def is_started_here(self) -> bool:
-        """Whether this program started the ranks, or is the only one; not torchrun or srun."""
+        """Whether this program, not torchrun or srun, started the ranks or is the only process."""
         return self.detected_by in (None, "LOCAL_RANK")
 
     @property
     def is_one_of_several(self) -> bool:
-        """Whether ranks were started from outside, so that none of them can decide for all."""
+        """Whether this process is one of several ranks, none of which can decide for all."""
         return (self.num_ranks or 1) > 1
 
 
 @functools.cache
 def read_launch() -> Launch:
-    """Read the environment; an incomplete set of variables makes no rank, and is a problem.
+    """Read the environment; an incomplete set of a launcher's variables is a problem.
 
-    Once, as the process found it: Lightning sets these variables for its children, and removes some
-    of them when it has finished; `live_with_parent` removes the parent's.
+    The environment is read once, as it was at the start: Lightning sets these variables for its
+    children and removes some at its end, and `live_with_parent` removes that of the parent.
     """
     has_parent = os.environ.get(PARENT_VARIABLE) == str(os.getppid())
     is_child = has_parent and bool(os.environ.get(RUN_DIR_VARIABLE))
-    launcher = next((one for one in LAUNCHERS if _is_detected(one.detected_by)), None)
+    detected = (launcher for launcher in LAUNCHERS if _is_detected(launcher.detected_by))
+    launcher = next(detected, None)
     if launcher is None:
         return Launch(has_parent=has_parent, is_child=is_child)
-    problems = tuple(_problems_of(launcher))
+    problems = tuple(_check_variables(launcher))
     names, world_size = launcher.ranks, launcher.world_size
     is_slurm = launcher.detected_by == "SLURM_NTASKS"
     local = "SLURM_LOCALID" if is_slurm else "LOCAL_RANK"
@@ -142,10 +148,10 @@ def read_launch() -> Launch:
         is_child=is_child,
         detected_by=launcher.detected_by,
         is_first=bool(problems) or all(int(os.environ[name]) == 0 for name in names),
-        is_first_here=bool(problems) or os.environ.get(local, "0") == "0",
+        is_first_on_machine=bool(problems) or os.environ.get(local, "0") == "0",
         num_ranks=None if problems else int(os.environ[world_size]),
         first_address=os.environ.get("MASTER_ADDR"),
-        ranks_here=int(per_node) if per_node.isdecimal() and int(per_node) else None,
+        num_local_ranks=int(per_node) if per_node.isdecimal() and int(per_node) else None,
         problems=problems,
     )
 
@@ -153,7 +159,7 @@ def read_launch() -> Launch:
 def _is_detected(detected_by: str) -> bool:
     value = os.environ.get(detected_by)
     if detected_by == "SLURM_NTASKS":
-        # Also set in a shell on a node, and under torchrun within srun; Lightning's own rules.
+        # Also set in a shell on a node, and under torchrun within srun; the rules are Lightning's.
         is_shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
         return value is not None and not is_shell and "TORCHELASTIC_RUN_ID" not in os.environ
     if detected_by == "WORLD_SIZE":
@@ -161,7 +167,8 @@ def _is_detected(detected_by: str) -> bool:
     return value is not None
 
 
-def _problems_of(launcher: Launcher) -> list[str]:
+def _check_variables(launcher: Launcher) -> list[str]:
+    """List the variables of a detected launcher that are missing or not numbers."""
     detected_by = launcher.detected_by
     numbers = {detected_by, *launcher.ranks, launcher.world_size} & set(os.environ)
     problems = [
@@ -172,124 +179,124 @@ def _problems_of(launcher: Launcher) -> list[str]:
     missing = [name for name in launcher.required if name not in os.environ]
     if missing:
         problems.append(
-            f"{detected_by}={os.environ[detected_by]} says that this is one of several "
-            f"ranks, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; "
-            f"start the ranks with torchrun or srun, or type: unset {detected_by}"
+            f"{detected_by}={os.environ[detected_by]} marks this process as one of several ranks, "
+            f"but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start the "
+            f"ranks with torchrun or srun, or type: unset {detected_by}"
         )
     return problems
 
 
 def launched_rank() -> int:
-    """Return the rank that torchrun or srun has given this process; 0 for a single one."""
+    """Return the rank that torchrun or srun gave this process; 0 for a single process."""
     launched_by_slurm = read_launch().detected_by == "SLURM_NTASKS"
     return int(os.environ.get("SLURM_PROCID" if launched_by_slurm else "RANK", "0"))
 
 
 def is_first_rank() -> bool:
-    """Say whether this process speaks for the run; ranks above 0 do not."""
+    """Return whether this process is rank 0, which prints and writes for the run."""
     return read_launch().is_first
 
 
-def is_first_here() -> bool:
-    """Say whether this process is the first rank of its machine."""
-    return read_launch().is_first_here
+def is_first_on_machine() -> bool:
+    """Return whether this process is the first rank of its machine."""
+    return read_launch().is_first_on_machine
 
 
 def local_rank() -> int:
-    """Return the number of this process among the ranks of its machine; 0 for a single one."""
+    """Return the rank of this process on its machine; 0 for a single process."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def is_child() -> bool:
-    """Say whether our own launcher started this process, after it had checked everything."""
+    """Return whether the supervisor started this process, after all checks had passed."""
     return read_launch().is_child
 
 
 def live_with_parent() -> None:
-    """Have this process killed when the process that started it ends."""
+    """Make the kernel kill this process when the process that started it ends."""
     read_launch()
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it has ended in the meantime
+    if os.getppid() != int(parent):  # the parent has ended in the meantime
         os._exit(128 + signal.SIGKILL)
 
 
-_decided: str | None = None
-"""the folder that this process has decided on, as in the environment"""
+_own_run_dir: str | None = None
+"""run folder set by this process"""
 
 
 def run_dir() -> Path | None:
-    """Return the run's folder that this process or its launcher has decided on; None before.
+    """Return the run's folder as set by this process or its parent; None if it is not set yet.
 
-    Only theirs: a shell, or the process of another run, may have left one in the environment.
+    The variable may also come from a shell or another run, in which case it is ignored.
     """
     folder = os.environ.get(RUN_DIR_VARIABLE)
-    is_known = folder == _decided or read_launch().has_parent
-    return Path(folder) if folder and is_known else None
+    is_own = folder == _own_run_dir or read_launch().has_parent
+    return Path(folder) if folder and is_own else None
 
 
 def set_run_dir(folder: Path) -> None:
     """Set the run's folder for this process and the ranks that it starts."""
-    global _decided
-    _decided = os.environ[RUN_DIR_VARIABLE] = str(folder)
+    global _own_run_dir
+    _own_run_dir = os.environ[RUN_DIR_VARIABLE] = str(folder)
 
 
 def check_launch(num_ranks: int | None, ranks_per_node: int | None = None) -> list[str]:
     """List what is wrong with how this process was started.
 
-    `num_ranks`, `ranks_per_node`: what the settings ask for; None for a verb that runs as one
+    `num_ranks`, `ranks_per_node`: as the settings request; None for a verb that runs in one
     process.
     """
     launch = read_launch()
     if launch.problems:
         return list(launch.problems)
-    if launch.is_one_of_several and (unequal := _unequal_nodes(launch, ranks_per_node)):
-        return [unequal]
+    if launch.is_one_of_several and (problem := _check_equal_nodes(launch, ranks_per_node)):
+        return [problem]
     if launch.num_ranks in (None, num_ranks or 1):
         return []
     were = "rank was" if launch.num_ranks == 1 else "ranks were"
     started = f"{launch.num_ranks} {were} started (WORLD_SIZE or SLURM_NTASKS)"
     if num_ranks is None:
-        return [f"{started}, but this runs as one process; start it without torchrun or srun"]
+        return [
+            f"{started}, but this command runs in one process; start it without torchrun or srun"
+        ]
     return [
-        f"{started}, but trainer.devices x trainer.num_nodes is {num_ranks}; {_fitting(launch)}"
+        f"{started}, but trainer.devices x trainer.num_nodes is {num_ranks}; "
+        f"{_suggest_devices(launch)}"
     ]
 
 
-def _unequal_nodes(launch: Launch, ranks_per_node: int | None) -> str | None:
-    """Return what is wrong where machines have not started as many ranks each, None if they have.
-
-    `ranks_per_node`: what the settings ask for.
-    """
-    total, here = launch.num_ranks or 1, launch.ranks_here
+def _check_equal_nodes(launch: Launch, ranks_per_node: int | None) -> str | None:
+    """Return the problem if machines started different numbers of ranks, else None."""
+    total, here = launch.num_ranks or 1, launch.num_local_ranks
     if launch.detected_by == "SLURM_NTASKS" and here is None:
         return (
-            f"SLURM_NTASKS={total}, and SLURM_NTASKS_PER_NODE is not set: every node needs as many "
-            f"ranks; type --ntasks-per-node={ranks_per_node or total} instead of --ntasks"
+            f"SLURM_NTASKS={total}, but SLURM_NTASKS_PER_NODE is not set: all nodes need the same "
+            f"number of ranks; type --ntasks-per-node={ranks_per_node or total} instead of --ntasks"
         )
     if here is not None and total % here:
         return (
-            f"{here} ranks were started on this machine, of {total}: every machine needs as many; "
-            "type the same --nproc-per-node (--ntasks-per-node) on each"
+            f"{here} of {total} ranks were started on this machine: all machines need the same "
+            "number; type the same --nproc-per-node (--ntasks-per-node) on each"
         )
     return None
 
 
-def _fitting(launch: Launch) -> str:
+def _suggest_devices(launch: Launch) -> str:
     """Return the settings to type for the ranks that were started."""
     total = launch.num_ranks or 1
-    per_node = launch.ranks_here or total
+    per_node = launch.num_local_ranks or total
     nodes = f" trainer.num_nodes={total // per_node}" if per_node != total else ""
     typed = f"type trainer.devices={per_node}{nodes}"
     if launch.detected_by == "SLURM_NTASKS" and total == 1:
-        typed += ", or unset SLURM_NTASKS in a shell of a job, to have the ranks started from there"
+        typed += ", or, in a shell of a job, unset SLURM_NTASKS: this command then starts the ranks"
     return typed
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address is reached from this machine alone."""
+    """Return whether a host name or address can only be reached from this machine."""
     if host == "localhost":
         return True
     with contextlib.suppress(ValueError):
@@ -298,7 +305,7 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port that is free now; another program may take it before us."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """Return a port that is free now; another program may take it at any time."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,7 +1,7 @@
-"""What this process says: the short of it on the screen, all of it in the run's folder.
+"""Logging: a summary on the screen, everything in the run's folder.
 
-Messages of INFO and above are for the screen, those of DEBUG are details: `--verbose` shows them,
-and `train.log` has both. Says nothing by itself but that libraries are loaded.
+The screen shows messages of level INFO and above, and with `--verbose` also DEBUG; `train.log` has
+both.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from app.process.launch import is_first_rank
 from data_modules import printable, redact
 
 LOG_FILE = "train.log"
-"""in a run's folder: all that was said of it, with the time"""
-OURS = ("app", "data_modules")
-"""loggers whose details are kept; those of libraries are not"""
-NOISY = ("bitsandbytes", "httpx", "httpx2")
+"""file in a run's folder with all messages of the run and their times"""
+OWN_LOGGERS = ("app", "data_modules")
+"""loggers whose DEBUG messages are logged; those of libraries are not"""
+NOISY_LOGGERS = ("bitsandbytes", "httpx", "httpx2")
+"""loggers of libraries that log only errors"""
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class CleanFormatter(logging.Formatter):
 
 
 class Screen(logging.StreamHandler):
-    """Write to what stdout is at that moment: a live bar replaces it while it is shown."""
+    """Write to the current stdout, which a live progress bar replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a message."""
@@ -42,9 +43,9 @@ class Screen(logging.StreamHandler):
 
 
 class RunLog(logging.Handler):
-    """Keep messages until the run owns its folder; from then on they go into its log file.
+    """Write messages to the run's log file; keep them in memory until the run owns its folder.
 
-    A disk that takes no more costs the log and not the run.
+    If the disk is full, the log is lost and the run continues.
     """
 
     def __init__(self) -> None:
@@ -57,13 +58,13 @@ class RunLog(logging.Handler):
         """Write a message, or keep it."""
         try:
             self._waiting.append(f"{self.format(record)}\n")
-        except Exception:  # noqa: BLE001  as every handler: a malformed message stops nothing
+        except Exception:  # noqa: BLE001 - a malformed message must not stop the program
             self.handleError(record)
         if self.file is not None:
             self._write(self.file)
 
     def write_into(self, folder: Path) -> None:
-        """Write what was said so far into `folder`, and what is said from now on."""
+        """Write the messages so far and all later ones to the log file in `folder`."""
         self.file = folder.absolute() / LOG_FILE
         self._write(self.file)
 
@@ -81,19 +82,19 @@ _is_verbose = False
 _run_log = RunLog()
 
 
-def be_verbose(is_verbose: bool) -> None:
-    """Show details on the screen too, or not; for `start_logging`."""
+def set_verbose(is_verbose: bool) -> None:
+    """Choose whether the screen shows DEBUG messages; call before `start_logging`."""
     global _is_verbose
     _is_verbose = is_verbose
 
 
 def is_verbose() -> bool:
-    """Return whether details are for the screen too."""
+    """Return whether the screen shows DEBUG messages."""
     return _is_verbose
 
 
 def start_logging() -> None:
-    """Begin to log, on the first rank all and on others warnings; call it once in a process."""
+    """Set up logging, with only warnings on ranks other than 0; call once per process."""
     global _run_log
     _run_log, screen = RunLog(), Screen()
     screen.setFormatter(CleanFormatter("%(message)s"))
@@ -102,20 +103,20 @@ def start_logging() -> None:
     level = logging.INFO if is_first else logging.WARNING
     handlers: list[logging.Handler] = [screen, _run_log] if is_first else [screen]
     logging.basicConfig(level=level, handlers=handlers, force=True)
-    for name in OURS:
+    for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if is_first else logging.NOTSET)
-    for name in NOISY:
+    for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    # As torch sets it at the end of its import: a signal during that would print statistics.
+    # torch does this only at the end of its import: a signal before that would print statistics.
     logging.getLogger("torch").setLevel(logging.WARNING)
 
 
-def keep_log(folder: Path) -> None:
-    """Write the log of this process into the `folder` of the run that it owns."""
+def open_run_log(folder: Path) -> None:
+    """Write the log of this process into the `folder` of its run, on rank 0."""
     if is_first_rank():
         _run_log.write_into(folder)
 
 
 def print_loading() -> None:
-    """Print that libraries are being loaded: for seconds nothing else is seen."""
+    """Print that libraries are being loaded, which takes seconds without other output."""
     log.info("loading libraries ...")

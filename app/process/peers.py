@@ -32,7 +32,7 @@ from app.process.heartbeat import (
     format_progress,
     progress,
 )
-from app.process.launch import is_first_here, read_launch
+from app.process.launch import is_first_on_machine, read_launch
 from app.process.signals import kill_workers, signal_received
 
 if TYPE_CHECKING:
@@ -410,12 +410,12 @@ class Peers:
 
     def _print_once_per_host(self, text: str) -> None:
         """Print on the first rank of this host, and on the second one if the first is lost."""
-        rank_here = self.rank % (read_launch().ranks_here or self.num_ranks)
+        rank_here = self.rank % (read_launch().num_local_ranks or self.num_ranks)
         first = self.rank - rank_here
         is_first_lost = (
             re.search(rf"no report from .*\branks? {first}\b", self._verdict) is not None
         )
-        if is_first_here() or (is_first_lost and rank_here == 1):
+        if is_first_on_machine() or (is_first_lost and rank_here == 1):
             with contextlib.suppress(OSError):
                 print(text, file=sys.stderr, flush=True)
 

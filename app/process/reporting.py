@@ -1,4 +1,4 @@
-"""How an error is reported: one message for all ranks, and the exit code that a script sees."""
+"""How an error is reported: one message for all ranks, and an exit code for scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from app.process.errors import (
     exit_code,
 )
 from app.process.heartbeat import LOST, PORT_TAKEN, send_to_supervisor
-from app.process.launch import is_first_here, is_first_rank, run_dir
+from app.process.launch import is_first_on_machine, is_first_rank, run_dir
 from app.process.peers import watched_peers
 from app.process.signals import signal_received
 from data_modules import RemoteError, printable, redact
@@ -34,18 +34,19 @@ from data_modules import RemoteError, printable, redact
 MAX_PROBLEMS = 20
 TRACEBACK_VARIABLE = "LOFT_TRACEBACK"
 REASON_FILE = "error.txt"
-"""in a run's folder: why the run stopped"""
+"""file in a run's folder with the reason why the run stopped"""
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""torchrun's: the file whose message it shows where this rank fails"""
-REASON_BEGINS = b"error"
+"""variable of torchrun: the file whose message it prints if this rank fails"""
+REASON_PREFIX = b"error"
+"""first bytes of every REASON_FILE"""
 
 
 def report(error: BaseException) -> int:
     """Print `error` as one message on stderr, once for all ranks, and return its exit code."""
     code = exit_code(error)
-    lost = _name_lost(error)
+    lost = _explain_lost_connection(error)
     if not lost and signal_received() == signal.SIGTERM and LOST_CONNECTION.search(str(error)):
-        code = TERMINATED  # Lightning's handler talks to the other ranks; they may have ended
+        code = TERMINATED  # Lightning's handler talks to the other ranks, which may have ended
     if os.environ.get(TRACEBACK_VARIABLE) == "1":
         traceback.print_exception(error)
     elif isinstance(error, Interrupted):
@@ -60,28 +61,28 @@ def report(error: BaseException) -> int:
             peers.publish_failure(message.splitlines()[0])
         write_error_file(message)
         if lost:
-            keep_reason(message)
-        if is_first_here() if lost else _claim_message(error, message):
+            save_reason(message)
+        if is_first_on_machine() if lost else _claim_message(error, message):
             print(message, file=sys.stderr)
     return code
 
 
-def _name_lost(error: BaseException) -> str | None:
-    """Return which rank this one has lost, in words; None where the error is another one."""
+def _explain_lost_connection(error: BaseException) -> str | None:
+    """Return a message that names the rank which was lost; None for any other error."""
     peers = watched_peers()
-    is_of_torch = isinstance(error, RuntimeError) and not isinstance(
+    is_from_torch = isinstance(error, RuntimeError) and not isinstance(
         error, (TrainingFault, DeviceError)
     )
-    if peers is None or not is_of_torch or not LOST_CONNECTION.search(str(error)):
+    if peers is None or not is_from_torch or not LOST_CONNECTION.search(str(error)):
         return None
-    # Of torch's message only what happened: the rest is advice of its own.
+    # Only the part of torch's message that says what happened: the rest is its advice.
     happened = str(error).partition("] ")[2].partition(". This is typically")[0] or str(error)
     explained = peers.explain_lost_connection(printable(redact(happened)))
     return None if explained is None else f"error (the environment): {explained}"
 
 
 def write_error_file(message: str) -> None:
-    """Leave the message for torchrun, in the form of torch's `ErrorHandler`."""
+    """Write the message for torchrun, in the format of torch's `ErrorHandler`."""
     if not (file := os.environ.get(ERROR_FILE_VARIABLE)):
         return
     extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
@@ -89,8 +90,8 @@ def write_error_file(message: str) -> None:
         Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
-def keep_reason(message: str) -> None:
-    """Leave the message in the run's folder, unless another rank was first."""
+def save_reason(message: str) -> None:
+    """Save the message in the run's folder, unless another rank has already saved one."""
     if (folder := run_dir()) is not None:
         with contextlib.suppress(OSError):
             _write_reason(folder, message)
@@ -103,10 +104,10 @@ def _write_reason(folder: Path, message: str) -> None:
 
 
 def _claim_message(error: BaseException, message: str) -> bool:
-    """Claim the run's one message by writing it into the run's folder.
+    """Return whether this rank prints the run's one message, after saving it in the run's folder.
 
-    Not rank 0 by rule: what fails on one rank is reported there, and the others are then ended. The
-    error that another rank reports about the lost peer is none of its own.
+    Any rank may do so: an error on one rank is reported there, and the other ranks are then ended.
+    Their errors about the lost peer are not printed.
     """
     folder = run_dir()
     if TAKEN_PORT.search(str(error)) and send_to_supervisor(PORT_TAKEN):
@@ -114,7 +115,7 @@ def _claim_message(error: BaseException, message: str) -> bool:
     is_lost = not isinstance(error, TrainingFault) and LOST_CONNECTION.search(str(error))
     if is_lost and send_to_supervisor(f"{LOST} {message}"):
         return False  # the supervisor knows which rank ended first
-    if folder is None:  # a machine without its GPUs may not be that of rank 0
+    if folder is None:  # the machine whose GPUs fail may not be that of rank 0
         return is_first_rank() or isinstance(error, DeviceError)
     if not is_first_rank() and LOST_CONNECTION.search(str(error)):
         return False
@@ -122,17 +123,17 @@ def _claim_message(error: BaseException, message: str) -> bool:
         _write_reason(folder, message)
     except FileExistsError:
         return False
-    except OSError:  # the message may be about this very disk
+    except OSError:  # the message may be about this disk
         return is_first_rank()
     return True
 
 
 def is_reason(file: Path) -> bool:
-    """Tell whether `report` wrote a file of this name, by how it begins."""
+    """Return whether a file of this name was written by `report`, by its first bytes."""
     if file.is_symlink() or not file.is_file():
         return False
     with file.open("rb") as stream:
-        return stream.read(len(REASON_BEGINS)) == REASON_BEGINS
+        return stream.read(len(REASON_PREFIX)) == REASON_PREFIX
 
 
 def _message(error: BaseException, code: int) -> str:
@@ -142,25 +143,25 @@ def _message(error: BaseException, code: int) -> str:
     first = printable(redact(problems[0]), keep="\n")
     kind = {ENVIRONMENT_ERROR: "the environment", TRAINING_FAULT: "training stopped"}[code]
     if isinstance(error, (RemoteError, DeviceError)):
-        return f"error ({kind}): " + "\n  ".join(printable(redact(one)) for one in problems)
-    where = "" if isinstance(error, TrainingFault) else f"{type(error).__name__}: "
-    hint = f"{TRACEBACK_VARIABLE}=1 before the command shows where it happened"
+        return f"error ({kind}): " + "\n  ".join(printable(redact(text)) for text in problems)
+    error_type = "" if isinstance(error, TrainingFault) else f"{type(error).__name__}: "
+    hint = f"type {TRACEBACK_VARIABLE}=1 before the command to print the traceback"
     if TAKEN_PORT.search(problems[0]):
         port = os.environ.get("MASTER_PORT", "of the rendezvous")
         hint = (
-            f"port {port} is in use on the machine of rank 0; type another one for all ranks: "
+            f"port {port} is in use on the machine of rank 0; choose another one for all ranks: "
             "export MASTER_PORT=N before srun, --rdzv-endpoint=HOST:N for torchrun"
         )
     if DEAD_WORKER.search(problems[0]):
         hint = (
-            "a loader's worker is often killed for lack of memory, or of room in /dev/shm; type a "
-            "smaller data.num_workers (0 makes batches in the training process)"
+            "DataLoader workers are often killed for lack of memory, or of space in /dev/shm; type "
+            "a smaller data.num_workers (0 builds batches in the training process)"
         )
-    return f"error ({kind}): {where}{first}\n  {hint}"
+    return f"error ({kind}): {error_type}{first}\n  {hint}"
 
 
 def format_problems(problems: list[str]) -> str:
-    """Format one problem as a line, several as a numbered list of at most MAX_PROBLEMS."""
+    """Format one problem as a line, or several as a numbered list of at most MAX_PROBLEMS."""
     if len(problems) == 1:
         return f"error: {problems[0]}"
     lines = [f"error: {len(problems)} problems"]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from app.config import changed_settings, load_run_config
 from app.config.plain import run_plain_verb
-from app.process.environment import keep_streams
+from app.process.environment import protect_streams
 from app.process.errors import UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.signals import end_process, install_signal_handlers
 from app.report.run_files import read_run_files
 from app.report.run_page import PAGE_FILE, Setting, render_comparison, title_of, write_page
@@ -59,7 +59,7 @@ def report_runs(config: ReportConfig) -> Path:
         runs = {name: read_run_files(run) for name, run in zip(names, folders, strict=True)}
         settings = {name: settings_in(run) for name, run in zip(names, folders, strict=True)}
         folder = decide_run_dir(OutputConfig(name="report", dir=config.output_dir))
-        write_whole(folder / PAGE_FILE, render_comparison(runs, settings))
+        write_atomically(folder / PAGE_FILE, render_comparison(runs, settings))
     print(f"{printable(str(folder / PAGE_FILE))}: open it in a browser")
     print(f"run: {printable(str(folder))}")
     return folder / PAGE_FILE
@@ -90,6 +90,6 @@ def settings_in(folder: Path) -> list[Setting]:
 
 
 if __name__ == "__main__":
-    keep_streams()
+    protect_streams()
     install_signal_handlers()
     end_process(run_plain_verb("report", ReportConfig, report_runs))

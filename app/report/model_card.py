@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from app.model.hub import cache_folder
 from app.process.errors import UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.untrusted import read_json_object
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
 from app.report.run_page import CURVES_FILE, Setting, format_number
@@ -47,7 +47,7 @@ def write_card(
     if (run / CURVES_FILE).is_file():
         shutil.copyfile(run / CURVES_FILE, saved / CURVES_FILE)
     files = read_run_files(run)
-    write_whole(saved / CARD_FILE, render_run_card(saved, files, settings, repo=repo))
+    write_atomically(saved / CARD_FILE, render_run_card(saved, files, settings, repo=repo))
     mode = (saved / CARD_FILE).stat().st_mode & 0o777
     for file in saved.iterdir():
         if file.is_file() and not file.is_symlink():

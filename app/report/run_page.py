@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.launch import is_first_rank
 from app.report.chart import COLORS, Chart, Series, draw_svg, frame_of, write_png
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
@@ -115,7 +115,7 @@ def write_page(folder: Path, settings: Sequence[Setting] = (), *, error: str = "
     try:
         run = read_run_files(folder)
         run = replace(run, error=error or run.error)
-        write_whole(folder / PAGE_FILE, render_run(run, settings))
+        write_atomically(folder / PAGE_FILE, render_run(run, settings))
         if charts := learned_charts({"": run})[:MAX_PNG_CHARTS]:
             write_png(charts, folder / CURVES_FILE)
     except Exception as problem:  # noqa: BLE001  whatever it is, the run itself is complete

@@ -24,7 +24,7 @@ from typing import IO
 import yaml  # type: ignore[import-untyped]
 
 from app.process.errors import UserError
-from app.process.files import odd_entries, open_no_follow
+from app.process.files import open_no_follow, special_entries
 from app.process.launch import (
     is_child,
     is_first_rank,
@@ -164,7 +164,7 @@ def check_entries(folder: Path) -> list[str]:
 
     The folder itself may be a link, since the user named it.
     """
-    odd = itertools.islice(odd_entries(folder), MAX_NAMED)
+    odd = itertools.islice(special_entries(folder), MAX_NAMED)
     return [
         f"{folder}: {entry.relative_to(folder)} is {what}, which no run makes and none follows: "
         "it may lead out of the folder; remove it, or copy what it names to its place"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from app.process.errors import UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.gpus import read_machine
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.schema import COUNT, IDENTITY, format_value
@@ -54,7 +54,7 @@ def save_manifest(folder: Path, **facts: Any) -> None:
         "hardware": describe_hardware(),
         "git": git_state(),
     } | facts
-    write_whole(folder / MANIFEST_FILE, json.dumps(redacted(manifest), indent=2) + "\n")
+    write_atomically(folder / MANIFEST_FILE, json.dumps(redacted(manifest), indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

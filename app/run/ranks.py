@@ -18,7 +18,7 @@ from app.preflight.couplings.devices import Devices
 from app.process.errors import DONE
 from app.process.launch import Launch, is_first_rank, launched_rank, read_launch, run_dir
 from app.process.peers import Peers
-from app.process.reporting import keep_reason, write_error_file
+from app.process.reporting import save_reason, write_error_file
 from app.process.signals import wait_for_termination
 from app.process.supervisor import (
     SIGNAL_EXIT_CODES,
@@ -172,7 +172,7 @@ def _launcher_command(launch: Launch) -> str:
     if launch.starts_own_ranks or launch.is_started_here:
         return "python"
     num_ranks = launch.num_ranks or 1
-    per_node = launch.ranks_here or num_ranks
+    per_node = launch.num_local_ranks or num_ranks
     nodes = num_ranks // per_node
     if launch.detected_by == "SLURM_NTASKS":
         return f"srun --nodes={nodes} --ntasks-per-node={per_node} python"
@@ -199,7 +199,7 @@ def format_torchrun(
 def build_peers(run: Run, num_ranks: int) -> Peers:
     """Build the peer-to-peer checks of a run that torchrun or srun has started."""
     minutes = run.config.supervise.hang_minutes
-    has_several_machines = read_launch().ranks_here not in (None, num_ranks)
+    has_several_machines = read_launch().num_local_ranks not in (None, num_ranks)
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     is_warned = restarts and has_several_machines and OWN_STORE_VARIABLE not in os.environ
     if is_warned and is_first_rank():
@@ -209,9 +209,9 @@ def build_peers(run: Run, num_ranks: int) -> Peers:
             OWN_STORE_VARIABLE,
         )
 
-    def save_reason(message: str) -> None:
+    def save_error(message: str) -> None:
         write_error_file(message)
-        keep_reason(message)
+        save_reason(message)
 
     return Peers(
         rank=launched_rank(),
@@ -219,7 +219,7 @@ def build_peers(run: Run, num_ranks: int) -> Peers:
         run_folder=run.folder,
         hang_seconds=None if minutes is None else 60 * minutes,
         resume_command=resume_command,
-        save_reason=save_reason,
+        save_reason=save_error,
     )
 
 

@@ -103,7 +103,7 @@ class Zero(StrategyMixin, DDPStrategy):
     def build_model(self, build: BuildModel) -> Any:
         """Build the model; if weights are sharded, only rank 0 reads them."""
         if self.zero_config.quantized_weights or self.zero_config.quantized_gradients:
-            run_on_ranks(self._prepare_quantizer, here=self.local_rank == 0)
+            run_on_ranks(self._prepare_quantizer, runs=self.local_rank == 0)
         if not self.shards_weights:
             return super().build_model(build)
         self._peak_before = peak_host_bytes()

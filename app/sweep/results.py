@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.process.errors import DONE, UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep.parameters import Parameter, format_overrides, varied
 from app.sweep.trials import OBJECTIVE, Trial, read_curve
@@ -44,7 +44,7 @@ def write_page(trials: Sequence[Trial], folder: Path, keys: Sequence[str]) -> No
             )
         )
     page = render_sweep_page(printable(str(folder)), views, OBJECTIVE)
-    write_whole(folder / PAGE_FILE, page)
+    write_atomically(folder / PAGE_FILE, page)
 
 
 def save_results(trials: Sequence[Trial], folder: Path) -> None:
@@ -52,7 +52,7 @@ def save_results(trials: Sequence[Trial], folder: Path) -> None:
     rows: list[dict[str, Any]] = redacted(
         [dataclasses.asdict(trial) for trial in _sort_best_first(trials)]
     )
-    write_whole(folder / RESULTS_FILE, json.dumps(rows, indent=2) + "\n")
+    write_atomically(folder / RESULTS_FILE, json.dumps(rows, indent=2) + "\n")
     with (folder / TABLE_FILE).open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Trial)])
         writer.writeheader()

@@ -22,7 +22,7 @@ from app.config.overrides import quote_value
 from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
 from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.run import NEVER
 from app.run.folder import OUTPUTS, UNSET, expand_home, hold_run, into_folder
 from app.sweep.parameters import Parameter, format_overrides, parse_parameters, varied
@@ -64,7 +64,7 @@ def run_sweep(overrides: list[str]) -> int:
         check_slurm()
     if folder is None:
         folder = _make_folder(config.output.name or "train", config.output.dir)
-        write_whole(folder / SWEEP_FILE, yaml.safe_dump({"words": redacted(overrides)}))
+        write_atomically(folder / SWEEP_FILE, yaml.safe_dump({"words": redacted(overrides)}))
     hold_run(folder)
     finished = load_results(folder)
     search = _build_search(parameters, config, folder, [trial.number for trial in finished])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.process.errors import ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.sweep.trials import start_process
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class TrialJob:
         self._waiter.start()
         self._waiter.join()
         outcome = {"exit_code": self._process.returncode, "seconds": time.time() - started}
-        write_whole(self._end, json.dumps(outcome) + "\n")
+        write_atomically(self._end, json.dumps(outcome) + "\n")
         return int(self._process.returncode)
 
     def checkpoint(self) -> Any:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from app.config.overrides import quote_value
 from app.process.errors import DONE, TERMINATED
-from app.process.launch import PARENT_VARIABLE, VARIABLES_OF_A_RANK
+from app.process.launch import PARENT_VARIABLE, RANK_VARIABLES
 from app.run.folder import CONFIG_FILE, METRICS_FILE
 from data_modules import redacted
 
@@ -88,7 +88,7 @@ def start_process(
     run_overrides = [f"output.dir={quote_value(str(folder))}"]
     if (folder / CONFIG_FILE).exists():  # an earlier process of this sweep started it
         run_overrides.append("resume=auto")
-    inherited = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_A_RANK}
+    inherited = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     inherited[PARENT_VARIABLE] = str(os.getpid())  # the trial exits when this process does
     return subprocess.Popen(
         [*command, *run_overrides],

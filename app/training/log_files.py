@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from app.process.files import open_no_follow, write_whole
+from app.process.files import open_no_follow, write_atomically
 from app.training.checkpoint.disk import DISK_FULL, SaveError, format_bytes, free_bytes
 from data_modules import printable, redact
 
@@ -122,7 +122,7 @@ class CsvLogger(Logger):
             csv.writer(text).writerows(
                 [header + missing, *(row + [""] * len(missing) for row in rows)]
             )
-            write_whole(self.path, text.getvalue())
+            write_atomically(self.path, text.getvalue())
         return header + missing
 
     @rank_zero_only

@@ -22,7 +22,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.training.log_files import Outcome, is_detail
 from data_modules import printable, redact
 
@@ -162,7 +162,7 @@ class Tracker(Logger):
     def _save_id(self, logger: Any) -> None:
         _ = logger.experiment  # creates the run, which has no id before
         ids = _read_ids(self.folder) | {self.kind: str(logger.version)}
-        write_whole(self.folder / IDS_FILE, json.dumps(ids) + "\n")
+        write_atomically(self.folder / IDS_FILE, json.dumps(ids) + "\n")
 
     def _abandon(self, reason: str) -> None:
         if not self._is_abandoned:

@@ -117,9 +117,9 @@ class Runs:
 
 def main() -> int:
     """Measure everything on this machine's GPU, and write the sheet."""
-    from app.process.environment import quiet_libraries
+    from app.process.environment import configure_libraries
 
-    quiet_libraries(offline=True)
+    configure_libraries(offline=True)
     import torch
 
     if not torch.cuda.is_available():

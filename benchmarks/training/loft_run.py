@@ -14,9 +14,9 @@ from benchmarks.training.task import SEQUENCE_LEN, TOKENS_A_STEP, Task
 
 def main(task: Task) -> None:
     """Train and report."""
-    from app.process.environment import quiet_libraries
+    from app.process.environment import configure_libraries
 
-    quiet_libraries(offline=True)
+    configure_libraries(offline=True)
     import lightning as L
     from transformers import AutoTokenizer
 
@@ -112,7 +112,7 @@ def main(task: Task) -> None:
 
 
 if __name__ == "__main__":
-    from app.process.environment import keep_memory
+    from app.process.environment import retain_freed_memory
 
-    keep_memory()  # as a run on a CPU does
+    retain_freed_memory()  # as a run on a CPU does
     main(Task.read(sys.argv[1]))

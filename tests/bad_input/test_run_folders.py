@@ -258,7 +258,7 @@ def test_a_pipe_or_a_socket_in_a_files_place_is_refused(
 
 
 def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path) -> None:
-    from app.process.files import write_whole
+    from app.process.files import write_atomically
     from app.process.heartbeat import start_heartbeat
     from app.run.folder import hold_run
     from app.training.log_files import CsvLogger
@@ -277,7 +277,7 @@ def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path
         rows.log_metrics({}, 3)
     with pytest.raises(OSError, match="stacks-rank-0"):
         start_heartbeat(folder, 0)
-    write_whole(folder / "config.yaml", "seed: 1\n")
+    write_atomically(folder / "config.yaml", "seed: 1\n")
     assert victim.read_text() == "step\n1\n2\n"
     assert (folder / "config.yaml").read_text() == "seed: 1\n"
 

@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 import app
 from app.config import load_config
 from app.preflight import requested_devices
-from app.process.launch import VARIABLES_OF_A_RANK
+from app.process.launch import RANK_VARIABLES
 from app.run.ranks import RENDEZVOUS_SECONDS
 from tests.conftest import ROOT
 
@@ -164,4 +164,4 @@ def test_ray_calls_the_train_function(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.resume == "auto" and config.output.dir is not None
     assert options_of_ray["run_config"].failure_config.max_failures > 0
     # Ray Train sets the variables by which a rank is detected.
-    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= set(VARIABLES_OF_A_RANK)
+    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= set(RANK_VARIABLES)

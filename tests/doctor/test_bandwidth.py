@@ -232,7 +232,7 @@ def test_larger_messages_are_sent_while_time_is_left(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         bandwidth, "_time", lambda world, kind, size, expected: (size / 2**30, 4 * size / 2**30)
     )
-    world = bandwidth.World(rank=0, num_ranks=2, ranks_here=2, device=torch.device("cpu"))
+    world = bandwidth.World(rank=0, num_ranks=2, num_local_ranks=2, device=torch.device("cpu"))
     largest = [MIB]
     for seconds in (1, 10, 60, 600):
         found = bandwidth.measure(world, seconds)

@@ -22,9 +22,9 @@ from app.model.adapter import read_weight_changes
 from app.model.base import ModelConfig, load_base
 from app.model.base_files import weight_files
 from app.model.merging import MergePlan, merge_weights
-from app.process.environment import return_memory
+from app.process.environment import return_freed_memory
 
-return_memory()  # as the verb does
+return_freed_memory()  # as the verb does
 base, adapter, folder = map(Path, sys.argv[1:])
 
 def build():
@@ -49,13 +49,15 @@ print(read("VmHWM") - before)
 
 def test_the_verb_gives_freed_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr(environment, "return_memory", lambda: called.append("return_memory"))
-    monkeypatch.setattr(environment, "keep_streams", lambda: None)
+    monkeypatch.setattr(
+        environment, "return_freed_memory", lambda: called.append("return_freed_memory")
+    )
+    monkeypatch.setattr(environment, "protect_streams", lambda: None)
     monkeypatch.setattr(signals, "install_signal_handlers", lambda: None)
     monkeypatch.setattr(signals, "end_process", called.append)
     monkeypatch.setattr(sys, "argv", ["merge", "--help"])
     runpy.run_path(str(ROOT / "app" / "merge.py"), run_name="__main__")
-    assert called == ["return_memory", 0]
+    assert called == ["return_freed_memory", 0]
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from app.model.quantization import (
     storage_of,
 )
 from app.model.recompute import RecomputeConfig
-from app.process.environment import quiet_libraries
+from app.process.environment import configure_libraries
 from app.process.errors import UserError
 from tests.in_process import make_data, run_command
 from tests.matrix import matrix
@@ -338,7 +338,7 @@ def test_repeated_warnings_of_int8_are_suppressed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    quiet_libraries(offline=True)
+    configure_libraries(offline=True)
     model = load(save_llama(tmp_path), torch.float32, method="int8")
     with torch.no_grad():
         model.eval()(random_ids())

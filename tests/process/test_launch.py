@@ -14,7 +14,7 @@ import pytest
 
 from app.process.errors import ROOT
 from app.process.launch import (
-    VARIABLES_OF_A_RANK,
+    RANK_VARIABLES,
     check_launch,
     is_child,
     is_first_rank,
@@ -40,7 +40,7 @@ SRUN = {
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for name in (*VARIABLES_OF_A_RANK, *SRUN, "TORCHELASTIC_RUN_ID"):
+    for name in (*RANK_VARIABLES, *SRUN, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     read_launch.cache_clear()
     yield monkeypatch
@@ -121,13 +121,13 @@ def test_ranks_that_were_started_are_those_of_the_settings(tmp_path: Path) -> No
     assert "; type trainer.devices=2\n" in result.stderr
     result = run_command(*words, environment=first, verb="preview")
     assert result.code == 2
-    assert "this runs as one process" in result.stderr
+    assert "this command runs in one process" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"WORLD_SIZE": "3"}, "2 ranks were started on this machine, of 3: every machine needs"),
+        ({"WORLD_SIZE": "3"}, "2 of 3 ranks were started on this machine: all machines need"),
         ({"GLOO_SOCKET_IFNAME": "nope0"}, "GLOO_SOCKET_IFNAME=nope0: this machine has no such"),
         ({"GLOO_SOCKET_IFNAME": "lo"}, "GLOO_SOCKET_IFNAME=lo is the loopback interface"),
         ({"NCCL_SOCKET_IFNAME": "=nope"}, "NCCL_SOCKET_IFNAME==nope: this machine has no such"),
@@ -224,7 +224,7 @@ def test_children_leave_the_checks_to_their_parent(tmp_path: Path) -> None:
 
 
 def test_a_stray_rank_is_refused_as_a_person_meets_it() -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_A_RANK}
+    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     command = [sys.executable, "-m", "app.train", "model.path=/nope", "data=skills"]
     done = subprocess.run(
         command,
@@ -236,6 +236,6 @@ def test_a_stray_rank_is_refused_as_a_person_meets_it() -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "RANK=1 says that this is one of several ranks" in done.stderr
+    assert "RANK=1 marks this process as one of several ranks" in done.stderr
     assert "model.path=/nope: no such folder" in done.stderr
     assert "Traceback" not in done.stderr

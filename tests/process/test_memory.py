@@ -21,7 +21,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 memory.DEVICES = Path(sys.argv[1])
 end = libc.sbrk(0)
-memory.keep_memory()
+memory.retain_freed_memory()
 grown = libc.sbrk(0) - end
 for _ in range(3):  # the first one fills the pages
     before = faults()
@@ -44,13 +44,13 @@ import os, sys
 from pathlib import Path
 from app.process import environment, gpus
 gpus.DEVICES = Path(sys.argv[1])
-environment.quiet_libraries(offline=True)
+environment.configure_libraries(offline=True)
 assert "torch" not in sys.modules
 print(os.environ.get("PYTORCH_ALLOC_CONF"))
 """
 SEGMENTS = """
-from app.process.environment import quiet_libraries
-quiet_libraries(offline=True)
+from app.process.environment import configure_libraries
+configure_libraries(offline=True)
 import torch
 torch.ones(1, device="cuda")
 print(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])

@@ -47,7 +47,7 @@ from pathlib import Path
 from app.process.errors import TrainingFault
 from app.process.heartbeat import beat, refresh_liveness
 from app.process.peers import Peers, start_peers
-from app.process.reporting import keep_reason, report, write_error_file
+from app.process.reporting import save_reason, report, write_error_file
 from app.process.launch import set_run_dir
 from app.process.signals import install_signal_handlers, defer_signals
 from torch.distributed import TCPStore
@@ -56,11 +56,11 @@ set_run_dir(folder)
 if rank == 0:
     port = int(os.environ["MASTER_PORT"])
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-def save_reason(message):
+def save_error(message):
     write_error_file(message)
-    keep_reason(message)
+    save_reason(message)
 peers = Peers(rank=rank, num_ranks=2, run_folder=folder, hang_seconds=float(sys.argv[2]),
-              save_reason=save_reason, resume_command=lambda: "to resume: type this")
+              save_reason=save_error, resume_command=lambda: "to resume: type this")
 def wait(seconds=60):
     time.sleep(seconds)
 start_peers(peers)

@@ -10,8 +10,8 @@ from tests.conftest import ROOT
 
 SCRIPT = """
 import os, sys
-from app.process.environment import keep_streams
-keep_streams()
+from app.process.environment import protect_streams
+protect_streams()
 file = open(sys.argv[1], "w")
 for line in range(20000):
     print("a line that fills the pipe", line)
@@ -47,7 +47,8 @@ def test_a_full_disk_behind_the_output_disturbs_nothing(tmp_path: Path) -> None:
 
 def test_torch_prints_no_statistics_where_a_signal_ends_its_import() -> None:
     script = (
-        "from app.process.environment import quiet_libraries; quiet_libraries(offline=True)\n"
+        "from app.process.environment import configure_libraries\n"
+        "configure_libraries(offline=True)\n"
         "import logging; logging.getLogger('torch._subclasses.fake_tensor').info('statistics')"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True)

@@ -162,7 +162,7 @@ def test_a_run_for_another_machine_can_be_previewed() -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x"}
     result = preview("+experiment=quickstart", environment=ranks | {"MASTER_PORT": "1"})
     assert result.code == 2
-    assert "this runs as one process" in result.stderr
+    assert "this command runs in one process" in result.stderr
 
 
 def test_steps_are_planned_for_the_configured_ranks() -> None:

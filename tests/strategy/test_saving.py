@@ -12,7 +12,7 @@ import torch
 from app.evaluation.generation import EvaluationConfig, answer_prompts
 from app.model.adapter import probe_logits
 from app.model.save import save_model
-from app.process.collectives import is_first, run_on_rank0
+from app.process.collectives import is_rank0, run_on_rank0
 from app.process.errors import TrainingFault
 from app.strategy.build import build_strategy
 from app.strategy.mixin import REPLICATED
@@ -120,7 +120,7 @@ def save_with_a_lost_shard(folder: Path) -> str:
 
     def lose(weight: Any) -> torch.Tensor:
         whole: torch.Tensor = gather(weight).clone()
-        if is_first():
+        if is_rank0():
             whole[len(whole) // 2 :] = 0
         return whole
 
@@ -150,7 +150,7 @@ def fail_on_rank_0(folder: Path) -> list[str]:
         with pytest.raises((OSError, TrainingFault)) as failure:
             run_on_rank0(work)
         message.append(f"{isinstance(failure.value, OSError)} {failure.value}")
-    assert run_on_rank0(lambda: 7) == (7 if is_first() else None)
+    assert run_on_rank0(lambda: 7) == (7 if is_rank0() else None)
     return message
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from app.process.logs import LOG_FILE, Screen, be_verbose, keep_log, start_logging
+from app.process.logs import LOG_FILE, Screen, open_run_log, set_verbose, start_logging
 from app.training.callbacks.progress import ProgressBar
 from app.training.metrics import Metrics
 
@@ -114,7 +114,7 @@ def test_the_log_of_a_run_has_what_was_said_before_it_had_a_folder(tmp_path: Pat
     start_logging()
     log = logging.getLogger("app.of_this_test")
     log.debug("a detail of %s", "hf_" + "a" * 34)
-    keep_log(tmp_path)
+    open_run_log(tmp_path)
     log.info("said later")
     lines = (tmp_path / LOG_FILE).read_text().splitlines()
     assert "DEBUG a detail of <redacted>" in lines[0] and lines[1].endswith("INFO said later")
@@ -128,8 +128,8 @@ def test_the_log_of_a_run_has_what_was_said_before_it_had_a_folder(tmp_path: Pat
 def test_details_are_on_the_screen_where_they_are_asked_for(
     verbose: bool, shown: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    be_verbose(verbose)
+    set_verbose(verbose)
     start_logging()
     logging.getLogger("app.of_this_test").debug("a detail")
-    be_verbose(False)
+    set_verbose(False)
     assert ("a detail" in capsys.readouterr().out) == shown

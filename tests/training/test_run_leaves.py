@@ -25,7 +25,7 @@ from app.config import load_config, load_run_config
 from app.evaluate import evaluate
 from app.model.adapter import LoraConfig, probe_logits
 from app.process.errors import UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.run.folder import OutputConfig, decide_run_dir
 from app.run.manifest import git_state
 from app.train import train
@@ -247,8 +247,8 @@ def test_a_file_is_on_the_disk_before_it_takes_the_old_one_s_name(
         synced.append((name, there.st_size if name == "a file" else None, old))
 
     monkeypatch.setattr(os, "fsync", sync)
-    write_whole(file, "old")
-    write_whole(file, "new one")
+    write_atomically(file, "old")
+    write_atomically(file, "new one")
     assert synced == [
         ("a file", 3, None),
         ("the folder", None, "old"),
@@ -261,7 +261,7 @@ def test_a_file_is_on_the_disk_before_it_takes_the_old_one_s_name(
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="the disk is full"):
-        write_whole(file, "unfinished")
+        write_atomically(file, "unfinished")
     assert contents(tmp_path) == {file: b"new one"}
 
 

@@ -13,7 +13,7 @@ from app.evaluation.judge.grading import Judgement, judge_answers
 from app.evaluation.judge.questions import QUESTIONS_FILE, Question, read_questions
 from app.evaluation.judge.settings import JudgeConfig, read_key
 from app.evaluation.row_runner import RowRunner
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from data_modules import Origin, Prompt, Turn
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Bench:
             for question in self.questions
         ]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_whole(folder / ANSWERS_FILE, text)
+        write_atomically(folder / ANSWERS_FILE, text)
         endpoint = Endpoint(self.config, self._key, cache)
         return judge_answers(self.questions, self.answers, endpoint, self.config, folder)
 

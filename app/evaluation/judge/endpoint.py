@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig
 from app.process.errors import UserError
-from app.process.files import write_whole
+from app.process.files import write_atomically
 from app.process.launch import is_loopback
 from data_modules import printable, redact
 
@@ -90,7 +90,7 @@ class Endpoint:
                 return cached
             reply = self._request_with_retries(json.dumps(body).encode())
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(asdict(reply), ensure_ascii=False) + "\n")
+            write_atomically(file, json.dumps(asdict(reply), ensure_ascii=False) + "\n")
             return reply
 
     def forget(self, messages: Sequence[Message]) -> None:
