@@ -1,4 +1,4 @@
-"""Compiled layers compute what plain ones do, are compiled in the first steps and never again."""
+"""Compiled layers equal uncompiled ones, and are compiled only in the first steps."""
 
 from __future__ import annotations
 
@@ -49,14 +49,13 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make graphs of layers, but run these as they are: what recompiles is the same, in a tenth of
-    the time."""
+    """Trace graphs but run them eagerly: recompilations are the same, in a tenth of the time."""
     monkeypatch.setattr(compiling, "BACKEND", "eager")
 
 
 @pytest.fixture
 def split_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make also graphs of their gradients, as for kernels."""
+    """Also trace the graphs of backward passes, without generating kernels."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
 
 
@@ -101,7 +100,7 @@ def validate(model: Any) -> list[float]:
 
 
 def train_steps(model: Any, steps: int) -> list[float]:
-    """Ten-odd lines of a training: validation before, between, and steps of two batches."""
+    """Run training steps of two batches each, with validations before and between them."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     losses = validate(model)
@@ -132,7 +131,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_ten_steps_are_those_of_plain_layers(kind: str, split_only: None) -> None:
+def test_ten_compiled_steps_equal_uncompiled_steps(kind: str, split_only: None) -> None:
     plain, compiled = build(kind), build(kind)
     CompiledLayers(compiled)
     expected = train_steps(plain, 10)
@@ -168,7 +167,7 @@ def test_nothing_is_compiled_after_the_third_step(
     assert num_compiled_graphs() == settled
 
 
-def test_one_row_looks_the_same_however_its_attention_lay_in_memory() -> None:
+def test_strides_of_a_single_row_cause_no_recompilation() -> None:
     layers = CompiledLayers(build())
     shape, elsewhere = (1, 5, 2, 3), torch.zeros(1, 2, 5, 3).transpose(1, 2)
     outputs = [torch.zeros(shape).as_strided(shape, (7, 6, 3, 1)), torch.zeros(shape), elsewhere]
@@ -213,7 +212,7 @@ def test_random_numbers_are_the_same_when_a_layer_is_computed_again(split_only: 
     assert (above - below) / 2e-2 == pytest.approx(weight.grad.norm().item(), rel=1e-2)
 
 
-def test_names_and_the_plain_model_come_back(traced_only: None) -> None:
+def test_remove_restores_names_and_the_uncompiled_model(traced_only: None) -> None:
     model = build(mode="full", every=2)
     names, expected = list(model.state_dict()), gradients(model)
     layers = CompiledLayers(model)
@@ -243,7 +242,7 @@ def breaking(after: int) -> Any:
 
 
 @pytest.mark.parametrize(("after", "mode"), [(0, "none"), (4, "none"), (1, "full"), (7, "full")])
-def test_a_compile_that_fails_is_said_once_and_the_run_goes_on(
+def test_a_failed_compilation_is_logged_once_and_the_run_continues(
     after: int, mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the first graph, and when some are compiled already, in the validation or a step."""
@@ -287,14 +286,14 @@ def test_an_error_of_the_model_is_not_a_failed_compile(traced_only: None) -> Non
     assert layers.failure is None
 
 
-def test_a_model_without_known_layers_is_told_what_to_type() -> None:
+def test_a_model_without_a_declared_layer_class_cannot_be_compiled() -> None:
     model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
     model._no_split_modules = None
     with pytest.raises(ValueError, match=r"trainer\.compile: bloom .*trainer\.compile=false"):
         CompiledLayers(model)
 
 
-def test_a_model_of_two_sides_is_refused() -> None:
+def test_an_encoder_decoder_cannot_be_compiled() -> None:
     with pytest.raises(ValueError, match="t5 models have two sides"):
         CompiledLayers(tiny_t5())
 
@@ -304,7 +303,7 @@ class TestCallback:
         trainer: Any = SimpleNamespace(global_step=number)
         callback.on_train_batch_end(trainer, None, None, None, 0)  # type: ignore[arg-type]
 
-    def test_a_late_compilation_is_said_once_with_its_reason(
+    def test_a_late_compilation_is_logged_once_with_its_reason(
         self, traced_only: None, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = build()
@@ -402,7 +401,7 @@ def test_a_machine_without_a_compiler_trains_all_the_same(tmp_path: Path) -> Non
     assert len(read_column(folder, "train/loss")) == 2
 
 
-def test_a_base_of_two_sides_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+def test_an_encoder_decoder_is_refused_before_its_weights_are_loaded(tmp_path: Path) -> None:
     base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path)
     with pytest.raises(UserError, match=r"t5 models have two sides.*type trainer\.compile=false"):
         check_before_start(

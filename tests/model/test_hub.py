@@ -54,7 +54,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", ["org/open", "org/no_config", "org/broken"])
-def test_what_is_not_refused_is_left_to_the_library(name: str, hub: str) -> None:
+def test_other_responses_are_no_refusal(name: str, hub: str) -> None:
     assert check_hub({"model.path": name})
     assert asked == [(f"/{name}/resolve/main/config.json", None)]
 
@@ -75,7 +75,7 @@ def test_what_is_not_refused_is_left_to_the_library(name: str, hub: str) -> None
         ("org/tagged", "has no revision v9", "model.revision"),
     ],
 )
-def test_refusals_are_told_apart(
+def test_each_refusal_has_its_message(
     name: str, without: str, with_token: str, hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for token, said in ((None, without), ("hf_not_a_token", with_token)):

@@ -1,4 +1,4 @@
-"""Of a multimodal checkpoint the language model trains alone, and what is saved fits the whole."""
+"""Multimodal checkpoints: only the language model is trained; saved files fit the full model."""
 
 from __future__ import annotations
 

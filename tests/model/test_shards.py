@@ -90,7 +90,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
         fast=lambda name, limit, dtype: dtype == BF16 and (limit == 30_000 or name == "tied"),
     ),
 )
-def test_a_folder_is_what_save_pretrained_writes(
+def test_the_folder_equals_that_of_save_pretrained(
     name: str, max_shard_bytes: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = MODELS[name]()
@@ -134,7 +134,7 @@ def test_matrices_that_are_one_on_the_disk_are_written_together(tmp_path: Path) 
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_what_an_earlier_attempt_left_is_replaced(tmp_path: Path) -> None:
+def test_files_of_an_earlier_attempt_are_replaced(tmp_path: Path) -> None:
     write_model(tiny_llama(), tmp_path, FP32, max_shard_bytes=20_000)
     assert (tmp_path / INDEX).exists()
     write_model(tiny_llama(seed=1), tmp_path, FP32)
@@ -293,7 +293,7 @@ def from_memory_never_written(weight: torch.Tensor) -> torch.Tensor:
         (from_memory_never_written, "not finite"),
     ],
 )
-def test_what_was_lost_on_the_way_is_a_training_fault(
+def test_an_incomplete_gather_is_a_training_fault(
     group: None,
     config: AdapterConfig,
     lose: Callable[[torch.Tensor], torch.Tensor],
@@ -320,7 +320,7 @@ def test_a_file_that_holds_something_else_is_a_training_fault(
         save(moved(FullConfig()), FullConfig(), tmp_path, Parts())
 
 
-def test_what_fails_on_the_first_rank_is_raised(group: None) -> None:
+def test_an_error_on_rank_0_is_raised(group: None) -> None:
     def fail() -> None:
         raise PermissionError("no room here")
 

@@ -30,7 +30,7 @@ def without(folder: Path, *keys: str) -> ModelConfig:
     return ModelConfig(path=str(folder))
 
 
-def test_a_whole_tokenizer_is_left_as_it_is(folder: Path) -> None:
+def test_a_complete_tokenizer_is_unchanged(folder: Path) -> None:
     tokenizer = build_tokenizer(ModelConfig(path=str(folder)))
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.pad_token == "<|pad|>"
@@ -38,7 +38,7 @@ def test_a_whole_tokenizer_is_left_as_it_is(folder: Path) -> None:
     assert "<|im_start|>" in tokenizer.chat_template
 
 
-def test_without_an_eos_token_no_answer_could_end(folder: Path) -> None:
+def test_a_tokenizer_without_an_eos_token_is_refused(folder: Path) -> None:
     config = without(folder, "eos_token")
     with pytest.raises(ValueError, match="has no eos_token") as error:
         build_tokenizer(config)
@@ -46,7 +46,7 @@ def test_without_an_eos_token_no_answer_could_end(folder: Path) -> None:
     assert str(folder) in str(error.value)
 
 
-def test_without_a_pad_token_the_eos_token_fills(folder: Path) -> None:
+def test_without_a_pad_token_eos_is_used(folder: Path) -> None:
     tokenizer = build_tokenizer(without(folder, "pad_token"))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id is not None
 
@@ -64,7 +64,7 @@ def shared(name: str) -> Path:
     return SHARED / name
 
 
-def test_a_config_that_is_not_there_is_to_be_written(tmp_path: Path) -> None:
+def test_the_fix_for_a_missing_tokenizer_config(tmp_path: Path) -> None:
     shutil.copy(shared("olmo-gpt-neox") / "tokenizer.json", tmp_path)
     with pytest.raises(ValueError, match="has no eos_token") as error:
         build_tokenizer(ModelConfig(path=str(tmp_path)))
@@ -76,7 +76,7 @@ def test_a_config_that_is_not_there_is_to_be_written(tmp_path: Path) -> None:
     assert build_tokenizer(ModelConfig(path=str(tmp_path))).eos_token == "<|endoftext|>"
 
 
-def test_a_sentencepiece_file_of_t5_is_read_as_such() -> None:
+def test_a_sentencepiece_file_of_t5_is_loaded() -> None:
     import sentencepiece
 
     folder = shared("t5")
@@ -94,7 +94,7 @@ def test_a_sentencepiece_file_of_unknown_kind_is_refused() -> None:
     assert "set model.tokenizer_path to a folder with tokenizer.json" in str(error.value)
 
 
-def test_a_folder_without_a_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     shutil.copy(TINY_BASE / "config.json", tmp_path)
     with pytest.raises(ValueError, match=r"it has no tokenizer.json") as error:
         build_tokenizer(ModelConfig(path=str(tmp_path)))

@@ -106,7 +106,7 @@ def test_rows_between_the_old_and_a_new_token_start_as_the_mean_too() -> None:
     assert torch.allclose(new[64:], old.mean(dim=0).expand(7, -1))
 
 
-def test_rows_that_are_there_are_used_before_new_ones_are_made() -> None:
+def test_existing_rows_are_used_before_new_ones_are_added() -> None:
     model, before = tiny_llama(), tiny_llama()
     resize_embeddings(model, [])
     assert torch.equal(model.get_input_embeddings().weight, before.get_input_embeddings().weight)
@@ -154,14 +154,14 @@ def check_number_of_rows(make: Callable[[], Any], folder: Path, expected: torch.
     assert torch.allclose(probe_logits(loaded, probe_of(loaded)), expected, atol=1e-5)
 
 
-def test_an_adapter_with_a_whole_embedding_says_it_by_its_shape(tmp_path: Path) -> None:
+def test_rows_needed_by_an_adapter_with_a_whole_embedding(tmp_path: Path) -> None:
     make = MODELS["untied"]
     model = with_tokens(make, modules_to_save=["embed_tokens", "lm_head"])
     save_adapter(model, tmp_path / "adapter")
     check_number_of_rows(make, tmp_path, probe_logits(model, probe_of(model)))
 
 
-def test_added_tokens_are_one_special_token_each_and_what_is_there_is_reused() -> None:
+def test_added_tokens_are_special_tokens_and_existing_ones_are_reused() -> None:
     plain = build_tokenizer(tokens_of())
     tokenizer = build_tokenizer(tokens_of("<|think|>", "<|im_end|>", "<|end think|>"))
     assert len(tokenizer) == len(plain) + 2
