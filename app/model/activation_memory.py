@@ -26,7 +26,7 @@ LOSS_BYTES = 6
 FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
 """factors on the chunk length: with the fused loss kernel, which needs no fp32 logits; and with a
 trainable head, whose whole gradient is updated once per chunk"""
-WIDEST_FLASH_HEAD = 256
+MAX_FLASH_HEAD_DIM = 256
 """largest head dimension of FlashAttention"""
 HALF_SCORES = ("gpt_oss",)
 """model types whose eager attention saves its probabilities in half precision only"""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from app.model.activation_memory import (
     FP32,
     HALF,
-    WIDEST_FLASH_HEAD,
+    MAX_FLASH_HEAD_DIM,
     LayerExecution,
 )
 from app.model.layer_kind import ALL_EXPERTS
@@ -156,7 +156,7 @@ class PlannedRun:
             sequence_len=self.sequence_len,
             groups_documents=self.groups_documents,
             # FlashAttention, which needs no repeated heads, does not support these.
-            repeats_heads=not is_half or self.model.widths.widest_head > WIDEST_FLASH_HEAD,
+            repeats_heads=not is_half or self.model.widths.widest_head > MAX_FLASH_HEAD_DIM,
             rank_sum=self.model.adapter_ranks,
             scaled_inputs=self.model.scaled_features(of_inputs=True),
             scaled_outputs=self.model.scaled_features(of_inputs=False),

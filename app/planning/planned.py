@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.model.activation_memory import WIDEST_FLASH_HEAD
+from app.model.activation_memory import MAX_FLASH_HEAD_DIM
 from app.model.adapter import LoraConfig, saves_whole_model
 from app.model.architecture import text_numbers
 from app.model.base import ModelConfig
@@ -276,7 +276,7 @@ def _groups_documents(
         return False
     known = {**DEFAULT_VALUES.get(str(config_json.get("model_type")), {}), **config_json}
     no_flash = precision == "fp32" or not hardware.has_bf16
-    no_flash = no_flash or model.widths.widest_head > WIDEST_FLASH_HEAD
+    no_flash = no_flash or model.widths.widest_head > MAX_FLASH_HEAD_DIM
     no_flash = no_flash or any(known.get(name) for name in NO_FLASH)
     return backend == "sdpa" or (backend == "auto" and no_flash)
 

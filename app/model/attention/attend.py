@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.activation_memory import WIDEST_FLASH_HEAD
+from app.model.activation_memory import MAX_FLASH_HEAD_DIM
 from app.model.attention.documents import (
     DocumentGroups,
     PairGroups,
@@ -281,4 +281,4 @@ def _runs_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | N
         return False
     query, _, value = cast_to_one_dtype(query, value, value)
     widest = max(query.shape[-1], value.shape[-1])
-    return mask is None and query.dtype.itemsize == 2 and widest <= WIDEST_FLASH_HEAD
+    return mask is None and query.dtype.itemsize == 2 and widest <= MAX_FLASH_HEAD_DIM

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from app.model.activation_memory import MAX_FLASH_HEAD_DIM
 from app.model.attention.backends import (
     BACKEND_PACKAGES,
     BY_CLASS,
@@ -37,7 +38,6 @@ HEAD_DIMS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
 """names of head dimensions in config.json"""
 SELECTED_KEYS = (*SELECTED_TOKENS, "index_topk_blocks")
 """names in config.json of the number of keys, or blocks of keys, that each query selects"""
-MAX_FLASH_HEAD_DIM = 256
 MIN_FLEX_HEAD_DIM = 16
 OWN_MASKS = ("blt",)
 """model types whose layers compute their own masks"""

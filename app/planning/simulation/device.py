@@ -242,7 +242,7 @@ def _patch_fake_tensors(torch: Any) -> None:
     FakeTensor.data_ptr = lambda self: self.untyped_storage()._cdata
 
 
-WIDEST_FLASH_HEAD = 256
+MAX_FLASH_HEAD_DIM = 256
 
 
 def _patch_attention(torch: Any) -> None:
@@ -261,7 +261,7 @@ def _patch_attention(torch: Any) -> None:
         parts = [part.to(dtype) for part in (query, key, value)]
         dropout, is_causal = given.get("dropout_p", 0.0), given.get("is_causal", False)
         takes_flash = attn_mask is None and dtype.itemsize == 2
-        if takes_flash and max(part.shape[-1] for part in parts) <= WIDEST_FLASH_HEAD:
+        if takes_flash and max(part.shape[-1] for part in parts) <= MAX_FLASH_HEAD_DIM:
             flash = kernels._scaled_dot_product_flash_attention
             return flash(*parts, dropout, is_causal, False, scale=given.get("scale"))[0]
         if query.shape[1] != key.shape[1]:  # only FlashAttention supports grouped-query attention
