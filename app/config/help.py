@@ -7,6 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from app.config.conf_files import CONF, list_groups, read_conf_file
@@ -213,11 +214,8 @@ def _two_columns(rows: dict[str, str], width: int) -> list[str]:
     lines = []
     for name, text in rows.items():
         indent = max(len(name) + 4, left)  # a long name shortens the first line of its text
-        first, *others = textwrap.wrap(
-            text, width, initial_indent=" " * indent, break_on_hyphens=False
-        ) or [""]
+        wrap = partial(textwrap.wrap, break_on_hyphens=False)
+        first, *others = wrap(text, width, initial_indent=" " * indent) or [""]
         lines.append(f"  {name:<{indent - 2}}{first.lstrip()}".rstrip())
-        lines += [
-            " " * left + line for line in textwrap.wrap(" ".join(others), max(width - left, 30))
-        ]
+        lines += [" " * left + line for line in wrap(" ".join(others), max(width - left, 30))]
     return lines
