@@ -37,7 +37,7 @@ LIBRARIES = (
 )
 MANIFEST_FILE = "manifest.json"
 STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-"""when the command started, since the verb imports this first"""
+"""start time of the command: the verb imports this module first"""
 ALLOWED_BY = "checkpoint"
 """the word in resume_allow that permits resuming from another run's checkpoint"""
 KINDS = {"id": IDENTITY, "plan": IDENTITY, "since_step": COUNT}
@@ -58,7 +58,7 @@ def save_manifest(folder: Path, **facts: Any) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a run's manifest; UserError where it is not one."""
+    """Read a run's manifest; raises UserError if it is damaged."""
     file = folder / MANIFEST_FILE
     try:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def describe_hardware() -> dict[str, Any]:
-    """Return what a run's speed depends on of this machine: GPUs, cores, memory, system."""
+    """Describe the hardware that a run's speed depends on: GPUs, cores, memory, system."""
     machine = read_machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -173,7 +173,7 @@ def _why_not_own(
     theirs: Mapping[str, Any] | None,
     before: Mapping[str, Any],
 ) -> str | None:
-    """Return why a checkpoint is not of the run whose manifest is `before`; None where it is."""
+    """Return why a checkpoint does not belong to the run of manifest `before`; None if it does."""
     if ours is None:
         if theirs is None:
             return None

@@ -1,4 +1,4 @@
-"""How a training starts: new, from a checkpoint, or not at all because the run has finished."""
+"""How a run starts: new, from a checkpoint, or not at all because it has finished."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LENGTHENS = ("epochs", "data")
-"""kinds of changes that give a finished run more steps"""
+"""resume rules of the changes that give a finished run more steps"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """An open run: its folder, held by this process, and where its training starts."""
+    """An open run: its folder, locked by this process, and the step at which it starts."""
 
     config: TrainConfig
     folder: Path
@@ -76,16 +76,16 @@ class Run:
         return None if self.checkpoint is None else self.checkpoint.folder
 
     def pin_revision(self) -> None:
-        """Set model.revision to the commit that a resumed run began with, where none is typed."""
+        """Set model.revision to the commit that a resumed run started with, if none is typed."""
         if self.checkpoint is not None and self.config.model.revision is None:
             base = read_manifest(self.folder)["base"]
             if base["path"] == self.config.model.path:
                 self.config.model.revision = base["revision"]
 
     def check_unchanged(self, facts: Mapping[str, Any]) -> None:
-        """Compare `facts` with the manifest; UserError where they forbid resuming.
+        """Compare `facts` with the manifest; raises UserError if they forbid resuming.
 
-        Compares what the settings do not say: rows, tokens, precision, number of steps.
+        Compares what the settings do not determine: rows, tokens, precision, number of steps.
         """
         if self.checkpoint is None or not is_first_rank():
             return
@@ -104,7 +104,7 @@ class Run:
         log.info("RESUME: %d of %d steps are done", self.step, total)
 
     def micro_batch_size(self, num_data_ranks: int) -> int | None:
-        """Return the packs of a micro-batch that a resumed run goes on with; None for a new run.
+        """Return the packs per micro-batch with which a run resumes; None for a new run.
 
         The manifest is read here, since only the first rank has it.
         """
@@ -115,7 +115,7 @@ class Run:
         return now["micro_batch_size"]
 
     def history(self) -> list[dict[str, Any]]:
-        """Return what earlier processes trained of this run, for its manifest."""
+        """Return the earlier processes of this run and the steps they reached, for its manifest."""
         if self.checkpoint is None:
             return []
         newest = {name: self.manifest[name] for name in ("command", "started", "versions")}
@@ -130,7 +130,7 @@ class Run:
     def superseded_checkpoints(self) -> set[tuple[Path, int]]:
         """Return the checkpoints after a named one, with their modification times in ns.
 
-        Not their content: the same steps trained again may save the very same bytes.
+        Their content does not identify them: training the same steps again may save equal bytes.
         """
         if self.checkpoint is None or not self.rewinds:
             return set()
@@ -150,7 +150,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExistingRun:
-    """The run in output.dir that is to be resumed: whether it may, and why not."""
+    """The run in output.dir to resume: whether it may be resumed, and why not."""
 
     manifest: Mapping[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -198,7 +198,7 @@ def compare_existing(
 
 
 def _ended_before(folder: Path, planned: int) -> int | None:
-    """Return the step at which a finished run has stopped early; None where it has not."""
+    """Return the step at which a finished run stopped early; None if it did not."""
     steps = [one.step for one in checkpoints_of(folder).checkpoints()]
     return max(steps) if steps and max(steps) < planned else None
 
