@@ -27,6 +27,7 @@ from data_modules import DataConfig, printable, redact
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from app.report.preview import Preview
     from data_modules import ModelSpec
 
 STREAM_ROWS = 2000
@@ -46,12 +47,9 @@ def preview(config: PreviewConfig) -> Path:
 
     print_loading()
     # Imported late, so that --help and config errors do not wait for torch.
-    from rich.console import Console
-
     from app.assembly.data import build_datamodule
     from app.model.tokenizer import build_tokenizer
     from app.report.preview import collect_preview
-    from app.report.preview_page import print_preview, render_page
     from data_modules import BatchSpec
 
     tokenizer = build_tokenizer(config.model)
@@ -90,15 +88,24 @@ def preview(config: PreviewConfig) -> Path:
     )
     save_config(config, folder / CONFIG_FILE)
     data.write_reports(folder)
+    show_preview(result, folder, config.preview.tokens)
+    data.audit.check()  # last, so that the rows it lists can be inspected
+    return folder
+
+
+def show_preview(result: Preview, folder: Path, max_tokens: int) -> None:
+    """Write `preview.html` and print the preview, with at most `max_tokens` tokens of each row."""
+    from rich.console import Console
+
+    from app.report.preview_page import print_preview, render_page
+
     write_atomically(folder / "preview.html", redact(render_page(result)))
     # A terminal that cannot encode a character prints its escape instead.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    print_preview(result, Console(highlight=False), config.preview.tokens)
+    print_preview(result, Console(highlight=False), max_tokens)
     print(f"\n{printable(str(folder))}/preview.html: this preview with more details")
     print(f"run: {printable(str(folder))}")
-    data.audit.check()  # last, so that the rows it lists can be inspected
-    return folder
 
 
 def requested_batching(trainer: TrainerConfig, strategy: StrategyConfig) -> tuple[int, int]:

@@ -294,7 +294,7 @@ def test_a_model_without_a_declared_layer_class_cannot_be_compiled() -> None:
 
 
 def test_an_encoder_decoder_cannot_be_compiled() -> None:
-    with pytest.raises(ValueError, match="t5 models have two sides"):
+    with pytest.raises(ValueError, match="t5 models are encoder-decoders"):
         CompiledLayers(tiny_t5())
 
 
@@ -403,7 +403,9 @@ def test_a_machine_without_a_compiler_trains_all_the_same(tmp_path: Path) -> Non
 
 def test_an_encoder_decoder_is_refused_before_its_weights_are_loaded(tmp_path: Path) -> None:
     base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path)
-    with pytest.raises(UserError, match=r"t5 models have two sides.*type trainer\.compile=false"):
+    with pytest.raises(
+        UserError, match=r"t5 models are encoder-decoders.*type trainer\.compile=false"
+    ):
         check_before_start(
             load_config("train", small_run(f"model.path={base}", "trainer.compile=true"))
         )

@@ -24,7 +24,7 @@ EXPERIMENTS = sorted(
 )
 IN_MAKE_TEST = ("flan_t5_xl", "gpt_oss_20b", "llama70b_zero3", "llama8b_qlora", "llama8b_full")
 """an encoder-decoder, experts, sharded weights, a quantized base, and full fine-tuning"""
-NEEDS = re.compile(r"(one|two|\d+) GPUs? of (\d+) GB(?: by (strategy=\w+))?")
+NEEDS = re.compile(r"(one|two|\d+) GPUs? of (\d+) GB(?: with (strategy=\w+))?")
 TYPED = re.compile(r"app\.train \+experiment=(\w+)((?: +[\w.]+=[\w.]+)*)")
 NUMBERS = {"one": 1, "two": 2}
 USABLE = 0.93
