@@ -23,7 +23,7 @@ from app.run.folder import (
     decide_run_dir,
     expand_home,
     is_training,
-    refuse_odd_entries,
+    refuse_special_entries,
 )
 from data_modules import printable, setting
 
@@ -70,7 +70,7 @@ def existing_run(path: str) -> Path:
     folder = expand_home("run", path)
     if not folder.is_dir():
         raise UserError(f"run={path}: no such folder")
-    refuse_odd_entries(folder)
+    refuse_special_entries(folder)
     if not any((folder / name).is_file() for name in ("metrics.csv", "metrics.json")):
         raise UserError(
             f"run={path}: the folder has neither metrics.csv nor metrics.json, so there is nothing "

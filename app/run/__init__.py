@@ -1,7 +1,8 @@
-"""What a run's folder is, and resuming it: which run, from which checkpoint, and what changed.
+"""Run folders and resuming: which run, from which checkpoint, and which settings have changed.
 
-`folder` makes, describes and locks it, `find` finds it again, `changes` compares it with what was
-typed now, `start` opens it for the verb, in whose ranks `ranks` runs it. No torch.
+`folder` creates, checks and locks run folders, `find` locates existing runs, `changes` compares a
+run with the current settings, `start` opens a run, and `ranks` executes it in the ranks of a verb.
+`manifest` records what a run was made from. Importing this package does not import torch.
 """
 
 from app.run.changes import ALLOWED, describe_global_batch, global_batch_of

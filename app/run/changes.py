@@ -1,8 +1,8 @@
-"""What changed since the run that is resumed, and whether it may.
+"""Changes since the start of a resumed run, and whether they permit resuming.
 
-Settings are compared key by key before torch is imported, each by the rule at its field; what they
-lead to (rows, tokens, the base's weights) by its fingerprint in the run's manifest; the packs of an
-optimizer step by their number, on which the order of the data depends.
+Settings are compared key by key before torch is imported, each by the resume rule of its field.
+What the settings do not determine (rows, tokens, base weights) is compared by fingerprints in the
+run's manifest. The order of the data depends on the packs per optimizer step, so these must match.
 """
 
 from __future__ import annotations
@@ -22,65 +22,67 @@ if TYPE_CHECKING:
     from app.training.trainer import TrainerConfig
 
 ALLOWED = {
-    "lr": "how large a step is",
-    "schedule": "how the learning rate moves",
-    "epochs": "how long the run is, and with it the learning rate's schedule",
-    "data": "what is learned; the run goes on at the same step of the new plan",
-    "precision": "how precisely it computes",
-    "checkpoint": "a typed checkpoint may be of another run",
+    "lr": "the step size",
+    "schedule": "the learning-rate schedule",
+    "epochs": "the length of the run, and with it the learning-rate schedule",
+    "data": "the training data; the run continues at the same step of the new plan",
+    "precision": "the numerical precision",
+    "checkpoint": "the named checkpoint may belong to another run",
 }
-"""words of resume_allow"""
+"""values of resume_allow, with what each permits to change"""
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 FINGERPRINTS: dict[str, tuple[str, ResumeRule, str]] = {
-    "tokenizer_sha256": ("the tokenizer (sha256)", "fixed", "give the tokenizer back as it was"),
-    "template_sha256": ("the chat template (sha256)", "data", "give the template back as it was"),
+    "tokenizer_sha256": ("the tokenizer (sha256)", "fixed", "restore the tokenizer"),
+    "template_sha256": ("the chat template (sha256)", "data", "restore the template"),
     "tokens_sha256": (
-        "what is learned of the same rows (sha256 of the tokens)",
+        "what is learned from the same rows (sha256 of the tokens)",
         "data",
-        "take the version of this program that started the run",
+        "use the version of this program that started the run",
     ),
 }
-"""key in the manifest: its name in messages, the kind of a change, and how to undo it"""
+"""key in the manifest -> its name in messages, the resume rule, and how to undo a change"""
 STREAMED = ("trainer.micro_batch_size", "data.num_workers")
-"""settings that the order of a stream depends on, beside the number of ranks"""
+"""settings that, with the number of ranks, determine the order of streamed data"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """One difference from the run that is resumed."""
+    """One difference between the resumed run and the current settings or data."""
 
     what: str
     """a setting's full key, or a description"""
     before: Any
     now: Any
     rule: ResumeRule
-    way_back: str
-    """what the user does to undo the change"""
+    undo: str
+    """instruction to the user that undoes the change"""
 
     def __str__(self) -> str:
-        return f"{self.what} was {_brief(self.before)} and is {_brief(self.now)}"
+        return f"{self.what} was {_shortened(self.before)} and is {_shortened(self.now)}"
 
 
 def compare_settings(before: TrainConfig, now: TrainConfig) -> list[Change]:
-    """List the settings that differ between two configs of a training."""
+    """List the settings that differ between two training configs."""
     old = {key: value for key, value, _ in _leaves(before, "", None)}
     changes = []
     for key, value, rule in _leaves(now, "", None):
         if key not in old:
-            continue  # of another option or another data set, which is a change of its own
+            continue  # belongs to another option or data set, which is reported as a change itself
         if old[key] != value and rule not in ("per_start", "trust"):
-            way_back = _way_back(key, old[key])
-            changes.append(Change(key, old[key], value, rule or "fixed", way_back))
-    # Lossy communication; other differences between strategies only round.
-    if (was := _traffic(before.strategy)) != (new := _traffic(now.strategy)):
-        what, way_back = "what travels between the ranks", f"type strategy={before.strategy.name}"
-        changes.append(Change(what, was, new, "precision", way_back))
+            undo = _how_to_undo(key, old[key])
+            changes.append(Change(key, old[key], value, rule or "fixed", undo))
+    # Other differences between strategies only change rounding.
+    if (was := _lossy_communication(before.strategy)) != (
+        new := _lossy_communication(now.strategy)
+    ):
+        what, undo = "what travels between the ranks", f"type strategy={before.strategy.name}"
+        changes.append(Change(what, was, new, "precision", undo))
     return changes
 
 
 def is_more_patient(change: Change) -> bool:
-    """Tell whether a run that has stopped early may train on after a change."""
+    """Whether a change lets a run that stopped early train further."""
     if change.what != "trainer.early_stopping_patience" or change.before is None:
         return False
     return change.now is None or change.now > change.before
@@ -89,20 +91,20 @@ def is_more_patient(change: Change) -> bool:
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """List the differences between the facts of two manifests.
 
-    Only keys of both are compared: the base early, the rows once they have been read.
+    Only keys present in both are compared: the base early, the rows once they have been read.
     """
-    now = redacted(now)  # as a manifest has them
+    now = redacted(now)  # as manifests are saved
     both = before.keys() & now.keys()
     changes = []
     if "base" in both:
         changes += _compare_base(before["base"], now["base"])
     if "data" in both:
         changes += _compare_data(before["data"], now["data"])
-    for name, (what, rule, way_back) in FINGERPRINTS.items():
-        # Other rows or another template make other tokens: one problem, not three.
-        is_said = name == "tokens_sha256" and changes
-        if name in both and before[name] != now[name] and not is_said:
-            changes.append(Change(what, before[name], now[name], rule, way_back))
+    for name, (what, rule, undo) in FINGERPRINTS.items():
+        # Other rows or another template change the tokens as well; report only the cause.
+        is_implied = name == "tokens_sha256" and changes
+        if name in both and before[name] != now[name] and not is_implied:
+            changes.append(Change(what, before[name], now[name], rule, undo))
     if "precision" in both and before["precision"] != now["precision"]:
         was, new = before["precision"], now["precision"]
         rule = _rule_of_precision(was, new)
@@ -114,29 +116,29 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         for name, version in now["versions"].items():
             if (was := before["versions"].get(name)) not in (None, version):
                 changes.append(Change(name, was, version, "rounding", f"install {name}=={was}"))
-        # Noted here, for the base is compared again once the rows are known.
+        # Only noted with the versions: the base is compared again once the rows are known.
         if "base" in both and not same_form(before["base"], now["base"]):
-            # An earlier version of this program hashed other parts of the weights.
+            # Earlier versions of this program hashed other parts of the weights.
             was, new = (side["base"].get("weights_form") or EARLIER_FORM for side in (before, now))
-            what = "the base model's weights are not compared with those of the run: what is read"
-            changes.append(Change(f"{what} of them", was, new, "free", ""))
+            what = "the base model's weights cannot be compared with the run's: their hashed part"
+            changes.append(Change(what, was, new, "free", ""))
     return changes
 
 
-def judge(changes: Sequence[Change], allow: Sequence[str]) -> tuple[list[str], list[str]]:
+def check_changes(changes: Sequence[Change], allow: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the problems that forbid resuming, and the notes to print."""
     problems, notes = [], []
     for change in changes:
         if change.rule == "fixed":
             problems.append(
-                f"{change}: that is another run; {change.way_back} to go on with this one, or "
+                f"{change}: that is another run; {change.undo} to continue this one, or "
                 "leave resume out and type another output.dir"
             )
         elif change.rule in ALLOWED and change.rule not in allow:
             words = ",".join([*allow, change.rule])
             problems.append(
-                f"{change} ({ALLOWED[change.rule]}); type 'resume_allow=[{words}]' to go on so, or "
-                f"{change.way_back}"
+                f"{change} ({ALLOWED[change.rule]}); type 'resume_allow=[{words}]' to resume with "
+                f"this change, or {change.undo}"
             )
         elif change.rule == "rounding":
             notes.append(f"{change} (the last digits may differ)")
@@ -145,8 +147,8 @@ def judge(changes: Sequence[Change], allow: Sequence[str]) -> tuple[list[str], l
     return problems, notes
 
 
-def _traffic(strategy: StrategyConfig) -> str:
-    """Word what is lossy in the communication of a strategy."""
+def _lossy_communication(strategy: StrategyConfig) -> str:
+    """Describe the lossy part of a strategy's communication."""
     if isinstance(strategy, DdpConfig) and strategy.compression != "none":
         return f"gradients by {strategy.compression}"
     if isinstance(strategy, LocalSgdConfig):
@@ -160,11 +162,11 @@ def _traffic(strategy: StrategyConfig) -> str:
 
 
 def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Compare bases by their files, or by path and revision where one is on the hub."""
-    way_back = f"type model.path={before['path']} with the files that it had"
+    """Compare base models by their files, or by path and revision if one of them is on the hub."""
+    undo = f"type model.path={before['path']} with the files that it had"
     named = before["weights"] is None or now["weights"] is None
-    # What is typed is a branch, or nothing: compared again when the hub has said which commit.
-    commits = [COMMIT.fullmatch(one["revision"] or "") is not None for one in (before, now)]
+    # A branch, or no revision, is compared again once the hub has resolved it to a commit.
+    commits = [COMMIT.fullmatch(base["revision"] or "") is not None for base in (before, now)]
     is_resolved_later = commits[0] != commits[1]
     for name, what in (
         ("fingerprint", "the base model (sha256 of its config and the shapes of its weights)"),
@@ -172,9 +174,9 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     ):
         is_known = name == "fingerprint" or same_form(before, now)
         if not named and is_known and before[name] != now[name]:
-            return [Change(what, before[name], now[name], "fixed", way_back)]
+            return [Change(what, before[name], now[name], "fixed", undo)]
     return [
-        Change(key, before[name], now[name], "fixed", _way_back(key, before[name]))
+        Change(key, before[name], now[name], "fixed", _how_to_undo(key, before[name]))
         for name, key in (("path", "model.path"), ("revision", "model.revision"))
         if named and before[name] != now[name] and not (name == "revision" and is_resolved_later)
     ]
@@ -185,36 +187,36 @@ def _compare_data(
 ) -> list[Change]:
     changes = []
     for index, (old, new) in enumerate(zip(before, now, strict=False)):
-        what, way_back = f"data.datasets[{index}] {new['name']}", "give the rows back as they were"
+        what, undo = f"data.datasets[{index}] {new['name']}", "restore the rows"
         is_known = old["sha256"] and new["sha256"]
         if is_known and old["sha256"] != new["sha256"]:
             rows = f"{what}: sha256 of its rows ({old['rows']:,} -> {new['rows']:,} rows)"
-            changes.append(Change(rows, old["sha256"], new["sha256"], "data", way_back))
+            changes.append(Change(rows, old["sha256"], new["sha256"], "data", undo))
         elif not is_known and old["path"] != new["path"]:
-            changes.append(Change(f"{what}: path", old["path"], new["path"], "data", way_back))
+            changes.append(Change(f"{what}: path", old["path"], new["path"], "data", undo))
     return changes
 
 
 def _rule_of_precision(before: str, now: str) -> ResumeRule:
-    # All others keep the weights that train in fp32.
+    # All other precisions keep trainable parameters in fp32.
     return "fixed" if "bf16-pure" in (before, now) else "precision"
 
 
-def _way_back(key: str, value: Any) -> str:
+def _how_to_undo(key: str, value: Any) -> str:
     """Return what to type to restore a setting."""
     if isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
         return f"type '{key}=[{','.join(map(str, value))}]'"
     if "[" in key or isinstance(value, (list, dict)) or key == "data.datasets":
-        return f"give {key} back as it stands in the run's config.yaml"
+        return f"restore {key} from the run's config.yaml"
     return f"type {key}={_plain(value)}"
 
 
 def _leaves(
     value: Any, key: str, rule: ResumeRule | None
 ) -> Iterator[tuple[str, Any, ResumeRule | None]]:
-    """Yield every setting with its full key and its rule, a field's own or that of its part.
+    """Yield full key, value and resume rule of every setting; fields inherit their section's rule.
 
-    Data sets come one by one, other lists as a whole.
+    Data sets are yielded one by one, other lists as a whole.
     """
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
@@ -234,7 +236,7 @@ def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _brief(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = _plain(value)
     if SHA256.fullmatch(text):
         return text[:12]
@@ -244,22 +246,22 @@ def _brief(value: Any) -> str:
 def describe_global_batch(
     trainer: TrainerConfig, num_ranks: int, before: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return the packs of an optimizer step on all ranks, and the factors that make them.
+    """Return the packs per optimizer step over all ranks, and their factors.
 
-    `before`: those of the run that is resumed, whose micro-batches `auto` takes again.
+    `before`: the global batch of the resumed run, whose micro-batch size `auto` reuses.
     """
     size, accumulation = trainer.least_micro_batch, trainer.gradient_accumulation_steps
     if trainer.global_batch_size is not None:
         accumulation = trainer.global_batch_size // (size * num_ranks)
     packs = size * accumulation
     if before is not None and trainer.micro_batch_size == "auto":
-        again = before["micro_batch_size"]
-        size = again if packs % again == 0 else size
+        previous = before["micro_batch_size"]
+        size = previous if packs % previous == 0 else size
     return global_batch_of(size, packs // size, num_ranks)
 
 
 def global_batch_of(size: int, accumulation: int, num_ranks: int) -> dict[str, int]:
-    """Return the packs of an optimizer step on all ranks, beside the factors that make them."""
+    """Return the packs per optimizer step over all ranks, and their factors, for the manifest."""
     return {
         "packs": size * accumulation * num_ranks,
         "micro_batch_size": size,
@@ -277,21 +279,21 @@ def check_global_batch(
     if before["packs"] == now["packs"]:
         return [], [
             f"a global step is {_factors(now)} and was {_factors(before)}: the same order of data "
-            "(the last digits may differ, and what dropout leaves out)"
+            "(the last digits and the dropout masks may differ)"
         ]
     return [
         f"the run took {before['packs']} packs a step ({_factors(before)}) and would now take "
         f"{now['packs']} ({_factors(now)}): the order of its data depends on it; type "
-        f"{_fitting(before, now, trainer)}"
+        f"{_batch_override(before, now, trainer)}"
     ], []
 
 
 def check_stream(
     changes: Sequence[Change], before: Mapping[str, int], now: Mapping[str, int]
 ) -> list[str]:
-    """List the changes on which the order of a stream depends."""
+    """List the problems of changes that would reorder streamed data."""
     problems = [
-        f"{change}, and the order of data.streaming=true depends on it; {change.way_back}"
+        f"{change}, and the order of data.streaming=true depends on it; {change.undo}"
         for change in changes
         if change.what in STREAMED
     ]
@@ -315,7 +317,10 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'s' * (number != 1)}"
 
 
-def _fitting(before: Mapping[str, int], now: Mapping[str, int], trainer: TrainerConfig) -> str:
+def _batch_override(
+    before: Mapping[str, int], now: Mapping[str, int], trainer: TrainerConfig
+) -> str:
+    """Return the override that restores the packs per step of the resumed run."""
     if trainer.global_batch_size is not None:
         return f"trainer.global_batch_size={before['packs']}"
     accumulation, rest = divmod(before["packs"], now["micro_batch_size"] * now["num_ranks"])

@@ -1,4 +1,4 @@
-"""Which run `resume=` and `run=` mean, and which of its checkpoints."""
+"""Resolve `resume=` and `run=` to a run folder and a checkpoint step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from app.run.folder import (
     UNSET,
     expand_home,
     is_training,
-    refuse_odd_entries,
+    refuse_special_entries,
 )
 from app.training.checkpoint.store import CHECKPOINTS, STEP_FOLDER, CheckpointStore
 
 NEVER, AUTO, MUST = "never", "auto", "must"
 STARTED = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
-"""default name of a run's folder: the time, and a number for a second run of that second"""
+"""default name of a run folder: its start time, with a number if that second has several runs"""
 OTHER_TOOLS = {
     "true": AUTO,
     "yes": AUTO,
@@ -31,18 +31,18 @@ OTHER_TOOLS = {
     "none": NEVER,
     "null": NEVER,
 }
-"""values of `resume` in other tools"""
+"""values of `resume` that other tools use -> the value here"""
 
 
 def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Path | None:
     """Return the folder of the run that `resume=` names; None for a new run.
 
-    `folder` and `name` are output.dir and output.name; without `name` the run may have any.
-    UserError where a run that must exist does not.
+    `folder` and `name` are output.dir and output.name; if `name` is None, runs of every name count.
+    Raises UserError if a required run does not exist.
     """
     if resume == NEVER:
         return None
-    if is_child():  # its launcher has found it
+    if is_child():  # the launcher has found the run
         started = run_dir()
         return started if started and is_training(started / CONFIG_FILE) else None
     if not resume.strip():
@@ -59,15 +59,15 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
         what = "run" if folder is not None else "unfinished run"
         raise UserError(
             f"resume=must, but there is no {what} in {where}; type resume=auto to start a new one "
-            "where there is none, or resume=FOLDER of another run"
+            "if there is none, or resume=FOLDER of another run"
         )
     if found is not None:
-        refuse_odd_entries(found)
+        refuse_special_entries(found)
     return found
 
 
 def typed_step(resume: str) -> int | None:
-    """Return the step in `resume=RUN/checkpoints/step-40`, None where it names no checkpoint."""
+    """Return the step in `resume=RUN/checkpoints/step-40`; None if no checkpoint is named."""
     match = STEP_FOLDER.fullmatch(Path(resume).name)
     return int(match[1]) if match else None
 
@@ -78,7 +78,7 @@ def checkpoints_of(run: Path) -> CheckpointStore:
 
 
 def has_checkpoints(run: Path) -> bool:
-    """Tell whether a run has saved anything, damaged or not."""
+    """Whether a run has any checkpoint, good or damaged."""
     folder = run / CHECKPOINTS
     return folder.is_dir() and any(
         STEP_FOLDER.fullmatch(entry.name.removesuffix(".old")) for entry in folder.iterdir()
@@ -94,22 +94,22 @@ def _typed_run(resume: str, folder: str | None) -> Path:
             f"resume={resume}: no such folder; expected never, auto, must, or the folder of a run "
             f"or of one of its checkpoints{hint}"
         )
-    # Resolved, because a relative path may name nothing of where it lies.
+    # A relative path such as `step-40` does not name its parent folders, which are needed below.
     run = path.resolve()
     if typed_step(resume) is not None:
         run = run.parent
     if run.name == CHECKPOINTS:
         run = run.parent
     if (run / CONFIG_FILE).exists():
-        refuse_odd_entries(run)
+        refuse_special_entries(run)
     if not is_training(run / CONFIG_FILE):
         raise UserError(
-            f"resume={resume}: no training run is there ({run / CONFIG_FILE} is not that of one); "
+            f"resume={resume}: not a training run (no {CONFIG_FILE} of one in {run}); "
             "type the folder that a run printed as its last line"
         )
     if folder is not None and expand_home("output.dir", folder).resolve() != run:
         raise UserError(
-            f"resume={resume} goes on in that run's own folder, but output.dir={folder}; leave "
+            f"resume={resume} continues in that run's own folder, but output.dir={folder}; leave "
             "output.dir out (to keep the run as it is, copy its folder first)"
         )
     here = Path.cwd()
@@ -119,16 +119,16 @@ def _typed_run(resume: str, folder: str | None) -> Path:
 def _run_in(folder: Path) -> Path | None:
     if not (folder / CONFIG_FILE).exists():
         return None
-    refuse_odd_entries(folder)
+    refuse_special_entries(folder)
     if not is_training(folder / CONFIG_FILE):
         raise UserError(f"output.dir={folder} holds an evaluation; type another folder")
     return folder
 
 
 def _newest_unfinished(name: str | None) -> Path | None:
-    """Return the newest run under outputs/ without metrics.json, whether it has checkpoints or not.
+    """Return the newest run under outputs/ without metrics.json, with or without checkpoints.
 
-    A folder that the user named tells no time, so it counts only where it is the only one.
+    A folder whose name has no start time counts only if it is the only unfinished run.
     """
     unfinished = [
         run
@@ -141,9 +141,9 @@ def _newest_unfinished(name: str | None) -> Path | None:
 
 
 def _started(run: Path) -> tuple[str, int] | tuple[()]:
-    """Return when a run started, by its folder's name: copying changes modification times.
+    """Return a run's start time and number from its folder's name; empty if the name has none.
 
-    Empty where the name tells no time.
+    Modification times would not do, since copying changes them.
     """
     match = STARTED.fullmatch(run.name)
     return (match[1], int(match[2] or 0)) if match else ()
@@ -152,9 +152,9 @@ def _started(run: Path) -> tuple[str, int] | tuple[()]:
 def find_run(
     run: str | None, name: str | None = None, *, verb: str = "", takes_unfinished: bool = False
 ) -> Path:
-    """Return folder `run`, or the newest finished run under outputs/ (of that name, if given).
+    """Return folder `run`, or the newest finished run under outputs/ (called `name`, if given).
 
-    A run is finished when it has written metrics.json. `verb` is what it is to be used for.
+    A run is finished once it has written metrics.json. `verb`: the verb that uses the run.
     """
     if run is not None:
         if not run.strip():
@@ -163,15 +163,15 @@ def find_run(
         if not folder.is_dir():
             raise UserError(f"run={run}: no such folder{_known_runs(name)}")
         if (folder / CONFIG_FILE).exists():
-            refuse_odd_entries(folder)
+            refuse_special_entries(folder)
         is_finished = (folder / METRICS_FILE).exists()
         if not is_finished and is_training(folder / CONFIG_FILE) and has_checkpoints(folder):
             if takes_unfinished:
                 return folder
-            as_it_is = ", or merge that with merge.checkpoint=newest" if verb == "merge" else ""
+            hint = ", or merge that with merge.checkpoint=newest" if verb == "merge" else ""
             raise UserError(
                 f"run={run}: the run is not finished (no metrics.json); finish it from its newest "
-                f"checkpoint with python -m app.train resume={run}{as_it_is}{_known_runs(name)}"
+                f"checkpoint with python -m app.train resume={run}{hint}{_known_runs(name)}"
             )
         if not is_finished or not is_training(folder / CONFIG_FILE):
             raise UserError(
@@ -183,7 +183,7 @@ def find_run(
     if not finished:
         where = OUTPUTS / name if name else OUTPUTS
         raise UserError(f"no finished run under {where}: train first with python -m app.train")
-    refuse_odd_entries(finished[-1])
+    refuse_special_entries(finished[-1])
     return finished[-1]
 
 
@@ -200,6 +200,6 @@ def _known_runs(name: str | None) -> str:
 
 
 def saved_folder(run: Path) -> Path:
-    """Return what a run saved: its `adapter/`, or its `model/` where every weight was trained."""
+    """Return a run's `adapter/`, or its `model/` if it trained all weights."""
     adapter = run / "adapter"
     return adapter if adapter.is_dir() else run / "model"

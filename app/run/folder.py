@@ -1,6 +1,4 @@
-"""What a run's folder is: where it is made, what it may hold, of what kind of run it is, and the
-lock that keeps a second process away.
-"""
+"""Run folders: where they are made, what they may hold, which kind of run, and their lock."""
 
 from __future__ import annotations
 
@@ -41,29 +39,29 @@ log = logging.getLogger(__name__)
 OUTPUTS = Path("outputs")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.json"
-"""in a run's folder: its settings from the start on, its metrics once it has finished"""
+"""in a run folder: the settings, from the start; the metrics, once the run has finished"""
 LOCK_FILE = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-"""a file system without locks"""
+"""errors of a file system without locks"""
 PROBE = ".writable-"
 """prefix of a temporary file that tests whether the folder is writable"""
 LEFT_BY_REFUSED = re.compile(
     rf"{re.escape(LOCK_FILE)}|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
     rf"{re.escape(PROBE)}.*|faults-fired|checkpoints|partial"
 )
-"""what a process leaves in its folder if it is refused before training, or killed evaluating"""
+"""files left by a process that was refused before training, or killed during an evaluation"""
 WRITTEN_WHILE_JUDGED = re.compile(r"(predictions|judge_answers|verdicts)\.jsonl|judge\.html")
-"""what an evaluation that was killed leaves beside `partial`, where a judge was being asked"""
+"""files left next to `partial` by an evaluation that was killed while it called a judge"""
 WRITTEN_AT_START = re.compile(
     rf"{LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
     r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv|train\.log|"
     r"report\.html|training_curves\.png"
 )
-"""what a training writes before its first step, or when it fails there"""
+"""files that a training run writes before its first step, or when it fails before it"""
 MAX_NAMED = 5
-"""entries of a folder that a message lists"""
+"""maximum number of a folder's entries listed in a message"""
 URL_BEGINS = re.compile(r"[A-Za-z][\w+.-]+:/")
-"""one slash, where a path was made of it"""
+"""start of a URL; one slash suffices, since a Path drops the second"""
 NO_URL = "nothing is written to URLs; type a folder of this machine"
 UNSET = "is it a variable that is not set? type a folder, or leave it out"
 
@@ -77,9 +75,9 @@ class OutputConfig:
 
 
 def check_output(config: OutputConfig, *, resumes: bool = False) -> list[str]:
-    """List the problems of `output`: a bad name, a folder that holds other files.
+    """List the problems of `output`: an invalid name, or a folder that holds other files.
 
-    `resumes`: whether an existing run in that folder may be resumed.
+    `resumes`: whether the folder may hold a run to resume.
     """
     problems = []
     if config.name is not None and not NAME_PATTERN.fullmatch(config.name):
@@ -104,28 +102,29 @@ def _check_folder(typed: str, *, resumes: bool) -> list[str]:
         if not folder.is_dir():
             return [f"output.dir={typed}: this is a file; type a folder's name"]
         names = sorted(entry.name for entry in folder.iterdir())
-        others = [] if CONFIG_FILE in names else _not_of_a_start(folder, names)
-        if not others and (odd := check_entries(folder)):
-            return odd
+        others = [] if CONFIG_FILE in names else _foreign_entries(folder, names)
+        if not others and (special := check_entries(folder)):
+            return special
         if not is_first_rank() or (resumes and CONFIG_FILE in names):
             return []
-        if CONFIG_FILE in names and not _ended_at_its_start(folder, names):
+        if CONFIG_FILE in names and not _ended_before_first_step(folder, names):
             return [
                 f"output.dir={typed} holds another run ({CONFIG_FILE} is there): type another "
-                "folder, or leave output.dir out to get a new one; resume=auto goes on with a "
+                "folder, or leave output.dir out to get a new one; resume=auto continues a "
                 "training run"
             ]
     if not others:
         return []
     more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
     return [
-        f"output.dir={typed} holds files that are not of a run: {', '.join(others[:MAX_NAMED])}"
-        f"{more}; type a new folder's name, or leave output.dir out to get one"
+        f"output.dir={typed} holds files that do not belong to a run: "
+        f"{', '.join(others[:MAX_NAMED])}{more}; type a new folder's name, or leave output.dir out "
+        "to get one"
     ]
 
 
-def _ended_at_its_start(folder: Path, names: Sequence[str]) -> bool:
-    """Tell whether a training ended before its first step, so that nothing would be lost."""
+def _ended_before_first_step(folder: Path, names: Sequence[str]) -> bool:
+    """Whether a training run ended before its first step, so that nothing would be lost."""
     if not is_training(folder / CONFIG_FILE):
         return False
     return all(WRITTEN_AT_START.fullmatch(name) for name in names) and not (
@@ -133,8 +132,8 @@ def _ended_at_its_start(folder: Path, names: Sequence[str]) -> bool:
     )
 
 
-def _not_of_a_start(folder: Path, names: Sequence[str]) -> list[str]:
-    """List the entries that a process refused before training does not leave."""
+def _foreign_entries(folder: Path, names: Sequence[str]) -> list[str]:
+    """List the entries that a process which was refused before training does not leave behind."""
     return [
         name
         for name in names
@@ -152,7 +151,7 @@ def _has_entries(folder: Path) -> bool:
 
 
 def _has_steps(metrics: Path) -> bool:
-    """Tell whether a metrics.csv has a row of a step that was trained."""
+    """Whether a metrics.csv has a row of a completed step."""
     if not metrics.exists():
         return False
     rows = metrics.read_bytes().splitlines()[1:]
@@ -160,36 +159,36 @@ def _has_steps(metrics: Path) -> bool:
 
 
 def check_entries(folder: Path) -> list[str]:
-    """List the links, pipes and devices in a run's folder, through which files outside change.
+    """List the links, pipes and devices in a run folder: writing to them may change files outside.
 
     The folder itself may be a link, since the user named it.
     """
-    odd = itertools.islice(special_entries(folder), MAX_NAMED)
+    special = itertools.islice(special_entries(folder), MAX_NAMED)
     return [
-        f"{folder}: {entry.relative_to(folder)} is {what}, which no run makes and none follows: "
-        "it may lead out of the folder; remove it, or copy what it names to its place"
-        for entry, what in odd
+        f"{folder}: {entry.relative_to(folder)} is {what}, which runs neither create nor follow: "
+        "it may lead out of the folder; remove it, or replace it by a copy of its target"
+        for entry, what in special
     ]
 
 
-def refuse_odd_entries(folder: Path) -> None:
-    """Raise UserError where a run's folder holds what `check_entries` lists."""
+def refuse_special_entries(folder: Path) -> None:
+    """Raise UserError if a run folder holds links, pipes or devices."""
     if problems := check_entries(folder):
         raise UserError(problems)
 
 
 def expand_home(key: str, path: str) -> Path:
-    """Return a typed path with the home folder for `~`; UserError names setting `key`."""
+    """Expand `~` in the path of setting `key`; raises UserError without a home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise UserError(
-            f"{key}={path}: there is no home folder of that user; type the folder's full path"
+            f"{key}={path}: that user has no home folder; type the folder's full path"
         ) from error
 
 
 def decide_run_dir(config: OutputConfig) -> Path:
-    """Make this run's folder, or return the one that the launcher has decided on."""
+    """Make this run's folder, or return the one that the launcher has chosen."""
     if is_child() and (decided := run_dir()) is not None:
         return decided
     folder = make_run_dir(config)
@@ -198,7 +197,7 @@ def decide_run_dir(config: OutputConfig) -> Path:
 
 
 def make_run_dir(config: OutputConfig, *, resumes: bool = False) -> Path:
-    """Make a run's folder; with `resumes` it may exist and hold a run."""
+    """Make a run folder; with `resumes` it may exist and hold a run."""
     problems = check_output(config, resumes=resumes)
     if problems:
         raise UserError(problems)
@@ -206,7 +205,7 @@ def make_run_dir(config: OutputConfig, *, resumes: bool = False) -> Path:
         folder = expand_home("output.dir", config.dir)
         with into_folder(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            if not resumes:  # a finished run is only read
+            if not resumes:  # a finished run may be read-only
                 tempfile.TemporaryFile(dir=folder, prefix=PROBE).close()
         return folder
     if read_launch().is_one_of_several:
@@ -221,15 +220,15 @@ def make_run_dir(config: OutputConfig, *, resumes: bool = False) -> Path:
         try:
             with into_folder(folder):
                 folder.mkdir(parents=True)
-        except FileExistsError:  # another run of the same second
+        except FileExistsError:  # another run started in the same second
             continue
         return folder
-    raise UserError(f"{parent}: a hundred runs of this second already; type another output.name")
+    raise UserError(f"{parent}: a hundred runs started in this second; type another output.name")
 
 
 @contextlib.contextmanager
 def into_folder(folder: Path, name: str | None = None) -> Iterator[None]:
-    """Explain an OSError where a run's folder, or file `name` in it, cannot be written."""
+    """Explain an OSError of writing a run folder, or file `name` in it."""
     try:
         yield
     except FileExistsError:
@@ -250,14 +249,14 @@ def pass_to_ranks(folder: Path) -> None:
 
 
 def discard_unused() -> None:
-    """Remove the folder that this process made under outputs/ if all in it is a lock and an error.
+    """Remove this process's folder under outputs/ if it holds only the lock and the error report.
 
-    The error was printed; a run that has saved or written anything keeps its folder.
+    The error has been printed; a run that has written anything else keeps its folder.
     """
     folder = run_dir()
     if folder is None or is_child() or folder.parent.parent != OUTPUTS.resolve():
         return
-    with contextlib.suppress(OSError):  # another process may have started in it
+    with contextlib.suppress(OSError):  # another process may be using it
         if {entry.name for entry in folder.iterdir()} <= {LOCK_FILE, REASON_FILE}:
             for name in (LOCK_FILE, REASON_FILE):
                 (folder / name).unlink(missing_ok=True)
@@ -265,9 +264,9 @@ def discard_unused() -> None:
 
 
 def is_training(config: Path) -> bool:
-    """Tell a training's config.yaml from an evaluation's, a preview's or a plan's, by its sections.
+    """Whether a config.yaml is a training run's, not an evaluation's, a preview's or a plan's.
 
-    A damaged file counts as a training's: reading its settings says what is wrong with it.
+    Decided by its sections. A damaged file counts as a training run's; loading it reports why.
     """
     text, problem = read_text(config, "yaml_mib") if config.is_file() else ("", None)
     if problem is not None:
@@ -283,10 +282,10 @@ def is_training(config: Path) -> bool:
 
 
 def separate_files(folder: Path) -> None:
-    """Give a run a copy of each file that has another name elsewhere: a hard link.
+    """Replace each hard-linked file of a run by a copy.
 
-    Copies made by `cp -al` and some archives have them, and what a run writes must not change the
-    other one. Checkpoints are replaced whole and never written in place.
+    `cp -al` and some archives make hard links, and a run must not change the files of another one.
+    Checkpoints are exempt: they are replaced as a whole and never written in place.
     """
     for file in sorted(folder.rglob("*")):
         if file.relative_to(folder).parts[0] in ("checkpoints", LOCK_FILE):
@@ -302,14 +301,14 @@ def separate_files(folder: Path) -> None:
 
 
 _held: dict[Path, IO[str]] = {}
-"""locks of this process, kept open: closing any file of a lock releases it"""
+"""lock files of this process, kept open: closing one releases its lock"""
 
 
 def hold_run(folder: Path) -> None:
-    """Lock run `folder` for this process until it ends, however it ends.
+    """Lock run `folder` until this process ends, in whatever way.
 
-    UserError names the process that holds the lock. Ranks rely on the first one's. The process id,
-    the machine and the start are written into the lock file for people to read.
+    Raises UserError naming the process that holds the lock. Only the first rank locks. The lock
+    file holds the process id, the host and the start time, for people to read.
     """
     import fcntl
 
@@ -319,19 +318,23 @@ def hold_run(folder: Path) -> None:
     with into_folder(folder, LOCK_FILE):
         stream = open_no_follow(file, "a+", encoding="utf-8")
     try:
-        # Not flock: that would live on in a loader's workers, which are forked.
+        # Not flock: forked data-loader workers would inherit that lock.
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise UserError(
-                f"{folder}: {_who(stream)} is at work on this run; wait for it or stop "
+                f"{folder}: {_lock_holder(stream)} is working on this run; wait for it or stop "
                 "it, or type another output.dir"
             ) from error
         if error.errno not in NO_LOCKS:
             raise
-        log.warning("%s: no locks here (%s): start one process a run", folder, error.strerror)
+        log.warning(
+            "%s: this file system has no locks (%s): run one process at a time",
+            folder,
+            error.strerror,
+        )
     _held[file] = stream
-    if os.fstat(stream.fileno()).st_nlink > 1:  # another name of the file may be of another run
+    if os.fstat(stream.fileno()).st_nlink > 1:  # a hard link may belong to another run
         return
     stream.truncate(0)
     note = {
@@ -343,10 +346,10 @@ def hold_run(folder: Path) -> None:
     stream.flush()
 
 
-def _who(stream: IO[str]) -> str:
+def _lock_holder(stream: IO[str]) -> str:
     stream.seek(0)
     try:
         note = json.load(stream)
         return f"process {note['pid']} on {note['host']}, started {note['started']},"
-    except (ValueError, KeyError, TypeError):  # it holds the lock and has not written yet
+    except (ValueError, KeyError, TypeError):  # locked, but not written yet
         return "another process"

@@ -65,8 +65,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest["versions"], manifest["base"], manifest["data"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{file} cannot be read ({error}), which says what the run is made of; copy it back, "
-            "or leave resume out and type another output.dir"
+            f"{file} cannot be read ({error}), which records what the run was made from; "
+            "restore it, or leave resume out and type another output.dir"
         ) from error
     return manifest
 
@@ -120,7 +120,7 @@ def identity_of(
     plan = [
         facts["seed"],
         [facts["base"][name] for name in ("fingerprint", "weights")],
-        [[one["sha256"], one["rows"]] for one in facts["data"]],
+        [[dataset["sha256"], dataset["rows"]] for dataset in facts["data"]],
         facts.get("tokens_sha256"),
         facts["global_batch"]["packs"],
         facts["total_steps"],
@@ -132,7 +132,7 @@ def identity_of(
     }
 
 
-def check_own(
+def check_run_id(
     checkpoint: Checkpoint,
     run: Path,
     before: Mapping[str, Any],
@@ -140,9 +140,10 @@ def check_own(
     is_typed: bool,
     allow: Sequence[str],
 ) -> str | None:
-    """Refuse a checkpoint that another run saved than the one in folder `run`; return a note.
+    """Raise UserError for a checkpoint that was not saved by the run in folder `run`.
 
-    `before`: that run's manifest. `is_typed`: whether `resume=` names this checkpoint.
+    Returns a note to print if the check was impossible or waived by resume_allow. `before`: the
+    manifest of the run in `run`. `is_typed`: whether `resume=` names this checkpoint.
     """
     ours, theirs = before.get("run"), checkpoint.details.get("run")
     if ours is not None and (problem := _malformed(ours)) is not None:
@@ -150,24 +151,24 @@ def check_own(
             f"{run / 'manifest.json'}: {problem}; copy the file back, or leave resume out and "
             "type another output.dir"
         )
-    why = _why_not_own(checkpoint, ours, theirs, before)
+    why = _why_foreign(checkpoint, ours, theirs, before)
     if why is None:
         if ours is not None:
             return None
         return (
-            f"{run} was started by a version that gave runs no id: whether this checkpoint is its "
-            "own cannot be checked"
+            f"{run} was started by a version that gave runs no id: it cannot be checked "
+            "whether this checkpoint belongs to it"
         )
     if is_typed and ALLOWED_BY in allow:
         return f"{checkpoint.folder} {why}, as resume_allow=[{ALLOWED_BY}] allows"
     words = ",".join([*allow, ALLOWED_BY])
     raise UserError(
-        f"{checkpoint.folder} {why}; move it out of {run} to go on from the run's own, or type "
-        f"resume={checkpoint.folder} 'resume_allow=[{words}]' to go on from it in this run"
+        f"{checkpoint.folder} {why}; move it out of {run} to resume from the run's own, or type "
+        f"resume={checkpoint.folder} 'resume_allow=[{words}]' to resume this run from it"
     )
 
 
-def _why_not_own(
+def _why_foreign(
     checkpoint: Checkpoint,
     ours: Mapping[str, Any] | None,
     theirs: Mapping[str, Any] | None,
@@ -181,10 +182,10 @@ def _why_not_own(
     if theirs is None:
         if checkpoint.step <= ours["since_step"]:  # the run had no id then
             return None
-        return f"carries no id of its run, and this one's ({_short(ours)}) do"
+        return f"carries no run id, while checkpoints of this run carry {_short(ours)}"
     if theirs["id"] != ours["id"]:
         return f"was saved by another run ({_short(theirs)}, this one is {_short(ours)})"
-    plans = [ours["plan"], *(one.get("plan") for one in before.get("earlier", []))]
+    plans = [ours["plan"], *(process.get("plan") for process in before.get("earlier", []))]
     if theirs["plan"] in plans:
         return None
     return "was saved by a copy of this run that was trained on other data or for other steps"

@@ -13,13 +13,13 @@ from app.preflight import describe_base, requested_devices
 from app.process.errors import UserError
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
 from app.run.changes import (
+    check_changes,
     check_global_batch,
     check_stream,
     compare_facts,
     compare_settings,
     describe_global_batch,
     is_more_patient,
-    judge,
 )
 from app.run.find import AUTO, NEVER, checkpoints_of, has_checkpoints, typed_step
 from app.run.folder import (
@@ -30,7 +30,7 @@ from app.run.folder import (
     pass_to_ranks,
     separate_files,
 )
-from app.run.manifest import check_own, identity_of, installed_versions, read_manifest
+from app.run.manifest import check_run_id, identity_of, installed_versions, read_manifest
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
 
@@ -89,7 +89,7 @@ class Run:
         """
         if self.checkpoint is None or not is_first_rank():
             return
-        problems, notes = judge(compare_facts(self.manifest, facts), self.resume_allow)
+        problems, notes = check_changes(compare_facts(self.manifest, facts), self.resume_allow)
         total = facts["total_steps"]
         if not problems and self.step > total:
             problems = [
@@ -135,7 +135,7 @@ class Run:
         if self.checkpoint is None or not self.rewinds:
             return set()
         existing = checkpoints_of(self.folder).checkpoints()
-        newer = [one.folder for one in existing if one.step > self.step]
+        newer = [checkpoint.folder for checkpoint in existing if checkpoint.step > self.step]
         return {(folder, (folder / MARKER).stat().st_mtime_ns) for folder in newer}
 
     def discard_later_steps(self) -> None:
@@ -170,7 +170,7 @@ def compare_existing(
     if config.resume == NEVER or config.output.dir is None or is_child():
         return None
     folder = Path(config.output.dir)
-    if not (folder / CONFIG_FILE).is_file():  # `find` has refused that of an evaluation
+    if not (folder / CONFIG_FILE).is_file():  # `find` has refused evaluations
         return None
     has_finished = (folder / METRICS_FILE).exists()
     if not has_checkpoints(folder) and not has_finished:  # nothing to resume from
@@ -179,7 +179,7 @@ def compare_existing(
     manifest = read_manifest(folder)
     changes = compare_settings(read_config(folder), config)
     now = {"base": describe_base(config.model), "versions": installed_versions()}
-    problems, notes = judge([*changes, *compare_facts(manifest, now)], config.resume_allow)
+    problems, notes = check_changes([*changes, *compare_facts(manifest, now)], config.resume_allow)
     if "global_batch" in manifest:
         before, num_ranks = manifest["global_batch"], requested_devices(config).num_data_ranks
         batch = describe_global_batch(config.trainer, num_ranks, before)
@@ -199,7 +199,7 @@ def compare_existing(
 
 def _ended_before(folder: Path, planned: int) -> int | None:
     """Return the step at which a finished run stopped early; None if it did not."""
-    steps = [one.step for one in checkpoints_of(folder).checkpoints()]
+    steps = [checkpoint.step for checkpoint in checkpoints_of(folder).checkpoints()]
     return max(steps) if steps and max(steps) < planned else None
 
 
@@ -207,7 +207,7 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
     """Decide and lock the run's folder, and choose the checkpoint that it resumes from.
 
     The first rank verifies every byte of the checkpoint, and hands its step to the ranks that it
-    starts. `existing`: what `compare_existing` found; UserError where it has problems.
+    starts. `existing`: the result of `compare_existing`; raises UserError if it has problems.
     """
     if is_child():
         return _open_as_rank(config)
@@ -230,12 +230,12 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
     )
     if run.checkpoint is not None:
         check_documents(run.checkpoint)
-        own = check_own(
+        note_of_id = check_run_id(
             *(run.checkpoint, folder, run.manifest),
             is_typed=run.rewinds,
             allow=run.resume_allow,
         )
-        for note in [*([] if own is None else [own]), *compared.notes]:
+        for note in [*([] if note_of_id is None else [note_of_id]), *compared.notes]:
             log.info("RESUME: %s", note)
         log.info("RESUME: from %s", run.checkpoint.folder)
     elif config.resume != NEVER:
@@ -246,7 +246,7 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
 
 
 def _open_as_rank(config: TrainConfig) -> Run:
-    """Open the run that the process which started this rank has decided on."""
+    """Open the run that the launcher of this rank has chosen."""
     folder = Path(config.output.dir or run_dir() or "")
     step = int(os.environ.get(STEP_VARIABLE, 0))
     return Run(
@@ -260,7 +260,7 @@ def _open_as_rank(config: TrainConfig) -> Run:
 
 
 def _choose_checkpoint(config: TrainConfig, folder: Path) -> Checkpoint | None:
-    """Return the checkpoint that `resume=` names, else the newest good one, None without any."""
+    """Return the checkpoint that `resume=` names, else the newest good one, or None."""
     if (step := typed_step(config.resume)) is not None:
         try:
             return load_checkpoint(Path(config.resume).expanduser(), step)
@@ -277,9 +277,9 @@ def _choose_checkpoint(config: TrainConfig, folder: Path) -> Checkpoint | None:
 
 
 def find_newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return a run's newest good checkpoint, and what is wrong with the newer ones.
+    """Return a run's newest good checkpoint, and the damage of each newer one.
 
-    None where there is none at all; UserError where all of them are damaged.
+    None if there is none at all; raises UserError if all are damaged.
     """
     good, damaged = checkpoints_of(folder).newest_good()
     if good is None and damaged:
@@ -291,12 +291,12 @@ def find_newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _checkpoint_of_step(folder: Path, step: int) -> Checkpoint:
-    """Return the checkpoint that the first rank has verified; UserError where it is not visible."""
+    """Return the checkpoint that the first rank has verified; raises UserError if not visible."""
     store = checkpoints_of(folder)
-    for one in store.checkpoints():
-        if one.step == step:
-            return one
+    for checkpoint in store.checkpoints():
+        if checkpoint.step == step:
+            return checkpoint
     raise UserError(
-        f"the first rank resumes from step {step}, and this one finds no such checkpoint in "
+        f"the first rank resumes from step {step}, but this rank finds no such checkpoint in "
         f"{store.folder}: every machine must see the same files; give all of them one output.dir"
     )

@@ -1,4 +1,4 @@
-"""What a person sees who goes on with a run that is not as it was, not there, or not alone."""
+"""Messages when a resumed run has changed, does not exist, or is used by another process."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_what_resume_does_not_take(words: list[str], value: str, said: str) -> N
 def test_a_folder_that_is_not_a_run(words: list[str], tmp_path: Path) -> None:
     result = run_command(f"resume={tmp_path}")
     assert result.code == 2
-    assert f"resume={tmp_path}: no training run is there" in result.stderr
+    assert f"resume={tmp_path}: not a training run" in result.stderr
 
 
 def test_a_run_goes_on_in_its_own_folder_alone(run: Path, tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_a_base_that_an_earlier_version_described_is_not_called_another(
     (run / "manifest.json").write_text(json.dumps(manifest))
     caplog.set_level("INFO")
     start(f"resume={run}").check_unchanged({"base": base, "total_steps": 4})
-    said = "RESUME: the base model's weights are not compared"
+    said = "RESUME: the base model's weights cannot be compared"
     assert sum(line.startswith(said) for line in caplog.messages) == 1
     manifest["base"]["fingerprint"] = "0" * 64
     (run / "manifest.json").write_text(json.dumps(manifest))
@@ -379,7 +379,7 @@ def test_a_stream_wants_its_ranks_and_workers_back(words: list[str], tmp_path: P
 FACTS = [
     ({"data": [{"name": "d", "path": "p", "sha256": "1" * 64, "rows": 999}]}, "data", "1,000 -> 9"),
     ({"template_sha256": "d" * 64}, "data", "the chat template (sha256) was aaaaaaaaaaaa and is"),
-    ({"tokens_sha256": "d" * 64}, "data", "what is learned of the same rows"),
+    ({"tokens_sha256": "d" * 64}, "data", "what is learned from the same rows"),
     ({"precision": "bf16"}, "precision", "the precision was fp32 and is bf16"),
     ({"precision": "bf16-pure"}, None, "the precision was fp32 and is bf16-pure: that is another"),
     ({"tokenizer_sha256": "d" * 64}, None, "the tokenizer (sha256) was bbbbbbbbbbbb and is"),
@@ -468,7 +468,7 @@ def test_a_second_process_on_a_run_is_refused_and_a_dead_ones_lock_is_taken(
             start(f"resume={run}")
         said = str(caught.value)
         assert f"process {process.pid} on {socket.gethostname()}, started " in said
-        assert "is at work on this run" in said
+        assert "is working on this run" in said
         assert contents(run) == before
         process.kill()  # its worker lives on
         process.wait()
@@ -480,7 +480,7 @@ def test_a_second_process_on_a_run_is_refused_and_a_dead_ones_lock_is_taken(
 def test_two_new_runs_do_not_share_a_folder(words: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "new"
     folder.mkdir()
-    with held(folder), pytest.raises(UserError, match="is at work on this run"):
+    with held(folder), pytest.raises(UserError, match="is working on this run"):
         start(*words, f"output.dir={folder}")
 
 
@@ -492,4 +492,4 @@ def test_a_disk_without_locks_is_reported_and_used(
 
     monkeypatch.setattr("fcntl.lockf", lockf)
     assert start(f"resume={run}").step == 4
-    assert any("start one process a run" in line for line in caplog.messages)
+    assert any("run one process at a time" in line for line in caplog.messages)

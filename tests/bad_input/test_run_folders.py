@@ -311,7 +311,10 @@ def test_a_folder_of_other_files_is_refused_and_left_as_it_is(
     typed = [*words, *resume] if verb == "train" else words[:2]
     code, said = run(verb, *typed, f"output.dir={foreign}", capsys=capsys)
     assert code == 2, said
-    assert f"output.dir={foreign} holds files that are not of a run: adapter, checkpoints" in said
+    assert (
+        f"output.dir={foreign} holds files that do not belong to a run: adapter, checkpoints"
+        in said
+    )
     assert "type a new folder's name" in said
     assert contents(foreign) == before
 
@@ -324,7 +327,7 @@ def test_one_other_file_is_enough(name: str, tmp_path: Path) -> None:
         config = OutputConfig(dir=str(tmp_path / "one"))
         (problem,) = check_output(config, resumes=goes_on)
         assert name.partition("/")[0] in problem
-    with pytest.raises(ValueError, match="holds files that are not of a run"):
+    with pytest.raises(ValueError, match="holds files that do not belong to a run"):
         decide_run_dir(OutputConfig(dir=str(tmp_path / "one")))
 
 

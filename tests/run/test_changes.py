@@ -1,4 +1,4 @@
-"""Which run is meant, whose settings it goes on with, and how their changes are judged."""
+"""Which run is resumed, with which settings, and which changes to them are permitted."""
 
 from __future__ import annotations
 
@@ -248,9 +248,12 @@ def test_another_strategy_only_rounds_unless_less_travels(words: list[str], tmp_
         assert result.code == 0, result.stderr
     result = run_command(f"resume={run}", "strategy=ddp_compressed")
     assert result.code == 2
-    said = "what travels between the ranks was as it is and is gradients by bf16 (how precisely"
+    said = "what travels between the ranks was as it is and is gradients by bf16 (the numerical"
     assert said in result.stderr
-    assert "type 'resume_allow=[precision]' to go on so, or type strategy=ddp" in result.stderr
+    assert (
+        "type 'resume_allow=[precision]' to resume with this change, or type strategy=ddp"
+        in result.stderr
+    )
     assert (
         run_command(f"resume={run}", "strategy=ddp_compressed", "resume_allow=[precision]").code
         == 0

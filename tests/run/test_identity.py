@@ -125,7 +125,7 @@ def test_runs_of_earlier_versions_go_on_and_are_told_once(
     assert "no id" not in caplog.text
     change(ours / "checkpoints" / "step-3" / "manifest.json", lambda m: m["details"].pop("run"))
     seal(ours / "checkpoints" / "step-3")
-    with pytest.raises(UserError, match=r"step-3 carries no id of its run, and this one's"):
+    with pytest.raises(UserError, match=r"step-3 carries no run id, while checkpoints of this run"):
         start(f"resume={ours}")
 
 
