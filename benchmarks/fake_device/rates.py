@@ -23,6 +23,8 @@ class Gpu:
     """FLOP/s of FlashAttention 2, causal, forward and backward"""
     attention_4: float
     """FLOP/s of FlashAttention 4, if the run uses it"""
+    dense_attention: float
+    """FLOP/s of `scaled_dot_product_attention`, causal; on Hopper it runs cuDNN's kernel"""
     bandwidth: float
     """bytes/s of memory-bound kernels"""
     source: str
@@ -30,10 +32,15 @@ class Gpu:
     def seconds(self, kernel: Kernel) -> float:
         """Return the time of one launch: the larger of its compute time and its memory time."""
         if kernel.kind == "attention":
-            rate = self.attention_4 if kernel.name.endswith(" 4") else self.attention
+            rate = self._attention_rate(kernel.name)
         else:
             rate = self.products if kernel.dtype in HALF else self.products_fp32
         return max(kernel.flops / rate, kernel.num_bytes / self.bandwidth)
+
+    def _attention_rate(self, name: str) -> float:
+        if name.startswith("_scaled_dot_product"):
+            return self.dense_attention
+        return self.attention_4 if name.endswith(" 4") else self.attention
 
 
 GPUS = {
@@ -43,6 +50,7 @@ GPUS = {
         products_fp32=50e12,
         attention=205e12,
         attention_4=432e12,
+        dense_attention=432e12,
         bandwidth=2.3e12,
         source=(
             "products: 71 % of the datasheet's 989 TFLOPS, assumed; attention as on the H200, "
@@ -55,11 +63,12 @@ GPUS = {
         products_fp32=50e12,
         attention=205e12,
         attention_4=432e12,
+        dense_attention=432e12,
         bandwidth=3.3e12,
         source=(
             "measured in LoRA steps of an 8B model on one H200 (2026-11-26): products, "
-            "FlashAttention 2 and memory-bound kernels; for FlashAttention 4, which did not run "
-            "there, stands cuDNN's kernel for this chip, as the plain loop ran it"
+            "FlashAttention 2, cuDNN's attention (by the plain loop), and memory-bound kernels; "
+            "FlashAttention 4, which did not run there, is given cuDNN's rate"
         ),
     ),
 }

@@ -33,6 +33,7 @@ from app.model.attention.attend import attend_by_document
 from app.model.attention.documents import group_documents
 from app.model.attention.varlen import (
     FLASH4_CAPABILITIES,
+    TOLERANCE,
     VarlenKernel,
     activate_flash4,
     attend_by_boundaries,
@@ -43,6 +44,8 @@ from tests.tiny import random_ids, tiny_llama
 PACKED = [[5, 9, 3, 30, 7, 20], [40, 1, 2]]
 PADDED = [[80], [33]]
 TOKENS = 80
+WHOLE = [[TOKENS], [TOKENS]]
+HALVES = [[40, 40], [40, 40]]
 
 
 def attend(
@@ -188,6 +191,49 @@ def test_logits_and_gradients_equal_attention_by_document(
     monkeypatch.setattr(torch_varlen, "varlen_attn", release)
     model = make()
     assert_same(run(model, "varlen", lengths), run(model, "sdpa", lengths))
+
+
+@pytest.mark.parametrize("lengths", [WHOLE, HALVES], ids=["rows", "halves"])
+@pytest.mark.parametrize("make", [tiny_llama, granite, latent])
+def test_documents_of_equal_lengths_run_pytorch_s_dense_attention(
+    make: Callable[[], Any], lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(query: Any, key: Any, value: Any, *boundaries: Any) -> torch.Tensor:
+        raise AssertionError("the variable-length kernel ran")
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn", refuse)
+    model = make()
+    assert_same(run(model, "varlen", lengths), run(model, "eager", lengths))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "runs_kernel"),
+    [
+        (WHOLE, None, False),
+        (HALVES, None, False),
+        (WHOLE, 8, True),
+        (WHOLE, TOKENS, False),
+        ([[TOKENS], [30, 50]], None, True),
+        ([[TOKENS], [79]], None, True),
+    ],
+)
+def test_boundaries_and_windows_need_the_variable_length_kernel(
+    lengths: list[list[int]],
+    window: int | None,
+    runs_kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    @wraps(varlen_2_13)
+    def note(*given: Any, **named: Any) -> torch.Tensor:
+        calls.append(1)
+        return varlen_2_13(*given, **named)
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn", note)
+    model = mistral(sliding_window=window)
+    assert_same(run(model, "varlen", lengths), run(model, "sdpa", lengths))
+    assert bool(calls) == runs_kernel
 
 
 @pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
@@ -371,3 +417,24 @@ def test_on_a_gpu_flash_attention_4_equals_2(caplog: pytest.LogCaptureFixture) -
     if "backward unsupported: windowed attention" in caplog.text:
         pytest.skip("PyTorch 2.11 takes causal documents for a window, of which it has no backward")
     assert "varlen runs FlashAttention 4, proven equal" in caplog.text
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_documents_of_equal_lengths_equal_the_variable_length_kernel() -> None:
+    torch.manual_seed(0)
+    device, lengths = torch.device("cuda"), torch.tensor([0, 1024, 2048], dtype=torch.int32)
+    parts = [
+        torch.randn(2, heads, 1024, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (8, 2, 2)
+    ]
+    kernel, layer = VarlenKernel.installed(), torch.nn.Identity()
+    dense, _ = attend_by_boundaries(layer, *parts, None, kernel=kernel)
+    flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+    by_boundaries = kernel(
+        *flat, lengths.to(device), 1024, is_causal=True, window=None, scaling=None
+    )
+    towards = torch.randn_like(by_boundaries)
+    expected = [by_boundaries, *torch.autograd.grad(by_boundaries, parts, towards)]
+    ours = [dense.flatten(0, 1), *torch.autograd.grad(dense.flatten(0, 1), parts, towards)]
+    for one, other in zip(ours, expected, strict=True):
+        assert (one - other).float().norm() <= TOLERANCE * other.float().norm()

@@ -1,7 +1,9 @@
 """attention=varlen: PyTorch's variable-length kernel, for NVIDIA GPUs in half precision.
 
 The kernel is FlashAttention 2, or FlashAttention 4 if that is installed, supports the GPU, and
-computes the same on it.
+computes the same on it. Documents of equal lengths, such as packs of one long document each, form
+a batch without boundaries: PyTorch selects its kernel, on Hopper cuDNN's, which took half of
+FlashAttention 2's time there (benchmarks/results/2026-11-26_nvidia-h200.md).
 """
 
 from __future__ import annotations
@@ -150,17 +152,49 @@ def attend_by_boundaries(
     # As in transformers: a layer without the attribute is causal.
     is_causal = getattr(module, "is_causal", True)
     has_window = is_causal and sliding_window is not None and sliding_window < max_length_q
-    output = kernel(
-        query,
-        key,
-        value,
-        cu_seq_lens_q,
-        max_length_q,
-        is_causal=is_causal,
-        window=sliding_window if has_window else None,
-        scaling=scaling,
-    )
+    num_documents = len(cu_seq_lens_q) - 1
+    has_equal_lengths = num_documents * max_length_q == rows * tokens
+    # A compiled layer keeps one kernel: a second one would be a second graph.
+    if has_equal_lengths and is_causal and not (has_window or torch.compiler.is_compiling()):
+        output = _attend_to_batch(query, key, value, num_documents, scaling)
+    else:
+        output = kernel(
+            query,
+            key,
+            value,
+            cu_seq_lens_q,
+            max_length_q,
+            is_causal=is_causal,
+            window=sliding_window if has_window else None,
+            scaling=scaling,
+        )
     return output[..., :value_dim].unflatten(0, (rows, tokens)), None
+
+
+def _attend_to_batch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    num_documents: int,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attend inside each of `num_documents` of equal lengths, causally.
+
+    query, key, value, and the output: [tokens of all documents, heads, head_dim].
+    """
+    import torch
+
+    from app.model.activation_checkpointing import attend_once
+
+    batch = (part.unflatten(0, (num_documents, -1)).transpose(1, 2) for part in (query, key, value))
+    output: torch.Tensor = attend_once(
+        torch.nn.functional.scaled_dot_product_attention,
+        *batch,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).flatten(0, 1)
 
 
 def _check_mask(

@@ -229,7 +229,8 @@ class OperatorCounter(TorchDispatchMode):
         )
         if _is_attention(func):
             flops = self._attention_flops(name, given)
-            if current_flash_attention_impl() == "FA4":
+            is_dense = name.startswith("_scaled_dot_product")  # CUDA may select cuDNN's kernel
+            if not is_dense and current_flash_attention_impl() == "FA4":
                 name += FLASH4
         elif name == "_grouped_mm":
             kind, flops = "product", _grouped_flops(*args[:2])
