@@ -129,16 +129,7 @@ def attend_by_boundaries(
     """
     import torch
 
-    if dropout:
-        raise UserError(
-            "attention=varlen has no attention dropout, which this model's config has: "
-            "type attention=sdpa"
-        )
-    for variant in ("softcap", "s_aux", "position_bias"):
-        if unsupported.get(variant) is not None:
-            raise UserError(
-                f"attention=varlen cannot compute this model's {variant}: type attention=eager"
-            )
+    _check_variant(dropout, unsupported)
     rows, _, tokens, head_dim = query.shape
     if cu_seq_lens_q is None or max_length_q is None:
         cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens
@@ -195,6 +186,20 @@ def _attend_to_batch(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).flatten(0, 1)
+
+
+def _check_variant(dropout: float, options: dict[str, Any]) -> None:
+    """Raise UserError for dropout, and for variants of attention that a model passes as options."""
+    if dropout:
+        raise UserError(
+            "attention=varlen has no attention dropout, which this model's config has: "
+            "type attention=sdpa"
+        )
+    for variant in ("softcap", "s_aux", "position_bias"):
+        if options.get(variant) is not None:
+            raise UserError(
+                f"attention=varlen cannot compute this model's {variant}: type attention=eager"
+            )
 
 
 def _check_mask(
