@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from app.doctor.facts import Facts, Folder, Package
-from app.process.gpus import BUILDS, judge
+from app.process.gpus import BUILDS, find_gpu_problems
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 MALICIOUS = {
@@ -179,7 +179,7 @@ def _gpus(facts: Facts, precision: str, uses_gpus: bool) -> Iterator[Row]:
             yield Row("GPUs", OK, "no GPU: runs use the CPU")
         return
     status = PROBLEM if uses_gpus else WARNING
-    for problem in judge(machine, len(machine.gpus), precision):
+    for problem in find_gpu_problems(machine, len(machine.gpus), precision):
         found, _, fix = problem.partition("; ")
         yield Row("GPUs", status, found, fix)
     kinds = Counter((gpu.name, round(gpu.memory_gib), gpu.sm) for gpu in machine.gpus)

@@ -67,9 +67,9 @@ def check_dtypes(headers: Mapping[Path, Header]) -> list[str]:
     At most one problem, for the first such file.
     """
     for file, header in headers.items():
-        if odd := header.odd_dtypes(WEIGHT):
+        if others := header.non_floats(WEIGHT):
             return [
-                f"{file}: {odd[0]}, and config.json has no quantization_config for it; expected "
+                f"{file}: {others[0]}, but config.json has no quantization_config for it; expected "
                 "F32, BF16, F16 or F64: download config.json and the weights again, or use "
                 "another base"
             ]

@@ -170,6 +170,6 @@ def check_patterns(patterns: Mapping[str, Sequence[str]], names: Iterable[str]) 
         problems.append(
             f"{trials[len(results)][0]} is a regular expression that takes more than {seconds} s "
             "or 1 GiB on the names of the model; write it without nested repeats, or as a list of "
-            f"names ({LIMITS_VARIABLE}=regex_seconds=NUMBER sets another limit)"
+            f"names ({LIMITS_VARIABLE}=regex_seconds=NUMBER changes it)"
         )
     return problems

@@ -168,8 +168,8 @@ class ModelFolder:
         self.needed = _each_once(self.shape, self.shape.state_dict(keep_vars=True))
         """all weights that the model's config requires, on `meta`; tied weights once"""
         held = _each_once(model, model.state_dict(keep_vars=True))
-        if odd := self.needed.keys() ^ held.keys():
-            raise ValueError(f"{folder}: model and config.json differ in {sorted(odd)[0]}")
+        if differing := self.needed.keys() ^ held.keys():
+            raise ValueError(f"{folder}: model and config.json differ in {sorted(differing)[0]}")
         for name, buffer in model.named_buffers():
             if name in self.needed:  # buffers keep their dtype
                 self.needed[name] = self.needed[name].to(buffer.dtype)

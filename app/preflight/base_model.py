@@ -381,8 +381,8 @@ def _read_index(index: Path) -> tuple[dict[str, str], list[str]]:
     if problem is not None or not isinstance(weight_map, dict):
         return {}, [problem or ""]
     names = set(map(str, weight_map.values()))
-    if odd := sorted(name for name in names if name in ("", ".", "..") or "\0" in name):
-        return {}, [f"{index}: {odd[0]!r} is not a file name; download the model again"]
+    if invalid := sorted(name for name in names if name in ("", ".", "..") or "\0" in name):
+        return {}, [f"{index}: {invalid[0]!r} is not a file name; download the model again"]
     if not all(isinstance(name, str) for name in weight_map.values()):
         return {}, [f"{index}: weight_map has a file name that is not text; download it again"]
     outside = sorted(name for name in names if Path(name).name != name)

@@ -243,10 +243,10 @@ def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelCon
         )
     elif not shapes and not problems:
         problems.append(f"{file}: no tensors in this file; save the adapter again")
-    elif not problems and (odd := header.odd_dtypes(ANY_NAME)):
+    elif not problems and (others := header.non_floats(ANY_NAME)):
         problems.append(
-            f"{file}: {odd[0]}, but an adapter's weights must be F32, BF16, F16 or F64 "
-            f"({len(odd)} of {len(shapes)} tensors are not); save the adapter again"
+            f"{file}: {others[0]}, but an adapter's weights must be F32, BF16, F16 or F64 "
+            f"({len(others)} of {len(shapes)} tensors are not); save the adapter again"
         )
     if problems:
         return problems

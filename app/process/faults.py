@@ -1,7 +1,7 @@
-"""Fault injection: a run is killed, hangs, meets a NaN or a full disk where `faults=` says so.
+"""Fault injection: kill or hang a run, or give it a NaN or a full disk, at a point of `faults=`.
 
-The program announces where it is by `reach`; an armed fault fires there. Each fires as often as it
-is given, and is recorded in the run's folder first, so that it does not fire again after a resume.
+The program calls `reach` at each point, where an armed fault fires. A fault fires as often as it is
+listed. It is recorded in the run's folder before it fires, so a resumed run does not repeat it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pathlib import Path
 from app.process.errors import nearest
 
 NOTES_FILE = "faults-fired"
-"""in a run's folder: the faults that have fired, one a line"""
+"""file in the run folder that lists the faults that have fired, one per line"""
 SIGNALS = {
     "sigterm": signal.SIGTERM,
     "sigint": signal.SIGINT,
     "sigusr1": signal.SIGUSR1,
     "sigstop": signal.SIGSTOP,
 }
-"""faults that send a signal to a rank, within the step"""
-OF_A_RANK = (
+"""faults that send a signal to a rank during a step"""
+STEP_FAULTS = (
     *("rank_killed", "hang", "worker_killed", "nan", "inf", "grad_nan", "grad_inf"),
     *SIGNALS,
 )
-OF_A_SAVE = ("enospc", "ckpt", "disk")
-NAMES = (*OF_A_RANK, "batch_killed", *OF_A_SAVE)
+SAVE_FAULTS = ("enospc", "ckpt", "disk")
+NAMES = (*STEP_FAULTS, "batch_killed", *SAVE_FAULTS)
 CHECKPOINT_POINTS = (
     "after_begin",
     "after_file",
@@ -43,41 +43,41 @@ CHECKPOINT_POINTS = (
     "after_unmark",
     "after_rotation",
 )
-"""points of a save in order; `after_unmark` is within the removal of an old checkpoint"""
-NEEDS_ROOM = ("disk.mkdir", "disk.create", "disk.write", "disk.fsync", "disk.replace")
+"""points of a save, in order; `after_unmark` is during the removal of an old checkpoint"""
+NEEDS_SPACE = ("disk.mkdir", "disk.create", "disk.write", "disk.fsync", "disk.replace")
 """operations that fail on a full disk"""
 FORMS = (
-    "rank_killed@STEP, rank_killed:RANK@STEP (the last rank if not typed; so hang, nan and inf: a "
-    "step's loss, grad_nan and grad_inf: its gradients; sigterm, sigint, sigusr1, sigstop: within "
-    "it; worker_killed: a loader's), "
-    "batch_killed:K@STEP (the last rank, before the K-th micro-batch of that step), "
-    "enospc, enospc:K@STEP (the K-th operation of that save), ckpt:POINT@STEP, "
-    "disk:K@STEP (killed at the K-th operation of that save); those of a save fire on the first "
-    "rank, enospc:K:RANK@STEP, ckpt:POINT:RANK@STEP and disk:K:RANK@STEP another one"
+    "rank_killed@STEP, rank_killed:RANK@STEP (without RANK: the last; likewise hang; nan and inf: "
+    "the step's loss; grad_nan, grad_inf: its gradients; sigterm, sigint, sigusr1, sigstop: during "
+    "the step; worker_killed: a worker of the data loader), "
+    "batch_killed:K@STEP (the last rank, before the K-th micro-batch of the step), "
+    "enospc, enospc:K@STEP (the K-th operation of the save), ckpt:POINT@STEP, "
+    "disk:K@STEP (killed at the K-th operation of the save); faults of a save fire on the first "
+    "rank, or on RANK: enospc:K:RANK@STEP, ckpt:POINT:RANK@STEP, disk:K:RANK@STEP"
 )
 _PATTERN = re.compile(r"(?P<name>[^:@]+)(:(?P<argument>[^@]*))?(@(?P<step>.*))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One fault as given."""
+    """One fault of `faults=`."""
 
     text: str
     name: str
     step: int | None = None
-    """optimizer step, or the step whose save it is; None: the first that comes"""
+    """optimizer step, or the step of the save; None: the first save"""
     rank: int | None = None
-    """None: the last rank for what happens in a step, the first for what happens in a save"""
+    """None: the last rank for a fault of a step, the first rank for a fault of a save"""
     number: int | None = None
-    """which operation of a save, which micro-batch of a step"""
+    """number of the operation in the save, or of the micro-batch in the step, from 1"""
     point: str | None = None
 
-    def is_of(self, rank: int, num_ranks: int) -> bool:
-        """Tell whether it fires on `rank`."""
+    def fires_on(self, rank: int, num_ranks: int) -> bool:
+        """Return whether the fault fires on `rank`."""
         if self.rank is not None:
             return self.rank == rank
-        is_of_step = self.name in (*OF_A_RANK, "batch_killed")
-        return rank == (num_ranks - 1 if is_of_step else 0)
+        is_step_fault = self.name in (*STEP_FAULTS, "batch_killed")
+        return rank == (num_ranks - 1 if is_step_fault else 0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,13 +87,13 @@ class _Armed:
     save: int | None = None
     """step of the current save"""
     num_operations: int = 0
-    """disk operations since that save began"""
-    num_of_room: int = 0
+    """disk operations since the save began"""
+    num_space_operations: int = 0
     """those of them that fail on a full disk"""
     batches: list[int] = field(default_factory=list)
     """the current step, once for each of its micro-batches so far"""
 
-    def strike(self, fault: Fault) -> None:
+    def record(self, fault: Fault) -> None:
         """Record that `fault` fires, before it does: the process may not survive it."""
         self.faults.remove(fault)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -109,7 +109,7 @@ _armed: _Armed | None = None
 
 
 def parse_faults(texts: Sequence[str]) -> tuple[list[Fault], list[str]]:
-    """Parse `faults=[...]`; return the faults, and the problems of the others."""
+    """Parse `faults=[...]`; return the valid faults, and the problems of the others."""
     faults, problems = [], []
     for text in texts:
         try:
@@ -120,10 +120,10 @@ def parse_faults(texts: Sequence[str]) -> tuple[list[Fault], list[str]]:
 
 
 def check_workers(faults: Sequence[Fault], num_workers: int) -> list[str]:
-    """List the faults that kill a loader's worker where there is none."""
+    """List the faults that kill a worker of the data loader if it has none."""
     return [
-        f"faults: {fault.text!r} kills a worker of the loader, and data.num_workers={num_workers}; "
-        "type data.num_workers=1"
+        f"faults: {fault.text!r} kills a worker of the data loader, but "
+        f"data.num_workers={num_workers}; type data.num_workers=1"
         for fault in faults
         if fault.name == "worker_killed" and num_workers == 0
     ]
@@ -136,25 +136,25 @@ def _parse(text: str) -> Fault:
         raise ValueError(f"is not a fault{nearest(name, NAMES)}; expected {FORMS}")
     argument = match["argument"]
     step = None if match["step"] is None else _number(match["step"], "the step after @", least=1)
-    if name in OF_A_RANK:
+    if name in STEP_FAULTS:
         if step is None:
-            raise ValueError(f"lacks its step; type {name}@12")
+            raise ValueError(f"has no step; type {name}@12")
         rank = None if argument is None else _number(argument, "the rank after :", least=0)
         return Fault(text=text, name=name, step=step, rank=rank)
     rank = None
-    if name in OF_A_SAVE and argument is not None and ":" in argument:
+    if name in SAVE_FAULTS and argument is not None and ":" in argument:
         argument, _, of_rank = argument.partition(":")
         rank = _number(of_rank, "the rank after the second :", least=0)
     if name == "ckpt":
         if argument not in CHECKPOINT_POINTS:
             close = nearest(argument or "", CHECKPOINT_POINTS)
             points = ", ".join(CHECKPOINT_POINTS)
-            raise ValueError(f"names no point of a save{close}; expected ckpt:POINT of {points}")
+            raise ValueError(f"is not at a point of a save{close}; expected ckpt:POINT of {points}")
         return Fault(text=text, name=name, step=step, point=argument, rank=rank)
     if argument is None and name == "disk":
-        raise ValueError("lacks the number of the operation; type disk:1")
+        raise ValueError("has no operation number; type disk:1")
     if name == "batch_killed" and (argument is None or step is None):
-        raise ValueError("lacks its micro-batch or its step; type batch_killed:1@12")
+        raise ValueError("has no micro-batch or no step; type batch_killed:1@12")
     number = None if argument is None else _number(argument, "the number after :", least=1)
     return Fault(text=text, name=name, step=step, number=number, rank=rank)
 
@@ -166,52 +166,52 @@ def _number(text: str, what: str, *, least: int) -> int:
 
 
 def arm(faults: Sequence[Fault], folder: Path, *, rank: int = 0, num_ranks: int = 1) -> None:
-    """Arm those of `faults` for this process that have not yet fired in run `folder`."""
+    """Arm this rank's `faults` that have not fired yet in the run in `folder`."""
     global _armed
     notes = folder / NOTES_FILE
-    struck = Counter(notes.read_text().splitlines() if notes.exists() else [])
+    fired = Counter(notes.read_text().splitlines() if notes.exists() else [])
     left = []
     for fault in faults:
-        if struck[fault.text] > 0:
-            struck[fault.text] -= 1
-        elif fault.is_of(rank, num_ranks):
+        if fired[fault.text] > 0:
+            fired[fault.text] -= 1
+        elif fault.fires_on(rank, num_ranks):
             left.append(fault)
     _armed = _Armed(faults=left, notes=notes) if left else None
 
 
 def is_due(name: str, step: int) -> bool:
-    """Tell, once, whether fault `name` (nan, inf, grad_nan, grad_inf) fires at `step`."""
+    """Return, once, whether fault `name` (nan, inf, grad_nan, grad_inf) fires at `step`."""
     if _armed is None:
         return False
     due = [fault for fault in _armed.faults if fault.name == name and fault.step == step]
     if due:
-        _armed.strike(due[0])
+        _armed.record(due[0])
     return bool(due)
 
 
 def reach(point: str, step: int | None = None) -> None:
-    """Announce that the program is at `point`: an armed fault may kill, hang or raise OSError.
+    """Fire the fault armed for `point`, if any: it may kill or hang the process, or raise OSError.
 
-    Points are `batch` (of a step that begins or goes on), `step` (an optimizer step is done),
-    `save` (a save begins, on each rank), `ckpt:...` within one, and `disk....` for each operation
-    on its files.
+    Points are `batch` (before a micro-batch of `step`), `step` (after an optimizer step), `save`
+    (a save begins, on each rank), `ckpt:...` during a save, and `disk....` for each operation on
+    its files.
     """
     if _armed is None:
         return
     if point == "save":
-        _armed.save, _armed.num_operations, _armed.num_of_room = step, 0, 0
+        _armed.save, _armed.num_operations, _armed.num_space_operations = step, 0, 0
     elif point == "batch" and step is not None:
-        _armed.batches = [one for one in (*_armed.batches, step) if one == step]
+        _armed.batches = [batch for batch in (*_armed.batches, step) if batch == step]
     elif point.startswith("disk."):
         _armed.num_operations += 1
-        _armed.num_of_room += point in NEEDS_ROOM
+        _armed.num_space_operations += point in NEEDS_SPACE
     for fault in _armed.faults:
-        if _strikes(fault, _armed, point, step):
-            _armed.strike(fault)
+        if _fires_at(fault, _armed, point, step):
+            _armed.record(fault)
             return _act(fault)
 
 
-def _strikes(fault: Fault, armed: _Armed, point: str, step: int | None) -> bool:
+def _fires_at(fault: Fault, armed: _Armed, point: str, step: int | None) -> bool:
     if fault.name in ("rank_killed", "hang"):
         return point == "step" and fault.step == step
     if fault.name in SIGNALS or fault.name == "worker_killed":
@@ -226,7 +226,11 @@ def _strikes(fault: Fault, armed: _Armed, point: str, step: int | None) -> bool:
         return point.startswith("disk.") and fault.number == armed.num_operations
     if fault.name == "enospc" and fault.number is None:
         return point == "disk.write"
-    return fault.name == "enospc" and point in NEEDS_ROOM and fault.number == armed.num_of_room
+    return (
+        fault.name == "enospc"
+        and point in NEEDS_SPACE
+        and fault.number == armed.num_space_operations
+    )
 
 
 def _act(fault: Fault) -> None:

@@ -1,7 +1,8 @@
-"""The NVIDIA GPUs of this machine by their driver's word, and whether a run can use them.
+"""The NVIDIA GPUs of this machine, as the driver reports them, and whether a run can use them.
 
-Read before PyTorch is imported, from the library that PyTorch asks too; no memory of a GPU is
-taken. Needs the standard library alone: `make install` asks before anything is installed.
+They are read before PyTorch is imported, from the driver library that PyTorch uses too, without
+taking GPU memory. Only the standard library is imported, so that `make install` can run this module
+before anything is installed.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from typing import Any
 
 DEVICES = Path("/dev")
 WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
-"""there for an NVIDIA GPU under Windows' Linux, where GPUs of all makers are /dev/dxg"""
+"""exists if WSL has an NVIDIA GPU; its device file, /dev/dxg, is the same for all vendors"""
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 DRIVER_LIBRARY = "libcuda.so.1"
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
-"""attributes of a device, by CUDA's driver API"""
+"""device attributes of the CUDA driver API"""
 WHEELS = "https://download.pytorch.org/whl"
 BUILDS = (((13, 0), "cu130", 580), ((12, 0), "cu126", 525))
-"""CUDA that the driver serves, PyTorch's build for it, and the oldest driver of that CUDA; within a
-major version a driver serves newer builds too (NVIDIA's minor version compatibility)"""
+"""minimum CUDA version of the driver, PyTorch's build for it, and the oldest driver with that CUDA
+version; a driver also runs newer builds of its major version (minor version compatibility)"""
 BF16_CAPABILITY = (8, 0)
 OLDEST_OF_CUDA_13 = (7, 5)
 MEMORY_TOLERANCE = 0.05
-"""share by which the memory of equal GPUs may differ"""
+"""share by which the memory of GPUs that count as equal may differ"""
 HALF_OR_SINGLE = ("fp16", "fp32")
-"""precisions that older GPUs compute in"""
+"""precisions that older GPUs support"""
 ON_CPU = "type trainer.accelerator=cpu for a run on the CPU"
 
 Version = tuple[int, int]
@@ -39,7 +40,7 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One GPU, or a slice of one."""
+    """A GPU or a MIG slice."""
 
     name: str
     memory_gib: float
@@ -47,35 +48,35 @@ class Gpu:
 
     @property
     def is_slice(self) -> bool:
-        """Whether it is a MIG slice, of which a process sees one."""
+        """Whether it is a MIG slice; a process sees at most one."""
         return " MIG " in self.name
 
     @property
     def sm(self) -> str:
-        """Return the capability as people write it."""
+        """The compute capability, such as 9.0."""
         return "{}.{}".format(*self.capability)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The GPUs of a machine, their driver, and the PyTorch that is to use them."""
+    """The GPUs of a machine, their driver, and the installed PyTorch."""
 
     num_files: int = 0
-    """device files"""
+    """number of device files"""
     visible: str | None = None
     """CUDA_VISIBLE_DEVICES"""
     driver: str | None = None
-    """the driver's version, as 580.65.06"""
+    """version of the driver, such as 580.65.06"""
     cuda: Version | None = None
-    """newest CUDA that the driver serves; None where its library cannot be loaded"""
+    """newest CUDA version that the driver supports; None if its library cannot be loaded"""
     failure: str = ""
-    """why the driver gives no GPU; empty where it does"""
+    """why CUDA does not start; empty if it does"""
     gpus: tuple[Gpu, ...] = ()
-    """those that this process may use, in CUDA's order"""
+    """GPUs visible to this process, in CUDA's order"""
     torch: str | None = None
-    """version of PyTorch, None where it is not installed"""
+    """version of PyTorch; None if it is not installed"""
     torch_cuda: Version | None = None
-    """CUDA that it is built for, None for a build without"""
+    """CUDA version of PyTorch's build; None for a build without CUDA"""
 
 
 def num_device_files() -> int:
@@ -85,7 +86,7 @@ def num_device_files() -> int:
 
 
 def num_visible(visible: str | None, num_files: int) -> int:
-    """Return how many devices CUDA_VISIBLE_DEVICES names, of those that are there."""
+    """Return the number of existing devices that CUDA_VISIBLE_DEVICES selects."""
     if visible is None:
         return num_files
     chosen = [name.strip() for name in visible.split(",") if name.strip()]
@@ -95,7 +96,7 @@ def num_visible(visible: str | None, num_files: int) -> int:
 
 
 def read_machine() -> Machine:
-    """Describe this machine; the driver is asked where there is a device file."""
+    """Describe this machine; the driver is queried only if there is a device file."""
     files = num_device_files()
     if not files:
         return Machine()
@@ -121,7 +122,7 @@ def read_machine() -> Machine:
 
 
 def ask_driver(library: Any) -> tuple[Version, str, tuple[Gpu, ...]]:
-    """Return CUDA's version, why there is no GPU, and the GPUs, by the driver API of `library`."""
+    """Return CUDA's version, why CUDA does not start, and the GPUs, by the driver API `library`."""
     number = ctypes.c_int()
     library.cuDriverGetVersion(ctypes.byref(number))
     cuda = number.value // 1000, number.value % 1000 // 10
@@ -158,7 +159,7 @@ def _driver_version() -> str | None:
 
 
 def _installed_torch() -> tuple[str | None, Version | None]:
-    """Return PyTorch's version and the CUDA that it is built for, without importing it."""
+    """Return the versions of PyTorch and of its CUDA build, without importing PyTorch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None, None
@@ -168,19 +169,19 @@ def _installed_torch() -> tuple[str | None, Version | None]:
     return version and version[1], built and (int(built[1]), int(built[2]))
 
 
-def judge(machine: Machine, wanted: int, precision: str) -> list[str]:
-    """List why a run cannot use the GPUs of `machine`, with what to do; nothing where it can.
+def find_gpu_problems(machine: Machine, wanted: int, precision: str) -> list[str]:
+    """List why a run cannot use the GPUs of `machine`, each with a fix; empty if it can.
 
-    `wanted`: GPUs that it would use; `precision`: trainer.precision. A machine without a device
-    file has no GPU to speak of.
+    `wanted`: number of GPUs that the run uses; `precision`: trainer.precision. Without a device
+    file there is no GPU, and no problem.
     """
     if not machine.num_files:
         return []
-    problems = list(_of_installation(machine)) or list(_of_number(machine, wanted))
-    return problems or list(_of_kind(machine, machine.gpus[:wanted], precision))
+    problems = list(_installation_problems(machine)) or list(_count_problems(machine, wanted))
+    return problems or list(_device_problems(machine, machine.gpus[:wanted], precision))
 
 
-def _of_installation(machine: Machine) -> Iterator[str]:
+def _installation_problems(machine: Machine) -> Iterator[str]:
     here = f"{machine.num_files} NVIDIA device{'s' * (machine.num_files != 1)}"
     driver = f"the driver {machine.driver}" if machine.driver else "the driver"
     if num_visible(machine.visible, machine.num_files) == 0:
@@ -190,15 +191,16 @@ def _of_installation(machine: Machine) -> Iterator[str]:
         )
     elif machine.torch_cuda is None and machine.torch is not None:
         yield (
-            f"this machine has {here}, and PyTorch {machine.torch} is built without CUDA; "
+            f"this machine has {here}, but PyTorch {machine.torch} is built without CUDA; "
             f"{_install(machine)}, or {ON_CPU}"
         )
     elif machine.cuda and machine.torch_cuda and machine.cuda[0] < machine.torch_cuda[0]:
         needs = next(oldest for cuda, _, oldest in BUILDS if cuda <= machine.torch_cuda)
+        choice = "" if build_for(machine.cuda) is None else "update the driver, or "
         yield (
-            f"{driver} serves CUDA up to {_dotted(machine.cuda)}, and PyTorch {machine.torch} is "
+            f"{driver} supports CUDA up to {_dotted(machine.cuda)}, but PyTorch {machine.torch} is "
             f"built for CUDA {_dotted(machine.torch_cuda)}, which needs driver {needs} or newer; "
-            f"update the driver, or {_install(machine)}"
+            f"{choice}{_install(machine)}"
         )
     elif machine.failure:
         yield (
@@ -208,14 +210,14 @@ def _of_installation(machine: Machine) -> Iterator[str]:
         )
 
 
-def _of_number(machine: Machine, wanted: int) -> Iterator[str]:
+def _count_problems(machine: Machine, wanted: int) -> Iterator[str]:
     there, named = len(machine.gpus), num_visible(machine.visible, machine.num_files)
     slices = [gpu for gpu in machine.gpus if gpu.is_slice]
     if slices and wanted > 1:
         yield (
-            f"{slices[0].name} is a MIG slice, of which a process uses one and ranks cannot use "
-            f"several together; type trainer.devices=1, and CUDA_VISIBLE_DEVICES=MIG-... to choose "
-            "it (nvidia-smi -L lists them), or end MIG: nvidia-smi -mig 0"
+            f"{slices[0].name} is a MIG slice: a process can use one, and ranks cannot use several "
+            "together; type trainer.devices=1, and CUDA_VISIBLE_DEVICES=MIG-... to choose one "
+            "(nvidia-smi -L lists them), or disable MIG: nvidia-smi -mig 0"
         )
     elif there < min(named, max(wanted, 1)) or (machine.visible is not None and there < named):
         typed = "" if machine.visible is None else f"CUDA_VISIBLE_DEVICES={machine.visible}: "
@@ -226,24 +228,24 @@ def _of_number(machine: Machine, wanted: int) -> Iterator[str]:
         )
 
 
-def _of_kind(machine: Machine, gpus: tuple[Gpu, ...], precision: str) -> Iterator[str]:
+def _device_problems(machine: Machine, gpus: tuple[Gpu, ...], precision: str) -> Iterator[str]:
     for gpu in gpus:
         what = f"{gpu.name} has compute capability {gpu.sm}"
         if gpu.capability < OLDEST_OF_CUDA_13 and (machine.torch_cuda or (0, 0)) >= (13, 0):
             yield (
-                f"{what}, and PyTorch {machine.torch} is built for CUDA 13, which serves 7.5 and "
-                f"newer; {_install(machine, BUILDS[1][1])} and {_older()}"
+                f"{what}, but PyTorch {machine.torch} is built for CUDA 13, which supports 7.5 "
+                f"and newer; {_install(machine, BUILDS[1][1])} and {_older()}"
             )
             return
         if gpu.capability < BF16_CAPABILITY and precision not in HALF_OR_SINGLE:
-            yield f"{what}, and bf16 and flash attention need 8.0 or newer; {_older()}"
+            yield f"{what}, but bf16 and flash attention need 8.0 or newer; {_older()}"
             return
     sizes = [gpu.memory_gib for gpu in gpus]
     if sizes and min(sizes) < (1 - MEMORY_TOLERANCE) * max(sizes):
         listed = ", ".join(f"{gpu.name} {gpu.memory_gib:.0f} GiB" for gpu in gpus)
         yield (
-            f"the GPUs differ in memory ({listed}), and each rank needs as much as the others: "
-            f"the smallest would decide for all; for equal ones {_largest_of_one_size(machine)}"
+            f"the GPUs differ in memory ({listed}), but all ranks need the same amount, so the "
+            f"smallest would limit all; for equal GPUs {_largest_of_one_size(machine)}"
         )
 
 
@@ -252,14 +254,14 @@ def _older() -> str:
 
 
 def _largest_of_one_size(machine: Machine) -> str:
-    """Return what to type for the GPUs of the size that has the most memory in all."""
+    """Return what to type to use the group of equal GPUs with the most memory in total."""
     sizes = [round(gpu.memory_gib) for gpu in machine.gpus]
-    size = max(sizes, key=lambda one: (one * sizes.count(one), one))
+    size = max(sizes, key=lambda gib: (gib * sizes.count(gib), gib))
     names: list[str] = []
     if machine.visible is not None:
         names = [name.strip() for name in machine.visible.split(",")]
     chosen = [
-        names[index] if names else str(index) for index, one in enumerate(sizes) if one == size
+        names[index] if names else str(index) for index, gib in enumerate(sizes) if gib == size
     ]
     return (
         f"put CUDA_VISIBLE_DEVICES={','.join(chosen)} before the command, and type "
@@ -268,10 +270,10 @@ def _largest_of_one_size(machine: Machine) -> str:
 
 
 def _install(machine: Machine, build: str | None = None) -> str:
-    """Return how to install the build of PyTorch that this machine's driver serves."""
+    """Return how to install the build of PyTorch for this machine's driver."""
     build = build or build_for(machine.cuda)
     if build is None:
-        return "update the driver: no PyTorch that this program takes serves one so old"
+        return "update the driver: it is too old for every PyTorch that this program supports"
     version = (machine.torch or "").partition("+")[0]
     return (
         f"install PyTorch's build for this machine: pip install -c constraints.txt "
@@ -280,14 +282,14 @@ def _install(machine: Machine, build: str | None = None) -> str:
 
 
 def cuda_of(driver: str | None) -> Version | None:
-    """Return the oldest CUDA that a driver of this version surely serves; None for none of ours."""
+    """Return the CUDA version in `BUILDS` that this driver supports; None if it is too old."""
     if driver is None:
         return None
     return next((cuda for cuda, _, oldest in BUILDS if int(driver.split(".")[0]) >= oldest), None)
 
 
 def build_for(cuda: Version | None) -> str | None:
-    """Return the name of PyTorch's build for a driver of this CUDA, None for one too old."""
+    """Return PyTorch's build for a driver with this CUDA version; None if it is too old."""
     if cuda is None:
         return BUILDS[0][1]
     return next((build for least, build, _ in BUILDS if cuda >= least), None)

@@ -1,6 +1,7 @@
-"""Untrusted files: the one boundary through which they are read, and its limits.
+"""The only way that untrusted files are read, and the limits that it enforces.
 
-Whatever a library or our own code raises while reading one becomes one problem of that file.
+Any error that a library or our own code raises while reading a file is reported as a problem of
+that file.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from app.process.errors import (
 
 LIMITS_VARIABLE = "LOFT_LIMITS"
 MAX_WORDS = 300
-"""characters of a library's message to print"""
-OF_THE_FILE = (
+"""maximum number of characters printed of a library's message"""
+CAUSED_BY_CONTENT = (
     errno.ENOENT,
     errno.ENOTDIR,
     errno.EISDIR,
@@ -37,9 +38,9 @@ OF_THE_FILE = (
     errno.ELOOP,
     errno.EINVAL,
 )
-"""system errors that the content of a file causes, such as a name that does not exist"""
+"""system errors caused by the content of a file, such as a path in it that does not exist"""
 NETWORK = ("httpx", "httpcore", "requests", "urllib3")
-"""libraries whose errors are about a connection"""
+"""libraries whose errors are network errors"""
 LFS_MARK = b"version https://git-lfs"
 ITEM_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
@@ -51,45 +52,44 @@ ITEM_BITS = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
-"""safetensors' name of a dtype -> bits of a number"""
-
+"""safetensors' name of a dtype -> bits per number"""
 FLOATS = {"F64", "F32", "F16", "BF16"}
-"""dtypes of weights that are not quantized, which may hold NaN"""
+"""dtypes of weights that are not quantized"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of an untrusted file; LOFT_LIMITS=json_mib=512,json_depth=200 sets others."""
+    """Limits of untrusted files; LOFT_LIMITS=json_mib=512,json_depth=200 changes them."""
 
     json_mib: int = 256
-    """size of a JSON file, as tokenizer.json"""
+    """size of a JSON file, such as tokenizer.json"""
     json_depth: int = 64
-    """lists and objects within each other"""
+    """nesting depth of lists and objects"""
     json_key: int = 65_536
-    """characters of a key"""
+    """characters per key"""
     json_string: int = 1 << 24
-    """characters of a text"""
+    """characters per string"""
     header_mib: int = 100
     """size of a safetensors header"""
     yaml_mib: int = 1
     """size of a YAML file"""
     yaml_depth: int = 64
-    """lists and mappings within each other"""
+    """nesting depth of lists and mappings"""
     yaml_nodes: int = 100_000
-    """keys and values, each alias counted with all that it stands for"""
+    """keys and values, with every alias expanded"""
     regex_seconds: int = 5
-    """time that a regular expression takes over all names of a model"""
+    """time to match a regular expression against all names of a model"""
 
 
 def limits() -> Limits:
-    """Return the limits, with those that LOFT_LIMITS sets; UserError for an unknown one."""
+    """Return the limits, as changed by LOFT_LIMITS; raises UserError for an unknown name."""
     return _read_limits(os.environ.get(LIMITS_VARIABLE, ""))
 
 
 @cache
 def _read_limits(words: str) -> Limits:
     known = [each.name for each in fields(Limits)]
-    given: dict[str, int] = {}
+    values: dict[str, int] = {}
     for word in filter(None, words.split(",")):
         name, _, number = word.strip().partition("=")
         if name not in known or not number.isascii() or not number.isdigit() or int(number) < 1:
@@ -97,22 +97,22 @@ def _read_limits(words: str) -> Limits:
                 f"{LIMITS_VARIABLE}={words}: {word!r} is not understood; expected NAME=NUMBER, "
                 f"with the names {', '.join(known)}"
             )
-        given[name] = int(number)
-    return Limits(**given)
+        values[name] = int(number)
+    return Limits(**values)
 
 
 def over_limit(file: Path, what: str, name: str) -> str:
-    """Return the problem of a file that exceeds the limit `name`, with how to raise it."""
-    there = getattr(limits(), name)
-    return f"{file}: {what} (limit {there:,}; {LIMITS_VARIABLE}={name}=NUMBER sets another)"
+    """Return the problem of a file that exceeds the limit `name`, and how to raise the limit."""
+    limit = getattr(limits(), name)
+    return f"{file}: {what} (limit {limit:,}; {LIMITS_VARIABLE}={name}=NUMBER changes it)"
 
 
 @contextlib.contextmanager
 def reading(what: str | Path, fix: str) -> Iterator[None]:
-    """Raise any error inside as one UserError about `what`, with the `fix`.
+    """Convert any error inside to one UserError about `what`, with the `fix`.
 
-    UserErrors and DataErrors pass. Faults of the machine keep their kind, with `what` before them:
-    memory, disk, devices, packages that are not installed.
+    UserError and DataError pass through. Errors of the machine (memory, disk, devices, missing
+    packages) keep their type, with `what` before the message.
     """
     try:
         yield
@@ -120,31 +120,31 @@ def reading(what: str | Path, fix: str) -> Iterator[None]:
         raise
     except BaseException as error:  # also a panic of a library in Rust
         code = exit_code(error)
-        is_machine = code == ENVIRONMENT_ERROR and not _is_of_the_file(error)
-        if is_machine or _is_of_the_network(error):
-            raise _kind_of(error)(f"{what}: {brief(error)}") from error
+        is_machine = code == ENVIRONMENT_ERROR and not _is_caused_by_content(error)
+        if is_machine or _is_network_error(error):
+            raise _type_of(error)(f"{what}: {brief(error)}") from error
         if code not in (ENVIRONMENT_ERROR, TRAINING_FAULT):
             raise
         raise UserError(f"{what}: {brief(error)}; {fix}") from error
 
 
 def brief(error: BaseException) -> str:
-    """Return a library's error message in one line."""
+    """Return a library's error message as one line."""
     words = " ".join(str(error).split())
     if not words or isinstance(error, (KeyError, IndexError)) or " " not in words:
         words = f"{type(error).__name__} {words}".strip()
     return words if len(words) <= MAX_WORDS else f"{words[:MAX_WORDS]}..."
 
 
-def _is_of_the_file(error: BaseException) -> bool:
-    # transformers wraps what it finds in a file in an OSError without a number.
-    return isinstance(error, OSError) and (error.errno is None or error.errno in OF_THE_FILE)
+def _is_caused_by_content(error: BaseException) -> bool:
+    # transformers raises an OSError without a number for errors in the content of a file.
+    return isinstance(error, OSError) and (error.errno is None or error.errno in CAUSED_BY_CONTENT)
 
 
-def _is_of_the_network(error: BaseException | None) -> bool:
+def _is_network_error(error: BaseException | None) -> bool:
     while error is not None:
         library, kind = type(error).__module__.partition(".")[0], type(error).__name__
-        is_answer = kind in ("HTTPStatusError", "HTTPError")  # the hub says what it has not
+        is_answer = kind in ("HTTPStatusError", "HTTPError")  # the hub answered
         if isinstance(error, (ConnectionError, TimeoutError)) or (
             library in NETWORK and not is_answer
         ):
@@ -153,7 +153,7 @@ def _is_of_the_network(error: BaseException | None) -> bool:
     return False
 
 
-def _kind_of(error: BaseException) -> type[Exception]:
+def _type_of(error: BaseException) -> type[Exception]:
     if isinstance(error, ImportError):
         return ImportError
     is_memory = isinstance(error, MemoryError) or exit_code(error) == ENVIRONMENT_ERROR
@@ -173,16 +173,14 @@ def problem_of_kind(file: Path) -> str | None:
         (stat.S_ISSOCK, "a socket"),
     )
     kind = next((words for test, words in kinds if test(mode)), "a device")
-    return f"{file} is {kind}, not a file; put a file in its place" if kind else None
+    return f"{file} is {kind}, not a file; replace it by a file" if kind else None
 
 
 def check_kinds(folder: Path) -> list[str]:
-    """List the entries of a folder that would block or mislead a reader: pipes, devices, links."""
+    """List the entries of a folder that cannot be read: pipes, devices, broken links."""
     entries = sorted(entry for entry in folder.iterdir() if not entry.is_dir())
     broken = [entry for entry in entries if entry.is_symlink() and not entry.exists()]
-    return [
-        f"{entry} is a link to nothing; copy or download the folder again" for entry in broken
-    ] + [
+    return [f"{entry} is a broken link; copy or download the folder again" for entry in broken] + [
         problem
         for entry in entries
         if entry not in broken and (problem := problem_of_kind(entry)) is not None
@@ -190,14 +188,14 @@ def check_kinds(folder: Path) -> list[str]:
 
 
 def read_text(file: Path, limit: str) -> tuple[str, str | None]:
-    """Read a UTF-8 file of at most `limit` MiB; returns its text, and its problem or None."""
+    """Read a UTF-8 file within the size limit named `limit`; return text, and a problem or None."""
     if not file.is_file() and (problem := problem_of_kind(file)) is not None:
         return "", problem
-    most = getattr(limits(), limit) << 20
+    max_bytes = getattr(limits(), limit) << 20
     with file.open("rb") as stream:
-        content = stream.read(most + 1)
-    if len(content) > most:
-        return "", over_limit(file, f"more than {most >> 20} MiB", limit)
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        return "", over_limit(file, f"more than {max_bytes >> 20} MiB", limit)
     try:
         return content.decode("utf-8-sig"), None
     except UnicodeDecodeError as error:
@@ -205,7 +203,7 @@ def read_text(file: Path, limit: str) -> tuple[str, str | None]:
 
 
 def read_json_object(file: Path) -> tuple[dict[str, Any], str | None]:
-    """Read a JSON object; returns it, and the file's problem or None."""
+    """Read a JSON object; returns it, and a problem of the file or None."""
     try:
         text, problem = read_text(file, "json_mib")
     except OSError as error:
@@ -219,7 +217,7 @@ def read_json_object(file: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def parse_json(text: str | bytes, file: Path) -> tuple[Any, str | None]:
-    """Parse JSON within the limits; returns its content, and the problem of `file` or None."""
+    """Parse JSON within the limits; returns its content, and a problem of `file` or None."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -228,26 +226,29 @@ def parse_json(text: str | bytes, file: Path) -> tuple[Any, str | None]:
         return None, over_limit(file, "nested too deep", "json_depth")
     except UnicodeDecodeError as error:
         return None, f"{file}: not UTF-8 text (byte {error.start}); save it as UTF-8"
-    except ValueError:  # the only other one: Python's own limit of digits
-        return None, f"{file}: holds a number of thousands of digits; mend or download it again"
-    return content, _beyond([content], len(text), file)
+    except ValueError:  # the only other ValueError: Python's limit on digits
+        return (
+            None,
+            f"{file}: contains a number with thousands of digits; repair it, or download it again",
+        )
+    return content, _exceeded_limit([content], len(text), file)
 
 
-def _beyond(content: Any, size: int, file: Path) -> str | None:
-    """Return which limit the content of a JSON file of `size` characters exceeds."""
-    most = limits()
+def _exceeded_limit(content: Any, size: int, file: Path) -> str | None:
+    """Return the limit that the content of a JSON file of `size` characters exceeds, or None."""
+    allowed = limits()
     level, depth = [content], 0
     while level:
-        if (depth := depth + 1) > most.json_depth:
+        if (depth := depth + 1) > allowed.json_depth:
             return over_limit(file, "nested too deep", "json_depth")
-        if size > most.json_key:  # no text is longer than its file
+        if size > allowed.json_key:  # no key is longer than its file
             keys = (key for holder in level if isinstance(holder, dict) for key in holder)
-            if (longest := max(map(len, keys), default=0)) > most.json_key:
+            if (longest := max(map(len, keys), default=0)) > allowed.json_key:
                 return over_limit(file, f"a key of {longest:,} characters", "json_key")
-        if size > most.json_string:
+        if size > allowed.json_string:
             texts = (text for holder in level for text in _values(holder) if type(text) is str)
-            if (longest := max(map(len, texts), default=0)) > most.json_string:
-                return over_limit(file, f"a text of {longest:,} characters", "json_string")
+            if (longest := max(map(len, texts), default=0)) > allowed.json_string:
+                return over_limit(file, f"a string of {longest:,} characters", "json_string")
         level = [v for holder in level for v in _values(holder) if type(v) in (dict, list)]
     return None
 
@@ -258,13 +259,13 @@ def _values(holder: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a safetensors file, by the names of its tensors; empty for a damaged file."""
+    """The header of a safetensors file, by tensor name; empty for a damaged file."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
 
-    def odd_dtypes(self, names: re.Pattern[str]) -> list[str]:
-        """List the tensors with `names` that are not floats, as `NAME is DTYPE`."""
+    def non_floats(self, names: re.Pattern[str]) -> list[str]:
+        """List the tensors whose names match `names` and are not floats, as `NAME is DTYPE`."""
         return sorted(
             f"{name[:80]!r} is {dtype}"
             for name, dtype in self.dtypes.items()
@@ -273,15 +274,15 @@ class Header:
 
 
 def read_header(file: Path) -> tuple[Header, list[str]]:
-    """Read one safetensors header, and compare it with the file's size.
+    """Read the header of a safetensors file, and compare it with the file's size.
 
-    Returns it, and the file's problems: everything for which safetensors would refuse it.
+    Returns the header, and the problems for which safetensors would refuse the file.
     """
     if not file.exists():
-        return Header(), [f"{file} is missing, though the index names it; download the model again"]
+        return Header(), [f"{file} is missing, but the index lists it; download the model again"]
     if (problem := problem_of_kind(file)) is not None:
         return Header(), [problem]
-    size, most = file.stat().st_size, limits().header_mib << 20
+    size, max_bytes = file.stat().st_size, limits().header_mib << 20
     with file.open("rb") as stream:
         start = stream.read(len(LFS_MARK))
         if start == LFS_MARK:
@@ -290,7 +291,7 @@ def read_header(file: Path) -> tuple[Header, list[str]]:
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or length > size - 8:
             return Header(), [f"{file} ({size} bytes) has no safetensors header; download it again"]
-        if length > most:
+        if length > max_bytes:
             return Header(), [over_limit(file, f"a header of {length:,} bytes", "header_mib")]
         stream.seek(8)
         text = stream.read(length)
@@ -299,42 +300,42 @@ def read_header(file: Path) -> tuple[Header, list[str]]:
         problem = f"{file}: its safetensors header is damaged ({problem}); download it again"
         return Header(), [problem]
     metadata = header.pop("__metadata__", None)
-    form = metadata.get("format") if isinstance(metadata, dict) else None
-    if form in ("tf", "flax"):
+    framework = metadata.get("format") if isinstance(metadata, dict) else None
+    if framework in ("tf", "flax"):
         return Header(), [
-            f"{file}: its header's format={form}: weights of TensorFlow or Flax lie the other way "
-            "round; export the model as PyTorch's (format=pt)"
+            f"{file}: its header has format={framework}, but TensorFlow and Flax store weights "
+            "transposed; export the model from PyTorch (format=pt)"
         ]
-    read = Header()
-    places: list[tuple[int, int, str]] = []
+    result = Header()
+    extents: list[tuple[int, int, str]] = []
     for name, tensor in header.items():
         try:
-            read.shapes[name], begin, end = _place_of(tensor)
+            result.shapes[name], begin, end = _extent_of(tensor)
         except (ValueError, KeyError, TypeError) as error:
             return Header(), [
                 f"{file}: its safetensors header is damaged: {name[:80]!r}: {brief(error)}; "
                 "download it again"
             ]
-        read.dtypes[name] = tensor["dtype"]
-        places.append((begin, end, name))
-    reached = 0
-    for begin, end, name in sorted(places):
-        if begin != reached:
+        result.dtypes[name] = tensor["dtype"]
+        extents.append((begin, end, name))
+    expected = 0
+    for begin, end, name in sorted(extents):
+        if begin != expected:
             return Header(), [
                 f"{file}: its safetensors header is damaged: {name[:80]!r} begins at byte {begin}, "
-                f"expected {reached}; download it again"
+                f"expected {expected}; download it again"
             ]
-        reached = end
-    if size != (end := 8 + length + reached):
+        expected = end
+    if size != (end := 8 + length + expected):
         return Header(), [
             f"{file} has {size} bytes, but its header describes {end}: "
             f"{'cut off' if size < end else 'damaged'}; download it again"
         ]
-    return read, []
+    return result, []
 
 
-def _place_of(tensor: Any) -> tuple[tuple[int, ...], int, int]:
-    """Return a tensor's shape, and where its bytes begin and end; ValueError where they differ."""
+def _extent_of(tensor: Any) -> tuple[tuple[int, ...], int, int]:
+    """Return a tensor's shape, and where its bytes begin and end; raises ValueError if invalid."""
     if not isinstance(tensor, dict) or not {"dtype", "shape", "data_offsets"} <= tensor.keys():
         raise ValueError("expected dtype, shape and data_offsets")
     dtype, shape, offsets = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
@@ -345,5 +346,5 @@ def _place_of(tensor: Any) -> tuple[tuple[int, ...], int, int]:
         raise ValueError(f"dtype {str(dtype)[:80]!r}, data_offsets {str(offsets)[:80]}")
     begin, end = offsets
     if 8 * (end - begin) != math.prod(shape) * ITEM_BITS[dtype]:
-        raise ValueError(f"{dtype} of shape {str(shape)[:80]} is not of {end - begin} bytes")
+        raise ValueError(f"{dtype} of shape {str(shape)[:80]} does not have {end - begin} bytes")
     return tuple(shape), begin, end

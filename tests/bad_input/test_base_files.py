@@ -247,7 +247,7 @@ def test_weights_of_an_adapter_that_are_not_floats(adapter: Path, made: Path) ->
 @pytest.mark.parametrize("form", ["tf", "flax"])
 def test_weights_of_another_framework(base: Path, made: Path, form: str) -> None:
     save_file(load_file(base / WEIGHTS), base / WEIGHTS, {"format": form})
-    refused(open_base(base, made), f"{base / WEIGHTS}: its header's format={form}")
+    refused(open_base(base, made), f"{base / WEIGHTS}: its header has format={form}")
 
 
 def test_a_header_beyond_the_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -614,7 +614,7 @@ def test_limits_are_typed_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert limits() == Limits(json_mib=1, json_depth=200)
     assert "more than 1 MiB (limit 1; LOFT_LIMITS=json_mib=NUMBER" in str(read_json_object(file)[1])
     monkeypatch.setenv("LOFT_LIMITS", "json_string=1000")
-    assert "a text of 1,048,576 characters" in str(read_json_object(file)[1])
+    assert "a string of 1,048,576 characters" in str(read_json_object(file)[1])
     monkeypatch.setenv("LOFT_LIMITS", "json_key=2")
     assert "a key of 3 characters" in str(read_json_object(file)[1])
     for words in ("json_mb=1", "json_mib", "json_mib=0", "json_mib=-1", "json_mib=1e3"):

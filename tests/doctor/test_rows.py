@@ -104,7 +104,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
         {"machine": OLD_DRIVER},
         "GPUs",
         PROBLEM,
-        ("driver 550.54.15 serves CUDA up to 12.4", "update the driver", "cu126"),
+        ("driver 550.54.15 supports CUDA up to 12.4", "update the driver", "cu126"),
     ),
     "no driver": (
         {"machine": Machine()},

@@ -14,7 +14,7 @@ import torch
 import app.preflight.couplings.devices as devices
 from app.process import gpus
 from app.process.errors import DeviceError
-from app.process.gpus import Gpu, Machine, ask_driver, build_for, judge, read_machine
+from app.process.gpus import Gpu, Machine, ask_driver, build_for, find_gpu_problems, read_machine
 from app.training.trainer import resolve_accelerator
 from tests.in_process import make_data, make_model, run_command
 from tests.machines import H100, TWO
@@ -42,7 +42,7 @@ BAD: dict[str, tuple[Machine, int, str, tuple[str, ...]]] = {
         machine(driver="470.82.01", cuda=(11, 4)),
         1,
         "auto",
-        ("CUDA up to 11.4", "update the driver: no PyTorch"),
+        ("CUDA up to 11.4", "driver 580 or newer; update the driver: it is too old"),
     ),
     "PyTorch for CPUs": (
         machine(torch="2.13.0+cpu", torch_cuda=None, **OLD),
@@ -98,7 +98,7 @@ BAD: dict[str, tuple[Machine, int, str, tuple[str, ...]]] = {
         machine(gpus=(V100, V100)),
         2,
         "fp16",
-        ("V100-SXM2-16GB has compute capability 7.0", "CUDA 13, which serves 7.5", CU126),
+        ("V100-SXM2-16GB has compute capability 7.0", "CUDA 13, which supports 7.5", CU126),
     ),
     "two of unlike memory": (
         machine(gpus=(L4, H100)),
@@ -138,7 +138,7 @@ GOOD: dict[str, tuple[Machine, int, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_keeps_gpus_from_a_run_is_said_with_what_to_do(name: str) -> None:
-    (problem,) = judge(*BAD[name][:3])
+    (problem,) = find_gpu_problems(*BAD[name][:3])
     for words in BAD[name][3]:
         assert words in problem
     assert any(way in problem for way in ("type", "install", "update")), problem
@@ -146,7 +146,7 @@ def test_what_keeps_gpus_from_a_run_is_said_with_what_to_do(name: str) -> None:
 
 @pytest.mark.parametrize("name", GOOD)
 def test_gpus_that_serve_are_let_through(name: str) -> None:
-    assert judge(*GOOD[name]) == []
+    assert find_gpu_problems(*GOOD[name]) == []
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,9 @@ def test_a_run_ends_with_the_environments_code_and_one_message(
     result = run_command(*words, gpus=2)
     assert result.code == 3
     assert result.config is None
-    assert result.stderr.startswith("error (the environment): the driver 550.54.15 serves CUDA up")
+    assert result.stderr.startswith(
+        "error (the environment): the driver 550.54.15 supports CUDA up"
+    )
     assert result.stderr.count("\n") == 1
 
 

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, TypeGuard
 
 from app.process.errors import DeviceError
-from app.process.gpus import judge, num_device_files, num_visible, read_machine
+from app.process.gpus import find_gpu_problems, num_device_files, num_visible, read_machine
 from app.strategy.settings import FsdpConfig, StrategyConfig, tensor_parallel_size
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def check_gpus(config: TrainConfig | TunedConfig) -> None:
     if config.trainer.accelerator == "cpu":
         return
     wanted = requested_devices(config).ranks_per_node
-    if problems := judge(read_machine(), wanted, config.trainer.precision):
+    if problems := find_gpu_problems(read_machine(), wanted, config.trainer.precision):
         raise DeviceError(problems)
 
 
