@@ -24,8 +24,9 @@ SAMPLES = ROOT / "data_modules" / "samples"
 
 def measure() -> list[Figure]:
     """Measure the overhead of our loop relative to a step, and the time of a plain step."""
-    from app.process.environment import configure_libraries
+    from app.process.environment import configure_libraries, retain_freed_memory
 
+    retain_freed_memory()  # as the verbs do
     configure_libraries(offline=True)
     plain, ours = [], []
     with tempfile.TemporaryDirectory() as folder:

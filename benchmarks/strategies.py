@@ -130,6 +130,9 @@ def on_ranks(function: Callable[..., Any], *words: Any, num_ranks: int = RANKS) 
 def _be_rank(
     rank: int, port: int, tells: Any, function: Callable[..., Any], words: tuple[Any, ...]
 ) -> None:
+    from app.process.environment import retain_freed_memory
+
+    retain_freed_memory()  # as the verbs do
     import torch
 
     cores = sorted(os.sched_getaffinity(0))
