@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
-from app.process.faults import NEEDS_ROOM, NOTES_FILE
+from app.process.faults import NEEDS_SPACE, NOTES_FILE
 from app.process.logs import LOG_FILE
 from app.training.checkpoint.store import CheckpointStore
 from tests.processes import GONE_WITHIN
@@ -89,7 +89,7 @@ def count_operations(variant: Variant, person: Person, references: References) -
     fewest = min(points.values(), key=len)
     # After the rename the save is complete; a full disk only delays the removal of older ones.
     until_named = fewest[: fewest.index("disk.replace") + 1]
-    need_room = sum(point in NEEDS_ROOM for point in until_named)
+    need_room = sum(point in NEEDS_SPACE for point in until_named)
     return Operations(all=len(fewest), need_room=need_room)
 
 
