@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from app.process.errors import DONE, USER_ERROR, UserError, nearest
+from app.process.installation import PROGRAM, record_script
 from app.process.reporting import report
 
 VERBS = {
@@ -52,6 +53,8 @@ def main() -> None:
         hint = nearest(typed, VERBS) or "; loft --help lists the verbs"
         print(f"error: loft has no verb {typed}{hint}", file=sys.stderr)
         sys.exit(USER_ERROR)
+    if Path(sys.argv[0]).name == PROGRAM:  # not `python -m app VERB`
+        record_script(sys.argv[0])
     del sys.argv[1]  # the verb reads its settings from here, and passes them to its ranks
     runpy.run_module(f"app.{typed}", run_name="__main__", alter_sys=True)
 

@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from app.process.environment import protect_streams
 from app.process.errors import DONE, UserError
+from app.process.installation import verb_command
 from app.process.reporting import report
 from data_modules import printable
 
@@ -111,8 +112,8 @@ def run(words: list[str]) -> int:
         return report(error)
     shown = printable(str(file))
     print(f"written: {shown}; next, preview its data and train:")
-    print(f"  python -m app.preview +experiment={shown}")
-    print(f"  python -m app.train +experiment={shown}")
+    print(f"  {verb_command('preview')} +experiment={shown}")
+    print(f"  {verb_command('train')} +experiment={shown}")
     return DONE
 
 

@@ -20,6 +20,7 @@ from app.preflight.couplings.table import CHANGE_BASE
 from app.process.environment import configure_libraries, protect_streams, return_freed_memory
 from app.process.errors import UserError
 from app.process.files import write_atomically
+from app.process.installation import verb_command
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import CARD_FILE, read_json, render_merged_card
@@ -117,7 +118,7 @@ def save_from_checkpoint(config: MergeConfig, env: Environment, folder: Path) ->
     if saves_whole_model(run.adapter):
         raise UserError(
             f"run={config.run} trains the base weights, so there is no adapter to merge: "
-            f"finish it with python -m app.train resume={config.run}"
+            f"finish it with {verb_command('train')} resume={config.run}"
         )
     checkpoint, problems = checkpoints_of(Path(str(config.run))).newest_good()
     for problem in problems:

@@ -38,6 +38,7 @@ from app.planning.simulation import check_simulated, simulate
 from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import UserError
 from app.process.files import write_atomically
+from app.process.installation import verb_command
 from app.process.signals import end_process, install_signal_handlers
 from app.report.plan import plan_lines, render_plan
 from app.run.folder import CONFIG_FILE, decide_run_dir
@@ -140,7 +141,7 @@ def write_best(
         f"{best.speed.tokens_per_second:,.0f} tokens/s are estimates. Not yet run."
     )
     write_experiment(with_devices_of(best.config, hardware), file, header)
-    print(f"\nwritten: {printable(str(file))}; python -m app.train +experiment={file}")
+    print(f"\nwritten: {printable(str(file))}; {verb_command('train')} +experiment={file}")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ Importing this module needs no torch.
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import changed_settings
 from app.process.files import write_atomically
+from app.process.installation import python_command, verb_command
 from app.process.launch import is_first_rank
 from app.process.logs import LOG_FILE
 from app.report.model_card import write_card
@@ -135,21 +134,24 @@ def save_and_compare(
 
 def print_next(run: Run, saved: Path) -> None:
     """Print the files of a run, and commands to continue with."""
+    from app.model.adapter import saves_whole_model
+
     shown, folder = printable(str(run.folder)), shlex.quote(printable(str(run.folder)))
     print(f"\n{shown}/:")
     print(f"  {saved.name}/, report.html, metrics.csv, metrics.json, {LOG_FILE}")
     print("  config.yaml, manifest.json")
     # The commands must work as printed, also after `make train` without an active environment.
-    python = "python" if "VIRTUAL_ENV" in os.environ else os.path.relpath(sys.executable)
-    commands = [f"app.evaluate run={folder}", f"app.chat run={folder}", f"app.merge run={folder}"]
+    verbs = ["evaluate", "chat", *([] if saves_whole_model(run.config.adapter) else ["merge"])]
+    commands = [f"{verb_command(verb)} run={folder}" for verb in verbs]
     if "tensorboard" in (run.config.logger.name, *run.config.logger.also):
         # All runs of outputs/NAME/TIME; for another output.dir, the folder that contains it.
         parent = run.folder.parent
         logs = parent.parent if parent.parent.name == OUTPUTS.name else parent
-        commands[-1] = f"tensorboard.main --logdir {shlex.quote(printable(str(logs)))}"
+        shown_logs = shlex.quote(printable(str(logs)))
+        commands[2:] = [f"{python_command()} -m tensorboard.main --logdir {shown_logs}"]
     print("next:")
     for command in commands:
-        print(f"  {python} -m {command}")
+        print(f"  {command}")
     print(f"run: {shown}")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from app.config.conf_files import CONF, list_groups, read_conf_file
 from app.config.schema import Setting, default_of, list_settings
 from app.process.errors import UserError, nearest
+from app.process.installation import is_checkout, verb_command
 from data_modules import describe_values
 
 Parts = Mapping[str, Mapping[str, type]]
@@ -71,9 +72,10 @@ USAGE = {
 }
 MAX_OPTIONS = 40
 """most options of a group that the first page lists"""
+RESULTS = "conf/experiment/README.md"
 ENDING = """\
 A value with spaces or commas goes into quotes: model.path="'my models/tiny'".
-Files: settings in conf/, measured results of the experiments in conf/experiment/README.md.
+Files: {files}.
 Exit codes: 0 done, 2 invalid input, 3 environment (disk, memory, package), 4 training failed,
 130/143 stopped by a signal. LOFT_TRACEBACK=1 prints tracebacks, --verbose more details."""
 
@@ -91,7 +93,9 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     defaults = dict(primary.choices)
     options = list_groups(conf)
     lines = [f"loft {verb}: {WHAT[verb]}", "", "usage"]
-    lines += [f"  {command:<44}  {meaning}".rstrip() for command, meaning in USAGE[verb]]
+    for command, meaning in USAGE[verb]:
+        typed = command.replace(f"python -m app.{verb}", verb_command(verb))
+        lines.append(f"  {typed:<44}  {meaning}".rstrip())
     if verb in ("train", "preview", "plan"):
         lines += ["", "complete runs: +experiment=NAME"]
         runs = {
@@ -124,7 +128,10 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
         lines += ["", heading, *_two_columns(of_datasets, width)]
     groups = ", ".join(each.key for each in settings if each.is_part and "." not in each.key)
     lines += ["", *textwrap.wrap(f"all settings: --help all, or --help and one of {groups}", width)]
-    return "\n".join([*lines, "", *ENDING.splitlines()])
+    files = f"settings in {conf}"
+    if is_checkout():
+        files = f"settings in {conf.name}/, measured results of the experiments in {RESULTS}"
+    return "\n".join([*lines, "", *ENDING.format(files=files).splitlines()])
 
 
 def _names(options: Sequence[str], default: str | None) -> str:

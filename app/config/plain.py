@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from app.config.overrides import why_refused
 from app.config.schema import default_of, docs_of
 from app.process.errors import DONE, UserError, nearest
+from app.process.installation import verb_command
 from app.process.reporting import report
 from data_modules import facts_of, hints_of
 
@@ -84,7 +85,7 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
 def help_of(verb: str, schema: type) -> str:
     """Return the help page of a verb."""
     about = inspect.cleandoc(str(schema.__doc__))
-    lines = [f"usage: python -m app.{verb} SETTING=VALUE ...", "", about, ""]
+    lines = [f"usage: {verb_command(verb)} SETTING=VALUE ...", "", about, ""]
     for field in _fields(schema):
         default = default_of(field)
         key = facts_of(field).typed or field.name

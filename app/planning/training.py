@@ -33,6 +33,7 @@ from app.planning.planned import build_planned_run, is_stored_quantized
 from app.planning.speed import estimate_speed, peak_tokens_per_second
 from app.process.environment import host_bytes
 from app.process.errors import UserError
+from app.process.installation import verb_command
 from app.process.launch import is_first_rank
 from app.strategy.settings import StrategyConfig
 
@@ -262,6 +263,6 @@ def suggest_overrides(
             if overrides not in shorter:
                 hardware = overrides.split()[0].removeprefix("hardware=")
                 suggestions.append(
-                    f"rent {hardware} (python -m app.plan hardware={hardware} shows more)"
+                    f"rent {hardware} ({verb_command('plan')} hardware={hardware} shows more)"
                 )
     return ", or ".join(suggestions) or "no known change makes it fit: use a smaller base"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from app.process.errors import UserError, nearest
+from app.process.installation import verb_command
 from app.process.launch import is_child, run_dir
 from app.run.folder import (
     CONFIG_FILE,
@@ -171,7 +172,7 @@ def find_run(
             hint = ", or merge that with merge.checkpoint=newest" if verb == "merge" else ""
             raise UserError(
                 f"run={run}: the run is not finished (no metrics.json); finish it from its newest "
-                f"checkpoint with python -m app.train resume={run}{hint}{_known_runs(name)}"
+                f"checkpoint with {verb_command('train')} resume={run}{hint}{_known_runs(name)}"
             )
         if not is_finished or not is_training(folder / CONFIG_FILE):
             raise UserError(
@@ -182,7 +183,7 @@ def find_run(
     finished = finished_runs(name)
     if not finished:
         where = OUTPUTS / name if name else OUTPUTS
-        raise UserError(f"no finished run under {where}: train first with python -m app.train")
+        raise UserError(f"no finished run under {where}: train first with {verb_command('train')}")
     refuse_special_entries(finished[-1])
     return finished[-1]
 

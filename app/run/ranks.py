@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from app.preflight import requested_devices
 from app.preflight.couplings.devices import Devices
 from app.process.errors import DONE
+from app.process.installation import verb_command
 from app.process.launch import Launch, is_first_rank, launched_rank, read_launch, run_dir
 from app.process.peers import Peers
 from app.process.reporting import save_reason, write_error_file
@@ -163,22 +164,22 @@ def resume_command() -> str:
     if folder is None or not checkpoints_of(folder).checkpoints():
         return "no checkpoint has been saved yet"
     shown = folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
-    launcher = _launcher_command(read_launch())
-    return f"to resume: {launcher} -m app.train resume={shlex.quote(printable(str(shown)))}"
+    command = _train_command(read_launch())
+    return f"to resume: {command} resume={shlex.quote(printable(str(shown)))}"
 
 
-def _launcher_command(launch: Launch) -> str:
-    """Return the start of the command that started the current ranks, up to `-m`."""
+def _train_command(launch: Launch) -> str:
+    """Return the command that starts ranks as the current ones were started, without settings."""
     if launch.starts_own_ranks or launch.is_started_here:
-        return "python"
+        return verb_command("train")
     num_ranks = launch.num_ranks or 1
     per_node = launch.num_local_ranks or num_ranks
     nodes = num_ranks // per_node
     if launch.detected_by == "SLURM_NTASKS":
-        return f"srun --nodes={nodes} --ntasks-per-node={per_node} python"
+        return f"srun --nodes={nodes} --ntasks-per-node={per_node} {verb_command('train')}"
     first = launch.first_address or socket.gethostname()
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    return format_torchrun(nodes, per_node, first, max_restarts=restarts)
+    return f"{format_torchrun(nodes, per_node, first, max_restarts=restarts)} -m app.train"
 
 
 def format_torchrun(

@@ -12,6 +12,7 @@ from typing import Any
 
 from app.process.errors import DONE, UserError
 from app.process.files import write_atomically
+from app.process.installation import verb_command
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep.parameters import Parameter, format_overrides, varied
 from app.sweep.trials import OBJECTIVE, Trial, read_curve
@@ -121,7 +122,7 @@ def print_results(
     full_run = [
         override for override in best.overrides if override.partition("=")[0] not in only_in_sweep
     ]
-    print(printable(f"  python -m app.train {shlex.join(full_run)}"))
+    print(printable(f"  {verb_command('train')} {shlex.join(full_run)}"))
 
 
 def explain_best(

@@ -23,6 +23,7 @@ from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
 from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from app.process.files import write_atomically
+from app.process.installation import verb_command
 from app.run import NEVER
 from app.run.folder import OUTPUTS, UNSET, expand_home, hold_run, into_folder
 from app.sweep.parameters import Parameter, format_overrides, parse_parameters, varied
@@ -343,7 +344,7 @@ class _TrialRunner:
             ids = " ".join(str(trial.job.id) for trial in self._running.values())
             print(f"  scancel {ids}   # ends the jobs, which otherwise continue", file=sys.stderr)
         resume = shlex.quote(f"resume={self._folder}")
-        print(f"  python -m app.train -m {resume}   # resumes the sweep", file=sys.stderr)
+        print(f"  {verb_command('train')} -m {resume}   # resumes the sweep", file=sys.stderr)
 
     def _record_signal(self, signum: int, _: FrameType | None) -> None:
         self._signal = signal.Signals(signum)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from app.process import faults
 from app.process.errors import TrainingFault
+from app.process.installation import verb_command
 from app.process.launch import is_first_rank
 from app.training.objective import DatasetSums
 from data_modules import Batch, StepRow
@@ -273,8 +274,8 @@ class StepWatch:
             return
         log.warning(
             f"step {step}: nothing is learned so far: loss {now:.4f} over the last {num_steps} "
-            f"steps, {what}; look at the rows (python -m app.preview), try another optimizer.lr, "
-            "or train more weights (adapter.r, adapter.target_modules)"
+            f"steps, {what}; look at the rows ({verb_command('preview')}), try another "
+            "optimizer.lr, or train more weights (adapter.r, adapter.target_modules)"
         )
 
 

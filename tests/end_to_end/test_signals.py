@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import astuple
 from pathlib import Path
 
@@ -55,7 +57,9 @@ def test_a_stopped_run_resumes_by_the_command_it_prints(person: Person, tmp_path
     assert steps_of(run) == [6, 7]
     command = output.partition("to resume: ")[2].splitlines()[0]
     typed = shlex.split(command)
-    assert typed[:3] == ["python", "-m", "app.train"]
+    python = shutil.which(typed[0])
+    assert python is not None and Path(python).samefile(sys.executable)
+    assert typed[1:3] == ["-m", "app.train"]
     assert person.type_train(typed[3:], tmp_path).code == 0
     check_same_run(run, tmp_path / "whole")
 

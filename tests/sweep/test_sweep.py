@@ -15,6 +15,7 @@ import pytest
 
 from app.config import conf_files
 from app.process.errors import UserError
+from app.process.installation import verb_command
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep import run_sweep
 from app.sweep.parameters import parse_parameters
@@ -63,7 +64,7 @@ def test_every_combination_runs_in_a_process_and_is_listed(
     assert {Path(trial["folder"]).name for trial in summary} == {"0", "1", "2", "3"}
     for fragment in ("adapter.r", "optimizer.lr", "val/loss", "0.2500"):
         assert fragment in result.stdout
-    (best,) = re.findall(r"(?m)^best: .*\n  .*\n  python -m app\.train (.*)$", result.stdout)
+    (best,) = re.findall(r"(?m)^best: .*\n  .*\n  \S*python\S* -m app\.train (.*)$", result.stdout)
     assert shlex.split(best) == summary[0]["overrides"]  # quoted for the shell
 
 
@@ -182,7 +183,8 @@ def test_the_printed_command_leaves_out_settings_of_the_sweep_file(
         number=0, overrides=overrides, folder="s", exit_code=0, seconds=1, objective=1.0, error=None
     )
     print_results([trial], parse_parameters(["+sweep=find_lr", "seed=1"]), {})
-    assert "  python -m app.train seed=1 optimizer.lr=0.003\n" in capsys.readouterr().out
+    command = verb_command("train")
+    assert f"  {command} seed=1 optimizer.lr=0.003\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
