@@ -26,6 +26,7 @@ from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import Interrupted, UserError
 from app.process.files import write_atomically
+from app.process.installation import install_extra
 from app.process.signals import (
     defer_signals,
     end_process,
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 def serve(config: ServerConfig) -> None:
     """Serve as `config` says until a signal is received."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise ImportError("a server needs Starlette and uvicorn: pip install -e '.[serve]'")
+        raise ImportError(f"a server needs Starlette and uvicorn: {install_extra('serve')}")
     key = read_key(config.serve)
     listener = None if config.serve.engine == "vllm" else open_socket(config.serve)
     folder = decide_run_dir(config.output)

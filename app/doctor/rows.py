@@ -1,6 +1,7 @@
 """Turn the facts about a machine into findings: ok, a warning, or a problem that stops a run.
 
-Pure functions: the same facts give the same findings on any machine.
+The same facts give the same findings on any machine; only the commands that install packages
+depend on how this program was installed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from app.doctor.facts import Facts, Folder, Package
 from app.process.gpus import BUILDS, find_gpu_problems
+from app.process.installation import is_checkout, pip_install
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 MALICIOUS = {
@@ -96,7 +98,10 @@ def _python(facts: Facts) -> Iterator[Row]:
         yield Row("Python", OK, facts.python)
     else:
         found = f"{facts.python}; this program needs {facts.requires_python}"
-        yield Row("Python", PROBLEM, found, "make install PYTHON=python3.12")
+        fix = "install it in an environment with Python 3.12"
+        yield Row(
+            "Python", PROBLEM, found, "make install PYTHON=python3.12" if is_checkout() else fix
+        )
 
 
 def _packages(facts: Facts) -> Iterator[Row]:
@@ -144,7 +149,7 @@ def _bad_packages(facts: Facts) -> Iterator[Row]:
             found = f"{version}; this program needs {package.required}"
             yield Row(name, status, found, _install_command(package))
         elif (failure := _import_failure(facts, name)) is not None:
-            fix = f"pip install --force-reinstall --no-deps -c constraints.txt {name}"
+            fix = f"{pip_install()} --force-reinstall --no-deps {name}"
             if package.extra is not None:
                 fix = f"pip uninstall {name}, or {fix}"
             yield Row(name, status, f"{version} cannot be imported: {failure}", fix)
@@ -158,9 +163,9 @@ def _import_failure(facts: Facts, name: str) -> str | None:
 
 
 def _install_command(package: Package) -> str:
-    if package.extra is not None:
-        return f"pip install -c constraints.txt -e '.[{package.extra}]'"
-    return f"pip install -c constraints.txt '{package.name}{package.required}'"
+    if package.extra is not None and is_checkout():
+        return f"{pip_install()} -e '.[{package.extra}]'"
+    return f"{pip_install()} '{package.name}{package.required}'"
 
 
 def _gpus(facts: Facts, precision: str, uses_gpus: bool) -> Iterator[Row]:
@@ -172,8 +177,8 @@ def _gpus(facts: Facts, precision: str, uses_gpus: bool) -> Iterator[Row]:
                 "GPUs",
                 WARNING,
                 f"{number} on the PCI bus, but no driver: a run would use the CPU",
-                f"install NVIDIA's driver {BUILDS[0][2]} or newer, then make install; in a "
-                "container: docker run --gpus all",
+                f"install NVIDIA's driver {BUILDS[0][2]} or newer"
+                f"{', then make install' * is_checkout()}; in a container: docker run --gpus all",
             )
         else:
             yield Row("GPUs", OK, "no GPU: runs use the CPU")
@@ -226,7 +231,8 @@ def _links(facts: Facts) -> Iterator[Row]:
     if torch is not None:
         nccl = torch.nccl or "not in this build of PyTorch: ranks communicate by gloo"
         is_missing = torch.nccl is None and number > 1
-        status, fix = (PROBLEM, "make install") if is_missing else (OK, "")
+        install = "make install" if is_checkout() else "pip install --force-reinstall torch"
+        status, fix = (PROBLEM, install) if is_missing else (OK, "")
         yield Row("NCCL", status, nccl, fix)
 
 
@@ -333,7 +339,7 @@ def compare_machines(all_facts: Sequence[Facts], skews: Sequence[float] = ()) ->
                 for name in differing[:4]
             )
             found = f"{first.host} and {other.host} differ: {listed}"
-            rows.append(Row("versions", PROBLEM, found, "install the same constraints.txt on both"))
+            rows.append(Row("versions", PROBLEM, found, "install the same versions on both"))
     skew = max(map(abs, skews), default=0.0)
     if skew > MAX_SKEW_SECONDS:
         found = f"the clocks of two ranks differ by {skew:,.1f} s"

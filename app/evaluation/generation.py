@@ -46,7 +46,7 @@ class EvaluationConfig:
     """folder with the files of named tasks, such as mmlu_test.jsonl; null = the small samples that
     ship with loft, whose scores mean nothing"""
     harness: list[str] = setting(default_factory=list)
-    """names of lm-evaluation-harness tasks, run by that library (`pip install -e '.[harness]'`)"""
+    """names of lm-evaluation-harness tasks, run by that library (the package lm-eval)"""
     harness_dir: str | None = setting(None)
     """folder with lm-evaluation-harness task files (YAML), which may name local data; null = the
     tasks that ship with the library"""

@@ -1,7 +1,7 @@
 """Metrics that compare a model's answer with a reference.
 
 `METRICS` lists their names. Each is from 0 to 1; a custom metric can be any finite number. ROUGE,
-BLEU and chrF come from rouge-score and sacrebleu (`pip install -e '.[eval]'`).
+BLEU and chrF come from rouge-score and sacrebleu (the extra `eval`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.process.errors import UserError, nearest
+from app.process.installation import install_extra
 
 if TYPE_CHECKING:
     from app.evaluation.generation import EvaluationConfig
@@ -84,7 +85,7 @@ def check_metrics(config: EvaluationConfig) -> list[str]:
     missing = {PACKAGES[name] for name in config.metrics if name in PACKAGES}
     problems = [
         f"evaluation.metrics=[{', '.join(config.metrics)}]: {package} is not installed; type "
-        "pip install -e '.[eval]'"
+        f"{install_extra('eval')}"
         for package in sorted(missing)
         if importlib.util.find_spec(package) is None
     ]

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.process.installation import pip_install
+
 DEVICES = Path("/dev")
 WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
 """exists if WSL has an NVIDIA GPU; its device file, /dev/dxg, is the same for all vendors"""
@@ -276,7 +278,7 @@ def _install(machine: Machine, build: str | None = None) -> str:
         return "update the driver: it is too old for every PyTorch that this program supports"
     version = (machine.torch or "").partition("+")[0]
     return (
-        f"install PyTorch's build for this machine: pip install -c constraints.txt "
+        f"install PyTorch's build for this machine: {pip_install()} "
         f"torch=={version}+{build} --extra-index-url {WHEELS}/{build}"
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from app.config import SweepConfig
+from app.process.installation import install_extra
 from app.sweep.parameters import Parameter, varied
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class OptunaSearch:
             import optuna
         except ImportError as error:
             raise ImportError(
-                "sweep.search=optuna needs Optuna: pip install -e '.[sweep]'"
+                f"sweep.search=optuna needs Optuna: {install_extra('sweep')}"
             ) from error
         from optuna.storages.journal import JournalFileBackend
 

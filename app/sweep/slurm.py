@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.process.errors import ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED
 from app.process.files import write_atomically
+from app.process.installation import install_extra
 from app.sweep.trials import start_process
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _read_end(file: Path) -> tuple[int, float]:
 def check_slurm() -> None:
     """Raise ImportError or OSError, with the fix, if jobs cannot be submitted from here."""
     if find_spec("submitit") is None:
-        raise ImportError("launcher=slurm needs submitit: pip install -e '.[slurm]'")
+        raise ImportError(f"launcher=slurm needs submitit: {install_extra('slurm')}")
     if missing := [name for name in COMMANDS if shutil.which(name) is None]:
         raise OSError(
             f"launcher=slurm: {missing[0]} was not found; start the sweep on a machine from which "

@@ -25,6 +25,15 @@ BLOCK_BYTES = 1 << 20
 """bytes over which the rate of a server is measured"""
 _FIX = "try again later, download the file and give its path, or raise the limit"
 Answer = TypeVar("Answer")
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
+"""protocol -> package with its file system; the extra `remote` has them all"""
 REMOTE_MARKS = (
     "ETag",
     "etag",
@@ -187,6 +196,14 @@ def fresh_info(file_system: Any, place: str) -> dict[str, Any]:
     return info
 
 
+def _install(url: Url) -> str:
+    """Return the command that installs the file system of a URL; empty if it is unknown."""
+    protocol = url.address.partition("://")[0].rpartition("::")[2]
+    package = PACKAGES.get(protocol)
+    # Naming datasets makes pip keep the fsspec that it needs.
+    return f"; pip install {package} datasets" if package else ""
+
+
 def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
     """Return `ask(file system, path)` for a URL; raises DataError with the reason of a failure."""
     import fsspec
@@ -203,8 +220,7 @@ def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
         return answer_within(url.limits, answer)
     except ImportError as error:
         raise DataError(
-            f"{url}: needs a package that is not installed ({reason_of(error)}); "
-            "pip install -e '.[remote]'"
+            f"{url}: needs a package that is not installed ({reason_of(error)}){_install(url)}"
         ) from error
     except FileNotFoundError as error:
         raise _why_not_found(url, error.__cause__) from error

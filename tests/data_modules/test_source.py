@@ -623,7 +623,7 @@ def test_url_without_its_package_names_what_to_install(monkeypatch: pytest.Monke
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", lacks)
-    with pytest.raises(DataError, match=r"Install s3fs.*pip install -e '.\[remote\]'"):
+    with pytest.raises(DataError, match=r"Install s3fs to access S3\); pip install s3fs datasets$"):
         numbers("s3://bucket/d.jsonl")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from app.doctor.rows import (
     compare_machines,
     list_rows,
 )
+from app.process import installation
 from app.process.gpus import Machine
 from tests.machines import H100, TWO
 
@@ -212,6 +215,19 @@ def test_problems_are_reported_with_a_fix(case: str) -> None:
     assert named[0].fix
     for word in words:
         assert word in f"{named[0].found} {named[0].fix}"
+
+
+def test_an_installed_wheel_is_not_told_to_use_files_of_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "ROOT", tmp_path)
+    for changed, *_ in BAD.values():
+        facts = replace(GOOD, **changed)
+        for row in list_rows(facts) if facts.is_installed else []:
+            assert not re.search(r"constraints\.txt|make install|pip install -e", row.fix), row
+    absent = replace(FLASH, version="2.7", is_supported=False)
+    (row,) = (row for row in list_rows(replace(GOOD, packages=(absent,))) if row.status != OK)
+    assert row.fix == "pip install 'flash-attn>=2.8'"
 
 
 def test_every_malicious_release_has_an_advisory() -> None:

@@ -19,6 +19,7 @@ from app.evaluation.likelihood import Request, encode_pair, first_token, rolling
 from app.evaluation.row_runner import RowRunner
 from app.model.hub import is_offline_by_setting, reach_hub
 from app.process.errors import UserError, nearest
+from app.process.installation import install_extra
 from data_modules import Origin, Prompt, redact
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def check_harness(config: EvaluationConfig) -> list[str]:
     if importlib.util.find_spec("lm_eval") is None:
         return [
             f"evaluation.harness=[{', '.join(config.harness)}]: lm-eval is not installed; type "
-            "pip install -e '.[harness]'"
+            f"{install_extra('harness')}"
         ]
     if config.harness_dir is None:
         return []

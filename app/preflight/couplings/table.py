@@ -25,6 +25,7 @@ from app.preflight.couplings.devices import (
     requested_devices,
 )
 from app.process.errors import nearest
+from app.process.installation import install_extra, verb_command
 from app.strategy.deepspeed_config import keys_decided_elsewhere, unknown_keys
 from app.strategy.settings import (
     DdpConfig,
@@ -163,7 +164,7 @@ def _of_logger(config: TrainConfig) -> Iterator[Conflict]:
         if tracker in chosen and not is_installed(tracker):
             yield Conflict(
                 f"logger={tracker} needs the package {tracker}, which is not installed",
-                f"pip install -e '.[{tracker}]', or logger=tensorboard",
+                f"{install_extra(tracker)}, or logger=tensorboard",
                 is_of_machine=True,
             )
 
@@ -233,7 +234,7 @@ def _of_measurements(config: TrainConfig) -> Iterator[Conflict]:
         yield Conflict(
             f"evaluation.harness=[{tasks}] needs the whole model on a rank, but "
             f"strategy={strategy.name} shards the weights",
-            f"evaluation.harness=[], and afterwards python -m app.evaluate run=FOLDER "
+            f"evaluation.harness=[], and afterwards {verb_command('evaluate')} run=FOLDER "
             f"evaluation.harness=[{tasks}]",
         )
     if evaluation.every_steps is None:
