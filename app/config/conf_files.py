@@ -14,6 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from app.config.overrides import python_keys
+from app.config.schema import as_typed
 from app.config.verbs import OPTION_ALIASES, TYPED_KEYS
 from app.planning.hardware import custom_hardware_advice
 from app.process.errors import ROOT, UserError, nearest
@@ -90,18 +91,19 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
 
     An experiment may also be the path of a user's own file.
     """
+    option = option if isinstance(option, str) else as_typed(option)
     options = sorted(file.stem for file in (conf / group).glob("*.yaml"))
-    if isinstance(option, str) and option in options:
+    if option in options:
         return conf / group / f"{option}.yaml"
-    if group == "experiment" and str(option).endswith(YAML_SUFFIXES):
-        file = expand_home("experiment", str(option))
+    if group == "experiment" and option.endswith(YAML_SUFFIXES):
+        file = expand_home("experiment", option)
         if not file.exists():
             raise UserError(f"experiment={option}: no such file in {Path.cwd()}")
         return file
-    alias = OPTION_ALIASES.get(group, {}).get(str(option).lower())
-    hint = f"; type {group}={alias}" if alias else nearest(str(option), options)
+    alias = OPTION_ALIASES.get(group, {}).get(option.lower())
+    hint = f"; type {group}={alias}" if alias else nearest(option, options)
     if group == "model":
-        hint = _hint_for_model(str(option), options)
+        hint = _hint_for_model(option, options)
         raise UserError(f"model={option}: no such option{hint}; --help model lists {len(options)}")
     if group == "data" and not hint:
         hint = f"; for a file type 'data.datasets=[{{path: {option}}}]'"
@@ -159,7 +161,7 @@ def read_conf_file(
         defaults = values.pop("defaults", None) or []
         if (choices := _choices_in(defaults)) is None:
             raise UserError(
-                f"{display_path(path)}:{lines['defaults']}: defaults={str(defaults)[:80]}: "
+                f"{display_path(path)}:{lines['defaults']}: defaults={as_typed(defaults)[:80]}: "
                 "expected a list of `override /GROUP: OPTION` and _self_"
             )
         if is_global and not text.startswith("# @package _global_"):

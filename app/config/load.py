@@ -38,6 +38,7 @@ from app.config.verbs import (
     MergeConfig,
     TrainConfig,
     TunedConfig,
+    only_in,
 )
 from app.model.adapter import Ia3Config, LoraConfig
 from app.process.errors import ROOT, UserError
@@ -135,7 +136,8 @@ def _check_options(
     experiment: ConfFile | None = None
     problems = []
     chosen: list[tuple[ConfFile | None, str, Any]] = [
-        (None, each.key, each.value) for each in typed
+        (None, each.key, each.value if isinstance(each.value, str) else each.typed)
+        for each in typed
     ]
     for chosen_in, group, option in chosen:
         is_experiment = group == "experiment" and chosen_in is None
@@ -143,9 +145,10 @@ def _check_options(
             if is_experiment and experiment is not None:
                 raise UserError(f"experiment={option}: only one experiment can be typed")
             if not is_experiment and group not in groups:
-                raise UserError(
-                    f"{group}={option}: {verb} has no group {group}; it has {', '.join(groups)}"
-                )
+                words = [each.typed for each in typed if chosen_in is None and each.key == group]
+                text = words[0] if words else option
+                hint = only_in(group) or f"; it has {', '.join(groups)}"
+                raise UserError(f"{group}={text}: {verb} has no group {group}{hint}")
             if option is None and chosen_in is not None:
                 continue
             file = find_option(conf, group, option)

@@ -38,6 +38,8 @@ class Override:
     value: Any
     for_hydra: str
     """the override in Hydra's grammar"""
+    typed: str
+    """the value as typed"""
 
 
 def parse_overrides(
@@ -58,6 +60,7 @@ def parse_overrides(
             problems.append(f"{word}: expected key=value{_hint_for_bare_word(word, groups)}")
             continue
         key, value = TYPED_KEYS.get(match["key"], match["key"]), match["value"]
+        typed = value
         implied: dict[str, str] = {}
         if key == "hardware":
             value, numbers = split_name(value)
@@ -85,9 +88,9 @@ def parse_overrides(
             prefix = "" if key in groups else "++"
             prefix = "+" if key in GROUPS_WITH_PLUS else prefix
             try:
-                overrides.append(_parse_override(key, value, prefix))
+                overrides.append(_parse_override(key, value, prefix, typed))
                 for name, text in implied.items():
-                    overrides.append(_parse_override(f"{key}.{name}", text, "++"))
+                    overrides.append(_parse_override(f"{key}.{name}", text, "++", text))
             except UserError as error:
                 problems += error.problems
     return overrides, problems
@@ -114,7 +117,7 @@ def _split_off_dashed(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return others, problems
 
 
-def _parse_override(key: str, value: str, prefix: str) -> Override:
+def _parse_override(key: str, value: str, prefix: str, typed: str) -> Override:
     """Parse an override as typed, else with quotes around what Hydra's grammar does not accept."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -134,7 +137,7 @@ def _parse_override(key: str, value: str, prefix: str) -> Override:
             )
         renamed = python_keys(key, parsed)
         text = text if renamed == parsed else _python_keys_in_text(text)
-        return Override(key, renamed, f"{prefix}{key}={text}")
+        return Override(key, renamed, f"{prefix}{key}={text}", typed)
     raise UserError(f"{key}={value}: this value cannot be parsed; quote it: \"{key}='...'\"")
 
 

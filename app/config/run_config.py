@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 import logging
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -15,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import ConfFile
-from app.config.schema import default_of
+from app.config.schema import as_typed, default_of
 from app.config.verbs import (
     PARTS,
     PER_START,
@@ -89,7 +88,7 @@ def changed_settings(config: Any) -> list[tuple[str, str, str]]:
                     changed.append((key, str(option), first))
                 compare(f"{key}.", value)
             elif value != default and not (field.name == "name" and prefix[:-1] in PARTS):
-                changed.append((key, redact(_as_typed(value)), _as_typed(default)))
+                changed.append((key, redact(as_typed(value)), as_typed(default)))
 
     compare("", config)
     return changed
@@ -222,23 +221,6 @@ def _check_secrets(
     return [
         f"{run / CONFIG_FILE}: the secret in {key} was replaced by {REDACTED}, because files never "
         "hold secrets; type it again: "
-        f"'{key}={_as_typed(getattr(*_part_and_name(config, key)))}'"
+        f"'{key}={as_typed(getattr(*_part_and_name(config, key)))}'"
         for key in sorted(without_secret - typed)
     ]
-
-
-def _as_typed(value: Any) -> str:
-    """Return a value as a user types it; of a data set only what differs from the defaults."""
-    if dataclasses.is_dataclass(value):
-        return _as_typed(
-            {
-                field.name: getattr(value, field.name)
-                for field in dataclasses.fields(value)
-                if getattr(value, field.name) != default_of(field)
-            }
-        )
-    if isinstance(value, list):
-        return f"[{', '.join(map(_as_typed, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_as_typed(part)}' for name, part in value.items())}}}"
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

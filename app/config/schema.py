@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import json
 import sys
 import types
 import typing
@@ -210,20 +211,50 @@ def aliases_of(settings: Iterable[Setting]) -> dict[str, str]:
     return aliases
 
 
-def suggest(key: str, siblings: list[str], settings: list[Setting]) -> str:
+def suggest_by_name(name: str, value: str, settings: list[Setting]) -> str:
+    """Return a hint at the setting of this name, here or in another tool; or nothing.
+
+    `value`: what was typed for it; decides which option of a group is named.
+    """
+    if (ours := aliases_of(settings).get(name)) is not None:
+        known = {setting.typed_key: setting.facts.option_aliases for setting in settings}
+        if option := known.get(ours, {}).get(value.lower()):
+            return f"; type {ours}={option}"
+        return f"; type {ours}" if "=" in ours else f"; did you mean {ours}?"
+    same_name = [each.key for each in settings if each.key.rpartition(".")[2] == name]
+    return f"; did you mean {same_name[0]}?" if same_name else ""
+
+
+def suggest(key: str, siblings: list[str], settings: list[Setting], value: str = "") -> str:
     """Return a hint at the intended key of an unknown one: `; did you mean X?`, or nothing."""
     parent, _, leaf = key.rpartition(".")
-    if (ours := aliases_of(settings).get(leaf)) is not None:
-        return f"; type {ours}" if "=" in ours else f"; did you mean {ours}?"
+    if leaf in aliases_of(settings):
+        return suggest_by_name(leaf, value, settings)
     if hint := nearest(leaf, siblings):
         return hint.replace(
             "did you mean ", f"did you mean {parent}." if parent else "did you mean "
         )
+    if hint := suggest_by_name(leaf, value, settings):
+        return hint
     all_keys = [setting.key for setting in settings]
-    same_name = [known for known in all_keys if known.rpartition(".")[2] == leaf]
-    if same_name:
-        return f"; did you mean {same_name[0]}?"
     return nearest(key, [known for known in all_keys if not key.startswith(f"{known}.")])
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as a user types it; of a data set only what differs from the defaults."""
+    if dataclasses.is_dataclass(value):
+        return as_typed(
+            {
+                field.name: getattr(value, field.name)
+                for field in dataclasses.fields(value)
+                if getattr(value, field.name) != default_of(field)
+            }
+        )
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_typed, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {as_typed(part)}' for name, part in value.items())}}}"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def describe_type(hint: Any) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from app.config import schema
 from app.config.conf_files import ConfFile
 from app.config.overrides import Override, why_refused
+from app.config.verbs import only_in
 from app.process.errors import nearest
 from app.process.launch import is_child, is_first_rank
 from data_modules import expected, facts_of, hints_of, printable, redact, takes
@@ -62,29 +63,41 @@ class Settings:
         chosen = {group: {self.options.get(group, ""): part} for group, part in self.parts.items()}
         return schema.list_settings(self.verb, chosen)
 
-    def problem_of(self, found: schema.Leaf | schema.Unknown) -> str | None:
-        """Return what is wrong with one key or value, without its place; None if nothing is."""
+    def problem_of(self, found: schema.Leaf | schema.Unknown, key: str, typed: str) -> str | None:
+        """Return what is wrong with one key or value, without its place; None if nothing is.
+
+        `key` and `typed`: key and value to name, of an unknown `method` maybe `method.beta`.
+        """
+        typed = typed if len(typed) <= 80 else f"{typed[:77]}..."
         if isinstance(found, schema.Leaf):
             refusal = why_refused(found.key, found.value)
             if refusal is not None or _is_reference(found.value):
                 return refusal
             if takes_value(found):
-                return self._problem_of_choice(found)
+                return self._problem_of_choice(found, typed)
             expected = schema.describe_type(hints_of(found.owner)[found.field])
-            value = found.value[0] if found.key.endswith("]") else found.value
-            return f"{found.key}={_brief(value)}: expected {expected}"
+            return f"{key}={typed}: expected {expected}"
         if (refusal := why_refused(found.key, found.value)) is not None:
             return refusal
         group = found.key.partition(".")[0]
         if (option := self.option_with(found.key)) is not None:
             chosen = self.options.get(group)
             return f"{found.key}: a setting of {group}={option}, but {group}={chosen} is chosen"
-        if (advice := FOREIGN_KEYS.get(found.key.rpartition(".")[2].lower())) is not None:
-            return f"unknown key {found.key}={_brief(found.value)}; {advice}"
-        siblings = list(hints_of(found.owner or self.verb))
-        guess = schema.suggest(found.key, siblings, self.all_settings())
-        guess = guess or f"; expected one of {', '.join(siblings)}"
-        return f"unknown key {found.key}={_brief(found.value)}{guess}"
+        return f"unknown key {key}={typed}{self._hint_for(found, key, typed)}"
+
+    def _hint_for(self, found: schema.Unknown, key: str, typed: str) -> str:
+        """Return what to type instead of an unknown key."""
+        name = key.rpartition(".")[2]
+        for each in (name, found.key.rpartition(".")[2]):
+            if (advice := FOREIGN_KEYS.get(each.lower())) is not None:
+                return f"; {advice}"
+        if hint := only_in(key):
+            return hint
+        siblings, settings = list(hints_of(found.owner or self.verb)), self.all_settings()
+        if key != found.key and (hint := schema.suggest_by_name(name, typed, settings)):
+            return hint
+        hint = schema.suggest(found.key, siblings, settings, typed)
+        return hint or f"; expected one of {', '.join(siblings)}"
 
     def option_with(self, key: str) -> str | None:
         """Return the option of `key`'s group that has a setting which the chosen option lacks."""
@@ -94,7 +107,7 @@ class Settings:
                 return option
         return None
 
-    def _problem_of_choice(self, leaf: schema.Leaf) -> str | None:
+    def _problem_of_choice(self, leaf: schema.Leaf, typed: str) -> str | None:
         group, _, name = leaf.key.partition(".")
         if name == "name" and group in self.parts:
             if self.options.get(group, leaf.value) == leaf.value:
@@ -107,19 +120,12 @@ class Settings:
         facts, hint = facts_of(field), hints_of(leaf.owner)[leaf.field]
         if facts.bounds or takes(facts, hint, leaf.value):
             return None  # bounds are checked together with combinations, in preflight/couplings
-        value = leaf.value[0] if leaf.key.endswith("]") else leaf.value
-        words = [str(choice) for choice in facts.choices]
-        guess = nearest(str(value), words)
-        return f"{leaf.key}={_brief(value)}: expected {expected(facts, hint)}{guess}"
+        guess = nearest(typed, [str(choice) for choice in facts.choices])
+        return f"{leaf.key}={typed}: expected {expected(facts, hint)}{guess}"
 
 
 def _is_reference(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("${")
-
-
-def _brief(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +149,18 @@ class Sources:
                 return file
         files_of_group = [file for file in self.files if file.package == key.partition(".")[0]]
         return (files_of_group or self.files)[-1]
+
+    def as_typed(self, found: schema.Leaf | schema.Unknown) -> list[tuple[str, str]]:
+        """Return (key, value) as typed; of an unknown key one pair for each of its overrides."""
+        if isinstance(found, schema.Unknown):
+            parts = f"{found.key}."
+            typed = [each for each in self.overrides if f"{each.key}.".startswith(parts)]
+        else:
+            typed = [each for each in self.overrides if each.key == found.key][-1:]
+            typed = [each for each in typed if each.value == found.value]
+        value = found.value[0] if found.key.endswith("]") else found.value
+        pairs = [(each.key, each.typed) for each in typed]
+        return pairs or [(found.key, schema.as_typed(value))]
 
     def where(self, key: str) -> str:
         """Return where `key` was set: `conf/experiment/x.yaml:12` or `command line:`."""
@@ -190,8 +208,10 @@ def find_problems(
         elif (file := _file_replaced_by_option(found, settings, sources)) is not None:
             dropped.setdefault(file.path.stem, []).append(found.key)
             _replace(values, found.key)
-        elif (problem := settings.problem_of(found)) is not None:
-            problems[f"{sources.where(found.key)} {problem}"] = None
+        else:
+            for key, typed in sources.as_typed(found):
+                if (problem := settings.problem_of(found, key, typed)) is not None:
+                    problems[f"{sources.where(found.key)} {problem}"] = None
     if not problems and why_refused("", values) is not None:
         # Inside model.architecture, which takes any key, `walk` visits no single key.
         for file in sources.files:

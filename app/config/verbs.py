@@ -126,9 +126,10 @@ class TrainConfig:
     recompute: RecomputeConfig = setting(
         default_factory=RecomputeConfig,
         resume="rounding",
-        aliases=("gradient_checkpointing=full", "activation_checkpointing=full"),
+        aliases=("gradient_checkpointing", "activation_checkpointing"),
         option_aliases={
             "true": "full",
+            "false": "none",
             "block": "full",
             "cpu_offload": "offload",
         },
@@ -136,7 +137,15 @@ class TrainConfig:
     """activation checkpointing: recompute in the backward pass, less memory for more time"""
     data: DataConfig = setting(default_factory=DataConfig, resume="data")
     """data sets, chat template, and which tokens are trained on"""
-    packing: PackingConfig = setting(default_factory=PackingConfig, resume="fixed")
+    packing: PackingConfig = setting(
+        default_factory=PackingConfig,
+        resume="fixed",
+        aliases=("sample_packing",),
+        option_aliases={
+            "true": "multipack",
+            "false": "none",
+        },
+    )
     """packing of several documents into one row"""
     optimizer: OptimizerConfig = setting(
         resume="fixed",
@@ -204,7 +213,15 @@ class TrainConfig:
     )
     """distributed strategy: how a run is spread over several devices"""
     logger: LoggerConfig = setting(
-        default_factory=LoggerConfig, resume="free", aliases=("report_to", "log_with")
+        default_factory=LoggerConfig,
+        resume="free",
+        aliases=("report_to", "log_with"),
+        option_aliases={
+            "none": "csv",
+            "false": "csv",
+            "null": "csv",
+            "[]": "csv",
+        },
     )
     """experiment trackers that metrics are logged to"""
     evaluation: TrainEvaluationConfig = setting(
@@ -379,6 +396,20 @@ PARTS: dict[str, dict[str, type]] = {
     "strategy": FAMILIES,
 }
 """groups whose settings depend on the option: group -> option -> schema"""
+
+
+def only_in(key: str) -> str:
+    """Return `; only plan has it` for a group or setting of some verbs; empty if no verb has it."""
+    verbs = [
+        verb
+        for verb, top in VERBS.items()
+        if any(key in (each.key, each.typed_key) for each in list_settings(top, PARTS))
+    ]
+    *first, last = verbs or [""]
+    names = f"{', '.join(first)} and {last} have" if first else f"{last} has"
+    return f"; only {names} it" if verbs else ""
+
+
 SETTINGS = list_settings(TrainConfig, PARTS)
 """every setting of a training run"""
 TRUST_KEYS = [each.key for each in SETTINGS if each.resume == "trust"]

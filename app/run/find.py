@@ -87,6 +87,7 @@ def has_checkpoints(run: Path) -> bool:
 
 
 def _typed_run(resume: str, folder: str | None) -> Path:
+    resume = {"True": "true", "False": "false"}.get(resume, resume)  # typed without quotes
     path = expand_home("resume", resume)
     if not path.is_dir():
         known = OTHER_TOOLS.get(resume.lower())

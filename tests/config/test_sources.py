@@ -77,7 +77,7 @@ def test_an_experiment_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 BAD_EXPERIMENTS = [
     ("defaults: [nope, _self_]", ": In 'experiment/mine': Could not load"),
-    ("defaults: ['${oc.env:HOME}']", ":2: defaults=['${oc.env:HOME}']: expected a list"),
+    ("defaults: ['${oc.env:HOME}']", ":2: defaults=[${oc.env:HOME}]: expected a list"),
     ("defaults: [{/model: tiny}]", ": Multiple values for model"),
     ("defaults: [override /model: tinny]", ":2: model=tinny: no such option"),
     ("defaults: [override /nothing: x]", ":2: nothing=x: train has no group nothing; it has"),
@@ -86,7 +86,7 @@ BAD_EXPERIMENTS = [
     ("trainer: {precision: fp17}", ":2 trainer.precision=fp17: expected"),
     ("trainer:\n  max_steps: many", ":3 trainer.max_steps=many: expected a whole number"),
     ("trainer:\n  max_stepz: 3", ":3 unknown key trainer.max_stepz=3; did you mean trainer.max_"),
-    ("trainr:\n  max_steps: 3", ":2 unknown key trainr={'max_steps': 3}; did you mean trainer?"),
+    ("trainr:\n  max_steps: 3", ":2 unknown key trainr={max_steps: 3}; did you mean trainer?"),
     ("adapter:\n  r: 4\n  rr: 4", ":4 unknown key adapter.rr=4; did you mean adapter.r?"),
     ("data:\n  datasets:\n    - path: a\n      frmat: b", ":5 unknown key data.datasets[0].frmat"),
     ("model:\n  _target_: os.system", ":3 model._target_: _target_ is not allowed"),

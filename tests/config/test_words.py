@@ -40,6 +40,19 @@ ANSWERS = [
     ("num_gpus=4", "did you mean trainer.devices?"),
     ("method=dpo", "supervised fine-tuning"),
     ("wandb_project=mine", "logger=wandb"),
+    ("sample_packing=true", "unknown key sample_packing=true; type packing=multipack"),
+    ("sample_packing=false", "type packing=none"),
+    ("packing=true", "packing=true: no such option"),
+    ("packing=false", "type packing=none"),
+    ("gradient_checkpointing=false", "type recompute=none"),
+    ("recompute=true", "recompute=true: no such option"),
+    ("logger=false", "type logger=csv"),
+    ("logger=[]", "type logger=csv"),
+    ("report_to=none", "type logger=csv"),
+    ("resume=true", "resume=true: no such folder"),
+    ("hardware=8xh100", "hardware=8xh100: train has no group hardware; only plan has it"),
+    ("merge.dtype=bf16", "unknown key merge.dtype=bf16; only merge has it"),
+    ("lora.r=8", "unknown key lora.r=8; did you mean adapter.r?"),
 ]
 
 
@@ -48,6 +61,11 @@ def test_a_word_of_another_tool_is_answered_with_ours(word: str, fragment: str) 
     result = run_command(RUN, word)
     assert result.code == 2 and fragment in result.stderr, result.stderr
     assert len(result.stderr) < 400
+
+
+def test_each_word_below_an_unknown_key_is_a_problem_of_its_own() -> None:
+    said = run_command(RUN, "method=dpo", "method.beta=0.1").stderr
+    assert "unknown key method=dpo; " in said and "unknown key method.beta=0.1; " in said
 
 
 def test_a_dashed_word_takes_its_value_with_it() -> None:

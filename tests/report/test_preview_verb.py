@@ -87,7 +87,7 @@ def test_cfg_prints_its_settings() -> None:
 def test_train_has_no_settings_of_a_preview() -> None:
     result = run_command("model=tiny", "data=skills", "preview.rows=2")
     assert result.code == 2
-    assert "unknown key preview=" in result.stderr
+    assert "unknown key preview.rows=2; only preview has it" in result.stderr
 
 
 BAD_WORDS = [
