@@ -62,6 +62,8 @@ CONFLICTS = [
      ["sweep.prune=median", "sweep.search=grid runs every trial to its end"]),
     (0, "launcher.cpus=2", "launcher.cpus=2 launcher.name=slurm",
      ["launcher.cpus=2 has no effect with launcher=local", "launcher=slurm"]),
+    (0, "launcher.minutes=60", "launcher.minutes=60 launcher.name=slurm",
+     ["launcher.minutes=60 has no effect with launcher=local", "launcher=slurm"]),
     (0, "launcher.name=slurm trainer.num_nodes=2 strategy=ddp", "launcher.name=slurm",
      ["launcher=slurm runs each trial on one node", "trainer.num_nodes=1"]),
     (0, "trainer.precision=fp16", "trainer.precision=bf16", ["fp16 needs a GPU", "the CPU",

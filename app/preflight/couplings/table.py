@@ -54,8 +54,6 @@ NEAREST_IN_PYTORCH = {
     "zeropp": "fsdp_hybrid",
 }
 """DeepSpeed strategy -> the nearest PyTorch strategy"""
-SLURM_ONLY = ("partition", "account", "gpus", "cpus", "memory_gib")
-"""settings of launcher that apply to SLURM jobs only"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -401,10 +399,14 @@ def _of_sweep(config: TrainConfig) -> Iterator[Conflict]:
             "one node",
             "trainer.num_nodes=1",
         )
-    typed = [name for name in SLURM_ONLY if getattr(launcher, name) is not None]
+    values = [
+        (field.name, getattr(launcher, field.name), field.default)
+        for field in dataclasses.fields(launcher)
+    ]
+    typed = [f"{name}={value}" for name, value, default in values if value != default]
     if launcher.name == "local" and typed:
         yield Conflict(
-            f"launcher.{typed[0]}={getattr(launcher, typed[0])} has no effect with launcher=local",
+            f"launcher.{typed[0]} has no effect with launcher=local",
             "launcher=slurm, or leave it out",
         )
 
