@@ -32,10 +32,11 @@ Made from the settings' fields by `make settings`; a test keeps it current. The 
 or `KEY: VALUE` in an experiment sets them. Where only some options of a group have a setting, the
 heading names them.
 
-The last column says whether `resume=` may go on with another value: `yes`; `rounding`, the same
-mathematics computed another way; `contents`, where what it leads to is the same (files, number of
-ranks); a word that `resume_allow=[...]` must hold; `no`, because it would be another run; or `-`,
-where it belongs to one start and is never compared.
+The last column says whether a setting may change on resume: `yes`; `no`; `rounding`: yes, with the
+same results except for the last digits; `contents`: the value may change, but not what it stands
+for (the contents of files, the number of ranks); `lr`, `schedule`, `epochs`, `data` or `precision`:
+only with that word in `resume_allow=[...]`; `typed again`: a run's value is never used, so type it
+at each start; `-`: it concerns a single start of a run and is never compared.
 """
 ON_RESUME = {
     "fixed": "no",
