@@ -6,11 +6,13 @@ import contextlib
 import io
 import math
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.config.schema import docs_of
 from app.model.adapter import (
     DEFAULT_LR,
     AdapterConfig,
@@ -20,8 +22,9 @@ from app.model.adapter import (
     LoraConfig,
 )
 from app.process.logs import LOG_FILE
-from app.training.optimizers import AdamWConfig
+from app.training.optimizers import AdamWConfig, OptimizerConfig
 from app.training.schedule import FAR, USUAL_LR, LearningRate, format_lr, resolve_lr
+from data_modules import facts_of
 from tests.conftest import read_column
 from tests.tiny import train_into
 
@@ -43,6 +46,15 @@ def test_the_default_is_that_of_the_method_and_is_named(adapter: AdapterConfig) 
         f"lr {format_lr(default)} ({format_lr(default)} is the default of adapter={adapter.name})"
     )
     assert lr.warning is None
+
+
+def test_the_help_of_the_learning_rate_names_the_defaults() -> None:
+    doc = docs_of(OptimizerConfig)["lr"]
+    (note,) = (facts_of(each).note for each in fields(OptimizerConfig) if each.name == "lr")
+    known = {name: format_lr(lr) for name, lr in DEFAULT_LR.items()}
+    assert f"LoRA {known['lora']}, IA3 {known['ia3']}, freeze and full {known['full']}" in doc
+    assert known["freeze"] == known["full"]
+    assert note == f"{known['lora']} for LoRA, {known['full']} for full"
 
 
 def test_a_typed_learning_rate_overrides_the_default() -> None:
