@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from data_modules.facts import facts_of as facts_of
     from data_modules.facts import hints_of as hints_of
     from data_modules.facts import is_optional as is_optional
+    from data_modules.facts import is_settings as is_settings
     from data_modules.facts import setting as setting
     from data_modules.facts import takes as takes
     from data_modules.messages import REDACTED as REDACTED
@@ -94,6 +95,7 @@ _HOMES = {
     "holds_token": "messages",
     "is_hub_id": "source",
     "is_optional": "facts",
+    "is_settings": "facts",
     "open_regular": "source",
     "read_rows": "source",
     "printable": "messages",

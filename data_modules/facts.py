@@ -12,9 +12,10 @@ import math
 import operator
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard, TypeVar, get_args, overload
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from typing_extensions import Unpack
 
 ResumeRule = Literal[
@@ -61,6 +62,8 @@ class Facts:
     """the setting of the same group that expresses the same thing differently"""
     typed: str = ""
     """the name to type, if it is a reserved word in Python"""
+    is_path: bool = False
+    """whether it names a file or folder (or a hub id, or a template), made absolute if it exists"""
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -84,6 +87,7 @@ class _Facts(TypedDict, total=False):
     option_aliases: Mapping[str, str]
     instead_of: str
     typed: str
+    is_path: bool
 
 
 @overload
@@ -109,6 +113,11 @@ def facts_of(field: dataclasses.Field[Any]) -> Facts:
     """Return the facts declared at a field."""
     facts: Facts = field.metadata.get("facts", _NONE)
     return facts
+
+
+def is_settings(value: object) -> TypeGuard[DataclassInstance]:
+    """Return whether a value is an object of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 @functools.cache
@@ -160,7 +169,9 @@ def expected(facts: Facts, hint: Any) -> str:
     return f"{describe_values(facts, hint)}{f' ({facts.note})' if facts.note else ''}"
 
 
-def check_values(config: Any, prefix: str = "", *, skip: Collection[str] = ()) -> list[str]:
+def check_values(
+    config: DataclassInstance, prefix: str = "", *, skip: Collection[str] = ()
+) -> list[str]:
     """Return a problem for every value in a settings object that its field does not allow.
 
     `prefix` is the key of `config` itself; the fields named in `skip` are not checked.
@@ -168,7 +179,7 @@ def check_values(config: Any, prefix: str = "", *, skip: Collection[str] = ()) -
     return list(_problems(config, prefix, skip))
 
 
-def _problems(config: Any, prefix: str, skip: Collection[str] = ()) -> Iterator[str]:
+def _problems(config: DataclassInstance, prefix: str, skip: Collection[str] = ()) -> Iterator[str]:
     schema: type = type(config)
     hints = hints_of(schema)
     for field in dataclasses.fields(config):
@@ -176,9 +187,9 @@ def _problems(config: Any, prefix: str, skip: Collection[str] = ()) -> Iterator[
             continue
         key = f"{prefix}.{field.name}" if prefix else field.name
         value, facts = getattr(config, field.name), facts_of(field)
-        if dataclasses.is_dataclass(value):
+        if is_settings(value):
             yield from _problems(value, key)
-        elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
+        elif isinstance(value, list) and value and is_settings(value[0]):
             for index, part in enumerate(value):
                 yield from _problems(part, f"{key}[{index}]")
         elif not takes(facts, hints[field.name], value):

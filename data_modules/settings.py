@@ -31,7 +31,7 @@ def _cache_dir() -> str:
 class DatasetConfig:
     """One data set."""
 
-    path: str = setting(resume="content")
+    path: str = setting(resume="content", is_path=True)
     """a file (json, jsonl, csv, tsv, parquet, arrow, txt; .gz or .zst), a folder or glob of them,
     a URL of one (s3://, gs://, https://), a hub id (owner/name), or sample:NAME for what ships
     with the project"""
@@ -115,7 +115,9 @@ class DataConfig:
     """maximum bytes of a row, and of each text in it; larger ones are refused"""
     limits: source.Limits = setting(default_factory=source.Limits, resume="free")
     """limits of what a file or a URL may hold"""
-    chat_template: str | None = setting(None, resume="content", shown=("train", "preview"))
+    chat_template: str | None = setting(
+        None, resume="content", shown=("train", "preview"), is_path=True
+    )
     """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, else the one listed
     for the model, else plain"""
     template_seconds: float = setting(10.0, gt=0, resume="free")

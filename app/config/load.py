@@ -12,10 +12,10 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -35,17 +35,18 @@ from app.config.verbs import (
     PARTS,
     VERBS,
     EvaluateConfig,
-    MergeConfig,
     TrainConfig,
     TunedConfig,
     only_in,
 )
-from app.model.adapter import Ia3Config, LoraConfig
 from app.process.errors import ROOT, UserError
 from app.process.untrusted import reading
 from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, NO_URL, expand_home
-from data_modules import TEMPLATE_NAMES, hints_of
+from data_modules import TEMPLATE_NAMES, facts_of, hints_of, is_settings
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Config = TrainConfig | TunedConfig
 """the settings of a verb; PreviewConfig and PlanConfig are TrainConfigs"""
@@ -339,7 +340,7 @@ def resolve_paths(config: Config) -> None:
     Expands `~`, and lets relative paths of the shipped YAML files work from any folder. A path that
     does not exist stays as typed: it is a hub id, a template's name, or an error reported later.
     """
-    for _, part, name in _paths_of(config):
+    for _, part, name in _paths_in(config):
         path = getattr(part, name)
         if not path or "\0" in path:
             continue
@@ -353,7 +354,7 @@ def resolve_paths(config: Config) -> None:
 
 def check_paths(config: Config) -> list[str]:
     """List paths (and a revision) that are empty, not null, and a cache folder that is a URL."""
-    places = [*_paths_of(config), ("model", config.model, "revision")]
+    places = [*_paths_in(config), ("model", config.model, "revision")]
     problems = []
     if isinstance(config, (TrainConfig, EvaluateConfig)):
         places.append(("data", config.data, "cache_dir"))
@@ -367,33 +368,22 @@ def check_paths(config: Config) -> list[str]:
     ]
 
 
-def _paths_of(config: Config) -> list[tuple[str, Any, str]]:
-    """Return (key of the part, part, field) of each setting that is a path.
+def _paths_in(part: DataclassInstance, key: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield (key of the part, part, field) of each path in settings, at any depth.
 
     data.chat_template is left out if it names a shipped template.
     """
-    paths: list[tuple[str, Any, str]] = [
-        ("model", config.model, "path"),
-        ("model", config.model, "tokenizer_path"),
-    ]
-    if isinstance(config, (TrainConfig, EvaluateConfig)):
-        data = config.data
-        if data.chat_template not in TEMPLATE_NAMES:
-            paths.append(("data", data, "chat_template"))
-        for kind, listed in (("datasets", data.datasets), ("test_datasets", data.test_datasets)):
-            paths += [(f"data.{kind}[{i}]", each, "path") for i, each in enumerate(listed)]
-    if isinstance(config, MergeConfig):
-        adapters = enumerate(config.merge.adapters)
-        paths += [(f"merge.adapters[{i}]", each, "path") for i, each in adapters]
-        paths.append(("merge", config.merge, "llama_cpp"))
-    if isinstance(config, EvaluateConfig):
-        judge = config.evaluation.judge
-        paths += [("evaluation.judge", judge, name) for name in ("questions", "references")]
-    if isinstance(config, TunedConfig):
-        paths.append(("", config, "adapter_path"))
-    elif isinstance(config.adapter, (LoraConfig, Ia3Config)):
-        paths.append(("adapter", config.adapter, "path"))
-    return paths
+    for field in dataclasses.fields(part):
+        value, full = getattr(part, field.name), f"{key}.{field.name}".lstrip(".")
+        if facts_of(field).is_path:
+            if field.name != "chat_template" or value not in TEMPLATE_NAMES:
+                yield key, part, field.name
+        elif is_settings(value):
+            yield from _paths_in(value, full)
+        elif isinstance(value, list):
+            for index, element in enumerate(value):
+                if is_settings(element):
+                    yield from _paths_in(element, f"{full}[{index}]")
 
 
 def first_line(error: Exception) -> str:

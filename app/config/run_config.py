@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -33,10 +33,14 @@ from data_modules import (
     DataConfig,
     facts_of,
     hints_of,
+    is_settings,
     redact,
     redacted,
     redacted_keys,
 )
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 log = logging.getLogger(__name__)
 INHERITED_FROM_TRAINER = ("precision", "micro_batch_size")
@@ -68,7 +72,7 @@ def write_experiment(config: TrainConfig, path: Path, header: str) -> None:
     write_atomically(path, f"# @package _global_\n{header}\n{text}")
 
 
-def changed_settings(config: Any) -> list[tuple[str, str, str]]:
+def changed_settings(config: TrainConfig | TunedConfig) -> list[tuple[str, str, str]]:
     """List (key, value, default) of the settings that differ from their defaults, without secrets.
 
     An option of a group is listed as `adapter=full`. Settings of a single start of a run (its
@@ -76,13 +80,13 @@ def changed_settings(config: Any) -> list[tuple[str, str, str]]:
     """
     changed: list[tuple[str, str, str]] = []
 
-    def compare(prefix: str, part: Any) -> None:
+    def compare(prefix: str, part: DataclassInstance) -> None:
         for field in dataclasses.fields(part):
             value, default = getattr(part, field.name), default_of(field)
             key = f"{prefix}{facts_of(field).typed or field.name}"
             if key in PER_START or key == "run":
                 continue
-            if dataclasses.is_dataclass(value):
+            if is_settings(value):
                 option, first = getattr(value, "name", None), next(iter(PARTS.get(key, ())), None)
                 if first is not None and option != first:
                     changed.append((key, str(option), first))

@@ -67,7 +67,10 @@ class SweepConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LauncherConfig:
-    """Choose where the trials of a sweep run: on this machine, or each as a SLURM job."""
+    """Choose where the trials of a sweep run: on this machine, or each as a SLURM job.
+
+    All settings but `name` are those of SLURM jobs.
+    """
 
     name: str = setting("local", choices=("local", "slurm"))
     """local = processes on this machine; slurm = one single-node job per trial, through submitit"""
@@ -311,7 +314,7 @@ class TunedConfig:
     """folder of a finished run; null = the newest under outputs/, unless model.path is given"""
     model: ModelConfig = setting(default_factory=ModelConfig)
     """the base model"""
-    adapter_path: str | None = setting(None, shown=True)
+    adapter_path: str | None = setting(None, shown=True, is_path=True)
     """folder of an adapter for model.path, if the model is not from a run"""
     quantization: QuantizationConfig = setting(default_factory=QuantizationConfig)
     """quantization of the base to 4 or 8 bits"""

@@ -55,7 +55,11 @@ log = logging.getLogger(__name__)
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     path: str | None = setting(
-        None, resume="content", shown=True, aliases=("base_model", "model_name_or_path")
+        None,
+        resume="content",
+        shown=True,
+        aliases=("base_model", "model_name_or_path"),
+        is_path=True,
     )
     """folder or hub id of the base model (config.json, safetensors, tokenizer)"""
     revision: str | None = setting(None, resume="content")
@@ -63,7 +67,7 @@ class ModelConfig:
     trust_remote_code: bool = setting(False, resume="trust")
     """run Python files from the model's repository; requires a pinned revision, and must be typed
     at every start: it is never read from the files of a run"""
-    tokenizer_path: str | None = setting(None, resume="content", shown=("preview",))
+    tokenizer_path: str | None = setting(None, resume="content", shown=("preview",), is_path=True)
     """folder or hub id of the tokenizer, if it is not in the model's folder"""
     added_tokens: list[str] = setting(default_factory=list)
     """special tokens to add to the base, as [<|im_start|>, <|im_end|>]; their embedding rows are

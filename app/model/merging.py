@@ -46,7 +46,7 @@ CHECKPOINTS = ("final", "newest")
 
 @dataclass(kw_only=True, slots=True)
 class WeightedAdapter:
-    path: str = setting()
+    path: str = setting(is_path=True)
     """folder of an adapter of the same base"""
     weight: float = setting(1.0, ge=-10, le=10)
     """factor of its weight change"""
@@ -73,7 +73,7 @@ class MergingConfig:
     tokens of conversations with those in training; needs memory for one of the models in fp32"""
     gguf: bool = setting(False, shown=True)
     """also write model.gguf, by llama.cpp's converter"""
-    llama_cpp: str | None = None
+    llama_cpp: str | None = setting(None, is_path=True)
     """folder with llama.cpp's convert_hf_to_gguf.py; null = search on PATH"""
 
 

@@ -132,6 +132,23 @@ def test_other_tools_names_are_answered_with_ours(word: str, meant: str) -> None
     assert result.code == 2 and meant in result.stderr
 
 
+def test_the_settings_that_are_paths() -> None:
+    paths = {one.key for of_verb in SETTINGS.values() for one in of_verb if one.facts.is_path}
+    assert paths == {
+        "adapter.path",
+        "adapter_path",
+        "data.chat_template",
+        "data.datasets[].path",
+        "data.test_datasets[].path",
+        "evaluation.judge.questions",
+        "evaluation.judge.references",
+        "merge.adapters[].path",
+        "merge.llama_cpp",
+        "model.path",
+        "model.tokenizer_path",
+    }
+
+
 def test_keys_are_typed_as_python_cannot_have_them() -> None:
     assert TYPED_KEYS == {"trainer.checkpoint.async": "trainer.checkpoint.asynchronous"}
 

@@ -16,10 +16,10 @@ KEY_VARIABLE = "LOFT_JUDGE_KEY"
 
 @dataclass(kw_only=True, slots=True)
 class JudgeConfig:
-    questions: str | None = setting(None, shown=True)
+    questions: str | None = setting(None, shown=True, is_path=True)
     """file of multi-turn questions in the format of MT-bench's question.jsonl, or a folder with
     that file and its reference answers; null = no judge"""
-    references: str | None = None
+    references: str | None = setting(None, is_path=True)
     """file of reference answers in the format of MT-bench's reference_answer files; null = those in
     the rows or the folder of `questions`"""
     max_questions: int | None = setting(None, ge=1)

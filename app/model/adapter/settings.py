@@ -34,7 +34,7 @@ class AdapterConfig:
 @dataclass(kw_only=True, slots=True)
 class LoraConfig(AdapterConfig):
     name: str = "lora"
-    path: str | None = None
+    path: str | None = setting(None, is_path=True)
     """folder of an adapter to continue training, with the settings it was saved with"""
     r: int = setting(
         16,
@@ -92,7 +92,7 @@ class LoraConfig(AdapterConfig):
 @dataclass(kw_only=True, slots=True)
 class Ia3Config(AdapterConfig):
     name: str = "ia3"
-    path: str | None = None
+    path: str | None = setting(None, is_path=True)
     """folder of an adapter to continue training, with the settings it was saved with"""
     target_modules: Any = "auto"
     """auto (keys, values and feed-forward of the architecture), or a list of module name endings"""
