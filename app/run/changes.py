@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from app.training.trainer import TrainerConfig
 
 ALLOWED = {
-    "lr": "the step size",
+    "lr": "the learning rate",
     "schedule": "the learning-rate schedule",
     "epochs": "the length of the run, and with it the learning-rate schedule",
     "data": "the training data; the run continues at the same step of the new plan",
@@ -70,14 +70,15 @@ def compare_settings(before: TrainConfig, now: TrainConfig) -> list[Change]:
         if key not in old:
             continue  # belongs to another option or data set, which is reported as a change itself
         if old[key] != value and rule not in ("per_start", "trust"):
-            undo = _how_to_undo(key, old[key])
-            changes.append(Change(key, old[key], value, rule or "fixed", undo))
+            typed = _typed_key(key)
+            undo = _how_to_undo(typed, old[key])
+            changes.append(Change(typed, old[key], value, rule or "fixed", undo))
     # Other differences between strategies only change rounding.
     if (was := _lossy_communication(before.strategy)) != (
         new := _lossy_communication(now.strategy)
     ):
-        what, undo = "what travels between the ranks", f"type strategy={before.strategy.name}"
-        changes.append(Change(what, was, new, "precision", undo))
+        undo = f"type strategy={before.strategy.name}"
+        changes.append(Change("lossy communication", was, new, "precision", undo))
     return changes
 
 
@@ -150,15 +151,15 @@ def check_changes(changes: Sequence[Change], allow: Sequence[str]) -> tuple[list
 def _lossy_communication(strategy: StrategyConfig) -> str:
     """Describe the lossy part of a strategy's communication."""
     if isinstance(strategy, DdpConfig) and strategy.compression != "none":
-        return f"gradients by {strategy.compression}"
+        return f"gradient compression ({strategy.compression})"
     if isinstance(strategy, LocalSgdConfig):
-        return f"the mean of weights after every {strategy.sync_every_steps} steps"
+        return f"the averaging of weights every {strategy.sync_every_steps} steps"
     if isinstance(strategy, ZeroConfig):
         parts = ("weights", "gradients")
         quantized = [part for part in parts if getattr(strategy, f"quantized_{part}")]
         if quantized:
-            return f"{' and '.join(quantized)} quantized"
-    return "as it is"
+            return f"quantized {' and '.join(quantized)}"
+    return "none"
 
 
 def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -200,6 +201,12 @@ def _compare_data(
 def _rule_of_precision(before: str, now: str) -> ResumeRule:
     # All other precisions keep trainable parameters in fp32.
     return "fixed" if "bf16-pure" in (before, now) else "precision"
+
+
+def _typed_key(key: str) -> str:
+    """Return what a person types for a setting: `adapter` for the option `adapter.name`."""
+    group, _, field = key.partition(".")
+    return group if field == "name" else key
 
 
 def _how_to_undo(key: str, value: Any) -> str:
@@ -282,7 +289,7 @@ def check_global_batch(
             "(the last digits and the dropout masks may differ)"
         ]
     return [
-        f"the run took {before['packs']} packs a step ({_factors(before)}) and would now take "
+        f"the run took {before['packs']} packs per step ({_factors(before)}) and would now take "
         f"{now['packs']} ({_factors(now)}): the order of its data depends on it; type "
         f"{_batch_override(before, now, trainer)}"
     ], []

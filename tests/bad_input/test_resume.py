@@ -54,8 +54,8 @@ REFUSED = {
     "model.added_tokens=[<x>]": "type 'model.added_tokens=[]'",
 }
 OTHER_OPTIONS = {
-    "adapter=full": "adapter.name was lora and is full: that is another run",
-    "optimizer=adafactor": "optimizer.name was adamw and is adafactor: that is another run",
+    "adapter=full": "adapter was lora and is full: that is another run",
+    "optimizer=adafactor": "optimizer was adamw and is adafactor: that is another run",
 }
 ALLOWED = [
     ("optimizer.lr=2e-3", "lr", "optimizer.lr was 0.001 and is 0.002"),
@@ -348,8 +348,8 @@ def test_another_number_of_ranks_keeps_the_global_batch_or_says_how(
     result = run_command(f"resume={run}", "trainer.devices=1")
     assert result.code == 2
     assert (
-        "the run took 8 packs a step (micro_batch_size 1 x accumulation 4 x 2 ranks) and would now "
-        "take 4 (micro_batch_size 1 x accumulation 4 x 1 rank)" in result.stderr
+        "the run took 8 packs per step (micro_batch_size 1 x accumulation 4 x 2 ranks) and would "
+        "now take 4 (micro_batch_size 1 x accumulation 4 x 1 rank)" in result.stderr
     )
     (fix,) = [word for word in result.stderr.split() if word.startswith("trainer.grad")]
     assert fix == "trainer.gradient_accumulation_steps=8"

@@ -240,7 +240,7 @@ def test_a_run_remembers_the_processes_before(words: list[str], tmp_path: Path) 
     assert (second["until_step"], second["versions"]) == (4, start.manifest["versions"])
 
 
-def test_another_strategy_only_rounds_unless_less_travels(words: list[str], tmp_path: Path) -> None:
+def test_another_strategy_only_rounds_unless_its_communication_is_lossy(words: list[str], tmp_path: Path) -> None:
     batch = ["trainer.devices=2", "trainer.global_batch_size=8"]
     run = make_run(tmp_path / "run", *words, *batch, "strategy=ddp", strategy="ddp")
     for other in ("fsdp", "tp", "single trainer.devices=1", "fsdp_tp trainer.devices=4"):
@@ -248,7 +248,7 @@ def test_another_strategy_only_rounds_unless_less_travels(words: list[str], tmp_
         assert result.code == 0, result.stderr
     result = run_command(f"resume={run}", "strategy=ddp_compressed")
     assert result.code == 2
-    said = "what travels between the ranks was as it is and is gradients by bf16 (the numerical"
+    said = "lossy communication was none and is gradient compression (bf16) (the numerical"
     assert said in result.stderr
     assert (
         "type 'resume_allow=[precision]' to resume with this change, or type strategy=ddp"
@@ -261,7 +261,18 @@ def test_another_strategy_only_rounds_unless_less_travels(words: list[str], tmp_
     assert run_command(f"resume={run}", "strategy=fsdp_tp", "trainer.global_batch_size=4").code == 2
 
 
-def test_weights_that_travel_quantized_are_another_precision(words: list[str]) -> None:
+def test_another_option_is_named_as_it_is_typed(words: list[str], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *words, "adapter=full")
+    result = run_command(f"resume={run}", "adapter=lora")
+    assert result.code == 2
+    assert "adapter was full and is lora: that is another run; type adapter=full to" in (
+        result.stderr
+    )
+    result = run_command(f"resume={run}", "optimizer.lr=0.01")
+    assert "(the learning rate)" in result.stderr
+
+
+def test_communicating_quantized_weights_is_another_precision(words: list[str]) -> None:
     def settings(*typed: str) -> TrainConfig:
         config = load_config("train", [*words, *typed])
         assert isinstance(config, TrainConfig)
@@ -269,7 +280,7 @@ def test_weights_that_travel_quantized_are_another_precision(words: list[str]) -
 
     one, other = settings("strategy=zero3"), settings("strategy=zeropp")
     (change,) = [each for each in compare_settings(one, other) if each.rule == "precision"]
-    assert str(change).endswith("was as it is and is weights and gradients quantized")
+    assert str(change).endswith("was none and is quantized weights and gradients")
     assert not [
         each
         for each in compare_settings(settings("strategy=fsdp"), settings("strategy=zero3_hpz"))
