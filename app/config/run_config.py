@@ -27,7 +27,7 @@ from app.config.verbs import (
 from app.process.errors import UserError
 from app.process.files import write_atomically
 from app.run import find_run, find_run_to_resume
-from app.run.folder import CONFIG_FILE
+from app.run.folder import CONFIG_FILE, verb_line
 from data_modules import (
     REDACTED,
     DataConfig,
@@ -49,9 +49,10 @@ INHERITED_FROM_TRAINER = ("precision", "micro_batch_size")
 
 def save_config(config: TrainConfig | TunedConfig, path: Path) -> None:
     """Save settings as plain YAML without secrets; `load_run_config` loads it."""
+    verb = next(verb for verb, schema in VERBS.items() if type(config) is schema)
     settings = redacted(dataclasses.asdict(config))
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
-    write_atomically(path, text)
+    write_atomically(path, verb_line(verb) + text)
 
 
 def write_experiment(config: TrainConfig, path: Path, header: str) -> None:

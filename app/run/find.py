@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from pathlib import Path
 
 from app.process.errors import UserError, nearest
 from app.process.installation import verb_command
 from app.process.launch import is_child, run_dir
+from app.process.untrusted import read_json_object
 from app.run.folder import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -17,6 +19,7 @@ from app.run.folder import (
     is_training,
     refuse_special_entries,
 )
+from app.run.manifest import MANIFEST_FILE, STARTED_FORMAT
 from app.training.checkpoint.store import CHECKPOINTS, STEP_FOLDER, CheckpointStore
 
 NEVER, AUTO, MUST = "never", "auto", "must"
@@ -151,10 +154,8 @@ def _started(run: Path) -> tuple[str, int] | tuple[()]:
     return (match[1], int(match[2] or 0)) if match else ()
 
 
-def find_run(
-    run: str | None, name: str | None = None, *, verb: str = "", takes_unfinished: bool = False
-) -> Path:
-    """Return folder `run`, or the newest finished run under outputs/ (called `name`, if given).
+def find_run(run: str | None, *, verb: str = "", takes_unfinished: bool = False) -> Path:
+    """Return folder `run`, or the newest finished run under outputs/.
 
     A run is finished once it has written metrics.json. `verb`: the verb that uses the run.
     """
@@ -163,7 +164,7 @@ def find_run(
             raise UserError(f"run is empty; {UNSET}")
         folder = expand_home("run", run)
         if not folder.is_dir():
-            raise UserError(f"run={run}: no such folder{_known_runs(name)}")
+            raise UserError(f"run={run}: no such folder{_known_runs()}")
         if (folder / CONFIG_FILE).exists():
             refuse_special_entries(folder)
         is_finished = (folder / METRICS_FILE).exists()
@@ -173,31 +174,46 @@ def find_run(
             hint = ", or merge that with merge.checkpoint=newest" if verb == "merge" else ""
             raise UserError(
                 f"run={run}: the run is not finished (no metrics.json); finish it from its newest "
-                f"checkpoint with {verb_command('train')} resume={run}{hint}{_known_runs(name)}"
+                f"checkpoint with {verb_command('train')} resume={run}{hint}{_known_runs()}"
             )
         if not is_finished or not is_training(folder / CONFIG_FILE):
             raise UserError(
                 f"run={run}: not the folder of a finished training run (metrics.json and its "
-                f"config.yaml){_known_runs(name)}"
+                f"config.yaml){_known_runs()}"
             )
         return folder
-    finished = finished_runs(name)
+    finished = finished_runs()
     if not finished:
-        where = OUTPUTS / name if name else OUTPUTS
-        raise UserError(f"no finished run under {where}: train first with {verb_command('train')}")
+        raise UserError(
+            f"no finished run under {OUTPUTS}: train first with {verb_command('train')}"
+        )
     refuse_special_entries(finished[-1])
     return finished[-1]
 
 
-def finished_runs(name: str | None = None) -> list[Path]:
-    """List the finished training runs under outputs/, oldest first."""
-    found = (OUTPUTS / name if name else OUTPUTS).rglob(METRICS_FILE)
+def finished_runs() -> list[Path]:
+    """List the finished training runs under outputs/, the one that started last at the end."""
+    found = OUTPUTS.rglob(METRICS_FILE)
     runs = [file.parent for file in found if is_training(file.parent / CONFIG_FILE)]
-    return sorted(runs, key=lambda run: (run / METRICS_FILE).stat().st_mtime_ns)
+    return sorted(runs, key=_start_of_finished)
 
 
-def _known_runs(name: str | None) -> str:
-    known = finished_runs(name)
+def _start_of_finished(run: Path) -> tuple[float, float]:
+    """Return the start that a run's manifest records, or its end if there is none; and its end.
+
+    The end is when metrics.json was last modified, which copying changes.
+    """
+    end = (run / METRICS_FILE).stat().st_mtime
+    manifest, _ = read_json_object(run / MANIFEST_FILE)
+    try:
+        started = datetime.strptime(str(manifest.get("started")), STARTED_FORMAT).timestamp()
+    except ValueError:
+        started = end
+    return started, end
+
+
+def _known_runs() -> str:
+    known = finished_runs()
     return f"; the newest finished run is run={known[-1]}" if known else ""
 
 

@@ -40,6 +40,8 @@ OUTPUTS = Path("outputs")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.json"
 """in a run folder: the settings, from the start; the metrics, once the run has finished"""
+VERB_LINE = re.compile(r"# settings of loft (\w+)\n")
+"""first line of config.yaml, with the verb; earlier versions wrote none"""
 LOCK_FILE = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """errors of a file system without locks"""
@@ -263,14 +265,22 @@ def discard_unused() -> None:
             folder.rmdir()
 
 
+def verb_line(verb: str) -> str:
+    """Return the first line of the config.yaml that a verb writes."""
+    return f"# settings of loft {verb}\n"
+
+
 def is_training(config: Path) -> bool:
     """Whether a config.yaml is a training run's, not an evaluation's, a preview's or a plan's.
 
-    Decided by its sections. A damaged file counts as a training run's; loading it reports why.
+    Decided by its first line, or by its sections if an earlier version wrote it. A damaged file
+    counts as a training run's; loading it reports why.
     """
     text, problem = read_text(config, "yaml_mib") if config.is_file() else ("", None)
     if problem is not None:
         return True
+    if (recorded := VERB_LINE.match(text)) is not None:
+        return recorded[1] == "train"
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):

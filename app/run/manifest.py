@@ -36,7 +36,8 @@ LIBRARIES = (
     "safetensors",
 )
 MANIFEST_FILE = "manifest.json"
-STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+STARTED_FORMAT = "%Y-%m-%dT%H:%M:%S%z"
+STARTED = time.strftime(STARTED_FORMAT)
 """start time of the command: the verb imports this module first"""
 ALLOWED_BY = "checkpoint"
 """the word in resume_allow that permits resuming from another run's checkpoint"""

@@ -240,7 +240,7 @@ def test_a_run_remembers_the_processes_before(words: list[str], tmp_path: Path) 
     assert (second["until_step"], second["versions"]) == (4, start.manifest["versions"])
 
 
-def test_another_strategy_only_rounds_unless_its_communication_is_lossy(words: list[str], tmp_path: Path) -> None:
+def test_another_strategy_only_rounds_unless_it_is_lossy(words: list[str], tmp_path: Path) -> None:
     batch = ["trainer.devices=2", "trainer.global_batch_size=8"]
     run = make_run(tmp_path / "run", *words, *batch, "strategy=ddp", strategy="ddp")
     for other in ("fsdp", "tp", "single trainer.devices=1", "fsdp_tp trainer.devices=4"):
