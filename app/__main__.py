@@ -6,23 +6,10 @@ import runpy
 import sys
 from pathlib import Path
 
+from app.config.verbs import ALL_VERBS
 from app.process.errors import DONE, USER_ERROR, UserError, nearest
 from app.process.installation import PROGRAM, record_script
 from app.process.reporting import report
-
-VERBS = {
-    "doctor": "what is wrong with this machine, and how fast its ranks communicate",
-    "init": "write a commented experiment for your model and data",
-    "train": "config in, verified adapter out",
-    "evaluate": "loss per data set, exact match and tasks, base vs tuned",
-    "report": "the report page of a run, or several runs side by side",
-    "preview": "what the model will see: text, tokens, loss mask, packs",
-    "plan": "will it fit, how fast, what to change; needs no GPU",
-    "merge": "merge the adapter into its base, verified; optionally GGUF",
-    "push": "upload a run's adapter or model and its card to the Hugging Face hub",
-    "chat": "talk to the tuned model in the terminal",
-    "serve": "OpenAI-compatible chat API and a web page, on this machine",
-}
 
 
 def main() -> None:
@@ -30,8 +17,8 @@ def main() -> None:
     typed = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if typed in ("--help", "-h"):
         print("usage: loft VERB [SETTING=VALUE ...]\n")
-        for verb, what in VERBS.items():
-            print(f"  {verb:<10}{what}")
+        for name, verb in ALL_VERBS.items():
+            print(f"  {name:<10}{verb.what}")
         print("\n`loft VERB --help` lists the settings of a verb; other options: --version,")
         print("--install-completion bash|zsh|fish")
         sys.exit(DONE)
@@ -45,12 +32,12 @@ def main() -> None:
 
         shell = sys.argv[2] if len(sys.argv) > 2 else ""
         try:
-            print(install_completion(shell, VERBS, Path.home()))
+            print(install_completion(shell, Path.home()))
         except (UserError, OSError) as error:
             sys.exit(report(error))
         sys.exit(DONE)
-    if typed not in VERBS:
-        hint = nearest(typed, VERBS) or "; loft --help lists the verbs"
+    if typed not in ALL_VERBS:
+        hint = nearest(typed, ALL_VERBS) or "; loft --help lists the verbs"
         print(f"error: loft has no verb {typed}{hint}", file=sys.stderr)
         sys.exit(USER_ERROR)
     if Path(sys.argv[0]).name == PROGRAM:  # not `python -m app VERB`

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from app.config.conf_files import CONF, list_groups
 from app.config.schema import list_settings
-from app.config.verbs import PARTS, VERBS
+from app.config.verbs import ALL_VERBS, PARTS, VERBS
 from app.process.errors import UserError
 
 FILES = {
@@ -40,8 +40,8 @@ complete -F _loft loft
 ZSH = "#compdef loft\nautoload -U +X bashcompinit && bashcompinit\n"
 
 
-def completion_script(shell: str, verbs: dict[str, str]) -> str:
-    """Return the completion script of `shell`; `verbs` maps each verb to its description."""
+def completion_script(shell: str) -> str:
+    """Return the completion script of `shell`."""
     options = {group: [*names] for group, names in list_groups(CONF).items()}
     settings = {
         verb: [
@@ -55,8 +55,8 @@ def completion_script(shell: str, verbs: dict[str, str]) -> str:
         words += ["+experiment=", "--help", "--verbose"]
     if shell == "fish":
         lines = [
-            f"complete -c loft -f -n __fish_use_subcommand -a {verb} -d '{description}'"
-            for verb, description in verbs.items()
+            f'complete -c loft -f -n __fish_use_subcommand -a {name} -d "{verb.what}"'
+            for name, verb in ALL_VERBS.items()
         ]
         for verb, words in settings.items():
             choices = [f"{group}={name}" for group, names in options.items() for name in names]
@@ -69,20 +69,20 @@ def completion_script(shell: str, verbs: dict[str, str]) -> str:
     ]
     by_verb = [f'      {verb}) words="{" ".join(words)}" ;;' for verb, words in settings.items()]
     script = BASH.format(
-        verbs=" ".join([*verbs, "--help", "--version"]),
+        verbs=" ".join([*ALL_VERBS, "--help", "--version"]),
         options="\n".join(by_key),
         settings="\n".join(by_verb),
     )
     return ZSH * (shell == "zsh") + script
 
 
-def install_completion(shell: str, verbs: dict[str, str], home: Path) -> str:
+def install_completion(shell: str, home: Path) -> str:
     """Write the completion script where `shell` looks for it; return the next step for the user."""
     if shell not in FILES:
         known = "|".join(FILES)
         raise UserError(f"--install-completion {shell}: expected --install-completion {known}")
     file = home / FILES[shell]
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(completion_script(shell, verbs), encoding="utf-8")
+    file.write_text(completion_script(shell), encoding="utf-8")
     next_step = "; ~/.zshrc needs: fpath+=~/.zfunc; autoload -U compinit; compinit"
     return f"written: {file}{next_step if shell == 'zsh' else ''}; open a new terminal"

@@ -12,21 +12,13 @@ from pathlib import Path
 
 from app.config.conf_files import CONF, list_groups, read_conf_file
 from app.config.schema import Setting, default_of, list_settings
+from app.config.verbs import ALL_VERBS, only_in
 from app.process.errors import UserError, nearest
 from app.process.installation import is_checkout, verb_command
 from data_modules import describe_values
 
 Parts = Mapping[str, Mapping[str, type]]
 
-WHAT = {
-    "train": "fine-tune a language model; saves a verified adapter under outputs/",
-    "preview": "show what a run would train on: rows, loss mask, packs, audit; needs a tokenizer",
-    "plan": "estimate memory and speed, and what to change; needs no weights, GPU or network",
-    "evaluate": "loss per data set, metrics of answers, tasks (MMLU, GSM8K, ...); base vs tuned",
-    "merge": "merge an adapter into its base and verify it: a Hugging Face folder, and GGUF",
-    "chat": "chat with a base and its adapter in the terminal",
-    "serve": "serve the model with OpenAI's chat API and a page for the browser",
-}
 USAGE = {
     "train": (
         ("python -m app.train", "the same as +experiment=quickstart"),
@@ -92,17 +84,17 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     primary = read_conf_file(conf / f"{verb}.yaml", package="")
     defaults = dict(primary.choices)
     options = list_groups(conf)
-    lines = [f"loft {verb}: {WHAT[verb]}", "", "usage"]
+    lines = [f"loft {verb}: {ALL_VERBS[verb].what}", "", "usage"]
     for command, meaning in USAGE[verb]:
         typed = command.replace(f"python -m app.{verb}", verb_command(verb))
         lines.append(f"  {typed:<44}  {meaning}".rstrip())
     if verb in ("train", "preview", "plan"):
         lines += ["", "complete runs: +experiment=NAME"]
-        runs = {
-            name: _first_comment(conf / "experiment" / f"{name}.yaml")
-            for name in options["experiment"]
-        }
+        runs = {name: _what(conf / "experiment" / f"{name}.yaml") for name in options["experiment"]}
         lines += _two_columns(runs, width)
+    if verb == "train":
+        sweeps = {name: _what(conf / "sweep" / f"{name}.yaml") for name in options["sweep"]}
+        lines += ["", "sweeps: -m +experiment=NAME +sweep=NAME", *_two_columns(sweeps, width)]
     lines += ["", "groups: GROUP=OPTION (* is the default)"]
     lines += _two_columns(
         {
@@ -146,6 +138,8 @@ def _topic_page(topic: str, settings: Sequence[Setting]) -> str:
         or setting.key.startswith((f"{topic}.", f"{topic}["))
     ]
     if not found:
+        if hint := only_in(topic):
+            raise UserError(f"--help {topic}: not a setting of this verb{hint}")
         known = [setting.typed_key for setting in settings]
         raise UserError(
             f"--help {topic}: no such setting; type --help, --help all, --help GROUP or --help KEY"
@@ -209,11 +203,10 @@ def _width() -> int:
     return min(shutil.get_terminal_size((100, 24)).columns, 120)
 
 
-def _first_comment(path: Path) -> str:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# What:"):
-            return line.removeprefix("# What:").strip()
-    return ""
+def _what(path: Path) -> str:
+    """Return what a file's header says after `# What:`, with its indented further lines."""
+    found = re.search(r"^# What:(.*(?:\n#  .*)*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return " ".join(found[1].replace("#", " ").split()) if found else ""
 
 
 def _two_columns(rows: dict[str, str], width: int) -> list[str]:

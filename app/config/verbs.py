@@ -375,15 +375,48 @@ class ServerConfig(TunedConfig):
     """system message and sampling of requests that set none"""
 
 
-VERBS: dict[str, type] = {
-    "train": TrainConfig,
-    "evaluate": EvaluateConfig,
-    "preview": PreviewConfig,
-    "plan": PlanConfig,
-    "merge": MergeConfig,
-    "chat": ChatConfig,
-    "serve": ServerConfig,
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """What a verb does, and its settings."""
+
+    what: str
+    schema: type | None = None
+    """None for a verb that composes no model: it has a few settings of its own"""
+
+
+ALL_VERBS = {
+    "doctor": Verb("check this machine, and measure how fast its ranks communicate"),
+    "init": Verb("write a commented experiment for your model and data"),
+    "train": Verb(
+        "fine-tune a language model; saves a verified adapter under outputs/", TrainConfig
+    ),
+    "evaluate": Verb(
+        "measure loss, metrics of answers and tasks (MMLU, GSM8K, ...); base vs tuned",
+        EvaluateConfig,
+    ),
+    "report": Verb("write the report page of a run, or compare several runs"),
+    "preview": Verb(
+        "show what a run would train on: rows, loss mask, packs, audit; needs a tokenizer",
+        PreviewConfig,
+    ),
+    "plan": Verb(
+        "estimate memory and speed, and what to change; needs no weights, GPU or network",
+        PlanConfig,
+    ),
+    "merge": Verb(
+        "merge an adapter into its base and verify it: a Hugging Face folder, and GGUF",
+        MergeConfig,
+    ),
+    "push": Verb("upload a run's adapter or model and its card to the Hugging Face hub"),
+    "chat": Verb("chat with a base and its adapter in the terminal", ChatConfig),
+    "serve": Verb(
+        "serve the model with OpenAI's chat API and a page for the browser", ServerConfig
+    ),
 }
+VERBS: dict[str, type] = {
+    name: verb.schema for name, verb in ALL_VERBS.items() if verb.schema is not None
+}
+"""verbs that compose their settings -> schema"""
 VERBS_ON_A_RUN = tuple(verb for verb, schema in VERBS.items() if issubclass(schema, TunedConfig))
 """verbs that use a finished run, by default the newest"""
 PARTS: dict[str, dict[str, type]] = {

@@ -39,6 +39,20 @@ def test_the_first_page_of_a_training() -> None:
         assert key in keys_on(page)
 
 
+def test_the_first_page_has_whole_descriptions_of_runs_and_sweeps() -> None:
+    words = " ".join(run_command("--help").stdout.split())
+    assert "rank 4 for each of the 128 experts" in words
+    assert (
+        "+sweep=NAME find_lr find a learning rate in short" in words and "lora_rank LoRA" in words
+    )
+
+
+def test_help_names_the_verb_that_has_a_setting() -> None:
+    for topic in ("hardware", "hardware.memory_gib"):
+        result = run_command("--help", topic)
+        assert (result.code, "only plan has it" in result.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_all_has_every_setting_with_its_meaning(verb: str) -> None:
     page = run_command("--help", "all", verb=verb).stdout

@@ -130,7 +130,7 @@ def test_the_version_and_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("shell", FILES)
 def test_shells_complete_verbs_settings_and_options(shell: str, tmp_path: Path) -> None:
-    script = completion_script(shell, console.VERBS)
+    script = completion_script(shell)
     assert all(word in script for word in ("train", "optimizer.lr=", "muon", "quickstart"))
     if shell == "bash":
         line = (
