@@ -1,6 +1,7 @@
 """Generate files from the settings' fields: `python -m tools.settings docs|schema`.
 
-`docs` writes docs/settings.md; `schema` a JSON schema with which editors complete experiments.
+`docs` writes docs/settings.md; `schema` conf/experiment/schema.json, by which editors complete
+experiments.
 """
 
 from __future__ import annotations
@@ -99,6 +100,23 @@ def schema() -> dict[str, Any]:
     return whole
 
 
+def schema_text() -> str:
+    """Return conf/experiment/schema.json, with one setting a line."""
+    return f"{_lines(schema(), '')}\n"
+
+
+def _lines(node: dict[str, Any], indent: str) -> str:
+    if "properties" not in node:
+        return json.dumps(node)
+    inner = f"{indent} "
+    parts = [
+        f"{inner}{json.dumps(key)}: {_lines(part, inner)}"
+        for key, part in node["properties"].items()
+    ]
+    others = {key: value for key, value in node.items() if key != "properties"}
+    return f'{json.dumps(others)[:-1]}, "properties": {{\n' + ",\n".join(parts) + f"\n{indent}}}}}"
+
+
 def _object(description: str) -> dict[str, Any]:
     return {
         "type": "object",
@@ -144,11 +162,8 @@ def main(words: Sequence[str]) -> None:
         DOCS.write_text(docs(), encoding="utf-8")
         print(f"{DOCS.relative_to(ROOT)} is written")
     if "schema" in words:
-        SCHEMA.write_text(json.dumps(schema(), indent=1) + "\n", encoding="utf-8")
-        print(
-            f"{SCHEMA.relative_to(ROOT)} is written; editors take it from a line "
-            "`# yaml-language-server: $schema=schema.json` in an experiment"
-        )
+        SCHEMA.write_text(schema_text(), encoding="utf-8")
+        print(f"{SCHEMA.relative_to(ROOT)} is written")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -156,12 +157,14 @@ def test_keys_are_typed_as_python_cannot_have_them() -> None:
 def test_docs_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(tool.CACHE_VARIABLE, raising=False)
     assert tool.docs() == tool.DOCS.read_text(encoding="utf-8"), "type `make settings`"
+    assert tool.schema_text() == tool.SCHEMA.read_text(encoding="utf-8"), "type `make schema`"
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
 def test_the_json_schema_accepts_every_experiment(file: Path) -> None:
+    assert file.read_text().splitlines()[1] == "# yaml-language-server: $schema=schema.json"
     read = conf_files.read_conf_file(file, package="")
-    assert schema_errors(read.values, tool.schema(), "") == []
+    assert schema_errors(read.values, json.loads(tool.schema_text()), "") == []
 
 
 @pytest.mark.parametrize(
