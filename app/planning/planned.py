@@ -27,7 +27,7 @@ from app.preflight.base_model import BaseModel, check_config, inspect_base
 from app.preflight.files import check_sequence_len, check_tensor_parallel
 from app.process.errors import UserError
 from app.process.untrusted import read_json_object, reading
-from app.strategy.settings import FAMILIES, StrategyConfig
+from app.strategy.settings import FAMILIES, StrategyConfig, tensor_parallel_size
 from data_modules import estimate_epoch, setting
 
 if TYPE_CHECKING:
@@ -155,8 +155,8 @@ def check_planned(
     base = BaseModel(config.model.path or "model.architecture", config_json)
     if config.data.sequence_len is not None:
         problems += check_sequence_len(config.data.sequence_len, base)
-    size = getattr(config.strategy, "tensor_parallel_size", 1)
-    return problems + check_tensor_parallel(size or hardware.gpus_per_node, base)
+    size = tensor_parallel_size(config.strategy, hardware.gpus_per_node)
+    return problems + check_tensor_parallel(size, base)
 
 
 def plan_run(

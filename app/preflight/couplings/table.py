@@ -226,8 +226,8 @@ def _of_measurements(config: TrainConfig) -> Iterator[Conflict]:
         )
     if config.trainer.checkpoint.monitor != "val/loss":
         yield from _of_monitor(config)
-    shards_weights = getattr(strategy, "stage", 3) == 3 and is_sharding(strategy)
-    if evaluation.harness and shards_weights:
+    keeps_weights = isinstance(strategy, ZeroConfig) and strategy.stage < 3
+    if evaluation.harness and is_sharding(strategy) and not keeps_weights:
         tasks = ", ".join(evaluation.harness)
         yield Conflict(
             f"evaluation.harness=[{tasks}] needs the whole model on a rank, but "
