@@ -163,7 +163,7 @@ def check_plan(
         # Printed for a GPU, which may be rented; for a CPU only in train.log.
         log.log(
             logging.INFO if plan.is_on_gpu else logging.DEBUG,
-            "plan: %s",
+            "memory: %s",
             estimate.line(data.total_steps),
         )
     whole = base.architecture.to_dict()

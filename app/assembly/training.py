@@ -136,8 +136,8 @@ def build_module(
         env.packs_of_rank * env.num_data_ranks,
         from_scratch=config.model.from_scratch,
     )
-    log.debug("plan: %s", data.plan.line())
-    log.info("plan: %s; %s", data.plan.brief(), lr.sentence)
+    log.debug("steps: %s", data.plan.line())
+    log.info("steps: %s; %s", data.plan.brief(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
     during = build_during(config, base, data, Path(trainer.default_root_dir))

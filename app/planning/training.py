@@ -149,7 +149,7 @@ class Estimate:
         speed = ""
         if (seconds := self.step_seconds) is not None:
             hours = num_steps * seconds / 3600
-            speed = f", {seconds:.3g} s a step, {hours:.1f} h for {num_steps:,}"
+            speed = f", {seconds:.3g} s per step, {hours:.1f} h for {num_steps:,}"
         return (
             f"{of} at the peak of a step ({self.memory.moment}){speed}, by arithmetic{self.guess}"
         )
@@ -172,7 +172,7 @@ class Estimate:
             figures["speed/planned_steps_per_second"] = 1 / self.step_seconds
             speed += f", {1 / self.step_seconds:.3g} planned"
         log.info(
-            "plan: peak %.2f GiB measured, %.2f planned (%+.0f %%); %s",
+            "memory: peak %.2f GiB measured, %.2f planned (%+.0f %%); %s",
             peak_gib,
             self.peak_gib,
             100 * (self.peak_gib / max(peak_gib, 1e-9) - 1),
@@ -233,7 +233,7 @@ def check_room(
             f"this run will not fit: {problem}; {suggest()}; or type plan.enforce=warn to try it"
         )
     if is_first_rank():
-        log.warning("plan: this run may not fit: %s; %s", problem, suggest())
+        log.warning("memory: this run may not fit: %s; %s", problem, suggest())
 
 
 def suggest_overrides(

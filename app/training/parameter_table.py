@@ -98,7 +98,7 @@ def trainable_table(patterns: list[TrainedPattern]) -> Table:
         ["trainable parameters", *(f"{name} {text}" for name, text in shared.items())]
     )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("module", "part", "number", "shapes", "weights", "share", *own):
+    for heading in ("module", "part", "modules", "shapes", "params", "share", *own):
         is_text = heading in ("module", "part", "shapes")
         justify: JustifyMethod = "left" if is_text else "right"
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=not is_text)
@@ -121,7 +121,7 @@ def _largest(
 
 
 def _size(num_weights: int, total: int) -> tuple[str, str]:
-    return f"{num_weights:,}", f"{num_weights / total:.1%}"
+    return f"{num_weights:,}", f"{100 * num_weights / total:.1f} %"
 
 
 def _settings(patterns: list[TrainedPattern]) -> dict[str, str]:
@@ -151,7 +151,7 @@ def groups_table(optimizer: torch.optim.Optimizer) -> Table:
 
     title = f"parameter groups of {type(optimizer).__name__}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("group", "tensors", "weights", "share", "lr", "decay"):
+    for heading in ("group", "tensors", "params", "share", "lr", "decay"):
         table.add_column(heading, justify="left" if heading == "group" else "right")
     total = num_grouped(optimizer)
     for group in optimizer.param_groups:
@@ -172,7 +172,7 @@ def num_grouped(optimizer: torch.optim.Optimizer) -> int:
 
 def describe_parameters(report: TrainableReport) -> list[str]:
     """Return a line about the trainable parameters, and one about the memory of all weights."""
-    share = f"{report.num_trainable / report.num_total:.2%}".replace("%", " %")
+    share = f"{100 * report.num_trainable / report.num_total:.2f} %"
     counts = {SHORT_DTYPES.get(name, name): n for name, n in sorted(report.dtypes.items())}
     dtypes = ", ".join(f"{n:,} {name}" for name, n in counts.items())
     if len(counts) == 1:
@@ -209,8 +209,8 @@ def brief_table(patterns: list[TrainedPattern]) -> Table:
 
     own = [name for name in _settings(patterns) if name not in shared_settings(patterns)]
     table = Table(box=None, pad_edge=False)
-    for heading in ("trains", "part", "number", "weights", "share", *own):
-        is_text = heading in ("trains", "part")
+    for heading in ("module", "part", "modules", "params", "share", *own):
+        is_text = heading in ("module", "part")
         justify: JustifyMethod = "left" if is_text else "right"
         table.add_column(heading, justify=justify, overflow="fold", no_wrap=not is_text)
     for row in [*shown, *([others] if others else [])]:

@@ -102,7 +102,7 @@ class StepPlan:
         packs, steps = self._epoch(0).packs, len(self._epoch(0).step_weights)
         line = (
             f"{len(packs.documents):,} documents in {_count(len(packs), 'pack')}, "
-            f"{self._fill:.1%} of {self._capacity:,} tokens full; "
+            f"{100 * self._fill:.1f} % of {self._capacity:,} tokens full; "
             f"{_count(steps, 'step')} of {_count(self.packs_per_step, 'pack')} an epoch"
         )
         if self.num_steps != steps:
@@ -114,7 +114,7 @@ class StepPlan:
         packs, epoch_steps = _count(self.packs_per_step, "pack"), len(self._epoch(0).step_weights)
         epochs = f"{self.num_steps / epoch_steps:.3g} epochs"
         line = f"{_count(self.num_steps, 'step')} of {packs}, {epochs}"
-        return f"{line}, packs {self._fill:.1%} full{self._remarks()}"
+        return f"{line}, packs {100 * self._fill:.1f} % full{self._remarks()}"
 
     @property
     def _fill(self) -> float:

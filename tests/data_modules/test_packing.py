@@ -207,7 +207,7 @@ def test_completed_epochs_follow_from_the_steps_done() -> None:
 
 def test_the_summary_has_documents_packs_steps_and_epochs() -> None:
     assert make_plan([48] * 10, max_steps=6).line() == (
-        "10 documents in 10 packs, 75.0% of 64 tokens full; 3 steps of 4 packs an epoch; "
+        "10 documents in 10 packs, 75.0 % of 64 tokens full; 3 steps of 4 packs an epoch; "
         "6 steps = 2.00 epochs"
     )
     few = make_plan([48] * 3, micro_batch_size=1, world_size=4, num_epochs=1).line()

@@ -119,7 +119,8 @@ def test_a_run_writes_both_figures_and_is_refused_before_loading(
     assert 0 < metrics["memory/planned_peak_gib"] < 2 * metrics["memory/peak_gib"]
     assert metrics["speed/steps_per_second"] > 0
     message = capsys.readouterr().out
-    assert "plan: " in message and "GiB measured" in message
+    assert "memory: peak " in message and "GiB measured" in message
+    assert "steps: 2 steps of " in message and "plan: " not in message
 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("weights are loaded")

@@ -147,9 +147,9 @@ def test_settings_that_all_rows_share_are_in_the_title() -> None:
     model = adapted(peft.LoraConfig(r=4, target_modules="all-linear"))
     table = trainable_table(patterns_of(model, LoraConfig(), AdamWConfig(weight_decay=0.1)))
     assert str(table.title) == "trainable parameters, dtype float32, lr 1e-3, decay 0.1"
-    headings = ["module", "part", "number", "shapes", "weights", "share"]
+    headings = ["module", "part", "modules", "shapes", "params", "share"]
     assert [str(column.header) for column in table.columns] == headings
-    shares = [float(cell.rstrip("%")) for cell in table.columns[-1].cells]
+    shares = [float(cell.removesuffix(" %")) for cell in table.columns[-1].cells]
     assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
 
 
@@ -179,7 +179,7 @@ def test_the_groups_are_listed_with_their_settings_and_sum_up(
         print_parameter_table(model, optimizer_of(model, FullConfig(), config))
     lines = caplog.text.splitlines()
     start = lines.index(next(line for line in lines if "groups of MuonWithAdamW" in line))
-    rows = [line.rsplit(maxsplit=5) for line in lines[start + 4 :] if line.count("%") == 1][:-1]
+    rows = [line.rsplit(maxsplit=6) for line in lines[start + 4 :] if line.count("%") == 1][:-1]
     layer = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
     vectors = [p for p in model.parameters() if p.ndim == 1]
     in_layer = [p for p in model.model.layers[0].parameters() if p.ndim == 1]
@@ -194,7 +194,7 @@ def test_the_groups_are_listed_with_their_settings_and_sum_up(
     for row, weights, (name, tensors, count, lr, decay) in zip(
         rows, counted, expected, strict=True
     ):
-        assert (row[0].strip(), row[1], row[4], row[5]) == (name, str(tensors), lr, decay)
+        assert (row[0].strip(), row[1], row[5], row[6]) == (name, str(tensors), lr, decay)
         assert count is None or weights == count
     assert sum(counted) == report_trainable(model).num_trainable
 
@@ -213,7 +213,7 @@ def test_a_log_file_gets_unwrapped_lines(caplog: pytest.LogCaptureFixture) -> No
         print_parameter_table(model, optimizer_of(model, LoraConfig(lora_plus_ratio=16)))
     lines = [line for message in caplog.messages for line in message.splitlines()]
     (row,) = (line for line in lines if Q_PROJ in line and "lora B" in line)
-    assert row.split() == [Q_PROJ, "lora", "B", "2", "32x4", "256", "6.9%", "0.016"]
+    assert row.split() == [Q_PROJ, "lora", "B", "2", "32x4", "256", "6.9", "%", "0.016"]
     report = report_trainable(model)
     assert report.num_bytes == 4 * report.num_total
     assert lines[-2:] == [
@@ -234,7 +234,7 @@ def test_the_short_table_has_a_row_a_parent_and_fits_80_columns(width: int) -> N
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80
     heading, attention, mlp = (line.split("  ") for line in lines)
-    assert heading[0] == "trains"
+    assert heading[0] == "module"
     assert attention[0] == "self_attn: q_proj, k_proj, v_proj, o_proj"
     assert mlp[0] == "mlp: gate_proj, up_proj, down_proj"
     assert list(table.columns[1].cells) == ["lora A, B"] * 2
