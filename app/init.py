@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
+from app.config.conf_files import CONF, SCHEMA, list_groups
+from app.config.help import default_text
+from app.config.verbs import SETTINGS
 from app.process.environment import protect_streams
 from app.process.errors import DONE, UserError
 from app.process.installation import verb_command
@@ -16,47 +20,49 @@ from app.process.reporting import report
 from data_modules import printable
 
 USAGE = """\
-loft init [NAME] [model=FOLDER_OR_HUB_ID] [data=FILE_OR_HUB_ID[,...]] [output=FILE.yaml]
+loft init [NAME] [model=MODEL] [data=DATA[,DATA...]] [output=FILE.yaml]
 
 writes NAME.yaml (my_run.yaml), a commented experiment; prompts for missing values on a terminal
+MODEL: a folder, a hub id, or a name that `python -m app.train --help model` lists
+DATA:  a file, a folder, a hub id, or a name that `python -m app.train --help data` lists
 """
 QUESTIONS = {
-    "model": ("base model: a folder or a hub id", "Qwen/Qwen2.5-0.5B-Instruct"),
+    "model": ("base model: a folder, a hub id or a listed name", "Qwen/Qwen2.5-0.5B-Instruct"),
     "data": ("training data: a file, a folder or a hub id; several with commas", "data.jsonl"),
 }
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,71}")
 TEMPLATE = """\
 # @package _global_
-# What:    {name}
+{schema}# What:    {name}
 #
 # preview: python -m app.preview +experiment={file}
 # train:   python -m app.train +experiment={file}
 # change:  any setting, here or on the command line: python -m app.train --help
 defaults:
-  # lora, ia3, freeze or full
+{options}  # lora, ia3, freeze or full
   - override /adapter: lora
   - _self_
 
-model:
-  path: {model}
-adapter:
-  r: 16          # rank: a higher one has more parameters and takes more memory
-  alpha: 32      # scale, often twice the rank
+{own}# Often changed, here with the defaults: remove the `# ` of a group and of its settings.
+{others}"""
+DATASETS = """\
 data:
-  datasets:      # json, jsonl, csv, parquet, txt, folders, hub ids; each gets its own loss
+  datasets:  # json, jsonl, csv, parquet, txt, folders, hub ids; each gets its own loss
 {datasets}
-    # format: alpaca               # default: detected from the columns
-    # columns: {{instruction: question, output: answer}}   # format column: your column
-  sequence_len: null     # tokens per row; null = the model's context, at most 2048
-  val_set_size: 0.05     # fraction of rows held out for validation
-optimizer:
-  lr: null       # null = the default of the adapter
-trainer:
-  num_epochs: 1
-  gradient_accumulation_steps: 8
-evaluation:
-  exact_match: false     # true: compare answers to held-out rows before and after training
+    # format: alpaca  # default: detected from the columns
+    # columns: {{instruction: question, output: answer}}  # format column: your column
 """
+OFTEN_CHANGED = (
+    "data.sequence_len",
+    "data.val_set_size",
+    "adapter.r",
+    "adapter.alpha",
+    "optimizer.lr",
+    "trainer.num_epochs",
+    "trainer.gradient_accumulation_steps",
+    "evaluation.exact_match",
+)
+"""settings that the file lists, with default and meaning from their fields"""
 
 
 def init(words: list[str], ask: Callable[[str], str] | None) -> Path:
@@ -82,18 +88,65 @@ def init(words: list[str], ask: Callable[[str], str] | None) -> Path:
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"init output={file}: expected a name that ends in .yaml")
     paths = [path.strip() for path in given["data"].split(",") if path.strip()]
-    text = TEMPLATE.format(
-        name=name,
-        file=file,
-        model=_scalar(given["model"]),
-        datasets="\n".join(f"  - path: {_scalar(path)}" for path in paths),
-    )
+    if not paths:
+        raise UserError(f"init data={given['data']}: no file is named")
+    text = _text(name, file, given["model"], paths)
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except FileExistsError as error:
         raise UserError(f"{file} exists; type another name, or output=FILE.yaml") from error
     return file
+
+
+def _text(name: str, file: Path, model: str, data: list[str]) -> str:
+    """Return the experiment; UserError if an option of the group `data` is not alone."""
+    if len(data) > 1 and (named := [each for each in data if _is_option("data", each)]):
+        raise UserError(f"init data={','.join(data)}: type {named[0]} alone, or your own data only")
+    options, own = [], []
+    groups = list(dict.fromkeys(key.partition(".")[0] for key in OFTEN_CHANGED))
+    if _is_option("model", model):
+        options.append(f"  - override /model: {model}\n")
+    else:
+        own.append(f"model:\n  path: {_scalar(model)}\n")
+    if _is_option("data", data[0]):
+        options.append(f"  - override /data: {data[0]}\n")
+    else:
+        datasets = "\n".join(f"  - path: {_scalar(path)}" for path in data)
+        own += [DATASETS.format(datasets=datasets), *_often_changed("data", "  # ")]
+        groups.remove("data")
+    others = [
+        line for group in groups for line in (f"# {group}:\n", *_often_changed(group, "#   "))
+    ]
+    return TEMPLATE.format(
+        schema=_schema_line(file),
+        name=name,
+        file=file,
+        options="".join(options),
+        own="".join([*own, "\n"] if own else []),
+        others="".join(others),
+    )
+
+
+def _often_changed(group: str, start: str) -> list[str]:
+    """Return lines with meaning and default of the group's settings that are often changed."""
+    settings = {each.key: each for each in SETTINGS}
+    chosen = [settings[key] for key in OFTEN_CHANGED if key.startswith(f"{group}.")]
+    return [
+        f"{start}# {each.doc}\n{start}{each.field.name}: {default_text(each)}\n" for each in chosen
+    ]
+
+
+def _is_option(group: str, name: str) -> bool:
+    """Return whether a name is an option of the group, and no file or folder here."""
+    return name in list_groups(CONF)[group] and not Path(name).exists()
+
+
+def _schema_line(file: Path) -> str:
+    """Return the comment by which editors find the JSON schema; empty if they cannot."""
+    path = os.path.relpath(SCHEMA, file.absolute().parent)
+    is_found = SCHEMA.is_file() and len(path.split()) == 1  # the comment's path ends at a space
+    return f"# yaml-language-server: $schema={path}\n" if is_found else ""
 
 
 def _scalar(text: str) -> str:

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from app.config.conf_files import CONF
+from app.config.conf_files import SCHEMA
 from app.config.help import default_text, sections
 from app.config.schema import Setting, element_of, list_settings
 from app.config.verbs import PARTS, VERBS
@@ -24,7 +24,6 @@ from data_modules import Facts, describe_values, is_optional
 from data_modules.settings import CACHE_VARIABLE
 
 DOCS = ROOT / "docs" / "settings.md"
-SCHEMA = CONF / "experiment" / "schema.json"
 HEAD = """\
 # Settings
 

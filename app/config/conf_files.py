@@ -22,6 +22,8 @@ from app.process.untrusted import limits, over_limit, read_text, reading
 from app.run.folder import expand_home
 
 CONF = ROOT / "conf"
+SCHEMA = CONF / "experiment" / "schema.json"
+"""the JSON schema by which editors complete experiments"""
 YAML_SUFFIXES = (".yaml", ".yml")
 FLOAT = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"
 MAX_OPTION_LENGTH = 200

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from app import __main__ as console
 from app.config import load_config
@@ -158,6 +160,8 @@ def test_init_writes_an_experiment_that_validates(tmp_path: Path, monkeypatch: A
         init(["mine", f"model={model}", f"data={data}"], None)
     with pytest.raises(UserError, match=r"data is missing; type data=data.jsonl"):
         init(["other", f"model={model}"], None)
+    (schema,) = (line for line in file.read_text().splitlines() if "$schema=" in line)
+    assert Path(schema.partition("$schema=")[2]).samefile(ROOT / "conf/experiment/schema.json")
     asked: list[str] = []
 
     def answer_of(question: str) -> str:
@@ -165,6 +169,38 @@ def test_init_writes_an_experiment_that_validates(tmp_path: Path, monkeypatch: A
         return str(model if "base model" in question else data)
 
     assert run_command(f"+experiment={init(['asked'], answer_of)}").code == 0 and len(asked) == 2
+
+
+def test_init_takes_the_names_of_options(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = init(["mine", "model=llama8b", "data=dolly"], None).read_text()
+    assert "  - override /model: llama8b\n  - override /data: dolly\n" in text
+    assert "path:" not in text
+    written = load_config("preview", ["+experiment=mine.yaml"])
+    assert written == load_config(
+        "preview", ["model=llama8b", "data=dolly", "output.name=mine-preview"]
+    )
+    with pytest.raises(UserError, match=r"data=dolly,a.jsonl: type dolly alone"):
+        init(["other", "model=llama8b", "data=dolly,a.jsonl"], None)
+    (tmp_path / "llama8b").mkdir()
+    assert "  path: llama8b\n" in init(["own", "model=llama8b", "data=dolly"], None).read_text()
+
+
+@pytest.mark.parametrize("data", ["dolly", "a.jsonl"])
+def test_what_init_writes_as_comments_are_the_defaults(
+    data: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = init(["mine", "model=llama8b", f"data={data}"], None)
+    before, text = load_config("train", [f"experiment={file}"]), file.read_text()
+    start = text.index("_self_")
+    uncommented = re.sub(
+        r"^( *)# ( *[a-z_]+:( [^ ]+)?)$", r"\1\2", text[start:], flags=re.MULTILINE
+    )
+    file.write_text(text[:start] + uncommented)
+    values = yaml.safe_load(file.read_text())
+    assert values["adapter"]["r"] == 16 and "sequence_len" in values["data"]
+    assert load_config("train", [f"experiment={file}"]) == before
 
 
 @pytest.mark.slow
