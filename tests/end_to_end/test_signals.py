@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import astuple
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def test_a_stopped_run_resumes_by_the_command_it_prints(person: Person, tmp_path
     command = output.partition("to resume: ")[2].splitlines()[0]
     typed = shlex.split(command)
     python = shutil.which(typed[0])
-    assert python is not None and Path(python).samefile(sys.executable)
+    assert python is not None and Path(python).samefile(person.python)
     assert typed[1:3] == ["-m", "app.train"]
     assert person.type_train(typed[3:], tmp_path).code == 0
     check_same_run(run, tmp_path / "whole")

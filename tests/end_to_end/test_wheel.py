@@ -64,18 +64,26 @@ def test_an_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
     # Use our dependencies; adding their folder to the path does not add an editable install.
     (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     words = ["trainer.max_steps=1", "evaluation.exact_match=false", f"output.dir={run}"]
-    ran = subprocess.run(
-        [environment / "bin" / "loft", "train", "+experiment=quickstart", *words],
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+
+    def loft(*typed: str) -> str:
+        ran = subprocess.run(
+            [environment / "bin" / "loft", *typed],
+            cwd=tmp_path,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    printed = loft("train", "+experiment=quickstart", *words)
     assert f"path: {packages / 'data_modules'}" in (run / "config.yaml").read_text()
-    assert ran.stdout.splitlines()[-1] == f"run: {run}"
+    assert printed.splitlines()[-1] == f"run: {run}"
+    assert f"  environment/bin/loft evaluate run={run}\n" in printed
+    page = loft("train", "--help")
+    assert "usage\n  environment/bin/loft train " in page and "README" not in page
 
 
 def test_an_unknown_verb_is_refused_with_the_nearest() -> None:
