@@ -66,7 +66,7 @@ class Settings:
     def problem_of(self, found: schema.Leaf | schema.Unknown, key: str, typed: str) -> str | None:
         """Return what is wrong with one key or value, without its place; None if nothing is.
 
-        `key` and `typed`: key and value to name, of an unknown `method` maybe `method.beta`.
+        `key`, `typed`: what to name, as typed; for an unknown key `method` maybe `method.beta`.
         """
         typed = typed if len(typed) <= 80 else f"{typed[:77]}..."
         if isinstance(found, schema.Leaf):
