@@ -20,7 +20,7 @@ from app.config.help import default_text, sections
 from app.config.schema import Setting, element_of, list_settings
 from app.config.verbs import PARTS, VERBS
 from app.process.errors import ROOT
-from data_modules import Facts, describe_values, is_optional
+from data_modules import DatasetConfig, Facts, describe_values, is_optional
 from data_modules.settings import CACHE_VARIABLE
 
 DOCS = ROOT / "docs" / "settings.md"
@@ -129,6 +129,9 @@ def _describe(one: Setting) -> dict[str, Any]:
     if one.is_part:
         return _object(one.doc)
     (element,) = typing.get_args(element_of(one.hint)) if one.is_list else (None,)
+    if element is DatasetConfig:  # a path may stand for a data set, and for a list of one
+        items = _object(one.doc) | {"type": ["object", "string"]}
+        return {"type": ["array", "string"], "description": one.doc, "items": items}
     if dataclasses.is_dataclass(element):
         return {"type": "array", "description": one.doc, "items": _object(one.doc)}
     if one.is_list:

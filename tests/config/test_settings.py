@@ -175,6 +175,8 @@ def test_the_json_schema_accepts_every_experiment(file: Path) -> None:
         ({"trainer": {"precision": "fp17"}}, "trainer.precision: 'fp17'"),
         ({"trainer": {"devices": "two"}}, "trainer.devices: 'two'"),
         ({"data": {"datasets": [{"weight": 0}]}}, "data.datasets[0].weight: 0"),
+        ({"data": {"datasets": [3]}}, "data.datasets[0]: 3"),
+        ({"data": {"datasets": ["a.jsonl", {"path": "b"}], "test_datasets": "c"}}, None),
         ({"data": {"roles_to_train": ["gpt"]}}, "data.roles_to_train: ['gpt']"),
         ({"seed": "${trainer.max_steps}", "trainer": {"checkpoint": {"async": True}}}, None),
         ({"strategy": {"offload_parameters": True}, "model": {"path": None}}, None),
@@ -202,18 +204,19 @@ def schema_errors(value: Any, schema: dict[str, Any], key: str) -> list[str]:
         "null": type(None),
     }
     kind = schema.get("type")
-    if kind and not isinstance(value, kinds[kind]):
+    allowed = [kind] if isinstance(kind, str) else kind or []
+    if kind and not any(isinstance(value, kinds[each]) for each in allowed):
         return [f"{key}: {value!r}"]
     if isinstance(value, bool) and kind in ("integer", "number"):
         return [f"{key}: {value!r}"]
-    if kind == "object" and "properties" in schema:
+    if isinstance(value, dict) and "properties" in schema:
         known = schema["properties"]
         errors = [f"{key}: unknown {name}" for name in value if name not in known]
         for name, part in value.items():
             inner = f"{key}.{name}" if key else name
             errors += schema_errors(part, known[name], inner) if name in known else []
         return errors
-    if kind == "array":
+    if isinstance(value, list) and "array" in allowed:
         items = schema.get("items", {})
         parts = enumerate(value)
         return [error for i, part in parts for error in schema_errors(part, items, f"{key}[{i}]")]
