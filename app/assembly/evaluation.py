@@ -75,7 +75,7 @@ def small_set(
     return replace(config, max_rows=min(config.max_rows, most), harness=[]), fewer
 
 
-class DuringTraining:
+class TrainingEvaluation:
     """Measures answers of the model at every validation selected by `every_steps`."""
 
     def __init__(
@@ -132,32 +132,34 @@ def _row_runner(trainer: Any) -> RowRunner:
     )
 
 
-def build_during(
+def build_training_evaluation(
     config: TrainConfig, base: Base, data: FinetuneDataModule, folder: Path
-) -> DuringTraining | None:
+) -> TrainingEvaluation | None:
     """Build the measurement of tasks and answers during training; None if none is requested.
 
     UserError if the monitored metric is not measured.
     """
-    during, every = None, config.evaluation.every_steps
+    evaluation, every = None, config.evaluation.every_steps
     if every is not None:
         settings, tasks = small_set(config.evaluation, build_tasks(config.evaluation))
-        during = DuringTraining(
+        evaluation = TrainingEvaluation(
             build_evaluator(settings, base, data, tasks),
             folder,
             every_steps=every,
             interval=validation_interval(config.trainer, data.total_steps),
             last=data.total_steps,
         )
-    check_monitor(config.trainer.checkpoint.monitor, data, during)
-    return during
+    check_monitor(config.trainer.checkpoint.monitor, data, evaluation)
+    return evaluation
 
 
-def check_monitor(monitor: str, data: FinetuneDataModule, during: DuringTraining | None) -> None:
+def check_monitor(
+    monitor: str, data: FinetuneDataModule, evaluation: TrainingEvaluation | None
+) -> None:
     """Raise UserError if the monitored metric is not measured during the run."""
     held_out = set(data.val_examples.datasets.tolist())
     losses = [f"val/loss/{name}" for n, name in enumerate(data.dataset_names) if n in held_out]
-    known = ["val/loss", *losses, *([] if during is None else during.names)]
+    known = ["val/loss", *losses, *([] if evaluation is None else evaluation.names)]
     if monitor in known:
         return
     name = monitor.removeprefix("val/loss/")
@@ -169,5 +171,5 @@ def check_monitor(monitor: str, data: FinetuneDataModule, during: DuringTraining
     raise UserError(
         f"trainer.checkpoint.monitor={monitor} is not measured during this "
         f"run{nearest(monitor, known)}; measured are {', '.join(known[:20])}"
-        + ("" if during else "; evaluation.every_steps=N measures evaluation.tasks, too")
+        + ("" if evaluation else "; evaluation.every_steps=N measures evaluation.tasks, too")
     )

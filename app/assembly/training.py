@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
-from app.assembly.evaluation import DuringTraining, build_during
+from app.assembly.evaluation import TrainingEvaluation, build_training_evaluation
 from app.assembly.metadata import WriteMetadata
 from app.config import TrainConfig
 from app.process.faults import arm, parse_faults
@@ -140,7 +140,7 @@ def build_module(
     log.info("steps: %s; %s", data.plan.brief(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
-    during = build_during(config, base, data, Path(trainer.default_root_dir))
+    evaluation = build_training_evaluation(config, base, data, Path(trainer.default_root_dir))
     return FinetuneModule(
         base.model_builder(config, env),
         backend=base.backend,
@@ -155,7 +155,7 @@ def build_module(
         schedule=config.schedule,
         total_steps=data.total_steps,
         is_packed=data.is_packed,
-        metrics=_build_metrics(config, base, data, trainer, during),
+        metrics=_build_metrics(config, base, data, trainer, evaluation),
         uses_fused_kernels=settings.kernels == "auto" and not settings.compile,
         router_aux_loss=choose_router_aux_loss(
             base.architecture, config.adapter, config.model.router_aux_loss
@@ -163,7 +163,7 @@ def build_module(
         probe_micro_batch=partial(probe_micro_batch, optimizer=config.optimizer.name)
         if env.probes_micro_batch
         else None,
-        measure=None if during is None else during.measure,
+        measure=None if evaluation is None else evaluation.measure,
         patience=settings.early_stopping_patience,
     )
 
@@ -173,7 +173,7 @@ def _build_metrics(
     base: Base,
     data: FinetuneDataModule,
     trainer: L.Trainer,
-    during: DuringTraining | None,
+    evaluation: TrainingEvaluation | None,
 ) -> Metrics:
     """Build the metrics of every step, and the check that they are finite."""
     settings = config.trainer
@@ -190,5 +190,5 @@ def _build_metrics(
         watch,
         settings.checkpoint.monitor,
     )
-    metrics.add_measurements([] if during is None else during.names)
+    metrics.add_measurements([] if evaluation is None else evaluation.names)
     return metrics

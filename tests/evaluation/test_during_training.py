@@ -134,7 +134,7 @@ def test_a_signal_interrupts_the_evaluation_of_a_single_rank_only(
     )
     strategy = SimpleNamespace(shards_weights=False)
     module: Any = SimpleNamespace(trainer=trainer, strategy=strategy, model=None)
-    measured = during.DuringTraining(evaluator, tmp_path, every_steps=2, interval=2, last=4)
+    measured = during.TrainingEvaluation(evaluator, tmp_path, every_steps=2, interval=2, last=4)
     assert measured.measure(module, 2) == answers
     # Other ranks would wait for the interrupted one, and the step would not be saved.
     assert bool(interruptible) is (num_ranks == 1)
