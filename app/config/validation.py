@@ -18,20 +18,22 @@ from app.config.conf_files import ConfFile
 from app.config.overrides import Override, why_refused
 from app.config.verbs import only_in
 from app.process.errors import nearest
+from app.process.installation import verb_command
 from app.process.launch import is_child, is_first_rank
 from data_modules import expected, facts_of, hints_of, printable, redact, takes
 
 COMMAND_LINE = "command line:"
 FOREIGN_KEYS = {
-    "push_to_hub": "afterwards type python -m app.push run=FOLDER repo=NAME",
-    "hub_model_id": "afterwards type python -m app.push run=FOLDER repo=NAME",
+    "push_to_hub": "afterwards type {push} run=FOLDER repo=NAME",
+    "hub_model_id": "afterwards type {push} run=FOLDER repo=NAME",
     "tf32": "leave it out: half precision is trainer.precision=bf16",
     "wandb_project": "type logger=wandb, and export WANDB_PROJECT=NAME",
     "method": "training is supervised fine-tuning; leave it out",
     "run_name": "type output.name=NAME",
     "local_rank": "leave it out: torchrun and srun set it",
 }
-"""keys of other tools without a setting of the same meaning -> what to do instead"""
+"""keys of other tools without a setting of the same meaning -> what to do instead;
+{push} is the command of that verb"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class Settings:
         name = key.rpartition(".")[2]
         for each in (name, found.key.rpartition(".")[2]):
             if (advice := FOREIGN_KEYS.get(each.lower())) is not None:
-                return f"; {advice}"
+                return f"; {advice.format(push=verb_command('push'))}"
         if hint := only_in(key):
             return hint
         siblings, settings = list(hints_of(found.owner or self.verb)), self.all_settings()

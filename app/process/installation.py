@@ -5,6 +5,7 @@ Only the standard library is imported, so that `make install` can run `gpus`, wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -48,7 +49,8 @@ def verb_command(verb: str) -> str:
 
 def python_command() -> str:
     """Return what to type for this Python: `python` if that is found first, else its path."""
-    return _typed(sys.executable, "python", Path(sys.executable).name)
+    executable = sys.executable or "python"  # empty if Python is embedded
+    return _typed(executable, "python", Path(executable).name)
 
 
 def record_script(script: str) -> None:
@@ -66,10 +68,11 @@ def _packages_of(extra: str) -> Iterator[str]:
 def _typed(file: str, *names: str) -> str:
     """Return the first of `names` by which a shell finds the file, else its path."""
     path = Path(file)
-    for name in names:
-        found = shutil.which(name)
-        # Both comparisons: the python of an environment is a link to that of the system.
-        if found and Path(found).parent.samefile(path.parent) and path.samefile(found):
-            return name
-    here = Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+    with contextlib.suppress(OSError, ValueError):  # no current folder any more, or not in it
+        for name in names:
+            found = shutil.which(name)
+            # Both comparisons: the python of an environment is a link to that of the system.
+            if found and Path(found).parent.samefile(path.parent) and path.samefile(found):
+                return name
+        return shlex.quote(str(path.relative_to(Path.cwd())))
+    return shlex.quote(file)

@@ -340,7 +340,7 @@ def test_without_deepspeed_the_nearest_strategy_of_pytorch_is_named(
     monkeypatch.setattr(table, "is_installed", lambda module: False)
     (problem,) = problems_of(gpus, f"strategy={name}")
     assert f"strategy={name} needs the package deepspeed, which is not installed" in problem
-    assert f"; type strategy={instead}, or DS_BUILD_OPS=0 pip install deepspeed" in problem
+    assert f"; type strategy={instead}, or DS_BUILD_OPS=0 pip install -e '.[deepspeed]'" in problem
     assert problems_of(gpus, f"strategy={instead}") == []
 
 

@@ -55,6 +55,18 @@ def test_python_is_named_by_its_path_unless_the_shell_finds_it(
     assert python_command() == "second/python"
 
 
+def test_commands_are_named_where_the_current_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SCRIPT_VARIABLE, raising=False)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    assert verb_command("preview") == f"{tmp_path}/bin/python -m app.preview"
+
+
 def test_what_an_extra_installs_needs_no_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

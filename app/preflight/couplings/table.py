@@ -595,7 +595,7 @@ def _of_deepspeed(
             nearest = "fsdp"
         yield Conflict(
             f"{name} needs the package deepspeed, which is not installed",
-            f"strategy={nearest}, or DS_BUILD_OPS=0 pip install deepspeed (which builds its "
+            f"strategy={nearest}, or DS_BUILD_OPS=0 {install_extra('deepspeed')} (which builds its "
             "operators when they are first used)",
             is_of_machine=True,
         )
