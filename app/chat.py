@@ -156,7 +156,7 @@ class Session:
     @cached_property
     def _base(self) -> Responder:
         """The base of a fully tuned model, loaded for the first comparison."""
-        model: Any = self._tuned.base.load()
+        model: Any = self._tuned.base.load(self._env.rank_device)
         return self._tuned.responder(model.to(self._env.torch_device), self._env)
 
     def _opening(self) -> list[Turn]:

@@ -152,9 +152,10 @@ def measure_models(
 
         metrics: dict[str, float] = {}
         if not config.model.from_scratch:
-            metrics |= measure("base", base.load())
+            metrics |= measure("base", base.load(env.rank_device))
         if config.tuned_path:
-            metrics |= measure("tuned", base.load_tuned(Path(config.tuned_path)))
+            tuned = base.load_tuned(Path(config.tuned_path), env.rank_device)
+            metrics |= measure("tuned", tuned)
     return evaluator, runner, metrics
 
 

@@ -62,16 +62,27 @@ class Base:
     description: Mapping[str, str | None]
     """path, revision and fingerprints, for the manifest"""
 
-    def load(self) -> PreTrainedModel:
-        """Load the base itself, without an adapter."""
-        implementation = attention_implementation(self.backend)
-        return load_base(self.config, implementation, self.dtype, self.quantization, self.new_ids)
+    def load(self, device: torch.device | None = None) -> PreTrainedModel:
+        """Load the base itself, without an adapter, to `device`."""
+        return load_base(
+            self.config,
+            attention_implementation(self.backend),
+            self.dtype,
+            self.quantization,
+            self.new_ids,
+            device=device,
+        )
 
-    def load_tuned(self, folder: Path) -> torch.nn.Module:
+    def load_tuned(self, folder: Path, device: torch.device | None = None) -> torch.nn.Module:
         """Load a trained model: the adapter in `folder` on this base, or the whole model in it."""
-        implementation = attention_implementation(self.backend)
         return load_tuned(
-            self.config, folder, implementation, self.dtype, self.quantization, self.new_ids
+            self.config,
+            folder,
+            attention_implementation(self.backend),
+            self.dtype,
+            self.quantization,
+            self.new_ids,
+            device=device,
         )
 
     def model_builder(

@@ -44,7 +44,11 @@ class Tuned:
 
     def load(self, env: Environment) -> torch.nn.Module:
         """Load the tuned model in evaluation mode on the device of `env`."""
-        model = self.base.load() if self.folder is None else self.base.load_tuned(self.folder)
+        device = env.rank_device
+        if self.folder is None:
+            model: torch.nn.Module = self.base.load(device)
+        else:
+            model = self.base.load_tuned(self.folder, device)
         return place_as_trained(model, self.adapter, env).eval()
 
     def responder(self, model: torch.nn.Module, env: Environment) -> Responder:

@@ -168,8 +168,10 @@ def _read_weights(
     is_staged = quantization.method == "nf4" and has_experts(architecture)
     if on_host or is_staged:
         options["device_map"] = {"": "cpu"}  # experts are quantized after they were read
-    elif device is not None and device.type != "cpu":
-        options["device_map"] = {"": device}  # tensor by tensor: the model never fills host memory
+    elif device is not None and (device.type != "cpu" or quantization.method != "none"):
+        # Tensor by tensor: the model never fills host memory. Without a map, transformers moves
+        # quantized models to a GPU if there is one.
+        options["device_map"] = {"": device}
     folder = Path(str(config.path))
     shapes = read_shapes(weight_files(folder)) if folder.is_dir() else {}
     if shapes and not stored:

@@ -150,6 +150,8 @@ def load_tuned(
     dtype: torch.dtype,
     quantization: QuantizationConfig | None = None,
     new_ids: Sequence[int] = (),
+    *,
+    device: torch.device | None = None,
 ) -> torch.nn.Module:
     """Load the result of a run from the folder `tuned`: a whole model, or an adapter and its base.
 
@@ -157,8 +159,9 @@ def load_tuned(
     `new_ids`.
     """
     if is_adapter(tuned):
-        base = load_base(config, implementation, dtype, quantization, new_ids)
+        base = load_base(config, implementation, dtype, quantization, new_ids, device=device)
         rows = base.get_input_embeddings().num_embeddings
         resize_embeddings(base, range(rows, required_embedding_rows(base, tuned)))
         return load_adapter(base, tuned)
-    return load_base(ModelConfig(path=str(tuned)), implementation, dtype, quantization)
+    whole = ModelConfig(path=str(tuned))
+    return load_base(whole, implementation, dtype, quantization, device=device)

@@ -176,6 +176,15 @@ class Environment:
         return "cuda" if self.accelerator == "gpu" else "cpu"
 
     @property
+    def rank_device(self) -> torch.device:
+        """The device of this rank, where a verb without a strategy puts a model."""
+        import torch
+
+        if self.accelerator == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @property
     def row_multiple(self) -> int:
         """The number of tokens that the length of a packed row is rounded up to a multiple of."""
         # On a CPU every new shape costs a new kernel, which takes as long as a layer. GPU matrix

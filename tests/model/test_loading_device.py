@@ -15,7 +15,7 @@ from app.model.adapter import AdapterConfig, LoraConfig
 from app.model.adapter import lora as lora_room
 from app.model.adapter.lora import apply_lora
 from app.model.base import ModelConfig
-from app.model.build import build_model
+from app.model.build import build_model, load_tuned
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.strategy.ddp import Ddp, SingleDevice
@@ -59,6 +59,17 @@ def test_files_are_read_to_the_device(device_maps: list[Any]) -> None:
     build(device=torch.device("cpu"))
     build()
     assert device_maps == [{"": DEVICE}, {"": "cpu"}, None, None]
+
+
+def test_a_trained_model_is_read_to_the_device(device_maps: list[Any]) -> None:
+    load_tuned(ModelConfig(), TINY_BASE, "sdpa", torch.float32, device=DEVICE)
+    assert device_maps == [{"": DEVICE}]
+
+
+def test_a_quantized_model_for_the_cpu_is_never_read_to_a_gpu(device_maps: list[Any]) -> None:
+    """Without a device map, transformers would read it to a GPU if there is one."""
+    build(method="nf4", device=torch.device("cpu"))
+    assert device_maps == [{"": torch.device("cpu")}]
 
 
 def test_a_strategy_that_shards_nothing_asks_for_its_device(device_maps: list[Any]) -> None:
