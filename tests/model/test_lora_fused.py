@@ -17,6 +17,7 @@ from app.model.activation_checkpointing import selective_contexts
 from app.model.adapter import (
     LoraConfig,
     apply_adapter,
+    drop_pending_outputs,
     fused_4bit,
     group_adapters,
     skip_redundant_casts,
@@ -286,6 +287,23 @@ def test_layers_with_one_input_are_grouped_and_give_the_same_results(make: Any, 
     assert not any(member.group._outputs for member in members)
     ungroup_adapters(fused)
     assert all(member.group is None for member in members)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_outputs_of_a_group_that_an_error_left_are_released() -> None:
+    _, fused = pair(tiny_llama())
+    grouped(fused)
+    attention = fused.base_model.model.model.layers[0].self_attn
+
+    def run_out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    attention.k_proj.register_forward_pre_hook(run_out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        fused(**inputs_of(fused))
+    assert attention.q_proj.group._outputs
+    drop_pending_outputs(fused)
+    assert not attention.q_proj.group._outputs
 
 
 def test_a_group_reads_its_input_in_fewer_products() -> None:

@@ -42,6 +42,7 @@ from app.model.adapter.weights import (
     trainable_weights,
 )
 from app.model.adapter.wrap import (
+    drop_pending_outputs,
     group_adapters,
     skip_redundant_casts,
     unfuse_adapters,
@@ -66,6 +67,7 @@ __all__ = [
     "check_adapter_file",
     "check_same_logits",
     "continued_from",
+    "drop_pending_outputs",
     "external_parameters",
     "find_targets",
     "group_adapters",

@@ -240,6 +240,11 @@ class LoraGroup:
             return None
         return self._outputs.pop(self.layers.index(layer), None)
 
+    def drop_outputs(self) -> None:
+        """Release the outputs that no layer has taken, and with them the graph of their forward."""
+        self._input = None
+        self._outputs.clear()
+
     def run(self, layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Compute all layers, and return the first one's output for x [..., features].
 

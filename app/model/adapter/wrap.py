@@ -215,6 +215,13 @@ def ungroup_adapters(model: torch.nn.Module) -> None:
         vars(layer).pop("group", None)
 
 
+def drop_pending_outputs(model: torch.nn.Module) -> None:
+    """Release outputs that groups computed for layers which an error kept from running."""
+    for layer in model.modules():
+        if "group" in vars(type(layer)) and layer.group is not None:
+            layer.group.drop_outputs()
+
+
 def drop_untied_keys(model: PreTrainedModel) -> None:
     """Remove keys from `_tied_weights_keys`, which peft trusts, whose weights are not tied.
 
