@@ -15,6 +15,7 @@ from torch import Tensor
 from app.model.quantization import attach_quant_states, detach_quant_states
 from app.process.environment import host_bytes
 from app.process.errors import UserError
+from app.strategy.settings import TIMEOUT
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Broadcaster:
         self._is_only_rank = ranks_per_node == 1
         self.reads_here = dist.get_rank() == self._node_reader
         if num_ranks > ranks_per_node > 1:
-            self._node_group, _ = dist.new_subgroups(ranks_per_node)
+            self._node_group, _ = dist.new_subgroups(ranks_per_node, timeout=TIMEOUT)
 
     def check_same(self, model: torch.nn.Module) -> None:
         """Raise RuntimeError on all ranks unless all have built the same modules."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+ANY_REMOTE_ADDRESS = "192.0.2.1"
+"""an address reserved for documentation, which is reached by the default route; nothing is sent"""
 BACKLOG = 1024
 """maximum number of pending connections of the store's socket"""
 POLL_SECONDS = 0.05
@@ -82,6 +84,9 @@ def choose_gloo_interface(main_address: str, num_nodes: int) -> None:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     name = find_interface(main_address)
+    if name == INTERFACE and num_nodes > 1:
+        # On rank 0's machine its own name may resolve to 127.0.1.1, which other nodes cannot reach.
+        name = find_interface(ANY_REMOTE_ADDRESS)
     if name is not None and (name != INTERFACE or num_nodes == 1):
         os.environ["GLOO_SOCKET_IFNAME"] = name
 

@@ -91,25 +91,28 @@ def test_find_interface() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "reached", "typed", "expected"),
+    ("num_nodes", "reached", "default", "typed", "expected"),
     [
-        (2, "eth1", None, "eth1"),
-        (1, "lo", None, "lo"),
-        (2, "lo", None, None),  # the host's own name, as 127.0.1.1: the others do not reach it so
-        (2, None, None, None),
-        (2, "eth1", "ib0", "ib0"),
+        (2, "eth1", "eth0", None, "eth1"),
+        (1, "lo", "eth0", None, "lo"),
+        (2, "lo", "eth0", None, "eth0"),  # the host's own name as 127.0.1.1
+        (2, "lo", None, None, None),
+        (2, None, "eth0", None, None),
+        (2, "eth1", "eth0", "ib0", "ib0"),
     ],
 )
 def test_launched_ranks_use_the_interface_that_reaches_rank_0(
     num_nodes: int,
     reached: str | None,
+    default: str | None,
     typed: str | None,
     expected: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rendezvous, "INTERFACE", "lo")
     monkeypatch.setattr(rendezvous, "read_launch", lambda: Launch(detected_by="RANK", num_ranks=4))
-    monkeypatch.setattr(rendezvous, "find_interface", {"the first": reached}.__getitem__)
+    interfaces = {"the first": reached, rendezvous.ANY_REMOTE_ADDRESS: default}
+    monkeypatch.setattr(rendezvous, "find_interface", interfaces.__getitem__)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", typed or "")
     if typed is None:
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
