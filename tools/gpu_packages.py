@@ -12,6 +12,7 @@ import sys
 from app.process.gpus import (
     BUILDS,
     DRIVER_VERSION,
+    OLDEST_OF_CUDA_13,
     WHEELS,
     Gpu,
     Machine,
@@ -42,6 +43,8 @@ def answer(machine: Machine, asked: str) -> str:
     cuda = machine.cuda or cuda_of(machine.driver)
     is_too_old = (cuda is None and machine.driver is not None) or build_for(cuda) is None
     build = FROM_THE_INDEX if is_too_old else build_for(cuda)
+    if any(gpu.capability < OLDEST_OF_CUDA_13 for gpu in machine.gpus):
+        build = BUILDS[1][1]
     extras = ["gpu"]
     if build == FROM_THE_INDEX and machine.gpus and all(map(_serves_flash4, machine.gpus)):
         extras.append("flash4")

@@ -31,6 +31,8 @@ BUILDS = (((13, 0), "cu130", 580), ((12, 0), "cu126", 525))
 version; a driver also runs newer builds of its major version (minor version compatibility)"""
 BF16_CAPABILITY = (8, 0)
 OLDEST_OF_CUDA_13 = (7, 5)
+BLACKWELL, CUDA_OF_BLACKWELL = (10, 0), (12, 8)
+"""the first compute capability that earlier CUDA versions have no kernels for, and the version"""
 MEMORY_TOLERANCE = 0.05
 """share by which the memory of GPUs that count as equal may differ"""
 HALF_OR_SINGLE = ("fp16", "fp32")
@@ -237,6 +239,13 @@ def _device_problems(machine: Machine, gpus: tuple[Gpu, ...], precision: str) ->
             yield (
                 f"{what}, but PyTorch {machine.torch} is built for CUDA 13, which supports 7.5 "
                 f"and newer; {_install(machine, BUILDS[1][1])} and {_older()}"
+            )
+            return
+        if gpu.capability >= BLACKWELL and (machine.torch_cuda or (0, 0)) < CUDA_OF_BLACKWELL:
+            yield (
+                f"{what}, but PyTorch {machine.torch} is built for CUDA "
+                f"{_dotted(machine.torch_cuda or (0, 0))}, which has no kernels for it; "
+                f"{_install(machine, BUILDS[0][1])}, which needs driver {BUILDS[0][2]} or newer"
             )
             return
         if gpu.capability < BF16_CAPABILITY and precision not in HALF_OR_SINGLE:

@@ -22,6 +22,7 @@ from tests.machines import H100, TWO
 L4 = Gpu(name="NVIDIA L4", memory_gib=22.0, capability=(8, 9))
 T4 = Gpu(name="Tesla T4", memory_gib=14.6, capability=(7, 5))
 V100 = Gpu(name="Tesla V100-SXM2-16GB", memory_gib=15.8, capability=(7, 0))
+B200 = Gpu(name="NVIDIA B200", memory_gib=178.0, capability=(10, 0))
 SLICE = Gpu(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb", memory_gib=39.5, capability=(8, 0))
 
 
@@ -99,6 +100,12 @@ BAD: dict[str, tuple[Machine, int, str, tuple[str, ...]]] = {
         2,
         "fp16",
         ("V100-SXM2-16GB has compute capability 7.0", "CUDA 13, which supports 7.5", CU126),
+    ),
+    "a GPU that is newer than CUDA 12.6": (
+        machine(**OLD, torch="2.13.0+cu126", torch_cuda=(12, 6), gpus=(B200, B200)),
+        2,
+        "auto",
+        ("B200 has compute capability 10.0", "CUDA 12.6, which has no kernels", "driver 580"),
     ),
     "two of unlike memory": (
         machine(gpus=(L4, H100)),

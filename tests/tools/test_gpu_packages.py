@@ -58,6 +58,11 @@ def test_flash_attention_4_is_added_for_gpus_that_pytorch_gives_it(
     )  # an older driver may not load what its compiler writes
 
 
+def test_a_gpu_that_cuda_13_has_left_gets_the_build_for_cuda_12() -> None:
+    v100 = Gpu(name="V100", memory_gib=32, capability=(7, 0))
+    assert answer(replace(NEW, gpus=(v100,)), "index").endswith("/cu126")
+
+
 @cache
 def has_index() -> bool:
     """Tell whether a package index answers, for a package that every one has."""
