@@ -27,7 +27,7 @@ NVIDIA_NAMES = (
     ("a100", "a100"),
     ("v100", "v100"),
 )
-"""parts of the driver's names for cards, and the options of conf/hardware for them"""
+"""words of the driver's names for cards, and the options of conf/hardware for them"""
 FABRIC = Path("/sys/class/infiniband")
 """where Linux lists InfiniBand, RoCE and EFA adapters"""
 FAST_NETWORK, SLOW_NETWORK = 25.0, 1.25
@@ -104,7 +104,8 @@ def known_card(name: str, memory_gib: float) -> str | None:
     """
     if " mig " in f" {name.lower()} ":
         return None
-    found = next((ours for part, ours in NVIDIA_NAMES if part in name.lower()), None)
+    words = re.split(r"[^a-z0-9]+", name.lower())  # GH200 has its own specifications
+    found = next((ours for part, ours in NVIDIA_NAMES if part in words), None)
     if found == "a100":
         return "a100_80gb" if memory_gib > 60 else "a100_40gb"
     if found == "v100":

@@ -72,6 +72,7 @@ def test_card_names_from_the_driver() -> None:
     assert known_card("NVIDIA A100-SXM4-40GB", 39.4) == "a100_40gb"
     assert known_card("NVIDIA A100-SXM4-80GB", 79.3) == "a100_80gb"
     assert known_card("Tesla V100-SXM2-16GB", 15.8) is None
+    assert known_card("NVIDIA GH200 480GB", 94.5) is None
     with pytest.raises(DeviceError, match="hardware=8xh100"):
         detect_card(Machine())
     odd = Gpu(name="NVIDIA T1000", memory_gib=4.0, capability=(7, 5))
