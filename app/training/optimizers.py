@@ -184,7 +184,8 @@ def _build_adamw(
     import torch
 
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=fused)
+    # fused=False would also disable torch's default for unfused steps, which joins the tensors.
+    return torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=fused or None)
 
 
 def _build_muon(

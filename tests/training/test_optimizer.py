@@ -186,7 +186,8 @@ def test_fused_and_plain_adamw_step_alike() -> None:
     for fused, model in models.items():
         config = AdamWConfig(weight_decay=0.1)
         optimizer = build_optimizer(model, config, FullConfig(), lr=1e-2, fused=fused)
-        assert all(group["fused"] is fused for group in optimizer.param_groups)
+        assert all(group["fused"] is (fused or None) for group in optimizer.param_groups)
+        assert all(group["foreach"] is None for group in optimizer.param_groups)
         for seed in range(3):
             take_step(model, optimizer, seed=seed)
     fused_weights, plain = (weights(models[fused]) for fused in (True, False))
