@@ -43,7 +43,7 @@ from app.process.errors import ROOT, UserError
 from app.process.untrusted import reading
 from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, NO_URL, expand_home
-from data_modules import TEMPLATE_NAMES, facts_of, hints_of, is_settings
+from data_modules import TEMPLATE_NAMES, Facts, hints_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -375,14 +375,15 @@ def _paths_in(part: DataclassInstance, key: str = "") -> Iterator[tuple[str, Any
     """
     for field in dataclasses.fields(part):
         value, full = getattr(part, field.name), f"{key}.{field.name}".lstrip(".")
-        if facts_of(field).is_path:
+        facts: Facts | None = field.metadata.get("facts")
+        if facts is not None and facts.is_path:
             if field.name != "chat_template" or value not in TEMPLATE_NAMES:
                 yield key, part, field.name
-        elif is_settings(value):
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _paths_in(value, full)
         elif isinstance(value, list):
             for index, element in enumerate(value):
-                if is_settings(element):
+                if dataclasses.is_dataclass(element) and not isinstance(element, type):
                     yield from _paths_in(element, f"{full}[{index}]")
 
 
