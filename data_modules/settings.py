@@ -23,10 +23,6 @@ CHECKED_BYTES = 16 << 20
 CACHE_VARIABLE = "LOFT_DATA_CACHE"
 
 
-def _cache_dir() -> str:
-    return os.environ.get(CACHE_VARIABLE, "outputs/cache")
-
-
 @dataclass(kw_only=True, slots=True)
 class DatasetConfig:
     """One data set."""
@@ -130,7 +126,9 @@ class DataConfig:
     """the audit before training, and the shares at which it stops the run"""
     streaming: bool = setting(False, resume="fixed")
     """read and tokenize while training, for data larger than the disk; needs trainer.max_steps"""
-    cache_dir: str = setting(default_factory=_cache_dir, resume="per_start")
+    cache_dir: str = setting(
+        default_factory=lambda: os.environ.get(CACHE_VARIABLE, "outputs/cache"), resume="per_start"
+    )
     """folder that caches tokenized data sets for later runs"""
     num_proc: int | None = setting(None, ge=1, resume="free")
     """processes that tokenize large data sets; null = one per core"""

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -43,10 +43,7 @@ from app.process.errors import ROOT, UserError
 from app.process.untrusted import reading
 from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, NO_URL, expand_home
-from data_modules import TEMPLATE_NAMES, Facts, hints_of
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from data_modules import TEMPLATE_NAMES, facts_of, hints_of
 
 Config = TrainConfig | TunedConfig
 """the settings of a verb; PreviewConfig and PlanConfig are TrainConfigs"""
@@ -368,23 +365,23 @@ def check_paths(config: Config) -> list[str]:
     ]
 
 
-def _paths_in(part: DataclassInstance, key: str = "") -> Iterator[tuple[str, Any, str]]:
+def _paths_in(part: object, key: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield (key of the part, part, field) of each path in settings, at any depth.
 
     data.chat_template is left out if it names a shipped template.
     """
+    if not dataclasses.is_dataclass(part):
+        return
     for field in dataclasses.fields(part):
         value, full = getattr(part, field.name), f"{key}.{field.name}".lstrip(".")
-        facts: Facts | None = field.metadata.get("facts")
-        if facts is not None and facts.is_path:
+        if facts_of(field).is_path:
             if field.name != "chat_template" or value not in TEMPLATE_NAMES:
                 yield key, part, field.name
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _paths_in(value, full)
         elif isinstance(value, list):
             for index, element in enumerate(value):
-                if dataclasses.is_dataclass(element) and not isinstance(element, type):
-                    yield from _paths_in(element, f"{full}[{index}]")
+                yield from _paths_in(element, f"{full}[{index}]")
+        else:
+            yield from _paths_in(value, full)
 
 
 def first_line(error: Exception) -> str:
