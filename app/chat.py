@@ -157,7 +157,7 @@ class Session:
     def _base(self) -> Responder:
         """The base of a fully tuned model, loaded for the first comparison."""
         model: Any = self._tuned.base.load(self._env.rank_device)
-        return self._tuned.responder(model.to(self._env.torch_device), self._env)
+        return self._tuned.responder(model.to(self._env.rank_device), self._env)
 
     def _opening(self) -> list[Turn]:
         system = self.config.chat.system

@@ -112,7 +112,7 @@ def place_as_trained(model: Any, adapter: AdapterConfig, env: Environment) -> to
     """Give a loaded model the dtypes of its training, and move it to the device of `env`."""
     if isinstance(adapter, FreezeConfig):  # the trained layers have another dtype than the frozen
         model = apply_adapter(model, adapter, half_precision=env.precision == "bf16-pure")
-    placed: torch.nn.Module = model.to(env.torch_device)
+    placed: torch.nn.Module = model.to(env.rank_device)
     return placed
 
 

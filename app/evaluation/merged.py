@@ -129,7 +129,7 @@ def load_merged(tuned: Tuned, folder: Path, env: Environment) -> Any:
     from app.model.architecture import model_class
 
     kind = model_class(tuned.base.architecture)
-    return kind.from_pretrained(folder, dtype=torch.float32).to(env.torch_device).eval()
+    return kind.from_pretrained(folder, dtype=torch.float32).to(env.rank_device).eval()
 
 
 def load_unmerged(
@@ -153,7 +153,7 @@ def load_unmerged(
     rows = model.get_input_embeddings().num_embeddings
     needed = max(required_embedding_rows(model, folder) for folder, _ in adapters)
     resize_embeddings(model, range(rows, needed))
-    return load_weighted_adapters(model, adapters).to(env.torch_device)
+    return load_weighted_adapters(model, adapters).to(env.rank_device)
 
 
 def _logits(

@@ -171,11 +171,6 @@ class Environment:
         return replace(self, micro_batch_size=size, accumulation=self.packs_of_rank // size)
 
     @property
-    def torch_device(self) -> str:
-        """The torch device type of the ranks: cuda or cpu."""
-        return "cuda" if self.accelerator == "gpu" else "cpu"
-
-    @property
     def rank_device(self) -> torch.device:
         """The device of this rank, where a verb without a strategy puts a model."""
         import torch
@@ -196,7 +191,8 @@ class Environment:
         import torch
 
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
-        return torch.autocast(self.torch_device, dtype=dtype, enabled=dtype is not None)
+        device = "cuda" if self.accelerator == "gpu" else "cpu"
+        return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
     def __str__(self) -> str:
         group = self.num_ranks // self.num_data_ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,6 +106,31 @@ def test_a_killed_evaluation_resumes_in_its_folder(
         run_evaluation(tmp_path / "again", *words)
     assert run_evaluation(tmp_path / "again", *words) == whole
     assert calls == [24, 4, 4]  # ARC was not run again
+
+
+def test_base_and_tuned_are_read_to_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quantized, since unquantized bases are read to the CPU without a device map."""
+    tuned, maps = tmp_path / "tuned", []
+    own = AutoModelForCausalLM.from_pretrained
+    get_peft_model(
+        own(TINY_BASE), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+    ).save_pretrained(tuned)
+
+    def read(*args: Any, **options: Any) -> Any:
+        maps.append(options.get("device_map"))
+        return own(*args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    run_evaluation(
+        tmp_path / "evaluation",
+        f"model.path={TINY_BASE}",
+        f"adapter_path={tuned}",
+        "quantization=nf4",
+        "evaluation.tasks=[{name: winogrande}]",
+    )
+    assert maps == [{"": torch.device("cpu")}] * 2
 
 
 def test_an_evaluation_without_data_is_refused(tmp_path: Path) -> None:
