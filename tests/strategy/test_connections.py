@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import app.strategy.loading as loading
 import app.strategy.rendezvous as rendezvous
 from app.process.launch import Launch
 from app.strategy.build import build_strategy
@@ -60,6 +61,21 @@ def time_outs() -> set[timedelta]:
     assert sorted(map(dist.get_world_size, groups)) == [1, 2, 2]
     dist.barrier()  # rank 0 holds the store by which the others find each other
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def time_out_of_node_group() -> timedelta:
+    """Return the timeout of the group of a node's ranks, for two nodes of two ranks."""
+    prepare_strategy(build_strategy(DdpConfig(), accelerator="cpu", num_ranks=4))
+    loading.TIMEOUT = timedelta(minutes=7)  # the constant equals gloo's default
+    group = loading.Broadcaster(torch.device("cpu"), num_ranks=4, ranks_per_node=2)._node_group
+    dist.barrier()
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
+
+
+@pytest.mark.slow
+def test_the_group_of_a_nodes_ranks_has_the_strategys_timeout() -> None:
+    assert on_ranks(4, time_out_of_node_group) == [timedelta(minutes=7)] * 4
 
 
 @pytest.mark.slow
