@@ -141,14 +141,15 @@ def print_next(run: Run, saved: Path) -> None:
     print(f"  {saved.name}/, report.html, metrics.csv, metrics.json, {LOG_FILE}")
     print("  config.yaml, manifest.json")
     # The commands must work as printed, also after `make train` without an active environment.
-    verbs = ["evaluate", "chat", *([] if saves_whole_model(run.config.adapter) else ["merge"])]
-    commands = [f"{verb_command(verb)} run={folder}" for verb in verbs]
+    commands = [f"{verb_command(verb)} run={folder}" for verb in ("evaluate", "chat")]
     if "tensorboard" in (run.config.logger.name, *run.config.logger.also):
         # All runs of outputs/NAME/TIME; for another output.dir, the folder that contains it.
         parent = run.folder.parent
         logs = parent.parent if parent.parent.name == OUTPUTS.name else parent
         shown_logs = shlex.quote(printable(str(logs)))
-        commands[2:] = [f"{python_command()} -m tensorboard.main --logdir {shown_logs}"]
+        commands.append(f"{python_command()} -m tensorboard.main --logdir {shown_logs}")
+    elif not saves_whole_model(run.config.adapter):
+        commands.append(f"{verb_command('merge')} run={folder}")
     print("next:")
     for command in commands:
         print(f"  {command}")

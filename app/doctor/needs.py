@@ -173,5 +173,5 @@ def list_step_rows(needs: Needs) -> list[Row]:
     )
     if ratio <= MAX_RATIO:
         return [Row("step", OK, found)]
-    fix = "trainer.gradient_accumulation_steps=N, or a strategy that sends less, as strategy=ddp"
+    fix = "trainer.gradient_accumulation_steps=N, or a strategy that sends less: --help strategy"
     return [Row("step", WARNING, found, fix)]

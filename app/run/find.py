@@ -90,7 +90,8 @@ def has_checkpoints(run: Path) -> bool:
 
 
 def _typed_run(resume: str, folder: str | None) -> Path:
-    resume = {"True": "true", "False": "false"}.get(resume, resume)  # typed without quotes
+    # A bare true or false is read as a boolean, and converted to text as Python writes it.
+    resume = {"True": "true", "False": "false"}.get(resume, resume)
     path = expand_home("resume", resume)
     if not path.is_dir():
         known = OTHER_TOOLS.get(resume.lower())
