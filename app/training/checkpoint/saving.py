@@ -186,7 +186,7 @@ class CheckpointSaver(L.Callback):
         local = strategy.local_state(module.optimizer)
         self._add_files(trainer, step, add_random_state, tensors, local)
         strategy.barrier("all ranks have added their files")
-        trainer.save_checkpoint(self.store.folder / f"step-{step}", weights_only=False)
+        trainer.save_checkpoint(self.store.folder / f"step-{step}")
         self._saved = step
 
     def _add_files(
