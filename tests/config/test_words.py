@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from app import __main__ as console
 from app.config import load_config
 from app.config.completion import FILES, completion_script
 from app.config.plain import read_plain
+from app.config.verbs import ALL_VERBS
 from app.doctor.__main__ import DoctorConfig
 from app.init import init
 from app.process.errors import UserError
@@ -134,6 +136,11 @@ def test_the_version_and_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_shells_complete_verbs_settings_and_options(shell: str, tmp_path: Path) -> None:
     script = completion_script(shell)
     assert all(word in script for word in ("train", "optimizer.lr=", "muon", "quickstart"))
+    if shell == "fish":
+        lines = [shlex.split(line) for line in script.splitlines() if " -d " in line]
+        assert {words[-3]: words[-1] for words in lines} == {
+            name: verb.what for name, verb in ALL_VERBS.items()
+        }
     if shell == "bash":
         line = (
             f"source {tmp_path}/loft; COMP_WORDS=({{}}); COMP_CWORD=$((${{{{#COMP_WORDS[@]}}}}-1));"

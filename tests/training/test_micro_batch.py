@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import app.assembly.auto
+import app.model.adapter
 import app.training.module
 from app.run import describe_global_batch
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
@@ -111,8 +112,11 @@ def test_a_single_pack_that_does_not_fit_ends_the_run(
     train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose_micro_batch(monkeypatch, packs=2, limit=1)
+    released: list[Any] = []
+    monkeypatch.setattr(app.model.adapter, "drop_pending_outputs", released.append)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         train_run(*OVERRIDES)
+    assert len(released) == 2  # after 2 packs, and after 1
 
 
 def test_all_ranks_use_the_size_that_fits_on_every_rank() -> None:
