@@ -9,6 +9,7 @@ threads and the command that resumes the run, and ends.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -46,6 +47,8 @@ CONNECT_SECONDS = 60.0
 """timeout of the first connection to the store, in seconds"""
 VERDICT_SECONDS = 2.0
 """time for the other ranks to read the verdict: the store may end with this rank"""
+EXIT_SECONDS = 5.0
+"""longest wait at exit for an exchange with the store to end"""
 DUMP_SECONDS = 10.0
 """time to write the stacks to disk before the process is ended anyway: the disk may hang"""
 MAX_NAMED = 4
@@ -177,12 +180,15 @@ class Peers:
     _snapshots: list[list[RankReport]] = field(default_factory=list)
     """reports of all ranks, read one after the other while a check is in progress"""
     _wants_snapshots: threading.Event = field(default_factory=threading.Event)
+    _exits: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """held during a check: the training thread may fail while the watching thread checks"""
 
     def start(self) -> None:
         """Start the threads that report this rank's progress and watch the other ranks."""
-        threading.Thread(target=self._report_loop, daemon=True).start()
+        reporting = threading.Thread(target=self._report_loop, daemon=True)
+        reporting.start()
+        atexit.register(self._stop_reporting, reporting)
         if self.hang_seconds is not None:
             threading.Thread(
                 target=self._watch_loop, args=(self.hang_seconds,), daemon=True
@@ -204,18 +210,23 @@ class Peers:
     # forever and the others continue.
 
     def _report_loop(self) -> None:
-        while True:
+        while not self._exits.is_set():
             with contextlib.suppress(
                 RuntimeError
             ):  # from torch; one broken connection proves little
                 store = self._connect()
                 while True:
-                    is_last = self._is_done
+                    is_last = self._is_done or self._exits.is_set()
                     self._exchange_reports(store)
                     if is_last:
                         return
-                    time.sleep(REPORT_SECONDS)
-            time.sleep(REPORT_SECONDS)
+                    self._exits.wait(REPORT_SECONDS)
+            self._exits.wait(REPORT_SECONDS)
+
+    def _stop_reporting(self, reporting: threading.Thread) -> None:
+        # Python aborts if it ends while a daemon thread is in C++ code that returns: exit code 134.
+        self._exits.set()
+        reporting.join(EXIT_SECONDS)
 
     def _state(self) -> str:
         if self._is_done or signal_received() is not None:

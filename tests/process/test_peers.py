@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -300,6 +301,35 @@ def test_a_hanging_rank_is_named_and_all_ranks_end(run_ranks: RunRanks, tmp_path
     error = json.loads((tmp_path / "0.json").read_text())["message"]
     assert error["message"] in stderr and error["extraInfo"]["timestamp"].isdecimal()
     assert (tmp_path / "error.txt").read_text().strip() == stderr.strip()
+
+
+SLOW_STORE = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from app.process.peers import Peers
+def set(key, value):
+    time.sleep(0.3)
+    print(value.split()[4])
+store = SimpleNamespace(set=set, check=lambda keys: False)
+Peers._connect = lambda self: store
+peers = Peers(rank=1, num_ranks=2, run_folder=Path("."), hang_seconds=None,
+              save_reason=print, resume_command=str)
+peers.start()
+time.sleep(0.1)
+exec(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "last_state"), [("peers.mark_done()", DONE), ("sys.exit(3)", STARTS)]
+)
+def test_a_rank_exits_after_its_last_report(code: str, last_state: str) -> None:
+    """A thread that talks to a store while Python ends would abort the process."""
+    command = [sys.executable, "-c", SLOW_STORE, code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST)
+    assert ended.stdout.split() == [STARTS, last_state]
+    assert ended.returncode == (0 if last_state == DONE else 3), ended.stderr
 
 
 @pytest.mark.slow
