@@ -72,7 +72,7 @@ class LayerExecution:
     groups_documents: bool = False
     """whether queries, keys, values and output of attention are copied for each document"""
     repeats_heads: bool = False
-    """whether these copies repeat keys and values for each query head"""
+    """whether keys and values are repeated for each query head before attention"""
     rank_sum: float = 0.0
     """sum of the ranks of a layer's adapters: each saves the output of its first matrix"""
     scaled_inputs: float = 0.0
@@ -136,8 +136,10 @@ def _attention_bytes(widths: Widths, execution: LayerExecution) -> float:
     num_bytes += head_norm * heads * widths.norms_heads
     if kind.norms_values:  # Gemma 4's norm has no weights, and no kernel replaces it
         num_bytes += FP32 * widths.key_value
+    if execution.repeats_heads:
+        num_bytes += shared
     if execution.groups_documents:
-        num_bytes += value_bytes * widths.query + shared * execution.repeats_heads
+        num_bytes += value_bytes * widths.query
     elif execution.keeps_scores:
         scores = score_bytes(widths, execution) * widths.heads * execution.sequence_len
         num_bytes += scores + shared

@@ -69,6 +69,8 @@ class PlannedRun:
     """whether attention is not one kernel and saves its scores"""
     groups_documents: bool = False
     """whether attention copies the tensors of each document, as for sdpa"""
+    repeats_heads: bool = False
+    """whether attention needs keys and values repeated for each query head"""
     num_checkpoints: int = 2
     """number of checkpoints that are kept on disk"""
     is_on_gpu: bool = True
@@ -155,8 +157,10 @@ class PlannedRun:
             keeps_scores=self.keeps_scores,
             sequence_len=self.sequence_len,
             groups_documents=self.groups_documents,
-            # FlashAttention, which needs no repeated heads, does not support these.
-            repeats_heads=not is_half or self.model.widths.widest_head > MAX_FLASH_HEAD_DIM,
+            # FlashAttention, which needs no repeated heads, does not support the latter two.
+            repeats_heads=self.repeats_heads
+            or (self.groups_documents and not is_half)
+            or (self.groups_documents and self.model.widths.widest_head > MAX_FLASH_HEAD_DIM),
             rank_sum=self.model.adapter_ranks,
             scaled_inputs=self.model.scaled_features(of_inputs=True),
             scaled_outputs=self.model.scaled_features(of_inputs=False),

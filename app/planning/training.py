@@ -97,6 +97,8 @@ def plan_training(
     `whole`: the base's config.json. `backend`: the attention backend. `build_on_meta`: builds the
     model on the meta device; None if the base's files are quantized.
     """
+    from app.model.attention.varlen import VarlenKernel
+
     is_on_gpu, config_json = env.accelerator == "gpu", text_numbers(whole)
     name = config.model.path or "model.architecture"
     model = model_from_config_json(name, config_json, config.adapter, env.precision)
@@ -120,7 +122,12 @@ def plan_training(
         is_stored=is_stored_quantized(whole),
         is_on_gpu=is_on_gpu,
     )
-    return replace(run, micro_batch_size=env.micro_batch_size, accumulation=env.accumulation)
+    return replace(
+        run,
+        micro_batch_size=env.micro_batch_size,
+        accumulation=env.accumulation,
+        repeats_heads=is_on_gpu and backend == "varlen" and not VarlenKernel.installed().takes_gqa,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

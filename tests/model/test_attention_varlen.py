@@ -19,8 +19,10 @@ from torch.nn.attention import varlen as torch_varlen
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GPT2Config,
     GraniteConfig,
     GraniteForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -30,6 +32,7 @@ from transformers.integrations import flash_attention
 
 from app.model.attention import attention_implementation, attention_inputs
 from app.model.attention.attend import attend_by_document
+from app.model.attention.choice import ModelOnDevice
 from app.model.attention.documents import group_documents
 from app.model.attention.varlen import (
     FLASH4_CAPABILITIES,
@@ -373,18 +376,19 @@ def test_flash_attention_4_is_activated_if_it_is_equal(
     behaviour: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     @wraps(varlen_2_13)
-    def dispatch(query: Any, *given: Any, **named: Any) -> torch.Tensor:
+    def dispatch(query: Any, key: Any, *given: Any, **named: Any) -> torch.Tensor:
         """Compute like the kernel that was activated last, as PyTorch does."""
+        assert query.shape[1] == 4 * key.shape[1]
         if current_flash_attention_impl() == "FA4" and behaviour == "broken":
             raise AssertionError("(head_dim, head_dim_v)=(300, 300) is not supported on SM90")
-        output = varlen_2_13(query, *given, **named)
+        output = varlen_2_13(query, key, *given, **named)
         return output * 1.1 if current_flash_attention_impl() and behaviour == "wrong" else output
 
     monkeypatch.setattr(torch_varlen, "varlen_attn", dispatch)
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with caplog.at_level("INFO"):
-        activate_flash4([16, 32], torch.device("cpu"))
+        activate_flash4([16, 32], 4, torch.device("cpu"))
     is_taken = current_flash_attention_impl() == "FA4"
     restore_flash2()
     assert current_flash_attention_impl() is None
@@ -397,10 +401,16 @@ def test_flash_attention_4_is_activated_if_it_is_equal(
     assert message[behaviour] in caplog.text
 
 
+def test_kernels_are_compared_with_as_many_query_heads_per_key_as_the_model_has() -> None:
+    llama, gpt2 = LlamaConfig(num_attention_heads=32, num_key_value_heads=8), GPT2Config()
+    heads = [ModelOnDevice(each, "gpu", "bf16").query_heads_per_key() for each in (llama, gpt2)]
+    assert heads == [4, 1]
+
+
 def test_an_older_gpu_keeps_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    activate_flash4([16], torch.device("cpu"))
+    activate_flash4([16], 1, torch.device("cpu"))
     assert current_flash_attention_impl() is None
 
 
@@ -412,7 +422,7 @@ def test_on_a_gpu_flash_attention_4_equals_2(caplog: pytest.LogCaptureFixture) -
     if torch.cuda.get_device_capability(device)[0] not in FLASH4_CAPABILITIES:
         pytest.skip("this GPU has no FlashAttention 4")
     with caplog.at_level("INFO"):
-        activate_flash4([64, 128], device)
+        activate_flash4([64, 128], 4, device)
     restore_flash2()
     if "backward unsupported: windowed attention" in caplog.text:
         pytest.skip("PyTorch 2.11 takes causal documents for a window, of which it has no backward")

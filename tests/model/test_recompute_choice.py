@@ -85,6 +85,8 @@ def test_eight_billion_parameters_and_8192_tokens() -> None:
     assert layer_bytes(LLAMA_8B, plain, "none") == pytest.approx(185_000, rel=0.01)
     full = replace(plain, trains_base=True)
     assert layer_bytes(LLAMA_8B, full, "none") == pytest.approx(200_840, rel=0.01)
+    repeated = layer_bytes(LLAMA_8B, replace(FUSED, repeats_heads=True), "none") * FUSED.tokens
+    assert 32 * (repeated - of_layer) == 3 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from app.config import load_config, settings_of
+from app.model.attention.varlen import VarlenKernel
 from app.planning import training
 from app.planning.memory import GIB, estimate_gpu_memory
-from app.planning.training import check_room, estimate_training, suggest_overrides
+from app.planning.training import check_room, estimate_training, plan_training, suggest_overrides
 from app.process.errors import UserError
+from app.training.trainer import Environment
 from tests.conftest import TrainRun
 from tests.planning.test_choose import planned
 from tests.planning.test_planned import STRATEGIES
@@ -28,8 +31,6 @@ def ways() -> str:
 
 
 def test_a_run_that_will_not_fit_is_refused_with_overrides() -> None:
-    from app.config import load_config
-
     run = planned(TWO_CARDS)
     config: Any = load_config("train", ["model=llama70b", "data=dolly", "quantization=nf4"])
     numbers = config.model.architecture
@@ -108,6 +109,40 @@ def test_planned_and_measured_figures_are_logged(
     assert estimate.step_seconds is not None
     assert figures["speed/planned_steps_per_second"] == 1 / estimate.step_seconds
     assert "planned (+25 %); 2 steps/s measured" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("backend", "takes_gqa", "gib_of_heads"),
+    [("varlen", False, 3), ("varlen", True, 0), ("flash2", False, 0)],
+)
+def test_keys_repeated_before_pytorch_2_12_are_counted(
+    backend: str, takes_gqa: bool, gib_of_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = load_config(
+        "train", ["model=llama8b", "data=dolly", "strategy=single", "recompute=none"]
+    )
+    kernel = VarlenKernel(lambda: torch.empty(0), True, True, takes_gqa)
+    monkeypatch.setattr(VarlenKernel, "installed", lambda: kernel)
+    env = Environment(
+        accelerator="gpu",
+        devices=1,
+        num_ranks=1,
+        num_data_ranks=1,
+        precision="bf16",
+        accumulation=1,
+    )
+    run = plan_training(
+        config,
+        env,
+        settings_of("hardware", "h100"),
+        whole=config.model.architecture,
+        backend=backend,
+        sequence_len=8192,
+        build_on_meta=None,
+    )
+    assert run is not None
+    others = estimate_gpu_memory(replace(run, repeats_heads=False)).activations
+    assert estimate_gpu_memory(run).activations - others == gib_of_heads * GIB
 
 
 def test_a_run_writes_both_figures_and_is_refused_before_loading(

@@ -94,6 +94,11 @@ class ModelOnDevice:
         heads = self.config_value("num_attention_heads")
         return dims or ([self.config_value("hidden_size") // heads] if heads else [])
 
+    def query_heads_per_key(self) -> int:
+        """Return the number of query heads that share a key head; 1 without GQA."""
+        heads = self.config_value("num_attention_heads") or 1
+        return int(heads // (self.config_value("num_key_value_heads") or heads))
+
 
 def choose_backend(
     config: AttentionConfig, architecture: PretrainedConfig, accelerator: str, precision: str
@@ -307,7 +312,8 @@ def select_fastest_kernel(
     if backend == "varlen" and device.type == "cuda" and _version(FLASH4) is not None:
         from app.model.attention.varlen import activate_flash4
 
-        activate_flash4(ModelOnDevice(architecture, "gpu", "bf16").head_dims(), device)
+        model = ModelOnDevice(architecture, "gpu", "bf16")
+        activate_flash4(model.head_dims(), model.query_heads_per_key(), device)
 
 
 def restore_kernel(backend: str) -> None:

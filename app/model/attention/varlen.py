@@ -28,8 +28,8 @@ FLASH4_CAPABILITIES = (9, 10)
 """major compute capabilities for which PyTorch has FlashAttention 4: Hopper and Blackwell"""
 PROBE_BOUNDARIES = (0, 100, 300, 301)
 """start of each document of the comparison, and end of the last"""
-PROBE_HEADS = (4, 2)
-"""heads of queries, and of keys and values"""
+PROBE_KEY_HEADS = 2
+"""heads of keys and of values"""
 TOLERANCE = 2.0**-5
 """largest norm of the difference of two results in half precision, as a share of their norm"""
 
@@ -216,7 +216,9 @@ def _check_mask(
     )
 
 
-def activate_flash4(head_dims: Sequence[int], device: torch.device) -> None:
+def activate_flash4(
+    head_dims: Sequence[int], query_heads_per_key: int, device: torch.device
+) -> None:
     """Make FlashAttention 4, which is installed, PyTorch's kernel if its results are equal.
 
     Holds for the process, until `restore_flash2`. Logs the outcome on GPUs that it supports.
@@ -228,9 +230,10 @@ def activate_flash4(head_dims: Sequence[int], device: torch.device) -> None:
     try:
         from torch.nn.attention import activate_flash_attention_impl  # PyTorch 2.11
 
-        expected = _run_kernel(head_dims, device)
+        expected = _run_kernel(head_dims, query_heads_per_key, device)
         activate_flash_attention_impl("FA4")
-        pairs = zip(_run_kernel(head_dims, device), expected, strict=True)
+        results = _run_kernel(head_dims, query_heads_per_key, device)
+        pairs = zip(results, expected, strict=True)
         is_equal = all(bool((a - b).norm() <= TOLERANCE * b.norm()) for a, b in pairs)
         reason = "" if is_equal else "its results differ"
     except Exception as error:  # noqa: BLE001  kernel compilers may raise anything
@@ -255,7 +258,9 @@ def restore_flash2() -> None:
         restore_flash_attention_impl()
 
 
-def _run_kernel(head_dims: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+def _run_kernel(
+    head_dims: Sequence[int], query_heads_per_key: int, device: torch.device
+) -> list[torch.Tensor]:
     """Return the kernel's outputs and gradients for random documents, with and without a window."""
     import torch
 
@@ -263,7 +268,7 @@ def _run_kernel(head_dims: Sequence[int], device: torch.device) -> list[torch.Te
     generator = torch.Generator(device).manual_seed(0)
     boundaries = torch.tensor(PROBE_BOUNDARIES, dtype=torch.int32, device=device)
     longest = max(end - start for start, end in pairwise(PROBE_BOUNDARIES))
-    num_heads, num_key_heads = PROBE_HEADS
+    num_heads = query_heads_per_key * PROBE_KEY_HEADS
     for head_dim in sorted(set(head_dims)):
         for window in (None, longest // 4):
             query, key, value = (
@@ -272,7 +277,7 @@ def _run_kernel(head_dims: Sequence[int], device: torch.device) -> list[torch.Te
                 )
                 .bfloat16()
                 .requires_grad_()
-                for heads in (num_heads, num_key_heads, num_key_heads)
+                for heads in (num_heads, PROBE_KEY_HEADS, PROBE_KEY_HEADS)
             )
             with torch.enable_grad():
                 output = kernel(
