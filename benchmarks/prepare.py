@@ -126,7 +126,7 @@ print(time.process_time() - started)
 SCALES: dict[str, tuple[int, int, int, int]] = {
     "data_sets": (40, 200, 8, 0),
     "rows": (1, 20_000, 8, 0),
-    "bytes_a_row": (1, 500, 2_000, 0),
+    "bytes_per_row": (1, 500, 2_000, 0),
     "columns": (1, 5_000, 8, 500),
 }
 """files, rows of each, words of an answer and columns beside it; of the first kind the

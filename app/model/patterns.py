@@ -2,7 +2,8 @@
 
 - `by_ending`: `q_proj` or `self_attn.q_proj` matches names that end in these parts (in lists);
 - `by_expression`: a regular expression over the full name (a string instead of a list), as in peft;
-- `by_key`: a regular expression over the end of the name (rank_pattern, alpha_pattern), as in peft.
+- `by_key`: a regular expression over the end of the name (rank_pattern, alpha_pattern), as in peft;
+- `by_wildcard`: the full name with * for any text (lr_by_pattern).
 
 Python's `re` may take forever for a pattern such as (a+)+$ and cannot be interrupted. Therefore
 `check_patterns` first runs each expression on the names of the model in a subprocess with a time
@@ -16,6 +17,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from app.process.errors import nearest
 from app.process.untrusted import LIMITS_VARIABLE, limits
@@ -58,6 +60,11 @@ def by_expression(pattern: str, names: Iterable[str]) -> list[str]:
 def by_key(pattern: str, names: Iterable[str]) -> list[str]:
     """Return the names that peft matches by a key of rank_pattern or alpha_pattern."""
     return list(filter(re.compile(expression_of_key(pattern)).match, names))
+
+
+def by_wildcard(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that `pattern` matches in full; * stands for any text."""
+    return [name for name in names if fnmatchcase(name, pattern)]
 
 
 def by_ending_or_expression(pattern: str, names: Iterable[str]) -> list[str]:

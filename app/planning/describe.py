@@ -69,7 +69,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
         "nvme_gib": hardware.nvme_gib,
         "fits_disk": not hardware.nvme_gib or disk_gib <= hardware.nvme_gib,
         "messages": _messages(run),
-        "gflop_a_token": flops.total / 1e9,
+        "gflop_per_token": flops.total / 1e9,
         "step_seconds": speed.step,
         "seconds": {
             "products": speed.products,
@@ -79,9 +79,9 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
             "host copies": speed.host,
             "waiting": speed.exposed,
         },
-        "tokens_a_step": run.tokens_per_step,
+        "tokens_per_step": run.tokens_per_step,
         "tokens_per_second": speed.tokens_per_second,
-        "tokens_per_second_a_gpu": speed.tokens_per_second / run.num_ranks,
+        "tokens_per_second_per_gpu": speed.tokens_per_second / run.num_ranks,
         "mfu": speed.mfu,
         "verdict": speed.verdict,
         "batch": describe_batch(run),
@@ -97,7 +97,7 @@ def _messages(run: PlannedRun) -> list[dict[str, Any]]:
             "what": each.what,
             "kind": each.kind,
             "times": each.times,
-            "gib_a_gpu": each.sent / GIB,
+            "gib_per_gpu": each.sent / GIB,
             "gib_between_nodes": each.sent_between_nodes / GIB,
         }
         for each in list_collectives(run, run.size)

@@ -114,9 +114,9 @@ def _simulated_lines(simulated: Mapping[str, Any] | None) -> list[str]:
 
 def _speed_lines(facts: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"a step of {facts['tokens_a_step']:,} tokens: {facts['step_seconds']:.2f} s, "
-        f"{facts['tokens_per_second']:,.0f} tokens/s ({facts['tokens_per_second_a_gpu']:,.0f} per "
-        f"GPU), MFU {facts['mfu']:.0%}; estimated, without kernel launch overhead",
+        f"a step of {facts['tokens_per_step']:,} tokens: {facts['step_seconds']:.2f} s, "
+        f"{facts['tokens_per_second']:,.0f} tokens/s "
+        f"({facts['tokens_per_second_per_gpu']:,.0f} per GPU), MFU {facts['mfu']:.0%}; estimated, without kernel launch overhead",
         "  "
         + ", ".join(f"{name} {value:.2f} s" for name, value in facts["seconds"].items() if value),
         f"  {facts['verdict']}",
@@ -127,7 +127,7 @@ def _speed_lines(facts: Mapping[str, Any]) -> list[str]:
         nodes = f", {between:.2f} GiB between nodes" if between else ""
         lines.append(
             f"  sent per step: {message['what']} ({message['kind']} x {message['times']:g}): "
-            f"{message['gib_a_gpu']:.2f} GiB per GPU{nodes}"
+            f"{message['gib_per_gpu']:.2f} GiB per GPU{nodes}"
         )
     source = f" ({facts['tokens_by']})" if facts["tokens_by"] else ""
     if facts["hours"] is None:

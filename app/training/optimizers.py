@@ -10,10 +10,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, LoraConfig, TrainableWeight, trainable_weights
+from app.model.patterns import by_wildcard
 from app.process.errors import UserError
 from data_modules import setting
 
@@ -309,31 +309,32 @@ def make_groups(
 
 def first_match(weight: TrainableWeight, patterns: Iterable[LrPattern]) -> LrPattern | None:
     """Return the first pattern that matches a weight's full name."""
-    return next((each for each in patterns if fnmatchcase(weight.name, each.pattern)), None)
+    return next((each for each in patterns if by_wildcard(each.pattern, [weight.name])), None)
 
 
 def check_patterns(weights: Sequence[TrainableWeight], patterns: Sequence[LrPattern]) -> None:
     """Raise UserError, with the nearest names, for patterns that change no weight."""
     used = [first_match(weight, patterns) for weight in weights]
+    names = [weight.name for weight in weights]
     problems = []
     for each in patterns:
         if any(match is each for match in used):
             continue
-        if any(fnmatchcase(weight.name, each.pattern) for weight in weights):
+        if by_wildcard(each.pattern, names):
             why = "an earlier pattern matches the same weights; type it before that one"
         else:
-            why = f"matches no trainable parameter; {_nearest(each.pattern, weights)}"
+            why = f"matches no trainable parameter; {_nearest(each.pattern, names)}"
         problems.append(f"optimizer.lr_by_pattern: {each.pattern} {why}")
     if problems:
         raise UserError(problems)
 
 
-def _nearest(pattern: str, weights: Sequence[TrainableWeight]) -> str:
+def _nearest(pattern: str, names: Sequence[str]) -> str:
     for wider in (f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*"):
-        if any(fnmatchcase(weight.name, wider) for weight in weights):
+        if by_wildcard(wider, names):
             return f"type {{pattern: '{wider}'}}, since full names are compared"
-    names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", weight.name) for weight in weights)
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+    any_layer = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    near = difflib.get_close_matches(pattern, any_layer, n=3, cutoff=0.0)
     return f"the nearest are {', '.join(near)}"
 
 

@@ -65,7 +65,7 @@ def ours(mode: str) -> Callable[[], None]:
     install_kernels()
     call_directly()
     install_attention()
-    task = Task(shape=SHAPE, device="cpu", sequence_len=TOKENS, tokens_a_step=TOKENS)
+    task = Task(shape=SHAPE, device="cpu", sequence_len=TOKENS, tokens_per_step=TOKENS)
     part, cpu = Part(packs=1), torch.device("cpu")
     model: Any = build(task, part, LoraConfig(dropout=0.0), mode, "varlen", "fp32").float()
     fused._lora_comes_first = lambda _: True

@@ -311,7 +311,7 @@ def result_of(name: str, system: str, found: Runs, peak_tflops: float | None) ->
         tokens_per_second=speed,
         mfu=None if peak_tflops is None else speed * found.flops / (peak_tflops * 1e12),
         peak_gib=max(peaks) if peaks else None,
-        spans=medians([clock.milliseconds_a_step() for clock in found.clocks]),
+        spans=medians([clock.milliseconds_per_step() for clock in found.clocks]),
         kinds=medians([clock.kinds for clock in found.clocks]),
         rounds=len(found.speeds),
     )

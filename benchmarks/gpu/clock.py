@@ -87,7 +87,7 @@ class Clock:
             self.kinds = self._by_kind(self.profiler)
             self.profiler = None
 
-    def milliseconds_a_step(self) -> dict[str, float]:
+    def milliseconds_per_step(self) -> dict[str, float]:
         """Return the time of a measured step by part, in order."""
         spans: dict[str, float] = defaultdict(float)
         steps = self.last - self.first

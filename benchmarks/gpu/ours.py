@@ -43,7 +43,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
         accelerator="gpu" if task.device == "cuda" else "cpu",
         devices=1,
         micro_batch_size=part.packs,
-        gradient_accumulation_steps=task.tokens_a_step // (part.packs * task.sequence_len),
+        gradient_accumulation_steps=task.tokens_per_step // (part.packs * task.sequence_len),
         precision="bf16",
     )
     if part.adapter == "full":

@@ -41,7 +41,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)
     autocast = torch.autocast(task.device, torch.bfloat16, enabled=part.adapter == "lora")
-    micro_batches = task.tokens_a_step // (part.packs * task.sequence_len)
+    micro_batches = task.tokens_per_step // (part.packs * task.sequence_len)
     clock.start()
     for number, batch in enumerate(batches, start=1):
         ids = batch.input_ids.view(part.packs, -1).to(task.device, non_blocking=True)

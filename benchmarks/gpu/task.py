@@ -27,7 +27,7 @@ class Task:
     device: str
     """cuda or cpu"""
     sequence_len: int = 4096
-    tokens_a_step: int = 32_768
+    tokens_per_step: int = 32_768
     """tokens of an optimizer step, over its micro-batches"""
     steps: int = 3
     """measured optimizer steps; one more is profiled"""
@@ -72,13 +72,13 @@ def batches_of(task: Task, part: Part) -> list[Batch]:
     from data_modules.packing.plan import StepPlan
 
     random = np.random.default_rng(0)
-    packs = task.tokens_a_step // task.sequence_len
+    packs = task.tokens_per_step // task.sequence_len
     num_steps = part.warm_up + task.steps + 1
     lengths = np.full(num_steps * packs, task.sequence_len)
     if part.is_skewed:
         # Many more than are trained on, so that the epoch's last, partial pack is not used.
         mean = MEDIAN_TOKENS * math.exp(SPREAD**2 / 2)
-        count = math.ceil(20 * num_steps * task.tokens_a_step / min(mean, task.sequence_len / 2))
+        count = math.ceil(20 * num_steps * task.tokens_per_step / min(mean, task.sequence_len / 2))
         drawn = np.exp(random.normal(np.log(MEDIAN_TOKENS), SPREAD, count))
         lengths = drawn.astype(int).clip(SHORTEST_TOKENS, task.sequence_len)
     plan = StepPlan(

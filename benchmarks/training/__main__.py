@@ -111,7 +111,7 @@ def compare(name: str, folder: Path, peers: Peers) -> list[Figure]:
     for system, one in middle.items():
         print(
             f"{name} {system}: {one['tokens_per_second']:,.0f} tokens a second, "
-            f"{one['tokens_a_step']:,.0f} a step, peak {one['peak_gb']:.2f} GB, "
+            f"{one['tokens_per_step']:,.0f} a step, peak {one['peak_gb']:.2f} GB, "
             f"loss {one['loss']:.3f}"
         )
     ours, speed = middle["loft"], {s: one["tokens_per_second"] for s, one in middle.items()}

@@ -31,7 +31,7 @@ class Clock:
         seconds = self.ends[-1] - self.ends[first - 1]
         measured = {
             "tokens_per_second": sum(self.tokens[first : len(self.ends)]) / seconds,
-            "tokens_a_step": sum(self.tokens[first : len(self.ends)]) / (len(self.ends) - first),
+            "tokens_per_step": sum(self.tokens[first : len(self.ends)]) / (len(self.ends) - first),
             "loss": sum(self.losses[first:]) / len(self.losses[first:]),
             "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
         }

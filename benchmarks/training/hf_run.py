@@ -37,8 +37,8 @@ def main(task: Task) -> None:
     rows = [{"input_ids": ids, "labels": ids} for ids in read_rows(Path(task.folder))]
     tokenizer = AutoTokenizer.from_pretrained(base)
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=None)
-    rows_a_step = task.rows_a_step // ACCUMULATION * ACCUMULATION
-    if task.steps - task.warm_up != (group := steps_sorted_together(len(rows), rows_a_step)):
+    rows_per_step = task.rows_per_step // ACCUMULATION * ACCUMULATION
+    if task.steps - task.warm_up != (group := steps_sorted_together(len(rows), rows_per_step)):
         raise SystemExit(f"{task.steps - task.warm_up} steps measured, {group} sorted together")
     clock = Clock(task.warm_up)
 
@@ -57,7 +57,7 @@ def main(task: Task) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
-            per_device_train_batch_size=rows_a_step // ACCUMULATION,
+            per_device_train_batch_size=rows_per_step // ACCUMULATION,
             gradient_accumulation_steps=ACCUMULATION,
             train_sampling_strategy="group_by_length",
             max_steps=task.steps,

@@ -62,8 +62,8 @@ def main(task: Task) -> None:
             out_dir=Path(folder),
             train=TrainArgs(
                 save_interval=None,
-                log_interval=task.rows_a_step // MICRO_BATCH,
-                global_batch_size=task.rows_a_step // MICRO_BATCH * MICRO_BATCH,
+                log_interval=task.rows_per_step // MICRO_BATCH,
+                global_batch_size=task.rows_per_step // MICRO_BATCH * MICRO_BATCH,
                 micro_batch_size=MICRO_BATCH,
                 epochs=1,
                 max_steps=task.steps,

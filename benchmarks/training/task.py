@@ -43,7 +43,7 @@ class Task:
     lr: float = 2e-4
 
     @property
-    def rows_a_step(self) -> int:
+    def rows_per_step(self) -> int:
         """The number of rows with about TOKENS_A_STEP tokens."""
         return round(TOKENS_A_STEP / mean_tokens(Path(self.folder)))
 
@@ -96,9 +96,9 @@ def mean_tokens(folder: Path) -> float:
     return sum(map(len, rows)) / len(rows)
 
 
-def steps_sorted_together(num_rows: int, rows_a_step: int) -> int:
+def steps_sorted_together(num_rows: int, rows_per_step: int) -> int:
     """Steps whose rows `group_by_length` sorts together, longest first.
 
     Source: `get_length_grouped_indices` of transformers.
     """
-    return min(num_rows // (rows_a_step * 4), 50)
+    return min(num_rows // (rows_per_step * 4), 50)

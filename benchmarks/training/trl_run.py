@@ -41,7 +41,7 @@ def main(task: Task, packed: bool) -> None:
             max_length=SEQUENCE_LEN,
             packing=packed,
             # Without flash attention, documents are only isolated in micro-batches of one pack.
-            per_device_train_batch_size=1 if packed else task.rows_a_step,
+            per_device_train_batch_size=1 if packed else task.rows_per_step,
             gradient_accumulation_steps=packs if packed else 1,
             max_steps=task.steps,
             learning_rate=task.lr,

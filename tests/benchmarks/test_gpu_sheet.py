@@ -48,7 +48,7 @@ SHAPE = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-SMALL = Task(shape=SHAPE, device="cpu", sequence_len=128, tokens_a_step=512, steps=2)
+SMALL = Task(shape=SHAPE, device="cpu", sequence_len=128, tokens_per_step=512, steps=2)
 COMPILED = {name: part for name, part in bench.PARTS.items() if part.is_compiled}
 QUICK = {name: part for name, part in bench.PARTS.items() if not part.is_compiled}
 PLAIN = ("lora", "full")
@@ -88,7 +88,7 @@ def test_every_part_trains_and_stands_in_the_sheet(
         assert all(span >= 0 for span in one["spans"].values())
         # The marks lie side by side: together they are the time of a step, of another step than the
         # speed's, which other work on this machine may have made many times as long.
-        step = 1000 * SMALL.tokens_a_step / one["tokens_per_second"]
+        step = 1000 * SMALL.tokens_per_step / one["tokens_per_second"]
         assert step / 30 < sum(one["spans"].values()) < 30 * step
         assert one["kinds"]["products"] > 0
         row = next(line for line in sheet.splitlines() if f"| {part} | {system} |" in line)
@@ -282,7 +282,7 @@ def test_short_documents_attend_to_less() -> None:
 
 @pytest.mark.parametrize("part", [Part(), Part(is_skewed=True), Part(packs=1)])
 def test_batches_hold_the_tokens_of_a_step_in_full_packs(part: Part) -> None:
-    task = Task(shape=SHAPE, device="cpu", tokens_a_step=32_768, steps=1)
+    task = Task(shape=SHAPE, device="cpu", tokens_per_step=32_768, steps=1)
     batches = batches_of(task, part)
     micro_batches = 8 // part.packs
     assert len(batches) == micro_batches * (part.warm_up + task.steps + 1)
@@ -348,7 +348,7 @@ def test_what_is_shipped_recomputes_what_the_run_would(
 @pytest.mark.gpu
 def test_every_part_trains_on_the_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = SHAPE | {"hidden_size": 256, "intermediate_size": 512}
-    task = Task(shape=shape, device="cuda", sequence_len=512, tokens_a_step=2048, steps=2)
+    task = Task(shape=shape, device="cuda", sequence_len=512, tokens_per_step=2048, steps=2)
     parts = bench.PARTS
     sheet, found = measured(tmp_path, capsys, task=task, parts=parts, rounds=2)
     assert "Left out" not in sheet
@@ -357,5 +357,5 @@ def test_every_part_trains_on_the_gpu(tmp_path: Path, capsys: pytest.CaptureFixt
             assert one["peak_gib"] > 0
             assert one["kinds"]["attention"] > 0
             assert one["kinds"]["products"] > 0
-            step = 1000 * task.tokens_a_step / one["tokens_per_second"]
+            step = 1000 * task.tokens_per_step / one["tokens_per_second"]
             assert sum(one["spans"].values()) == pytest.approx(step, rel=0.2)

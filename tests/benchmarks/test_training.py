@@ -32,10 +32,10 @@ def test_rows_sorted_by_length_are_measured_from_the_longest_to_the_shortest() -
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
     lengths = np.random.default_rng(0).permutation(ROWS).tolist()
-    rows_a_step, generator = 21, torch.Generator().manual_seed(0)
-    order = get_length_grouped_indices(lengths, rows_a_step, generator=generator)
+    rows_per_step, generator = 21, torch.Generator().manual_seed(0)
+    order = get_length_grouped_indices(lengths, rows_per_step, generator=generator)
     taken = [lengths[row] for row in order]
     longer = [row for row in range(1, ROWS) if taken[row] > taken[row - 1]]
     # The longest row of all is moved to the front.
-    assert next(row for row in longer if row > 1) == GROUP * rows_a_step
-    assert steps_sorted_together(ROWS, rows_a_step) == GROUP
+    assert next(row for row in longer if row > 1) == GROUP * rows_per_step
+    assert steps_sorted_together(ROWS, rows_per_step) == GROUP

@@ -198,11 +198,11 @@ def test_a_data_set_repeated_for_its_share_is_named(times: int, is_reported: boo
         assert not describe_mixture(report)[-1].startswith("warning")
 
 
-def store(contents: list[int], documents_a_row: int = 1) -> Any:
+def store(contents: list[int], documents_per_row: int = 1) -> Any:
     """Return a store of rows with these contents; each row may be several documents."""
-    rows = np.repeat(np.arange(len(contents)), documents_a_row)
-    digests = np.repeat(np.array(contents, np.uint64), documents_a_row) * np.uint64(1000)
-    digests += np.tile(np.arange(documents_a_row), len(contents)).astype(np.uint64)
+    rows = np.repeat(np.arange(len(contents)), documents_per_row)
+    digests = np.repeat(np.array(contents, np.uint64), documents_per_row) * np.uint64(1000)
+    digests += np.tile(np.arange(documents_per_row), len(contents)).astype(np.uint64)
     return SimpleNamespace(rows=rows, digests=digests)
 
 
@@ -221,9 +221,9 @@ contents = st.lists(st.integers(0, 30), min_size=1, max_size=40)
     st.integers(0, 5),
 )
 def test_no_content_is_on_both_sides(
-    sets: list[list[int]], size: float, documents_a_row: int, seed: int
+    sets: list[list[int]], size: float, documents_per_row: int, seed: int
 ) -> None:
-    stores = [store(one, documents_a_row) for one in sets]
+    stores = [store(one, documents_per_row) for one in sets]
     sides = sides_of(*stores, size=size, seed=seed)
     held_out = {d for s, o in zip(stores, sides, strict=True) for d in s.digests[o.validation]}
     learned = {d for s, o in zip(stores, sides, strict=True) for d in s.digests[o.training]}
@@ -269,7 +269,7 @@ def test_a_row_held_out_in_another_data_set_is_masked() -> None:
 
 
 def test_max_rows_is_a_seeded_choice_of_rows() -> None:
-    one = store(list(range(30)), documents_a_row=3)
+    one = store(list(range(30)), documents_per_row=3)
     (side,) = sides_of(one, size=2, max_rows=10)
     assert len(np.unique(one.rows[side.training])) == 10 and side.training.sum() == 30
     (again,) = sides_of(one, size=2, max_rows=10)
