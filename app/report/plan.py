@@ -116,7 +116,8 @@ def _speed_lines(facts: Mapping[str, Any]) -> list[str]:
     lines = [
         f"a step of {facts['tokens_per_step']:,} tokens: {facts['step_seconds']:.2f} s, "
         f"{facts['tokens_per_second']:,.0f} tokens/s "
-        f"({facts['tokens_per_second_per_gpu']:,.0f} per GPU), MFU {facts['mfu']:.0%}; estimated, without kernel launch overhead",
+        f"({facts['tokens_per_second_per_gpu']:,.0f} per GPU), "
+        f"MFU {facts['mfu']:.0%}; estimated, without kernel launch overhead",
         "  "
         + ", ".join(f"{name} {value:.2f} s" for name, value in facts["seconds"].items() if value),
         f"  {facts['verdict']}",
