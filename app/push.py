@@ -52,7 +52,7 @@ def push(config: PushConfig) -> str:
     from httpx2 import HTTPError
     from huggingface_hub import HfApi, ModelCard
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(config.repo)

@@ -331,7 +331,7 @@ def _find_equal_forwards(
     model.eval()  # dropout would make the two results differ
     for width, candidates in _candidates(model, kernels):
         with gathered(candidates[0].module):
-            equal = (each for each in candidates if _is_equal(each, width, dtype, device))
+            equal = (each for each in candidates if is_equal(each, width, dtype, device))
             forward = next(equal, None)
         if forward is not None:
             fused.append(forward)
@@ -371,7 +371,7 @@ def _takes_one_tensor(module: torch.nn.Module) -> bool:
     return len(inspect.signature(module.forward).parameters) == 1
 
 
-def _is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+def is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.device) -> bool:
     import torch
 
     module = forward.module

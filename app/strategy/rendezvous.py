@@ -53,7 +53,7 @@ def connect_ranks(strategy: Any) -> None:
     # Read when a process group is created. On one machine NCCL uses the network only to bootstrap.
     os.environ |= {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": f"={INTERFACE}"}
     port = strategy.cluster_environment.main_port
-    listening = {"master_listen_fd": _listen(port)} if strategy.global_rank == 0 else {}
+    listening = {"master_listen_fd": listen(port)} if strategy.global_rank == 0 else {}
     store = dist.TCPStore(
         LOOPBACK,
         port,
@@ -179,7 +179,7 @@ def _address_of(interface: str, probe: socket.socket) -> str | None:
     return socket.inet_ntoa(reply[20:24])
 
 
-def _listen(port: int) -> int:
+def listen(port: int) -> int:
     """Return the file descriptor of a socket that listens on `port` of the loopback interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -159,7 +159,7 @@ def _check(parameters: Sequence[Parameter]) -> tuple[TrainConfig, dict[str, str]
         # Without the folder of the sweep, since each trial gets a new one.
         output = dataclasses.replace(config.output, dir=None)
         check_before_start(dataclasses.replace(config, output=output))
-        problems += _check_search(config.sweep.search, parameters)
+        problems += check_search(config.sweep.search, parameters)
         if config.launcher.name == "slurm":
             problems += [
                 f"{parameter.key}: contains a secret, and submitit writes the settings of a job "
@@ -179,7 +179,7 @@ def _check(parameters: Sequence[Parameter]) -> tuple[TrainConfig, dict[str, str]
     return config, shared
 
 
-def _check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:
+def check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:
     """Return the problems of the searched values."""
     problems = []
     if search == "grid":

@@ -68,7 +68,7 @@ def ours(mode: str) -> Callable[[], None]:
     task = Task(shape=SHAPE, device="cpu", sequence_len=TOKENS, tokens_per_step=TOKENS)
     part, cpu = Part(packs=1), torch.device("cpu")
     model: Any = build(task, part, LoraConfig(dropout=0.0), mode, "varlen", "fp32").float()
-    fused._lora_comes_first = lambda _: True
+    fused.lora_comes_first = lambda _: True
     run = partial(run_probe, model, "varlen", cpu)
     with (
         patch.object(kernels, "_is_on_gpu", lambda _: True),

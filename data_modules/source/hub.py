@@ -66,7 +66,7 @@ def read_hub(
     """
     import datasets
 
-    _limit_hub(limits.remote_seconds, limits.remote_bytes_per_second)
+    limit_hub(limits.remote_seconds, limits.remote_bytes_per_second)
     try:
         builder = _builder_of(path, revision)
         if streaming:
@@ -94,7 +94,7 @@ def read_hub(
 
 
 @cache
-def _limit_hub(seconds: float, bytes_per_second: int) -> None:
+def limit_hub(seconds: float, bytes_per_second: int) -> None:
     """Limit how slow the hub may be, once: replacing the client again would break open streams."""
     limits = Limits(remote_seconds=seconds, remote_bytes_per_second=bytes_per_second)
     HubPace(limits).limit()
@@ -199,7 +199,7 @@ def explain_refusal(
 def _errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
     """Return the exceptions that a failing network raises, and `more`."""
     # The HTTP library (httpx, httpx2, requests) depends on the version of huggingface_hub.
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+    from huggingface_hub.errors import HTTPError
 
     return OSError, HTTPError, *more
 

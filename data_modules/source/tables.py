@@ -176,7 +176,7 @@ def _decode_json(value: Any, feature: Any) -> Any:
 
 
 @contextmanager
-def _arrow_errors(file: File, kind: str) -> Iterator[None]:
+def arrow_errors(file: File, kind: str) -> Iterator[None]:
     import pyarrow
 
     try:
@@ -198,7 +198,7 @@ def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
     """Yield the rows of a parquet file."""
     import pyarrow.parquet
 
-    with open_seekable(file, options.limits) as source, _arrow_errors(file, "parquet"):
+    with open_seekable(file, options.limits) as source, arrow_errors(file, "parquet"):
         # Without pre_buffer=False a whole row group, often the whole file, is kept in memory.
         table = pyarrow.parquet.ParquetFile(
             source, buffer_size=opening.CHUNK_BYTES, pre_buffer=False
@@ -221,7 +221,7 @@ def count_parquet_rows(file: File, limits: Limits) -> int:
     """Return the number of rows in a parquet file's metadata."""
     import pyarrow.parquet
 
-    with open_seekable(file, limits) as source, _arrow_errors(file, "parquet"):
+    with open_seekable(file, limits) as source, arrow_errors(file, "parquet"):
         return int(pyarrow.parquet.read_metadata(source).num_rows)
 
 
@@ -229,7 +229,7 @@ def read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
     """Yield the rows of an arrow file or stream."""
     import pyarrow
 
-    with open_seekable(file, options.limits) as source, _arrow_errors(file, "arrow"):
+    with open_seekable(file, options.limits) as source, arrow_errors(file, "arrow"):
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         if is_file:

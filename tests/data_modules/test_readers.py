@@ -21,7 +21,7 @@ from data_modules.messages import DataError
 from data_modules.source import opening
 from data_modules.source.opening import BadRow, Budget, Chunk, ReadOptions
 from data_modules.source.source import count_rows, read_file
-from data_modules.source.tables import _arrow_errors
+from data_modules.source.tables import arrow_errors
 from data_modules.types import Row
 
 ROWS = [{"a": "first"}, {"a": "a second, with é"}, {"a": "third"}]
@@ -430,5 +430,5 @@ def test_counting_rows_does_not_use_the_budget(tmp_path: Path) -> None:
 
 def test_a_memory_error_from_a_damaged_file_blames_the_file(tmp_path: Path) -> None:
     expected = pytest.raises(DataError, match=r"d\.arrow: not a readable arrow file")
-    with expected, _arrow_errors(tmp_path / "d.arrow", "arrow"):
+    with expected, arrow_errors(tmp_path / "d.arrow", "arrow"):
         raise MemoryError("malloc of size 68719476736 failed")

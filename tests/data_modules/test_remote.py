@@ -271,8 +271,8 @@ def test_a_slow_hub_is_given_up(name: str, how: str, tmp_path: Path) -> None:
 
 READ_XET = """
 import sys, time
-from data_modules.source.hub import _limit_hub
-_limit_hub(1.5, 1 << 20)
+from data_modules.source.hub import limit_hub
+limit_hub(1.5, 1 << 20)
 import hf_xet
 info = hf_xet.PyXetDownloadInfo(destination_path=sys.argv[2], hash="a" * 64, file_size=1000)
 access = ("token", int(time.time()) + 3600)

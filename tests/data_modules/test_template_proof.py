@@ -28,7 +28,7 @@ from data_modules.template.checks import (
 )
 from data_modules.template.marks import RenderedChat
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
-from data_modules.template.rendering import Chat, Renderer, RowRefusedError, _messages
+from data_modules.template.rendering import Chat, Renderer, RowRefusedError
 from data_modules.template.spans import SpanFinder
 from data_modules.types import Conversation, Encoded, ToolCall, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer, read_rows
@@ -441,7 +441,7 @@ def test_masks_equal_those_of_the_generation_blocks(name: str) -> None:
 def generation_mask(template: ChatTemplate, chat: Conversation, length: int) -> Any:
     prepared = template._renderer.prepare(chat, "keep")
     encoded = template._tokenizer.apply_chat_template(
-        _messages(prepared, template._renderer.message_format),
+        template._renderer.messages(prepared),
         tools=[dict(tool) for tool in chat.tools] or None,
         return_assistant_tokens_mask=True,
         return_dict=True,

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 
 from app.model.attention import attend, attention_implementation, generation_attention
 from app.model.attention.documents import group_documents
-from app.model.attention.inputs import _has_attention
+from app.model.attention.inputs import has_attention
 from tests.tiny import random_ids, tiny_llama
 
 LENGTHS = [[5, 9, 3, 30, 7, 20], [40, 1, 2]]
@@ -53,4 +53,4 @@ def test_an_unsupported_variant_is_refused() -> None:
 )
 def test_attention_is_recognized_by_any_name_of_its_heads(family: str, expected: bool) -> None:
     model: Any = SimpleNamespace(config=CONFIG_MAPPING[family]())
-    assert _has_attention(model) is expected
+    assert has_attention(model) is expected

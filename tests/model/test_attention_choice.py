@@ -66,7 +66,7 @@ class Machine:
         patch = self.monkeypatch.setattr
         patch(torch.cuda, "get_device_capability", lambda *_: capability)
         patch(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-        patch(choice, "_version", version)
+        patch(choice, "package_version", version)
         patch(importlib, "import_module", load)
         patch(choice, "_transformers_accepts", lambda backend: True)
         patch(varlen, "varlen_attn", varlen_2_13)

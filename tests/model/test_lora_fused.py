@@ -189,7 +189,7 @@ def in_4_bits(dtype: torch.dtype = torch.float32, **numbers: Any) -> Any:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the GPU's code path on the CPU."""
     monkeypatch.setattr(fused_4bit, "_is_faster", lambda layer, x: layer.training)
-    monkeypatch.setattr("app.model.adapter.fused._lora_comes_first", lambda x: True)
+    monkeypatch.setattr("app.model.adapter.fused.lora_comes_first", lambda x: True)
 
 
 class Operators(TorchDispatchMode):

@@ -82,7 +82,7 @@ def count_operations(variant: Variant, person: Person, references: References) -
     chain = plan_counted(variant)
     folder = references.train(chain, person, variant.words(references.folder, *chain.words))
     points = defaultdict(list)
-    for line in _lines(folder / "operations"):
+    for line in read_lines(folder / "operations"):
         step, point = line.split()
         points[int(step)].append(point)
     del points[min(points)]  # the first save removes no checkpoint
@@ -157,7 +157,7 @@ def _sender(death: Death | None, folder: Path) -> Callable[[int], None] | None:
     def send(pid: int) -> None:
         until = time.monotonic() + COMES_WITHIN
         while time.monotonic() < until:
-            steps = [int(line.split()[0]) for line in _lines(folder / BATCHES, begins)]
+            steps = [int(line.split()[0]) for line in read_lines(folder / BATCHES, begins)]
             if steps and steps[-1] >= death.step:
                 return os.kill(pid, death.signum)
             time.sleep(0.002)
@@ -170,7 +170,7 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def _lines(file: Path, begins: int = 0) -> list[str]:
+def read_lines(file: Path, begins: int = 0) -> list[str]:
     """Return complete lines of a record, without `begin`."""
     text = file.read_bytes()[begins:].decode() if file.exists() else ""
     return [line for line in text[: text.rfind("\n") + 1].splitlines() if line != "begin"]
@@ -228,9 +228,9 @@ def _differences(folder: Path, uninterrupted: Path, chain: Chain) -> list[str]:
     problems = []
     for rank in range(chain.variant.ranks):
         name = f"batches-rank-{rank}"
-        (reference,) = _batches(uninterrupted / name)
+        (reference,) = read_batches(uninterrupted / name)
         seen: set[int] = set()
-        for process in _batches(folder / name):
+        for process in read_batches(folder / name):
             for step, hashes in process.items():
                 if hashes != reference[step][: len(hashes)]:
                     problems.append(f"rank {rank} trained on other rows in step {step}")
@@ -241,7 +241,7 @@ def _differences(folder: Path, uninterrupted: Path, chain: Chain) -> list[str]:
     return problems
 
 
-def _batches(file: Path) -> list[dict[int, list[str]]]:
+def read_batches(file: Path) -> list[dict[int, list[str]]]:
     """Return hashes of batches by step, for each training process."""
     processes: list[dict[int, list[str]]] = []
     for line in file.read_text().splitlines() if file.exists() else []:

@@ -9,7 +9,7 @@ import pytest
 
 from app.process.faults import parse_faults
 from tests.reliability import cases, plans
-from tests.reliability.chain import _batches, _lines
+from tests.reliability.chain import read_batches, read_lines
 
 COUNTED = {
     variant: cases.Operations(all=250 + number, need_room=200 + number)
@@ -56,6 +56,6 @@ def test_full_kills_at_every_operation() -> None:
 def test_records_are_read_per_process(tmp_path: Path) -> None:
     record = tmp_path / "batches"
     record.write_text("begin\n1 aa\n1 bb\nbegin\n2 cc\n3 d")
-    assert _lines(record) == ["1 aa", "1 bb", "2 cc"]
+    assert read_lines(record) == ["1 aa", "1 bb", "2 cc"]
     record.write_text("begin\n1 aa\n1 bb\nbegin\n2 cc\n")
-    assert _batches(record) == [{1: ["aa", "bb"]}, {2: ["cc"]}]
+    assert read_batches(record) == [{1: ["aa", "bb"]}, {2: ["cc"]}]

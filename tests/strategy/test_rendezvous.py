@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from app.strategy.build import build_strategy
-from app.strategy.rendezvous import _listen
+from app.strategy.rendezvous import listen
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from tests.processes import LONGEST, TWO_RANKS
 from tests.ranks import on_ranks, prepare_strategy
@@ -93,7 +93,7 @@ def test_a_taken_port_is_an_error() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(OSError, match="Address already in use"):
-            _listen(other.getsockname()[1])
+            listen(other.getsockname()[1])
 
 
 @linux

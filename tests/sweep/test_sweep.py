@@ -20,7 +20,7 @@ from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep import run_sweep
 from app.sweep.parameters import parse_parameters
 from app.sweep.results import explain_best, print_results
-from app.sweep.run import _check_search
+from app.sweep.run import check_search
 from app.sweep.trials import LocalJob, Trial
 from tests.in_process import CommandResult, make_data, make_model, run_command
 from tests.sweep.short_trials import short_trials
@@ -259,9 +259,9 @@ URL = "http://me:Zq7password@127.0.0.1:9/{}.jsonl?token=Zq7token0planted"
 
 def test_a_huge_grid_is_refused() -> None:
     parameters = parse_parameters(["seed=range(0,1000)", "adapter.r=range(1,20)"])
-    (problem,) = _check_search("grid", parameters)
+    (problem,) = check_search("grid", parameters)
     assert problem.startswith("this grid has 19,000 trials, more than 10,000; use sweep.search")
-    assert _check_search("optuna", parameters) == []
+    assert check_search("optuna", parameters) == []
 
 
 def test_sweep_settings_without_a_sweep_are_refused() -> None:

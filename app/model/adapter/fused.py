@@ -101,7 +101,7 @@ def run_fused(
     return output.unflatten(0, x.shape[:-1])
 
 
-def _lora_comes_first(x: Tensor) -> bool:
+def lora_comes_first(x: Tensor) -> bool:
     """Return whether W x is added to the small product B low, not the other way round.
 
     Faster on a GPU, where B low is bound by memory bandwidth.
@@ -153,7 +153,7 @@ def _merged_matrix(
 
 def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     """Return scale left right, on a GPU by one kernel launch."""
-    if _lora_comes_first(left):
+    if lora_comes_first(left):
         return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
     return (left @ right).mul_(scale)
 
@@ -185,7 +185,7 @@ class _LoraLinear(torch.autograd.Function):
         if ctx.is_merged:
             ctx.save_for_backward(x, None, weight, a, b)
             return product_once(*sizes, _merged_matrix, linear, x, weight, bias, a, b, scale)
-        if _lora_comes_first(x):
+        if lora_comes_first(x):
             low = product_once(*a.shape, torch.nn.functional.linear, dropped, a)
             output = product_once(
                 *sizes, matrix_onto_lora, x, weight, dequantize, bias, low, b, scale
@@ -204,7 +204,7 @@ class _LoraLinear(torch.autograd.Function):
         grad = outer[0]
         if ctx.is_merged:
             low = ctx.linear(dropped, a)
-        if _lora_comes_first(grad):
+        if lora_comes_first(grad):
             grad_low = scaled_product(grad, b, ctx.scale)
         else:
             grad_low = ctx.linear(grad, b.T).mul_(ctx.scale)
@@ -214,7 +214,7 @@ class _LoraLinear(torch.autograd.Function):
             matrix = ctx.dequantize(weight)
             if ctx.is_merged:
                 matrix = torch.addmm(matrix, b, a, alpha=ctx.scale)
-            if _lora_comes_first(grad) and not ctx.drops:
+            if lora_comes_first(grad) and not ctx.drops:
                 grad_x = (grad_low @ a).addmm_(grad, matrix)
             else:
                 grad_x = ctx.linear(grad, matrix.T)

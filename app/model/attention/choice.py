@@ -292,7 +292,7 @@ def find_package_problem(backend: str) -> str | None:
     if backend not in BACKEND_PACKAGES:
         return None
     module, package = BACKEND_PACKAGES[backend]
-    version = _version(package)
+    version = package_version(package)
     if version is None:
         return f"{package} is not installed"
     try:
@@ -309,7 +309,7 @@ def select_fastest_kernel(
     backend: str, architecture: PretrainedConfig, device: torch.device
 ) -> None:
     """Select the fastest kernel of `backend` whose results on `device` are proven equal."""
-    if backend == "varlen" and device.type == "cuda" and _version(FLASH4) is not None:
+    if backend == "varlen" and device.type == "cuda" and package_version(FLASH4) is not None:
         from app.model.attention.varlen import activate_flash4
 
         model = ModelOnDevice(architecture, "gpu", "bf16")
@@ -324,7 +324,7 @@ def restore_kernel(backend: str) -> None:
         restore_flash2()
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     import importlib.metadata  # slow: it imports the email package
 
     try:
@@ -343,5 +343,5 @@ def _transformers_accepts(backend: str) -> bool:
 def _describe(backend: str) -> str:
     if backend in BACKEND_PACKAGES:
         package = BACKEND_PACKAGES[backend][1]
-        return f"{package} {_version(package)}"
+        return f"{package} {package_version(package)}"
     return DESCRIPTIONS[backend]

@@ -35,12 +35,12 @@ def attention_inputs(
     """
     _check_batch(model, document_lengths)
     inputs: dict[str, Any] = {"attention_mask": None}
-    if _has_attention(model):
+    if has_attention(model):
         inputs = _mask_inputs(model, backend, document_lengths, ids)
     return inputs | mixer_inputs(model, document_lengths, _shape(ids), ids.device)
 
 
-def _has_attention(model: PreTrainedModel) -> bool:
+def has_attention(model: PreTrainedModel) -> bool:
     """Return whether a model has any attention layer; Mamba has none, and needs no mask."""
     text = model.config.get_text_config()
     # Not by getattr, which fails if the number differs by layer.

@@ -2,8 +2,8 @@
 
 The kernel is FlashAttention 2, or FlashAttention 4 if that is installed, supports the GPU, and
 computes the same on it. Documents of equal lengths, such as packs of one long document each, form
-a batch without boundaries: PyTorch selects its kernel, on Hopper cuDNN's, which took half of
-FlashAttention 2's time there (benchmarks/results/2026-11-26_nvidia-h200.md).
+a batch without boundaries: PyTorch selects its kernel, on Hopper cuDNN's, which took about half of
+FlashAttention 2's time there (benchmarks/results).
 """
 
 from __future__ import annotations

@@ -168,6 +168,8 @@ def _install_flash4() -> None:
 
     from app.model.attention import choice
 
-    version = choice._version
-    choice._version = lambda package: "4.0.0b16" if package == choice.FLASH4 else version(package)
+    version = choice.package_version
+    choice.package_version = lambda package: (
+        "4.0.0b16" if package == choice.FLASH4 else version(package)
+    )
     register_flash_attention_impl("FA4", register_fn=Flash4)

@@ -386,7 +386,7 @@ def start_fit(module: FinetuneModule) -> None:
     with (
         patch.object(module, "_probe_attention", lambda _: _hide_boundaries(module)),
         patch("app.training.module.check_head_loss"),
-        patch("app.model.kernels._is_equal", _is_same_function),
+        patch("app.model.kernels.is_equal", _is_same_function),
         patch("app.training.module.check_same_step"),
     ):
         module.on_fit_start()
