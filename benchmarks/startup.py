@@ -15,18 +15,11 @@ import time
 from pathlib import Path
 from statistics import median
 
+from benchmarks.bare_imports import seconds_to_import
 from benchmarks.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 5
-BARE_IMPORTS = """
-import json, os, time
-import torch, lightning, transformers, peft
-with open(os.environ["LOFT_BENCHMARK_NOTE"], "w") as note:
-    json.dump({"imported": time.time()}, note)
-os._exit(0)
-"""
-
 NOTE_VARIABLE = "LOFT_BENCHMARK_NOTE"
 
 # Importing lightning a little sooner than the verb does costs the same; its Trainer then takes one
@@ -58,10 +51,10 @@ runpy.run_module("app.train", run_name="__main__", alter_sys=True)
 def measure() -> list[Figure]:
     """Measure the three times, each relative to the bare imports of the same round."""
     mistake = ("-m", "app.train", "+experiment=quickstart", "trainer.max_stepz=3")
-    _seconds_to_imports()  # reads the libraries from disk once
+    seconds_to_import()  # reads the libraries from disk once
     rounds = []
     for _ in range(REPEATS):
-        bare = _seconds_to_imports()
+        bare = seconds_to_import()
         rounds.append(
             (
                 bare,
@@ -95,14 +88,6 @@ def _seconds(*arguments: str, exit_code: int = 0, note: Path | None = None) -> f
     if done.returncode != exit_code:
         raise SystemExit(f"{' '.join(arguments[:2])} ended with {done.returncode}:\n{done.stderr}")
     return seconds
-
-
-def _seconds_to_imports() -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        note = Path(folder) / "note.json"
-        started = time.time()
-        _seconds("-c", BARE_IMPORTS, note=note)
-        return float(json.loads(note.read_text())["imported"] - started)
 
 
 def _seconds_to_first_step() -> float:
