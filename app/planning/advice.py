@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.adapter import saves_whole_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import BY_SPEED
+from app.planning.choose import choose_micro_batch
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import (
     GpuMemory,
@@ -114,47 +115,56 @@ def _of_micro_batches(
 ) -> list[Candidate]:
     """Return the requested micro-batch if it fits, and the smallest that is about as fast as any.
 
-    If none fits, only the smallest; for `auto`, only the largest that fits.
+    If none fits, only the smallest; for `auto`, only what a run would choose.
     """
-    is_auto = config.trainer.micro_batch_size == "auto"
     packs = run.micro_batch_size * run.accumulation
     if mode != config.recompute.mode:
         overrides += (f"recompute={mode}",)
+    run = replace(run, recompute=mode)
+    base = replace(base, recompute=replace(config.recompute, mode=mode))
+    if config.trainer.micro_batch_size == "auto":
+        choice, _ = choose_micro_batch(run)
+        return [_candidate(base, run.with_micro_batch(choice.size), size, overrides)]
     best: Candidate | None = None
     as_typed: list[Candidate] = []
     for number in MICRO_BATCHES:
         if packs % number:
             break
-        each = replace(run.with_micro_batch(number), recompute=mode)
+        each = run.with_micro_batch(number)
         typed, trainer = overrides, config.trainer
-        if number != config.trainer.micro_batch_size and not is_auto:
+        if number != config.trainer.micro_batch_size:
             typed += (f"trainer.micro_batch_size={number}",)
             trainer = replace(trainer, micro_batch_size=number)
             if config.trainer.global_batch_size is None:
                 typed += (f"trainer.gradient_accumulation_steps={each.accumulation}",)
                 trainer = replace(trainer, gradient_accumulation_steps=each.accumulation)
-        memory = estimate_gpu_memory(each, size)
-        has_room = fits(each, memory, size)
-        if best is not None and not has_room:
+        candidate = _candidate(replace(base, trainer=trainer), each, size, typed)
+        if best is not None and not candidate.fits:
             break
-        speed = estimate_speed(each, size)
-        meant = replace(base, recompute=replace(config.recompute, mode=mode), trainer=trainer)
-        candidate = Candidate(
-            overrides=typed, run=each, memory=memory, speed=speed, fits=has_room, config=meant
-        )
-        if has_room and typed == overrides and not is_auto:
+        if candidate.fits and typed == overrides:
             as_typed.append(candidate)
-        if (
-            best is None
-            or is_auto
-            or speed.tokens_per_second > (1 + MIN_GAIN) * best.speed.tokens_per_second
-        ):
+        speed = candidate.speed.tokens_per_second
+        if best is None or speed > (1 + MIN_GAIN) * best.speed.tokens_per_second:
             best = candidate
-        if not has_room:
+        if not candidate.fits:
             break
     if best is not None and not any(best is each for each in as_typed):
         as_typed.append(best)
     return as_typed
+
+
+def _candidate(
+    config: TrainConfig, run: PlannedRun, size: ModelSize, overrides: tuple[str, ...]
+) -> Candidate:
+    memory = estimate_gpu_memory(run, size)
+    return Candidate(
+        overrides=overrides,
+        run=run,
+        memory=memory,
+        speed=estimate_speed(run, size),
+        fits=fits(run, memory, size),
+        config=config,
+    )
 
 
 def best_of_each(candidates: list[Candidate]) -> list[Candidate]:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from app.strategy.settings import DdpConfig, FsdpConfig, LocalSgdConfig, ZeroConfig
 from app.training.memory import (
-    EIGHT_BIT_STATES,
-    STATES,
     ModelSize,
     feedback_bytes,
     num_shards,
+    optimizer_state_bytes,
     outer_state_bytes,
 )
 
@@ -61,10 +60,8 @@ def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> Host
 
 
 def _state_bytes(run: PlannedRun, size: ModelSize) -> float:
-    whole = size.whole
-    states = whole.trained * STATES.get(run.optimizer, 0)
-    states += whole.num_trained * outer_state_bytes(run.strategy)
-    return states + whole.num_trained * EIGHT_BIT_STATES.get(run.optimizer, 0)
+    outer = size.whole.num_trained * outer_state_bytes(run.strategy)
+    return outer + optimizer_state_bytes(size, run.optimizer)
 
 
 def estimate_disk(run: PlannedRun, size: ModelSize | None = None) -> float:

@@ -14,13 +14,15 @@ from app.planning.memory import PlannedRun
 from app.strategy.settings import FsdpConfig, ZeroConfig
 from app.training.memory import ModelSize, num_shards
 
-PRODUCTS, ATTENTION, BANDWIDTH, LINKS = 0.71, 0.335, 0.69, 0.8
-"""share of the datasheet's rate that large kernels reach: half-precision matrix products and
-attention (the assumptions of benchmarks/fake_device/rates.py for an H100), memory-bound kernels
-(measured on an H200), and collectives (assumed)"""
-FLASH_2 = 205e12
-"""FLOP/s of FlashAttention 2 on an H200, which has faster instructions that it does not use; the
-rate of any card is at most this"""
+PRODUCTS, ATTENTION, BANDWIDTH, LINKS = 0.72, 0.45, 0.69, 0.8
+"""share of the datasheet's rate that large kernels reach: half-precision matrix products, attention
+and memory-bound kernels (measured on an H100 on 2026-11-27: benchmarks/results), and collectives
+(assumed)"""
+FASTEST_ATTENTION = 443e12
+"""FLOP/s of cuDNN's attention on an H100, same source; on newer cards none was measured"""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward pass, which computes the scores again, relative to the forward pass
+(arXiv 2307.08691, section 4)"""
 FUSED = {"norm": 31.9, "rope": 8.2, "gate": 16.0, "adds": 12.0, "layout": 5.0, "lora": 9.8}
 PLAIN = {"norm": 253.0, "rope": 36.0, "gate": 28.0, "adds": 182.0, "layout": 20.0, "lora": 38.0}
 """bytes of memory traffic per token, layer and feature outside of products; features are hidden
@@ -35,6 +37,8 @@ DEQUANTIZED = {"nf4": 0.53 + 2.0, "int8": 1.0 + 2.0}
 """bytes read and written to dequantize one weight"""
 OPTIMIZER_PASSES = 7
 """elements that AdamW reads and writes per trainable weight: weight, gradient, two states"""
+ACCUMULATION_PASSES = 3
+"""elements read and written per trainable weight to add a micro-batch's gradient to the sum"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +49,8 @@ class Flops:
     attention: float
     recomputed_products: float
     recomputed_attention: float
+    scores: float
+    """computed again inside the kernels of attention's backward pass"""
 
     @property
     def model(self) -> float:
@@ -53,7 +59,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """All FLOPs, including recompute."""
+        """All FLOPs, including recompute, but not what attention's kernels compute again."""
         return self.model + self.recomputed_products + self.recomputed_attention
 
 
@@ -83,6 +89,7 @@ def estimate_flops(run: PlannedRun) -> Flops:
         attention=attention * (1 + 2 * reached),
         recomputed_products=again,
         recomputed_attention=again_attention,
+        scores=attention * reached * (ATTENTION_BACKWARD - 2),
     )
 
 
@@ -99,6 +106,8 @@ class Speed:
     """all collectives, whether they overlap or not"""
     host: float
     """copies between GPUs and host memory"""
+    exposed: float
+    """collectives and host copies that do not overlap with computation"""
     step: float
     """the whole step"""
     tokens_per_second: float
@@ -107,11 +116,6 @@ class Speed:
     """model FLOPs utilization"""
     verdict: str
     """what bounds the step, with the reason"""
-
-    @property
-    def exposed(self) -> float:
-        """Seconds of a step that do not overlap with computation: collectives and host copies."""
-        return max(0.0, self.step - self.products - self.attention - self.traffic)
 
 
 def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
@@ -125,10 +129,13 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     products /= PRODUCTS * rate
     # With few tokens, reading the weights takes longer than the products.
     products = max(products, _weight_reads(run) * run.accumulation / split / bandwidth)
-    attention = (flops.attention + flops.recomputed_attention) * tokens / split
-    attention /= min(ATTENTION * rate, FLASH_2)
+    attention = (flops.attention + flops.scores + flops.recomputed_attention) * tokens / split
+    attention /= min(ATTENTION * rate, FASTEST_ATTENTION)
     traffic = (_traffic(run) * tokens + _dequantized(run) * run.accumulation) / split / bandwidth
-    stepped = size.whole.trained / num_shards(run.strategy, run.num_ranks, run.num_nodes)[2]
+    _, of_gradients, of_states = num_shards(run.strategy, run.num_ranks, run.num_nodes)
+    summed = size.whole.trained / of_gradients * (run.accumulation - 1)
+    traffic += ACCUMULATION_PASSES * summed / bandwidth
+    stepped = size.whole.trained / of_states
     offloads = isinstance(run.strategy, ZeroConfig) and run.strategy.offload_optimizer != "none"
     if not offloads:
         traffic += OPTIMIZER_PASSES * stepped / bandwidth
@@ -148,6 +155,7 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
         traffic=traffic,
         messages=messages,
         host=host + waits,
+        exposed=step - computes,
         step=step,
         tokens_per_second=speed,
         mfu=speed / peak_tokens_per_second(run),
@@ -162,7 +170,7 @@ def kernel_seconds(
     peak = hardware.half_tflops if dtype in ("bfloat16", "float16") else hardware.fp32_tflops
     rate = 1e12 * peak * (ATTENTION if kind == "attention" else PRODUCTS)
     if kind == "attention":
-        rate = min(rate, FLASH_2)
+        rate = min(rate, FASTEST_ATTENTION)
     bandwidth = BANDWIDTH * hardware.memory_gb_per_second * 1e9
     return max(flops / rate, num_bytes / bandwidth)
 

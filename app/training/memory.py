@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 STATES = {"adamw": 2, "schedule_free": 2, "muon": 1, "adafactor": 0, "paged_adamw8bit": 0}
 """optimizer states per weight, in the weight's dtype and on the device"""
+VOCABULARY_STATES = {"muon": 2}
+"""the same for the weights of embeddings and head, where they differ: AdamW updates them"""
 EIGHT_BIT_STATES = {"adamw8bit": 2}
-"""optimizer states per weight of one byte each"""
+"""optimizer states per weight of one byte each, or in fp32 for embeddings"""
 BITS = {"int8": 8.0, "nf4": 4.5}
 """bits per quantized weight including its scales (arXiv 2305.14314: 32 bits per 64 weights)"""
 DOUBLE_QUANT_SAVED_BITS = 0.373
@@ -252,8 +254,7 @@ def estimate_memory(
     whole = size.whole
     held = (whole.frozen + whole.trained) / weight_shards
     gradients = whole.trained / gradient_shards
-    states = whole.trained * STATES.get(optimizer, 0)
-    states += whole.num_trained * EIGHT_BIT_STATES.get(optimizer, 0)
+    states = optimizer_state_bytes(size, optimizer)
     states += whole.num_trained * outer_state_bytes(strategy)
     states = states / state_shards + feedback_bytes(size, strategy)
     gathered = 0.0
@@ -287,6 +288,32 @@ def estimate_memory(
         gathered=gathered,
         activations=_activations(size, strategy, tokens, recompute),
     )
+
+
+def optimizer_state_bytes(size: ModelSize, optimizer: str) -> float:
+    """Return the bytes of an optimizer's states before sharding."""
+    rest = size.layer * size.num_layers + size.rest
+    parts = ((rest, False, False), (size.embedding, True, True), (size.head, True, False))
+    return sum(
+        state_bytes(
+            optimizer, part.num_trained, part.trained, in_vocabulary=is_end, is_embedding=is_first
+        )
+        for part, is_end, is_first in parts
+    )
+
+
+def state_bytes(
+    optimizer: str, num_trained: float, trained: float, *, in_vocabulary: bool, is_embedding: bool
+) -> float:
+    """Return the bytes of optimizer states on the device for weights that take `trained` bytes.
+
+    in_vocabulary: whether they are those of an embedding or of the head.
+    """
+    states = STATES.get(optimizer, 0)
+    if in_vocabulary:
+        states = VOCABULARY_STATES.get(optimizer, states)
+    each = 4 if is_embedding else 1
+    return states * trained + EIGHT_BIT_STATES.get(optimizer, 0) * each * num_trained
 
 
 def _num_weights(part: WeightBytes) -> float:

@@ -11,7 +11,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from app.strategy.settings import DdpConfig, StrategyConfig
-from app.training.memory import EIGHT_BIT_STATES, STATES
+from app.training.memory import state_bytes
+from app.training.optimizers import embedding_weights, vocabulary_weights
 
 if TYPE_CHECKING:
     import torch
@@ -93,12 +94,7 @@ def _probe(module: FinetuneModule, batch: Batch, optimizer: str) -> torch.OutOfM
     """Run a step's passes with room for the optimizer states; return this rank's error, if any."""
     import torch
 
-    state_bytes = sum(
-        weight.numel()
-        * (STATES.get(optimizer, 0) * weight.element_size() + EIGHT_BIT_STATES.get(optimizer, 0))
-        for weight in module.model.parameters()
-        if weight.requires_grad
-    )
+    state_bytes = bytes_of_states(module.model, optimizer)
     try:
         states = torch.empty(state_bytes, dtype=torch.uint8, device=module.strategy.root_device)
         # Twice: from the second micro-batch on, gradients are in memory next to the activations.
@@ -110,3 +106,22 @@ def _probe(module: FinetuneModule, batch: Batch, optimizer: str) -> torch.OutOfM
     except torch.OutOfMemoryError as error:
         return error.with_traceback(None)  # its frames keep the activations alive
     return None
+
+
+def bytes_of_states(model: torch.nn.Module, optimizer: str) -> int:
+    """Return the bytes of the states that an optimizer allocates on the device."""
+    embeddings = {id(weight) for weight in embedding_weights(model)}
+    vocabulary = {id(weight) for weight in vocabulary_weights(model)}
+    return sum(
+        int(
+            state_bytes(
+                optimizer,
+                weight.numel(),
+                weight.numel() * weight.element_size(),
+                in_vocabulary=id(weight) in vocabulary,
+                is_embedding=id(weight) in embeddings,
+            )
+        )
+        for weight in model.parameters()
+        if weight.requires_grad
+    )

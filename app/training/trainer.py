@@ -105,7 +105,7 @@ class TrainerConfig:
     synchronize the device with adamw; other optimizers read one number per step"""
     compile: bool = setting(False, resume="rounding", aliases=("torch_compile=true",))
     """compile the layers with torch.compile, which takes a minute or more at the start: for GPUs
-    without liger-kernel (with it, LoRA was 6 % slower on an H200); no gain on a CPU"""
+    without liger-kernel (with it, LoRA was 9 % slower on an H100); no gain on a CPU"""
     kernels: str = setting("auto", choices=("auto", "torch"), resume="rounding")
     """auto = fused kernels, each checked against the model's own layers at the start (faster, less
     memory): on a GPU Liger's for norms, gates and rope, a fused loss, and FlashAttention 4 for

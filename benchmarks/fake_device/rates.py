@@ -46,29 +46,30 @@ class Gpu:
 GPUS = {
     "h100": Gpu(
         name="H100 SXM",
-        products=700e12,
+        products=715e12,
         products_fp32=50e12,
-        attention=205e12,
-        attention_4=432e12,
-        dense_attention=432e12,
+        attention=238e12,
+        attention_4=443e12,
+        dense_attention=443e12,
         bandwidth=2.3e12,
         source=(
-            "products: 71 % of the datasheet's 989 TFLOPS, assumed; attention as on the H200, "
-            "which is the same chip; 69 % of the datasheet's 3.35 TB/s, as there"
+            "measured in LoRA and full steps of an 8B model on one H100 (2026-11-27): products, "
+            "cuDNN's attention and memory-bound kernels; FlashAttention 2 as on the H200, and "
+            "FlashAttention 4, which did not run there, as cuDNN's"
         ),
     ),
     "h200": Gpu(
         name="H200",
         products=735e12,
         products_fp32=50e12,
-        attention=205e12,
-        attention_4=432e12,
-        dense_attention=432e12,
+        attention=238e12,
+        attention_4=443e12,
+        dense_attention=443e12,
         bandwidth=3.3e12,
         source=(
             "measured in LoRA steps of an 8B model on one H200 (2026-11-26): products, "
-            "FlashAttention 2, cuDNN's attention (by the plain loop), and memory-bound kernels; "
-            "FlashAttention 4, which did not run there, is given cuDNN's rate"
+            "FlashAttention 2 and memory-bound kernels; cuDNN's attention as on the H100, and "
+            "FlashAttention 4, which did not run there, as cuDNN's"
         ),
     ),
 }

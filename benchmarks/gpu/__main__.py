@@ -100,6 +100,8 @@ class Runs:
     problem: str = ""
     """reason that there are no more rounds"""
     note: str = ""
+    recompute: str = ""
+    """mode that fits; empty until one has"""
     attention: str = ""
     kernels: str = ""
     speeds: list[float] = field(default_factory=list)
@@ -230,17 +232,19 @@ def turns(parts: dict[str, Part], rounds: int) -> Iterator[tuple[str, Part, str]
 def run(task: Task, part: Part, system: str, found: Runs) -> str:
     """Train a part once; return why it failed, or an empty string.
 
-    Where memory does not suffice, everything is recomputed in the backward pass, which is noted.
+    Where memory does not suffice, layers are recomputed in the backward pass, which is noted.
     """
     needs_bitsandbytes = part.is_quantized or part.optimizer == "adamw8bit"
     if needs_bitsandbytes and find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed"
-    modes = recomputes(part)
-    for recompute in modes[-1:] if found.note else modes:
+    modes = recomputes(part, system)
+    # A mode that did not fit in the first round is not tried again.
+    for recompute in modes[modes.index(found.recompute) :] if found.recompute else modes:
         clock = Clock(task.device, part.warm_up, task.steps)
         problem = attempt(task, part, system, recompute, clock, found)
         free_memory(task)
         if not problem:
+            found.recompute = recompute
             found.note = "" if recompute == modes[0] else f"recompute={recompute}: memory"
             found.speeds.append(clock.tokens / clock.seconds)
             found.clocks.append(clock)

@@ -120,9 +120,14 @@ def lora_of(part: Part) -> LoraConfig:
     return cast("LoraConfig", _experiment(part).adapter)
 
 
-def recomputes(part: Part) -> tuple[str, ...]:
-    """Return the recompute mode of a part, and the fallback if memory does not suffice."""
+def recomputes(part: Part, system: str) -> tuple[str, ...]:
+    """Return the recompute mode of a part, and the fallbacks if memory does not suffice.
+
+    transformers has none between nothing and everything.
+    """
     first = "none" if part.experiment is None else _experiment(part).recompute.mode
+    if first == "none" and system == "ours":
+        return "none", "selective", "full"
     return (first,) if first == "full" else (first, "full")
 
 

@@ -216,8 +216,9 @@ def test_lora_is_measured_with_the_dropout_and_the_experiment_that_are_shipped()
     shipped = load_config("train", ["+experiment=llama8b"])
     assert lora_of(Part()).dropout == LoraConfig().dropout
     assert lora_of(Part(experiment="llama8b")) == shipped.adapter
-    assert recomputes(Part(experiment="llama8b"))[0] == shipped.recompute.mode
-    assert recomputes(Part()) == ("none", "full")
+    assert recomputes(Part(experiment="llama8b"), "ours")[0] == shipped.recompute.mode
+    assert recomputes(Part(), "ours") == ("none", "selective", "full")
+    assert recomputes(Part(), "plain") == ("none", "full")
 
 
 def test_a_part_that_fails_is_named_and_the_others_go_on(
@@ -232,22 +233,31 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(
     assert [one["system"] for one in found if "part" in one] == ["ours"]
 
 
-def test_where_memory_does_not_suffice_all_is_recomputed_and_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("too_large", "rounds"),
+    [(("none",), ["none", "selective", "selective"]),
+     (("none", "selective"), ["none", "selective", "full", "full"])],
+)  # fmt: skip
+def test_where_memory_does_not_suffice_layers_are_recomputed_and_noted(
+    too_large: tuple[str, ...],
+    rounds: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     train, tried = ours.train, []
 
     def needing(task: Task, part: Part, recompute: str, *rest: Any) -> str:
         tried.append(recompute)
-        if recompute == "none":
+        if recompute in too_large:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return train(task, part, recompute, *rest)
 
     monkeypatch.setattr(ours, "train", needing)
     parts = {"lora, real lengths": QUICK["lora, real lengths"]}
     sheet, _ = measured(tmp_path, capsys, parts=parts, rounds=2)
-    assert "| lora, real lengths (recompute=full: memory) | ours |" in sheet
-    assert tried == ["none", "full", "full"]
+    assert f"| lora, real lengths (recompute={rounds[-1]}: memory) | ours |" in sheet
+    assert tried == rounds
 
 
 def test_without_a_gpu_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,7 +341,7 @@ def test_what_is_shipped_recomputes_what_the_run_would(
     gib: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = Part(experiment="llama8b")
-    assert recomputes(part)[0] == "auto"
+    assert recomputes(part, "ours")[0] == "auto"
     gpu = SimpleNamespace(name="Some Card", total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     env = Environment(

@@ -1,4 +1,4 @@
-"""What the experiments say they need is what the arithmetic says."""
+"""What the experiments say they need is what the arithmetic says, and so are optimizer states."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
-from app.config import load_config
+from app.config import load_config, settings_of
+from app.model.adapter import FullConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.strategy.settings import DdpConfig, StrategyConfig
-from app.training.memory import ModelSize, RankMemory, estimate_memory, measure_model
+from app.training.memory import (
+    ModelSize,
+    RankMemory,
+    estimate_memory,
+    measure_model,
+    optimizer_state_bytes,
+)
+from app.training.micro_batch import bytes_of_states
+from app.training.optimizers import build_optimizer
 from tests.conftest import ROOT
+from tests.tiny import tiny_llama
 
 EXPERIMENTS = sorted(
     file.stem
@@ -120,3 +131,28 @@ def test_families_that_name_no_feed_forward_are_measured(family: str) -> None:
     assert size.inner_width == 4 * size.width
     weighed = sum(weight.numel() for weight in built.parameters())
     assert size.whole.num_trained == pytest.approx(weighed)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "schedule_free"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_states_of_an_optimizer_are_those_that_it_allocates(name: str, is_tied: bool) -> None:
+    model = tiny_llama(
+        vocab_size=2048, hidden_size=128, intermediate_size=512, tie_word_embeddings=is_tied
+    )
+    config = settings_of("optimizer", name)
+    optimizer = build_optimizer(model, config, FullConfig(), lr=1e-3, fused=False)
+    model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    getattr(optimizer, "train", lambda: None)()
+    optimizer.step()
+    parts = getattr(optimizer, "parts", (optimizer,))  # of Muon and AdamW
+    states = {
+        value.data_ptr(): value.nbytes
+        for part in parts
+        for state in part.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    }
+    size = measure_model(model, "fp32")
+    # Not estimated: scales of 8-bit blocks, and fp32 moments of weights below 4,096 elements.
+    assert optimizer_state_bytes(size, name) == pytest.approx(sum(states.values()), rel=0.03)
+    assert bytes_of_states(model, name) == optimizer_state_bytes(size, name)

@@ -22,7 +22,7 @@ from app.training.objective import batch_loss
 from app.training.trainer import Environment, TrainerConfig
 from data_modules import Batch
 from tests.conftest import TrainRun, read_column
-from tests.tiny import small_run
+from tests.tiny import small_run, tiny_llama
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,8 @@ def test_a_single_pack_that_does_not_fit_ends_the_run(
 
 
 def test_all_ranks_use_the_size_that_fits_on_every_rank() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
+    model = tiny_llama()
+    weight = model.lm_head.weight
     fits_on_ranks = iter([torch.tensor([1, 0]), torch.tensor([1, 1])])
 
     class Data:
@@ -141,7 +142,7 @@ def test_all_ranks_use_the_size_that_fits_on_every_rank() -> None:
     )
     module: Any = SimpleNamespace(
         trainer=trainer,
-        model=torch.nn.ParameterList([weight]),
+        model=model,
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
         global_rank=0,
         loss=lambda batch: weight.sum(),
