@@ -1,7 +1,7 @@
 """The planner's time, and its error compared with measured peaks on this machine.
 
 And the simulation of 70B on 64 GPUs: its time, its memory, and the arithmetic beside it. Times are
-compared with bare imports of the heavy libraries, measured alternately with them.
+compared with bare imports of the heavy libraries, measured in the same run.
 """
 
 from __future__ import annotations

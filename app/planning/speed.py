@@ -16,10 +16,12 @@ from app.training.memory import ModelSize, num_shards
 
 PRODUCTS, ATTENTION, BANDWIDTH, LINKS = 0.72, 0.45, 0.69, 0.8
 """share of the datasheet's rate that large kernels reach: half-precision matrix products, attention
-and memory-bound kernels (measured on an H100 on 2026-11-27: benchmarks/results), and collectives
-(assumed)"""
+and memory-bound kernels (measured on an H100 on 2026-11-27: benchmarks/results; other cards are
+assumed to reach the same shares), and collectives (assumed)"""
 FASTEST_ATTENTION = 443e12
-"""FLOP/s of cuDNN's attention on an H100, same source; on newer cards none was measured"""
+"""FLOP/s of cuDNN's attention on an H100, same source; on newer cards none was measured. It runs
+for documents of equal lengths, which estimate_flops assumes. Others get FlashAttention 2, which
+needs about twice the time per FLOP, but they have fewer FLOPs"""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass, which computes the scores again, relative to the forward pass
 (arXiv 2307.08691, section 4)"""
@@ -49,8 +51,8 @@ class Flops:
     attention: float
     recomputed_products: float
     recomputed_attention: float
-    scores: float
-    """computed again inside the kernels of attention's backward pass"""
+    recomputed_scores: float
+    """scores that the kernels of attention's backward pass compute again"""
 
     @property
     def model(self) -> float:
@@ -89,7 +91,7 @@ def estimate_flops(run: PlannedRun) -> Flops:
         attention=attention * (1 + 2 * reached),
         recomputed_products=again,
         recomputed_attention=again_attention,
-        scores=attention * reached * (ATTENTION_BACKWARD - 2),
+        recomputed_scores=attention * reached * (ATTENTION_BACKWARD - 2),
     )
 
 
@@ -129,7 +131,8 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     products /= PRODUCTS * rate
     # With few tokens, reading the weights takes longer than the products.
     products = max(products, _weight_reads(run) * run.accumulation / split / bandwidth)
-    attention = (flops.attention + flops.scores + flops.recomputed_attention) * tokens / split
+    attention = flops.attention + flops.recomputed_scores + flops.recomputed_attention
+    attention *= tokens / split
     attention /= min(ATTENTION * rate, FASTEST_ATTENTION)
     traffic = (_traffic(run) * tokens + _dequantized(run) * run.accumulation) / split / bandwidth
     _, of_gradients, of_states = num_shards(run.strategy, run.num_ranks, run.num_nodes)

@@ -292,28 +292,27 @@ def estimate_memory(
 
 def optimizer_state_bytes(size: ModelSize, optimizer: str) -> float:
     """Return the bytes of an optimizer's states before sharding."""
-    rest = size.layer * size.num_layers + size.rest
-    parts = ((rest, False, False), (size.embedding, True, True), (size.head, True, False))
+    parts = {
+        "embedding": size.embedding,
+        "head": size.head,
+        "rest": size.layer * size.num_layers + size.rest,
+    }
     return sum(
-        state_bytes(
-            optimizer, part.num_trained, part.trained, in_vocabulary=is_end, is_embedding=is_first
-        )
-        for part, is_end, is_first in parts
+        states_of_weights(optimizer, name, part.num_trained, part.trained)
+        for name, part in parts.items()
     )
 
 
-def state_bytes(
-    optimizer: str, num_trained: float, trained: float, *, in_vocabulary: bool, is_embedding: bool
-) -> float:
-    """Return the bytes of optimizer states on the device for weights that take `trained` bytes.
+def states_of_weights(optimizer: str, part: str, num_trained: float, num_bytes: float) -> float:
+    """Return the bytes of the optimizer states that some weights have on the device.
 
-    in_vocabulary: whether they are those of an embedding or of the head.
+    part: "embedding", "head" or "rest" of the model; num_bytes: what the weights themselves take.
     """
     states = STATES.get(optimizer, 0)
-    if in_vocabulary:
+    if part != "rest":
         states = VOCABULARY_STATES.get(optimizer, states)
-    each = 4 if is_embedding else 1
-    return states * trained + EIGHT_BIT_STATES.get(optimizer, 0) * each * num_trained
+    each = 4 if part == "embedding" else 1
+    return states * num_bytes + EIGHT_BIT_STATES.get(optimizer, 0) * each * num_trained
 
 
 def _num_weights(part: WeightBytes) -> float:

@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from app.strategy.settings import DdpConfig, StrategyConfig
-from app.training.memory import state_bytes
+from app.training.memory import states_of_weights
 from app.training.optimizers import embedding_weights, vocabulary_weights
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ def _probe(module: FinetuneModule, batch: Batch, optimizer: str) -> torch.OutOfM
     """Run a step's passes with room for the optimizer states; return this rank's error, if any."""
     import torch
 
-    state_bytes = bytes_of_states(module.model, optimizer)
+    num_bytes = allocated_states(module.model, optimizer)
     try:
-        states = torch.empty(state_bytes, dtype=torch.uint8, device=module.strategy.root_device)
+        states = torch.empty(num_bytes, dtype=torch.uint8, device=module.strategy.root_device)
         # Twice: from the second micro-batch on, gradients are in memory next to the activations.
         for _ in range(min(2, module.trainer.accumulate_grad_batches)):
             with module.trainer.precision_plugin.forward_context():
@@ -108,20 +108,13 @@ def _probe(module: FinetuneModule, batch: Batch, optimizer: str) -> torch.OutOfM
     return None
 
 
-def bytes_of_states(model: torch.nn.Module, optimizer: str) -> int:
+def allocated_states(model: torch.nn.Module, optimizer: str) -> int:
     """Return the bytes of the states that an optimizer allocates on the device."""
-    embeddings = {id(weight) for weight in embedding_weights(model)}
-    vocabulary = {id(weight) for weight in vocabulary_weights(model)}
-    return sum(
-        int(
-            state_bytes(
-                optimizer,
-                weight.numel(),
-                weight.numel() * weight.element_size(),
-                in_vocabulary=id(weight) in vocabulary,
-                is_embedding=id(weight) in embeddings,
-            )
-        )
-        for weight in model.parameters()
-        if weight.requires_grad
-    )
+    parts = {id(weight): "head" for weight in vocabulary_weights(model)}
+    parts |= {id(weight): "embedding" for weight in embedding_weights(model)}
+    total = 0.0
+    for weight in model.parameters():
+        if weight.requires_grad:
+            part = parts.get(id(weight), "rest")
+            total += states_of_weights(optimizer, part, weight.numel(), weight.nbytes)
+    return int(total)

@@ -23,7 +23,7 @@ from app.training.memory import (
     measure_model,
     optimizer_state_bytes,
 )
-from app.training.micro_batch import bytes_of_states
+from app.training.micro_batch import allocated_states
 from app.training.optimizers import build_optimizer
 from tests.conftest import ROOT
 from tests.tiny import tiny_llama
@@ -155,4 +155,4 @@ def test_the_states_of_an_optimizer_are_those_that_it_allocates(name: str, is_ti
     size = measure_model(model, "fp32")
     # Not estimated: scales of 8-bit blocks, and fp32 moments of weights below 4,096 elements.
     assert optimizer_state_bytes(size, name) == pytest.approx(sum(states.values()), rel=0.03)
-    assert bytes_of_states(model, name) == optimizer_state_bytes(size, name)
+    assert allocated_states(model, name) == optimizer_state_bytes(size, name)
