@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from data_modules.messages import DataError
 log = logging.getLogger(__name__)
 
 KEY_FILE = "key.json"
+_BLOCK_BYTES = 1 << 20
 _NAME_BYTES = 64
 _NO_ROOM = {
     errno.EACCES,
@@ -90,7 +91,11 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
         with _locked(root / f"{key.name}.lock"):
             if is_whole(folder):
                 return folder, "tokenized by another process"
-            reason = "the entry was damaged" if os.path.lexists(folder) else _why_missing(root, key)
+            if os.path.lexists(folder):
+                reason = "the entry was damaged"
+                log.warning("data: %s is damaged; its data is tokenized again", folder)
+            else:
+                reason = _why_missing(root, key)
             _remove_leftovers(root, key)
             unfinished = root / f"{key.name}.tmp-{os.getpid()}"
             unfinished.mkdir()
@@ -114,11 +119,11 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
 
 def _seal(folder: Path, key: Key) -> None:
     """Sync the files of a folder, then write the key file by which damage is detected."""
-    sizes = {}
+    digests = {}
     for file in sorted(folder.iterdir()):
-        sizes[file.name] = file.stat().st_size
+        digests[file.name] = _digest_of(file)
         _sync(file)
-    note = {"path": key.path, "split": key.split, "parts": key.parts, "sizes": sizes}
+    note = {"path": key.path, "split": key.split, "parts": key.parts, "digests": digests}
     (folder / KEY_FILE).write_text(json.dumps(note, indent=2) + "\n")
     _sync(folder / KEY_FILE)
     _sync(folder)
@@ -132,14 +137,34 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def is_whole(folder: Path) -> bool:
-    """Return whether a folder has all files that were written into it, and no links or pipes."""
+def is_whole(folder: Path, names: Iterable[str] | None = None) -> bool:
+    """Return whether a folder has all files that were written into it, and no links or pipes.
+
+    The bytes of the files `names` (None: of all) are compared with their digests. The key file is
+    right if it makes the folder's name.
+    """
     try:
-        sizes = read_note(folder / KEY_FILE)["sizes"]
-        entries = [((folder / name).lstat(), size) for name, size in sizes.items()]
+        note = read_note(folder / KEY_FILE)
+        if Key(note["path"], note["split"], note["parts"]).name != folder.name:
+            return False
+        digests = dict[str, str](note["digests"])
+        if not all(stat.S_ISREG((folder / name).lstat().st_mode) for name in digests):
+            return False
+        read = digests if names is None else names
+        return all(_digest_of(folder / name) == digests[name] for name in read)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False
-    return all(stat.S_ISREG(entry.st_mode) and entry.st_size == size for entry, size in entries)
+
+
+def _digest_of(file: Path) -> str:
+    """Return a hash of a file's bytes, as fast as memory: it detects damage, not malice."""
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    with source.open_regular(file) as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_note(file: Path) -> Any:

@@ -102,7 +102,7 @@ def _find_cached(
         is_current = _is_unchanged_since(dataset, (folder / KEY_FILE).stat().st_mtime)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return size if is_same and is_current and is_whole(folder) else None
+    return size if is_same and is_current and is_whole(folder, [COUNTS_FILE]) else None
 
 
 def _is_unchanged_since(dataset: DatasetConfig, seconds: float) -> bool:

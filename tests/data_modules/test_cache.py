@@ -144,6 +144,22 @@ def test_a_damaged_entry_is_rebuilt(tmp_path: Path) -> None:
         assert (folder / "tokens").read_text() == "whole"
 
 
+def test_any_flipped_byte_of_an_entry_is_noticed_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = open_or_make(tmp_path, KEY, make)
+    for name in ("tokens", "key.json"):
+        whole = (folder / name).read_bytes()
+        for place in range(len(whole)):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1
+            (folder / name).write_bytes(flipped)
+            again = open_or_make(tmp_path, KEY, make)
+            assert again == (folder, "tokenized (the entry was damaged)"), (name, place)
+            assert (folder / name).read_bytes() == whole
+    assert f"{folder} is damaged; its data is tokenized again" in caplog.text
+
+
 def test_other_errors_are_not_reported_as_a_full_disk(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         raise OSError(errno.EAGAIN, "cannot fork")
@@ -200,7 +216,7 @@ def test_an_entry_with_special_files_is_rebuilt(kind: str, name: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "note", ["[]", "{}", '{"sizes": 1}', '{"sizes": {"tokens": []}}', "[" * 9**5]
+    "note", ["[]", "{}", '{"digests": 1}', '{"digests": {"tokens": []}}', "[" * 9**5]
 )
 def test_an_entry_with_invalid_metadata_is_rebuilt(note: str, tmp_path: Path) -> None:
     folder, _ = open_or_make(tmp_path, KEY, make)

@@ -219,3 +219,30 @@ def test_branches_of_a_tree_that_are_too_long_are_reported(tmp_path: Path, token
     assert (counts.dropped, counts.truncated, counts.notes["branch_dropped"][0]) == (0, 0, 1)
     with pytest.raises(DataError, match="1 rows are longer than 40 tokens"):
         prepare(config, tokenizer, 40, on_long="error")
+
+
+@pytest.mark.parametrize("name", ["tokens.arrow", "counts.json", "rejected.jsonl", "key.json"])
+def test_tokens_of_a_damaged_cache_are_never_trained_on(
+    name: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    rows = [*alpaca(*(f"answer {number}" for number in range(50))), {"instruction": "q"}]
+    dataset = write(tmp_path / "d.jsonl", rows)
+
+    def open_again() -> tuple[str, list[Any], Any]:
+        found = prepare(dataset, tokenizer, 99, on_bad_row="quarantine")
+        documents = [found.store.example(index, 0) for index in range(len(found.store))]
+        columns = [(d.input_ids.tolist(), d.weights.tolist(), d.origin) for d in documents]
+        return found.how, columns, found.counts
+
+    _, *as_made = open_again()
+    (file,) = (tmp_path / "cache").glob(f"*/{name}")
+    whole = file.read_bytes()
+    step = max(1, len(whole) // 40)
+    for place in range(0, len(whole), step):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        file.write_bytes(flipped)
+        how, *found = open_again()
+        assert how == "tokenized (the entry was damaged)", place
+        assert found == as_made
+    assert open_again()[0] == "found in the cache"

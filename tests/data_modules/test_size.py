@@ -110,6 +110,11 @@ def test_cached_sizes_are_exact_until_the_file_or_settings_change(
         estimate(replace(config, on_long="split"), "base"),
     ]
     assert {each.how for each in of_other} == {"all 50 rows"}
+    counts = prepared.folder / "counts.json"
+    whole = counts.read_text()
+    counts.write_text(whole.replace('"tokens": ', '"tokens": 1'))
+    assert estimate(config, "base").how == "all 50 rows"
+    counts.write_text(whole)
     os.utime(file, (time.time() + 60,) * 2)
     assert estimate(config, "base").how == "all 50 rows"
 
