@@ -34,6 +34,8 @@ from data_modules.source.opening import (
 from data_modules.types import Row
 
 _MAX_CHUNK_ROWS = 4000
+_END_OF_STREAM_BYTES = 64
+"""what an arrow file may have between its last batch and its footer: a marker, aligned"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,28 @@ def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
                 f"{file}: its metadata says {table.metadata.num_rows:,} rows, but it has "
                 f"{found:,}; copy it again?"
             )
+        if b"PAR1PAR1" in _read_gap(source, table.metadata, stored):
+            raise DataError(_joined(file))
+
+
+def _joined(file: File) -> str:
+    return (
+        f"{file}: more follows its rows, as if several files were joined byte by byte; give each "
+        "file on its own"
+    )
+
+
+def _read_gap(source: Any, metadata: Any, stored: int) -> bytes:
+    """Return what is between a parquet file's last column and its footer: indexes, or a file."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    starts = [column.dictionary_page_offset or column.data_page_offset for column in columns]
+    sizes = [column.total_compressed_size for column in columns]
+    end = max(map(sum, zip(starts, sizes, strict=True)), default=0)
+    source.seek(end)
+    gap = stored - 2 * len(b"PAR1") - metadata.serialized_size - end
+    data: bytes = source.read(max(0, min(gap, opening.FREE_EXPANSION)))
+    return data
 
 
 def count_parquet_rows(file: File, limits: Limits) -> int:
@@ -239,7 +263,19 @@ def read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
             reader = pyarrow.ipc.open_stream(source)
             batches = iter(reader)
         _check_schema(file, reader.schema, options.limits)
-        yield from _batches(file, batches, options, source.tell)
+        found = yield from _batches(file, batches, options, source.tell)
+        end = source.tell()
+        if found is not None and source.seek(0, io.SEEK_END) - end > _end_bytes(source, is_file):
+            raise DataError(_joined(file))
+
+
+def _end_bytes(source: Any, is_file: bool) -> int:
+    """Return the most bytes that may follow the last batch of an arrow file or stream."""
+    if not is_file:
+        return 0
+    source.seek(-len(b"....ARROW1"), io.SEEK_END)
+    footer = int.from_bytes(source.read(4), "little")
+    return footer + len(b"....ARROW1") + _END_OF_STREAM_BYTES
 
 
 def _check_schema(file: File, schema: Any, limits: Limits) -> None:
@@ -394,6 +430,9 @@ def _csv_rows(
                 _check_header(header, delimiter, file, bad, options.limits)
             elif bad is not None:
                 yield size, bad
+            elif cells == header and len(header) > 1:
+                reason = "repeats the header, as if two files were joined; remove this line"
+                yield size, BadRow(origin, reason, delimiter.join(cells)[:MAX_RAW])
             elif len(cells) == len(header):
                 yield size, Row(dict(zip(header, cells, strict=True)), origin)
             else:

@@ -355,6 +355,13 @@ def _array_rows(data: Content, options: ReadOptions) -> Iterator[tuple[int, Row 
         # The size includes the space between rows, a large part of an indented array.
         yield position - start if is_ascii else len(text[start:position].encode()), row
         line += one_line
+    rest = _skip_blank(text, position + 1)
+    if rest < len(text):
+        place = json.JSONDecodeError("", text, rest)
+        raise DataError(
+            f"{file}:{place.lineno}:{place.colno} more than one JSON value; name it .jsonl or join "
+            f"them, or remove what follows the array: `{shown(text[rest : rest + 20])}`"
+        )
 
 
 def _after_element(text: str, position: int) -> int:
@@ -363,7 +370,10 @@ def _after_element(text: str, position: int) -> int:
         return position
     if text[position : position + 1] != ",":
         raise json.JSONDecodeError("Expecting ',' or ']' after this row", text, position)
-    return _skip_blank(text, position + 1)
+    after = _skip_blank(text, position + 1)
+    if text[after : after + 1] == "]":
+        raise json.JSONDecodeError("trailing comma; remove it", text, position)
+    return after
 
 
 def _skip_blank(text: str, position: int) -> int:

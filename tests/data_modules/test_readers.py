@@ -165,6 +165,69 @@ def test_content_that_does_not_match_the_file_name_is_reported(
     assert problems_of(tmp_path / name, content)[0].startswith(message)
 
 
+TAILS = {"itself": b"", "zeros": b"\0" * 16, "a page": b"<html>", "a row": b'\n{"a": "fourth"}\n'}
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zst])
+def test_what_follows_the_rows_of_a_file_is_read_or_refused(
+    tmp_path: Path, name: str, tail: str, pack: Callable[[bytes], bytes]
+) -> None:
+    suffix = {gzip.compress: ".gz", zst: ".zst"}.get(pack, "")
+    content = CONTENTS[name] + (TAILS[tail] or CONTENTS[name])
+    file = tmp_path / f"{name}{suffix}"
+    problems = problems_of(file, pack(content))
+    assert problems or len(read(file)) == len(ROWS) * (2 if tail == "itself" else 1) + (
+        name.endswith("sv") or tail == "a row"
+    )
+    if name == "d.json":
+        line, column = (2, 1) if tail == "a row" else (1, len(CONTENTS[name].decode()) + 1)
+        assert problems[0].startswith(
+            f"d.json{suffix}:{line}:{column} more than one JSON value; name it .jsonl or join them"
+        )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"a": 1},]', "d.json:1:10 invalid JSON: trailing comma; remove it, near"),
+        (b'[{"a": 1},\n{"a": 2}\n, \n]\n', "d.json:3:1 invalid JSON: trailing comma"),
+        (b'[{"a": 1}]\n\n[{"a": 2}]\n', "d.json:3:1 more than one JSON value"),
+        (b'[{"a": 1}]\n]', "d.json:2:1 more than one JSON value"),
+        (b"[] []", "d.json:1:4 more than one JSON value"),
+        (b"[,]", "d.json:1:2 invalid JSON"),
+        (b'[{"a": 1}]\xef\xbb\xbf[{"a": 2}]', "d.json:1:11 more than one JSON value"),
+    ],
+)
+def test_the_end_of_an_array_is_the_end_of_its_file(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    assert problems_of(tmp_path / "d.json", content)[0].startswith(message)
+    assert problems_of(tmp_path / "d.json", b'\n [{"a": 1}\n ] \r\n\n') == []
+
+
+def test_a_header_in_the_middle_of_a_table_is_a_bad_row(tmp_path: Path) -> None:
+    (problem,) = problems_of(tmp_path / "d.csv", b"a,b\n1,2\na,b\n3,4\n")
+    assert problem.startswith("d.csv:3 repeats the header")
+    assert problems_of(tmp_path / "d.csv", b"a\n1\na\n") == []
+
+
+def test_indexes_and_dictionaries_are_not_taken_for_a_second_file(tmp_path: Path) -> None:
+    rows = [{"a": f"word {number % 7}", "b": [number]} for number in range(500)]
+    table = pyarrow.Table.from_pylist(rows)
+    coded = table.set_column(0, "a", table["a"].dictionary_encode())
+    file = tmp_path / "d.parquet"
+    pyarrow.parquet.write_table(table, file, write_page_index=True, row_group_size=100)
+    assert len(read(file)) == 500
+    for new in (pyarrow.ipc.new_file, pyarrow.ipc.new_stream):
+        for how in (None, "zstd"):
+            options = pyarrow.ipc.IpcWriteOptions(compression=how)
+            with new(tmp_path / "d.arrow", coded.schema, options=options) as writer:
+                writer.write_table(coded, max_chunksize=70)
+            assert len(read(tmp_path / "d.arrow")) == 500
+
+
 @pytest.mark.parametrize("name", [name for name in CONTENTS if name != "d.json"])
 def test_truncated_files_are_reported(tmp_path: Path, name: str) -> None:
     content = CONTENTS[name]
