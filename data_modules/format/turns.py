@@ -136,7 +136,7 @@ def _read_call(value: Any, where: str) -> ToolCall:
         raise RowError(f"{where} has no tool name; found {listed(inner)}{typo_hint('name', inner)}")
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
-        arguments = read_json(arguments, f"{where}.arguments")
+        arguments = {} if is_blank(arguments) else read_json(arguments, f"{where}.arguments")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

@@ -185,6 +185,15 @@ class ChatTemplate:
         stops = {span.stop for span in small.spans} if isinstance(small, RenderedChat) else set()
         return {self.stop_texts[stop] for stop in stops | self._layout_builder.seen_stops if stop}
 
+    @cached_property
+    def tail_ids(self) -> list[int]:
+        """Return the tokens that the template writes after the last stop token: often a newline."""
+        small = self._finder.render([_SMALL_CHAT])[0]
+        if not isinstance(small, RenderedChat) or not small.spans:
+            return []
+        tail = small.text[max(span.stop_end for span in small.spans) :]
+        return list(self._tokenizer(tail, add_special_tokens=False)["input_ids"]) if tail else []
+
     def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowProblem]:
         """Yield the tokens of each item, in order.
 
@@ -288,7 +297,7 @@ class ChatTemplate:
     def _prompt_chat(self, turns: Sequence[Turn]) -> Chat:
         """Return a chat without its next answer as the template receives it."""
         chat = Conversation(tuple(turns), Origin("chat", 1))
-        return Chat(rewrite_turns(chat, self._unsupported).turns)
+        return self._renderer.prepare(rewrite_turns(chat, self._unsupported), "keep")
 
     def _add_missing_bos(self) -> bool:
         """Make the template write the BOS that the tokenizer adds to texts.

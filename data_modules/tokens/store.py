@@ -346,6 +346,10 @@ class TokenizerFacts(Protocol):
     def stop_token_ids(self) -> set[int]:
         """Return the tokens that end an answer."""
 
+    @property
+    def tail_ids(self) -> list[int]:
+        """Return the tokens that the template writes after the last stop token."""
+
 
 class DocumentBuilder:
     """Build the documents of one chunk of a file, and count rows that are cut or dropped."""
@@ -416,7 +420,9 @@ class DocumentBuilder:
                 [_labels(document).sum(dtype=np.float64) for document in pieces]
             ),
             digests=np.array([_digest(document) for document in pieces], dtype=np.uint64),
-            ends_in_stop=np.array([_last_trained(document) in stops for document in pieces]),
+            ends_in_stop=np.array(
+                [_ends_in_stop(document, stops, self._template.tail_ids) for document in pieces]
+            ),
             double_bos=np.array([self._has_two_bos(document) for document in pieces]),
         )
 
@@ -480,9 +486,15 @@ def _labels(document: Encoded) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return document.weights[1:] if document.target_ids is None else document.weights
 
 
-def _last_trained(document: Encoded) -> int:
+def _ends_in_stop(document: Encoded, stops: set[int], tail: list[int]) -> bool:
+    """Return whether the last trained token is a stop token, or in the `tail` written after it."""
     ids = document.input_ids if document.target_ids is None else document.target_ids
-    return int(ids[document.weights.nonzero()[0][-1]])
+    last = int(document.weights.nonzero()[0][-1])
+    for length in range(min(len(tail), last) + 1):
+        stop = last - length
+        if int(ids[stop]) in stops and document.weights[stop]:
+            return ids[stop + 1 : last + 1].tolist() == tail[:length]
+    return False
 
 
 def _digest(document: Encoded) -> int:

@@ -144,7 +144,7 @@ def test_other_forms_of_a_call(made: dict[str, Any]) -> None:
     assert item.turns[1:] == (Turn("assistant", "", tool_calls=(ADD,)), Turn("tool", "2"))
 
 
-@pytest.mark.parametrize("arguments", [{}, "{}", None])
+@pytest.mark.parametrize("arguments", [{}, "{}", None, "", " \n"])
 def test_a_call_without_arguments(arguments: Any) -> None:
     made = say(None, tool_calls=[{"name": "now", "arguments": arguments}, {"name": "now"}])
     assert [call.arguments for call in answer(made).tool_calls] == [{}, {}]
@@ -225,7 +225,6 @@ def test_the_result_of_a_call_without_id_needs_none() -> None:
             [ASK, say(None, tool_calls=[call("x", "a=1")])],
             r"tool_calls\[0\].arguments is not JSON: Expecting value at character 1 of 'a=1'",
         ),
-        ([ASK, say(None, tool_calls=[call("x", "")])], r"arguments is not JSON: Expecting value"),
         ([ASK, say(None, tool_calls=[call("x", '{"a": NaN}')])], "cannot be written as JSON"),
         ([ASK, say(None, tool_calls=[{**call(), "id": 1}])], r"tool_calls\[0\].id is int 1; give"),
         ([{**ASK, "tool_calls": [CALL]}, say()], r"messages\[0\] is a user turn with a tool call"),

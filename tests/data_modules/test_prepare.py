@@ -32,13 +32,26 @@ def alpaca(*answers: str) -> list[dict[str, Any]]:
     return [{"instruction": "q", "output": answer} for answer in answers]
 
 
-def prepare(config: DatasetConfig, tokenizer: Any, sequence_len: int, **data: Any) -> Prepared:
-    """Prepare one data set with the plain template."""
+HEADER_AT_END = (
+    "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + eos_token }}{% endfor %}"
+    "{{ '### assistant:\n' }}"
+)
+
+
+def prepare(
+    config: DatasetConfig,
+    tokenizer: Any,
+    sequence_len: int,
+    *,
+    template: str = "plain",
+    **data: Any,
+) -> Prepared:
+    """Prepare one data set with this template."""
     settings = DataConfig(datasets=[config], **data)
-    template = ChatTemplate.resolve(tokenizer, "plain", MaskConfig.of(settings))
+    chat_template = ChatTemplate.resolve(tokenizer, template, MaskConfig.of(settings))
     spec = TokenSpec(
         config=settings,
-        template=template,
+        template=chat_template,
         sequence_len=sequence_len,
         tokenizer_hash=hash_of(tokenizer),
     )
@@ -76,6 +89,27 @@ def test_rows_become_examples(tmp_path: Path, tokenizer: Any) -> None:
     assert (example.input_ids.dtype, example.weights.dtype) == ("int32", "float32")
     assert (prepared.counts.rows, prepared.format) == (2, "alpaca")
     assert prepared.format_guessed and len(prepared.sha256) == 64
+
+
+@pytest.mark.parametrize("eos", ["turn", "all", "last"])
+@pytest.mark.parametrize("text", [None, HEADER_AT_END])
+def test_text_after_the_last_stop_token_does_not_hide_it(
+    tmp_path: Path, tokenizer: Any, eos: str, text: str | None
+) -> None:
+    file = write(tmp_path / "d.jsonl", alpaca("one", "two"))
+    if text is not None:
+        (tmp_path / "own.jinja").write_text(text)
+    prepared = prepare(
+        file,
+        tokenizer,
+        99,
+        template="plain" if text is None else str(tmp_path / "own.jinja"),
+        train_on_inputs=True,
+        train_on_eos=eos,
+    )
+    assert prepared.store.ends_in_stop.all()
+    untrained = prepare(file, tokenizer, 99, train_on_inputs=True, train_on_eos="none")
+    assert not untrained.store.ends_in_stop.any()
 
 
 def test_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
