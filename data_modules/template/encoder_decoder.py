@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_modules.messages import DataError
 from data_modules.template.masking import LayoutBuilder, MaskConfig
-from data_modules.template.rendering import REASONING_BLOCK, Chat, Renderer, RowRefusedError
+from data_modules.template.reasoning import move_to_tags, split_reasoning
+from data_modules.template.rendering import Chat, Renderer, RowRefusedError
 from data_modules.types import Conversation, Document, Encoded, Item, Note, Tokens
 
 if TYPE_CHECKING:
@@ -152,11 +153,9 @@ class PairEncoder:
     ) -> Pair | RowRefusedError:
         if isinstance(source, RowRefusedError):
             return source
-        turn = chat.turns[-1]
+        turn = move_to_tags(chat.turns[-1])
         target = turn.content
-        if turn.reasoning:
-            target = f"<think>\n{turn.reasoning}\n</think>\n\n{target}"
-        masked = REASONING_BLOCK.match(target) if self._mask.reasoning == "mask" else None
+        parts = split_reasoning(target) if self._mask.reasoning == "mask" else None
         first = chat.turns[0]
         is_lost = first.role == "system" and first.content.strip() not in source
         weight = 1.0 if turn.weight is None else turn.weight
@@ -164,7 +163,7 @@ class PairEncoder:
             source,
             target,
             weight * (item.weight if isinstance(item, Conversation) else 1.0),
-            masked.end() if masked else 0,
+            sum(map(len, parts[:3])) if parts else 0,
             (Note("lost_system"),) if is_lost else (),
         )
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from data_modules.template.reasoning import split_reasoning
 from data_modules.template.rendering import Chat
 from data_modules.types import ToolCall, Turn
 
@@ -29,7 +30,7 @@ _MARK = re.compile(
     "\ue0f1(?P<part>[a-zA-Z])(?P<turn>\\d+)(?:[.](?P<call>\\d+))?(?P<kind>[\ue0f2\ue0f4])"
     "|\ue0f3|Zq7k(?P<id>\\d{5})"
 )
-_REASONING_AND_ANSWER = re.compile(r"(<think>\s*)(.*?)(\s*</think>\s*)(.*?)(\s*)", re.DOTALL)
+_TAG, _END_TAG = re.compile(r"\s*<\w+>\s*"), re.compile(r"</\w+>")
 PRIVATE = re.compile("[\ue0f1-\ue0f4]")
 CALL_PARTS = "fki"
 _GAP_PARTS = "kt"
@@ -129,10 +130,9 @@ def skeleton_key(chat: Chat) -> tuple[object, ...]:
     key: list[object] = [bool(chat.tools)]
     has_ids = False
     for turn in chat.turns:
-        content = turn.content
-        parts = split_reasoning(turn) if "</think>" in content else None
+        parts = split_content(turn)
         tags = parts and (*parts[::2], str(bool(parts[1])), str(bool(parts[3])))
-        key.append((turn.role, bool(content), tags))
+        key.append((turn.role, bool(turn.content), tags))
         if turn.reasoning is not None or turn.tool_calls or turn.name or turn.tool_call_id:
             key.append((turn.reasoning and True, len(turn.tool_calls)))
             key.append((turn.name and True, turn.tool_call_id and True))
@@ -143,16 +143,23 @@ def skeleton_key(chat: Chat) -> tuple[object, ...]:
     return tuple(key)
 
 
-def split_reasoning(turn: Turn) -> tuple[str, ...] | None:
-    """Split a content that is reasoning in tags and an answer into five parts; None for others.
+def split_content(turn: Turn) -> tuple[str, ...] | None:
+    """Split a content that has tags which templates look for into five parts; None for others.
 
-    The second part is the reasoning and the fourth the answer, without surrounding white space.
+    An answer: tag, reasoning, tag, text, white space. Another turn, as tool results in the text of
+    a question: tag, nothing, nothing, text, tag. Reasoning and text have no white space around.
     """
     content = turn.content
-    if turn.role != "assistant" or content.count("</think>") != 1:
+    if "</" not in content:
         return None
-    parts = _REASONING_AND_ANSWER.fullmatch(content)
-    return parts and parts.groups()
+    if turn.role == "assistant":
+        return split_reasoning(content) if content.count("</think>") == 1 else None
+    opening, text = _TAG.match(content), content.rstrip()
+    closing = _END_TAG.fullmatch(text, text.rfind("</"))
+    if not opening or not closing:
+        return None
+    core = text[opening.end() : closing.start()].rstrip()
+    return opening[0], "", "", core, content[opening.end() + len(core) :]
 
 
 def call_ids_of(chat: Chat) -> list[str]:
@@ -166,11 +173,10 @@ def text_of_part(turn: Turn, part: str, call: int) -> str:
         return turn.name or ""
     if part == "f":
         return turn.tool_calls[call].name
-    content = turn.content
-    parts = split_reasoning(turn) if "</think>" in content else None
+    parts = split_content(turn)
     if parts:
         return parts[3] if part == "c" else parts[1]
-    return content if part == "c" else turn.reasoning or ""
+    return turn.content if part == "c" else turn.reasoning or ""
 
 
 def strings_in(value: object) -> Iterable[str]:
@@ -208,9 +214,17 @@ def _mark_after(part: str, text: str, number: int, call: int = 0) -> str:
 
 def _wrap_content(put_mark: Callable[..., str]) -> Wrap:
     def wrap(turn: Turn, number: int) -> Turn:
-        return _wrap_fields(turn, number, put_mark("c", turn.content, number))
+        parts = None if turn.role == "assistant" else split_content(turn)
+        if parts is None:
+            return _wrap_fields(turn, number, put_mark("c", turn.content, number))
+        *opening, text, closing = parts
+        content = "".join((*opening, put_mark("c", text, number), closing))
+        return _wrap_fields(turn, number, content)
 
     return wrap
+
+
+_WRAP_WHOLE = _wrap_content(_mark_around)
 
 
 def _wrap_reasoning_and_answer(find_tag: Callable[[str, str], int]) -> Wrap:
@@ -220,7 +234,7 @@ def _wrap_reasoning_and_answer(find_tag: Callable[[str, str], int]) -> Wrap:
         content, tag = turn.content, "</think>"
         at = find_tag(content, tag) if turn.role == "assistant" else -1
         if at < 0:
-            return _wrap_fields(turn, number, _mark_around("c", content, number))
+            return _WRAP_WHOLE(turn, number)
         before, answer = content[:at], content[at + len(tag) :]
         opening = before.find("<think>")
         first = opening + len("<think>") if opening >= 0 else 0
@@ -248,7 +262,7 @@ def _wrap_fields(turn: Turn, number: int, content: str) -> Turn:
 
 
 WRAPS: tuple[Wrap, ...] = (
-    _wrap_content(_mark_around),
+    _WRAP_WHOLE,
     _wrap_reasoning_and_answer(str.find),
     _wrap_reasoning_and_answer(str.rfind),
     _wrap_content(_mark_after),
@@ -273,7 +287,7 @@ def _marked_turn(turn: Turn, number: int, ids: Mapping[str, str]) -> Turn:
         tool_call_id=ids[turn.tool_call_id] if turn.tool_call_id else turn.tool_call_id,
     )
     content_mark, reasoning_mark = _mark("c", number), _mark("r", number)
-    if parts := split_reasoning(turn):
+    if parts := split_content(turn):
         opening, reasoning, closing, answer, end = parts
         reasoning = reasoning_mark if reasoning else ""
         answer = content_mark if answer else ""

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from data_modules.messages import shown
 from data_modules.template.marks import RenderedChat, TurnSpan
-from data_modules.template.rendering import REASONING_BLOCK, Chat, Renderer, RowRefusedError
+from data_modules.template.reasoning import reasoning_of, split_reasoning
+from data_modules.template.rendering import Chat, ReasoningTails, Renderer, RowRefusedError
 from data_modules.template.spans import SpanFinder
 from data_modules.types import Conversation, Document, Item, Note, Tokens, Turn
 
 if TYPE_CHECKING:
     from data_modules.settings import DataConfig
 
-_REASONING_END = re.compile(r"</think>\s*")
+_BLOCK_END = re.compile(r"(?:\s*<think>)?\s*</think>\s*")
+_BLOCK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 Ranges = tuple[tuple[int, int], ...]
 """character ranges of a text, start and end"""
 
@@ -65,11 +67,16 @@ class LossWeights(NamedTuple):
 
 
 def chat_loss_weights(
-    chat: Conversation, prepared_turns: Sequence[Turn], rendered: RenderedChat, mask: MaskConfig
+    chat: Conversation,
+    prepared_turns: Sequence[Turn],
+    rendered: RenderedChat,
+    mask: MaskConfig,
+    tails: ReasoningTails | None = None,
 ) -> LossWeights:
     """Return the loss weights of a rendered conversation.
 
-    `prepared_turns` are its turns as the template received them.
+    `prepared_turns` are its turns as the template received them; `tails` are needed to mask
+    reasoning.
     """
     weights = [
         _turn_weight(chat.turns[span.turn], prepared_turns[span.turn], mask)
@@ -103,8 +110,8 @@ def chat_loss_weights(
         else:
             ranges.append(WeightedRange(span.start, span.end, weight))
             ranges.append(WeightedRange(span.end, span.stop_end, 0.0))
-        if mask.reasoning == "mask" and turn.role == "assistant":
-            ranges += _masked_reasoning(turn, span, rendered.text)
+        if tails is not None and turn.role == "assistant":
+            ranges += _masked_reasoning(prepared_turns[span.turn], span, rendered.text, tails)
     every_stop = frozenset(span.stop for span in rendered.spans if span.stop)
     return LossWeights(
         chat.weight if mask.train_on_inputs else 0.0,
@@ -126,22 +133,19 @@ def document_loss_weights(document: Document, mask: MaskConfig) -> LossWeights:
 
 
 def find_lost_reasoning(
-    chat: Conversation,
-    text: str,
-    extents: Mapping[int, tuple[int, int]],
-    mask: MaskConfig,
+    turns: Sequence[Turn], text: str, extents: Mapping[int, tuple[int, int]]
 ) -> list[Note]:
-    """Return a note on the first reasoning that is missing in its turn's extent of `text`."""
-    if mask.reasoning == "strip":
-        return []
-    for number, turn in enumerate(chat.turns):
-        if turn.reasoning is None and "</think>" not in turn.content:
+    """Return a note on the first reasoning that is missing in its turn's extent of `text`.
+
+    `turns` are as the template received them.
+    """
+    for number, turn in enumerate(turns):
+        if turn.role != "assistant" or not (turn.reasoning or "</think>" in turn.content):
             continue
-        found = REASONING_BLOCK.search(turn.content)
-        reasoning = turn.reasoning or (found[1] if found else "")
+        reasoning = reasoning_of(turn)
         start, end = extents.get(number, (0, 0))
-        if reasoning.strip() and reasoning.strip() not in text[start:end]:
-            return [Note("lost_reasoning", shown(reasoning.strip()))]
+        if reasoning and reasoning not in text[start:end]:
+            return [Note("lost_reasoning", shown(reasoning))]
     return []
 
 
@@ -166,14 +170,31 @@ def turn_extents(spans: Iterable[TurnSpan]) -> dict[int, tuple[int, int]]:
     return extents
 
 
-def _masked_reasoning(turn: Turn, span: TurnSpan, text: str) -> list[WeightedRange]:
-    """Return the range of an answer up to the end of its reasoning, with weight 0."""
-    closing_tag = _REASONING_END.search(text, span.start, span.end)
-    if closing_tag:
-        return [WeightedRange(span.start, closing_tag.end(), 0.0)]
-    reasoning = (turn.reasoning or "").strip()
-    found = text.find(reasoning, span.start, span.end) if reasoning else -1
-    return [WeightedRange(found, found + len(reasoning), 0.0)] if found >= 0 else []
+def _masked_reasoning(
+    turn: Turn, span: TurnSpan, text: str, tails: ReasoningTails
+) -> list[WeightedRange]:
+    """Return what an answer has in front of its text or calls, and later blocks, with weight 0.
+
+    With the reasoning, this is what a template writes around it: tags, or the headers of channels.
+    """
+    parts = split_reasoning(turn.content)
+    reasoning, answer = reasoning_of(turn), parts.answer if parts else turn.content.strip()
+    end = span.start
+    if not reasoning and (block := _BLOCK_END.match(text, end, span.end)):
+        end = block.end()
+    elif reasoning and (found := text.find(reasoning, end, span.end)) >= 0:
+        after = found + len(reasoning)
+        tail = tails.before_text if answer else tails.before_call
+        if text.startswith(tail, after):
+            after += len(tail)
+        elif block := _BLOCK_END.match(text, after, span.end):
+            after = block.end()
+        # Reasoning that the template left out may be found in the answer.
+        end = max(end, text.find(answer, after, span.end))
+        # A blank before a word is part of its token.
+        end = span.start + len(text[span.start : end].rstrip(" "))
+    blocks = [match.span() for match in _BLOCK.finditer(text, end, span.end)]
+    return [WeightedRange(start, stop, 0.0) for start, stop in [(span.start, end), *blocks]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +255,7 @@ class LayoutBuilder:
         if prepared.turns is not chat.turns:
             notes += self._note_moved_reasoning(chat, prepared)
         extents = turn_extents(rendered.spans)
-        notes += find_lost_reasoning(chat, rendered.text, extents, self._mask)
+        notes += find_lost_reasoning(prepared.turns, rendered.text, extents)
         self.seen_stops.update(
             span.stop
             for span in rendered.spans
@@ -247,7 +268,8 @@ class LayoutBuilder:
             if end or any(text.strip() in rendered.text for text in texts):
                 contents += [(text, start, end) for text in texts]
         control_notes, plain_ranges = self.find_control_tokens(contents, rendered.text)
-        loss_weights = chat_loss_weights(chat, prepared.turns, rendered, self._mask)
+        tails = self._renderer.reasoning_tails if self._mask.reasoning == "mask" else None
+        loss_weights = chat_loss_weights(chat, prepared.turns, rendered, self._mask, tails)
         return Layout(
             rendered.text, loss_weights, (*notes, *control_notes), plain_ranges, rendered.spans
         )

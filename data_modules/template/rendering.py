@@ -16,22 +16,21 @@ from __future__ import annotations
 
 import json
 import operator
-import re
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_modules.messages import shown
+from data_modules.template.reasoning import move_to_field, move_to_tags, remove_reasoning
 from data_modules.types import Conversation, ToolCall, Turn
 
 if TYPE_CHECKING:
     import transformers
 
 
-REASONING_BLOCK = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 INPUT_HEADER = "\n\n### Input:\n"
 """separates instruction and input in Alpaca's prompt; its preamble depends on whether it occurs"""
@@ -77,6 +76,13 @@ class MessageFormat:
     call_ids: str = "given"
 
 
+class ReasoningTails(NamedTuple):
+    """What a template writes between the reasoning of an answer and its text, or its first call."""
+
+    before_text: str
+    before_call: str
+
+
 class Renderer:
     """Render chats through the template `text`; None = the tokenizer's template."""
 
@@ -88,19 +94,17 @@ class Renderer:
     def prepare(self, chat: Conversation, reasoning: str) -> Chat:
         """Return the part of `chat` that the template receives.
 
-        With `reasoning` "strip" all reasoning is removed. Otherwise `Turn.reasoning` is kept for a
-        template that reads it, and moved into `<think>` tags before the content for all others.
+        With `reasoning` "strip" all reasoning is removed. Otherwise it is moved into the field that
+        the template reads, or into `<think>` tags before the content if the template reads none.
         INPUT_HEADER is put before an input if the template looks for it.
         """
         turns = chat.turns
         header = INPUT_HEADER.replace("\n", "\\n")  # as it is written in a template's source
         if any(turn.input_start for turn in turns) and header in str(self._tokenizer.chat_template):
             turns = tuple(_with_input_header(turn) for turn in turns)
-        if any(
-            turn.reasoning is not None or (reasoning == "strip" and "</think>" in turn.content)
-            for turn in turns
-        ):
-            turns = tuple(self._with_reasoning(turn, reasoning) for turn in turns)
+        if any(turn.reasoning is not None or "think>" in turn.content for turn in turns):
+            move = self._mover(reasoning)
+            turns = tuple(move(turn) if _has_reasoning(turn) else turn for turn in turns)
         return Chat(turns, chat.tools)
 
     def render(
@@ -141,15 +145,11 @@ class Renderer:
         """Return the turns of a chat in the message format of the template."""
         return _messages(chat, self.message_format)
 
-    def _with_reasoning(self, turn: Turn, reasoning: str) -> Turn:
-        if turn.role != "assistant" or (turn.reasoning is None and reasoning != "strip"):
-            return turn
+    def _mover(self, reasoning: str) -> Callable[[Turn], Turn]:
+        """Return the function that puts an answer's reasoning where the template reads it."""
         if reasoning == "strip":
-            return replace(turn, content=REASONING_BLOCK.sub("", turn.content), reasoning=None)
-        if self.message_format.reasoning_key:
-            return turn
-        content = f"<think>\n{turn.reasoning}\n</think>\n\n{turn.content}"
-        return replace(turn, content=content, reasoning=None)
+            return remove_reasoning
+        return move_to_field if self.message_format.reasoning_key else move_to_tags
 
     @cached_property
     def message_format(self) -> MessageFormat:
@@ -176,6 +176,22 @@ class Renderer:
             "assistant", "", reasoning=_PROBE, tool_calls=(ToolCall("f", {"x": _PROBE_ARGUMENT}),)
         )
         return self._with_reasoning_key(found, Chat((question, turn)))
+
+    @cached_property
+    def reasoning_tails(self) -> ReasoningTails:
+        """Return what follows the reasoning of answers."""
+        text = self._after_reasoning(Turn("assistant", _PROBE_ARGUMENT, reasoning=_PROBE))
+        call = ToolCall(_PROBE_ARGUMENT, {})
+        turn = Turn("assistant", "", reasoning=_PROBE, tool_calls=(call,))
+        pairs = zip(text, self._after_reasoning(turn), strict=False)
+        same = takewhile(lambda pair: pair[0] == pair[1], pairs)
+        return ReasoningTails(text, "".join(character for character, _ in same))
+
+    def _after_reasoning(self, answer: Turn) -> str:
+        turns = (Turn("user", "a"), self._mover("keep")(answer))
+        (text,) = self.render([Chat(turns)])
+        after = text.rpartition(_PROBE)[2] if isinstance(text, str) else ""
+        return after.partition(_PROBE_ARGUMENT)[0]
 
     def _with_reasoning_key(self, found: MessageFormat, probe: Chat) -> MessageFormat:
         candidates = (replace(found, reasoning_key=key) for key in REASONING_KEYS)
@@ -229,6 +245,10 @@ def render_errors() -> tuple[type[Exception], ...]:
         TypeError,
         ValueError,
     )
+
+
+def _has_reasoning(turn: Turn) -> bool:
+    return turn.role == "assistant" and (turn.reasoning is not None or "think>" in turn.content)
 
 
 def _with_input_header(turn: Turn) -> Turn:
