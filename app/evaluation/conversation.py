@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from app.evaluation.generation import override_generation_config
 from app.model.attention import generation_attention
@@ -112,14 +112,35 @@ class Responder:
         }
         self.control_texts = tuple(sorted(filter(str.strip, special)))
 
-    def prompt_ids(self, turns: Sequence[Turn]) -> list[int]:
-        """Return the input tokens of a conversation; raise UserError if they exceed the context."""
-        ids = self.template.prompt_ids(turns)
+    def prompt_ids(self, prompt: Sequence[Turn] | str | Sequence[int]) -> list[int]:
+        """Return the input tokens of a conversation, or of a text or tokens to continue.
+
+        Raises UserError if they exceed the context, or are not tokens of this model.
+        """
+        if isinstance(prompt, str):
+            ids = self._text_ids(prompt)
+        elif isinstance(prompt[0], Turn):
+            ids = self.template.prompt_ids(cast("Sequence[Turn]", prompt))
+        else:
+            ids = list(cast("Sequence[int]", prompt))
+            if wrong := [token for token in ids if not 0 <= token < len(self._tokenizer)]:
+                raise UserError(
+                    f"{wrong[0]} is not a token: ids are 0 to {len(self._tokenizer) - 1:,}"
+                )
         if self._context_len is not None and len(ids) >= self._context_len:
             raise UserError(
-                f"this conversation has {len(ids):,} tokens, and the model's context is "
-                f"{self._context_len:,}: start a new one"
+                f"this prompt has {len(ids):,} tokens, and the model's context is "
+                f"{self._context_len:,}: send less, or start a new conversation"
             )
+        return ids
+
+    def _text_ids(self, text: str) -> list[int]:
+        """Return the tokens of a text, with those that the tokenizer puts before every text."""
+        encoded = self._tokenizer(text, return_special_tokens_mask=True)
+        ids: list[int] = encoded["input_ids"]
+        # Some tokenizers also end every text; what continues it would then start a new one.
+        while not self._is_encoder_decoder and encoded["special_tokens_mask"][len(ids) - 1]:
+            ids.pop()
         return ids
 
     def stream(self, turns: Sequence[Turn], config: ConversationConfig) -> Iterator[str]:

@@ -29,6 +29,7 @@ from app.serving.requests import (
     check_no_control_tokens,
     parse_chat_request,
     parse_json,
+    parse_text_request,
 )
 from data_modules import printable
 
@@ -40,7 +41,10 @@ MAX_BODY = 2**20
 MAX_DISCARDED = 2**24
 """size up to which a body that is too long is read to its end, in bytes: many clients see no
 response while they are still sending"""
-ROUTES = "this server has POST /v1/chat/completions, and GET /v1/models, /health and /"
+ROUTES = (
+    "this server has POST /v1/chat/completions and /v1/completions, and GET /v1/models, /health "
+    "and /"
+)
 BODY_SECONDS = 30.0
 """time limit for receiving the body of a request, in seconds"""
 PAGE = Path(__file__).with_name("chat.html")
@@ -53,7 +57,7 @@ def build_app(
     model: str,
     key: str | None = None,
 ) -> ASGIApp:
-    """Build the application: the page, `/v1/models`, `/v1/chat/completions` and `/health`.
+    """Build the application: the page, `/v1/models`, the two kinds of completions and `/health`.
 
     `model` is the name that requests must use; `key` is the API key, None if none is required.
     """
@@ -75,14 +79,15 @@ def build_app(
             raise RequestError(f"this server has the model {model}", "model", status=404)
         return JSONResponse(model_card)
 
-    async def complete_chat(request: Request) -> ASGIApp:
+    async def complete(request: Request) -> ASGIApp:
         arrived = time.monotonic()
+        parse = parse_chat_request if "chat" in request.url.path else parse_text_request
         try:
-            chat = parse_chat_request(parse_json(await _read_body(request)), model, defaults)
+            found = parse(parse_json(await _read_body(request)), model, defaults)
         except RecursionError as error:
             raise RequestError("the body is nested too deeply") from error
-        check_no_control_tokens(chat.turns, responder.control_texts)
-        return completions.response(chat, arrived)
+        check_no_control_tokens(found.turns, responder.control_texts)
+        return completions.response(found, arrived)
 
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
@@ -98,7 +103,8 @@ def build_app(
             Route("/health", health),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
-            Route("/v1/chat/completions", complete_chat, methods=["POST"]),
+            Route("/v1/chat/completions", complete, methods=["POST"]),
+            Route("/v1/completions", complete, methods=["POST"]),
         ],
         exception_handlers={RequestError: refuse, HTTPException: refuse, Exception: refuse},
     )

@@ -1,4 +1,4 @@
-"""Chat completions in OpenAI's format, generated one at a time; a few requests may wait.
+"""Completions in OpenAI's formats, generated one at a time; a few requests may wait.
 
 Tokenizer and model are used only by the request that holds the lock: neither is thread-safe.
 """
@@ -11,7 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 from app.evaluation.conversation import Reply, Responder
 from app.process.errors import UserError
 from app.serving.address import ServeConfig
-from app.serving.requests import INTERNAL_ERROR, ChatRequest, RequestError, print_error
+from app.serving.requests import INTERNAL_ERROR, CompletionRequest, RequestError, print_error
 from data_modules import DataError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class CompletionQueue:
         self._lock = asyncio.Lock()
         self._num_waiting = 0
 
-    def response(self, request: ChatRequest, arrived: float) -> ASGIApp:
+    def response(self, request: CompletionRequest, arrived: float) -> ASGIApp:
         """Return the ASGI response to a request; it stops generating if the client disconnects.
 
         `arrived` is the time of arrival by `time.monotonic`.
@@ -71,7 +71,7 @@ class CompletionQueue:
         return respond
 
     async def _answer_in_time(
-        self, request: ChatRequest, arrived: float, stream: EventStream
+        self, request: CompletionRequest, arrived: float, stream: EventStream
     ) -> dict[str, Any]:
         """Answer a request when its turn comes; raise RequestError on timeout or failure."""
         left = self._config.timeout_seconds - (time.monotonic() - arrived)
@@ -107,49 +107,53 @@ class CompletionQueue:
         finally:
             self._lock.release()
 
-    async def _answer(self, request: ChatRequest, stream: EventStream) -> dict[str, Any]:
+    async def _answer(self, request: CompletionRequest, stream: EventStream) -> dict[str, Any]:
         """Generate an answer, stream it if requested, and return the full response body."""
         started = time.monotonic()
         try:
-            ids = await to_thread.run_sync(self._responder.prompt_ids, request.turns)
+            ids = await to_thread.run_sync(
+                self._responder.prompt_ids, request.turns or request.text
+            )
         except UserError as error:
             code = "context_length_exceeded"
-            raise RequestError(str(error), "messages", code=code) from error
+            name = "messages" if request.is_chat else "prompt"
+            raise RequestError(str(error), name, code=code) from error
         except DataError as error:
             raise RequestError(f"messages: {error}", "messages") from error
         reply = Reply(ids)
         pieces = self._responder.answer(
             reply, request.sampling, stop_texts=request.stop_texts, seed=request.seed
         )
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
-        completion = Completion(head | {"model": self._model}, reply)
+        completion = Completion(self._model, reply, request.is_chat)
         text: list[str] = []
         try:
-            if request.is_stream:
-                await stream.write(completion.chunk({"role": "assistant", "content": ""}))
+            if request.is_stream and request.is_chat:
+                await stream.write(completion.chunk(role="assistant"))
             while (piece := await to_thread.run_sync(next, pieces, None)) is not None:
                 text.append(piece)
                 if request.is_stream and piece:
-                    await stream.write(completion.chunk({"content": piece}))
+                    await stream.write(completion.chunk(piece))
         finally:
             # Shielded, so that generation also stops (at its next token) if the client disconnects.
             with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(pieces.close)
         if request.is_stream:
-            await stream.write(completion.chunk({}, is_last=True))
+            await stream.write(completion.chunk(is_last=True))
             if request.include_usage:
-                await stream.write(completion.chunk(None))
+                await stream.write(completion.usage_chunk())
         _print_summary(reply, time.monotonic() - started)
         return completion.body("".join(text))
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One chat completion in OpenAI's format."""
+    """One completion in OpenAI's format: the answer to a chat, or the continuation of a text."""
 
-    head: Mapping[str, Any]
-    """fields that all chunks share: id, creation time, model"""
+    model: str
     reply: Reply
+    is_chat: bool
+    id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def usage(self) -> dict[str, int]:
@@ -169,26 +173,29 @@ class Completion:
     def body(self, text: str) -> dict[str, Any]:
         """Return the response body of a request without streaming."""
         message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": self.finish_reason,
-        }
-        kind = {"object": "chat.completion"}
-        return {**self.head, **kind, "choices": [choice], "usage": self.usage}
+        content = {"message": message} if self.is_chat else {"text": text}
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        choice = {**content, "logprobs": None, "finish_reason": self.finish_reason}
+        return self._response(kind, choice) | {"usage": self.usage}
 
-    def chunk(self, delta: Mapping[str, Any] | None, *, is_last: bool = False) -> dict[str, Any]:
-        """Return one chunk of a streamed answer; without a delta, the chunk with the usage."""
-        kind = {"object": "chat.completion.chunk"}
-        if delta is None:
-            return {**self.head, **kind, "choices": [], "usage": self.usage}
-        choice = {
-            "index": 0,
-            "delta": delta,
-            "finish_reason": self.finish_reason if is_last else None,
-        }
-        return {**self.head, **kind, "choices": [choice]}
+    def chunk(self, text: str = "", *, role: str = "", is_last: bool = False) -> dict[str, Any]:
+        """Return one chunk of a streamed answer; the first one of a chat has its role."""
+        delta = {"role": role, "content": ""} if role else {} if is_last else {"content": text}
+        content = {"delta": delta} if self.is_chat else {"text": text, "logprobs": None}
+        return self._chunk({**content, "finish_reason": self.finish_reason if is_last else None})
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """Return the chunk with the token counts, which follows the answer."""
+        return self._chunk() | {"usage": self.usage}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return self._response(
+            "chat.completion.chunk" if self.is_chat else "text_completion", *choices
+        )
+
+    def _response(self, kind: str, *choices: dict[str, Any]) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "choices": [{"index": 0, **choice} for choice in choices]}
 
 
 class EventStream:

@@ -1,4 +1,4 @@
-"""Parsing and validation of requests to OpenAI's chat API; every error names the field.
+"""Parsing and validation of requests for completions in OpenAI's API; every error names the field.
 
 Imports neither torch nor a web framework.
 """
@@ -15,44 +15,84 @@ from app.evaluation.conversation import ConversationConfig
 from app.process.errors import nearest
 from data_modules import Turn, printable, redact
 
-ROLES = ("system", "user", "assistant")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""roles of OpenAI's messages, and the role that chat templates have for each"""
 MAX_MESSAGES, MAX_STOPS, MAX_STOP_CHARACTERS, MAX_TOKENS = 512, 4, 256, 131_072
 MAX_SHOWN = 80
 """maximum number of characters of a request that an error message quotes"""
 INTERNAL_ERROR = "internal server error; the server's terminal shows the cause"
-FIXED_VALUES: dict[str, Any] = {
-    "n": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "logprobs": False,
-    "response_format": {"type": "text"},
-    "store": False,
-    "tool_choice": "none",
-    "tools": [],
-}
-"""fields that are accepted only with this value, which describes what the server does anyway"""
-UNSUPPORTED_REASONS = {
-    "n": "a request gets one answer; send it again for another",
-    "tools": "answers are plain text; tool calls are not parsed",
-    "functions": "answers are plain text; tool calls are not parsed",
-    "chat_template": "the chat template of training is always used",
-    "chat_template_kwargs": "the chat template of training is always used",
-    "response_format": "answers are plain text",
-}
-SUPPORTED_FIELDS = (
+SAMPLING_FIELDS = (
     "model",
-    "messages",
     "max_tokens",
-    "max_completion_tokens",
     "temperature",
     "top_p",
     "seed",
     "stop",
     "stream",
     "stream_options",
-    "user",  # an identifier of the end user; ignored
 )
+CHAT_FIELDS = ("messages", "max_completion_tokens", *SAMPLING_FIELDS)
+TEXT_FIELDS = ("prompt", *SAMPLING_FIELDS)
+IGNORED_FIELDS: dict[str, type] = {
+    "metadata": dict,
+    "parallel_tool_calls": bool,
+    "prediction": dict,
+    "prompt_cache_key": str,
+    "prompt_cache_options": dict,
+    "prompt_cache_retention": str,
+    "safety_identifier": str,
+    "service_tier": str,
+    "user": str,
+}
+"""fields with their types that clients send, and that would not change an answer here"""
+FIXED_VALUES: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+"""fields that are accepted only with these values, which describe what the server does anyway"""
+_ONE_ANSWER = "a request gets one answer; send it again for another"
+_NO_TOOLS = "answers are plain text; tool calls are not parsed"
+_OWN_TEMPLATE = "the chat template of training is always used"
+_NO_LIKELIHOODS = "likelihoods are not returned; `python -m app.evaluate` measures them"
+UNSUPPORTED_REASONS = {
+    "audio": "answers are plain text",
+    "best_of": _ONE_ANSWER,
+    "chat_template": _OWN_TEMPLATE,
+    "chat_template_kwargs": _OWN_TEMPLATE,
+    "echo": "an answer does not repeat its prompt",
+    "frequency_penalty": "tokens are sampled without penalties; only 0",
+    "function_call": _NO_TOOLS,
+    "functions": _NO_TOOLS,
+    "logit_bias": "tokens are sampled without biases",
+    "logprobs": _NO_LIKELIHOODS,
+    "modalities": "answers are plain text",
+    "moderation": "this server does not moderate",
+    "n": _ONE_ANSWER,
+    "presence_penalty": "tokens are sampled without penalties; only 0",
+    "reasoning_effort": _OWN_TEMPLATE,
+    "response_format": "answers are plain text",
+    "store": "this server keeps no answers",
+    "suffix": "text is only continued, not filled in",
+    "tool_choice": _NO_TOOLS,
+    "tools": _NO_TOOLS,
+    "top_logprobs": _NO_LIKELIHOODS,
+    "verbosity": "an answer is as long as training made it; use max_tokens",
+    "web_search_options": "this server opens no URL",
+}
 
 
 class RequestError(ValueError):
@@ -86,16 +126,24 @@ def print_error(error: Exception) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatRequest:
-    """One validated request for a chat completion."""
+class CompletionRequest:
+    """One validated request for a completion."""
 
     turns: tuple[Turn, ...]
+    """the conversation to answer; empty if a text is to be continued"""
+    text: str | tuple[int, ...]
+    """the text to continue, or its tokens; empty in a chat"""
     sampling: ConversationConfig
     stop_texts: tuple[str, ...]
     seed: int | None
     is_stream: bool
     include_usage: bool
     """whether a streamed answer ends with a chunk of token counts"""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a conversation is to be answered."""
+        return bool(self.turns)
 
 
 def parse_json(body: bytes) -> Any:
@@ -107,20 +155,47 @@ def parse_json(body: bytes) -> Any:
         raise RequestError(f"the body is not JSON: {why}") from error
 
 
-def parse_chat_request(body: Any, model: str, defaults: ConversationConfig) -> ChatRequest:
+def parse_chat_request(body: Any, model: str, defaults: ConversationConfig) -> CompletionRequest:
     """Validate the parsed body of a chat completion request; raise RequestError.
 
     `defaults` apply to fields that the request leaves out; the default system prompt applies if no
     message has the role system.
     """
+    fields = _parse_fields(body, CHAT_FIELDS, '{"messages": ...}')
+    turns = _parse_messages(fields)
+    if defaults.system is not None and all(turn.role != "system" for turn in turns):
+        turns = [Turn("system", defaults.system), *turns]
+    return _parse_completion(fields, tuple(turns), "", model, defaults)
+
+
+def parse_text_request(body: Any, model: str, defaults: ConversationConfig) -> CompletionRequest:
+    """Validate the parsed body of a text completion request; raise RequestError.
+
+    `defaults` apply to fields that the request leaves out, without the system prompt.
+    """
+    fields = _parse_fields(body, TEXT_FIELDS, '{"prompt": ...}')
+    return _parse_completion(fields, (), _parse_prompt(fields), model, defaults)
+
+
+def _parse_fields(body: Any, supported: tuple[str, ...], expected: str) -> dict[str, Any]:
+    """Return the fields of a request that are not null; raise RequestError for unsupported ones."""
     if not isinstance(body, dict):
-        raise RequestError(
-            'the body is not a JSON object; expected {"model": ..., "messages": [...]}'
-        )
+        raise RequestError(f"the body is not a JSON object; expected {expected}")
     # As in OpenAI's own clients, null is the same as a field that is left out.
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
-        _check_supported(name, value)
+        _check_supported(name, value, supported)
+    return fields
+
+
+def _parse_completion(
+    fields: dict[str, Any],
+    turns: tuple[Turn, ...],
+    text: str | tuple[int, ...],
+    model: str,
+    defaults: ConversationConfig,
+) -> CompletionRequest:
+    """Parse the fields that requests for chats and for texts share."""
     _check_model(fields, model)
     is_stream = _parse_boolean(fields, "stream")
     options = fields.get("stream_options", {})
@@ -129,17 +204,15 @@ def parse_chat_request(body: Any, model: str, defaults: ConversationConfig) -> C
             "stream_options: expected an object, and only with stream=true", "stream_options"
         )
     if unknown := set(options) - {"include_usage", "include_obfuscation"}:
-        raise _unsupported(f"stream_options.{min(unknown)}")
+        raise _unsupported(f"stream_options.{min(unknown)}", ())
     seed = _parse_number(fields, "seed", -(2**63), 2**63 - 1, is_int=True)
     temperature = _parse_number(fields, "temperature", 0, 2)
     top_p = _parse_number(fields, "top_p", 0, 1)
-    if top_p == 0:
-        raise RequestError("top_p: expected more than 0; use 1, or temperature=0", "top_p")
-    turns = _parse_messages(fields)
-    if defaults.system is not None and all(turn.role != "system" for turn in turns):
-        turns = [Turn("system", defaults.system), *turns]
-    return ChatRequest(
-        turns=tuple(turns),
+    if top_p == 0:  # only the likeliest token is left
+        temperature, top_p = 0, 1
+    return CompletionRequest(
+        turns=turns,
+        text=text,
         sampling=ConversationConfig(
             max_new_tokens=_parse_max_tokens(fields) or defaults.max_new_tokens,
             temperature=defaults.temperature if temperature is None else float(temperature),
@@ -175,28 +248,33 @@ def _quote(value: object) -> str:
     return printable(text[:MAX_SHOWN]) + ("..." if len(text) > MAX_SHOWN else "")
 
 
-def _unsupported(name: str) -> RequestError:
+def _unsupported(name: str, supported: tuple[str, ...]) -> RequestError:
     if name in UNSUPPORTED_REASONS:
         reason = f": {UNSUPPORTED_REASONS[name]}"
     else:
-        reason = nearest(name[:MAX_SHOWN], SUPPORTED_FIELDS)
+        reason = nearest(name[:MAX_SHOWN], supported)
     quoted = _quote(name)
     return RequestError(f"{quoted} is not supported{reason}", quoted, code="unsupported_field")
 
 
-def _check_supported(name: str, value: Any) -> None:
-    if name in SUPPORTED_FIELDS:
+def _check_supported(name: str, value: Any, supported: tuple[str, ...]) -> None:
+    if name in supported:
         return
-    if name in FIXED_VALUES:
-        fixed = FIXED_VALUES[name]
-        # The types are compared because True == 1 in Python.
+    if name in IGNORED_FIELDS:
+        if not isinstance(value, IGNORED_FIELDS[name]):
+            kind = {dict: "an object", bool: "true or false", str: "a string"}[IGNORED_FIELDS[name]]
+            raise RequestError(f"{name}: {_quote(value)} is not {kind}", name)
+        return
+    # The types are compared because True == 1 in Python.
+    for fixed in FIXED_VALUES.get(name, ()):
         if value == fixed and isinstance(value, bool) == isinstance(fixed, bool):
             return
-    raise _unsupported(name)
+    raise _unsupported(name, supported)
 
 
 def _check_model(fields: dict[str, Any], model: str) -> None:
-    requested = fields.get("model")
+    """Raise RequestError if a request names another model; without a name it means this one."""
+    requested = fields.get("model", model)
     if not isinstance(requested, str) or not requested:
         raise RequestError(f"model: expected a name; this server has the model {model}", "model")
     if requested != model:
@@ -247,12 +325,28 @@ def _parse_stop_texts(fields: dict[str, Any]) -> tuple[str, ...]:
     texts = [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise RequestError("stop: expected a string or a list of strings", "stop")
-    if len(texts) > MAX_STOPS or any(not 0 < len(text) <= MAX_STOP_CHARACTERS for text in texts):
+    if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in texts):
         raise RequestError(
-            f"stop: expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
+            f"stop: expected at most {MAX_STOPS} strings of at most {MAX_STOP_CHARACTERS} "
+            "characters",
             "stop",
         )
-    return tuple(texts)
+    return tuple(filter(None, texts))  # some clients send an empty string for none
+
+
+def _parse_prompt(fields: dict[str, Any]) -> str | tuple[int, ...]:
+    """Return a text or its tokens; a list may hold one of either."""
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise RequestError(f"prompt: {len(prompt)} prompts; {_ONE_ANSWER}", "prompt")
+        (prompt,) = prompt
+    if isinstance(prompt, str) and prompt:
+        return _check_characters(prompt, "prompt")
+    is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not is_tokens or not prompt:
+        raise RequestError("prompt: expected a text, or a list of token ids", "prompt")
+    return tuple(prompt)
 
 
 def _parse_messages(fields: dict[str, Any]) -> list[Turn]:
@@ -276,15 +370,17 @@ def _parse_message(message: Any, where: str) -> Turn:
     if not isinstance(message, dict):
         raise RequestError(f'{where}: expected an object {{"role": ..., "content": ...}}', where)
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise RequestError(
             f"{where}.role: {_quote(role)} is not one of {', '.join(ROLES)}", f"{where}.role"
         )
     for name, value in message.items():
-        # Clients send an earlier answer back with its unused fields: null or empty.
-        if name not in ("role", "content") and value not in (None, []):
-            raise _unsupported(f"{where}.{name[:MAX_SHOWN]}")
-    return Turn(role, _parse_content(message.get("content"), f"{where}.content"))
+        # Clients send an earlier answer back with its unused fields: null or empty. Templates do
+        # not show the name of a participant.
+        is_name = name == "name" and isinstance(value, str)
+        if name not in ("role", "content") and value not in (None, []) and not is_name:
+            raise _unsupported(f"{where}.{name[:MAX_SHOWN]}", ())
+    return Turn(ROLES[role], _parse_content(message.get("content"), f"{where}.content"))
 
 
 def _parse_content(content: Any, where: str) -> str:
@@ -292,13 +388,18 @@ def _parse_content(content: Any, where: str) -> str:
         content = "".join(_parse_part(part, f"{where}[{i}]") for i, part in enumerate(content))
     if not isinstance(content, str):
         raise RequestError(f"{where}: {_quote(content)} is not a string or a list of parts", where)
+    return _check_characters(content, where)
+
+
+def _check_characters(text: str, where: str) -> str:
+    """Return a text; raise RequestError if it has lone surrogates, which have no tokens."""
     try:
-        content.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
             f"{where}: contains half a character (a lone surrogate)", where
         ) from error
-    return content
+    return text
 
 
 def _parse_part(part: Any, where: str) -> str:
@@ -310,6 +411,6 @@ def _parse_part(part: Any, where: str) -> str:
             where,
         )
     text = part.get("text")
-    if not isinstance(text, str) or set(part) - {"type", "text"}:
+    if not isinstance(text, str) or set(part) - {"type", "text", "prompt_cache_breakpoint"}:
         raise RequestError(f'{where}: expected {{"type": "text", "text": ...}}', where)
     return text

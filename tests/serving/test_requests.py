@@ -9,10 +9,15 @@ import pytest
 
 from app.evaluation.conversation import ConversationConfig
 from app.serving.requests import (
+    CHAT_FIELDS,
+    IGNORED_FIELDS,
+    TEXT_FIELDS,
+    UNSUPPORTED_REASONS,
     RequestError,
     check_no_control_tokens,
     parse_chat_request,
     parse_json,
+    parse_text_request,
 )
 from data_modules import Turn
 
@@ -49,7 +54,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].tool_calls",
         "not supp",
     ),
-    ({"model": None}, "model", "this server has the model m"),
     ({"model": ""}, "model", "expected a name; this server has the model m"),
     ({"tools": [{"type": "function"}]}, "tools", "tool calls are not parsed"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "template of training"),
@@ -61,13 +65,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 3}, "temperature", "from 0 to 2"),
     ({"temperature": "1"}, "temperature", "not a number"),
     ({"temperature": True}, "temperature", "not a number"),
-    ({"top_p": 0}, "top_p", "more than 0"),
+    ({"top_p": -0.1}, "top_p", "from 0 to 1"),
+    ({"metadata": "x"}, "metadata", "not an object"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "not true or false"),
+    ({"service_tier": True}, "service_tier", "not a string"),
+    ({"tool_choice": "required"}, "tool_choice", "tool calls are not parsed"),
+    ({"store": True}, "store", "keeps no answers"),
+    ({"messages": [message("tool", "4", tool_call_id="a")]}, "messages[0].role", "not one of"),
+    ({"messages": [message("user", "hi", name=7)]}, "messages[0].name", "not supported"),
+    ({"prompt": "hi"}, "prompt", "not supported"),
     ({"seed": 1.5}, "seed", "whole"),
     ({"max_tokens": 0}, "max_tokens", "from 1"),
     ({"max_tokens": 10**400}, "max_tokens", "from 1"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "only one of them"),
     ({"stop": ["a"] * 5}, "stop", "at most 4"),
-    ({"stop": ""}, "stop", "1 to 256"),
+    ({"stop": "x" * 257}, "stop", "at most 256"),
     ({"stop": [1]}, "stop", "a list of strings"),
     ({"stream": "yes"}, "stream", "not true or false"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
@@ -142,3 +154,65 @@ def test_control_tokens_in_messages_are_refused() -> None:
     with pytest.raises(RequestError, match=r"control token <\|im_end\|>"):
         check_no_control_tokens(turns, ("<|im_end|>",))
     check_no_control_tokens(turns, ("</s>",))
+
+
+def test_requests_of_common_clients_are_answered() -> None:
+    """What clients send besides the messages: none of it changes an answer here."""
+    found = parse(
+        model=None,
+        messages=[message("developer", "Be brief.", name="ops"), message("user", "hi", name="Ada")],
+        top_p=0,
+        temperature=1,
+        stop="",
+        parallel_tool_calls=True,
+        metadata={"trace": "1"},
+        service_tier="auto",
+        safety_identifier="u1",
+        prompt_cache_key="k",
+        modalities=["text"],
+        tool_choice="auto",
+        user="me",
+    )
+    assert found.turns == (Turn("system", "Be brief."), Turn("user", "hi"))
+    assert found.sampling == ConversationConfig(max_new_tokens=20)  # top_p=0 is greedy
+    assert found.stop_texts == ()
+    assert parse(stop=["", "end"]).stop_texts == ("end",)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("Once", "Once"), (["Once"], "Once"), ([1, 2], (1, 2)), ([[1, 2]], (1, 2))],
+)
+def test_a_prompt_is_one_text_or_its_tokens(prompt: Any, expected: Any) -> None:
+    body = {"prompt": prompt, "max_tokens": 3, "echo": False, "best_of": 1, "suffix": None}
+    found = parse_text_request(body, "m", ConversationConfig(system="Hello."))
+    assert (found.text, found.turns, found.sampling.max_new_tokens) == (expected, (), 3)
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], [[]], [True], [1, "a"], {}, ["a", "b"], "\ud83d"])
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    why = "expected a text|2 prompts; a request gets one answer|surrogate"
+    with pytest.raises(RequestError, match=why) as refused:
+        parse_text_request({"prompt": prompt}, "m", DEFAULTS)
+    assert refused.value.param == "prompt"
+
+
+def test_every_field_of_openais_client_is_decided() -> None:
+    """Each field is honoured, accepted without effect, or refused with a reason of its own."""
+    from openai.types import completion_create_params as text
+    from openai.types.chat import completion_create_params as chat
+
+    bodies = [
+        (chat.CompletionCreateParamsNonStreaming, {"messages": MESSAGES}, parse_chat_request),
+        (text.CompletionCreateParamsNonStreaming, {"prompt": "hi"}, parse_text_request),
+    ]
+    num_refused = 0
+    for params, body, parse_request in bodies:
+        for name in params.__annotations__:
+            if name in CHAT_FIELDS or name in TEXT_FIELDS or name in IGNORED_FIELDS:
+                continue
+            with pytest.raises(RequestError) as refused:
+                parse_request({**body, name: {"given": 1}}, "m", DEFAULTS)
+            assert UNSUPPORTED_REASONS[name] in str(refused.value)
+            num_refused += 1
+    assert num_refused > 20

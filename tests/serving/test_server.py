@@ -18,7 +18,7 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from app.evaluation.conversation import ConversationConfig, Responder
+from app.evaluation.conversation import ConversationConfig, Reply, Responder
 from app.process.errors import UserError
 from app.serving import access, application, server
 from app.serving.address import KEY_VARIABLE, ServeConfig, open_socket, read_key
@@ -83,6 +83,34 @@ def test_openai_client_gets_the_greedy_answer_with_and_without_streaming(
             client.chat.completions.create(**{**fields, "model": "gpt"})
 
 
+def test_openai_client_continues_a_text(address: str, responder: Responder) -> None:
+    text = "What is"
+    ids = responder.prompt_ids(text)
+    assert ids == AutoTokenizer.from_pretrained(TINY_BASE)(text)["input_ids"]
+    config = ConversationConfig(max_new_tokens=6)
+    expected = "".join(responder.answer(Reply(ids), config))
+    with make_client(address) as client:
+        fields: Any = {"model": NAME, "max_tokens": 6}
+        for prompt in (text, [text], ids, [ids]):
+            whole = client.completions.create(**fields, prompt=prompt)
+            assert whole.choices[0].text == expected and expected
+            assert (whole.object, whole.choices[0].finish_reason) == ("text_completion", "length")
+            assert whole.usage is not None and whole.usage.prompt_tokens == len(ids)
+        usage = {"include_usage": True}
+        parts = list(
+            client.completions.create(**fields, prompt=text, stream=True, stream_options=usage)
+        )
+        assert "".join(part.choices[0].text for part in parts if part.choices) == expected
+        assert parts[-1].usage == whole.usage
+        assert parts[-2].choices[0].finish_reason == "length"
+        # A text may hold control tokens: the client writes the whole prompt.
+        assert client.completions.create(**fields, prompt="<|im_start|>user").choices
+        for wrong in ([1, 10**6], "long " * 200):
+            with pytest.raises(openai.BadRequestError) as refused:
+                client.completions.create(**fields, prompt=wrong)
+            assert refused.value.param == "prompt"
+
+
 def test_stop_texts_end_an_answer_and_a_seed_reproduces_it(
     address: str, responder: Responder
 ) -> None:
@@ -134,7 +162,7 @@ def test_foreign_hosts_and_origins_are_refused() -> None:
         assert "<title>loft: chat</title>" in page[1] and page[2]["x-content-type-options"]
         assert "default-src 'none'" in page[2]["content-security-policy"]
         assert send(address, path="/health")[1] == {"status": "ok"}
-        for path in ("/v1/completions", "/v1/chat", "/v1/models/x", "/../etc/passwd", "//"):
+        for path in ("/v1/embeddings", "/v1/chat", "/v1/models/x", "/../etc/passwd", "//"):
             status, found, _ = send(address, path=path)
             assert status == 404 and found["error"]["message"], path
         assert send(address, path="/v1/chat/completions")[0] == 405
@@ -331,7 +359,7 @@ def send_malformed(address: str, count: int, seed: int) -> None:
             assert json.loads(body)["error"]["message"]
 
 
-@pytest.mark.parametrize(("path", "status"), [("/v1/completions", 404), ("/health", 405)])
+@pytest.mark.parametrize(("path", "status"), [("/v1/embeddings", 404), ("/health", 405)])
 def test_an_unknown_path_is_refused_with_the_list_of_paths(
     address: str, path: str, status: int
 ) -> None:
