@@ -61,18 +61,18 @@ def merge(config: MergeConfig) -> Difference | None:
     tuned = open_tuned(config, env)
     model, plan = plan_merge(config.merge, tuned.base, adapters, len(tuned.tokenizer))
     add_stop_tokens(model, tuned.stop_ids)
-    merge_weights(model, plan, folder)
+    dtype = merge_weights(model, plan, folder)
     tuned.tokenizer.save_pretrained(folder)
     check_tokens(tuned, folder, is_fault=config.merge.verify)
     differences = {}
     if config.merge.verify:
-        differences = verify(config, tuned, env, adapters, folder, plan.dtype)
+        differences = verify(config, tuned, env, adapters, folder, dtype)
     if converter is not None:
-        file = convert(converter, folder, str(plan.dtype).removeprefix("torch."))
+        file = convert(converter, folder, str(dtype).removeprefix("torch."))
         check_gguf(config, tuned, folder, file)
     run = folder if config.run is None else Path(config.run)  # `folder` has neither file
     manifest, metrics = (read_json(run / name) for name in (MANIFEST_FILE, METRICS_FILE))
-    card = render_merged_card(config, tuned, differences, plan.dtype, manifest, metrics)
+    card = render_merged_card(config, tuned, differences, dtype, manifest, metrics)
     write_atomically(folder / CARD_FILE, card)
     report = {name: asdict(difference) for name, difference in differences.items()}
     write_atomically(folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import TrainConfig, TunedConfig
-from app.model.adapter import AdapterConfig
+from app.model.adapter import AdapterConfig, FullConfig, is_adapter
 from app.model.architecture import (
     base_commit,
     context_len,
@@ -53,6 +53,8 @@ class Base:
     """what data preparation needs to know about the model"""
     dtype: torch.dtype
     """dtype of its weights in memory"""
+    tuned_dtype: torch.dtype
+    """dtype in which a whole tuned model is loaded, so that no trained weight is rounded"""
     new_ids: list[int]
     """token ids without a trained row in the embedding"""
     trained_ids: list[int]
@@ -79,7 +81,7 @@ class Base:
             self.config,
             folder,
             attention_implementation(self.backend),
-            self.dtype,
+            self.dtype if is_adapter(folder) else self.tuned_dtype,
             self.quantization,
             self.new_ids,
             device=device,
@@ -132,6 +134,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
         tokenizer=tokenizer,
         backend=attention.backend,
         dtype=weight_dtype(env.precision, adapter),
+        tuned_dtype=weight_dtype(env.precision, FullConfig()),
         spec=model_spec(architecture, new_ids, attention.backend),
         new_ids=new_ids,
         trained_ids=trained_token_ids(tokenizer, model.added_tokens, adapter),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,14 @@ from app.report.model_card import write_card
 from app.report.run_page import end_loggers, write_page
 from app.run import Run
 from app.run.folder import METRICS_FILE, OUTPUTS
+from app.run.manifest import record_result
 from data_modules import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from app.assembly.base import Base
+    from app.assembly.result import Result
     from app.evaluation.evaluator import Evaluator
     from app.planning.training import Estimate
     from app.training.module import FinetuneModule
@@ -44,6 +47,7 @@ def finish(
     writes; otherwise the other ranks return at once. `estimate`: the plan's estimate, to be
     compared with the measured memory and speed.
     """
+    from app.assembly.result import restore_result
     from app.evaluation.comparison import print_comparison
     from app.evaluation.significance import change_metrics, check_regression, print_changes
     from app.model.adapter import saves_whole_model
@@ -54,7 +58,8 @@ def finish(
     if module.shards is None and not trainer.is_global_zero:
         return None
     measured = {} if estimate is None else estimate.compare(module)
-    saved, model, evaluator, metrics = save_and_compare(run, module, data, base)
+    result = restore_result(run, module)
+    saved, model, evaluator, metrics = save_and_compare(run, module, data, base, result)
     changes = evaluator.changes(trained=data.dataset_names)
     groups = evaluator.group_changes()
     metrics |= change_metrics([*changes, *groups]) | module.metrics.summary() | measured
@@ -70,6 +75,8 @@ def finish(
         write_page(run.folder, changed_settings(config))
         write_card(saved, run.folder, changed_settings(config))
         end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))
+        record_result(run.folder, asdict(result))
+        print(f"\nresult: {result}")
         print_next(run, saved)
 
     if module.shards is None:
@@ -81,17 +88,19 @@ def finish(
 
 
 def save_and_compare(
-    run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Base
+    run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Base, result: Result
 ) -> tuple[Path, PreTrainedModel, Evaluator, dict[str, float]]:
     """Save the trained model, reopen and verify it, and measure it and its base.
 
     Returns the saved folder, the saved model, the evaluator, and the metrics.
     """
     from app.assembly.evaluation import build_evaluator
+    from app.assembly.result import choose_dtype, last_losses
     from app.evaluation.comparison import compare_trained
     from app.evaluation.progress import Progress
     from app.evaluation.row_runner import RowRunner
     from app.evaluation.tasks.questions import build_tasks
+    from app.model.adapter import saves_whole_model
     from app.model.save import save_model
     from app.model.tokenizer import add_stop_tokens
 
@@ -110,6 +119,9 @@ def save_and_compare(
     )
     add_stop_tokens(module.model, evaluator.stop_ids)
     with module.trainer.precision_plugin.forward_context(), progress:
+        dtype, tuned = None, None
+        if saves_whole_model(config.adapter):
+            dtype, tuned = choose_dtype(run, module, evaluator, base.architecture, result)
         saved, model = save_model(
             module.model,
             config.adapter,
@@ -119,14 +131,18 @@ def save_and_compare(
             base=base.description,
             reload_base=base.load,
             shards=module.shards,
+            dtype=dtype,
         )
+        if dtype is None and model is module.model:
+            tuned = last_losses(module, evaluator, result)
         metrics = compare_trained(
             evaluator,
             model,
             config.adapter,
             module.metrics.validations,
             None if config.model.from_scratch else base.load,
-            row_losses=module.metrics.row_losses,
+            base_rows=module.metrics.row_losses[0],
+            tuned=tuned,
             is_as_trained=model is module.model,
         )
     return saved, model, evaluator, metrics

@@ -66,7 +66,13 @@ def build_trainer(
     identity = run.identity(facts)
     last_step = None if run.checkpoint is None else run.step
     loggers = build_loggers(config.logger, run.folder, data.dataset_names, last_step=last_step)
-    checkpoints = build_checkpoints(config.trainer.checkpoint, run.folder, run.checkpoint, identity)
+    checkpoints = build_checkpoints(
+        config.trainer.checkpoint,
+        run.folder,
+        run.checkpoint,
+        identity,
+        ends_with_best=config.ends_with_best,
+    )
     trainer = build_lightning_trainer(
         config.trainer,
         env=env,
@@ -81,6 +87,7 @@ def build_trainer(
                 data.plan,
                 has_validation=len(data.val_examples) > 0,
                 measure_every=config.evaluation.every_steps,
+                loss_names=[f"val/loss/{name}" for name in data.dataset_names],
             ),
             WriteMetadata(run, identity, facts, data),
         ],

@@ -18,6 +18,7 @@ from app.model.adapter import (
     is_adapter,
 )
 from app.model.base import ModelConfig
+from app.model.build import weight_dtype
 from app.model.tokenizer import build_tokenizer, num_rows, saved_stop_ids
 from app.process.errors import UserError
 from app.training.trainer import Environment
@@ -112,6 +113,9 @@ def place_as_trained(model: Any, adapter: AdapterConfig, env: Environment) -> to
     """Give a loaded model the dtypes of its training, and move it to the device of `env`."""
     if isinstance(adapter, FreezeConfig):  # the trained layers have another dtype than the frozen
         model = apply_adapter(model, adapter, half_precision=env.precision == "bf16-pure")
+        for weight in model.parameters():
+            if not weight.requires_grad:
+                weight.data = weight.data.to(weight_dtype(env.precision, adapter))
     placed: torch.nn.Module = model.to(env.rank_device)
     return placed
 

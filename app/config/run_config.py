@@ -158,7 +158,7 @@ def experiment_from_run(
         {f"override /{group}": getattr(config, group).name} for group in PARTS if group in values
     ]
     if verb == "train":
-        values["output"] = {"name": config.output.name, "dir": str(run)}
+        values["output"] = run_values["output"] | {"dir": str(run)}
     else:
         values["output"] = {"name": f"{config.output.name or 'run'}-{verb}"}
         for part in {"trainer", "evaluation"} & values.keys():

@@ -30,7 +30,7 @@ from app.process.supervisor import SuperviseConfig
 from app.report.preview import ShownConfig
 from app.run import ALLOWED
 from app.run.find import saved_folder
-from app.run.folder import OutputConfig
+from app.run.folder import OutputConfig, TrainOutputConfig
 from app.serving.address import ServeConfig
 from app.strategy.settings import FAMILIES, StrategyConfig
 from app.training.logger import LoggerConfig
@@ -44,7 +44,7 @@ from app.training.optimizers import (
     ScheduleFreeConfig,
 )
 from app.training.schedule import ScheduleConfig
-from app.training.trainer import ACCELERATORS, PRECISIONS, TrainerConfig
+from app.training.trainer import ACCELERATORS, DEFAULT_MONITOR, PRECISIONS, TrainerConfig
 from data_modules import DataConfig, PackingConfig, setting
 
 
@@ -231,8 +231,8 @@ class TrainConfig:
         default_factory=TrainEvaluationConfig, resume="free"
     )
     """metrics and tasks of the model, during a run and at its end"""
-    output: OutputConfig = setting(default_factory=OutputConfig, resume="per_start")
-    """name and folder of a run"""
+    output: TrainOutputConfig = setting(default_factory=TrainOutputConfig, resume="per_start")
+    """name and folder of a run, and which weights it saves"""
     plan: EnforceConfig = setting(default_factory=EnforceConfig, resume="per_start")
     """what a run does if the plan says that it does not fit"""
     supervise: SuperviseConfig = setting(default_factory=SuperviseConfig, resume="per_start")
@@ -256,6 +256,17 @@ class TrainConfig:
     checkpoint = a checkpoint named by `resume` may belong to another run"""
     faults: list[str] = setting(default_factory=list, resume="per_start")
     """faults to inject once each, for tests: rank_killed@12, nan@7, hang@9, enospc, ckpt:POINT"""
+
+    @property
+    def ends_with_best(self) -> bool:
+        """Whether the result is the best step's weights: by default if a metric is monitored."""
+        trainer, checkpoint = self.trainer, self.trainer.checkpoint
+        is_monitored = (
+            trainer.early_stopping_patience is not None
+            or checkpoint.keep_best > 0
+            or checkpoint.monitor != DEFAULT_MONITOR
+        )
+        return self.output.weights == "best" or (self.output.weights == "auto" and is_monitored)
 
 
 @dataclass(kw_only=True, slots=True)

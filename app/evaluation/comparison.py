@@ -42,30 +42,24 @@ def compare_trained(
     validations: Sequence[dict[str, float]],
     load_base: Callable[[], PreTrainedModel] | None,
     *,
-    row_losses: Sequence[Tensor | None] = (None, None),
+    base_rows: Tensor | None = None,
+    tuned: dict[str, float] | None = None,
     is_as_trained: bool,
 ) -> dict[str, float]:
     """Compare a model that was just trained with its base, reusing the validations of the run.
 
     `validations`: validation losses of the run, the first from before its first step.
-    `row_losses`: the row losses of the first and the last validation, as in `Evaluator.row_losses`;
-    None for one that this process did not measure, because the run was resumed.
-    `is_as_trained`: `model` is the trained object itself, not one reloaded from its saved weights.
-    `load_base`: None for a model that was trained from scratch.
+    `base_rows`: the row losses of the first validation, as in `Evaluator.row_losses`; None if this
+    process did not measure them, because the run was resumed. `tuned`: the losses of `model`, None
+    to measure them. `is_as_trained`: `model` is the trained object itself, not one reloaded from
+    its saved weights. `load_base`: None for a model that was trained from scratch.
     """
     is_whole = saves_whole_model(adapter)
     metrics: dict[str, float] = {}
     if validations:
-        num_rows = len(evaluator.data.val_examples)
-        evaluator.row_losses = {
-            variant: rows
-            for variant, rows in zip(VARIANTS, row_losses, strict=True)
-            if rows is not None and rows.shape[1] == num_rows
-        }
-        # Saving rounds a fully trained model to the dtype of its base, after the last validation.
-        if is_as_trained and not is_whole:
-            tuned = validations[-1]
-        else:
+        if base_rows is not None and base_rows.shape[1] == len(evaluator.data.val_examples):
+            evaluator.row_losses["base"] = base_rows
+        if tuned is None:
             tuned = evaluator.measure_losses("tuned", model)
         if is_whole or (is_as_trained and not continued_from(adapter)):
             base = validations[0]

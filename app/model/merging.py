@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,10 @@ log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "bf16", "fp32")
 ONTO = ("dequantized", "original")
+MAX_LOST = 0.1
+"""largest share of the change that merge.dtype=auto lets rounding lose"""
+MAX_SAMPLED = 16
+"""most weights that this share is measured on"""
 CHECKPOINTS = ("final", "newest")
 
 
@@ -55,7 +59,8 @@ class WeightedAdapter:
 @dataclass(kw_only=True, slots=True)
 class MergingConfig:
     dtype: str = setting("auto", choices=DTYPES, shown=True)
-    """dtype of the merged weights; auto = dtype of the base's files"""
+    """dtype of the merged weights; auto = that of the base's files, or fp32 if rounding to it would
+    lose more than a tenth of the adapters' change"""
     onto: str = setting("dequantized", choices=ONTO, shown=True)
     """weights to merge into if the base was quantized in training. dequantized: as the adapter was
     trained with, so that the merged model answers as in training; original: the base's unrounded
@@ -87,6 +92,8 @@ class MergePlan:
     """change of each weight that adapters modify, by the weight's name in the base"""
     dtype: torch.dtype
     """dtype of the merged weights"""
+    may_widen: bool = False
+    """whether they may be fp32 instead, if `dtype` cannot hold the change"""
     new_ids: Sequence[int] = ()
     """token ids without a trained row in the base"""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
@@ -141,6 +148,7 @@ def plan_merge(
         base_files=files,
         changes=read_weight_changes(build, adapters),
         dtype=dtype,
+        may_widen=config.dtype == "auto",
         new_ids=base.new_ids,
         quantization=base.quantization,
         quantized_from=base.dtype if is_rounded else None,
@@ -157,21 +165,37 @@ def _merged_dtype(name: str, base_dtype: torch.dtype | None) -> torch.dtype:
     return (base_dtype or torch.float32) if name == "auto" else dtypes[name]
 
 
-def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> None:
+def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> torch.dtype:
     """Write the merged weights of `plan` into `folder`; `model` is the merged model on `meta`.
 
-    Weights of one file of the base stay in one file, up to MAX_SHARD_BYTES. UserError if a weight
-    of the model is not in the base's files.
+    Weights of one file of the base stay in one file, up to MAX_SHARD_BYTES. Returns their dtype,
+    which is fp32 if rounding to the plan's would lose more than MAX_LOST of the change. UserError
+    if a weight of the model is not in the base's files.
     """
+    import torch
+
     tied = _aliases(model)
     untie_changed(model, plan.changes)
     record_tower_files(model, plan.base_files)
     files = ModelFolder(model, folder, plan.dtype)
     merger = _Merger(files, plan, tied)
+    if plan.dtype != torch.float32:
+        lost, name = merger.lost_share(), str(plan.dtype).removeprefix("torch.")
+        is_widened = plan.may_widen and lost > MAX_LOST
+        log.info(
+            "merge: rounding to %s loses %.1f %% of the change%s",
+            *(name, 100 * lost),
+            ": merged in fp32; merge.dtype=bf16 would save half the bytes" if is_widened else "",
+        )
+        if is_widened:
+            plan = replace(plan, dtype=torch.float32)
+            files = ModelFolder(model, folder, plan.dtype)
+            merger = _Merger(files, plan, tied)
     files.begin()
     for names in merger.shards():
         files.stream(names, merger.read)
     files.end()
+    return plan.dtype
 
 
 def untie_changed(model: PreTrainedModel, changes: Mapping[str, WeightChange]) -> None:
@@ -272,14 +296,35 @@ class _Merger:
             num_bytes, last = num_bytes + more, file
         yield shard
 
-    def read(self, name: str) -> Tensor:
-        """Return the merged weight with this name on disk."""
-        weight, dtype = self._read_base(name), self.files.on_disk[name].dtype
-        in_model = self.names.get(name, "")
+    def lost_share(self) -> float:
+        """Return the share of the change that rounding to the plan's dtype loses, 0 to 1.
+
+        It is the part of the change, in its own direction, that the rounded weights lack, over
+        MAX_SAMPLED weights spread over the model: values below half a unit in the last place
+        vanish, while the rounding of larger ones averages out.
+        """
+        names = [name for name, in_model in self.names.items() if in_model in self.changes]
+        total = kept = 0.0
+        for name in names[:: max(1, len(names) // MAX_SAMPLED)]:
+            before = self._read_unchanged(name).float()
+            merged = self.changes[self.names[name]].apply(before)
+            change = merged - before
+            rounded = merged.to(self.plan.dtype).float() - before
+            total += change.double().square().sum().item()
+            kept += (rounded.double() * change.double()).sum().item()
+        return min(1.0, max(0.0, 1.0 - kept / total)) if total else 0.0
+
+    def _read_unchanged(self, name: str) -> Tensor:
+        """Return the weight of the base that an adapter changes, as it was in training."""
+        weight, in_model = self._read_base(name), self.names.get(name, "")
         if in_model in self.added_rows:
             weight = self.added_rows[in_model].grow(weight)
-        if in_model in self.rounded:
-            weight = self._round(in_model, weight)
+        return self._round(in_model, weight) if in_model in self.rounded else weight
+
+    def read(self, name: str) -> Tensor:
+        """Return the merged weight with this name on disk."""
+        weight, dtype = self._read_unchanged(name), self.files.on_disk[name].dtype
+        in_model = self.names.get(name, "")
         if in_model in self.changes:
             weight = self.changes[in_model].apply(weight)
         elif name in self.parts:

@@ -42,14 +42,16 @@ def save_model(
     base: Mapping[str, str | None],
     reload_base: Callable[[], PreTrainedModel],
     shards: Shards | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Path, Any]:
     """Save a trained model under `folder` and verify it; return its folder and the saved model.
 
     An adapter is written to `adapter/` in peft's format, together with the description `base` of
-    its base model; a full model to `model/` as a Hugging Face folder in the dtype of the base. The
-    files are reloaded, and the logits of `probe` (token ids by model argument) compared. The
-    returned model is not `model` if the adapter had changed its base, which is then reloaded.
-    TrainingFault if the reloaded model differs.
+    its base model; a full model to `model/` as a Hugging Face folder in `dtype`, by default that of
+    the base. The files are reloaded, and the logits of `probe` (token ids by model argument)
+    compared with those of the trained model; what rounding to `dtype` changes is logged. The
+    returned model has the saved weights. It is not `model` if the adapter had changed its base,
+    which is then reloaded. TrainingFault if the reloaded model differs by more than rounding.
 
     If weights are sharded, all ranks call this with their `shards`, and rank 0 writes. There is no
     memory for a second model then: the gathered weights are restored into the model, and its logits
@@ -63,11 +65,13 @@ def save_model(
     saved = folder / ("model" if is_whole else "adapter")
     if not is_whole:  # peft's AutoPeftModel loads this revision of the base
         model.peft_config["default"].revision = base.get("revision")
+    written = dtype or stored_dtype(model, architecture)
+    is_rounded = is_whole and loses_bits(trained_dtype(model), written)
     try:
         if is_whole and shards is not None:
-            difference = _save_gathered_model(model, architecture, saved, rows, shards)
+            difference = _save_gathered_model(model, saved, rows, shards, written)
         elif is_whole:
-            difference = _save_whole(model, architecture, saved, rows)
+            difference = _save_whole(model, architecture, saved, rows, written)
         elif shards is not None:
             difference = _save_gathered_adapter(model, saved, rows, base, shards)
         else:
@@ -75,7 +79,16 @@ def save_model(
             write_origin(saved, base)
     except ValueError as error:
         raise TrainingFault(f"the saved files failed verification: {error}") from error
-    log.info("%s verified: reloaded logits match (max difference %.1g)", saved.name, difference)
+    if is_rounded:
+        log.info(
+            "%s verified: reloaded as written in %s, which moves the logits of the trained weights "
+            "by up to %.2g",
+            saved.name,
+            dtype_name(written),
+            difference,
+        )
+    else:
+        log.info("%s verified: reloaded logits match (max difference %.1g)", saved.name, difference)
     return saved, model
 
 
@@ -97,39 +110,41 @@ def _save_whole(
     architecture: PretrainedConfig,
     folder: Path,
     probe: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
 ) -> float:
-    kept = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    dtype = _dtype_on_disk(model, architecture)
-    _cast_weights(model, dict.fromkeys(kept, dtype))
+    """Return the largest difference of the reloaded logits from those of the trained model."""
+    trained = probe_logits(model, probe)
     write_model(model, folder, dtype)
-    reopened = (
-        model_class(architecture)
-        .from_pretrained(
-            folder, dtype=model.dtype, attn_implementation=model.config._attn_implementation
-        )
-        .to(model.device)
-    )
-    in_memory, on_disk = probe_logits(model, probe), probe_logits(reopened, probe)
     # From here on the saved weights are evaluated, in their training dtypes.
-    _cast_weights(model, kept)
-    return check_same_logits(in_memory, on_disk, folder)
+    round_weights(model, dtype)
+    saved = probe_logits(model, probe)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    widest = max(dtypes.values(), key=lambda dtype: dtype.itemsize)
+    attention = model.config._attn_implementation
+    reopened = model_class(architecture).from_pretrained(
+        folder, dtype=widest, attn_implementation=attention
+    )
+    for name, parameter in reopened.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    reloaded = probe_logits(reopened.to(model.device), probe)
+    return max(check_same_logits(saved, reloaded, folder), _largest_difference(trained, reloaded))
 
 
 def _save_gathered_model(
     model: PreTrainedModel,
-    architecture: PretrainedConfig,
     folder: Path,
     probe: Mapping[str, torch.Tensor],
     shards: Shards,
+    dtype: torch.dtype,
 ) -> float:
-    in_memory = probe_logits(model, probe)
+    trained = probe_logits(model, probe)
     shards.reshard(model)
-    dtype = _dtype_on_disk(model, architecture)
     write_model(model, folder, dtype, shards)
-    difference = _check_on_all(in_memory, probe_logits(model, probe), folder)
+    difference = _check_on_all(trained, probe_logits(model, probe), folder)
     # From here on the saved weights are evaluated, in their training dtypes.
-    round_weights(model, shards, dtype)
-    return difference
+    if not round_weights(model, dtype, shards):
+        return difference
+    return max(difference, _largest_difference(trained, probe_logits(model, probe)))
 
 
 def _save_gathered_adapter(
@@ -174,15 +189,32 @@ def _check_on_all(in_memory: torch.Tensor, now: torch.Tensor, folder: Path) -> f
     return difference
 
 
-def _dtype_on_disk(model: PreTrainedModel, architecture: PretrainedConfig) -> torch.dtype:
+def stored_dtype(model: Any, architecture: PretrainedConfig) -> torch.dtype:
     """Return the dtype of the base's files, or the model's widest dtype if it has no base."""
-    kept = (parameter.dtype for parameter in model.parameters())
     stored = architecture.dtype or architecture.get_text_config().dtype
-    dtype: torch.dtype = stored or max(kept, key=lambda dtype: dtype.itemsize)
+    dtype: torch.dtype = stored or trained_dtype(model)
     return dtype
 
 
-def _cast_weights(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Cast the parameters only: `model.to` would also round the rotary frequencies."""
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtypes[name])
+def trained_dtype(model: Any) -> torch.dtype:
+    """Return the widest dtype of a model's trainable parameters."""
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    widest: torch.dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
+    return widest
+
+
+def loses_bits(trained: torch.dtype, written: torch.dtype) -> bool:
+    """Return whether weights of one dtype are rounded if they are written in another."""
+    import torch
+
+    return torch.promote_types(trained, written) != written
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's short name, as in settings: fp32, bf16 or fp16."""
+    name = str(dtype).removeprefix("torch.")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
+
+
+def _largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    return (first - second).abs().max().item()

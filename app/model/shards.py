@@ -79,16 +79,28 @@ class WeightGatherer:
             raise ValueError(problems[0] + more)
 
 
-def round_weights(model: torch.nn.Module, shards: Shards, dtype: torch.dtype) -> None:
+def round_weights(model: torch.nn.Module, dtype: torch.dtype, shards: Shards | None = None) -> bool:
     """Round the trainable weights to `dtype`, the dtype of the saved files, in place.
 
-    Each weight keeps its own dtype. Frozen weights were loaded in `dtype` already.
+    Each weight keeps its own dtype; frozen weights were loaded in `dtype` already. Returns whether
+    any weight has a dtype that loses bits. If weights are sharded, all ranks call this.
     """
-    shards.reshard(model)
-    for weight in model.parameters():
-        if weight.requires_grad and weight.dtype != dtype:
-            rounded = shards.full_tensor(weight).to(dtype).to(weight.dtype)
-            shards.restore_weight(weight, rounded)
+    import torch
+
+    if shards is not None:
+        shards.reshard(model)
+    rounded = [
+        weight
+        for weight in model.parameters()
+        if weight.requires_grad and torch.promote_types(weight.dtype, dtype) != dtype
+    ]
+    for weight in rounded:
+        if shards is None:
+            weight.data.copy_(weight.data.to(dtype))
+        else:
+            shards.restore_weight(weight, shards.full_tensor(weight).to(dtype).to(weight.dtype))
+    torch.clear_autocast_cache()  # casts of the unrounded weights
+    return bool(rounded)
 
 
 MAX_SHARD_BYTES = 5 * 10**9

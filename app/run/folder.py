@@ -76,6 +76,25 @@ class OutputConfig:
     """folder of this run; null = outputs/<name>/<time>"""
 
 
+@dataclass(kw_only=True, slots=True)
+class TrainOutputConfig(OutputConfig):
+    weights: str = setting(
+        "auto",
+        choices=("auto", "best", "last"),
+        typed="from",
+        resume="free",
+        shown=("train",),
+        aliases=("load_best_model_at_end",),
+    )
+    """whose weights are the result: last = those of the last step; best = those of the step with
+    the best trainer.checkpoint.monitor; auto = best with early stopping, keep_best or a monitor
+    other than val/loss"""
+    dtype: str = setting("auto", choices=("auto", "fp32", "bf16"), resume="free", shown=("train",))
+    """dtype of the saved model of adapter=full and freeze. auto = that of the base's files, unless
+    rounding to it costs more validation loss than noise explains, or there are no validation rows
+    to measure it on: then fp32"""
+
+
 def check_output(config: OutputConfig, *, resumes: bool = False) -> list[str]:
     """List the problems of `output`: an invalid name, or a folder that holds other files.
 

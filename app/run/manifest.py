@@ -72,6 +72,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def record_result(folder: Path, result: Mapping[str, Any]) -> None:
+    """Add to a run's manifest whose weights are its result, and at which step it ended."""
+    manifest = read_manifest(folder) | {"result": dict(result)}
+    write_atomically(folder / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
+
+
 def describe_hardware() -> dict[str, Any]:
     """Describe the hardware that a run's speed depends on: GPUs, cores, memory, system."""
     machine = read_machine()

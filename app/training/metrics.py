@@ -247,8 +247,11 @@ class Metrics:
         if self.validated_step != step:
             return None
         value = (self.validations[-1] | self.measured).get(self.monitor)
-        is_lower_better = self.monitor.split("/")[1] in LOWER_IS_BETTER
-        return value if is_lower_better or value is None else -value
+        return None if value is None else self.as_measured(value)
+
+    def as_measured(self, value: float) -> float:
+        """Negate a value of the monitored metric if higher is better; undoes itself."""
+        return value if self.monitor.split("/")[1] in LOWER_IS_BETTER else -value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON; RuntimeError if steps are not written yet."""

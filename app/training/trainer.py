@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PRECISIONS = ("auto", "fp32", "bf16", "bf16-pure", "fp16")
 ACCELERATORS = ("auto", "cpu", "gpu")
 VALIDATIONS_PER_RUN = 10
+DEFAULT_MONITOR = "val/loss"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,8 +38,9 @@ class CheckpointConfig:
     keep_last: int = setting(2, ge=1, shown=("train",), aliases=("save_total_limit",))
     """number of newest checkpoints to keep; each takes disk space"""
     keep_best: int = setting(0, ge=0)
-    """number of best checkpoints, ranked by `monitor`, to keep in addition"""
-    monitor: str = setting("val/loss", resume="fixed", aliases=("metric_for_best_model",))
+    """number of best checkpoints, ranked by `monitor`, to keep in addition; each is saved at its
+    validation, whatever every_steps says"""
+    monitor: str = setting(DEFAULT_MONITOR, resume="fixed", aliases=("metric_for_best_model",))
     """metric that `keep_best` ranks by: val/loss, val/loss/DATA_SET, or with evaluation.every_steps
     a metric of a task or data set, such as val/accuracy/mmlu. Lower is better for losses,
     perplexities and bits per byte, higher for all others"""

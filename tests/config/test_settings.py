@@ -151,7 +151,10 @@ def test_the_settings_that_are_paths() -> None:
 
 
 def test_keys_are_typed_as_python_cannot_have_them() -> None:
-    assert TYPED_KEYS == {"trainer.checkpoint.async": "trainer.checkpoint.asynchronous"}
+    assert TYPED_KEYS == {
+        "trainer.checkpoint.async": "trainer.checkpoint.asynchronous",
+        "output.from": "output.weights",
+    }
 
 
 def test_docs_are_current(monkeypatch: pytest.MonkeyPatch) -> None:

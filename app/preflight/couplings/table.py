@@ -224,6 +224,12 @@ def _of_measurements(config: TrainConfig) -> Iterator[Conflict]:
             f"{config.trainer.checkpoint.monitor}, but there are no validation rows",
             "data.val_set_size=0.05",
         )
+    if config.output.weights == "best" and not data.val_set_size:
+        yield Conflict(
+            f"output.from=best ranks steps by {config.trainer.checkpoint.monitor}, but there are no "
+            "validation rows",
+            "data.val_set_size=0.05, or output.from=last",
+        )
     if config.trainer.checkpoint.monitor != "val/loss":
         yield from _of_monitor(config)
     keeps_weights = isinstance(strategy, ZeroConfig) and strategy.stage < 3

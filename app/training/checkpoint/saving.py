@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,14 @@ from app.training.checkpoint.documents import MODEL, OPTIMIZER, random_state_nam
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
 from app.training.checkpoint.tensors import file_bytes
-from app.training.metrics import is_measured_at
+from app.training.metrics import Metrics, is_measured_at
 from app.training.stopping import SignalSync
-from app.training.trainer import CheckpointConfig, TrainerConfig, validation_interval
+from app.training.trainer import (
+    DEFAULT_MONITOR,
+    CheckpointConfig,
+    TrainerConfig,
+    validation_interval,
+)
 
 SAVES_PER_RUN = 10
 """checkpoints per run by default, in addition to those at the ends of epochs"""
@@ -119,7 +124,7 @@ class CheckpointSaver(L.Callback):
         self.checkpoints.check()
         self._prepare(trainer, module)
         step = trainer.global_step
-        is_saved = self.is_due(step) or module.stops_early
+        is_saved = self.is_due(step) or module.stops_early or self._is_best(trainer, module.metrics)
         if is_saved:
             self.save(trainer, module)
         faults.reach("step", step)
@@ -127,6 +132,15 @@ class CheckpointSaver(L.Callback):
             if not is_saved:
                 self.save(trainer, module)
             self._interrupt(trainer, signum)
+
+    def _is_best(self, trainer: L.Trainer, metrics: Metrics) -> bool:
+        """Return, on all ranks alike, whether this step would be among the best that are kept."""
+        metric = metrics.monitored_at(trainer.global_step)
+        if metric is None or not self.store.keep_best:
+            return False
+        self._wait()
+        is_best = trainer.is_global_zero and self.store.would_keep(metric)
+        return bool(trainer.strategy.broadcast(is_best))
 
     def _prepare(self, trainer: L.Trainer, module: Any) -> None:
         """Check the disk space and reserve buffers once the optimizer's state exists."""
@@ -230,14 +244,16 @@ def build_checkpoints(
     run: Path,
     source: Checkpoint | None,
     identity: Mapping[str, Any] | None = None,
+    *,
+    ends_with_best: bool = False,
 ) -> StoredCheckpoints:
     """Build the CheckpointIO that writes to the folder `run` and reads `source`.
 
-    `identity`: id and plan of the run, which its checkpoints record.
+    `identity`: id and plan of the run, which its checkpoints record. `ends_with_best`: whether the
+    run needs its best checkpoint at its end.
     """
-    store = CheckpointStore(
-        run / CHECKPOINTS, keep_last=config.keep_last, keep_best=config.keep_best
-    )
+    keep_best = max(config.keep_best, int(ends_with_best))
+    store = CheckpointStore(run / CHECKPOINTS, keep_last=config.keep_last, keep_best=keep_best)
     writer = BackgroundWriter() if config.asynchronous else None
     return StoredCheckpoints(store, source, writer, identity)
 
@@ -249,10 +265,12 @@ def build_saver(
     *,
     has_validation: bool,
     measure_every: int | None = None,
+    loss_names: Collection[str] = (),
 ) -> CheckpointSaver:
     """Build the callback that saves checkpoints of a run with the given `plan` of steps.
 
     `measure_every`: optimizer steps between evaluations of tasks and generations; None without.
+    `loss_names`: metrics that every validation measures, besides val/loss.
     """
     every, total_steps = config.checkpoint.every_steps, plan.num_steps
     validate_every = validation_interval(config, total_steps)
@@ -267,40 +285,35 @@ def build_saver(
     def validates_after(step: int) -> bool:
         return has_validation and (step == total_steps or step % validate_every == 0)
 
-    if config.checkpoint.keep_best:
+    if checkpoints.store.keep_best:
         validated = range(validate_every, total_steps, validate_every) if has_validation else ()
         monitor = config.checkpoint.monitor
-        _check_some_are_validated(
-            filter(is_due, validated), monitor, validate_every, has_validation
-        )
-        if measure_every is not None and not monitor.startswith("val/loss"):
-            measured = [
-                step
-                for step in validated
-                if is_due(step) and is_measured_at(step, measure_every, validate_every)
-            ]
-            if not measured:
-                raise UserError(
-                    f"trainer.checkpoint.keep_best ranks by {monitor}, but of the saved steps only "
-                    "the last is evaluated; type a smaller evaluation.every_steps, or "
-                    "trainer.checkpoint.every_steps such that they coincide"
-                )
+        is_loss = monitor == DEFAULT_MONITOR or monitor in loss_names
+        ranked = [
+            step
+            for step in validated
+            if is_loss
+            or measure_every is None
+            or is_measured_at(step, measure_every, validate_every)
+        ]
+        if not ranked and total_steps > 1 and config.checkpoint.keep_best:
+            raise UserError(_why_unranked(config, validate_every, has_validation, bool(validated)))
     return CheckpointSaver(checkpoints, is_due=is_due, validates_after=validates_after)
 
 
-def _check_some_are_validated(
-    validated: Iterable[int], monitor: str, validate_every: int, has_validation: bool
-) -> None:
-    """Raise UserError if no saved step except the last has a validation to rank it by."""
-    if any(validated):
-        return
-    why, fix = (
-        ("only the last of the saved steps is validated", "trainer.checkpoint.every_steps=")
-        if has_validation
-        else ("there are no validation rows", "data.val_set_size=0.05")
-    )
-    ranking = "the validation loss" if monitor == "val/loss" else monitor
-    raise UserError(
-        f"trainer.checkpoint.keep_best ranks by {ranking}, but {why}; type "
-        f"{fix}{validate_every if has_validation else ''} or trainer.checkpoint.keep_best=0"
+def _why_unranked(
+    config: TrainerConfig, validate_every: int, has_validation: bool, is_validated: bool
+) -> str:
+    """Return why no step except the last can be ranked, and what to type."""
+    monitor = config.checkpoint.monitor
+    if not has_validation:
+        why, fix = "there are no validation rows", "data.val_set_size=0.05"
+    elif not is_validated:
+        smaller = max(1, validate_every // 2)
+        why, fix = "only the last step is validated", f"trainer.validate_every_steps={smaller}"
+    else:
+        why, fix = "only the last step is evaluated", "a smaller evaluation.every_steps"
+    return (
+        f"trainer.checkpoint.keep_best ranks by {monitor}, but {why}; type {fix} or "
+        "trainer.checkpoint.keep_best=0"
     )

@@ -158,6 +158,25 @@ class CheckpointStore:
                 found.append(Checkpoint(folder=folder, step=step, manifest=read_manifest(folder)))
         return found
 
+    def ranked(self) -> list[Checkpoint]:
+        """Return the committed checkpoints that have a metric, the best first, not verified."""
+        return _rank(self.checkpoints())
+
+    def would_keep(self, metric: float) -> bool:
+        """Return whether a checkpoint with this metric would be among the best that are kept."""
+        ranked = self.ranked()[: self.keep_best]
+        return len(ranked) < self.keep_best or metric < ranked[-1].manifest["metric"]
+
+    def best_good(self) -> tuple[Checkpoint | None, list[str]]:
+        """Return the best undamaged checkpoint, and a sentence about each better, damaged one."""
+        damaged: list[str] = []
+        for ranked in self.ranked():
+            try:
+                return load_checkpoint(ranked.folder, ranked.step), damaged
+            except DamageError as error:
+                damaged.append(f"{ranked.folder.name} damaged ({error})")
+        return None, damaged
+
     def newest_good(self) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest undamaged checkpoint, and a sentence about each newer, damaged one.
 
@@ -262,11 +281,7 @@ class CheckpointStore:
         # Newer ones were saved before this run was resumed from an earlier step.
         known = [saved for saved in self.checkpoints() if saved.step <= newest.step]
         last = {saved.step for saved in known[-self.keep_last :]}
-        ranked = sorted(
-            (saved for saved in known if saved.metric is not None),
-            key=lambda saved: (saved.manifest["metric"], -saved.step),
-        )
-        best = {saved.step for saved in ranked[: self.keep_best]}
+        best = {saved.step for saved in _rank(known)[: self.keep_best]}
         for step, folder in self._folders():
             if step > newest.step:
                 log.warning("%s removed: the run was resumed from an earlier step", folder)
@@ -327,3 +342,9 @@ class CheckpointStore:
             ),
             default=0,
         )
+
+
+def _rank(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Sort the checkpoints that have a metric, the best first; of equal ones, the newest."""
+    ranked = [saved for saved in checkpoints if saved.metric is not None]
+    return sorted(ranked, key=lambda saved: (saved.manifest["metric"], -saved.step))
