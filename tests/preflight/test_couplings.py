@@ -17,7 +17,7 @@ import yaml
 
 from app import config
 from app.config.load import settings_of
-from app.config.verbs import PARTS
+from app.config.verbs import PARTS, TYPED_KEYS
 from app.evaluation.tasks.questions import TaskConfig
 from app.preflight import check_compatibility
 from app.preflight.couplings import devices, table
@@ -39,7 +39,7 @@ def settings(words: str = "") -> config.TrainConfig:
     """Return the default settings with `words`, without the second that composing them takes."""
     changed = copy.deepcopy(default())
     for key, _, text in (word.partition("=") for word in shlex.split(words)):
-        *path, name = key.replace("checkpoint.async", "checkpoint.asynchronous").split(".")
+        *path, name = TYPED_KEYS.get(key, key).split(".")
         value = settings_of(key, text) if key in PARTS else yaml.safe_load(text)
         setattr(reduce(getattr, path, changed), name, value)
     return changed
@@ -100,6 +100,8 @@ CONFLICTS = [
     (0, "trainer.checkpoint.monitor=val/exact_match/lists evaluation.exact_match=true",
      "trainer.checkpoint.monitor=val/exact_match/lists evaluation.exact_match=true "
      "evaluation.every_steps=2", ["is measured at the end only", "evaluation.every_steps=N"]),
+    (0, "output.from=best data.val_set_size=0 'data.test_datasets=[]'",
+     "output.from=best", ["ranks steps by val/loss, but there are no validation rows"]),
     (0, "trainer.early_stopping_patience=3 data.val_set_size=0 'data.test_datasets=[]'",
      "trainer.early_stopping_patience=3", ["watches val/loss, but there are no validation rows"]),
     (2, "evaluation.harness=[arc_easy] strategy=fsdp", "evaluation.harness=[arc_easy] strategy=ddp",
