@@ -28,11 +28,13 @@ class DatasetConfig:
     """One data set."""
 
     path: str = setting(resume="content", is_path=True)
-    """a file (json, jsonl, csv, tsv, parquet, arrow, txt; .gz or .zst), a folder or glob of them,
-    a URL of one (s3://, gs://, https://), a hub id (owner/name), or sample:NAME for what ships
-    with the project"""
+    """a file (json, jsonl, csv, tsv, parquet, arrow, txt; .gz or .zst), a folder or glob of them
+    (one split: by the folder's card, or by train, dev, test, ... in the names), a URL of one
+    (s3://, gs://, https://), a hub id (owner/name), or sample:NAME for what ships with the
+    project"""
     name: str | None = setting(None, resume="content")
-    """its name in metrics; null = the file's name without suffix"""
+    """its name in metrics; null = the file's name without suffix. If the card (README.md) of a
+    folder or hub data set declares several configurations, the one of this name is read"""
     format: str | None = setting(None, resume="data")
     """alpaca, messages, sharegpt, prompt_completion, completion, pretokenized or oasst; null =
     guessed from columns"""

@@ -175,6 +175,7 @@ class TokenStream(IterableDataset[Batch]):
         return source.read_chunks(
             dataset.path,
             split=dataset.split,
+            name=dataset.name,
             revision=dataset.revision,
             rows=(int(self._config.val_set_size), None),
             max_row_bytes=self._config.max_row_bytes,

@@ -3,8 +3,6 @@
 from data_modules.source.hub import explain_refusal
 from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import (
-    Part,
-    check_split,
     is_generated,
     is_hub_id,
     is_remote,
@@ -12,9 +10,11 @@ from data_modules.source.locating import (
     name_of,
 )
 from data_modules.source.opening import MAX_RAW, BadRow, Budget, Chunk, open_regular
+from data_modules.source.slices import Part, check_split
 from data_modules.source.source import (
     find_files,
     fingerprint,
+    notes_on_files,
     num_bytes,
     read_chunks,
     read_rows,
@@ -38,6 +38,7 @@ __all__ = [
     "is_remote",
     "is_url",
     "name_of",
+    "notes_on_files",
     "num_bytes",
     "open_regular",
     "read_chunks",

@@ -15,9 +15,9 @@ from typing import Any
 
 from data_modules.messages import DataError, Origin, RemoteError, reason_of
 from data_modules.source.limits import Limits
-from data_modules.source.locating import Part, rows_of, take
 from data_modules.source.opening import BadRow, Chunk, grouped, too_large
 from data_modules.source.remote import HubPace
+from data_modules.source.slices import Part, rows_of, take
 from data_modules.source.tables import BatchChunk
 from data_modules.types import Row
 
@@ -52,6 +52,7 @@ def commit_of(path: str, revision: str | None) -> str | None:
 
 def read_hub(
     path: str,
+    name: str | None,
     revision: str | None,
     max_row_bytes: int,
     limits: Limits,
@@ -68,7 +69,7 @@ def read_hub(
 
     limit_hub(limits.remote_seconds, limits.remote_bytes_per_second)
     try:
-        builder = _builder_of(path, revision)
+        builder = _builder_of(path, name, revision)
         if streaming:
             rows = builder.as_streaming_dataset(split=part.name)
             yield from _stream(path, part, rows, shard, max_row_bytes)
@@ -204,8 +205,8 @@ def _errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
     return OSError, HTTPError, *more
 
 
-def _builder_of(path: str, revision: str | None) -> Any:
-    """Return the `datasets` builder of the requested commit.
+def _builder_of(path: str, name: str | None, revision: str | None) -> Any:
+    """Return the `datasets` builder of the requested commit and, if `name` is one, configuration.
 
     If the hub does not answer, `datasets` is not called: it would retry for half a minute.
     """
@@ -215,7 +216,21 @@ def _builder_of(path: str, revision: str | None) -> Any:
         commit = _query_hub(path, revision)
     except _UnreachableError as error:
         return _builder_of_copy(path, revision, error)
-    builder = datasets.load_dataset_builder(path, revision=revision)
+    try:
+        builder = datasets.load_dataset_builder(path, revision=revision)
+    except ValueError as error:
+        if "Config name is missing" not in str(error):
+            raise
+        if name is None:
+            several = " ".join(str(error).splitlines()[1:2])
+            raise DataError(
+                f"{path}: has several configurations; choose one by its name: "
+                f"data.datasets[].name=NAME. {several}"
+            ) from error
+        builder = datasets.load_dataset_builder(path, name, revision=revision)
+    else:
+        if name in builder.builder_configs and name != builder.config.name:
+            builder = datasets.load_dataset_builder(path, name, revision=revision)
     # If the network fails, it returns a downloaded copy of any commit.
     requested = commit or (builder.hash if revision in _NEWEST else revision)
     if builder.hash != requested:

@@ -6,27 +6,47 @@ Decides which files belong to a split and how a missing one is reported. Never r
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import glob
+import os
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from data_modules.messages import DataError, Problems, reason_of
+from data_modules.messages import DataError, Problems, listed, reason_of, shown
 from data_modules.source.corpus import CORPORA, SAMPLES
+from data_modules.source.folders import (
+    CARD,
+    KINDS,
+    NOT_DATA,
+    is_set_aside,
+    missing_shards,
+    read_card,
+    select_split,
+    split_names,
+    split_word,
+)
 from data_modules.source.limits import Limits
-from data_modules.source.opening import Chunk, File, ReadOptions, special_file, stem_of, suffix_of
+from data_modules.source.opening import (
+    Chunk,
+    File,
+    ReadOptions,
+    open_stored,
+    special_file,
+    stem_of,
+    suffix_of,
+)
 from data_modules.source.remote import REMOTE_MARKS, Url, fresh_info, list_urls, query_remote
 from data_modules.source.tables import read_arrow, read_csv, read_parquet, read_tsv
 from data_modules.source.text import read_json, read_jsonl, read_txt
 
 SAMPLE_PREFIX = "sample:"
-SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
-_BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"
-_PART = re.compile(rf"([\w.-]+)(?:\[({_BOUND})?:({_BOUND})?\])?")
+_MAX_DEPTH = 3
+_MAX_NAMES = 20_000
+_MAX_CARD_BYTES = 1 << 20
 READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
     ".json": read_json,
     ".jsonl": read_jsonl,
@@ -48,7 +68,7 @@ def name_of(path: str) -> str:
     while glob.has_magic(file.name):
         fixed = re.split(r"[*?[]", file.name)[0]
         stem = (stem_of(fixed) if is_readable(fixed) else fixed).rstrip("-_.")
-        if stem and stem not in SPLITS:
+        if stem and stem not in KINDS:
             return stem
         file = file.parent
     if is_readable(file.name):
@@ -79,29 +99,37 @@ def is_hub_id(path: str) -> bool:
     return not file.exists() and not file.parent.exists() and not is_readable(file.name)
 
 
-def files_of(path: str, split: str, limits: Limits | None = None) -> list[File]:
-    """Return the files of one split; raises DataError if there is none that can be read."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The files of one split, and in words what was left out beside them."""
+
+    files: list[File]
+    notes: list[str] = field(default_factory=list)
+
+
+def locate(path: str, split: str, limits: Limits | None = None, name: str | None = None) -> Found:
+    """Return the files of one split; raises DataError if there is none that can be read.
+
+    `name` is that of a configuration in a folder's card.
+    """
     if path.startswith(SAMPLE_PREFIX):
-        return _named_by_split(path, [_sample_file(path)], split)
+        return Found(_only(path, _sample_file(path), split))
     if is_url(path):
-        return _remote_files(Url(path, limits or Limits()), split)
+        return _remote_files(Url(path, limits or Limits()), split, name)
     file = Path(path).expanduser()
     if glob.has_magic(path) and not file.exists():
-        named = [Path(name) for name in sorted(glob.glob(str(file), recursive=True))]
-        matches = _regular([match for match in named if is_readable(match.name)])
-        if not matches:
-            raise DataError(f"{path}: no file matches (searched from {_here()}){_beside(file)}")
-        return _named_by_split(path, matches, split)
+        named = sorted(glob.glob(str(file), recursive=True))
+        return _matching(path, {match: Path(match) for match in named}, split)
     try:
         if file.is_dir():
-            return list(_files_in(file, split))
+            return _files_in(_Folder(file), split, name)
         exists = file.exists()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {reason_of(error)}") from error
     if not exists:
         raise DataError(f"{path}: no such file (searched from {_here()}){_nearest(file)}")
     _check_readable(path, file.name)
-    return _named_by_split(path, [file], split)
+    return Found(_only(path, file, split))
 
 
 def stamp_of(file: File) -> object:
@@ -132,24 +160,50 @@ def _check_readable(path: str, name: str) -> None:
         raise DataError(f"{path}: cannot read {suffix}; use {known} (also with .gz or .zst)")
 
 
-def _remote_files(url: Url, split: str) -> list[File]:
+def _remote_files(url: Url, split: str, name: str | None) -> Found:
     if "*" in url.address:
         found = query_remote(url, lambda fs, place: list_urls(url, fs, fs.glob(place)))
-        files = [file for file in found if is_readable(file.name)]
-        if not files:
-            raise DataError(f"{url}: no file matches")
-        return _named_by_split(str(url), files, split)
+        return _matching(str(url), {str(file): file for file in found}, split)
     if is_readable(url.name):
         # Checks that its package is installed before anything is read.
         query_remote(url, lambda fs, place: None)
-        return _named_by_split(str(url), [url], split)
+        return Found(_only(str(url), url, split))
     if not query_remote(url, lambda fs, place: fs.isdir(place)):
         _check_readable(str(url), url.name)
-    listed = query_remote(url, lambda fs, place: list_urls(url, fs, fs.ls(place, detail=False)))
-    files = _of_split([file for file in listed if is_readable(file.name)], split)
-    if not files:
-        raise DataError(_no_split(str(url), split, [file.name for file in listed]))
-    return files
+    return _files_in(_RemoteFolder(url), split, name)
+
+
+def _matching(path: str, matches: Mapping[str, File], split: str) -> Found:
+    """Return the files that match a pattern, without other splits than the one it names."""
+    if "://" in path:
+        pattern, root = PurePosixPath(path).name, path.rpartition("/")[0]
+    else:
+        first = next(part for part in Path(path).parts if glob.has_magic(part))
+        root = path[: path.index(first)]
+        pattern = path.removeprefix(root)
+        root = str(Path(root).expanduser())
+    inner = {os.path.relpath(name, root) if root else name: name for name in matches}
+    junk = [] if "/." in f"/{pattern}" else [n for n in inner if is_set_aside(Path(n).name)]
+    names = [n for n in inner if is_readable(Path(n).name) and n not in junk]
+    if not names:
+        beside = "" if "://" in path else f" (searched from {_here()}){_beside(Path(path))}"
+        raise DataError(f"{path}: no file matches{beside}")
+    chosen = select_split(names, split)
+    if split == "train":
+        unnamed = [n for n in names if split_word(n) is None]
+        chosen = names if split_word(pattern) else chosen or unnamed or names
+    if not chosen:
+        raise DataError(only_train(path, split))
+    _check_shards(path, [n for n in missing_shards(chosen) if _fits(n, pattern)])
+    files = [matches[inner[n]] for n in chosen]
+    _check_regular([file for file in files if isinstance(file, Path)])
+    return Found(files, _notes(junk, [n for n in names if n not in chosen]))
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Return whether a pattern would match a file of this name, were it there."""
+    bare = PurePosixPath(name).name.replace("*", ".x")
+    return fnmatch.fnmatchcase(bare, PurePosixPath(pattern).name)
 
 
 def _sample_file(path: str) -> Path:
@@ -161,23 +215,180 @@ def _sample_file(path: str) -> Path:
     raise DataError(f"{path}: no such sample; there are {', '.join(sorted(known))}")
 
 
-def _files_in(folder: Path, split: str) -> list[File]:
-    inner = folder / split
-    if inner.is_dir():
+class _Folder:
+    """A folder on disk; names are relative to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def names(self, depth: int) -> list[str]:
+        """Return the names of all entries down to `depth` folders below, sorted."""
+        names: list[str] = []
+        for root, folders, files in os.walk(self.path, onerror=_raise):
+            here = Path(root).relative_to(self.path)
+            names += [(here / name).as_posix() for name in (*folders, *files)]
+            entered = (name for name in folders if not name.startswith((".", "__")))
+            folders[:] = sorted(entered) if len(here.parts) < depth else []
+            if len(names) > _MAX_NAMES:
+                raise DataError(f"{self}: has over {_MAX_NAMES:,} files; give a smaller folder")
+        return sorted(names)
+
+    def matching(self, pattern: str) -> list[str]:
+        """Return the names of the files that match a pattern."""
+        found = glob.glob(pattern, root_dir=self.path, recursive=True)
+        return sorted(name for name in found if not (self.path / name).is_dir())
+
+    def file(self, name: str) -> File:
+        """Return the file of a name."""
+        return self.path / name
+
+    def inner(self, name: str) -> _Folder | None:
+        """Return the folder of a name in it; None if there is none."""
+        return _Folder(self.path / name) if (self.path / name).is_dir() else None
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+class _RemoteFolder(_Folder):
+    """A folder behind a URL."""
+
+    def __init__(self, url: Url) -> None:
+        self.url = url
+
+    def __str__(self) -> str:
+        return str(self.url)
+
+    def names(self, depth: int) -> list[str]:
+        """Return the names of all entries down to `depth` folders below, sorted."""
+        if not depth:
+            return self._ask(lambda fs, place: fs.ls(place, detail=False))
+        found = self._ask(lambda fs, place: fs.find(place, maxdepth=depth + 1))
+        return [name for name in found if not re.search(r"(^|/)(\.|__)[^/]*/", name)]
+
+    def matching(self, pattern: str) -> list[str]:
+        """Return the names of the files that match a pattern."""
+        return self._ask(lambda fs, place: fs.glob(f"{place.rstrip('/')}/{pattern}"))
+
+    def file(self, name: str) -> File:
+        """Return the file of a name."""
+        return Url(f"{self.url.address.rstrip('/')}/{name}", self.url.limits)
+
+    def inner(self, name: str) -> _Folder | None:
+        """Return the folder of a name in it; None if there is none."""
+        url = Url(f"{self.url.address.rstrip('/')}/{name}", self.url.limits)
+        is_folder = query_remote(url, lambda fs, place: fs.isdir(place))
+        return _RemoteFolder(url) if is_folder else None
+
+    def _ask(self, ask: Callable[[Any, str], list[str]]) -> list[str]:
+        def names(fs: Any, place: str) -> list[str]:
+            found = [name.removeprefix(place).strip("/") for name in ask(fs, place)]
+            return sorted(filter(None, found))
+
+        found: list[str] = query_remote(self.url, names)
+        return found
+
+
+def _files_in(folder: _Folder, split: str, name: str | None) -> Found:
+    """Return the files of a split: those that the card declares, else those whose names say so."""
+    entries = folder.names(0)
+    if CARD in entries and (found := _declared(folder, split, name)) is not None:
+        return found
+    if (inner := folder.inner(split)) is not None:
         # The layout of DatasetDict.save_to_disk, and of many data sets on the hub.
-        folder = inner
-    entries = sorted(folder.iterdir())
-    found = _regular(
-        [f for f in entries if is_readable(f.name) and f.name not in _SAVED_BY_DATASETS]
-    )
-    files = found if folder == inner else _of_split(found, split)
-    if not files:
-        raise DataError(_no_split(str(folder), split, [f.name for f in entries]))
-    return files
+        names, junk = _data_in(inner)
+        return _checked(inner, names, split, _notes(junk, []))
+    names, junk = _data_in(folder)
+    chosen = select_split(names, split)
+    if not chosen:
+        raise DataError(_no_split(folder, split, entries, names))
+    return _checked(folder, chosen, split, _notes(junk, [n for n in names if n not in chosen]))
 
 
-def _regular(files: Sequence[Path]) -> list[File]:
-    """Return the files of a folder or a pattern; DataError for entries that are not regular files.
+def _data_in(folder: _Folder) -> tuple[list[str], list[str]]:
+    """Return the names of data files, of subfolders if there is none beside them, and others'."""
+    for depth in (0, _MAX_DEPTH):
+        every = folder.names(depth)
+        junk = [name for name in every if _looks_set_aside(PurePosixPath(name).name)]
+        names = [
+            name
+            for name in every
+            if is_readable(name)
+            and not is_set_aside(PurePosixPath(name).name)
+            and PurePosixPath(name).name not in NOT_DATA
+        ]
+        if names:
+            break
+    return names, junk
+
+
+def _declared(folder: _Folder, split: str, name: str | None) -> Found | None:
+    """Return the files that a folder's card declares; None if it declares none."""
+    file = folder.file(CARD)
+    with open_stored(file) as stream:
+        text = stream.read(_MAX_CARD_BYTES).decode(errors="replace")
+    try:
+        card = read_card(text, name)
+        if card is None:
+            return None
+        patterns = card.of_split(split) if card.patterns else []
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from error
+    if not patterns:
+        if (inner := folder.inner(card.folder)) is None:
+            raise DataError(f"{file}: declares the folder {card.folder!r}, which is missing")
+        return _files_in(inner, split, None)
+    names: dict[str, None] = {}
+    for pattern in patterns:
+        place = f"{card.folder}/{pattern}".lstrip("/")
+        found = [n for n in folder.matching(place) if is_readable(n)]
+        if "/." not in f"/{place}":
+            found = [n for n in found if not is_set_aside(PurePosixPath(n).name)]
+        if not found:
+            raise DataError(
+                f"{file}: declares {place!r} for split '{split}', and no such data file is in this "
+                "folder; download it"
+            )
+        names |= dict.fromkeys(found)
+    return _checked(folder, list(names), split, [f"as {CARD} declares '{card.config}'"])
+
+
+def _checked(folder: _Folder, names: Sequence[str], split: str, notes: list[str]) -> Found:
+    """Return the files of names, none of which is missing or is not a regular file."""
+    if not names:
+        raise DataError(_no_split(folder, split, folder.names(0)))
+    _check_shards(str(folder), list(missing_shards(names)))
+    files = [folder.file(name) for name in names]
+    _check_regular([file for file in files if isinstance(file, Path)])
+    return Found(files, notes)
+
+
+def _check_shards(path: str, missing: list[str]) -> None:
+    if missing:
+        raise DataError(
+            f"{path}: {len(missing):,} shards are missing: {listed(missing)}; download them again, "
+            "or give a pattern that only the wanted shards match"
+        )
+
+
+def _looks_set_aside(name: str) -> bool:
+    """Return whether a hidden, lock or backup file is one of data."""
+    bare = name.strip("~#")
+    return is_set_aside(name) and (is_readable(bare) or is_readable(PurePosixPath(bare).stem))
+
+
+def _notes(junk: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Return in words how many files of which kind were left out."""
+    kinds = (("hidden, lock or backup files", junk), ("files of other splits", others))
+    return [f"left out {len(names):,} {kind}: {listed(names)}" for kind, names in kinds if names]
+
+
+def _check_regular(files: Sequence[Path]) -> None:
+    """Raise DataError for entries of a folder or a pattern that are not regular files.
 
     Skipping them silently would lose a part of the data.
     """
@@ -189,27 +400,26 @@ def _regular(files: Sequence[Path]) -> list[File]:
         if problem is not None:
             problems.add(f"{problem}, or remove it from the data set")
     problems.raise_if_any()
-    return list(files)
 
 
-def _of_split(files: Sequence[File], split: str) -> list[File]:
-    """Return the files whose name starts with `split`; all for train, if no name has a split."""
-    if any(_split_of(file) for file in files):
-        return [file for file in files if _split_of(file) == split]
-    return list(files) if split == "train" else []
+def _no_split(
+    folder: _Folder, split: str, entries: Sequence[str], names: Sequence[str] = ()
+) -> str:
+    found = ", ".join(sorted(entries)[:8]) or "nothing"
+    told = sorted(set(split_names(names).values()))
+    splits = f", with the splits {', '.join(map(shown, told[:8]))}" if told else ""
+    fix = "give the file, or a pattern that only the wanted files match" if names else ""
+    return (
+        f"{folder}: no data file for split '{split}' in this folder; found {found}{splits}"
+        f"{fix and '; '}{fix}"
+    )
 
 
-def _no_split(folder: str, split: str, names: Sequence[str]) -> str:
-    found = ", ".join(sorted(names)[:8]) or "nothing"
-    return f"{folder}: no data file for split '{split}' in this folder; found {found}"
-
-
-def _named_by_split(path: str, files: Sequence[File], split: str) -> list[File]:
-    """Return files given one by one, which are the train split whatever their names are."""
-    named = [file for file in files if split in ("train", _split_of(file))]
-    if not named:
+def _only(path: str, file: File, split: str) -> list[File]:
+    """Return a file, which is the train split whatever its name is."""
+    if split != "train" and not select_split([file.name], split):
         raise DataError(only_train(path, split))
-    return named
+    return [file]
 
 
 def only_train(path: str, split: str) -> str:
@@ -218,11 +428,6 @@ def only_train(path: str, split: str) -> str:
         f"{path}: no split '{split}': a single file, or files named one by one, are the train "
         "split; give a folder, or the file of that split"
     )
-
-
-def _split_of(file: File) -> str | None:
-    word = re.split(r"[-_.]", file.name)[0]
-    return word if word in SPLITS else None
 
 
 def _here() -> str:
@@ -250,135 +455,6 @@ def _nearest(file: Path) -> str:
     if not close or folder == folder.parent:  # never suggest an entry of the root folder
         return "; check data.datasets[].path"
     return f"; did you mean {' or '.join(str(folder / name) for name in close)}?"
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """One end of a slice: a row number, counted from the end if negative, or a percentage."""
-
-    value: Fraction
-    is_percent: bool
-
-    @property
-    def needs_total(self) -> bool:
-        """Return whether it depends on the number of rows."""
-        return self.is_percent or self.value < 0
-
-    def resolve(self, total: int) -> int:
-        """Return the row number, from 0; a percentage gives the same row as start and as stop."""
-        if self.is_percent:
-            value = self.value + 100 if self.value < 0 else self.value
-            return min(total, max(0, round(value * total / 100)))
-        value = self.value + total if self.value < 0 else self.value
-        return min(total, max(0, int(value)))
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The name of a split and a slice of its rows."""
-
-    name: str
-    start: _Bound | None = None
-    stop: _Bound | None = None
-
-    @property
-    def needs_total(self) -> bool:
-        """Return whether the slice depends on the number of rows."""
-        return any(bound is not None and bound.needs_total for bound in (self.start, self.stop))
-
-    @property
-    def is_sliced(self) -> bool:
-        """Return whether it is a slice and not the whole split."""
-        return self.start is not None or self.stop is not None
-
-    def resolve(self, total: int | None) -> tuple[int, int | None]:
-        """Return the first row, from 0, and the row after the last (None: to the end)."""
-        known = total if total is not None else 1 << 62
-        start = 0 if self.start is None else self.start.resolve(known)
-        return start, None if self.stop is None else self.stop.resolve(known)
-
-    def __str__(self) -> str:
-        def text(bound: _Bound | None) -> str:
-            if bound is None:
-                return ""
-            return f"{float(bound.value):g}%" if bound.is_percent else str(bound.value)
-
-        cut = f"[{text(self.start)}:{text(self.stop)}]" if self.is_sliced else ""
-        return f"{self.name}{cut}"
-
-
-def check_split(split: str) -> list[Part]:
-    """Return the parts of `split`, as in `train[:90%]+validation`; raises ValueError."""
-    return [_parse_part(part) for part in split.split("+")]
-
-
-def rows_of(path: str, part: Part, total: int | None) -> tuple[int, int | None]:
-    """Return the first row of the slice, from 0, and the row after the last; raises DataError."""
-    if not part.is_sliced:
-        return 0, None
-    start, stop = part.resolve(total)
-    if start == total or (stop is not None and stop <= start):
-        rows = "" if total is None else f" of {total:,} rows"
-        raise DataError(f"{path}: 0 rows in '{part}'{rows}; give another slice")
-    return start, stop
-
-
-def take(
-    chunks: Iterator[Chunk], start: int, stop: int | None, shard: tuple[int, int] = (0, 1)
-) -> Generator[Chunk, None, int]:
-    """Yield every count-th of the rows from `start` to `stop`; return the number of rows read.
-
-    Rows are not counted if all of them are taken.
-    """
-    index, count = shard
-    position = 0
-    if start == 0 and stop is None and count == 1:
-        yield from chunks
-        return position
-    for chunk in chunks:
-        num_rows = chunk.count()
-        first = max(start - position, 0)
-        last = num_rows if stop is None else min(stop - position, num_rows)
-        offset = (index - (position + first - start)) % count
-        kept = range(num_rows)[first:last][offset::count]
-        position += num_rows
-        if len(kept) == num_rows:
-            yield chunk
-        elif kept:
-            yield chunk.select(kept)
-        if stop is not None and position >= stop:
-            break
-    return position
-
-
-def _parse_part(text: str) -> Part:
-    match = _PART.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(
-            f"split '{text}' cannot be read; use NAME, NAME[:90%], NAME[100:200] or NAME+NAME"
-        )
-    start, stop = (
-        None if bound is None else _parse_bound(bound, text) for bound in match.groups()[1:]
-    )
-    # -10 and 90 cannot be compared until the rows are counted.
-    if (
-        start is not None
-        and stop is not None
-        and (start.is_percent, start.value < 0) == (stop.is_percent, stop.value < 0)
-        and start.value >= stop.value
-    ):
-        raise ValueError(f"split '{text}' has no row: its end is not after its start")
-    return Part(match[1], start, stop)
-
-
-def _parse_bound(text: str, whole: str) -> _Bound:
-    is_percent = text.endswith("%")
-    value = Fraction(text.removesuffix("%").replace("_", ""))
-    if is_percent and abs(value) > 100:
-        raise ValueError(f"split '{whole}' has {text}; use a percentage up to 100")
-    if not is_percent and value.denominator != 1:
-        raise ValueError(f"split '{whole}' has row {text}; use a whole number, or a percentage")
-    return _Bound(value, is_percent)
 
 
 def is_readable(name: str) -> bool:

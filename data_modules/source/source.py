@@ -32,17 +32,13 @@ from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import (
     READERS,
     SAMPLE_PREFIX,
-    Part,
-    check_split,
-    files_of,
     is_generated,
     is_hub_id,
     is_remote,
+    locate,
     only_train,
-    rows_of,
     size_of,
     stamp_of,
-    take,
 )
 from data_modules.source.opening import (
     BadRow,
@@ -55,6 +51,7 @@ from data_modules.source.opening import (
     suffix_of,
 )
 from data_modules.source.remote import Url
+from data_modules.source.slices import Part, check_split, rows_of, take
 from data_modules.source.tables import count_parquet_rows
 from data_modules.types import Row
 
@@ -66,6 +63,7 @@ def read_chunks(
     path: str,
     *,
     split: str = "train",
+    name: str | None = None,
     revision: str | None = None,
     budget: Budget | None = None,
     max_row_bytes: int = MAX_ROW_BYTES,
@@ -80,7 +78,8 @@ def read_chunks(
     bytes are read, of all files together; a slice of a large file that does not start at its first
     row is then skipped. `rows` (start, stop), from 0, selects rows of `split`; of these `shard`
     (index, count) takes every count-th, so that all shards together have each row once. `streaming`
-    downloads a hub data set while it is read. Raises DataError if a file cannot be read to its end,
+    downloads a hub data set while it is read. `name` selects a configuration of a data set whose
+    card declares several. Raises DataError if a file cannot be read to its end,
     changes meanwhile, or has no row; problems of single rows are in Chunk.rows.
     """
     limits = limits or Limits()
@@ -94,10 +93,11 @@ def read_chunks(
         # Whole files can be assigned to shards only if all of their rows are read.
         is_whole = streaming and rows == (0, None) and split == parts[0].name
         by_file, shard = (shard, (0, 1)) if is_whole else ((0, 1), shard)
-        hub = functools.partial(read_hub, path, revision, max_row_bytes, limits, by_file, streaming)
+        how = max_row_bytes, limits, by_file, streaming
+        hub = functools.partial(read_hub, path, name, revision, *how)
         chunks = map(hub, parts)
     else:
-        chunks = map(functools.partial(_read_files, path, options), parts)
+        chunks = map(functools.partial(_read_files, path, name, options), parts)
     yield from take(itertools.chain.from_iterable(chunks), *rows, shard)
 
 
@@ -110,19 +110,32 @@ def read_rows(path: str, max_rows: int | None = None) -> Iterator[tuple[dict[str
         yield row.values, row.origin
 
 
-def find_files(path: str, split: str = "train", limits: Limits | None = None) -> list[File]:
+def find_files(
+    path: str, split: str = "train", limits: Limits | None = None, name: str | None = None
+) -> list[File]:
     """Return the files behind `path`; raises DataError if there is none that can be read."""
     files: dict[str, File] = {}
     for part in _parts(path, split):
-        files |= {str(file): file for file in files_of(path, part.name, limits)}
+        files |= {str(file): file for file in locate(path, part.name, limits, name).files}
     return list(files.values())
 
 
-def num_bytes(path: str, split: str = "train") -> int | None:
+def notes_on_files(
+    path: str, split: str = "train", limits: Limits | None = None, name: str | None = None
+) -> list[str]:
+    """Return in words which files of a folder or pattern were left out; none for a hub id."""
+    if is_hub_id(path) or is_generated(path):
+        return []
+    parts = _parts(path, split)
+    notes = [note for part in parts for note in locate(path, part.name, limits, name).notes]
+    return list(dict.fromkeys(notes))
+
+
+def num_bytes(path: str, split: str = "train", name: str | None = None) -> int | None:
     """Return the bytes of text behind `path`; None if that is unknown until they are read."""
     if is_remote(path) or is_generated(path) or "[" in split:
         return None
-    files = find_files(path, split)
+    files = find_files(path, split, name=name)
     if any(file.suffix not in _PLAIN_TEXT for file in files):
         return None
     return sum(map(size_of, files))
@@ -142,6 +155,7 @@ def fingerprint(
     split: str = "train",
     revision: str | None = None,
     *,
+    name: str | None = None,
     by_stamp: bool = False,
     limits: Limits | None = None,
 ) -> str:
@@ -158,11 +172,11 @@ def fingerprint(
         for generator in (Path(corpus.__file__), WORDS_FILE):
             digest.update(repr((generator.name, _sha256_of(generator))).encode())
         return digest.hexdigest()
-    files = find_files(path, split, limits)
+    files = find_files(path, split, limits, name)
     if not by_stamp and len(files) == 1 and files[0] == Path(path).expanduser():
         return _sha256_of(files[0])
-    for file, name in zip(files, _names_of(files), strict=True):
-        digest.update(repr((name, _identity_of(file, by_stamp))).encode())
+    for file, inner in zip(files, _names_of(files), strict=True):
+        digest.update(repr((inner, _identity_of(file, by_stamp))).encode())
     return digest.hexdigest()
 
 
@@ -221,8 +235,8 @@ def _read_sample(path: str, part: Part) -> Iterator[Chunk]:
     yield from take(grouped(rows, path), *rows_of(path, part, num_documents))
 
 
-def _read_files(path: str, options: ReadOptions, part: Part) -> Iterator[Chunk]:
-    files, budget = files_of(path, part.name, options.limits), options.budget
+def _read_files(path: str, name: str | None, options: ReadOptions, part: Part) -> Iterator[Chunk]:
+    files, budget = locate(path, part.name, options.limits, name).files, options.budget
     stamps = [stamp_of(file) for file in files]
     total = None
     if part.needs_total:

@@ -84,6 +84,7 @@ class DatasetReport:
     is_cut: bool
     is_streamed: bool
     wants_validation: bool
+    notes: list[str]
 
     def line(self) -> str:
         """Return the report in one line."""
@@ -110,7 +111,7 @@ class DatasetReport:
         return f"{self.name}: {', '.join(remarks)}" if remarks else ""
 
     def _remarks(self) -> list[str]:
-        remarks = []
+        remarks = list(self.notes)
         if self.wants_validation and not self.validation_rows:
             remarks.append("too few distinct rows for validation")
         if self.repeated_rows:
@@ -235,6 +236,7 @@ class PreparedData:
                     is_cut=ready.data.is_cut,
                     is_streamed=self._config.streaming,
                     wants_validation=self._config.val_set_size > 0,
+                    notes=ready.data.notes,
                 )
             )
         tests = zip(self._config.test_datasets, self._tests.items(), strict=True)
@@ -301,18 +303,13 @@ class PreparedData:
         return trained, tests
 
     def _datasets_to_read(self) -> list[DatasetConfig]:
-        """Return the data sets to tokenize, named; of a stream only its validation rows."""
+        """Return the data sets to tokenize; of a stream only its validation rows."""
         config = self._config
-        names = dataset_names(config.datasets)
-        named = [
-            dataclasses.replace(dataset, name=name)
-            for dataset, name in zip(config.datasets, names, strict=True)
-        ]
         if not config.streaming:
-            return named
+            return config.datasets
         if not config.val_set_size:
             return []
-        return [validation_slice(dataset, config) for dataset in named]
+        return [validation_slice(dataset, config) for dataset in config.datasets]
 
     def _split(self, prepared: dict[str, Prepared], seed: int) -> list[ReadyDataset]:
         config, datasets = self._config, self._datasets_to_read()

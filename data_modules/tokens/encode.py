@@ -326,6 +326,7 @@ def chunks_of(
     return source.read_chunks(
         dataset.path,
         split=dataset.split,
+        name=dataset.name,
         revision=dataset.revision,
         budget=budget,
         max_row_bytes=data.max_row_bytes,

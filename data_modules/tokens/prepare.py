@@ -70,6 +70,8 @@ class Prepared:
     """whether it was tokenized now or found in the cache, in words"""
     is_cut: bool
     """whether there are more rows than `first_rows`"""
+    notes: list[str]
+    """in words, which files of a folder were left out"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +105,7 @@ def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
             dataset.path,
             dataset.split,
             dataset.revision,
+            name=dataset.name,
             by_stamp=data.streaming or spec.first_rows is not None,
             limits=data.limits,
         )
@@ -134,6 +137,7 @@ def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
         folder=folder,
         how=how,
         is_cut=note["is_cut"],
+        notes=source.notes_on_files(dataset.path, dataset.split, data.limits, dataset.name),
     )
 
 
@@ -264,7 +268,8 @@ class _Progress:
         self._bar = Progress(
             *columns, console=console, transient=True, disable=not console.is_terminal
         )
-        self._task = self._bar.add_task("", total=source.num_bytes(dataset.path, dataset.split))
+        total = source.num_bytes(dataset.path, dataset.split, dataset.name)
+        self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> _Progress:
         self._bar.start()

@@ -109,7 +109,7 @@ def _is_unchanged_since(dataset: DatasetConfig, seconds: float) -> bool:
     """Return whether no file of a data set changed since a time; remote files are not checked."""
     if source.is_remote(dataset.path) or source.is_generated(dataset.path):
         return True
-    files = source.find_files(dataset.path, dataset.split)
+    files = source.find_files(dataset.path, dataset.split, name=dataset.name)
     return all(file.stat().st_mtime <= seconds for file in files if isinstance(file, Path))
 
 
@@ -139,7 +139,7 @@ def _sample(
     tokens = sum(_kept(length, sequence_len, data.on_long) for length in lengths)
     if not (is_cut or budget.spent):
         return _Size(tokens=tokens, rows=num_rows, rows_read=num_rows, is_cached=False)
-    total = source.num_bytes(dataset.path, dataset.split)
+    total = source.num_bytes(dataset.path, dataset.split, dataset.name)
     if total is None:
         raise DataError(f"{dataset.path}: the size of its rows is unknown until they are read")
     factor = max(1.0, total / num_bytes)  # not the budget, which may end within a row

@@ -102,11 +102,7 @@ def test_folder_and_glob(tmp_path: Path) -> None:
     names = [row.values["a"] for row in read_rows(str(tmp_path))]
     assert names == ["train-0.jsonl", "train-1.jsonl"]
     assert [f.name for f in find_files(str(tmp_path), "test")] == ["test.jsonl"]
-    assert [f.name for f in find_files(str(tmp_path / "t*.jsonl"))] == [
-        "test.jsonl",
-        "train-0.jsonl",
-        "train-1.jsonl",
-    ]
+    assert [f.name for f in find_files(str(tmp_path / "t*.jsonl"))] == names
     with pytest.raises(DataError, match=r"no data file for split 'dev'.*found notes.md"):
         find_files(str(tmp_path), "dev")
     with pytest.raises(DataError, match="no file matches"):
@@ -726,6 +722,8 @@ class Hub:
         self.rows, self.num_shards = rows, num_shards
         self.commit = self.given = COMMIT
         self.options: list[tuple[Any, ...]] = []
+        self.configs = {"default": True}
+        """name -> whether it is read if none is chosen"""
         monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", self.dataset_info)
         monkeypatch.setattr("datasets.load_dataset_builder", self.load_dataset_builder)
 
@@ -733,11 +731,19 @@ class Hub:
         """Return the hub's information about a data set."""
         return SimpleNamespace(sha=self.commit)
 
-    def load_dataset_builder(self, path: str, *, revision: str | None) -> Any:
+    def load_dataset_builder(
+        self, path: str, name: str | None = None, *, revision: str | None
+    ) -> Any:
         """Return a builder that yields the rows."""
         self.options.append((path, revision))
+        name = name or next((each for each in self.configs if self.configs[each]), None)
+        if name is None:
+            listed = f"Please pick one among the available configs: {list(self.configs)}"
+            raise ValueError(f"Config name is missing.\n{listed}\nExample of usage: ...")
         return SimpleNamespace(
             hash=self.given,
+            config=SimpleNamespace(name=name),
+            builder_configs=self.configs,
             download_and_prepare=lambda: None,
             as_dataset=self.as_dataset,
             as_streaming_dataset=self.as_streaming_dataset,
@@ -801,6 +807,18 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, streaming: bool, num_shar
             numbers("owner/name", "train[50%:]", **settings)
     else:
         assert numbers("owner/name", "train[50%:]", **settings) == list(range(1250, 2500))
+
+
+def test_a_configuration_of_the_hub_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(monkeypatch, counted(3))
+    hub.configs = {"main": False, "socratic": False}
+    with pytest.raises(DataError, match=r"has several configurations; choose .*'main', 'socratic'"):
+        numbers("owner/name")
+    assert numbers("owner/name", name="main") == [0, 1, 2]
+    hub.configs, hub.options = {"main": True, "socratic": False}, []
+    for name, requests in ((None, 1), ("mine", 1), ("main", 1), ("socratic", 2)):
+        hub.options = []
+        assert numbers("owner/name", name=name) == [0, 1, 2] and len(hub.options) == requests
 
 
 def test_rows_of_a_sharded_stream_have_distinct_positions(monkeypatch: pytest.MonkeyPatch) -> None:
