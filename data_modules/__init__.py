@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from data_modules.messages import redacted as redacted
     from data_modules.messages import redacted_keys as redacted_keys
     from data_modules.packing import PackingConfig as PackingConfig
+    from data_modules.settings import DEFAULT_SEQUENCE_LEN as DEFAULT_SEQUENCE_LEN
     from data_modules.settings import DataConfig as DataConfig
     from data_modules.settings import DatasetConfig as DatasetConfig
     from data_modules.settings import check_datasets as check_datasets
@@ -63,6 +64,7 @@ _HOMES = {
     "Batch": "collator",
     "ChatTemplate": "template",
     "Conversation": "types",
+    "DEFAULT_SEQUENCE_LEN": "settings",
     "DataConfig": "settings",
     "DataError": "messages",
     "DataReport": "tokens.datasets",

@@ -52,6 +52,10 @@ class DatasetConfig:
     answers.0.text}; dots select nested fields"""
 
 
+DEFAULT_SEQUENCE_LEN = 2048
+"""`data.sequence_len` if it is null, and not above the model's context"""
+
+
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
     """The training data and how it is prepared."""

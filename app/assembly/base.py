@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.config import TrainConfig, TunedConfig
+from app.config import TrainConfig, TunedConfig, load_run_config
 from app.model.adapter import AdapterConfig, FullConfig, is_adapter
 from app.model.architecture import (
     base_commit,
@@ -21,6 +21,7 @@ from app.model.attention import attention_implementation, choose_backend, why_no
 from app.model.base import ModelConfig, check_described, load_base
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.quantization import QuantizationConfig, stored_quantization
+from app.model.rope import describe_rope_factors
 from app.model.tokenizer import (
     build_tokenizer,
     new_token_ids,
@@ -30,7 +31,7 @@ from app.model.tokenizer import (
 )
 from app.preflight import describe_base
 from app.training.trainer import Environment
-from data_modules import ModelSpec
+from data_modules import DEFAULT_SEQUENCE_LEN, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -123,12 +124,15 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     architecture = load_architecture(model)
     check_described(model, architecture)
     model.revision = base_commit(model) or model.revision  # branches and tags of the hub move
+    rope_len = model.rope_len or _longest_sequence(config)
+    if rope := describe_rope_factors(architecture, rope_len):
+        log.info("%s", rope)
     attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)
     log.info("device: %s, attention %s", env, attention)
     tokenizer = build_tokenizer(model)
     new_ids = new_token_ids(model, tokenizer, num_rows(architecture))
     return Base(
-        config=model,
+        config=replace(model, rope_len=rope_len),
         quantization=config.quantization,
         architecture=architecture,
         tokenizer=tokenizer,
@@ -141,6 +145,15 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
         stop_ids=stop_token_ids(tokenizer, model.stop_tokens),
         description=describe_base(model),
     )
+
+
+def _longest_sequence(config: TrainConfig | TunedConfig) -> int | None:
+    """Return the most tokens of a sequence in training; None without a run and its settings."""
+    if isinstance(config, TrainConfig):
+        return config.data.sequence_len or DEFAULT_SEQUENCE_LEN
+    if config.run is not None and config.adapter_path is None:
+        return _longest_sequence(load_run_config(Path(config.run)))
+    return None
 
 
 def model_spec(

@@ -40,6 +40,7 @@ from app.model.quantization import (
     quantize_on_meta,
     stored_quantization,
 )
+from app.model.rope import fix_rope_factors
 from app.model.tokenizer import resize_embeddings
 from app.process.errors import UserError
 from app.process.launch import is_first_rank
@@ -83,6 +84,10 @@ class ModelConfig:
     router_aux_loss: float | None = setting(None, ge=0, le=10, note="0.001 to 0.02 is usual")
     """adapter=full: weight of the load-balancing loss of a mixture of experts, computed per
     document; null = router_aux_loss_coef of config.json, 0 = off; adapters keep routers frozen"""
+    rope_len: int | None = setting(None, ge=1)
+    """longrope and dynamic NTK: tokens of the longest sequence, by which all documents get the
+    factors of short or of long texts; null = data.sequence_len of the run, without a run the base's
+    context"""
     wrap_class: str | None = setting(None, resume="rounding")
     """layer class that sharding strategies wrap; null = the classes the model declares"""
 
@@ -136,6 +141,7 @@ def load_base(
                 on_host=on_host,
                 device=device,
             )
+        fix_rope_factors(model, config.rope_len)
         fuse_head(model)
         use_grouped_experts(model)
         return model

@@ -163,5 +163,5 @@ def load_tuned(
         rows = base.get_input_embeddings().num_embeddings
         resize_embeddings(base, range(rows, required_embedding_rows(base, tuned)))
         return load_adapter(base, tuned)
-    whole = ModelConfig(path=str(tuned))
+    whole = ModelConfig(path=str(tuned), rope_len=config.rope_len)
     return load_base(whole, implementation, dtype, quantization, device=device)

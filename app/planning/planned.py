@@ -28,7 +28,7 @@ from app.preflight.files import check_sequence_len, check_tensor_parallel
 from app.process.errors import UserError
 from app.process.untrusted import read_json_object, reading
 from app.strategy.settings import FAMILIES, StrategyConfig, tensor_parallel_size
-from data_modules import estimate_epoch, setting
+from data_modules import DEFAULT_SEQUENCE_LEN, estimate_epoch, setting
 
 if TYPE_CHECKING:
     from app.config.verbs import PlanConfig, TrainConfig
@@ -40,9 +40,6 @@ NO_KERNEL = ("bloom", "falcon", "gpt_oss")
 kernels do not support their attention sinks"""
 NO_FLASH = ("attention_chunk_size", "attention_dropout", "attn_pdrop")
 """keys of config.json that FlashAttention does not support, and sdpa does"""
-DEFAULT_LEN = 2048
-"""default tokens of a sequence if the context is longer, as in data_modules"""
-
 
 BYTES_OF_TOKEN = 4
 """bytes per token of English text (OpenAI's rule of thumb), if the tokenizer is not available"""
@@ -296,7 +293,7 @@ def _sequence_len(config: TrainConfig, config_json: Mapping[str, Any]) -> int:
     if config.data.sequence_len is not None:
         return config.data.sequence_len
     context = config_json.get("max_position_embeddings", config_json.get("n_positions"))
-    return min(DEFAULT_LEN, context) if isinstance(context, int) else DEFAULT_LEN
+    return min(DEFAULT_SEQUENCE_LEN, context) if isinstance(context, int) else DEFAULT_SEQUENCE_LEN
 
 
 def _accumulation(config: TrainConfig, run: PlannedRun) -> int:

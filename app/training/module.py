@@ -18,8 +18,8 @@ from app.model.attention import (
     check_against_eager,
     check_causal,
     check_isolation,
+    check_padded_rows,
     check_pair_isolation,
-    hide_boundaries_from_mixers,
     mixers_run_by_document,
     restore_kernel,
     select_fastest_kernel,
@@ -169,7 +169,7 @@ class FinetuneModule(L.LightningModule):
         if self.is_packed:
             check_isolation(self.model, self.backend, device)
         else:
-            hide_boundaries_from_mixers(self.model, self.backend, device)
+            check_padded_rows(self.model, self.backend, device)
         self.strategy.set_leaf_modules(mixers_run_by_document(self.model))
         check_against_eager(self.model, self.backend, device, is_packed=self.is_packed)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from app.model.attention import (
     attention_inputs,
     check_isolation,
-    hide_boundaries_from_mixers,
+    check_padded_rows,
     pair_inputs,
 )
 from app.model.head import check_head_loss, head_loss
@@ -171,7 +171,7 @@ def validate(
     device = device or model.device
     if not model.config.is_encoder_decoder:
         with quantize_tokens_independently(model):
-            (check_isolation if is_packed else hide_boundaries_from_mixers)(model, backend, device)
+            (check_isolation if is_packed else check_padded_rows)(model, backend, device)
     check_head_loss(model, backend, device)
     model.eval()
     for batch in batches:

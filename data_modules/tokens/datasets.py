@@ -20,7 +20,12 @@ from data_modules import source
 from data_modules.audit import Audit, DatasetFacts, RunSettings, audit_documents
 from data_modules.messages import DataError, redact
 from data_modules.packing.mixture import Split, hold_out
-from data_modules.settings import DataConfig, DatasetConfig, dataset_names
+from data_modules.settings import (
+    DEFAULT_SEQUENCE_LEN,
+    DataConfig,
+    DatasetConfig,
+    dataset_names,
+)
 from data_modules.stream import validation_slice
 from data_modules.template import ChatTemplate
 from data_modules.tokens.encode import Rejected, chunks_of, convert, find_format
@@ -32,9 +37,6 @@ if TYPE_CHECKING:
     import transformers
 
     from data_modules.packing import PackingConfig
-
-
-DEFAULT_SEQUENCE_LEN = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,7 @@ from app.model.attention.probes import (
     check_against_eager,
     check_causal,
     check_isolation,
+    check_padded_rows,
     check_pair_isolation,
     hide_boundaries_from_mixers,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "check_causal",
     "check_implementation",
     "check_isolation",
+    "check_padded_rows",
     "check_pair_isolation",
     "choose_backend",
     "generation_attention",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Iterator
@@ -37,6 +38,9 @@ VISIBLE_CHANGE = 0.02
 """least change of a token's logits that shows it sees an edit, as a share of their spread"""
 NEIGHBOUR_TOKENS, DOCUMENT_TOKENS = 5, 12
 """lengths of the two documents of the comparison with eager attention"""
+SPREAD = 192
+"""positions between tokens of the probe for documents of other lengths, as a divisor of the model's
+context: below the length at which published models change their rotary embeddings"""
 REACH = 3
 """length of windows and chunks during this comparison, shorter than its document"""
 REACHES = ("sliding_window", "attention_chunk_size")
@@ -50,8 +54,9 @@ def check_isolation(
 ) -> None:
     """Raise UserError if editing one document of a pack changes another one's logits.
 
-    Costs three forward passes of eight tokens, on `device` or the model's device. Models differ in
-    what they pass on to their layers, and libraries change, so only a test run can show it.
+    Also raised if the length of one changes another one's logits. Costs five forward passes of
+    eight tokens, on `device` or the model's device. Models differ in what they pass on to their
+    layers, and libraries change, so only a test run can show it.
     """
     device = device or model.device
     leak = _measure_leak(model, backend, device)
@@ -60,6 +65,7 @@ def check_isolation(
     ):
         leak = _measure_leak(model, backend, device)
     if leak is None:
+        _check_positions(model, backend, device, [[4, 4]])
         return
     raise UserError(
         f"attention={backend}: documents packed together see each other "
@@ -91,6 +97,57 @@ def hide_boundaries_from_mixers(
         if isinstance(error, UserError):
             raise
         isolate_mixers(model, device, partial(attention_inputs, model, backend))
+
+
+def check_padded_rows(
+    model: PreTrainedModel, backend: str, device: torch.device | None = None
+) -> None:
+    """Prepare a model for padded rows; raise UserError if they depend on each other's length.
+
+    Costs three forward passes of two rows of four tokens.
+    """
+    device = device or model.device
+    hide_boundaries_from_mixers(model, backend, device)
+    _check_positions(model, backend, device, [[4], [4]])
+
+
+def _check_positions(
+    model: PreTrainedModel, backend: str, device: torch.device, lengths: list[list[int]]
+) -> None:
+    """Raise UserError if a document's logits depend on the length of another one in its batch.
+
+    The other document, of four tokens, is moved to the last positions of the model's context. Those
+    of the first document are spread over the first part of it.
+    """
+    import torch
+
+    text = model.config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None)
+    if context is None or "position_ids" not in inspect.signature(model.forward).parameters:
+        return
+    ids = torch.arange(8, device=device).view(len(lengths), -1) % text.vocab_size
+    step = max(1, context // SPREAD)
+    first = step * torch.arange(4, device=device)
+    near, far = (
+        torch.cat([first, start + torch.arange(4, device=device)]).view_as(ids)
+        for start in (0, max(0, context - 4))
+    )
+    inputs = attention_inputs(model, backend, lengths, ids)
+    with eval_mode(model):
+        logits, others = (
+            model(input_ids=ids, position_ids=positions, use_cache=False, **inputs)
+            .logits.flatten(0, 1)[:4]
+            .float()
+            for positions in (near, far)
+        )
+    # The median token: rounding may send one or two tokens to another expert.
+    difference = distances(logits, others).median().item()
+    if difference > rounding(model, logits, MAX_ULPS, MIN_SHARE):
+        raise UserError(
+            f"{model.config.model_type} models compute other logits for a document if another one "
+            f"in its batch is long (difference {difference:.2g}), as some rotary embeddings do: "
+            "type packing=none trainer.micro_batch_size=1, or model.path=ANOTHER_BASE"
+        )
 
 
 def _measure_leak(model: PreTrainedModel, backend: str, device: torch.device) -> float | None:

@@ -1,0 +1,82 @@
+"""Rotary embeddings whose factors depend on the number of tokens: one choice for a whole run.
+
+transformers chooses the factors of longrope (short or long ones) and of dynamic NTK by the largest
+position of a batch: a document's logits would depend on its neighbours, and factors would change in
+the middle of an answer. Like servers, we choose once, by the longest sequence to expect.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+TYPES = ("longrope", "dynamic")
+"""rope types whose factors depend on the number of tokens"""
+SCALES = ("short_mscale", "long_mscale")
+"""scales of PhiMoE, which its layers choose by the number of tokens, too"""
+
+
+def fix_rope_factors(model: PreTrainedModel, num_tokens: int | None) -> None:
+    """Choose the factors of all later passes for `num_tokens`; None for the model's context."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        types = vars(module).get("rope_type")
+        if types is None:
+            continue
+        _fix_scale(module, num_tokens)
+        for layer, rope_type in types.items() if isinstance(types, dict) else [("", types)]:
+            if rope_type not in TYPES:
+                continue
+            name, options = (f"{layer}_", {"layer_type": layer}) if layer else ("", {})
+            inverse = getattr(module, f"{name}inv_freq")
+            factors, scale = ROPE_INIT_FUNCTIONS[rope_type](
+                module.config,
+                inverse.device,
+                seq_len=_num_tokens(module.config, num_tokens),
+                **options,
+            )
+            setattr(module, f"{name}inv_freq", factors.to(inverse))
+            setattr(module, f"{name}attention_scaling", scale)
+            # transformers does not choose again for this type.
+            module.rope_type = types | {layer: "default"} if layer else "default"
+            types = module.rope_type
+
+
+def _fix_scale(module: Any, num_tokens: int | None) -> None:
+    parameters = getattr(module.config, "rope_parameters", None) or {}
+    if SCALES[0] in parameters:
+        original = parameters["original_max_position_embeddings"]
+        is_long = _num_tokens(module.config, num_tokens) > original
+        module.config = copy.deepcopy(module.config)
+        module.config.rope_parameters |= dict.fromkeys(SCALES, parameters[SCALES[is_long]])
+
+
+def describe_rope_factors(architecture: PretrainedConfig, num_tokens: int | None) -> str | None:
+    """Return which factors of longrope all documents get; None for other models."""
+    config = architecture.get_text_config()
+    for parameters in _rope_parameters(config):
+        if parameters.get("rope_type") == "longrope":
+            tokens = _num_tokens(config, num_tokens)
+            original = parameters["original_max_position_embeddings"]
+            kind = "long" if tokens > original else "short"
+            return (
+                f"rope: {kind} factors for all documents: sequences have up to {tokens:,} tokens, "
+                f"and the original context has {original:,} (model.rope_len)"
+            )
+    return None
+
+
+def _num_tokens(config: Any, num_tokens: int | None) -> int:
+    context: int = config.max_position_embeddings
+    return min(num_tokens or context, context)
+
+
+def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    yield parameters
+    yield from (part for part in parameters.values() if isinstance(part, dict))
