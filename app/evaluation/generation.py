@@ -27,8 +27,9 @@ class EvaluationConfig:
     exact_match: bool = setting(False, shown=("train",))
     """answer held-out prompts greedily; report the share equal to the reference, base vs tuned"""
     metrics: list[str] = setting(default_factory=list, choices=METRICS, shown=("evaluate",))
-    """further metrics of answers to held-out prompts: numeric (the last number), f1 (words in
-    common), rouge1, rouge2, rougeL, bleu, chrf; each from 0 to 1"""
+    """further metrics of answers to held-out prompts: numeric (the number after ####, else
+    the last), f1 (words in common), rouge1, rouge2, rougeL, bleu, chrf; each from 0 to 1, with
+    words of any script"""
     metric: str | None = setting(None)
     """custom metric, FILE.py:function: takes answer and reference, returns a number; needs
     evaluation.allow_code=true"""

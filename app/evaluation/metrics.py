@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from app.evaluation.numbers import last_number
+from app.evaluation.words import space_characters, split_words, without_punctuation
 from app.process.errors import UserError, nearest
 from app.process.installation import install_extra
 
@@ -31,9 +32,7 @@ PACKAGES = {
     "chrf": "sacrebleu",
 }
 """metric -> package that computes it, from the extra `eval`"""
-NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Answer(NamedTuple):
@@ -151,31 +150,32 @@ def is_exact_match(answer: Answer, reference: str) -> bool:
     return answer.is_finished and answer.text.strip() == reference.strip()
 
 
-def last_number(text: str) -> float | None:
-    """Return the number after `####` (as in GSM8K), else the last number in the text, if any."""
-    _, marker, end = text.rpartition("####")
-    numbers = NUMBER.findall(end if marker and NUMBER.search(end) else text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
-
-
 def is_numeric_match(answer: Answer, reference: str) -> bool:
-    """Return whether the last numbers in answer and reference are equal."""
+    """Return whether the numbers that answer and reference give are equal."""
     expected = last_number(reference)
     return expected is not None and last_number(answer.text) == expected
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words that SQuAD compares: lower case, without articles and punctuation."""
-    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+    """Return the words that SQuAD compares: lower case, without articles and punctuation.
+
+    In scripts without spaces each character is a word, as in MLQA (Lewis et al. 2020).
+    """
+    return split_words(_ARTICLES.sub(" ", without_punctuation(text.lower())))
 
 
 def word_f1(answer: Answer, reference: str) -> float:
     """Return the F1 score of the words of an answer (SQuAD, Rajpurkar et al. 2016)."""
     words, expected = words_of(answer.text), words_of(reference)
-    if not words or not expected:
-        return float(words == expected)
+    if not words and not expected:
+        return float(_signs_of(answer.text) == _signs_of(reference))
     common = sum((Counter(words) & Counter(expected)).values())
     return 2 * common / (len(words) + len(expected))
+
+
+def _signs_of(text: str) -> str:
+    """Return what is left to compare of a text without words: its punctuation and symbols."""
+    return "".join(_ARTICLES.sub(" ", text.lower()).split())
 
 
 def _build(name: str) -> Metric:
@@ -189,27 +189,58 @@ def _build(name: str) -> Metric:
     return Metric(name=name, score_row=by_name[name])
 
 
+class _RougeWords:
+    """The tokenizer of rouge-score, with its stemmer, for words of any script."""
+
+    def __init__(self) -> None:
+        from rouge_score.tokenizers import DefaultTokenizer
+
+        self._ascii = DefaultTokenizer(use_stemmer=True)
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return the stems of English words, and other words as they are."""
+        return [
+            stem
+            for word in split_words(text)
+            for stem in (self._ascii.tokenize(word) if word.isascii() else [word])
+        ]
+
+
 def _rouge(name: str) -> Metric:
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer([name], use_stemmer=True)
-    return Metric(
-        name=name,
-        score_row=lambda answer, reference: scorer.score(reference, answer.text)[name].fmeasure,
-    )
+    tokenizer = _RougeWords()
+    scorer = RougeScorer([name], tokenizer=tokenizer)
+    shortest = 2 if name == "rouge2" else 1
+
+    def score_row(answer: Answer, reference: str) -> float:
+        found, expected = tokenizer.tokenize(answer.text), tokenizer.tokenize(reference)
+        if max(len(found), len(expected)) < shortest:  # nothing to count on either side
+            is_same = found == expected
+            return float(
+                is_same and (bool(found) or _signs_of(answer.text) == _signs_of(reference))
+            )
+        value: float = scorer.score(reference, answer.text)[name].fmeasure
+        return value
+
+    return Metric(name=name, score_row=score_row)
 
 
 def _bleu() -> Metric:
     from sacrebleu.metrics import BLEU
 
-    sentence_bleu, corpus_bleu = BLEU(effective_order=True), BLEU()
+    # With the effective order, answers of fewer than four words have a score.
+    bleu = BLEU(effective_order=True)
     return Metric(
         name="bleu",
-        score_row=lambda answer, reference: (
-            sentence_bleu.sentence_score(answer.text, [reference]).score / 100
+        score_row=lambda answer, reference: _share(
+            bleu.sentence_score(space_characters(answer.text), [space_characters(reference)])
         ),
-        score_all=lambda answers, references: (
-            corpus_bleu.corpus_score(answers, [references]).score / 100
+        score_all=lambda answers, references: _share(
+            bleu.corpus_score(
+                [space_characters(text) for text in answers],
+                [[space_characters(text) for text in references]],
+            )
         ),
     )
 
@@ -220,8 +251,11 @@ def _chrf() -> Metric:
     chrf = CHRF()
     return Metric(
         name="chrf",
-        score_row=lambda answer, reference: (
-            chrf.sentence_score(answer.text, [reference]).score / 100
-        ),
-        score_all=lambda answers, references: chrf.corpus_score(answers, [references]).score / 100,
+        score_row=lambda answer, reference: _share(chrf.sentence_score(answer.text, [reference])),
+        score_all=lambda answers, references: _share(chrf.corpus_score(answers, [references])),
     )
+
+
+def _share(result: Any) -> float:
+    """Return a score of sacrebleu from 0 to 1, without the last digits of its logarithms."""
+    return min(1.0, round(float(result.score) / 100, 12))

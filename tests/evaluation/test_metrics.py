@@ -14,7 +14,6 @@ from app.evaluation.metrics import (
     check_metrics,
     is_exact_match,
     is_numeric_match,
-    last_number,
     word_f1,
 )
 from app.process.errors import UserError
@@ -29,26 +28,11 @@ def metric(name: str) -> Metric:
     return one
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("She has 18 left.", 18.0),
-        ("3 x 4 = 12\n#### 1,234", 1234.0),
-        ("#### -7.50 dollars, 2 days", 2.0),
-        ("no number", None),
-        ("#### none, but 5 before: ####", 5.0),
-        ("costs $.5", 0.5),
-        ("12 apples and 2,000.25", 2000.25),
-    ],
-)
-def test_last_number(text: str, number: float | None) -> None:
-    assert last_number(text) == number
-
-
 def test_numbers_match_by_value() -> None:
     assert is_numeric_match(answer("so it is 1,000"), "#### 1000.0")
     assert is_numeric_match(answer("7", is_finished=False), "7")
     assert not is_numeric_match(answer("8"), "7")
+    assert not is_numeric_match(answer("7"), "\u22127")
     assert not is_numeric_match(answer(""), "")
     assert not is_numeric_match(answer("seven"), "no number")
 
@@ -85,6 +69,58 @@ def test_bleu_and_chrf_of_a_data_set_equal_sacrebleu() -> None:
         assert one.total(scores, answers, references) == pytest.approx(expected)
         assert all(0 <= score <= 1 for score in scores)
         assert one.score(answer(""), "a reference", "") == 0.0
+
+
+SCRIPTS = {  # an answer, and a wrong one
+    "latin": ("Paris is the capital.", "Rome is the capital."),
+    "one_word": ("Paris", "Rome"),
+    "accents": ("Tiếng Việt", "Tiếng Anh"),
+    "cyrillic": ("Столица Франции — Париж.", "Столица Италии — Рим."),
+    "greek": ("Η Αθήνα", "Η Ρώμη"),
+    "arabic": ("القاهرة عاصمة مصر", "باريس عاصمة فرنسا"),
+    "hebrew": ("ירושלים", "חיפה"),
+    "devanagari": ("नई दिल्ली भारत की राजधानी है।", "मुंबई भारत में है।"),
+    "thai": ("กรุงเทพมหานคร", "เชียงใหม่"),
+    "khmer": ("ភ្នំពេញ", "បាត់ដំបង"),
+    "burmese": ("မြန်မာ", "ထိုင်း"),
+    "chinese": ("巴黎是法国的首都。", "柏林是德国的首都。"),
+    "rare_han": ("𠮷野家", "松屋"),
+    "japanese": ("東京は日本の首都です。", "京都は古い町です。"),
+    "korean": ("서울은 대한민국의 수도이다.", "부산은 항구이다."),
+    "emoji": ("👨‍👩‍👧 👍🏽", "👎"),
+    "digit": ("7", "8"),
+    "sign": ("!", "?"),
+    "symbol": ("→", "←"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name", ["f1", "rouge1", "rouge2", "rougeL", "bleu", "chrf"])
+def test_an_exact_answer_scores_1_in_every_script(name: str, script: str) -> None:
+    pytest.importorskip("rouge_score")
+    pytest.importorskip("sacrebleu")
+    one, (right, wrong) = metric(name), SCRIPTS[script]
+    for text, is_right in ((right, True), (wrong, False)):
+        score = one.score(answer(text), right, "")
+        assert 0 <= score <= 1
+        assert (score == 1) == (one.total([score], [text], [right]) == 1) == is_right
+
+
+@pytest.mark.parametrize("script", ["chinese", "japanese", "thai"])
+@pytest.mark.parametrize("name", ["f1", "rouge1", "rougeL", "bleu"])
+def test_characters_in_common_count_where_words_are_not_spaced(name: str, script: str) -> None:
+    pytest.importorskip("rouge_score")
+    pytest.importorskip("sacrebleu")
+    right = SCRIPTS[script][0]
+    assert 0.2 < metric(name).score(answer(right[: len(right) * 2 // 3]), right, "") < 1
+
+
+def test_bleu_of_chinese_equals_sacrebleus_own_tokenizer() -> None:
+    sacrebleu = pytest.importorskip("sacrebleu")
+    answers = ["我爱北京天安门,2024年OK!", SCRIPTS["chinese"][0]]
+    references = ["我爱上海外滩，2024年OK！", SCRIPTS["chinese"][1]]
+    expected = sacrebleu.corpus_bleu(answers, [references], tokenize="zh").score / 100
+    assert metric("bleu").total([0, 0], answers, references) == pytest.approx(expected)
 
 
 CUSTOM = "def half(answer, reference):\n    return len(answer) / (2 * len(reference))\n"
