@@ -52,6 +52,7 @@ def merge(config: MergeConfig) -> Difference | None:
     from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify
     from app.model.merging import merge_weights, plan_merge
     from app.model.tokenizer import add_stop_tokens
+    from app.model.tokenizer_file import save_tokenizer
     from app.training.trainer import resolve_single_device
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
@@ -62,7 +63,7 @@ def merge(config: MergeConfig) -> Difference | None:
     model, plan = plan_merge(config.merge, tuned.base, adapters, len(tuned.tokenizer))
     add_stop_tokens(model, tuned.stop_ids)
     dtype = merge_weights(model, plan, folder)
-    tuned.tokenizer.save_pretrained(folder)
+    save_tokenizer(tuned.tokenizer, folder)
     check_tokens(tuned, folder, is_fault=config.merge.verify)
     differences = {}
     if config.merge.verify:
@@ -111,6 +112,7 @@ def save_from_checkpoint(config: MergeConfig, env: Environment, folder: Path) ->
     from app.model.adapter import save_adapter, save_converted, write_origin
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig
+    from app.model.tokenizer_file import save_tokenizer
     from app.training.checkpoint.documents import MODEL
     from app.training.checkpoint.state import restore_model, trainable_parameters
 
@@ -140,7 +142,7 @@ def save_from_checkpoint(config: MergeConfig, env: Environment, folder: Path) ->
         weights = trainable_parameters(model).items()
         save_adapter(model, folder, {names[id(weight)]: trained[name] for name, weight in weights})
     write_origin(folder, base.description)
-    base.tokenizer.save_pretrained(folder)
+    save_tokenizer(base.tokenizer, folder)
     log.info("checkpoint: step %d of %s", checkpoint.step, config.run)
     return folder
 

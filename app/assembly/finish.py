@@ -52,6 +52,7 @@ def finish(
     from app.evaluation.significance import change_metrics, check_regression, print_changes
     from app.model.adapter import saves_whole_model
     from app.model.tokenizer import save_stop_tokens
+    from app.model.tokenizer_file import save_tokenizer
     from app.process.collectives import run_on_rank0
 
     config, trainer = run.config, module.trainer
@@ -65,7 +66,7 @@ def finish(
     metrics |= change_metrics([*changes, *groups]) | module.metrics.summary() | measured
 
     def write() -> None:
-        base.tokenizer.save_pretrained(saved)
+        save_tokenizer(base.tokenizer, saved)
         evaluator.write_predictions(run.folder)
         if not saves_whole_model(config.adapter):
             save_stop_tokens(model, saved)

@@ -47,11 +47,11 @@ def check_tokens(tuned: Tuned, folder: Path, *, is_fault: bool) -> None:
 
     Raises TrainingFault if they differ, or logs a warning without `is_fault`.
     """
-    from transformers import AutoTokenizer
-
     from app.evaluation.conversation import check_served_tokens
+    from app.model.base import ModelConfig
+    from app.model.tokenizer import build_tokenizer
 
-    exported = AutoTokenizer.from_pretrained(folder)
+    exported = build_tokenizer(ModelConfig(path=str(folder)))
     if problems := check_served_tokens(tuned.template, exported):
         if is_fault:
             listed = "\n".join(problems)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, LoraConfig
+from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file
+from app.model.tokenizer_file import follow_file
 from app.process.errors import UserError
 from app.process.untrusted import brief, read_json_object, reading
 
@@ -217,12 +219,28 @@ def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
     # The revision is that of the base, if the base is on the hub.
     is_pinned = path == config.path or Path(str(config.path)).is_dir()
     revision = config.revision if is_pinned else None
+    file = _find_file(path, revision)
+    if file is not None and (problems := check_tokenizer_file(file)):
+        raise UserError("\n".join(problems))
     tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
         path,
         revision=revision,
         trust_remote_code=config.trust_remote_code,
     )
-    return tokenizer
+    return tokenizer if file is None else follow_file(tokenizer, file)
+
+
+def _find_file(path: str, revision: str | None) -> Path | None:
+    """Return the tokenizer.json of a folder or hub id; None if it has none."""
+    from transformers.utils import cached_file
+
+    if Path(path).is_dir():
+        file = Path(path) / TOKENIZER_FILE
+        return file if file.is_file() else None
+    found = cached_file(
+        path, TOKENIZER_FILE, revision=revision, _raise_exceptions_for_missing_entries=False
+    )
+    return Path(found) if found else None
 
 
 def _find_only_sentencepiece(path: str) -> str:

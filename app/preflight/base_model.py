@@ -18,6 +18,7 @@ from app.model.base import ModelConfig
 from app.model.base_files import INDEX, WEIGHTS, check_dtypes, check_head
 from app.model.hub import find_offline_problem
 from app.model.quantization import stored_method
+from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file
 from app.preflight.shapes import LAYER, modules_of_architecture, modules_of_files
 from app.process.untrusted import Header, check_kinds, read_header, read_json_object, read_text
 
@@ -34,7 +35,6 @@ MAX_COUNT = 10_000
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 TOKENIZER_JSON = (
-    "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -332,6 +332,9 @@ def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str
             "type model.tokenizer_path=FOLDER_OR_HUB_ID",
             *code,
         ]
+    tokenizer = folder / TOKENIZER_FILE
+    if tokenizer.exists() and (problems := check_tokenizer_file(tokenizer)):
+        return [*problems, *code]
     for name in TOKENIZER_JSON:
         if (problem := files.read(name)[1]) is not None:
             return [problem, *code]

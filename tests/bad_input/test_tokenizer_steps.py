@@ -1,0 +1,107 @@
+"""A tokenizer.json that expands texts without end or draws tokens at random is refused at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.model.base import ModelConfig
+from app.model.tokenizer import build_tokenizer
+from app.preflight.base_model import inspect_tokenizer
+from app.process.errors import UserError
+from tests.tiny import TINY_BASE
+
+
+def replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def normalizers(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": list(steps)}
+
+
+def decoders(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "decoders": list(steps)}
+
+
+def prepend(text: str) -> dict[str, Any]:
+    return {"type": "Prepend", "prepend": text}
+
+
+SNOWMAN = "\u2603"
+CHAIN = [replace(chr(0x4E00 + each), chr(0x4E01 + each) * 2) for each in range(80)]
+BOMBS: dict[str, dict[str, Any]] = {
+    "a letter": {"normalizer": normalizers(*[replace("a", "aa")] * 60)},
+    "a rare letter": {"normalizer": normalizers(*[replace(SNOWMAN, SNOWMAN * 2)] * 60)},
+    "letters in turn": {"normalizer": normalizers(*CHAIN)},
+    "an expression": {"normalizer": normalizers(*[replace("(.)", "xx", "Regex")] * 60)},
+    "an empty pattern": {"normalizer": normalizers(*[replace("", "xx")] * 60)},
+    "nested": {"normalizer": normalizers(*[normalizers(*[replace("e", "ee")] * 30)] * 3)},
+    "with others": {"normalizer": normalizers(*[{"type": "NFKC"}, replace("a", "aa")] * 60)},
+    "prepended": {"normalizer": normalizers(*[prepend("\u2581")] * 300)},
+    "a long text": {"normalizer": replace("a", "b" * 1_000_000)},
+    "one long prefix": {"normalizer": prepend("b" * 1_000_000)},
+    "a decoder": {"decoder": decoders(*[replace("a", "aa")] * 60)},
+}
+VALID: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "BERT": {
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": True,
+        "strip_accents": None,
+        "lowercase": True,
+    },
+    "Llama": normalizers(prepend("\u2581"), replace(" ", "\u2581")),
+    "T5": normalizers({"type": "NFKC"}, replace(" {2,}", "\u2581", "Regex"), {"type": "Lowercase"}),
+    "a table": normalizers(*[replace(chr(0x4E00 + each), "x") for each in range(200)]),
+}
+
+
+def changed(folder: Path, **parts: Any) -> Path:
+    content = json.loads((TINY_BASE / "tokenizer.json").read_text())
+    config = (TINY_BASE / "tokenizer_config.json").read_text()
+    (folder / "tokenizer_config.json").write_text(config)
+    (folder / "tokenizer.json").write_text(json.dumps(content | parts))
+    return folder
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_endless_expansion_is_refused(name: str, tmp_path: Path) -> None:
+    path = str(changed(tmp_path, **BOMBS[name]))
+    start = time.process_time()
+    problems = inspect_tokenizer(ModelConfig(path=path)).problems
+    assert time.process_time() - start < 2
+    assert len(problems) == 1
+    section = next(iter(BOMBS[name]))
+    assert f"tokenizer.json: its {section} " in problems[0]
+    assert "characters" in problems[0]
+    with pytest.raises(UserError, match=f"its {section}"):  # as from the hub
+        build_tokenizer(ModelConfig(path=path))
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_common_normalizers_are_accepted(name: str, tmp_path: Path) -> None:
+    path = str(changed(tmp_path, normalizer=VALID[name]))
+    assert not inspect_tokenizer(ModelConfig(path=path)).problems
+
+
+@pytest.mark.parametrize("dropout", [0.1, 1, 1e-9, -0.5])
+def test_bpe_dropout_is_refused(dropout: float, tmp_path: Path) -> None:
+    model = json.loads((TINY_BASE / "tokenizer.json").read_text())["model"]
+    path = changed(tmp_path, model=model | {"dropout": dropout})
+    problems = inspect_tokenizer(ModelConfig(path=str(path))).problems
+    assert problems[0].startswith(
+        f"{path / 'tokenizer.json'}: model.dropout={dropout}: BPE dropout"
+    )
+
+
+@pytest.mark.parametrize("dropout", [None, 0, 0.0])
+def test_no_dropout_is_accepted(dropout: float | None, tmp_path: Path) -> None:
+    model = json.loads((TINY_BASE / "tokenizer.json").read_text())["model"]
+    path = changed(tmp_path, model=model | {"dropout": dropout})
+    assert build_tokenizer(ModelConfig(path=str(path))).eos_token
