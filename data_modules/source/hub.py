@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ from data_modules.source.limits import Limits
 from data_modules.source.opening import BadRow, Chunk, grouped, too_large
 from data_modules.source.remote import HubPace
 from data_modules.source.slices import Part, rows_of, take
-from data_modules.source.tables import BatchChunk
+from data_modules.source.tables import BatchChunk, restore
 from data_modules.types import Row
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -302,14 +302,20 @@ def _stream(
                 f"streamed; give '{part}' in numbers of rows, or set data.streaming=false"
             )
         total = int(infos[part.name].num_examples)
+    kinds = {} if rows.features is None else rows.features.to_dict()
     read = (
-        _sized(dict(values), Origin(name, number), max_row_bytes)
+        _sized(_restored(values, kinds), Origin(name, number), max_row_bytes)
         for number, values in enumerate(rows, 1)
     )
     start, stop = rows_of(path, part, total)
     num_rows = yield from take(grouped(read, name), start, stop, shard)
     if start and num_rows <= start:
         raise DataError(f"{path}: 0 rows in '{part}' of {num_rows:,} rows; give another slice")
+
+
+def _restored(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without the nulls that arrow added to its structs."""
+    return {name: restore(value, kinds.get(name), is_parsed=True) for name, value in values.items()}
 
 
 def _sized(values: dict[str, Any], origin: Origin, max_row_bytes: int) -> tuple[int, Row | BadRow]:

@@ -1,6 +1,8 @@
 """Read tables: csv and tsv row by row, parquet and arrow files as record batches.
 
-Decides how a file is cut into chunks, and which columns hold JSON text.
+Decides how a file is cut into chunks, which columns hold JSON text, and that a null field of a
+struct is a field that the row does not have: arrow gives every struct of a column the fields of all
+others, and keeps no difference between a null that was written and one that it added.
 """
 
 from __future__ import annotations
@@ -52,12 +54,13 @@ class BatchChunk(Chunk):
         import pyarrow
 
         features = json_features(self.batch.schema.metadata)
+        features = _with_structs(self.batch.schema, features)
         if self.batch.nbytes <= self.max_row_bytes:
             try:
                 every = self.batch.to_pylist()
                 for name, feature in features.items():
                     for values in every:
-                        values[name] = self._decoded(values[name], feature)
+                        values[name] = self._restored(values[name], feature)
             except (pyarrow.ArrowException, ValueError, OverflowError, RecursionError):
                 pass
             else:
@@ -88,7 +91,8 @@ class BatchChunk(Chunk):
         values = {}
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             try:
-                values[name] = self._decoded(column[0].as_py(), features.get(name))
+                value = column[0].as_py()
+                values[name] = self._restored(value, features[name]) if name in features else value
             except (pyarrow.ArrowException, ValueError, OverflowError, RecursionError) as error:
                 reason = (
                     f"column '{shown(name)}' ({column.type}) cannot be read: {reason_of(error)}"
@@ -96,12 +100,10 @@ class BatchChunk(Chunk):
                 return BadRow(origin, reason, str(batch.schema.names)[:MAX_RAW])
         return Row(values, origin)
 
-    def _decoded(self, value: Any, feature: Any) -> Any:
-        """Return a value with its JSON text decoded; raises ValueError if it is nested too deep."""
-        if feature is None:
-            return value
-        value = _decode_json(value, feature)
-        if problem := why_nested([value], self.limits):
+    def _restored(self, value: Any, feature: Any) -> Any:
+        """Return a value as it was before arrow; ValueError if its JSON is nested too deep."""
+        value = restore(value, feature)
+        if feature is not None and (problem := why_nested([value], self.limits)):
             raise ValueError(problem)
         return value
 
@@ -157,23 +159,53 @@ def _holds_json(kind: Any) -> bool:
     return any(map(_holds_json, kind.values()))
 
 
-def _decode_json(value: Any, feature: Any) -> Any:
-    """Return `value` with its JSON text parsed, according to its type in `datasets`."""
-    if value is None or feature is None:
-        return value
+def _with_structs(schema: Any, features: dict[str, Any]) -> dict[str, Any]:
+    """Return `features`, and None for the other columns that hold structs."""
+    return features | {
+        column.name: None
+        for column in schema
+        if column.name not in features and _holds_struct(column.type)
+    }
+
+
+def _holds_struct(kind: Any) -> bool:
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind):
+        return True
+    if pyarrow.types.is_dictionary(kind):
+        return _holds_struct(kind.value_type)
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _holds_struct(kind.storage_type)
+    return any(_holds_struct(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def restore(value: Any, feature: Any = None, *, is_parsed: bool = False) -> Any:
+    """Return `value` without the null fields of its structs, and with its JSON text parsed.
+
+    `feature` is its type in `datasets`, None if no JSON text is in it; `is_parsed`: that text is
+    parsed already. A null in it stays.
+    """
     if isinstance(feature, list):
         feature = {"feature": feature[0]}
-    if feature.get("_type") == "Json":
+    if value is not None and feature is not None and feature.get("_type") == "Json":
+        if is_parsed:
+            return value
         if not isinstance(value, str):
             raise ValueError(
                 f"its metadata declares JSON text, but it is of type {type(value).__name__}"
             )
         return json.loads(value)
-    inner = feature.get("feature", feature)
+    inner = None if feature is None else feature.get("feature", feature)
     if isinstance(value, list):
-        return [_decode_json(item, inner) for item in value]
-    if isinstance(value, dict) and isinstance(inner, dict):
-        return {name: _decode_json(item, inner.get(name)) for name, item in value.items()}
+        return [restore(item, inner, is_parsed=is_parsed) for item in value]
+    if isinstance(value, dict):
+        kinds = inner if isinstance(inner, dict) else {}
+        return {
+            name: restore(item, kinds.get(name), is_parsed=is_parsed)
+            for name, item in value.items()
+            if item is not None
+        }
     return value
 
 
