@@ -376,9 +376,10 @@ def _listed(values: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def data_notes(run: RunFiles) -> list[str]:
-    """Return the problems and warnings of the audit."""
+    """Return the problems and warnings of the audit, and what nothing reads in the data."""
     notes = [*_listed(run.audit, "problems"), *_listed(run.audit, "warnings")]
-    return [printable(f"warning: {note}") for note in notes]
+    unread = [printable(str(line)) for line in _listed(run.audit, "unread")]
+    return [*(printable(f"warning: {note}") for note in notes), *unread]
 
 
 def shown_prediction(line: Mapping[str, Any]) -> dict[str, Any]:

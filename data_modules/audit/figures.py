@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_modules.messages import DataError, printable, redact, redacted
+from data_modules.messages import DataError, printable, redact, redacted, shown
 
 MAX_FILE = 32
 """characters of the longest path that is printed in full"""
@@ -43,6 +43,8 @@ ON_SCREEN = (*ALWAYS_SHOWN, "lost_tokens")
 """columns of the table on the screen; warnings report the other counts"""
 SHORT_HEADINGS = {"validation": "val"}
 """headings in the table at the start of a run, which has further columns"""
+MAX_UNREAD_SHOWN = 8
+"""names of what nothing reads in the line on the screen, for each data set"""
 MAX_LINE = 160
 """characters of a line of warnings on the screen, if at least two data sets fit into it"""
 
@@ -202,6 +204,8 @@ class Audit:
     facts: list[str] = field(default_factory=list)
     findings: list[AuditWarning] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unread: dict[str, list[tuple[str, int, str]]] = field(default_factory=dict)
+    """data set -> (name, rows, first origin) of the columns and inner keys that nothing reads"""
 
     @property
     def warnings(self) -> list[str]:
@@ -224,7 +228,7 @@ class Audit:
             f"training, {test.repeated:,} have the same tokens"
             for test in self.benchmarks
         ]
-        lines += self.facts
+        lines += [*self.facts, *describe_unread(self.unread, is_brief=False)]
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"problem: {problem}" for problem in self.problems]
         return [printable(relative(line)) for line in lines]
@@ -232,7 +236,8 @@ class Audit:
     def remarks(self, *, only_warnings: bool = False) -> list[str]:
         """Return the lines below the table on the screen, with one line per kind of warning.
 
-        `only_warnings` leaves out facts, and the problems that `check` raises.
+        `only_warnings` leaves out facts, and the problems that `check` raises, but not the line of
+        what nothing reads.
         """
         longest = [] if only_warnings else [f"{origin} {num:,}" for num, origin in self.longest]
         lines = [f"longest rows, in tokens: {', '.join(short_origins(longest))}"] if longest else []
@@ -246,6 +251,7 @@ class Audit:
                 f"test documents with the same tokens as a training document: {', '.join(same)}"
             )
         lines += [] if only_warnings else self.facts
+        lines += describe_unread(self.unread, is_brief=True)
         lines += [f"warning: {line}" for line in group_warnings(self.findings)]
         lines += [] if only_warnings else [f"problem: {problem}" for problem in self.problems]
         return [printable(line) for line in lines]
@@ -278,6 +284,7 @@ class Audit:
             counts["trained_share"] = round(dataset.trained_share, 6)
             counts["lost_share"] = round(dataset.lost_share, 6)
         values["longest"] = [{"tokens": t, "origin": origin} for t, origin in self.longest]
+        values["unread"] = describe_unread(self.unread, is_brief=False)
         del values["findings"]
         return values | {"warnings": self.warnings}
 
@@ -293,6 +300,26 @@ class Audit:
         """Raise DataError with all problems, if there is any."""
         if self.problems:
             raise DataError(self.problems)
+
+
+def describe_unread(
+    unread: Mapping[str, Sequence[tuple[str, int, str]]], *, is_brief: bool
+) -> list[str]:
+    """Return a line of the columns and keys that nothing reads, with their rows; none without any.
+
+    A brief line has the first names only, a long one also the first row of each.
+    """
+    parts = []
+    for dataset, found in unread.items():
+        names = [
+            f"{shown(name)} ({rows:,} rows{'' if is_brief else f', first {origin}'})"
+            for name, rows, origin in (found[:MAX_UNREAD_SHOWN] if is_brief else found)
+        ]
+        more = len(found) - len(names)
+        names += [f"and {more:,} more"] if more else []
+        if names:
+            parts.append(f"{dataset}: {', '.join(names)}")
+    return [f"columns and keys that nothing reads: {'; '.join(parts)}"] if parts else []
 
 
 def group_warnings(findings: Sequence[AuditWarning]) -> list[str]:

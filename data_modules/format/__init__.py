@@ -1,5 +1,6 @@
 """Convert rows of named formats to conversations, documents or tokens."""
 
+from data_modules.format.columns import sort_unread
 from data_modules.format.fields import EmptyAnswerError, MissingColumnError, RowError
 from data_modules.format.format import (
     FORMATS,
@@ -7,6 +8,7 @@ from data_modules.format.format import (
     check_format,
     convert_row,
     guess_format,
+    unread_in,
 )
 from data_modules.format.turns import ROLES
 
@@ -20,4 +22,6 @@ __all__ = [
     "check_format",
     "convert_row",
     "guess_format",
+    "sort_unread",
+    "unread_in",
 ]

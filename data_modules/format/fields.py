@@ -74,8 +74,25 @@ def read_text(value: Any, where: str) -> str:
     if isinstance(value, str):
         return check_text(value, where)
     if isinstance(value, list):
+        check_parts(value, where)
         return "".join(read_text_part(part, f"{where}[{i}]") for i, part in enumerate(value))
     raise RowError(f"{where} is {type_of(value)}, not text; give a string")
+
+
+def check_parts(parts: list[Any], where: str) -> None:
+    """Raise RowError if a list is of several texts, none of which says that it is a part of one.
+
+    They may as well be alternatives, or the column of a whole table.
+    """
+    is_typed = any(isinstance(part, dict) and part.get("type") is not None for part in parts)
+    if len(parts) < 2 or is_typed:
+        return
+    kind = "strings" if isinstance(parts[0], str) else "values"
+    pick = "" if "[" in where else f"choose one, as in columns: {{{where}: {where}.0}}, or "
+    raise RowError(
+        f"{where} is a list of {len(parts):,} {kind}, not one text; {pick}give one string, or "
+        "parts of {type: text, text: ...}"
+    )
 
 
 def read_optional_text(values: Mapping[str, Any], field: str) -> str:
@@ -157,23 +174,6 @@ def read_weight(value: Any, where: str) -> float:
     if not isinstance(value, (int, float)) or not 0 <= value <= MAX_WEIGHT:
         raise RowError(f"{where} is {quote(value)}; a weight is a number from 0 up")
     return float(value)
-
-
-def row_weight(values: Mapping[str, Any]) -> float:
-    """Return the number in the column `weight`, which may be text; 1 if it is null or empty."""
-    value = values.get("weight")
-    if value is None or value == "":
-        return 1.0
-    if isinstance(value, str):
-        # A csv file has only text.
-        try:
-            value = float(value)
-        except ValueError as error:
-            raise RowError(
-                f"weight is {quote(value)}, not a number from 0 up; rename the column if it "
-                "is not a weight"
-            ) from error
-    return read_weight(value, "weight")
 
 
 def read_json(text: str, where: str) -> Any:

@@ -1,7 +1,7 @@
 """Convert a row of a named format to conversations, documents or tokens.
 
-Decides which columns a format reads, which format a row has, and which settings to suggest if no
-format is recognized. Never tokenizes and never reads files.
+Decides which columns a format reads and which format a row has. Never tokenizes and never reads
+files.
 
 Rules for conversations: roles have their usual names (`human`, `gpt`, ...); consecutive turns of
 one role are joined (see turns.py); a system turn comes first; a user turn comes before the first
@@ -11,48 +11,57 @@ column, or to a dotted path into one.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data_modules.format.columns import find_unread
 from data_modules.format.fields import (
     MissingColumnError,
     RowError,
     is_turns,
     nearest_hint,
-    quote,
     read_answer,
     read_optional_text,
     read_path,
     read_text,
     read_weight,
-    row_weight,
     type_of,
     typo_hint,
 )
-from data_modules.format.turns import normalize_turns, read_tools, read_tree, read_turns
+from data_modules.format.meaning import check_meaning, suggest_settings
+from data_modules.format.tokens import DOCUMENT_IDS, MASKS, PACKED, read_tokens
+from data_modules.format.turns import (
+    MEDIA,
+    TOOLS,
+    check_no_media,
+    normalize_turns,
+    read_tools,
+    read_tree,
+    read_turns,
+)
+from data_modules.format.weights import (
+    TOKEN_MASKS,
+    TURN_MASKS,
+    WEIGHTS,
+    apply_turn_masks,
+    check_no_token_mask,
+    row_weight,
+    turn_weight,
+)
 from data_modules.messages import DataError, Origin, listed
-from data_modules.types import Conversation, Document, Item, Row, Segment, Tokens, Turn
+from data_modules.types import Conversation, Document, Item, Row, Segment, Turn
 
 _ALPACA_ANSWERS = ("output", "response", "completion")
 _COMPLETIONS = ("completion", "response", "output")
-_TURNS = ("messages", "conversations", "conversation")
+_SHAREGPT = ("conversations", "conversation")
+_TEXT_COLUMNS = ("text", "content", "segments")
+_TURN_FORMATS = ("messages", "sharegpt", "prompt_completion")
 _SLIP = 0.9
 """similarity of two names that differ by one letter"""
 _FLAT_TREE = {"parent_id", "role", "text"}
-_QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input", "user", "human")
-_ANSWERS = (
-    *("output", "answer", "response", "completion", "solution", "answers", "target", "reply"),
-    *("assistant", "gpt", "summary"),
-)
-_EXTRAS = ("input", "context", "passage")
-_TEXTS = ("text", "content", "body", "document", "article", "code", "markdown")
-_MAX_DEPTH = 3
-"""nesting below a column to which texts are searched for suggestions"""
-IGNORED = -100
-"""label of a token that is not trained on"""
-_MAX_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +100,6 @@ def format_of(columns: Iterable[str]) -> str | None:
     return next((name for name, form in FORMATS.items() if form.fits(present)), None)
 
 
-_PREFERENCES = {"chosen", "rejected"}
-
-
 def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     """Return the format of most rows; raise DataError if the first row and most rows have none."""
     votes: Counter[str] = Counter()
@@ -105,13 +111,8 @@ def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
             unknown[number] = f"{row.origin} {error}"
             continue
         name = format_of(values)
+        check_meaning(row, values, columns, name)
         if name is None:
-            if _PREFERENCES.issubset(values):
-                raise DataError(
-                    f"{row.origin} columns {listed(row.values)}: preference pairs (as for DPO) are "
-                    "not supported; to train on the chosen answers, set "
-                    "{path: ..., format: prompt_completion, columns: {completion: chosen}}"
-                )
             suggestion = suggest_settings(row.values)
             example = "as in {instruction: question, output: answer}"
             unknown[number] = (
@@ -169,7 +170,79 @@ def convert_row(row: Row, name: str, columns: Mapping[str, str]) -> list[Item]:
                 break
         else:
             raise _missing(names, row.values)
-    return form.read(values, row.origin)
+    try:
+        items = form.read(values, row.origin)
+    except RowError as error:
+        raise (_table_error(form, values) or error) from error
+    if form.name != "pretokenized":
+        _check_text_row(form, values, items[0])
+    return items
+
+
+def _table_error(form: Format, values: Mapping[str, Any]) -> RowError | None:
+    """Return the error of a row whose columns are those of a whole table; None of other rows."""
+    lengths = {len(value) if isinstance(value, list) else 0 for value in values.values()}
+    if form.name == "pretokenized" or len(values) < 2 or len(lengths) > 1 or max(lengths) < 2:
+        return None
+    _, column = _first_present(values, form.required[0])
+    if not isinstance(column[0], (str, list)):
+        return None
+    return RowError(
+        f"{', '.join(values)} are lists of {max(lengths):,} values each: the columns of a table, "
+        "not a row; write a row for each of the values"
+    )
+
+
+def _check_text_row(form: Format, values: Mapping[str, Any], item: Item) -> None:
+    """Raise RowError if a row of text has a mask of tokens, or images that belong to its text."""
+    if _OF_OTHER_ROWS.isdisjoint(values):
+        return
+    check_no_token_mask(values, has_turns=_has_turns(form, item))
+    if isinstance(item, Conversation):
+        check_no_media(values, text="\n".join(turn.content for turn in item.turns))
+    elif isinstance(item, Document):
+        text = "".join(segment.text for segment in item.segments)
+        # A corpus may keep the picture of each text; a prompt that comes with one is about it.
+        check_no_media(values, text=text, needs_mark=form.name == "completion")
+
+
+def _has_turns(form: Format, item: Item) -> bool:
+    """Return whether turns of the row's own stand in its columns."""
+    return form.name in _TURN_FORMATS and isinstance(item, Conversation)
+
+
+def unread_in(row: Row, name: str, columns: Mapping[str, str], items: Sequence[Item]) -> set[str]:
+    """Return the names of columns and inner keys of a row that nothing reads.
+
+    `items` is what `convert_row` returned for it.
+    """
+    form, item = FORMATS[name], items[0]
+    values = apply_columns(row.values, columns)
+    if columns:
+        values = _without_aliases(values, form, columns)
+    has_turns = _has_turns(form, item)
+    read, others = _columns_read(name, tuple(values), isinstance(item, Document), has_turns)
+    return find_unread(row.values, values, columns, read, others, has_turns=has_turns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _columns_read(
+    name: str, present: tuple[str, ...], is_text: bool, has_turns: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return which of the columns that are present a format reads, and the others."""
+    form = FORMATS[name]
+    read = {*WEIGHTS, "loss_scale"}
+    for names in form.required:
+        used = [field for field in _by_precedence(names) if field in present]
+        read.update(used if name == "pretokenized" else used[:1])
+    # The tools of a conversation are not written into plain text.
+    read.update(() if is_text else form.optional)
+    if has_turns:
+        read.add("loss_mask")
+    return (
+        tuple(column for column in present if column in read),
+        tuple(column for column in present if column not in read),
+    )
 
 
 def apply_columns(values: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -211,6 +284,11 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     return nearest_hint(name, known, otherwise=f"; use one of {', '.join(known)}")
 
 
+def _by_precedence(names: Iterable[str]) -> list[str]:
+    """Return the aliases of a field in the order in which they are looked for."""
+    return sorted(names, key=lambda name: name != "segments")
+
+
 def _first_present(values: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any]:
     return next((name, values[name]) for name in names if name in values)
 
@@ -247,9 +325,18 @@ def _read_history(history: Any) -> list[Turn]:
 
 
 def _read_messages(values: Mapping[str, Any], origin: Origin) -> list[Item]:
-    name, items = _first_present(values, _TURNS)
-    turns = normalize_turns(read_turns(items, name), name, read_optional_text(values, "system"))
-    return [Conversation(turns, origin, read_tools(values), row_weight(values))]
+    return _read_conversation(values, "messages", origin)
+
+
+def _read_sharegpt(values: Mapping[str, Any], origin: Origin) -> list[Item]:
+    name, _ = _first_present(values, _SHAREGPT)
+    return _read_conversation(values, name, origin)
+
+
+def _read_conversation(values: Mapping[str, Any], name: str, origin: Origin) -> list[Item]:
+    turns = apply_turn_masks(read_turns(values[name], name), values, name)
+    joined = normalize_turns(turns, name, read_optional_text(values, "system"))
+    return [Conversation(joined, origin, read_tools(values), row_weight(values))]
 
 
 def _read_prompt_completion(values: Mapping[str, Any], origin: Origin) -> list[Item]:
@@ -265,6 +352,8 @@ def _read_prompt_turns(
     prompt: Any, answer: Any, name: str, values: Mapping[str, Any], origin: Origin
 ) -> Conversation:
     """Return a conversation of prompt and completion; answers in the prompt are masked."""
+    if isinstance(answer, dict) and is_turns([answer]):
+        answer = [answer]
     if not (is_turns(prompt) and is_turns(answer)):
         raise RowError(
             f"prompt is {type_of(prompt)} and {name} {type_of(answer)}; give turns in both"
@@ -275,12 +364,14 @@ def _read_prompt_turns(
         else turn
         for turn in read_turns(prompt, "prompt")
     ]
-    turns = normalize_turns(prompt_turns + read_turns(answer, name), f"prompt + {name}")
+    both = f"prompt + {name}"
+    weighed = apply_turn_masks(prompt_turns + read_turns(answer, name), values, both)
+    turns = normalize_turns(weighed, both)
     return Conversation(turns, origin, read_tools(values), row_weight(values))
 
 
 def _read_completion(values: Mapping[str, Any], origin: Origin) -> list[Item]:
-    name, value = _first_present(values, ("segments", "text", "content"))
+    name, value = _first_present(values, _by_precedence(_TEXT_COLUMNS))
     weight = row_weight(values)
     if name != "segments":
         return [Document((Segment(read_text(value, name), weight),), origin)]
@@ -293,197 +384,48 @@ def _read_segment(item: Any, index: int, row_weight: float) -> Segment:
     where = f"segments[{index}]"
     if not isinstance(item, dict) or "text" not in item:
         raise RowError(f"{where} is not {{text, weight}}")
-    weight = read_weight(item.get("weight", 1.0), f"{where}.weight")
-    return Segment(read_text(item["text"], f"{where}.text"), weight * row_weight)
+    read_weight(item.get("weight", 1.0), f"{where}.weight")
+    weight = turn_weight(item, where)
+    weight = row_weight if weight is None else weight * row_weight
+    if isinstance(item.get("label"), bool):
+        weight *= item["label"]
+    return Segment(read_text(item["text"], f"{where}.text"), weight)
 
 
 def _read_pretokenized(values: Mapping[str, Any], origin: Origin) -> list[Item]:
-    return [read_tokens(values, origin)]
+    return [*read_tokens(values, origin)]
 
 
 def _read_oasst(values: Mapping[str, Any], origin: Origin) -> list[Item]:
     return [*read_tree(values["prompt"], origin, row_weight(values))]
 
 
-def suggest_settings(values: Mapping[str, Any]) -> str:
-    """Return settings for a row, as in `format: alpaca, columns: {instruction: question}`.
-
-    Returns "" if no column looks like a question, an answer or a text.
-    """
-    for name, value in values.items():
-        if is_turns(value):
-            return f"format: messages, columns: {{messages: {name}}}"
-    question = _find_text(values, _QUESTIONS)
-    answer = _find_text(values, _ANSWERS, but=question) or _find_nested_text(values, _ANSWERS)
-    if question and answer:
-        extra = _find_text(values, _EXTRAS, but=question)
-        if not extra and "." in answer:
-            extra = _input_next_to(values, answer)
-        columns = {"instruction": question, "input": extra, "output": answer}
-        named = [f"{field}: {path}" for field, path in columns.items() if path not in ("", field)]
-        return f"format: alpaca, columns: {{{', '.join(named)}}}"
-    texts = [name for name, value in values.items() if isinstance(value, str)]
-    text = _find_text(values, _TEXTS) or (texts[0] if len(texts) == 1 and not answer else "")
-    return f"format: completion, columns: {{text: {text}}}" if text and not question else ""
-
-
-def _find_text(values: Mapping[str, Any], names: Sequence[str], but: str = "") -> str:
-    """Return the path of the text under the first of `names`, not in column `but`; "" without."""
-    for known in names:
-        for name in values:
-            if name.lower() == known and name != but.split(".")[0]:
-                path = _text_path(values[name], name, (*_ANSWERS, *_TEXTS))
-                if path:
-                    return path
-    return ""
-
-
-def _find_nested_text(values: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the path of a text under one of `names` inside a list or an object; "" without."""
-    for name, value in values.items():
-        if isinstance(value, (list, dict)) and (path := _text_path(value, name, names)):
-            return path
-    return ""
-
-
-def _text_path(value: Any, path: str, names: Sequence[str], depth: int = 0) -> str:
-    if isinstance(value, str):
-        return path if depth or value.strip() else ""
-    if depth == _MAX_DEPTH:
-        return ""
-    if isinstance(value, list):
-        return _text_path(value[0], f"{path}.0", names, depth + 1) if value else ""
-    if isinstance(value, dict):
-        for name in names:
-            if found := _text_path(value.get(name), f"{path}.{name}", names, depth + 1):
-                return found
-    return ""
-
-
-def _input_next_to(values: Mapping[str, Any], answer: str) -> str:
-    """Return the path of an `input` in the same object as a nested answer; "" without."""
-    found: Any = values
-    *steps, _ = answer.split(".")
-    for step in steps:
-        found = found[int(step)] if isinstance(found, list) else found[step]
-    has_input = isinstance(found, dict) and isinstance(found.get("input"), str)
-    return ".".join([*steps, "input"]) if has_input else ""
-
-
+_OF_OTHER_ROWS = frozenset((*TOKEN_MASKS, *TURN_MASKS, *MEDIA))
+_KWARGS = "chat_template_kwargs"
 FORMATS: dict[str, Format] = {
     form.name: form
     for form in (
-        Format("messages", (("messages",),), ("system", "tools", "functions"), _read_messages),
-        Format(
-            "sharegpt",
-            (("conversations", "conversation"),),
-            ("system", "tools", "functions"),
-            _read_messages,
-        ),
+        Format("messages", (("messages",),), ("system", *TOOLS, _KWARGS), _read_messages),
+        Format("sharegpt", (_SHAREGPT,), ("system", *TOOLS, _KWARGS), _read_sharegpt),
         Format(
             "alpaca",
             (("instruction",), _ALPACA_ANSWERS),
-            ("input", "system", "history"),
+            ("input", "system", "history", _KWARGS),
             _read_alpaca,
         ),
         Format(
             "pretokenized",
-            (("input_ids",), ("labels", "loss_mask", "weights")),
-            ("attention_mask",),
+            (("input_ids",), MASKS),
+            ("attention_mask", *PACKED, *DOCUMENT_IDS),
             _read_pretokenized,
         ),
         Format(
             "prompt_completion",
             (("prompt",), _COMPLETIONS),
-            ("tools", "functions"),
+            (*TOOLS, _KWARGS),
             _read_prompt_completion,
         ),
-        Format("oasst", (("prompt",),), (), _read_oasst, guessed_by=("message_tree_id",)),
-        Format("completion", (("text", "content", "segments"),), (), _read_completion),
+        Format("oasst", (("prompt",),), (_KWARGS,), _read_oasst, guessed_by=("message_tree_id",)),
+        Format("completion", (_TEXT_COLUMNS,), (), _read_completion),
     )
 }
-
-
-def read_tokens(values: Mapping[str, Any], origin: Origin) -> Tokens:
-    """Return ids and weights; the weights of `labels`, `loss_mask` and `weights` are multiplied.
-
-    Tokens masked by `attention_mask` are padding at either end, which is removed. Labels are not
-    shifted: each has the position of its own token, -100 for tokens that are not trained on.
-    """
-    ids = _integers(values["input_ids"], "input_ids")
-    if not ids:
-        raise RowError("input_ids is empty; give at least one token")
-    if min(ids) < 0 or max(ids) > _MAX_ID:
-        place = next(i for i, token in enumerate(ids) if not 0 <= token <= _MAX_ID)
-        raise RowError(
-            f"input_ids[{place}] is {quote(ids[place])}; an id is a number from 0 to {_MAX_ID}"
-        )
-    first, end = _find_padding(values, len(ids))
-    weights = [row_weight(values)] * len(ids)
-    if values.get("labels") is not None:
-        weights = _label_weights(values["labels"], ids, weights, first, end)
-    for name in ("loss_mask", "weights"):
-        if values.get(name) is not None:
-            factors = _numbers(values[name], name, len(ids))
-            weights = [a * b for a, b in zip(weights, factors, strict=True)]
-    return Tokens(tuple(ids[first:end]), tuple(weights[first:end]), origin)
-
-
-def _find_padding(values: Mapping[str, Any], count: int) -> tuple[int, int]:
-    """Return the end of the padding before the tokens, and the start of that after them."""
-    if values.get("attention_mask") is None:
-        return 0, count
-    mask = _integers(values["attention_mask"], "attention_mask")
-    _check_length(mask, "attention_mask", count)
-    if 1 not in mask:
-        raise RowError("attention_mask masks every token; drop the row")
-    first, end = mask.index(1), count - mask[::-1].index(1)
-    if any(mask[:first]) or any(mask[end:]) or mask[first:end] != [1] * (end - first):
-        raise RowError(
-            "attention_mask is not one run of 1 with 0 at its ends; give one document per row: "
-            "loft packs documents itself"
-        )
-    return first, end
-
-
-def _label_weights(
-    value: Any, ids: list[int], weights: list[float], first: int, end: int
-) -> list[float]:
-    labels = _integers(value, "labels")
-    _check_length(labels, "labels", len(ids))
-    if labels == ids:
-        return weights
-    label_weights = [
-        0.0 if label == IGNORED else weight if label == token else -1.0
-        for label, token, weight in zip(labels, ids, weights, strict=True)
-    ]
-    if -1.0 in label_weights[first:end]:
-        place = label_weights.index(-1.0, first)
-        raise RowError(
-            f"labels[{place}] is {labels[place]} and input_ids[{place}] is {ids[place]}; labels "
-            f"must equal input_ids (they are not shifted) or be {IGNORED}"
-        )
-    return label_weights
-
-
-def _integers(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list):
-        raise RowError(f"{name} is {type_of(value)}, not a list of numbers")
-    if not set(map(type, value)) <= {int}:
-        place = next(i for i, number in enumerate(value) if type(number) is not int)
-        raise RowError(f"{name}[{place}] is {type_of(value[place])}, not a whole number")
-    return value
-
-
-def _numbers(value: Any, name: str, count: int) -> list[float]:
-    if not isinstance(value, list):
-        raise RowError(f"{name} is {type_of(value)}, not a list of numbers")
-    _check_length(value, name, count)
-    return [read_weight(number, name) for number in value]
-
-
-def _check_length(value: list[Any], name: str, count: int) -> None:
-    if len(value) != count:
-        raise RowError(
-            f"{name} has {len(value):,} numbers and input_ids {count:,}; give one per token"
-        )

@@ -19,6 +19,7 @@ from data_modules.format.fields import (
     EmptyAnswerError,
     RowError,
     check_json,
+    check_parts,
     check_text,
     is_blank,
     quote,
@@ -27,10 +28,10 @@ from data_modules.format.fields import (
     read_part,
     read_text,
     read_text_part,
-    read_weight,
     type_of,
     typo_hint,
 )
+from data_modules.format.weights import check_whole, turn_weight
 from data_modules.messages import Origin, listed, shown
 from data_modules.types import Conversation, ToolCall, Turn
 
@@ -52,22 +53,28 @@ ROLES = {
     "function": "tool",
     "tool_response": "tool",
 }
-_CONTENT_FIELDS = ("content", "value", "text")
-_CALL_ROLES = ("function_call", "tool_call")
-_REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
+CONTENT_FIELDS = ("content", "value", "text")
+CALL_ROLES = ("function_call", "tool_call")
+REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
+TOOLS = ("tools", "functions", "tool_defs")
+"""columns that may hold the tools of a conversation"""
+MEDIA = frozenset(("image", "images", "video", "videos", "audio", "audios"))
+"""columns and keys of a turn that hold what is not text"""
 _REASONING_PARTS = ("reasoning", "thinking")
 # Calls in the text of an answer, as written for Hermes, Mistral, Glaive and Llama.
 _CALLS_IN_TEXT = ("<tool_call", "<function", "[TOOL_CALLS]", "<|python_tag|>")
 
 
 def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools in the column `tools` or `functions`, each as {type, function}.
+    """Return the tools in a column of TOOLS, each as {type, function}.
 
     The column may be a list or the JSON text of one.
     """
-    name, value = next(
-        ((name, values[name]) for name in ("tools", "functions") if values.get(name)), ("tools", [])
-    )
+    given = [(name, values[name]) for name in TOOLS if values.get(name)]
+    name, value = given[0] if given else ("tools", [])
+    for other, same in given[1:]:
+        if same != value:
+            raise RowError(f"{name} and {other} hold different tools; keep one of the columns")
     if isinstance(value, str):
         value = [] if is_blank(value) else read_json(value, name) or []
     if not isinstance(value, list):
@@ -128,13 +135,14 @@ def _read_call(value: Any, where: str) -> ToolCall:
         value = read_json(value, where)
     if not isinstance(value, dict):
         raise RowError(f"{where} is {type_of(value)}; a call is {{name, arguments}}")
+    check_whole(value, where)
     inner = value.get("function")
     if not isinstance(inner, dict):
         inner = value
     name = inner.get("name")
     if not isinstance(name, str) or is_blank(name):
         raise RowError(f"{where} has no tool name; found {listed(inner)}{typo_hint('name', inner)}")
-    arguments = inner.get("arguments")
+    arguments = inner.get(arguments_key(inner))
     if isinstance(arguments, str):
         arguments = {} if is_blank(arguments) else read_json(arguments, f"{where}.arguments")
     if arguments is None:
@@ -149,6 +157,11 @@ def _read_call(value: Any, where: str) -> ToolCall:
     )
 
 
+def arguments_key(call: Mapping[str, Any]) -> str:
+    """Return the key of a call's arguments: Llama's calls have `parameters`."""
+    return "parameters" if call.get("arguments") is None and "parameters" in call else "arguments"
+
+
 def read_turns(items: Any, name: str) -> list[Turn]:
     """Return the turns in the column `name`, without joining any."""
     if not isinstance(items, list):
@@ -156,6 +169,26 @@ def read_turns(items: Any, name: str) -> list[Turn]:
     if not items:
         raise RowError(f"{name} is empty; give at least a user and an assistant turn")
     return [_read_turn(item, f"{name}[{index}]") for index, item in enumerate(items)]
+
+
+def check_no_media(
+    values: Mapping[str, Any], where: str = "", *, text: str = "", needs_mark: bool = False
+) -> None:
+    """Raise RowError for images, video or audio, which are not read.
+
+    The name or address of one is only an error if `text` has a mark for it, as in <image>; with
+    `needs_mark` so is the thing itself.
+    """
+    for name in MEDIA & values.keys():
+        value = values[name]
+        is_marked = f"<{name.removesuffix('s')}>" in text
+        is_given = value not in (None, "", [], {})
+        if is_given and (is_marked or not (needs_mark or isinstance(value, str))):
+            raise RowError(
+                f"{where}{name} is {type_of(value)}: not supported; only text is trained on: "
+                "leave such rows out (data.on_bad_row=quarantine), or remove the column and its "
+                "marks in the text"
+            )
 
 
 def normalize_turns(turns: list[Turn], name: str, system: str = "") -> tuple[Turn, ...]:
@@ -192,12 +225,12 @@ def _read_turn(item: Any, where: str) -> Turn:
     if role is None:
         raise RowError(_unknown_role(item, name, where))
     field = None
-    for content_field in _CONTENT_FIELDS:
+    for content_field in CONTENT_FIELDS:
         if content_field in item:
             field = content_field
             break
     value = None if field is None else item[field]
-    if len(item) == 2 and isinstance(value, str) and name not in _CALL_ROLES:
+    if len(item) == 2 and isinstance(value, str) and name not in CALL_ROLES:
         turn = Turn(role, check_text(value, f"{where}.{field}"))
     else:
         turn = _read_full_turn(item, str(name), field, where)
@@ -222,10 +255,11 @@ def _check_not_empty(turn: Turn, where: str) -> None:
 
 def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: str) -> Turn:
     role = ROLES[name]
+    check_no_media(item, f"{where}.")
     value = None if field is None else item[field]
     calls = read_call_fields(item, where)
     content, reasoning = "", ""
-    if name in _CALL_ROLES and not calls:
+    if name in CALL_ROLES and not calls:
         calls = read_call_text(value, f"{where}.{field or 'content'}")
     elif isinstance(value, list):
         content, reasoning, part_calls = _read_parts(value, f"{where}.{field}")
@@ -245,7 +279,7 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
     return Turn(
         role,
         content,
-        weight=_turn_weight(item, where),
+        weight=turn_weight(item, where),
         reasoning=None if is_blank(reasoning) else reasoning,
         tool_calls=tuple(calls),
         name=read_optional_string(item, "name", where) if role == "tool" else None,
@@ -254,7 +288,7 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
 
 
 def _read_reasoning(item: dict[str, Any], part_reasoning: str, where: str) -> str:
-    for field in _REASONING_FIELDS:
+    for field in REASONING_FIELDS:
         if item.get(field):
             found = read_text(item[field], f"{where}.{field}")
             if part_reasoning and part_reasoning != found:
@@ -270,9 +304,13 @@ def _read_parts(parts: list[Any], where: str) -> tuple[str, str, list[ToolCall]]
     texts: list[str] = []
     reasonings: list[str] = []
     calls: list[ToolCall] = []
+    check_parts(parts, where)
     for index, part in enumerate(parts):
         place = f"{where}[{index}]"
-        name = part.get("type") if isinstance(part, dict) else None
+        name = None
+        if isinstance(part, dict):
+            name = part.get("type")
+            check_whole(part, place)
         if name == "tool_call":
             calls.append(read_call_part(part, place))
         elif name in _REASONING_PARTS:
@@ -285,20 +323,6 @@ def _read_parts(parts: list[Any], where: str) -> tuple[str, str, list[ToolCall]]
                 raise RowError(f"{place} is text after a call; put it before the call")
             texts.append(text)
     return "".join(texts), "".join(reasonings), calls
-
-
-def _turn_weight(item: dict[str, Any], where: str) -> float | None:
-    weight = item.get("weight")
-    train = item.get("train")
-    if weight is not None:
-        weight = read_weight(weight, f"{where}.weight")
-    if train is None:
-        return weight
-    if train not in (0, 1):
-        raise RowError(f"{where}.train is {quote(train)}; give true or false")
-    if not train:
-        return 0.0
-    return 1.0 if weight is None else weight
 
 
 def _first_part(turn: Turn) -> int:
@@ -474,4 +498,4 @@ def _read_message(value: dict[str, Any], where: str) -> Turn:
             f"{where} is an empty answer: there is nothing to train on; mark it deleted, "
             f"{SKIP_EMPTY}"
         )
-    return Turn(role, text)
+    return Turn(role, text, turn_weight(value, where))

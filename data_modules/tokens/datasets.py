@@ -18,6 +18,7 @@ import numpy as np
 
 from data_modules import source
 from data_modules.audit import Audit, DatasetFacts, RunSettings, audit_documents
+from data_modules.format import sort_unread
 from data_modules.messages import DataError, redact
 from data_modules.packing.mixture import Split, hold_out
 from data_modules.settings import (
@@ -28,7 +29,13 @@ from data_modules.settings import (
 )
 from data_modules.stream import validation_slice
 from data_modules.template import ChatTemplate
-from data_modules.tokens.encode import Rejected, chunks_of, convert, find_format
+from data_modules.tokens.encode import (
+    Rejected,
+    chunks_of,
+    convert,
+    find_format,
+    unread_in_first_rows,
+)
 from data_modules.tokens.prepare import REJECTED_FILE, Prepared, TokenSpec, hash_of, prepare_dataset
 from data_modules.tokens.store import Examples
 from data_modules.types import BatchSpec, Item, ModelSpec
@@ -212,7 +219,20 @@ class PreparedData:
         )
         if is_stream:
             audit.facts.append("a stream: only the validation rows were audited")
+        audit.unread = {
+            name: sort_unread(unread) for name, unread in self._unread().items() if unread
+        }
         return audit
+
+    def _unread(self) -> dict[str, dict[str, tuple[int, str]]]:
+        """Return what nothing reads in each data set; of a stream, in the rows that were read."""
+        if self._config.streaming and not self._config.val_set_size:
+            named = zip(dataset_names(self._config.datasets), self._config.datasets, strict=True)
+            found = {name: unread_in_first_rows(one, self._config) for name, one in named}
+        else:
+            found = {ready.name: ready.data.counts.unread for ready in self.datasets}
+        tests = {f"test data {name}": data.counts.unread for name, data in self._tests.items()}
+        return found | tests
 
     def report(self) -> DataReport:
         """Return what was read, with a report per data set."""

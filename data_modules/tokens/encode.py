@@ -47,6 +47,9 @@ GUESSED_ROWS = 100
 """number of first rows from which the format of a data set is guessed"""
 MAX_FIRST = 5
 """number of rows of a kind that are named in reports"""
+MAX_UNREAD = 200
+"""number of names of what nothing reads that are counted one by one"""
+OTHER_NAMES = "other names"
 
 
 @dataclass(slots=True)
@@ -67,6 +70,8 @@ class Counts:
     notes: dict[str, tuple[int, str]] = field(default_factory=dict)
     stop_token_ids: list[int] = field(default_factory=list)
     largest_token: tuple[int, str] = (-1, "")
+    unread: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """column or inner key that nothing reads -> rows that have it, and the first of them"""
 
     def add_empty(self, origin: str) -> None:
         """Count a row with nothing to train on."""
@@ -84,6 +89,13 @@ class Counts:
         num_before, first = self.notes.get(kind, (0, seen))
         self.notes[kind] = (num_before + count, first)
 
+    def add_unread(self, name: str, origin: str, count: int = 1) -> None:
+        """Count a row with a column or key that nothing reads; of very many names, only a total."""
+        if name not in self.unread and len(self.unread) >= MAX_UNREAD:
+            name = OTHER_NAMES
+        num_before, first = self.unread.get(name, (0, origin))
+        self.unread[name] = (num_before + count, first)
+
     def merge(self, other: Counts) -> None:
         """Add the counts of the rows after these."""
         for name in _SUMMED:
@@ -93,6 +105,8 @@ class Counts:
             self.add_length(tokens, origin)
         for kind, (count, seen) in other.notes.items():
             self.add_note(kind, seen, count)
+        for name, (count, origin) in other.unread.items():
+            self.add_unread(name, origin, count)
         self.stop_token_ids = sorted({*self.stop_token_ids, *other.stop_token_ids})
         self.largest_token = max(self.largest_token, other.largest_token)
 
@@ -155,7 +169,7 @@ class ChunkEncoder:
         """Return the documents of the rows of `chunk`, the counts, and the rejected rows."""
         counts, rejected, num_rows = Counts(), [], 0
         rows: dict[int, list[Item]] = {}
-        for number, found in enumerate(read_chunk(chunk, self.format, self.columns)):
+        for number, found in enumerate(read_chunk(chunk, self.format, self.columns, counts)):
             num_rows += 1
             if isinstance(found, Rejected):
                 rejected.append(found)
@@ -259,14 +273,20 @@ class Rejected:
 
 
 def read_chunk(
-    chunk: source.Chunk, format_name: str, columns: dict[str, str]
+    chunk: source.Chunk, format_name: str, columns: dict[str, str], counts: Counts | None = None
 ) -> Iterator[list[Item] | Rejected]:
-    """Yield the items of each row of a chunk, or its rejection."""
+    """Yield the items of each row of a chunk, or its rejection; `counts` gets what is not read."""
     for row in chunk.rows():
         if isinstance(row, source.BadRow):
             yield Rejected(row.origin, row.problem, row.raw)
-        else:
-            yield convert(row, format_name, columns)
+            continue
+        found = convert(row, format_name, columns)
+        if counts is not None and not isinstance(found, Rejected):
+            unread = formats.unread_in(row, format_name, columns, found)
+            origin = str(row.origin) if unread else ""
+            for name in unread:
+                counts.add_unread(name, origin)
+        yield found
 
 
 def convert(row: Row, format_name: str, columns: dict[str, str]) -> list[Item] | Rejected:
@@ -333,6 +353,16 @@ def chunks_of(
         limits=data.limits,
         streaming=data.streaming,
     )
+
+
+def unread_in_first_rows(dataset: DatasetConfig, data: DataConfig) -> dict[str, tuple[int, str]]:
+    """Return what nothing reads in the first chunk of a stream, and in how many of its rows."""
+    counts = Counts()
+    format_name, chunks = find_format(dataset, chunks_of(dataset, data))
+    for chunk in itertools.islice(chunks, 1):
+        for _ in read_chunk(chunk, format_name or "", dataset.columns, counts):
+            pass
+    return counts.unread
 
 
 class FirstRows:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 
 from data_modules import Batch, DataConfig, DataError, DatasetConfig, DataSpec, PackingConfig
 from data_modules.datamodule import FinetuneDataModule
+from data_modules.packing.mixture import MixtureConfig
 from data_modules.types import BatchSpec, ModelSpec
 
 
@@ -527,3 +528,50 @@ def test_a_tokenizer_without_turn_separator_accepts_only_token_rows(tmp_path: Pa
     set_up(tokens, "pretokenized")
     with pytest.raises(DataError, match="its loss mask is wrong"):
         set_up(chats, "messages")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_nothing_reads_is_said_in_one_line(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, *, streams: bool
+) -> None:
+    from data_modules.source import opening
+
+    monkeypatch.setattr(opening, "CHUNK_BYTES", 2000)  # many chunks, in several processes
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "one", "name": "b"}]
+    rows = [{"messages": chat, "id": i, "topic": "x" if i < 3 else None} for i in range(100)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "texts.csv").write_text("text,url\n" + "one two,http\n" * 40 + "three,\n")
+    datasets = [DatasetConfig(path=str(tmp_path / name)) for name in ("chats.jsonl", "texts.csv")]
+    data: dict[str, Any] = {"val_set_size": 0, "test_datasets": [], "num_proc": 2}
+    if streams:
+        mixture = MixtureConfig(weights="rows")
+        data |= {"streaming": True, "mixture": mixture}
+    else:
+        data["test_datasets"] = [datasets[1]]
+    module = build(datasets, tokenizer, data=data, max_steps=2)
+    line = next(line for line in module.brief() if "nothing reads" in line)
+    if streams:
+        start = "columns and keys that nothing reads: chats: id ("
+        assert line.startswith(start) and "; texts: url (" in line
+        return
+    assert line == (
+        "columns and keys that nothing reads: chats: id (100 rows), messages[].name (100 rows), "
+        "topic (3 rows); texts: url (40 rows); test data texts: url (40 rows)"
+    )
+    assert line in module.audit.lines()
+    full = next(line for line in module.audit.notes() if "nothing reads" in line)
+    assert f"topic (3 rows, first {tmp_path}/chats.jsonl:1)" in full
+    assert module.audit.as_dict()["unread"] == [full]
+    # Also from the cache.
+    assert line in build(datasets, tokenizer, data=data, max_steps=2).brief()
+
+
+def test_very_many_names_that_nothing_reads_are_not_all_named(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    rows = [{"text": "one two", f"column {i}": i} for i in range(500)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    module = build([DatasetConfig(path=str(tmp_path / "a.jsonl"))], tokenizer)
+    line = next(line for line in module.brief() if "nothing reads" in line)
+    assert len(line) < 400 and line.endswith(", and 193 more")
+    assert ("other names", 300) in [(name, rows) for name, rows, _ in module.audit.unread["a"]]

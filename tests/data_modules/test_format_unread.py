@@ -1,0 +1,307 @@
+"""Nothing in a row is ignored in silence: what no reader looks at is counted and named."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data_modules.format import FORMATS, RowError, convert_row, guess_format, unread_in
+from data_modules.format.columns import sort_unread
+from data_modules.messages import DataError, Origin
+from data_modules.types import Conversation, Document, Item, Row
+from tests.data_modules.conftest import SHARED
+
+ORIGIN = Origin("rows.jsonl", 7)
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CHAT = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "r"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "2", "name": "add", "tool_call_id": "1"},
+    {"role": "assistant", "content": "a", "reasoning": "hm"},
+]
+SHAREGPT = [
+    {"from": "human", "value": "q"},
+    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+    {"from": "observation", "value": "2"},
+    {"from": "gpt", "value": "a"},
+]
+TREE = {"role": "prompter", "text": "q", "replies": [{"role": "assistant", "text": "a"}]}
+ROWS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": CHAT, "tools": [{"name": "add"}]},
+    "sharegpt": {"conversations": SHAREGPT, "system": "s"},
+    "alpaca": {"instruction": "q", "input": "i", "output": "a", "history": [["b", "c"]]},
+    "pretokenized": {"input_ids": [5, 6], "labels": [5, 6]},
+    "prompt_completion": {"prompt": "q", "completion": "a"},
+    "prompt_completion turns": {"prompt": CHAT[:2], "completion": CHAT[2:]},
+    "oasst": {"prompt": TREE},
+    "completion": {"text": "a"},
+    "completion segments": {"segments": [{"text": "a"}, {"text": "b", "weight": 0.5}]},
+}
+NAMES = (
+    *("id", "source", "meta", "score", "label", "labels", "chosen", "rejected", "kto_tag", "text"),
+    *("content", "value", "role", "from", "name", "images", "image", "tools", "functions"),
+    *("tool_defs", "system", "input", "history", "prompt", "completion", "response", "output"),
+    *("messages", "conversations", "conversation", "segments", "instruction", "input_ids"),
+    *("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask"),
+    *("weights", "weight", "loss_weight", "loss", "loss_scale", "train", "training"),
+    *("train_detail", "position_ids", "seq_lengths", "cu_seqlens", "document_ids", "tool_calls"),
+    *("function_call", "tool_call_id", "tool_call", "function", "arguments", "parameters"),
+    *("reasoning", "reasoning_content", "thinking", "replies", "deleted", "review_result"),
+    *("index", "strict", "cache_control", "annotations", "refusal"),
+)
+VALUES: tuple[Any, ...] = ("zz", 3, [{"zz": 1}], ["y", "z"], {"zz": 1}, False)
+SPLIT = ("call", "type")
+KWARGS = "chat_template_kwargs"
+
+
+def convert(name: str, values: dict[str, Any]) -> tuple[list[Item], set[str]]:
+    """Return the items of a row and what nothing reads in it."""
+    row, name = Row(values, ORIGIN), name.split()[0]
+    items = convert_row(row, name, {})
+    return items, unread_in(row, name, {}, items)
+
+
+def places(value: Any, where: str = "") -> list[tuple[str, Callable[[Any], dict[str, Any]]]]:
+    """Return every object in a row, by its name in reports, as a function that finds it."""
+    if isinstance(value, list):
+        found = []
+        for index, item in enumerate(value):
+            for name, find in places(item, f"{where}[]"):
+                found.append((name, lambda row, i=index, f=find: f(row[i])))
+        return found
+    if not isinstance(value, dict):
+        return []
+    found = [(where, lambda row: row)]
+    for key, item in value.items():
+        if key not in ("tools", "arguments"):  # whole to the template
+            for name, find in places(item, f"{where}.{key}".lstrip(".")):
+                found.append((name, lambda row, k=key, f=find: f(row[k])))
+    return found
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_key_is_read_or_refused_or_named(name: str) -> None:
+    """Add each key with each value at each place: the row changes, is refused, or it is named."""
+    before, unread = convert(name, copy.deepcopy(ROWS[name]))
+    assert unread == set()
+    silent, both, num = set(), set(), 0
+    for where, find in places(ROWS[name]):
+        for key in (key for key in NAMES if key not in find(ROWS[name])):
+            for value in VALUES:
+                row = copy.deepcopy(ROWS[name])
+                find(row)[key] = value
+                num += 1
+                try:
+                    after, unread = convert(name, row)
+                except RowError:
+                    continue
+                if after == before and not unread and value is not False:
+                    silent.add((where, key, str(value)))
+                if after != before and unread & {key, f"{where}.{key}"}:
+                    both.add((where, key))
+    assert num > 200
+    assert (silent, both) == (set(), set())
+
+
+def test_names_of_inner_keys() -> None:
+    row = copy.deepcopy(ROWS["messages"])
+    row |= {"id": 7, "images": [], "source": None, "label": ""}
+    turns = row["messages"]
+    turns[0]["name"] = turns[4]["id"] = "x"
+    turns[1]["content"][1]["cache_control"] = {"type": "ephemeral"}
+    turns[2]["tool_calls"][0]["index"] = 0
+    turns[2]["tool_calls"][0]["function"]["parameters"] = {"b": 2}
+    assert convert("messages", row)[1] == {
+        "id",
+        "messages[].name",
+        "messages[].id",
+        "messages[].content[].cache_control",
+        "messages[].tool_calls[].index",
+        "messages[].tool_calls[].function.parameters",
+    }
+    turns = copy.deepcopy(SHAREGPT)
+    turns[1]["value"] = json.dumps({"name": "add", "parameters": {"a": 1}, "result": 1})
+    items, unread = convert("sharegpt", {"conversations": turns})
+    assert unread == {"conversations[].value.result"}
+    assert items == convert("sharegpt", {"conversations": SHAREGPT})[0]
+    tree = {**TREE, "lang": "en", "replies": [{**TREE["replies"][0], "rank": 1}]}
+    assert convert("oasst", {"prompt": tree})[1] == {"message.lang", "message.rank"}
+    segments = [{"text": "a", "label": "code", "kind": 1}]
+    assert convert("completion", {"segments": segments})[1] == {
+        "segments[].label",
+        "segments[].kind",
+    }
+
+
+def test_only_the_column_that_is_taken_of_several_names_is_read() -> None:
+    row = {"instruction": "q", "output": "a", "response": "b", "completion": "c"}
+    assert convert("alpaca", row)[1] == {"response", "completion"}
+    assert convert("completion", {"segments": [{"text": "a"}], "text": "b"})[1] == {"text"}
+    chat = ROWS["messages"]
+    assert convert("messages", {**chat, "conversations": SHAREGPT})[1] == {"conversations"}
+    tools = {"prompt": "q", "completion": "a", "tools": [{"name": "add"}], "system": "s"}
+    assert convert("prompt_completion", tools)[1] == {"tools", "system"}
+
+
+def test_mapped_columns_are_read_and_what_they_hide_is_not() -> None:
+    values = {"q": "q", "meta": {"answers": ["a"]}, "instruction": "other", "output": "b", "id": 1}
+    columns = {"instruction": "q", "response": "meta.answers.0"}
+    row = Row(values, ORIGIN)
+    items = convert_row(row, "alpaca", columns)
+    assert unread_in(row, "alpaca", columns, items) == {"instruction", "output", "id"}
+
+
+def test_names_that_mean_something_come_first() -> None:
+    counts = {"id": (9, "a:1"), "source": (9, "a:1"), "messages[].loss": (2, "a:2")}
+    found = sort_unread({**counts, "rejected_response": (1, "a:3")})
+    assert [name for name, _, _ in found] == [
+        "messages[].loss",
+        "rejected_response",
+        "id",
+        "source",
+    ]
+
+
+TEXTS: list[tuple[str, dict[str, Any], str]] = [
+    ("alpaca", {"instruction": 0, "output": "a"}, "instruction"),
+    ("alpaca", {"instruction": "q", "input": 0, "output": "a"}, "input"),
+    ("alpaca", {"instruction": "q", "output": 0}, "output"),
+    ("alpaca", {"instruction": "q", "response": 0}, "response"),
+    ("alpaca", {"instruction": "q", "output": "a", "system": 0}, "system"),
+    ("alpaca", {"instruction": "q", "output": "a", "history": [[0, "b"]]}, r"history\[0\]\[0\]"),
+    ("alpaca", {"instruction": "q", "output": "a", "history": [["b", 0]]}, r"history\[0\]\[1\]"),
+    ("prompt_completion", {"prompt": 0, "completion": "a"}, "prompt"),
+    ("prompt_completion", {"prompt": "q", "completion": 0}, "completion"),
+    ("completion", {"text": 0}, "text"),
+    ("completion", {"content": 0}, "content"),
+    ("completion", {"segments": [{"text": 0}]}, r"segments\[0\].text"),
+    ("messages", {"messages": [{"role": "user", "content": 0}, CHAT[4]]}, r"\[0\].content"),
+    ("messages", {"messages": [CHAT[1], {"role": "assistant", "content": 0}]}, r"\[1\].content"),
+    ("messages", {"messages": [CHAT[1], {**CHAT[4], "reasoning": 0}]}, r"\[1\].reasoning"),
+    ("messages", {"messages": CHAT, "system": 0}, "system"),
+    ("sharegpt", {"conversations": [{"from": "human", "value": 0}]}, r"\[0\].value"),
+    ("oasst", {"prompt": {**TREE, "text": 0}}, "prompt.text"),
+]
+
+
+def put(row: Any, value: Any) -> Any:
+    """Return a row with `value` in the place of the 0."""
+    if isinstance(row, dict):
+        return {key: put(item, value) for key, item in row.items()}
+    if isinstance(row, list):
+        return [put(item, value) for item in row]
+    return value if row == 0 and isinstance(row, int) else row
+
+
+@pytest.mark.parametrize(("name", "row", "where"), TEXTS)
+def test_only_text_is_read_as_text(name: str, row: dict[str, Any], where: str) -> None:
+    for several in (["Oslo", "Oslo, Norway"], [{"text": "Oslo"}, {"text": "Oslo, Norway"}]):
+        with pytest.raises(RowError, match=rf"{where} is a list of 2 (strings|values), not one te"):
+            convert(name, put(row, several))
+    for value in (42, 1.5, True, {"zz": "Oslo"}, [{"zz": "Oslo"}], [42], [["Oslo"]]):
+        with pytest.raises(RowError, match=where):
+            convert(name, put(row, value))
+    parts = [{"type": "text", "text": "Os"}, {"type": "text", "text": "lo"}]
+    assert convert(name, put(row, parts)) == convert(name, put(row, "Oslo"))
+    assert convert(name, put(row, ["Oslo"])) == convert(name, put(row, "Oslo"))
+
+
+def test_the_columns_of_a_table_are_named_as_such() -> None:
+    with pytest.raises(
+        RowError, match=r"^instruction, output are lists of 3 values each: the colu"
+    ):
+        convert("alpaca", {"instruction": ["p", "q", "r"], "output": ["a", "b", "c"]})
+    chats = {"messages": [CHAT, CHAT], "id": [1, 2]}
+    with pytest.raises(RowError, match=r"^messages, id are lists of 2 values each"):
+        convert("messages", chats)
+
+
+SAY, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
+ASK = {"role": "user", "content": "q"}
+PAIRS: list[dict[str, Any]] = [
+    {"prompt": "q", "chosen": "good", "rejected": "bad"},
+    {"prompt": [ASK], "chosen": [SAY], "rejected": [BAD]},
+    {"chosen": [ASK, SAY], "rejected": [ASK, BAD]},
+    {"prompt": "q", "chosen": [ASK, SAY], "rejected": [ASK, BAD], "score_chosen": 7.0},
+    {"chosen": "q good", "rejected": "q bad"},
+    {"instruction": "q", "input": "", "chosen": "good", "rejected": "bad"},
+    {"question": "q", "chosen": "good", "rejected": "bad"},
+    {"conversations": [ASK], "chosen": SAY, "rejected": BAD},
+    {"conversations": [{"from": "human", "value": "q"}], "chosen": [SAY], "rejected": [BAD]},
+    {"messages": [ASK, SAY], "rejected_response": "bad"},
+    {"messages": [ASK, SAY], "chosen": [ASK, SAY], "rejected": [ASK, BAD], "prompt": "q"},
+    {"instruction": "q", "output": "good", "rejected": "bad"},
+    {"prompt": "q", "completion": "good", "rejected": "bad"},
+]
+
+
+@pytest.mark.parametrize("values", PAIRS)
+def test_preference_pairs_are_refused_with_settings_that_train_on_the_chosen(
+    values: dict[str, Any],
+) -> None:
+    row = Row(values, ORIGIN)
+    with pytest.raises(DataError, match=r"^rows.jsonl:7 columns .*preference pairs") as caught:
+        guess_format([row], {})
+    found = yaml.safe_load(str(caught.value).split("set ")[1].replace("...", "x"))
+    items = convert_row(row, found["format"], found.get("columns", {}))
+    texts = [
+        text
+        for item in items
+        for text in (
+            [turn.content for turn in item.turns]
+            if isinstance(item, Conversation)
+            else [s.text for s in item.segments]  # type: ignore[union-attr]
+        )
+    ]
+    assert texts[-1].endswith("good") and not any("bad" in text for text in texts)
+    if found.get("columns"):
+        guess_format([row], found["columns"])
+
+
+def test_answers_with_a_verdict_are_refused_and_their_weight_can_be_it() -> None:
+    for values in (ROWS["messages"], ROWS["alpaca"], ROWS["prompt_completion"], ROWS["sharegpt"]):
+        for key, verdict in (("label", False), ("label", True), ("kto_tag", False), ("label", "f")):
+            if verdict == "f":  # as in a csv file
+                verdict = "False"
+            row = Row({**values, key: verdict}, ORIGIN)
+            with pytest.raises(DataError, match=rf"KTO.*'{key}' is true, set .*weight: {key}"):
+                guess_format([row], {})
+            columns = {"weight": key}
+            name = guess_format([row], columns)
+            (item,) = convert_row(row, name, columns)
+            given = item.weight if isinstance(item, Conversation) else item.segments[-1].weight  # type: ignore[union-attr]
+            assert given == (verdict is True)
+            assert unread_in(row, name, columns, [item]) == set()
+
+
+def test_texts_with_their_class_are_refused_unless_the_format_is_given() -> None:
+    for column in ("text", "content"):
+        for label in (1, "spam", 0.5, True):
+            row = Row({column: "t", "label": label}, ORIGIN)
+            with pytest.raises(DataError, match=rf"classification.*instruction: {column}, output"):
+                guess_format([row], {})
+    words = Row({"text": "t", "label": "spam"}, ORIGIN)
+    (item,) = convert_row(words, "alpaca", {"instruction": "text", "output": "label"})
+    assert isinstance(item, Conversation) and item.turns[-1].content == "spam"
+    (item,) = convert_row(words, "completion", {})
+    assert isinstance(item, Document) and unread_in(words, "completion", {}, [item]) == {"label"}
+
+
+@pytest.mark.parametrize("name", ["dpo_en_demo.json", "kto_en_demo.json"])
+def test_real_preference_data_is_refused(name: str) -> None:
+    file = Path(SHARED) / "preference" / name
+    if not file.is_file():
+        pytest.skip("no shared data")
+    with pytest.raises(DataError, match=r"preference pairs|as for KTO"):
+        guess_format([Row(values, ORIGIN) for values in json.loads(file.read_text())], {})
+
+
+def test_every_format_is_swept() -> None:
+    assert {name.split()[0] for name in ROWS} == set(FORMATS)
