@@ -49,6 +49,12 @@ NOTES = {
         "have reasoning that the chat template drops",
         "set data.chat_template to one that writes it, or data.reasoning=strip",
     ),
+    "other_prompt": (
+        "an answer follows another text than the prompt of chat, evaluate and serve",
+        "have an answer after another text than the prompt of chat, evaluate and serve",
+        "answers without reasoning: set data.chat_template_kwargs={enable_thinking: false} if the "
+        "template reads it, or give them reasoning; earlier answers: data.last_turn_only=true",
+    ),
     "control_token": (
         "their text contains control tokens, which act as such",
         "have control tokens in their text, which act as such",

@@ -369,7 +369,8 @@ class TurnSpan(NamedTuple):
 
     The span of an answer starts at the first character that the model has to generate. `stop` is
     the text of the stop token, "" without one. A turn that is interrupted by another one has a span
-    for each of its parts.
+    for each of its parts. `other_prompt` is the end of the generation prompt if the text before the
+    answer is another one, "" if it is the same.
     """
 
     turn: int
@@ -377,6 +378,7 @@ class TurnSpan(NamedTuple):
     end: int
     stop_end: int
     stop: str
+    other_prompt: str = ""
 
 
 class AnswerSpans(NamedTuple):
@@ -516,6 +518,7 @@ class Skeleton:
                 starts[end.piece] + end.offset,
                 starts[stop_end.piece] + stop_end.offset,
                 span.stop,
+                span.other_prompt,
             )
             for span, start, end, stop_end in self._spans
         ]

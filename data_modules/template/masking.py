@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _BLOCK_END = re.compile(r"(?:\s*<think>)?\s*</think>\s*")
 _BLOCK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_SHOWN_PROMPT = 40
 Ranges = tuple[tuple[int, int], ...]
 """character ranges of a text, start and end"""
 
@@ -78,21 +79,7 @@ def chat_loss_weights(
     `prepared_turns` are its turns as the template received them; `tails` are needed to mask
     reasoning.
     """
-    weights = [
-        _turn_weight(chat.turns[span.turn], prepared_turns[span.turn], mask)
-        # The span of a call that the template does not write is empty.
-        if rendered.text[span.start : span.end].strip()
-        else 0.0
-        for span in rendered.spans
-    ]
-    if mask.last_turn_only:
-        roles = mask.roles_to_train
-        trained_turns = [s.turn for s in rendered.spans if chat.turns[s.turn].role in roles]
-        last_turn = max(trained_turns, default=-1)
-        weights = [
-            weight if span.turn == last_turn else 0.0
-            for span, weight in zip(rendered.spans, weights, strict=True)
-        ]
+    weights = span_weights(chat, prepared_turns, rendered, mask)
     last = max((i for i, weight in enumerate(weights) if weight > 0), default=-1)
     ranges = []
     for index, (span, weight) in enumerate(zip(rendered.spans, weights, strict=True)):
@@ -118,6 +105,38 @@ def chat_loss_weights(
         ranges,
         every_stop if mask.train_on_eos == "all" else frozenset(),
         chat.weight,
+    )
+
+
+def span_weights(
+    chat: Conversation, prepared_turns: Sequence[Turn], rendered: RenderedChat, mask: MaskConfig
+) -> list[float]:
+    """Return the weight of each span of a rendered conversation by its turn."""
+    weights = [
+        _turn_weight(chat.turns[span.turn], prepared_turns[span.turn], mask)
+        # The span of a call that the template does not write is empty.
+        if rendered.text[span.start : span.end].strip()
+        else 0.0
+        for span in rendered.spans
+    ]
+    if mask.last_turn_only:
+        roles = mask.roles_to_train
+        trained_turns = [s.turn for s in rendered.spans if chat.turns[s.turn].role in roles]
+        last_turn = max(trained_turns, default=-1)
+        weights = [
+            weight if span.turn == last_turn else 0.0
+            for span, weight in zip(rendered.spans, weights, strict=True)
+        ]
+    return weights
+
+
+def find_other_prompt(rendered: RenderedChat, weights: Sequence[float]) -> list[Note]:
+    """Return a note on the first trained answer that follows another text than its prompt."""
+    spans = zip(rendered.spans, weights, strict=True)
+    prompts = (span.other_prompt for span, weight in spans if weight)
+    prompt = next(filter(None, prompts), "")
+    return (
+        [Note("other_prompt", f"(prompt: ...{shown(prompt[-_SHOWN_PROMPT:])})")] if prompt else []
     )
 
 
@@ -256,6 +275,9 @@ class LayoutBuilder:
             notes += self._note_moved_reasoning(chat, prepared)
         extents = turn_extents(rendered.spans)
         notes += find_lost_reasoning(prepared.turns, rendered.text, extents)
+        if any(span.other_prompt for span in rendered.spans):
+            weights = span_weights(chat, prepared.turns, rendered, self._mask)
+            notes += find_other_prompt(rendered, weights)
         self.seen_stops.update(
             span.stop
             for span in rendered.spans

@@ -7,7 +7,7 @@ BOS.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,8 @@ _NEEDED = {
 }
 """name -> control tokens that the template writes; one without any ends answers with the EOS"""
 TEMPLATE_NAMES = tuple(_NEEDED)
+FOR_TOOLS = "tool_use"
+"""name of the template for rows with tools, of a tokenizer that has several"""
 TEMPLATES_WITH_TOOLS = ("plain", "gemma4", "granite", "qwen3")
 """templates that write declared tools, tool calls and tool results"""
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -147,3 +149,23 @@ def add_bos(text: str, bos: str, renderer: Renderer) -> str:
             "{{ chat_of_template }}"
         )
     return "{{ bos_token }}" + _LEADING_BLANKS.sub("", text)
+
+
+def merge_templates(templates: str | Mapping[str, str]) -> str:
+    """Return the template of a tokenizer; of several, one that chooses by whether a row has tools.
+
+    Raises DataError if there are several without a default one.
+    """
+    if isinstance(templates, str):
+        return templates
+    if "default" not in templates:
+        raise DataError(
+            f"the tokenizer has the chat templates {', '.join(templates)} but no default; save one "
+            "of them as a file and set data.chat_template=FILE.jinja"
+        )
+    default, for_tools = templates["default"], templates.get(FOR_TOOLS)
+    if for_tools is None or for_tools == default:
+        return default
+    # Each on its own lines, so that white space at their ends keeps its meaning.
+    with_tools, without = (_LAST_NEWLINE.sub("", text) for text in (for_tools, default))
+    return f"{{% if tools %}}\n{with_tools}{{%+ else %}}\n{without}{{%+ endif %}}"

@@ -100,7 +100,7 @@ class AnswerFinder:
         self._renderer = renderer
         self.special = re.compile("|".join(map(re.escape, specials)) or "(?!)")
         self._follows = re.compile(rf"\s*({self.special.pattern})")
-        self._starts: dict[object, int] = {}
+        self._starts: dict[object, tuple[int, str]] = {}
         self._endings: dict[object, _Ending] = {}
         self._framing = frozenset(framing)
 
@@ -125,11 +125,12 @@ class AnswerFinder:
             if not own_runs:
                 continue
             first_run, *later_runs = own_runs
-            start, ending = self._find_answer(chat, number, text, first_run)
+            start, other_prompt, ending = self._find_answer(chat, number, text, first_run)
             suffix = ending.suffix or suffix
             last = first_run.marks[ending.last].end
             stop_end = last + ending.stop_end
-            spans.append(TurnSpan(number, start, last + ending.end, stop_end, ending.stop))
+            end = last + ending.end
+            spans.append(TurnSpan(number, start, end, stop_end, ending.stop, other_prompt))
             calls += call_ranges(first_run.marks[: ending.last + 1])
             seen = {mark.key for mark in first_run.marks}
             for run in later_runs:
@@ -145,8 +146,10 @@ class AnswerFinder:
         """Return the special token (group 1) at `position` in `text`, after white space at most."""
         return self._follows.match(text, position)
 
-    def _find_answer(self, chat: Chat, number: int, text: str, run: MarkRun) -> tuple[int, _Ending]:
-        """Return where an answer starts, and the end of the run of its marks."""
+    def _find_answer(
+        self, chat: Chat, number: int, text: str, run: MarkRun
+    ) -> tuple[int, str, _Ending]:
+        """Return where an answer starts, `TurnSpan.other_prompt`, and the end of its marks."""
         first = run.marks[0]
         before_start = run.before.end if run.before else 0
         before = text[before_start : first.start]
@@ -155,23 +158,23 @@ class AnswerFinder:
         if start_key not in self._starts:
             _evict_oldest(self._starts, MAX_PLACES)
             self._starts[start_key] = self._find_start(chat, number, run, before)
-        start = before_start + self._starts[start_key]
+        num_shared, other_prompt = self._starts[start_key]
         tails = _tails_of(text, run)
         end_key = surroundings, _relative_turn(run.after, number), tuple(tails)
         if end_key not in self._endings:
             _evict_oldest(self._endings, MAX_PLACES)
             self._endings[end_key] = self._find_ending(chat, number, run, tails)
-        return start, self._endings[end_key]
+        return before_start + num_shared, other_prompt, self._endings[end_key]
 
-    def _find_start(self, chat: Chat, number: int, run: MarkRun, before: str) -> int:
-        """Return how many characters of `before` belong to the prompt."""
+    def _find_start(self, chat: Chat, number: int, run: MarkRun, before: str) -> tuple[int, str]:
+        """Return how much of `before` belongs to the prompt, and the prompt if it is another."""
         before_answer = Chat(chat.turns[:number], chat.tools)
         (prompt,) = self._renderer.render([before_answer], add_prompt=True)
         (no_prompt,) = self._renderer.render([before_answer])
         style = self._style
         if isinstance(prompt, RowRefusedError) or isinstance(no_prompt, RowRefusedError):
             # The template cannot prompt for this answer.
-            return self._end_of_prompt(before, style.added)
+            return self._end_of_prompt(before, style.added), ""
         marks = find_marks(prompt, chat) or []
         last = marks[-1] if marks else None
         if _relative_turn(last, number) != _relative_turn(run.before, number):
@@ -183,11 +186,13 @@ class AnswerFinder:
             )
         expected = prompt[last.end if last else 0 :] + style.header
         num_shared = _common_prefix(expected, before)
-        if num_shared in (len(expected), len(before)):
-            return num_shared
+        if num_shared == len(expected):
+            return num_shared, ""
+        if num_shared == len(before):
+            return num_shared, expected
         # The text before an answer may differ, by a count of turns or by reasoning left out.
         added = prompt[_common_prefix(prompt, no_prompt) :] + style.header or style.added
-        return max(self._boundary(before, num_shared), self._end_of_prompt(before, added))
+        return max(self._boundary(before, num_shared), self._end_of_prompt(before, added)), expected
 
     def _end_of_prompt(self, before: str, added: str) -> int:
         """Return where the longest prefix of a generation prompt last ends in `before`."""

@@ -33,10 +33,12 @@ from data_modules.template.encoding import (
 from data_modules.template.marks import RenderedChat
 from data_modules.template.masking import Layout, LayoutBuilder, MaskConfig
 from data_modules.template.named_templates import (
+    FOR_TOOLS,
     TEMPLATE_NAMES,
     add_bos,
     check_named,
     equivalent_templates,
+    merge_templates,
     named_template,
     read_template,
 )
@@ -144,7 +146,9 @@ class ChatTemplate:
         own = tokenizer.chat_template
         if name is None and own:
             note, label = "chat template: the tokenizer's", "the tokenizer's own chat template"
-            text = default_of(own)
+            text = merge_templates(own)
+            if not isinstance(own, str) and text != own["default"]:
+                note += f" (`{FOR_TOOLS}` for rows with tools)"
         elif name is None or name in TEMPLATE_NAMES:
             chosen = name or ("t5" if is_encoder_decoder else "plain")
             check_named(tokenizer, chosen)
@@ -489,15 +493,3 @@ def _last_weight(document: Document) -> float:
     """Return the weight of the last trained segment that is not blank, for the EOS; 0 without."""
     weights = [s.weight for s in document.segments if s.weight > 0 and s.text.strip()]
     return weights[-1] if weights else 0.0
-
-
-def default_of(template: str | dict[str, str]) -> str:
-    """Return the default template of a tokenizer, which may have several by name."""
-    if isinstance(template, str):
-        return template
-    if "default" in template:
-        return template["default"]
-    raise DataError(
-        f"the tokenizer has the chat templates {', '.join(template)} but no default; save one of "
-        "them as a file and set data.chat_template=FILE.jinja"
-    )
