@@ -20,6 +20,7 @@ from data_modules.tokens.encode import BadRows, Rejected, chunks_of, find_format
 
 CHECKED_BYTES = 16 << 20
 """read limit of the check of the rows, over all files together: it must be quick"""
+_PROCESSES_PER_CORE, _FEW_PROCESSES = 8, 64
 CACHE_VARIABLE = "LOFT_DATA_CACHE"
 
 
@@ -75,7 +76,7 @@ class DataConfig:
     )
     """maximum tokens of a document and of a pack; null = the smaller of 2048 and the model's
     context"""
-    val_set_size: float = setting(0.05, ge=0, shown=("train",))
+    val_set_size: int | float = setting(0.05, ge=0, shown=("train",))
     """validation rows of each data set: a share below 1, else a number of rows (1 = one row)"""
     train_on_inputs: bool = setting(False, shown=("preview",))
     """train on prompts too, not only on answers"""
@@ -149,17 +150,22 @@ def check_datasets(config: DataConfig) -> list[str]:
     data sets are not fetched.
     """
     problems = _check_settings(config)
-    left, unread = CHECKED_BYTES, len(config.datasets) + len(config.test_datasets)
+    readable: list[DatasetConfig] = []
     for key, datasets in (("datasets", config.datasets), ("test_datasets", config.test_datasets)):
         for index, dataset in enumerate(datasets):
             found = _check_dataset_settings(dataset, f"data.{key}[{index}]")
-            budget = source.Budget(left // unread)
-            left, unread = left - budget.left, unread - 1
-            if not found:
-                problems += _check_first_rows(dataset, config, budget)
             problems += found
-            left += max(0, budget.left)
+            readable += [] if found else [dataset]
         problems += _check_names(datasets, f"data.{key}")
+    if config.max_row_bytes < 1 or check_values(config.limits):
+        return problems  # each row would be refused too
+    # Rows come last: their problems are many, and only the first are printed.
+    left, unread = CHECKED_BYTES, len(readable)
+    for dataset in readable:
+        budget = source.Budget(left // unread)
+        left, unread = left - budget.left, unread - 1
+        problems += _check_first_rows(dataset, config, budget)
+        left += max(0, budget.left)
     return problems
 
 
@@ -168,6 +174,7 @@ def _check_settings(config: DataConfig) -> list[str]:
     if not config.datasets and not config.test_datasets:
         problems.append("data.datasets is empty; give 'data.datasets=[{path: FILE}]' or data=NAME")
     problems += check_values(config, "data", skip=("datasets", "test_datasets"))
+    problems += _check_validation(config.val_set_size) + _check_processes(config)
     if config.streaming:
         problems += _check_stream(config)
     if not config.roles_to_train and not config.train_on_inputs:
@@ -176,6 +183,33 @@ def _check_settings(config: DataConfig) -> list[str]:
             "data.roles_to_train=[assistant]"
         )
     return problems + check_mixture(config.mixture)
+
+
+def _check_validation(size: float) -> list[str]:
+    """Return a problem if a number of validation rows is not whole, or is a share of all rows."""
+    if isinstance(size, float) and size == 1:
+        return [
+            "data.val_set_size=1.0 leaves no row to train on; give a share below 1 (0.1), or a "
+            "number of rows (1 = one row)"
+        ]
+    if size > 1 and size % 1:
+        return [
+            f"data.val_set_size={size}: neither a share nor a number of rows; give a share below "
+            "1, or a whole number"
+        ]
+    return []
+
+
+def _check_processes(config: DataConfig) -> list[str]:
+    """Return a problem for each setting that would start more processes than help."""
+    cores = len(os.sched_getaffinity(0))
+    most = max(_FEW_PROCESSES, _PROCESSES_PER_CORE * cores)
+    numbers = {"num_workers": config.num_workers, "num_proc": config.num_proc or 0}
+    return [
+        f"data.{name}={number} starts that many processes on {cores} cores; give at most {most}"
+        for name, number in numbers.items()
+        if number > most
+    ]
 
 
 def check_mixture(config: MixtureConfig) -> list[str]:

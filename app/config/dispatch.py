@@ -154,7 +154,6 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
     if not is_cluster_job:
         problems += _check_launch(config, words)
     problems += check_compatibility(config, on_this_machine=runs_here)
-    problems += check_files(config, needs_weights=not is_preview)
     if isinstance(config, (TrainConfig, EvaluateConfig)):
         evaluation = config.evaluation
         if evaluation.metrics or evaluation.metric is not None:
@@ -163,6 +162,8 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
             problems += check_tasks(evaluation)
         if evaluation.harness:
             problems += check_harness(evaluation)
+    # Last, because bad rows are many, and only the first problems are printed.
+    problems += check_files(config, needs_weights=not is_preview)
     if problems:
         raise UserError(problems)
     if runs_here:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from data_modules.audit import AuditConfig
 from data_modules.packing.mixture import MixtureConfig
 from data_modules.settings import DataConfig, DatasetConfig, check_datasets
+from data_modules.source import Limits
 from data_modules.tokens.datasets import dataset_names
 
 NAN = float("nan")
@@ -145,6 +147,52 @@ def test_data_sets_share_one_budget_equally(
     assert [p.split("/")[-1][:12] for p in problems(good, good, good, early)] == ["early.jsonl:"]
     # What a short file leaves of its part goes to the files after it.
     assert "late.jsonl:41 missing" in problems(early, late)[-1]
+
+
+@pytest.mark.parametrize(
+    ("size", "is_right"),
+    [
+        *((size, True) for size in (0, 0.0, 0.5, 0.999, 1, 2, 200.0)),
+        *((size, False) for size in (1.0, 1.5, 2.25, -1, NAN, True)),
+    ],
+)
+def test_validation_rows_are_a_share_or_a_whole_number(
+    size: float, is_right: bool, tmp_path: Path
+) -> None:
+    found = problems(write(tmp_path / "d.jsonl", alpaca("one")), val_set_size=size)
+    assert [problem.startswith(f"data.val_set_size={size}") for problem in found] == (
+        [] if is_right else [True]
+    )
+
+
+@pytest.mark.parametrize("name", ["num_workers", "num_proc"])
+def test_processes_are_limited_by_the_cores(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = write(tmp_path / "d.jsonl", alpaca("one"))
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(16))
+    assert problems(good, **{name: 128}) == []
+    (problem,) = problems(good, **{name: 100_000})
+    assert problem.startswith(f"data.{name}=100000 starts that many processes on 16 cores; give")
+    assert problem.endswith("at most 128")
+
+
+def test_values_out_of_range_come_before_bad_rows(tmp_path: Path) -> None:
+    broken = write(tmp_path / "d.jsonl", [])
+    Path(broken.path).write_text("broken\n" * 50)
+    twice = DatasetConfig(path=str(tmp_path / "none.jsonl"), weight=-1.0)
+    found = problems(broken, twice, val_set_size=-1)
+    assert found[0].startswith("data.val_set_size=-1: expected 0 or more")
+    assert found[1].startswith("data.datasets[1].weight=-1.0")
+    assert found[2].startswith(f"{broken.path}:1:1 invalid JSON") and len(found) == 22
+
+
+@pytest.mark.parametrize("limit", ["max_row_bytes", *(f.name for f in dataclasses.fields(Limits))])
+def test_a_limit_out_of_range_is_the_only_problem(limit: str, tmp_path: Path) -> None:
+    good = write(tmp_path / "d.jsonl", alpaca("one"))
+    found = problems(good, **({limit: 0} if "max" in limit else {"limits": Limits(**{limit: 0})}))
+    key = limit if "max" in limit else f"limits.{limit}"
+    assert len(found) == 1 and found[0].startswith(f"data.{key}=0: expected ")
 
 
 def test_problems_beyond_the_limit_are_counted(tmp_path: Path) -> None:
