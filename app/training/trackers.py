@@ -9,12 +9,15 @@ tracker is saved in the folder, so that a resumed run continues it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import queue
+import re
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,8 @@ IDS_FILE = "trackers.json"
 PROJECT = "loft"
 MAX_QUEUED = 10_000
 """queued calls beyond which a tracker is abandoned"""
+MAX_NAME_BYTES = 200
+"""longest name of a metric in MLflow, whose own limits are 250 characters and a file's name"""
 MAX_WAIT_SECONDS, MAX_WAIT_SECONDS_STOPPED = 20.0, 1.0
 """time that a finished run, and one that was stopped, waits for a tracker at its end"""
 STOP = None
@@ -106,8 +111,11 @@ class Tracker(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Queue a row of metrics."""
         row = metrics if self.details else {n: v for n, v in metrics.items() if not is_detail(n)}
-        row = _mlflow_names(row) if self.kind == "mlflow" else dict(row)
-        self._enqueue(lambda logger: logger.log_metrics(row, step))
+        row = dict(row)
+        if self.kind == "mlflow":
+            self._enqueue(lambda logger: _log_to_mlflow(logger, row, step))
+        else:
+            self._enqueue(lambda logger: logger.log_metrics(row, step))
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -188,17 +196,45 @@ def _read_ids(folder: Path) -> dict[str, Any]:
     return ids if isinstance(ids, dict) else {}
 
 
-def _mlflow_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics with names that MLflow's file store accepts: none is a folder of another.
+def _log_to_mlflow(logger: Any, metrics: Mapping[str, float], step: int | None) -> None:
+    """Log metrics under the names of `mlflow_names`.
 
-    It makes folders from names: `val/loss` becomes `val/loss/all`, next to `val/loss/a`.
+    Lightning's logger would drop every letter that is not ASCII, by which names become equal.
     """
-    return {
-        f"{name}/all"
+    from mlflow.entities import Metric
+
+    now = int(time.time() * 1000)
+    rows = [Metric(name, value, now, step or 0) for name, value in mlflow_names(metrics).items()]
+    logger.experiment.log_batch(logger.run_id, metrics=rows)
+
+
+def mlflow_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics with names that MLflow accepts; different names stay different.
+
+    Its file store makes folders from names: `val/loss` becomes `val/loss/all`, next to
+    `val/loss/a`.
+    """
+    totals = {
+        name
+        for name in metrics
         if name.endswith("/loss") or any(other.startswith(f"{name}/") for other in metrics)
-        else name: value
+    }
+    return {
+        f"{_mlflow_name(name)}/all" if name in totals else _mlflow_name(name): value
         for name, value in metrics.items()
     }
+
+
+def _mlflow_name(name: str) -> str:
+    """Return a name of letters, digits and `/_.- `; other characters become `_x` and their code."""
+    # `_x` itself is replaced too, so that no other name looks like a replaced one; and a data set
+    # with the name of the totals.
+    found = r"_(?=x)|[^/\w.\- ]|(?<=/)a(?=ll$)"
+    valid = re.sub(found, lambda match: f"_x{ord(match[0]):x}_", name)
+    if len(valid.encode()) <= MAX_NAME_BYTES:
+        return valid
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return valid.encode()[: MAX_NAME_BYTES - 13].decode(errors="ignore") + f"-{digest}"
 
 
 def _attach_to_wandb(logger: Any, metrics: Mapping[str, float], files: Sequence[Path]) -> None:
@@ -209,6 +245,6 @@ def _attach_to_wandb(logger: Any, metrics: Mapping[str, float], files: Sequence[
 
 def _attach_to_mlflow(logger: Any, metrics: Mapping[str, float], files: Sequence[Path]) -> None:
     final = {name: value for name, value in metrics.items() if not is_detail(name)}
-    logger.log_metrics({f"final/{name}": value for name, value in _mlflow_names(final).items()})
+    _log_to_mlflow(logger, {f"final/{name}": value for name, value in final.items()}, 0)
     for file in files:
         logger.experiment.log_artifact(logger.run_id, str(file))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import logging
+import re
 import threading
 import time
 from importlib.util import find_spec
@@ -140,6 +141,36 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
         "logger=wandb needs the package wandb, which is not installed; type pip install -e "
         "'.[wandb]', or logger=tensorboard"
     )
+
+
+WORDS = "名前-1 имя-1 ονομα-1 -1 اسم e\u0301 é a_b a# a+ a: a%23 a_x23_ a_x _xx all a.b a- 😀"
+NAMES = [*WORDS.split(), "a b", "x" * 250, "x" * 249 + "y", "名" * 120]
+
+
+def test_names_of_data_sets_stay_different_in_mlflow() -> None:
+    metrics = {f"{phase}/loss/{name}": 1.0 for phase in ("train", "val") for name in NAMES}
+    metrics |= {"train/loss": 1.0, "val/loss": 1.0}
+    names = trackers.mlflow_names(metrics)
+    assert len(names) == len(metrics)
+    assert all(
+        re.fullmatch(r"[/\w.\- ]{1,250}", name) and len(name.encode()) < 255 for name in names
+    )
+    assert {"val/loss/all", "val/loss/名前-1", "val/loss/имя-1", "val/loss/a b"} < set(names)
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow-skinny")
+def test_mlflow_keeps_a_curve_for_every_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracker = Tracker("mlflow", tmp_path)
+    for step in (1, 2):
+        tracker.log_metrics({"val/loss": 1.0} | {f"val/loss/{name}": 1.0 for name in NAMES}, step)
+    tracker.finish(Outcome(metrics={"val/loss": 1.0}, is_done=True))
+    (run,) = (tmp_path / "mlruns").glob("*/*/metrics/val/loss")
+    curves = list(run.iterdir())
+    assert len(curves) == len(NAMES) + 1
+    assert all(len(curve.read_text().splitlines()) == 2 for curve in curves)
 
 
 @pytest.mark.slow
