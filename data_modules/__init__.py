@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
     from data_modules.datamodule import StepRow as StepRow
     from data_modules.facts import Facts as Facts
+    from data_modules.facts import Grant as Grant
     from data_modules.facts import ResumeRule as ResumeRule
     from data_modules.facts import check_values as check_values
     from data_modules.facts import describe_values as describe_values
@@ -81,6 +82,7 @@ _HOMES = {
     "Prompt": "template",
     "REDACTED": "messages",
     "RemoteError": "messages",
+    "Grant": "facts",
     "ResumeRule": "facts",
     "StepRow": "datamodule",
     "TEMPLATE_NAMES": "template",

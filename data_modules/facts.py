@@ -24,7 +24,6 @@ ResumeRule = Literal[
     "rounding",  # may change: the same mathematics, computed differently in the last digits
     "content",  # compared by what it resolves to (files, ranks), not by its spelling
     "per_start",  # belongs to one start of the run and is never compared
-    "trust",  # permits code that came with files, so it is never read from a run's own files
     "lr",  # this and the following may change with this word in resume_allow
     "schedule",
     "epochs",
@@ -32,6 +31,14 @@ ResumeRule = Literal[
     "precision",
 ]
 """whether a resumed run may change a setting"""
+
+Grant = Literal[
+    "nothing",  # text that only chooses or names something
+    "code",  # code runs
+    "write",  # files are written there
+    "host",  # a URL is contacted
+]
+"""what the value of a setting lets the program do; never read back from a folder, but "nothing" """
 
 
 T = TypeVar("T")
@@ -64,6 +71,8 @@ class Facts:
     """the name to type, if it is a reserved word in Python"""
     is_path: bool = False
     """whether it names a file or folder (or a hub id, or a template), made absolute if it exists"""
+    grants: Grant | None = None
+    """what a value lets the program do; stated for every text without choices or `is_path`"""
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -88,6 +97,7 @@ class _Facts(TypedDict, total=False):
     instead_of: str
     typed: str
     is_path: bool
+    grants: Grant
 
 
 @overload

@@ -28,27 +28,27 @@ CACHE_VARIABLE = "LOFT_DATA_CACHE"
 class DatasetConfig:
     """One data set."""
 
-    path: str = setting(resume="content", is_path=True)
+    path: str = setting(resume="content", is_path=True, grants="host")
     """a file (json, jsonl, csv, tsv, parquet, arrow, txt; .gz or .zst), a folder or glob of them
     (one split: by the folder's card, or by train, dev, test, ... in the names), a URL of one
     (s3://, gs://, https://), a hub id (owner/name), or sample:NAME for what ships with the
     project"""
-    name: str | None = setting(None, resume="content")
+    name: str | None = setting(None, resume="content", grants="nothing")
     """its name in metrics; null = the file's name without suffix. If the card (README.md) of a
     folder or hub data set declares several configurations, the one of this name is read"""
-    format: str | None = setting(None, resume="data")
+    format: str | None = setting(None, resume="data", grants="nothing")
     """alpaca, messages, sharegpt, prompt_completion, completion, pretokenized or oasst; null =
     guessed from columns"""
-    split: str = setting("train", resume="data")
+    split: str = setting("train", resume="data", grants="nothing")
     """which split of a folder or of a hub data set, and which slice: train[:90%], train[100:200]"""
-    revision: str | None = setting(None, resume="data")
+    revision: str | None = setting(None, resume="data", grants="nothing")
     """commit, tag or branch of a hub data set; null = the newest"""
     weight: float = setting(1.0, gt=0, note="or leave the data set out", resume="data")
     """how often a row is seen in an epoch: 0.5 = a seeded half of the rows, 2.0 = each twice; or
     the data set's share, see data.mixture.weights"""
     max_rows: int | None = setting(None, ge=1, resume="data")
     """train on at most this many rows, a seeded choice; null = all"""
-    columns: dict[str, str] = setting(default_factory=dict, resume="data")
+    columns: dict[str, str] = setting(default_factory=dict, resume="data", grants="nothing")
     """the column of each field of the format, as in {instruction: question, output:
     answers.0.text}; dots select nested fields"""
 
@@ -134,7 +134,9 @@ class DataConfig:
     streaming: bool = setting(False, resume="fixed")
     """read and tokenize while training, for data larger than the disk; needs trainer.max_steps"""
     cache_dir: str = setting(
-        default_factory=lambda: os.environ.get(CACHE_VARIABLE, "outputs/cache"), resume="per_start"
+        default_factory=lambda: os.environ.get(CACHE_VARIABLE, "outputs/cache"),
+        resume="per_start",
+        grants="write",
     )
     """folder that caches tokenized data sets for later runs"""
     num_proc: int | None = setting(None, ge=1, resume="free")

@@ -43,7 +43,6 @@ ON_RESUME = {
     "free": "yes",
     "content": "contents",
     "per_start": "-",
-    "trust": "typed again",
     None: "-",
 }
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
@@ -71,7 +70,9 @@ def _table(settings: Sequence[Setting]) -> list[str]:
             default_text(one),
             describe_values(one.facts, one.hint),
             one.doc,
-            ON_RESUME.get(one.resume, str(one.resume)),
+            "typed again"
+            if one.facts.grants == "code"
+            else ON_RESUME.get(one.resume, str(one.resume)),
         )
         for one in settings
     ]

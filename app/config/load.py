@@ -28,7 +28,7 @@ from app.config.conf_files import (
     read_conf_file,
 )
 from app.config.overrides import Override, parse_overrides, why_refused
-from app.config.run_config import experiment_from_run, find_source_run, without_trust
+from app.config.run_config import experiment_from_run, find_source_run
 from app.config.validation import Settings, Sources, find_problems, print_note
 from app.config.verbs import (
     ALTERNATIVES,
@@ -43,6 +43,8 @@ from app.process.errors import ROOT, UserError
 from app.process.untrusted import reading
 from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, NO_URL, expand_home
+from app.strategy.deepspeed_config import read_deepspeed_file
+from app.strategy.settings import ZeroConfig
 from data_modules import TEMPLATE_NAMES, facts_of, hints_of
 
 Config = TrainConfig | TunedConfig
@@ -66,9 +68,10 @@ def load_config(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
 def load_run_config(folder: Path) -> TrainConfig:
     """Load a run's config.yaml through the same schemas; UserError with file and key.
 
-    Settings that grant trust are reset to their defaults: the folder may be somebody else's.
+    For comparing and showing it: a command inherits settings by `experiment_from_run` alone, since
+    the folder may be somebody else's.
     """
-    return without_trust(_read_run(folder))
+    return _read_run(folder)
 
 
 def settings_of(group: str, option: str) -> Any:
@@ -104,6 +107,9 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     config = _build(
         VERBS[verb], values, options, sources, problems, replaced=typed.keys() & PARTS.keys()
     )
+    strategy = config.strategy if isinstance(config, TrainConfig) else None
+    if isinstance(strategy, ZeroConfig) and isinstance(strategy.config, str):
+        strategy.config = read_deepspeed_file(strategy.config)
     name = verb
     if experiment is not None:
         name = NOT_IN_NAMES.sub("-", experiment.path.stem).strip("-._")[:MAX_NAME_LENGTH] or verb

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-import logging
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -14,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import ConfFile
+from app.config.received import not_taken, reset_to_default, settle
 from app.config.schema import as_typed, default_of
 from app.config.verbs import (
     PARTS,
     PER_START,
-    TRUST_KEYS,
     VERBS,
     VERBS_ON_A_RUN,
     TrainConfig,
@@ -30,7 +28,6 @@ from app.run import find_run, find_run_to_resume
 from app.run.folder import CONFIG_FILE, verb_line
 from data_modules import (
     REDACTED,
-    DataConfig,
     facts_of,
     hints_of,
     is_settings,
@@ -42,7 +39,6 @@ from data_modules import (
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-log = logging.getLogger(__name__)
 INHERITED_FROM_TRAINER = ("precision", "micro_batch_size")
 """settings of the run's trainer that an evaluation inherits"""
 
@@ -139,18 +135,17 @@ def experiment_from_run(
 ) -> ConfFile:
     """Return a run's settings as an experiment, for Hydra to compose under what was typed.
 
-    UserError if a setting that is never inherited must be typed: one that grants trust, or one
+    UserError if a setting that is never inherited must be typed: one that grants something, or one
     whose secret was removed when the run was saved.
     """
     not_inherited = (PER_START if verb == "train" else {"run", "output"}) | typed
-    run_values = dataclasses.asdict(without_trust(config))
-    _reset_cache_dir(run_values["data"], typed)
-    values = {
-        field.name: run_values[field.name]
-        for field in dataclasses.fields(VERBS[verb])
-        if field.name in run_values and field.name not in not_inherited
-    }
-    problems = _check_trust(run, config, values.keys(), typed)
+    taken = [f.name for f in dataclasses.fields(VERBS[verb]) if f.name not in not_inherited]
+    skip = {field.name for field in dataclasses.fields(config)}.difference(taken)
+    resets, problems = settle(not_taken(config, typed, skip=skip), run / CONFIG_FILE)
+    for granting in resets:
+        reset_to_default(config, granting)
+    run_values = dataclasses.asdict(config)
+    values = {name: run_values[name] for name in taken if name in run_values}
     problems += _check_secrets(run, config, values, typed)
     if problems:
         raise UserError(problems)
@@ -172,50 +167,10 @@ def experiment_from_run(
     return ConfFile(run / CONFIG_FILE, "", [*defaults, "_self_"], values, {})
 
 
-def _reset_cache_dir(data: dict[str, Any], typed: AbstractSet[str]) -> None:
-    """Reset a run's cache folder to the default: a folder that is written to is never inherited."""
-    default, of_run = DataConfig().cache_dir, data["cache_dir"]
-    data["cache_dir"] = default
-    if of_run != default and not {"data", "data.cache_dir"} & typed:
-        log.warning("data.cache_dir=%s of the run is not inherited; type it to use it", of_run)
-
-
-def without_trust(config: TrainConfig) -> TrainConfig:
-    """Return a run's settings with those that grant trust reset to their defaults."""
-    config = copy.deepcopy(config)
-    for key in TRUST_KEYS:
-        part, name = _part_and_name(config, key)
-        default = next(field.default for field in dataclasses.fields(part) if field.name == name)
-        setattr(part, name, default)
-    return config
-
-
 def _part_and_name(config: TrainConfig, key: str) -> tuple[Any, str]:
     """Return the dataclass of a config that holds setting `key`, and the field's name."""
     *groups, name = key.split(".")
     return functools.reduce(getattr, groups, config), name
-
-
-def _check_trust(
-    run: Path, config: TrainConfig, parts: AbstractSet[str], typed: AbstractSet[str]
-) -> list[str]:
-    """List the settings that grant trust in a run's file and were not typed."""
-    model = config.model
-    where = model.path if model.revision is None else f"{model.path} (revision {model.revision})"
-    of_model = ("Python files that come with the model", f"those of {where}")
-    of_metric = ("code of an evaluation", f"{config.evaluation.metric or 'its tasks'}")
-    problems = []
-    for key in TRUST_KEYS:
-        value = getattr(*_part_and_name(config, key))
-        if not value or key in typed or key.partition(".")[0] not in parts:
-            continue
-        code, source = of_metric if key == "evaluation.allow_code" else of_model
-        problems.append(
-            f"{run / CONFIG_FILE}: {key}={str(value).lower()} runs {code}, and is never inherited "
-            f"from a run; read {source}, then type {key}={str(value).lower()} "
-            f"(or {key}=false to continue without them)"
-        )
-    return problems
 
 
 def _check_secrets(

@@ -74,9 +74,9 @@ class LauncherConfig:
 
     name: str = setting("local", choices=("local", "slurm"))
     """local = processes on this machine; slurm = one single-node job per trial, through submitit"""
-    partition: str | None = None
+    partition: str | None = setting(None, grants="nothing")
     """SLURM partition of a job; null = the cluster's default"""
-    account: str | None = None
+    account: str | None = setting(None, grants="nothing")
     """SLURM account that is billed; null = the cluster's default"""
     minutes: int = setting(1440, ge=10)
     """time limit of a job, in minutes; a trial that reaches it saves a checkpoint and is requeued,
@@ -244,7 +244,11 @@ class TrainConfig:
     seed: int = setting(42, ge=0, le=2**32 - 1, resume="fixed", shown=("train", "preview"))
     """seed of every random choice: initial weights, order of the data, dropout"""
     resume: str = setting(
-        "never", resume="per_start", shown=("train",), aliases=("resume_from_checkpoint",)
+        "never",
+        resume="per_start",
+        shown=("train",),
+        aliases=("resume_from_checkpoint",),
+        grants="write",
     )
     """never; auto = from the newest valid checkpoint of output.dir, else of the newest unfinished
     run of this name; must = the same, an error if there is none; or the folder of a run or
@@ -254,7 +258,7 @@ class TrainConfig:
     )
     """settings that may differ from the resumed run: lr, schedule, epochs, data, precision;
     checkpoint = a checkpoint named by `resume` may belong to another run"""
-    faults: list[str] = setting(default_factory=list, resume="per_start")
+    faults: list[str] = setting(default_factory=list, resume="per_start", grants="nothing")
     """faults to inject once each, for tests: rank_killed@12, nan@7, hang@9, enospc, ckpt:POINT"""
 
     @property
@@ -321,7 +325,7 @@ class JudgedConfig(EvaluationConfig):
 class TunedConfig:
     """The settings of a verb that uses a trained model."""
 
-    run: str | None = setting(None, shown=True)
+    run: str | None = setting(None, shown=True, grants="nothing")
     """folder of a finished run; null = the newest under outputs/, unless model.path is given"""
     model: ModelConfig = setting(default_factory=ModelConfig)
     """the base model"""
@@ -459,10 +463,14 @@ def only_in(key: str) -> str:
 
 SETTINGS = list_settings(TrainConfig, PARTS)
 """every setting of a training run"""
-TRUST_KEYS = [each.key for each in SETTINGS if each.resume == "trust"]
-"""settings that allow code to run: typed at each start, never inherited from a run"""
 PER_START = {each.key for each in SETTINGS if each.resume == "per_start" and "." not in each.key}
 """groups and settings of a single start of a run: never inherited from it"""
+GRANTING = {
+    each.key.partition("[")[0]: each
+    for each in SETTINGS
+    if each.facts.grants not in (None, "nothing") and each.key.partition(".")[0] not in PER_START
+}
+"""settings that are never taken from a folder (`app.config.received`), by the key to type"""
 TYPED_KEYS = {each.typed_key: each.key for each in SETTINGS if each.facts.typed}
 """key as typed -> key in Python, for names that are Python keywords"""
 OPTION_ALIASES = {each.key: each.facts.option_aliases for each in SETTINGS if each.is_part}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class ConversationConfig:
-    system: str | None = setting(None, shown=True)
+    system: str | None = setting(None, shown=True, grants="nothing")
     """system prompt at the start of each conversation"""
     max_new_tokens: int = setting(512, ge=1, shown=True)
     """maximum length of an answer in tokens"""

@@ -30,10 +30,10 @@ class EvaluationConfig:
     """further metrics of answers to held-out prompts: numeric (the number after ####, else
     the last), f1 (words in common), rouge1, rouge2, rougeL, bleu, chrf; each from 0 to 1, with
     words of any script"""
-    metric: str | None = setting(None)
+    metric: str | None = setting(None, grants="code")
     """custom metric, FILE.py:function: takes answer and reference, returns a number; needs
     evaluation.allow_code=true"""
-    allow_code: bool = setting(False, resume="trust")
+    allow_code: bool = setting(False, resume="per_start", grants="code")
     """allow running the code of `metric`, and the programs that a model writes for code tasks, in a
     process with limits on time and memory"""
     max_rows: int = setting(200, ge=1, shown=("evaluate",))
@@ -43,12 +43,12 @@ class EvaluationConfig:
     tasks: list[TaskConfig] = setting(default_factory=list, shown=("evaluate",))
     """benchmarks to run, each read from a local file: [{name: mmlu}], or a custom task,
     [{name: mine, path: FILE, kind: multiple_choice}]; `evaluation=mmlu` runs that task alone"""
-    task_dir: str | None = setting(None, shown=("evaluate",))
+    task_dir: str | None = setting(None, shown=("evaluate",), grants="nothing")
     """folder with the files of named tasks, such as mmlu_test.jsonl; null = the small samples that
     ship with loft, whose scores mean nothing"""
-    harness: list[str] = setting(default_factory=list)
+    harness: list[str] = setting(default_factory=list, grants="nothing")
     """names of lm-evaluation-harness tasks, run by that library (the package lm-eval)"""
-    harness_dir: str | None = setting(None)
+    harness_dir: str | None = setting(None, grants="code")
     """folder with lm-evaluation-harness task files (YAML), which may name local data; null = the
     tasks that ship with the library"""
     batch_tokens: int | None = setting(None, ge=1)

@@ -63,23 +63,23 @@ class ModelConfig:
         is_path=True,
     )
     """folder or hub id of the base model (config.json, safetensors, tokenizer)"""
-    revision: str | None = setting(None, resume="content")
+    revision: str | None = setting(None, resume="content", grants="nothing")
     """hub commit, tag or branch to download"""
-    trust_remote_code: bool = setting(False, resume="trust")
+    trust_remote_code: bool = setting(False, resume="per_start", grants="code")
     """run Python files from the model's repository; requires a pinned revision, and must be typed
     at every start: it is never read from the files of a run"""
     tokenizer_path: str | None = setting(None, resume="content", shown=("preview",), is_path=True)
     """folder or hub id of the tokenizer, if it is not in the model's folder"""
-    added_tokens: list[str] = setting(default_factory=list)
+    added_tokens: list[str] = setting(default_factory=list, grants="nothing")
     """special tokens to add to the base, as [<|im_start|>, <|im_end|>]; their embedding rows are
     trained"""
     from_scratch: bool = False
     """start from random weights of `architecture` instead of a pretrained base"""
-    architecture: dict[str, Any] = setting(default_factory=dict)
+    architecture: dict[str, Any] = setting(default_factory=dict, grants="nothing")
     """values of the model's config.json, which allow checks without a download"""
-    chat_template: str | None = setting(None, resume="content")
+    chat_template: str | None = setting(None, resume="content", grants="nothing")
     """name of the chat template for a tokenizer without one; null = the base has no chat tokens"""
-    stop_tokens: list[str] = setting(default_factory=list, resume="free")
+    stop_tokens: list[str] = setting(default_factory=list, resume="free", grants="nothing")
     """tokens that end an answer, in addition to EOS and those of the template, as [<|eot_id|>]"""
     router_aux_loss: float | None = setting(None, ge=0, le=10, note="0.001 to 0.02 is usual")
     """adapter=full: weight of the load-balancing loss of a mixture of experts, computed per
@@ -88,7 +88,7 @@ class ModelConfig:
     """longrope and dynamic NTK: tokens of the longest sequence, by which all documents get the
     factors of short or of long texts; null = data.sequence_len of the run, without a run the base's
     context"""
-    wrap_class: str | None = setting(None, resume="rounding")
+    wrap_class: str | None = setting(None, resume="rounding", grants="nothing")
     """layer class that sharding strategies wrap; null = the classes the model declares"""
 
 

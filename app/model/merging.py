@@ -78,7 +78,7 @@ class MergingConfig:
     tokens of conversations with those in training; needs memory for one of the models in fp32"""
     gguf: bool = setting(False, shown=True)
     """also write model.gguf, by llama.cpp's converter"""
-    llama_cpp: str | None = setting(None, is_path=True)
+    llama_cpp: str | None = setting(None, is_path=True, grants="code")
     """folder with llama.cpp's convert_hf_to_gguf.py; null = search on PATH"""
 
 

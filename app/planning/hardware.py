@@ -45,7 +45,7 @@ GIB = 2**30
 class HardwareConfig:
     """The hardware of a run, as far as a plan depends on it; 0 = unknown."""
 
-    name: str = "auto"
+    name: str = setting("auto", grants="nothing")
     """hardware to plan for: auto = the GPUs of this machine; a GPU, as h100; several GPUs, as
     8xh100; several nodes, as 2x8xh100"""
     num_nodes: int = setting(1, ge=1, le=1024)

@@ -64,7 +64,7 @@ class PlanningConfig(EnforceConfig):
     simulate: bool = False
     """run a step of the program's own code on a fake GPU, as one of the ranks, and compare its
     memory and time with the estimates; takes minutes, and needs a C++ compiler"""
-    write: str | None = setting(None, shown=True)
+    write: str | None = setting(None, shown=True, grants="write")
     """file to write the fastest fitting variant to, as an experiment for +experiment=FILE.yaml"""
 
 

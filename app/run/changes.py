@@ -69,7 +69,7 @@ def compare_settings(before: TrainConfig, now: TrainConfig) -> list[Change]:
     for key, value, rule in _leaves(now, "", None):
         if key not in old:
             continue  # belongs to another option or data set, which is reported as a change itself
-        if old[key] != value and rule not in ("per_start", "trust"):
+        if old[key] != value and rule != "per_start":
             typed = _typed_key(key)
             undo = _how_to_undo(typed, old[key])
             changes.append(Change(typed, old[key], value, rule or "fixed", undo))

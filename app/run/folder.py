@@ -60,6 +60,8 @@ WRITTEN_AT_START = re.compile(
     r"report\.html|training_curves\.png"
 )
 """files that a training run writes before its first step, or when it fails before it"""
+NEVER_FOLLOWED = re.compile(r"\.submission_file_[0-9a-f]{32}\.sh|optuna\.log\.lock")
+"""links that submitit and the lock of Optuna leave in a sweep's folder; nothing opens them"""
 MAX_NAMED = 5
 """maximum number of a folder's entries listed in a message"""
 URL_BEGINS = re.compile(r"[A-Za-z][\w+.-]+:/")
@@ -70,9 +72,9 @@ UNSET = "is it a variable that is not set? type a folder, or leave it out"
 
 @dataclass(kw_only=True, slots=True)
 class OutputConfig:
-    name: str | None = setting(None, shown=("train",))
+    name: str | None = setting(None, shown=("train",), grants="nothing")
     """name of the run, part of its folder; null = the experiment's"""
-    dir: str | None = setting(None, shown=True, aliases=("output_dir",))
+    dir: str | None = setting(None, shown=True, aliases=("output_dir",), grants="write")
     """folder of this run; null = outputs/<name>/<time>"""
 
 
@@ -184,7 +186,8 @@ def check_entries(folder: Path) -> list[str]:
 
     The folder itself may be a link, since the user named it.
     """
-    special = itertools.islice(special_entries(folder), MAX_NAMED)
+    found = (each for each in special_entries(folder) if not NEVER_FOLLOWED.fullmatch(each[0].name))
+    special = itertools.islice(found, MAX_NAMED)
     return [
         f"{folder}: {entry.relative_to(folder)} is {what}, which runs neither create nor follow: "
         "it may lead out of the folder; remove it, or replace it by a copy of its target"

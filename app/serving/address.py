@@ -22,12 +22,12 @@ class ServeConfig:
     engine: str = setting("loft", choices=("loft", "vllm"), shown=True)
     """loft = the built-in server; vllm = print the command that starts vLLM with the trained model
     in a separate environment, and exit"""
-    host: str = setting("127.0.0.1", shown=True)
+    host: str = setting("127.0.0.1", shown=True, grants="host")
     """address to listen on; any other than a loopback address requires an API key in the
     environment variable LOFT_SERVE_KEY"""
     port: int = setting(8000, ge=0, le=65535, shown=True)
     """port to listen on; 0 = any free port, which is printed"""
-    model_name: str | None = setting(None, aliases=("served_model_name",))
+    model_name: str | None = setting(None, aliases=("served_model_name",), grants="nothing")
     """model name in API requests; null = the name of the run, or of the base model's folder"""
     max_waiting: int = setting(16, ge=0, le=1024)
     """maximum number of requests that wait while one is answered; further ones get status 503"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ MAX_UNSHARDED_SHARE = 0.1
 
 @dataclass(kw_only=True, slots=True)
 class StrategyConfig:
-    name: str = setting("auto", resume="content")
+    name: str = setting("auto", resume="content", grants="nothing")
     """name of the strategy; auto chooses one and logs the reason"""
 
 
@@ -58,8 +58,10 @@ class ZeroConfig(StrategyConfig):
     """ZeRO++ qwZ: all-gather weights in 8 bits"""
     quantized_gradients: bool = False
     """ZeRO++ qgZ: reduce gradients between nodes in 4 bits"""
-    config: dict[str, Any] = field(default_factory=dict)
-    """further keys of a DeepSpeed config; keys that have a setting of their own are refused"""
+    config: Any = setting(default_factory=dict, grants="nothing")
+    """further keys of a DeepSpeed config, or the JSON file of one; what it says of batch size,
+    clipping, precision and stage must agree with our settings, and keys that write files, contact
+    hosts or run code are refused"""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +174,7 @@ def _interval(text: str, key: str, override: Override) -> Parameter:
     return Parameter(key=key, values=(repr(low), repr(high)), interval=interval)
 
 
-def format_overrides(values: dict[str, str]) -> list[str]:
+def format_overrides(values: Mapping[str, str]) -> list[str]:
     """Return `key=value` for each key."""
     return [f"{key}={value}" for key, value in values.items()]
 

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
-import re
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from app.config import TrainConfig, check_before_start, compose, load_config
 from app.config.overrides import quote_value
+from app.config.received import Granting, not_taken, settle
+from app.config.schema import as_typed
 from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
 from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
-from app.process.files import write_atomically
 from app.process.installation import verb_command
-from app.run import NEVER
-from app.run.folder import OUTPUTS, UNSET, expand_home, hold_run, into_folder
-from app.sweep.parameters import Parameter, format_overrides, parse_parameters, varied
+from app.run.folder import OUTPUTS, UNSET, hold_run, into_folder
+from app.sweep.parameters import Parameter, format_overrides, varied
 from app.sweep.results import (
     PAGE_FILE,
     RESULTS_FILE,
@@ -37,18 +35,18 @@ from app.sweep.results import (
     save_results,
     write_page,
 )
+from app.sweep.saved import SWEEP_FILE, Words, load_words, save_words
 from app.sweep.search import Grid, OptunaSearch, Search
-from app.sweep.slurm import SlurmLauncher, check_slurm
+from app.sweep.slurm import SlurmLauncher, check_jobs, check_slurm
 from app.sweep.trials import Launcher, LocalLauncher, RunningTrial, Trial
-from data_modules import REDACTED, printable, redact, redacted
+from data_modules import printable, redact, redacted
 
-SWEEP_FILE = "sweep.yaml"
-"""file in a sweep's folder with its overrides, from which it is resumed"""
-NO_OVERRIDES = "a resumed sweep keeps its overrides; use resume=FOLDER without others"
-RESUME = re.compile(r"\+*resume=(?P<value>.+)")
 SWEEP_KEYS = ("sweep.", "launcher", "output.", "resume")
 """prefixes of the keys that apply to the whole sweep and are not passed on to its trials"""
+NOT_PASSED_ON = ("sweep", "launcher", "output", "resume")
 MAX_GRID_TRIALS = 10_000
+MAX_CHECKED_TRIALS = 64
+"""up to so many trials of a grid are checked one by one, beyond it only each value"""
 EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 
 
@@ -58,14 +56,15 @@ def run_sweep(overrides: list[str]) -> int:
     The exit code is 0, that of the first trial that failed, or that of a signal. Raises UserError
     before the first trial if any value is invalid.
     """
-    parameters, folder = _load_parameters(overrides)
-    config, shared = _check(parameters)
+    words = load_words(overrides)
+    parameters, folder = words.parameters, words.folder
+    config, shared = _check(words)
     slots = _gpu_slots(config)
     if config.launcher.name == "slurm":
         check_slurm()
     if folder is None:
         folder = _make_folder(config.output.name or "train", config.output.dir)
-        write_atomically(folder / SWEEP_FILE, yaml.safe_dump({"words": redacted(overrides)}))
+        save_words(folder, overrides)
     hold_run(folder)
     finished = load_results(folder)
     search = _build_search(parameters, config, folder, [trial.number for trial in finished])
@@ -87,96 +86,89 @@ def run_sweep(overrides: list[str]) -> int:
     return code or failed
 
 
-def _load_parameters(overrides: Sequence[str]) -> tuple[list[Parameter], Path | None]:
-    """Return the parameters of a sweep, and its folder if it is resumed."""
-    found = [match["value"] for item in overrides if (match := RESUME.fullmatch(item)) is not None]
-    if not found or found[0] == NEVER:
-        return parse_parameters(overrides), None
-    value = found[0]
-    folder = expand_home("resume", value)
-    file = folder / SWEEP_FILE
-    if not file.is_file():
-        raise UserError(
-            f"resume={value}: expected the folder of a sweep, with {SWEEP_FILE}; {NO_OVERRIDES}"
-        )
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    saved = content.get("words") if isinstance(content, dict) else None
-    if not isinstance(saved, list) or not all(isinstance(item, str) for item in saved):
-        raise UserError(f"{file}: expected `words:`, a list; copy the sweep's folder again")
-    typed = parse_parameters(item for item in overrides if RESUME.fullmatch(item) is None)
-    return _restore_secrets(parse_parameters(saved), typed, value), folder
+def _check(words: Words) -> tuple[TrainConfig, dict[str, str]]:
+    """Check the trials before the first one starts: each, or each value if there are many.
 
-
-def _restore_secrets(
-    saved: Sequence[Parameter], typed: Sequence[Parameter], resume: str
-) -> list[Parameter]:
-    """Return the saved parameters with the secrets, which are not saved, taken from `typed`."""
-    with_secrets = {
-        parameter.key: parameter
-        for parameter in saved
-        if any(REDACTED in value for value in parameter.values)
-    }
-    given = {parameter.key: parameter for parameter in typed}
-    problems = [
-        f"{key}: {NO_OVERRIDES}" + (f" than {', '.join(with_secrets)}" if with_secrets else "")
-        for key in given.keys() - with_secrets.keys()
-    ]
-    for key, parameter in with_secrets.items():
-        values = ",".join(parameter.values)
-        if key not in given:
-            problems.append(
-                f"resume={resume}: a secret in {key} was not saved; add it again next to "
-                f"resume={resume}: {key}={values}"
-            )
-        elif redacted(given[key].values) != list(parameter.values):
-            problems.append(
-                f"{key}: expected the value with which the sweep was started, including its "
-                f"secrets: {key}={values}"
-            )
-    if problems:
-        raise UserError(problems)
-    return [given.get(parameter.key, parameter) for parameter in saved]
-
-
-def _check(parameters: Sequence[Parameter]) -> tuple[TrainConfig, dict[str, str]]:
-    """Check every value together with the first values of the other parameters.
-
-    Returns the settings of the first combination, and the values that all trials share.
+    Returns the settings of the first trial, and the values that all trials share.
     """
+    parameters = words.parameters
     first = {parameter.key: parameter.values[0] for parameter in parameters}
-    problems: list[str] = []
-    for parameter in parameters:
-        if parameter.varies and parameter.key.startswith(SWEEP_KEYS):
-            problems.append(f"{parameter.key}: expected one value for the whole sweep")
-        for value in parameter.values[1:]:
-            try:
-                compose("train", format_overrides(first | {parameter.key: value}))
-            except UserError as error:
-                problems += error.problems
-    try:
-        config = load_config("train", format_overrides(first))
-        assert isinstance(config, TrainConfig)
-        # Without the folder of the sweep, since each trial gets a new one.
-        output = dataclasses.replace(config.output, dir=None)
-        check_before_start(dataclasses.replace(config, output=output))
-        problems += check_search(config.sweep.search, parameters)
+    problems = [
+        f"{parameter.key}: expected one value for the whole sweep"
+        for parameter in parameters
+        if parameter.varies and parameter.key.startswith(SWEEP_KEYS)
+    ]
+    config, found = _check_trial(first)
+    problems += found
+    search = first.get("sweep.search", "grid") if config is None else config.sweep.search
+    if problem := _too_many_trials(search, parameters):
+        raise UserError([*problems, problem])
+    granting = [] if config is None else _granting(config, words)
+    for values in _further_trials(first, parameters):
+        other, found = _check_trial(values)
+        problems += found
+        granting += [] if other is None else _granting(other, words)
+    resets, found = settle(dict.fromkeys(granting), (words.folder or Path()) / SWEEP_FILE)
+    problems += found
+    if config is not None:
+        problems += check_search(search, parameters)
         if config.launcher.name == "slurm":
-            problems += [
-                f"{parameter.key}: contains a secret, and submitit writes the settings of a job "
-                "to a file; use launcher=local, or data that needs no secret"
-                for parameter in parameters
-                if redacted(parameter.values) != list(parameter.values)
-            ]
-    except UserError as error:
-        problems = error.problems + problems
-    if problems or not isinstance(config, TrainConfig):
+            problems += check_jobs(config.launcher, parameters)
+    if problems or config is None:
         raise UserError(dict.fromkeys(problems))
     shared = {
         parameter.key: parameter.values[0]
         for parameter in parameters
         if not parameter.varies and not parameter.key.startswith(SWEEP_KEYS)
     }
-    return config, shared
+    return config, shared | {each.key: quote_value(as_typed(each.default)) for each in resets}
+
+
+def _check_trial(values: Mapping[str, str]) -> tuple[TrainConfig | None, list[str]]:
+    """Return the settings of a trial, None if they cannot be composed, and their problems."""
+    config: TrainConfig | None = None
+    try:
+        loaded = load_config("train", format_overrides(values))
+        assert isinstance(loaded, TrainConfig)
+        config = loaded
+        # Without the folder of the sweep, since each trial gets a new one.
+        output = dataclasses.replace(config.output, dir=None)
+        check_before_start(dataclasses.replace(config, output=output))
+    except UserError as error:
+        return config, list(error.problems)
+    return config, []
+
+
+def _further_trials(
+    first: Mapping[str, str], parameters: Sequence[Parameter]
+) -> Iterator[dict[str, str]]:
+    """Yield the values of the trials after the first, or each further value with the first ones."""
+    varying = varied(parameters)
+    if math.prod(len(parameter.values) for parameter in varying) <= MAX_CHECKED_TRIALS:
+        trials = itertools.product(*(parameter.values for parameter in varying))
+        next(trials)  # that is `first`
+        keys = [parameter.key for parameter in varying]
+        yield from ({**first, **dict(zip(keys, values, strict=True))} for values in trials)
+    else:
+        for parameter in varying:
+            yield from ({**first, parameter.key: value} for value in parameter.values[1:])
+
+
+def _granting(config: TrainConfig, words: Words) -> list[Granting]:
+    """List what the settings of a trial grant that the folder of a resumed sweep names."""
+    if words.folder is None:
+        return []
+    return not_taken(config, words.typed, skip=NOT_PASSED_ON)
+
+
+def _too_many_trials(search: str, parameters: Sequence[Parameter]) -> str | None:
+    num_trials = math.prod(len(parameter.values) for parameter in parameters)
+    if search != "grid" or num_trials <= MAX_GRID_TRIALS:
+        return None
+    return (
+        f"this grid has {num_trials:,} trials, more than {MAX_GRID_TRIALS:,}; use "
+        "sweep.search=optuna sweep.trials=20, or list fewer values"
+    )
 
 
 def check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:
@@ -189,13 +181,8 @@ def check_search(search: str, parameters: Sequence[Parameter]) -> list[str]:
             for parameter in parameters
             if parameter.interval is not None
         ]
-        num_trials = math.prod(len(parameter.values) for parameter in parameters)
-        if num_trials > MAX_GRID_TRIALS:
-            problems.append(
-                f"this grid has {num_trials:,} trials, more than {MAX_GRID_TRIALS:,}; use "
-                "sweep.search=optuna sweep.trials=20, or list fewer values"
-            )
-        return problems
+        too_many = _too_many_trials(search, parameters)
+        return [*problems, *([] if too_many is None else [too_many])]
     problems += [
         f"{parameter.key}: the values contain secrets, which Optuna writes to its journal; use "
         "sweep.search=grid, or data that needs no secret"

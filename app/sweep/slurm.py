@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 from app.process.errors import ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED
 from app.process.files import write_atomically
 from app.process.installation import install_extra
+from app.sweep.parameters import Parameter
 from app.sweep.trials import start_process
+from data_modules import redacted
 
 if TYPE_CHECKING:
     from app.config import LauncherConfig
@@ -30,7 +32,10 @@ if TYPE_CHECKING:
 JOBS_FOLDER = "slurm"
 """folder in a sweep's folder with submitit's files, in a folder per trial"""
 END_FILE = "end.json"
+NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 SUBMITTED = re.compile(r"(\d+)_submitted\.pkl")
+SLURM_NAME = re.compile(r"[\w.,:@+-]+")
+"""names that sbatch reads as one word: a line break would begin a line of the job's script"""
 COMMANDS = ("sbatch", "srun", "sacct", "scancel")
 STEP_VARIABLES = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID")
 """environment variables that mark a process as a rank started by srun; a trial starts its own"""
@@ -120,6 +125,21 @@ def check_slurm() -> None:
         )
 
 
+def check_jobs(config: LauncherConfig, parameters: Sequence[Parameter]) -> list[str]:
+    """List the settings that cannot be written into the files of a job."""
+    names = {"partition": config.partition, "account": config.account}
+    return [
+        f"launcher.{key}={name!r}: expected a name of SLURM: letters, digits, and any of _.,:@+-"
+        for key, name in names.items()
+        if name is not None and not SLURM_NAME.fullmatch(name)
+    ] + [
+        f"{parameter.key}: contains a secret, and submitit writes the settings of a job to a file; "
+        "use launcher=local, or data that needs no secret"
+        for parameter in parameters
+        if redacted(parameter.values) != list(parameter.values)
+    ]
+
+
 class SlurmLauncher:
     """Submits trials as jobs; reuses the job of a trial that was submitted before.
 
@@ -159,7 +179,7 @@ class SlurmLauncher:
         config = self._config
         executor = self._submitit.AutoExecutor(job_folder, cluster=self.cluster)
         executor.update_parameters(
-            name=f"loft-{self._folder.parent.name}-{folder.name}",
+            name=f"loft-{NOT_IN_NAMES.sub('-', self._folder.parent.name)}-{folder.name}",
             timeout_min=config.minutes,
             cpus_per_task=config.cpus,
             mem_gb=config.memory_gib,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -233,8 +234,9 @@ class FinetuneModule(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip gradients by their global norm and record it; skip the step if it is not finite."""
-        assert gradient_clip_val is not None
-        self.grad_norm = self.strategy.clip(optimizer, gradient_clip_val)
+        # Every strategy scales by min(1, limit / norm): exactly 1 without a limit.
+        limit = math.inf if gradient_clip_val is None else gradient_clip_val
+        self.grad_norm = self.strategy.clip(optimizer, limit)
         skip_nonfinite_step(optimizer, self.grad_norm, is_scaled=self.is_scaled)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class LrPattern:
     """A separate learning rate for the weights whose names match a pattern."""
 
-    pattern: str
+    pattern: str = setting(grants="nothing")
     """pattern of full weight names, with * for any text: '*.embed_tokens.*', '*.layers.0.*',
     '*.q_proj.lora_A.weight'"""
     ratio: float
@@ -62,7 +62,7 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AdamWConfig(OptimizerConfig):
-    name: str = "adamw"
+    name: str = setting("adamw", grants="nothing")
     beta1: float = setting(0.9, ge=0, lt=1, aliases=("adam_beta1",))
     """decay of the running mean of gradients"""
     beta2: float = setting(0.999, ge=0, lt=1, aliases=("adam_beta2",))

@@ -40,7 +40,9 @@ class CheckpointConfig:
     keep_best: int = setting(0, ge=0)
     """number of best checkpoints, ranked by `monitor`, to keep in addition; each is saved at its
     validation, whatever every_steps says"""
-    monitor: str = setting(DEFAULT_MONITOR, resume="fixed", aliases=("metric_for_best_model",))
+    monitor: str = setting(
+        DEFAULT_MONITOR, resume="fixed", aliases=("metric_for_best_model",), grants="nothing"
+    )
     """metric that `keep_best` ranks by: val/loss, val/loss/DATA_SET, or with evaluation.every_steps
     a metric of a task or data set, such as val/accuracy/mmlu. Lower is better for losses,
     perplexities and bits per byte, higher for all others"""
@@ -97,10 +99,10 @@ class TrainerConfig:
     )
     """auto, fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (scaled
     loss)"""
-    max_grad_norm: float = setting(
-        1.0, gt=0, note="1.0 is usual", resume="lr", aliases=("gradient_clip_val",)
+    max_grad_norm: float | None = setting(
+        1.0, gt=0, note="1.0 is usual, null = off", resume="lr", aliases=("gradient_clip_val",)
     )
-    """maximum global gradient norm; larger gradients are scaled down to it"""
+    """maximum global gradient norm; larger gradients are scaled down to it; null = no clipping"""
     max_skipped_steps: int = setting(0, ge=0, resume="free")
     """optimizer steps that a run may skip, each with a warning, because their loss or gradient norm
     is not finite; one more stops the run. A skipped step never changes a weight. The check does not

@@ -95,7 +95,7 @@ def test_every_setting_says_whether_a_resumed_run_may_change_it() -> None:
         "data.datasets": "fixed",
         "data.datasets[].path": "content",
         "data.datasets[].weight": "data",
-        "model.trust_remote_code": "trust",
+        "model.trust_remote_code": "per_start",
         "optimizer.lr": "lr",
         "optimizer.momentum": "fixed",
         "output.dir": "per_start",

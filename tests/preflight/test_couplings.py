@@ -22,7 +22,7 @@ from app.evaluation.tasks.questions import TaskConfig
 from app.preflight import check_compatibility
 from app.preflight.couplings import devices, table
 from app.preflight.couplings.table import is_installed
-from app.strategy.deepspeed_config import keys_decided_elsewhere
+from app.strategy.deepspeed_config import given_keys, keys_decided_elsewhere
 from app.strategy.settings import FAMILIES, ZeroConfig
 from app.training.optimizers import LrPattern
 from data_modules import DatasetConfig, dataset_names
@@ -164,9 +164,10 @@ CONFLICTS = [
     (0, "strategy=zero1 strategy.partition_within_node=true",
      "strategy=zero3 strategy.partition_within_node=true", ["partition_within_node",
      "strategy.stage=1 does not shard weights", "type strategy.stage=3"]),
-    (0, "strategy=zero2 'strategy.config={zero_optimization: {stage: 3}, gradient_clipping: 1}'",
+    (0, "strategy=zero2 'strategy.config={zero_optimization: {stage: 3}, gradient_clipping: 2}'",
      "strategy=zero2 'strategy.config={zero_optimization: {overlap_comm: true}}'",
-     ["zero_optimization.stage is set by strategy.stage, gradient_clipping is set by trainer.max",
+     ["zero_optimization.stage=3 is set by strategy.stage=2, gradient_clipping=2 is set by "
+      "trainer.max_grad_norm=1.0",
      "type strategy.stage, trainer.max_grad_norm instead"]),
     (0, "strategy=zero2 'strategy.config={zero_optimisation: {overlap_comm: true}}'",
      "strategy=zero2 'strategy.config={zero_optimization: {overlap_comm: true}}'",
@@ -178,6 +179,11 @@ CONFLICTS = [
     (0, "strategy=zero2 'strategy.config={zero_optimization: {overlap_com: true}}'",
      "strategy=zero3 'strategy.config={zero_optimization: {stage3_max_reuse_distance: 9}}'",
      ["DeepSpeed has no key zero_optimization.overlap_com (did you mean overlap_comm?)"]),
+    (0, "strategy=zero2 'strategy.config=[1]'", "strategy=zero2 'strategy.config={}'",
+     ["strategy.config=[1] is neither keys of DeepSpeed nor a file", "strategy.config=FILE.json"]),
+    (0, "strategy=zero2 'strategy.config={flops_profiler: {output_file: x}}'",
+     "strategy=zero2 'strategy.config={flops_profiler: {enabled: true}}'",
+     ["flops_profiler.output_file writes a file", "type strategy.config without them"]),
     (0, "strategy=zero2 trainer.checkpoint.async=true",
      "strategy=ddp trainer.checkpoint.async=true",
      ["trainer.checkpoint.async=true", "type trainer.checkpoint.async=false"]),
@@ -366,7 +372,7 @@ def test_without_deepspeed_the_nearest_strategy_of_pytorch_is_named(
 def test_deepspeed_keys_that_other_settings_decide_are_found_at_any_depth(
     given: dict[str, Any], decided: dict[str, str] | str
 ) -> None:
-    found = keys_decided_elsewhere(given)
+    found = keys_decided_elsewhere(given_keys(given))
     assert decided in found.values() if isinstance(decided, str) else found == decided
 
 

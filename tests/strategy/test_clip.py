@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +14,17 @@ from torch import Tensor
 from app.strategy import mixin
 from app.strategy.mixin import REPLICATED
 from app.training.nonfinite import skip_nonfinite_step
+from tests.tiny import train_into
 
 
-def step(size: float, *, fused: bool = True) -> tuple[list[Tensor], Tensor]:
+def step(size: float, *, fused: bool = True, limit: float = 1.0) -> tuple[list[Tensor], Tensor]:
     """Return the weights after a step on gradients scaled by `size`, and the gradient norm."""
     random = torch.Generator().manual_seed(1)
     weights = [torch.nn.Parameter(torch.randn(8, 3, generator=random)) for _ in range(3)]
     optimizer: Any = torch.optim.AdamW(weights, lr=0.1, eps=1.0, fused=fused)
     for weight in weights:
         weight.grad = size * torch.randn(8, 3, generator=random)
-    norm = REPLICATED.clip(optimizer, 1.0)
+    norm = REPLICATED.clip(optimizer, limit)
     skip_nonfinite_step(optimizer, norm, is_scaled=False)
     optimizer.step()
     return [weight.detach() for weight in weights], norm
@@ -46,3 +50,31 @@ def test_unfused_optimizers_clip_before_the_step(
     monkeypatch.setattr(mixin, "_is_on_gpu", lambda weight: True)
     for one, other in zip(plain, step(10.0, fused=False)[0], strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_without_a_limit_gradients_stay_as_they_are(
+    within: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`trainer.max_grad_norm=null`: bit for bit the step of a limit that nothing reaches."""
+    monkeypatch.setattr(mixin, "_is_on_gpu", lambda weight: within)
+    unclipped, norm = step(100.0, limit=math.inf)
+    far, _ = step(100.0, limit=1e9)
+    clipped, _ = step(100.0, limit=1.0)
+    assert norm.item() > 100
+    for one, other, third in zip(unclipped, far, clipped, strict=True):
+        assert torch.equal(one, other)
+        assert not torch.equal(one, third)
+    before, bad = step(float("nan"), limit=math.inf)
+    assert math.isnan(bad.item())
+    assert all(torch.isfinite(weight).all() for weight in before), "the step was skipped"
+
+
+def test_a_run_without_clipping_trains_and_resumes(tmp_path: Path) -> None:
+    typed = ("trainer.max_grad_norm=null", "logger=csv")
+    run = train_into(tmp_path / "run", *typed, "trainer.checkpoint.every_steps=2")
+    longer = [*typed, "trainer.max_steps=6", "resume_allow=[epochs]"]
+    (run / "metrics.json").unlink()
+    train_into(run, *longer, "resume=auto")
+    assert "max_grad_norm: null" in (run / "config.yaml").read_text()
+    assert json.loads((run / "metrics.json").read_text())

@@ -13,7 +13,12 @@ from torch._subclasses import FakeTensorMode
 from app.process.errors import UserError
 from app.strategy.build import build_strategy
 from app.strategy.deepspeed import Zero, check_zero_config
-from app.strategy.deepspeed_config import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS, deepspeed_config
+from app.strategy.deepspeed_config import (
+    ALLOWED_KEYS,
+    DEEPSPEED_KEYS,
+    REFUSED,
+    deepspeed_config,
+)
 from app.strategy.settings import ZeroConfig
 from app.training.nonfinite import skip_nonfinite_step
 from tests.conftest import read_column
@@ -302,9 +307,12 @@ def test_known_keys_are_those_of_deepspeed() -> None:
     config = RecordingConfig(train_micro_batch_size_per_gpu=1)
     of_deepspeed.DeepSpeedConfig(config)
     read |= config.keys_read - set(of_deepspeed._REMOVED_TOP_LEVEL_CONFIG_KEYS)
-    known = {*FURTHER_DEEPSPEED_KEYS, *DEEPSPEED_KEYS}
-    known |= {".".join(key.split(".")[:2]) for key in known} | {"zero_optimization"}
+    listed = {*ALLOWED_KEYS, *REFUSED, *DEEPSPEED_KEYS}
+    known = {".".join(key.split(".")[:2]) for key in listed} | {key.split(".")[0] for key in listed}
     new = read - known - {"zero_optimization.None"}
     assert not new, f"DeepSpeed has keys that app/strategy/deepspeed_config.py does not list: {new}"
-    gone = set(FURTHER_DEEPSPEED_KEYS) - read - {"sequence_parallel_size"}  # read among ranks only
+    sections = {key.split(".")[0] for key in ALLOWED_KEYS | REFUSED.keys()}
+    gone = (
+        sections - {key.split(".")[0] for key in read} - {"sequence_parallel_size"}
+    )  # among ranks
     assert not gone, f"DeepSpeed reads these keys no longer: {gone}"

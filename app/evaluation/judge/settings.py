@@ -26,10 +26,10 @@ class JudgeConfig:
     """maximum number of questions, the first ones; null = all"""
     max_new_tokens: int = setting(512, ge=1)
     """maximum length of each answer in tokens"""
-    url: str | None = setting(None, shown=True)
+    url: str | None = setting(None, shown=True, grants="host")
     """base URL of an OpenAI-compatible endpoint, such as https://api.openai.com/v1; its API key is
     read only from the environment variable LOFT_JUDGE_KEY"""
-    model: str | None = setting(None, shown=True)
+    model: str | None = setting(None, shown=True, grants="nothing")
     """name of the judge model at the endpoint"""
     grading: list[str] = setting(
         default_factory=lambda: ["single"], choices=("single", "pairwise"), shown=True
@@ -37,7 +37,8 @@ class JudgeConfig:
     """single = grade each answer from 1 to 10; pairwise = choose between base and tuned, requested
     twice with the order swapped; both: [single, pairwise]"""
     parameters: dict[str, Any] = setting(
-        default_factory=lambda: {"temperature": 0, "max_tokens": 1024}
+        default_factory=lambda: {"temperature": 0, "max_tokens": 1024},
+        grants="nothing",
     )
     """parameters of each request; null removes a parameter"""
     num_parallel: int = setting(4, ge=1, le=64)

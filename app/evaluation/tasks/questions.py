@@ -31,25 +31,25 @@ KINDS = ("multiple_choice", "exact_match", "numeric", "likelihood", "perplexity"
 class TaskConfig:
     """One task."""
 
-    name: str = setting()
+    name: str = setting(grants="nothing")
     """name of the task in metrics; gsm8k, mmlu, arc, openbookqa, hellaswag, winogrande, boolq,
     lambada, math and humaneval select the published form of that benchmark"""
-    path: str | None = setting(None)
+    path: str | None = setting(None, grants="nothing")
     """file with the rows of the task (json, jsonl, csv, parquet; .gz or .zst); null = the published
     file name of the benchmark, in evaluation.task_dir"""
-    form: str | None = setting(None)
+    form: str | None = setting(None, grants="nothing")
     """benchmark whose published form the rows and prompts have, if `name` is a different word; null
     = `name`, if that is a benchmark"""
     kind: str | None = setting(None, choices=KINDS)
     """how the task is scored: multiple_choice (the likeliest choice), exact_match or numeric (of a
     generated answer), likelihood (of a continuation), perplexity (of a text), code (the generated
     program is run); null = as its form says"""
-    columns: dict[str, str] = setting(default_factory=dict)
+    columns: dict[str, str] = setting(default_factory=dict, grants="nothing")
     """field: column that holds it, if the names differ; fields are question, choices and answer,
     context and continuation, or text; dots reach nested fields"""
     few_shot: int | None = setting(None, ge=0, le=100)
     """number of few-shot examples before each question; null = as its form says"""
-    few_shot_path: str | None = setting(None)
+    few_shot_path: str | None = setting(None, grants="nothing")
     """file with the few-shot examples; null = the file of its form, or the first rows of `path`,
     which are then left out of the evaluation"""
     max_rows: int | None = setting(None, ge=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class AdapterConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig(AdapterConfig):
-    name: str = "lora"
+    name: str = setting("lora", grants="nothing")
     path: str | None = setting(None, is_path=True)
     """folder of an adapter to continue training, with the settings it was saved with"""
     r: int = setting(
@@ -61,16 +61,18 @@ class LoraConfig(AdapterConfig):
         aliases=("lora_dropout",),
     )
     """dropout probability of the adapter's input; any value above 0 costs memory and time"""
-    target_modules: Any = setting("all-linear", shown=("train",), aliases=("lora_target_modules",))
+    target_modules: Any = setting(
+        "all-linear", shown=("train",), aliases=("lora_target_modules",), grants="nothing"
+    )
     """all-linear, a list of module name endings, or a regular expression over full names"""
-    rank_pattern: dict[str, int] = field(default_factory=dict)
+    rank_pattern: dict[str, int] = setting(default_factory=dict, grants="nothing")
     """ranks other than r, by module name ending or regular expression, as {down_proj: 32}"""
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = setting(default_factory=dict, grants="nothing")
     """alphas other than alpha, by module name ending or regular expression"""
     experts: str = setting("auto", choices=("auto", "lora", "frozen"))
     """fused experts of a mixture of experts: lora (matrices of rank r for each expert), frozen, or
     auto: lora with all-linear if experts hold more than a third of the layers' weights"""
-    layers: Any = "all"
+    layers: Any = setting("all", grants="nothing")
     """decoder layers that get an adapter: all, `top 8` (the last eight), or a list of numbers"""
     init: str = setting("default", choices=INITS)
     """initial weights: default, gaussian, pissa (principal components of the base's weights,
@@ -79,9 +81,9 @@ class LoraConfig(AdapterConfig):
     """train each weight's magnitude separately from its direction (slower; arXiv 2402.09353)"""
     use_rslora: bool = False
     """scale by alpha / sqrt(r), stable at high ranks (arXiv 2312.03732)"""
-    trainable_tokens: list[str] = field(default_factory=list)
+    trainable_tokens: list[str] = setting(default_factory=list, grants="nothing")
     """tokens whose embedding and head rows are trained too, as [<|im_start|>, <|im_end|>]"""
-    modules_to_save: list[str] = field(default_factory=list)
+    modules_to_save: list[str] = setting(default_factory=list, grants="nothing")
     """modules trained in full and saved with the adapter, as [lm_head] (unless it is tied)"""
     lora_plus_ratio: float | None = setting(None, gt=0, le=1000, note="16 is usual")
     """learning rate of B divided by that of A; 16 is usual (LoRA+, arXiv 2402.12354)"""
@@ -94,9 +96,9 @@ class Ia3Config(AdapterConfig):
     name: str = "ia3"
     path: str | None = setting(None, is_path=True)
     """folder of an adapter to continue training, with the settings it was saved with"""
-    target_modules: Any = "auto"
+    target_modules: Any = setting("auto", grants="nothing")
     """auto (keys, values and feed-forward of the architecture), or a list of module name endings"""
-    feedforward_modules: Any = "auto"
+    feedforward_modules: Any = setting("auto", grants="nothing")
     """target_modules whose input is scaled instead of their output"""
     layers: Any = "all"
     """decoder layers that get an adapter: all, `top 8` (the last eight), or a list of numbers"""
@@ -105,9 +107,9 @@ class Ia3Config(AdapterConfig):
 @dataclass(kw_only=True, slots=True)
 class FreezeConfig(AdapterConfig):
     name: str = "freeze"
-    layers: Any = "top 2"
+    layers: Any = setting("top 2", grants="nothing")
     """decoder layers to train: `top 2` (the last two), a list of numbers, all, or none"""
-    modules: list[str] = field(default_factory=list)
+    modules: list[str] = setting(default_factory=list, grants="nothing")
     """other modules to train: name endings or regular expressions, as [lm_head, 'norm']"""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +26,7 @@ from app.preflight.couplings.devices import (
 )
 from app.process.errors import nearest
 from app.process.installation import install_extra, verb_command
-from app.strategy.deepspeed_config import keys_decided_elsewhere, unknown_keys
+from app.strategy.deepspeed_config import conflicting_keys, given_keys, refused_keys
 from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
@@ -94,7 +94,7 @@ def check_compatibility(
             conflicts += _of_local_sgd(config, config.strategy)
         if isinstance(config.strategy, ZeroConfig):
             conflicts += _of_deepspeed(config, config.strategy, devices)
-            conflicts += _of_deepspeed_keys(config.strategy.config)
+            conflicts += _of_deepspeed_keys(config.strategy.config, config)
     problems = [
         f"{conflict.why}; type {conflict.instead}"
         for conflict in conflicts
@@ -646,17 +646,31 @@ def _of_deepspeed(
         )
 
 
-def _of_deepspeed_keys(config: Mapping[str, Any]) -> Iterator[Conflict]:
-    """Yield keys of `strategy.config` that another setting sets, or that DeepSpeed lacks."""
-    if decided := keys_decided_elsewhere(config):
-        settings = ", ".join(dict.fromkeys(decided.values()))
+def _of_deepspeed_keys(given: Any, config: TrainConfig) -> Iterator[Conflict]:
+    """Yield keys of `strategy.config` that contradict a setting, or that may not be given."""
+    if not isinstance(given, dict):
         yield Conflict(
-            "strategy.config: "
-            + ", ".join(f"{key} is set by {setting}" for key, setting in decided.items()),
+            f"strategy.config={given} is neither keys of DeepSpeed nor a file",
+            "'strategy.config={KEY: VALUE}' or strategy.config=FILE.json",
+        )
+        return
+    keys = given_keys(given)
+    if conflicts := conflicting_keys(keys, config):
+        settings = ", ".join(dict.fromkeys(each.partition("=")[0] for each in conflicts.values()))
+        said = [f"{key}={keys[key]} is set by {name}" for key, name in conflicts.items()]
+        yield Conflict(
+            "strategy.config: " + ", ".join(said),
             f"{settings} instead, and leave it out of strategy.config",
         )
-    if unknown := unknown_keys(config):
+    unknown, refused = refused_keys(keys)
+    if unknown:
         yield Conflict(
             "strategy.config: DeepSpeed has no key " + ", no key ".join(unknown),
             "a key that it has, or leave it out of strategy.config",
+        )
+    if refused:
+        yield Conflict(
+            "strategy.config may not have keys that write files, contact hosts, run code or change "
+            "the model: " + "; ".join(refused),
+            "strategy.config without them",
         )

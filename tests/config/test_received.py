@@ -1,0 +1,195 @@
+"""What a folder that is read back may never decide: every setting is judged, and one rule holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import load_config
+from app.config.received import not_taken
+from app.config.schema import Setting, default_of, list_settings
+from app.config.verbs import GRANTING, PARTS, VERBS, TrainConfig
+from app.sweep import run_sweep
+from tests.in_process import make_data, make_model, run_command
+from tests.sweep.short_trials import short_trials
+
+JUDGED = [setting for top in VERBS.values() for setting in list_settings(top, PARTS)]
+
+
+def holds_text(hint: Any) -> bool:
+    return hint in (str, Any) or any(map(holds_text, typing.get_args(hint)))
+
+
+def undecided(setting: Setting) -> bool:
+    facts = setting.facts
+    is_text = holds_text(setting.hint) and not setting.is_part
+    return is_text and not (facts.choices or facts.is_path or facts.grants)
+
+
+def test_every_text_says_what_its_value_lets_the_program_do() -> None:
+    """A new setting states it at its field: `grants="nothing"`, or code, write or host."""
+    assert len(JUDGED) > 900
+    assert [setting.key for setting in JUDGED if undecided(setting)] == []
+    words = ("trust", "allow", "unsafe", "url", "dir", "write")
+    named = {
+        each.key for each in JUDGED for name in each.key.split(".")[-1].split("_") if name in words
+    }
+    granting = {each.key for each in JUDGED if each.facts.grants not in (None, "nothing")}
+    harmless = {"resume_allow", "evaluation.task_dir"}  # never inherited; read, not written
+    assert named - granting == harmless
+
+
+def test_what_is_never_taken_from_a_run() -> None:
+    assert {key: each.facts.grants for key, each in GRANTING.items()} == {
+        "model.trust_remote_code": "code",
+        "evaluation.metric": "code",
+        "evaluation.allow_code": "code",
+        "evaluation.harness_dir": "code",
+        "data.cache_dir": "write",
+        "data.datasets": "host",
+        "data.test_datasets": "host",
+    }
+
+
+GRANTED = {
+    "model.trust_remote_code": "true",
+    "evaluation.metric": "FILE.py:score",
+    "evaluation.allow_code": "true",
+    "evaluation.harness_dir": "tasks",
+    "data.cache_dir": "elsewhere",
+    "data.datasets": "[{path: 'https://example.org/rows.jsonl'}]",
+    "data.test_datasets": "[{path: 's3://bucket/rows.jsonl'}]",
+}
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE.py").write_text("def score(answer, reference):\n    return 1.0\n")
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
+    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+
+
+@pytest.mark.parametrize("key", GRANTING)
+def test_each_is_found_in_a_config_and_not_when_it_is_typed(key: str, words: list[str]) -> None:
+    config = load_config("train", [*words, f"{key}={GRANTED[key]}"])
+    assert isinstance(config, TrainConfig)
+    assert [each.key for each in not_taken(config, set())] == [key]
+    group = key.partition(".")[0]
+    for typed in (key, group):
+        assert not_taken(config, {typed}) == []
+    assert not_taken(config, set(), skip={group}) == []
+    assert GRANTED.keys() == GRANTING.keys()
+
+
+def written_otherwise(key: str, folder: Path) -> Iterator[str]:
+    """Yield words that set a key of GRANTED in other ways than by its name."""
+    group, _, name = key.partition(".")
+    value = GRANTED[key]
+    yield f"{key}={value}"
+    yield f"++{key}={value}"
+    file = folder / "of the sweep.yaml"
+    file.write_text(f"# @package _global_\n{group}:\n  {name}: {value}\n")
+    yield f"+experiment={file}"
+
+
+CODE = [key for key, each in GRANTING.items() if each.facts.grants == "code"]
+
+
+@pytest.mark.parametrize("key", [*CODE, "data.cache_dir", "data.test_datasets"])
+def test_a_received_sweep_grants_nothing(
+    key: str, words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, word in enumerate(written_otherwise(key, tmp_path)):
+        folder = tmp_path / f"sweep-{number}"
+        folder.mkdir()
+        saved = [*words, "adapter.r=2,4", word]
+        (folder / "sweep.yaml").write_text(f"words: {saved}\n")
+        with short_trials() as commands:
+            result = run_command("-m", f"resume={folder}", sweep=run_sweep)
+            if key == "data.cache_dir":
+                assert result.code == 0, (word, result.stderr)
+                assert f"{folder}/sweep.yaml: {key}=elsewhere is not inherited" in caplog.text
+                default = default_of(GRANTING[key].field)
+                assert all(f"{key}={default}" in command for command in commands)
+                assert len(commands) == 2 and "elsewhere" not in str(commands)
+                continue
+            assert (result.code, commands) == (2, []), word
+            assert f"sweep.yaml: {key}" in result.stderr, (word, result.stderr)
+            typed = f"{key}={GRANTED[key]}" if key in CODE else None
+            assert typed is None or f"type {typed}" in result.stderr, result.stderr
+
+
+def test_trust_that_is_typed_beside_a_sweep_holds_for_its_trials(
+    words: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    saved = [
+        *words,
+        "adapter.r=2,4",
+        "evaluation.allow_code=true",
+        "evaluation.metric=FILE.py:score",
+    ]
+    (folder / "sweep.yaml").write_text(f"words: {saved}\n")
+    asked = {
+        "evaluation.allow_code=true evaluation.metric=FILE.py:score": 0,
+        "evaluation.allow_code=false evaluation.metric=null": 0,
+        "evaluation.allow_code=true": 2,
+        "evaluation.allow_code=true evaluation.metric=OTHER.py:score": 2,
+        "evaluation.allow_code=true evaluation.metric=FILE.py:score seed=3": 2,
+    }
+    for typed, code in asked.items():
+        with short_trials() as commands:
+            result = run_command("-m", f"resume={folder}", *typed.split(), sweep=run_sweep)
+        assert result.code == code, (typed, result.stderr)
+        (folder / "sweep.json").unlink(missing_ok=True)
+        assert len(commands) == (2 if code == 0 else 0)
+        trials = [
+            {
+                word.replace("\\", "").replace("True", "true").replace("False", "false")
+                for word in command
+            }
+            for command in commands
+        ]
+        missing = [set(typed.split()) - trial for trial in trials if code == 0]
+        assert missing == [set()] * len(commands)
+
+
+def test_a_sweep_in_a_folder_with_links_is_refused(words: list[str], tmp_path: Path) -> None:
+    victim = tmp_path / "victim.txt"
+    victim.write_text("of somebody")
+    for name in ("0.log", "sweep.csv", "sweep.json", "run.lock", "0", "sweep.yaml"):
+        folder = tmp_path / f"with {name}"
+        folder.mkdir()
+        saved = [*words, "adapter.r=2,4"]
+        (folder / "sweep.yaml").write_text(f"words: {saved}\n")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(victim)
+        with short_trials() as commands:
+            result = run_command("-m", f"resume={folder}", sweep=run_sweep)
+        assert (result.code, commands) == (2, []), (name, result.stderr)
+        assert f"{name} is a link" in result.stderr
+        assert victim.read_text() == "of somebody"
+
+
+def test_the_name_of_a_job_is_one_word(words: list[str], tmp_path: Path) -> None:
+    """sbatch reads the lines of a script: a line break in a name would add a command to it."""
+    for key in ("partition", "account"):
+        result = run_command(
+            "-m", *words, "adapter.r=2,4", "launcher=slurm", f"launcher.{key}='x\ntouch marker'",
+            sweep=run_sweep,
+        )  # fmt: skip
+        assert result.code == 2
+        assert f"launcher.{key}='x\\ntouch marker': expected a name" in result.stderr
+
+
+def test_a_granting_setting_knows_its_default() -> None:
+    config = load_config("train", ["+experiment=quickstart"])
+    assert isinstance(config, TrainConfig)
+    assert not_taken(dataclasses.replace(config), set()) == []

@@ -1,0 +1,128 @@
+"""DeepSpeed's own keys: from any source only those that write nothing, and a user's own file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.strategy.deepspeed_config import ALLOWED_KEYS, AUTO, deepspeed_config
+from tests.in_process import CommandResult, make_data, make_model, run_command
+
+WRITES: dict[str, Any] = {
+    "flops_profiler": {"enabled": True, "output_file": "/tmp/x"},
+    "tensorboard": {"enabled": True, "output_path": "/tmp/x"},
+    "csv_monitor": {"enabled": True, "output_path": "/tmp/x", "job_name": "a"},
+    "wandb": {"enabled": True, "project": "a"},
+    "comet": {"enabled": True, "workspace": "a"},
+    "autotuning": {"enabled": True, "results_dir": "/tmp/x"},
+    "data_efficiency": {"enabled": True, "data_sampling": {"metric_path": "/tmp/x"}},
+    "datastates_ckpt": {"host_cache_size": 1},
+    "compile": {"deepcompile": True},
+    "zero_optimization": {"offload_optimizer": {"nvme_path": "/tmp/x"}},
+    "elasticity": {"enabled": True},
+    "unheard_of": {"output_file": "/tmp/x"},
+}
+OF_OTHER_TOOLS = {
+    "train_batch_size": AUTO,
+    "train_micro_batch_size_per_gpu": AUTO,
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+    "fp16": {"enabled": False},
+    "bf16": {"enabled": AUTO},
+    "wandb": {"enabled": False},
+    "optimizer": AUTO,
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "reduce_bucket_size": AUTO,
+        "stage3_max_live_parameters": 1000000000,
+        "offload_param": {"device": "none", "pin_memory": True},
+    },
+    "steps_per_print": 10,
+}
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl", 40)
+    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "strategy=zero3"]
+
+
+def train_with(words: list[str], keys: Any, *typed: str) -> CommandResult:
+    Path("ds config.json").write_text(json.dumps(keys))
+    return run_command(*words, "strategy.config=ds config.json", *typed)
+
+
+def test_no_key_that_may_be_given_names_a_file_or_a_host() -> None:
+    parts = {part for key in ALLOWED_KEYS for name in key.split(".") for part in name.split("_")}
+    assert not parts & {"path", "file", "dir", "folder", "url", "host", "key", "team", "job"}
+    assert len(ALLOWED_KEYS) > 90
+
+
+@pytest.mark.parametrize("key", WRITES)
+def test_keys_that_write_or_contact_are_refused_from_any_source(key: str, words: list[str]) -> None:
+    result = train_with(words, {key: WRITES[key]})
+    assert (result.code, f" {key}" in result.stderr) == (2, True), result.stderr
+    typed = json.dumps({key: WRITES[key]}).replace('"', "")
+    result = run_command(*words, f"strategy.config={typed}")
+    assert (result.code, f" {key}" in result.stderr) == (2, True), result.stderr
+
+
+def test_a_file_for_another_tool_is_read(words: list[str]) -> None:
+    result = train_with(words, OF_OTHER_TOOLS)
+    assert result.code == 0, result.stderr
+    made = deepspeed_config(
+        result.config.strategy,
+        on_gpu=False,
+        dtype=torch.float32,
+        num_trained=10,
+        ranks_per_node=2,
+        accumulation=1,
+        max_norm=1.0,
+    )
+    zero = made["zero_optimization"]
+    assert (zero["stage"], zero["overlap_comm"], zero["reduce_bucket_size"]) == (3, True, 10)
+    assert zero["stage3_max_live_parameters"] == 1_000_000_000
+    assert (made["steps_per_print"], made["gradient_clipping"]) == (10, 1.0)
+    assert not {"wandb", "optimizer", "fp16", "bf16", "train_batch_size"} & made.keys()
+    # The run's config.yaml keeps the keys, not the name of the file.
+    assert result.config.strategy.config == OF_OTHER_TOOLS
+
+
+@pytest.mark.parametrize(
+    ("keys", "both"),
+    [
+        ({"gradient_clipping": 0.5}, "gradient_clipping=0.5 is set by trainer.max_grad_norm=1.0"),
+        ({"gradient_accumulation_steps": 9}, "=9 is set by trainer.gradient_accumulation_steps=8"),
+        ({"train_micro_batch_size_per_gpu": 7}, "=7 is set by trainer.micro_batch_size=auto"),
+        ({"train_batch_size": 7}, "train_batch_size=7 is set by trainer.global_batch_size"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled=True is set by trainer.precision"),
+        ({"zero_optimization": {"stage": 1}}, "=1 is set by strategy.stage=3"),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer.type=AdamW is set by optimizer"),
+    ],
+)
+def test_what_contradicts_a_setting_is_refused_naming_both(
+    keys: dict[str, Any], both: str, words: list[str]
+) -> None:
+    result = train_with(words, keys)
+    assert (result.code, both in result.stderr) == (2, True), result.stderr
+
+
+def test_what_says_the_same_as_a_setting_is_accepted(words: list[str]) -> None:
+    keys = {"gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 2, "train_batch_size": 8}
+    typed = ("trainer.max_grad_norm=null", "trainer.micro_batch_size=2")
+    result = train_with(words, keys, *typed, "trainer.global_batch_size=8")
+    assert result.code == 0, result.stderr
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": ' * 99, "\xff"])
+def test_a_damaged_file_is_named(content: str, words: list[str]) -> None:
+    Path("ds.json").write_bytes(content.encode("latin-1"))
+    for file in ("ds.json", "missing.json", "."):
+        result = run_command(*words, f"strategy.config={file}")
+        assert (result.code, f"strategy.config={file}: " in result.stderr) == (2, True)
