@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from data_modules.facts import takes as takes
     from data_modules.messages import REDACTED as REDACTED
     from data_modules.messages import DataError as DataError
+    from data_modules.messages import DiskError as DiskError
     from data_modules.messages import Origin as Origin
     from data_modules.messages import RemoteError as RemoteError
     from data_modules.messages import holds_token as holds_token
@@ -72,6 +73,7 @@ _HOMES = {
     "DataSpec": "tokens.datasets",
     "DatasetConfig": "settings",
     "DecoderInputs": "collator",
+    "DiskError": "messages",
     "EpochTokens": "tokens.size",
     "Example": "types",
     "Facts": "facts",

@@ -139,6 +139,10 @@ class RemoteError(DataError):
     """A server could not be reached, was too slow or disconnected; the data is not at fault."""
 
 
+class DiskError(DataError):
+    """The disk of the cache is full; the data is not at fault."""
+
+
 class Problems:
     """Collect problems: at most MAX_PROBLEMS lines, the last of which counts the rest."""
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-from data_modules import DataError, RemoteError, printable, redact
+from data_modules import DataError, DiskError, RemoteError, printable, redact
 
 ROOT = Path(__file__).resolve().parents[2]
 LOST_CONNECTION = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.I)
@@ -75,7 +75,7 @@ def exit_code(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, TrainingFault):  # its message may quote names that match the patterns
         return TRAINING_FAULT
-    if isinstance(error, (RemoteError, DeviceError)):
+    if isinstance(error, (RemoteError, DiskError, DeviceError)):
         return ENVIRONMENT_ERROR
     if isinstance(error, (UserError, DataError)):
         return USER_ERROR

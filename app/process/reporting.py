@@ -29,7 +29,7 @@ from app.process.heartbeat import LOST, PORT_TAKEN, send_to_supervisor
 from app.process.launch import is_first_on_machine, is_first_rank, run_dir
 from app.process.peers import watched_peers
 from app.process.signals import signal_received
-from data_modules import RemoteError, printable, redact
+from data_modules import DiskError, RemoteError, printable, redact
 
 MAX_PROBLEMS = 20
 TRACEBACK_VARIABLE = "LOFT_TRACEBACK"
@@ -142,7 +142,7 @@ def _message(error: BaseException, code: int) -> str:
         return format_problems([printable(redact(problem)) for problem in problems])
     first = printable(redact(problems[0]), keep="\n")
     kind = {ENVIRONMENT_ERROR: "the environment", TRAINING_FAULT: "training stopped"}[code]
-    if isinstance(error, (RemoteError, DeviceError)):
+    if isinstance(error, (RemoteError, DiskError, DeviceError)):
         return f"error ({kind}): " + "\n  ".join(printable(redact(text)) for text in problems)
     error_type = "" if isinstance(error, TrainingFault) else f"{type(error).__name__}: "
     hint = f"type {TRACEBACK_VARIABLE}=1 before the command to print the traceback"

@@ -122,7 +122,10 @@ def reading(what: str | Path, fix: str) -> Iterator[None]:
         code = exit_code(error)
         is_machine = code == ENVIRONMENT_ERROR and not _is_caused_by_content(error)
         if is_machine or _is_network_error(error):
-            raise _type_of(error)(f"{what}: {brief(error)}") from error
+            reason = f"{what}: {brief(error)}"
+            if isinstance(error, OSError) and error.filename is not None:
+                reason = f"{error.filename}: cannot be read: {error.strerror}"  # `what` is another
+            raise _type_of(error)(reason) from error
         if code not in (ENVIRONMENT_ERROR, TRAINING_FAULT):
             raise
         raise UserError(f"{what}: {brief(error)}; {fix}") from error

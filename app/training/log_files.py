@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from app.process.files import open_no_follow, write_atomically
-from app.training.checkpoint.disk import DISK_FULL, SaveError, format_bytes, free_bytes
+from app.training.checkpoint.disk import DISK_FULL, SaveError, describe_shortage
 from data_modules import printable, redact
 
 log = logging.getLogger(__name__)
@@ -142,8 +142,8 @@ class CsvLogger(Logger):
             return message
         folder = self.path.parent
         return (
-            f"{message}; it needs {num_bytes:,} bytes, but {format_bytes(free_bytes(folder))} are "
-            f"free; free disk space, then type resume={folder}"
+            f"{message}; {describe_shortage(folder, f'{num_bytes:,} bytes')}; free disk space, "
+            f"then type resume={folder}"
         )
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:

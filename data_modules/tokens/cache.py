@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from data_modules import source
-from data_modules.messages import DataError
+from data_modules.messages import DataError, DiskError
 
 log = logging.getLogger(__name__)
 
 KEY_FILE = "key.json"
 _BLOCK_BYTES = 1 << 20
 _NAME_BYTES = 64
+_DISK_FULL = {errno.EDQUOT, errno.ENOSPC}
 _NO_ROOM = {
+    *_DISK_FULL,
     errno.EACCES,
-    errno.EDQUOT,
     errno.EEXIST,
-    errno.ENOSPC,
     errno.ENOTDIR,
     errno.EPERM,
     errno.EROFS,
@@ -110,11 +110,23 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise
-        raise DataError(
-            f"{root}: cannot write the tokenized data: {error.strerror}; set data.cache_dir=FOLDER "
-            "to a writable folder with free space"
+        kind = DiskError if error.errno in _DISK_FULL else DataError
+        raise kind(
+            f"{root}: cannot write the tokenized data: {os.strerror(error.errno)}"
+            f"{_why_full(root, error)}; set data.cache_dir=FOLDER to a writable folder with "
+            "free space"
         ) from error
     return folder, f"tokenized ({reason})"
+
+
+def _why_full(root: Path, error: OSError) -> str:
+    """Return in words what a full disk lacks, if it is not bytes."""
+    if error.errno not in _DISK_FULL or not root.is_dir():
+        return ""
+    disk = os.statvfs(root)
+    return (
+        f" (all its {disk.f_files:,} inodes are used)" if disk.f_files > disk.f_favail == 0 else ""
+    )
 
 
 def _seal(folder: Path, key: Key) -> None:

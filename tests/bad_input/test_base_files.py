@@ -5,6 +5,7 @@ With the file, what is wrong with it and exit code 2, before the first step.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -715,3 +716,21 @@ def test_families_of_other_shapes_pass(tmp_path: Path, made: Path) -> None:
     """Their files leave out what is tied, and hold masks beside the weights."""
     base = save_with_tokenizer(tiny_gpt2(vocab_size=768), tmp_path / "gpt2")
     assert open_base(base, made, "attention=eager").code == 0
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.json", "config.json"])
+def test_a_file_that_may_not_be_read_is_the_one_that_is_named(
+    name: str, base: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = io.open
+
+    def refuse(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(file).endswith(f"base/{name}"):
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(file, *args, **kwargs)
+
+    monkeypatch.setattr(io, "open", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
+    end = open_base(base, made)
+    assert end.code in (2, 3) and f"{base / name}: cannot be read: Permission denied" in end.stderr
+    assert name == "config.json" or "config.json" not in end.stderr

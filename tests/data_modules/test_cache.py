@@ -12,10 +12,11 @@ import socket
 import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from data_modules.messages import DataError
+from data_modules.messages import DataError, DiskError
 from data_modules.tokens.cache import Key, open_or_make
 from tests.processes import LONGEST
 
@@ -85,6 +86,24 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file: cannot write the tokenized data.*cache_dir"):
         open_or_make(tmp_path / "file", KEY, make)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES])
+@pytest.mark.parametrize("inodes", [0, 7])
+def test_a_full_disk_is_not_the_fault_of_the_data(
+    number: int, inodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    disk = SimpleNamespace(f_files=1000, f_favail=inodes)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
+    with pytest.raises(DataError) as caught:
+        open_or_make(tmp_path, KEY, fail)
+    is_full = number != errno.EACCES
+    assert isinstance(caught.value, DiskError) is is_full
+    assert ("all its 1,000 inodes are used" in str(caught.value)) is (is_full and not inodes)
+    assert "set data.cache_dir=FOLDER" in str(caught.value)
 
 
 def _make_slowly(folder: Path) -> None:

@@ -110,8 +110,10 @@ def check_space(folder: Path, checkpoint_bytes: int, copies: int) -> None:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
+        is_full = error.errno in DISK_FULL
+        lacks = f"; {describe_shortage(folder, format_bytes(MEBIBYTE))}" if is_full else ""
         raise SaveError(
-            f"{folder}: checkpoints cannot be written here: {error.strerror}; type "
+            f"{folder}: checkpoints cannot be written here: {error.strerror}{lacks}; type "
             "output.dir=FOLDER with a writable folder that has room"
         ) from error
     existing = sum(file.stat().st_size for file in folder.glob("step-*/*") if file.is_file())
@@ -125,10 +127,25 @@ def check_space(folder: Path, checkpoint_bytes: int, copies: int) -> None:
         )
 
 
+def describe_shortage(folder: Path, need: str) -> str:
+    """Say what the full disk of `folder` lacks for `need`, formatted bytes: room, or inodes."""
+    free, existing = format_bytes(free_bytes(folder)), _existing(folder)
+    disk = os.statvfs(existing)
+    if disk.f_files > disk.f_favail == 0:
+        return (
+            f"all {disk.f_files:,} inodes of its disk are used, so it takes no more files although "
+            f"{free} are free"
+        )
+    return f"it needs {need}, but {free} are free"
+
+
+def _existing(folder: Path) -> Path:
+    return next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+
+
 def free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of `folder`, which need not exist yet."""
-    existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(_existing(folder)).free
 
 
 def format_bytes(num_bytes: int) -> str:

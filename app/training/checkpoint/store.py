@@ -36,7 +36,7 @@ from app.training.checkpoint.checkpoint import (
     read_manifest,
     versions,
 )
-from app.training.checkpoint.disk import SaveError, format_bytes, free_bytes
+from app.training.checkpoint.disk import SaveError, describe_shortage, format_bytes
 from app.training.checkpoint.schema import Json
 from app.training.checkpoint.tensors import file_bytes, write_tensors
 
@@ -326,8 +326,9 @@ class CheckpointStore:
         earlier = f"{existing[-1][1].name} is kept" if existing else "there is no earlier one"
         if error.errno in disk.DISK_FULL:
             return (
-                f"{failure}: {error.strerror}; it needs {format_bytes(need)}, but "
-                f"{format_bytes(free_bytes(self.folder))} are free; {earlier}; free disk space, or "
+                f"{failure}: {error.strerror}; "
+                f"{describe_shortage(self.folder, format_bytes(need))}; {earlier}; free disk "
+                "space, or "
                 "type trainer.checkpoint.keep_last=1"
             )
         filename = f" ({error.filename})" if error.filename else ""

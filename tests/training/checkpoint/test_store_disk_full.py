@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,6 +91,26 @@ def test_a_full_disk_is_reported_with_need_and_free(
         r"type trainer\.checkpoint\.keep_last=1",
     ):
         save(store, 20)
+
+
+def test_a_disk_without_inodes_is_said_to_lack_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    save(store, 10)
+    full = SimpleNamespace(f_files=1000, f_favail=0, f_frsize=1, f_bavail=1, f_bfree=1, f_blocks=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    lacks = r"No space left on device; all 1,000 inodes of its disk are used, .* are free; "
+    arm(tmp_path, "enospc")
+    with pytest.raises(SaveError, match=rf"step 20 could not be written: {lacks}step-10 is kept"):
+        save(store, 20)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk, "write_file", fail)
+    with pytest.raises(SaveError, match=rf"cannot be written here: {lacks}"[:-2]):
+        check_space(tmp_path, 1 << 20, 1)
 
 
 @pytest.mark.parametrize("number", disk.DISK_FULL)
