@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.model.config_values import check_keys, check_values, shorten
 from app.model.multimodal import language_model_class, outermost, tower_modules
 from app.process.errors import UserError
-from app.process.untrusted import reading
+from app.process.untrusted import read_json_object, reading
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -70,12 +71,16 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
         config.path, revision=config.revision
     )
     where = f"{config.path}/config.json"
-    problems = check_token_ids(where, "", numbers, numbers)
+    problems = check_values(where, numbers) + check_token_ids(where, "", numbers, numbers)
     if (text := text_numbers(numbers)) is not numbers:
         problems += check_token_ids(where, "text_config.", text, numbers)
     if problems:  # only for a hub id: the files of a folder were checked before
         raise UserError(problems)
     model_type = numbers.get("model_type")
+    if model_type in transformers.CONFIG_MAPPING and (
+        problems := check_keys(where, numbers, transformers.CONFIG_MAPPING[model_type])
+    ):
+        raise UserError(problems)
     if model_type not in transformers.CONFIG_MAPPING and not config.trust_remote_code:
         raise UserError(
             f"model.path={config.path}: transformers {transformers.__version__} does not know "
@@ -116,9 +121,13 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
 
 
 def _architecture_from_scratch(config: ModelConfig) -> PretrainedConfig:
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     numbers = dict(config.architecture)
+    if (known := CONFIG_MAPPING.get(numbers["model_type"])) and (
+        problems := check_keys("model.architecture", numbers, known)
+    ):
+        raise UserError(problems)
     architecture = AutoConfig.for_model(numbers.pop("model_type"), **numbers)
     if language_model_class(architecture) is not None:
         text = architecture.get_text_config().model_type
@@ -164,11 +173,19 @@ def _check_version(config: ModelConfig, architecture: PretrainedConfig) -> None:
 def generation_config(config: ModelConfig) -> GenerationConfig | None:
     """Read generation_config.json; None if the base has none."""
     from transformers import GenerationConfig
+    from transformers.utils import cached_file
 
+    name = "generation_config.json"
     try:
-        return GenerationConfig.from_pretrained(str(config.path), revision=config.revision)
+        found = cached_file(str(config.path), name, revision=config.revision)
     except OSError:
         return None
+    values, problem = read_json_object(Path(found))
+    where = f"{config.path}/{name}"
+    problems = check_keys(where, values, GenerationConfig) + check_values(where, values)
+    if problems := [problem] if problem else problems:
+        raise UserError(problems)
+    return GenerationConfig.from_pretrained(str(config.path), revision=config.revision)
 
 
 def text_numbers(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -215,12 +232,6 @@ def check_token_ids(
                 f"this base{size}; write {meaning}, or download the file again"
             )
     return problems
-
-
-def shorten(value: Any) -> str:
-    """Return a value as text of at most 80 characters, for messages."""
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def model_class(architecture: PretrainedConfig) -> Any:

@@ -11,6 +11,8 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from app.process.errors import UserError
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -34,6 +36,8 @@ def fix_rope_factors(model: PreTrainedModel, num_tokens: int | None) -> None:
                 continue
             name, options = (f"{layer}_", {"layer_type": layer}) if layer else ("", {})
             inverse = getattr(module, f"{name}inv_freq")
+            if rope_type == "longrope":
+                _check_num_factors(module.config, layer, inverse.numel())
             factors, scale = ROPE_INIT_FUNCTIONS[rope_type](
                 module.config,
                 inverse.device,
@@ -45,6 +49,18 @@ def fix_rope_factors(model: PreTrainedModel, num_tokens: int | None) -> None:
             # transformers does not choose again for this type.
             module.rope_type = types | {layer: "default"} if layer else "default"
             types = module.rope_type
+
+
+def _check_num_factors(config: Any, layer: str, expected: int) -> None:
+    # transformers only warns, and a single factor would apply to all.
+    parameters = config.rope_parameters[layer] if layer else config.rope_parameters
+    for key in ("short_factor", "long_factor"):
+        if len(parameters[key]) != expected:
+            raise UserError(
+                f"{config.name_or_path or 'model.architecture'}: config.json: rope_parameters."
+                f"{key} has {len(parameters[key])} numbers; expected {expected}, one for each pair "
+                "of features; download config.json again"
+            )
 
 
 def _fix_scale(module: Any, num_tokens: int | None) -> None:

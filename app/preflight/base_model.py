@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from app.model.adapter import BaseModules
-from app.model.architecture import check_token_ids, shorten, text_numbers
+from app.model.architecture import check_token_ids, text_numbers
 from app.model.base import ModelConfig
 from app.model.base_files import INDEX, WEIGHTS, check_dtypes, check_head
+from app.model.config_values import check_values, shorten
 from app.model.hub import find_offline_problem
 from app.model.quantization import stored_method
 from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file
@@ -26,12 +27,6 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 LANGUAGE_MODEL = re.compile(r"(^|\.)(language|text)_model\.")
 """layer stacks of the language model in the files of a multimodal checkpoint"""
-COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers")
-CONTEXT = ("max_position_embeddings", "n_positions")
-EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
-DROPOUT = re.compile(r"\w*(?:dropout|_pdrop|drop_rate)")
-MAX_COUNT = 10_000
-"""most layers or experts, each of which becomes a module"""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 TOKENIZER_JSON = (
@@ -92,7 +87,10 @@ def inspect_base(model: ModelConfig) -> BaseModel:
     if (generation := folder / "generation_config.json").exists():
         ids, problem = files.read(generation.name)
         base.problems += (
-            [problem] if problem else check_token_ids(str(generation), "", ids, numbers)
+            [problem]
+            if problem
+            else check_values(str(generation), ids)
+            + check_token_ids(str(generation), "", ids, numbers)
         )
     base.problems += [
         f"{config}: {key} selects the attention code of transformers, and can name other code; "
@@ -171,27 +169,7 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
     problems = []
     if not isinstance(numbers["model_type"], str):
         problems.append(f"{where}: model_type={shorten(numbers['model_type'])}: expected a name")
-    parts = [("", numbers)]
-    parts += [(f"{key}.", part) for key, part in numbers.items() if isinstance(part, dict)]
-    for name in ("rope_parameters", "rope_scaling"):
-        scaled = numbers.get(name)
-        factor = scaled.get("factor") if isinstance(scaled, dict) else None
-        if isinstance(factor, (int, float)) and not factor >= 1:
-            problems.append(
-                f"{where}: {name}.factor={shorten(factor)}: expected a number of at least 1; "
-                "download config.json again"
-            )
-    for prefix, part in parts:
-        for key, count in part.items():
-            if (bounds := _why_out_of_bounds(key, count)) is not None:
-                problems.append(f"{where}: {prefix}{key}={shorten(count)}: expected {bounds}")
-            if not COUNTS.fullmatch(key) or not isinstance(count, (int, float)):
-                continue
-            if isinstance(count, float) or not 0 <= count <= MAX_COUNT:
-                problems.append(
-                    f"{where}: {prefix}{key}={shorten(count)}: expected a whole number of at most "
-                    f"{MAX_COUNT:,}"
-                )
+    problems += check_values(where, numbers)
     problems += check_token_ids(where, "", numbers, numbers)
     if (text := text_numbers(numbers)) is not numbers:
         problems += check_token_ids(where, "text_config.", text, numbers)
@@ -205,23 +183,6 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
     if not isinstance(numbers.get("quantization_config") or {}, dict):
         problems.append(f"{where}: quantization_config is not an object; remove it")
     return problems
-
-
-def _why_out_of_bounds(key: str, value: Any) -> str | None:
-    """Return the expected range of a number of a config.json; None if it is in range."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    if value != value:  # NaN; infinity is valid: some models have it for no bound
-        return "a number"
-    if key in CONTEXT and (type(value) is not int or value < 1):
-        return "a number of tokens (1 or more), or null for no limit; download config.json again"
-    if key in EPSILONS and not 0 <= value < 1:
-        return "a number from 0 to below 1, such as 1e-06"
-    if key == "rope_theta" and value <= 0:
-        return "a number above 0"
-    if DROPOUT.fullmatch(key) and not 0 <= value <= 1:
-        return "a number from 0 to 1"
-    return None
 
 
 def check_layers_of_files(

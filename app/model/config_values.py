@@ -1,0 +1,157 @@
+"""Check numbers and keys of a config.json or generation_config.json before a library reads them.
+
+transformers computes with infinities, zeros and negative numbers, and lets a key replace a method.
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+MAX_COUNT = 10_000
+"""most layers or experts, each of which becomes a module"""
+MAX_LABELS = 100_000
+"""most labels, each of which gets a name"""
+MAX_THETA = 1e15
+MAX_INTEGER = 1 << 63
+UNLIMITED = re.compile(r"\w*(limit|_max|max_\w+)")
+"""keys of bounds, which may be infinite or huge for no bound"""
+TEXT_CONFIGS = ("text_config", "decoder", "generator", "text_encoder")
+"""keys that transformers takes for the config of a language model"""
+AGAIN = "; download the file again"
+
+Rule = tuple[re.Pattern[str], Callable[[Any], bool], str]
+
+
+def _rule(keys: str, is_valid: Callable[[Any], bool], expected: str) -> Rule:
+    return re.compile(keys), is_valid, expected
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+RULES: tuple[Rule, ...] = (
+    _rule(
+        r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers",
+        _is_count,
+        f"a whole number of at most {MAX_COUNT:,}",
+    ),
+    _rule(
+        r"num_labels",
+        lambda value: type(value) is int and 0 <= value <= MAX_LABELS,
+        f"a whole number of at most {MAX_LABELS:,}",
+    ),
+    _rule(
+        r"max_position_embeddings|n_positions",
+        lambda value: type(value) is int and value >= 1,
+        f"a number of tokens (1 or more), or null for no limit{AGAIN}",
+    ),
+    _rule(
+        r"original_max_position_embeddings|vocab_size|hidden_size|n_embd|d_model"
+        r"|(num|n)_((attention|key_value)_)?heads?",
+        lambda value: type(value) is int and value >= 1,
+        f"a whole number of 1 or more{AGAIN}",
+    ),
+    _rule(
+        r"\w*norm\w*_eps(ilon)?|\w*rms_eps",
+        lambda value: 0 <= value < 1,
+        "a number from 0 to below 1, such as 1e-06",
+    ),
+    _rule(
+        r"(\w+_)?rope_theta|rope_local_base_freq|rotary_(emb|embedding)_base",
+        lambda value: 0 < value <= MAX_THETA,
+        f"a number above 0 and of at most {MAX_THETA:.0e}{AGAIN}",
+    ),
+    _rule(
+        r"partial_rotary_factor|rotary_pct|(attention|low_freq|high_freq|short|long)_factor|beta_(fast|slow)"
+        r"|(short|long)_mscale|(attn|final)_logit_softcapping|query_pre_attn_scalar"
+        r"|(embedding|residual|attention|lm_head)_multiplier|logits_scaling|logit_scale",
+        lambda value: value > 0,
+        f"a number above 0{AGAIN}",
+    ),
+    _rule(r"\w*(dropout|_pdrop|drop_rate)", lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    _rule(
+        r"initializer_(range|factor)|init_std", lambda value: value >= 0, "a number of 0 or more"
+    ),
+)
+"""keys with a range, at any depth -> whether a number is valid, and what is expected"""
+SCALED = ("rope_parameters", "rope_scaling")
+"""keys of rotary embeddings, whose `factor` is at least 1"""
+
+
+def check_values(where: str, values: Mapping[str, Any]) -> list[str]:
+    """List the numbers of a file that no model can have, with key and value."""
+    return [
+        f"{where}: {path}={shorten(value)}: expected {expected}"
+        for path, key, value in _numbers(values)
+        if (expected := _expected(path, key, value)) is not None
+    ]
+
+
+def check_keys(where: str, values: Mapping[str, Any], config_class: type) -> list[str]:
+    """List the keys of a file that would replace a method or another part of its class."""
+    fix = "remove the key, or download the file again"
+    problems = []
+    for key, value in values.items():
+        member = inspect.getattr_static(config_class, key, None)
+        is_method = inspect.isroutine(member) or isinstance(member, (classmethod, staticmethod))
+        if is_method or key in ("attribute_map", "sub_configs") or key.startswith("__"):
+            problems.append(
+                f"{where}: {key[:80]}={shorten(value)}: this is the name of a method or an "
+                f"internal part of {config_class.__name__}, not a value of a model; {fix}"
+            )
+    parts: Any = getattr(config_class, "sub_configs", None)
+    if not isinstance(parts, dict):  # a generation_config.json has none
+        return problems
+    fields = getattr(config_class, "__dataclass_fields__", {})
+    for key in TEXT_CONFIGS:
+        if key not in parts and key not in fields and values.get(key) is not None:
+            problems.append(
+                f"{where}: {key}={shorten(values[key])}: {config_class.__name__} describes a "
+                f"single model without parts; {fix}"
+            )
+    for key, part in parts.items():
+        if isinstance(values.get(key), dict) and inspect.isclass(part):
+            problems += check_keys(f"{where}: {key}", values[key], part)
+    return problems
+
+
+def _expected(path: str, key: str, value: float) -> str | None:
+    """Return what is expected of a number; None if it is valid."""
+    if value != value:
+        return "a number"
+    is_bound = UNLIMITED.fullmatch(key) is not None
+    if math.isinf(value) and not is_bound:
+        return f"a finite number{AGAIN}"
+    if key == "factor" and any(name in path for name in SCALED) and not value >= 1:
+        return "a number of at least 1; download config.json again"
+    is_single = path.endswith(key) or key.endswith("_factor")  # lists differ by layer
+    for keys, is_valid, expected in RULES if is_single else ():
+        if keys.fullmatch(key):
+            return None if is_valid(value) else expected
+    if abs(value) >= MAX_INTEGER and type(value) is int and not is_bound:
+        return f"a number of at most 64 bits{AGAIN}"
+    return None
+
+
+def _numbers(values: Any, path: str = "", key: str = "") -> Iterator[tuple[str, str, float]]:
+    """Yield path, key and value of each number; the items of a list have the list's key."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _numbers(value, f"{path}.{name}" if path else str(name), str(name))
+    elif isinstance(values, list):
+        for number, value in enumerate(values):
+            yield from _numbers(value, f"{path}.{number}", key)
+    elif isinstance(values, (int, float)) and not isinstance(values, bool):
+        yield path, key, values
+
+
+def shorten(value: Any) -> str:
+    """Return a value as text of at most 80 characters, for messages."""
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
