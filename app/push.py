@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,15 @@ from data_modules import printable, redact, setting
 
 NAMES_BASE = {"adapter_config.json": "base_model_name_or_path", "base.json": "path"}
 """files of an adapter that name its base, and the key under which they do"""
+
+WRITTEN = re.compile(
+    r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|base\.json|"
+    r"((adapter|generation|tokenizer|preprocessor|processor|video_preprocessor)_)?config\.json|"
+    r"(tokenizer|special_tokens_map|added_tokens|vocab)\.json|(vocab|merges)\.txt|"
+    r"(tokenizer|spiece|sentencepiece(\.bpe)?)\.model|chat_template\.jinja|"
+    r"additional_chat_templates(/[\w.-]+\.jinja)?"
+)
+"""what a run writes into `adapter/` or `model/`: nothing else there is uploaded"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,17 +84,14 @@ def push(config: PushConfig) -> str:
     # Upload a copy, whose card and configs name no folders of this machine.
     with tempfile.TemporaryDirectory(prefix=".push-", dir=run) as folder:
         copy = Path(folder) / "files"
-        shutil.copytree(saved, copy, copy_function=_link_or_copy)
-        for name in ("README.md", "training_curves.png"):
-            (copy / name).unlink(
-                missing_ok=True
-            )  # a hard link: writing would change the run's file
+        left_out = _copy_written(saved, copy)
         for name, key in NAMES_BASE.items():
             replace_base_path(copy / name, key)
         write_card(copy, run, changed_settings(load_run_config(run)), repo=repo)
         if config.page and (run / PAGE_FILE).is_file():
             shutil.copyfile(run / PAGE_FILE, copy / PAGE_FILE)
         ModelCard((copy / "README.md").read_text(encoding="utf-8"))  # validates the metadata block
+        _print_files(repo, copy, left_out)
         try:
             api.create_repo(repo, private=config.private, exist_ok=True)
             commit = api.upload_folder(
@@ -95,6 +104,32 @@ def push(config: PushConfig) -> str:
     print(f"pushed: {printable(str(commit.commit_url))}")
     print(f"run: {printable(str(run))}")
     return str(commit.commit_url)
+
+
+def _copy_written(saved: Path, copy: Path) -> list[str]:
+    """Copy the files that a run writes; return the names of the others."""
+    left_out: list[str] = []
+
+    def ignore(folder: str, names: list[str]) -> list[str]:
+        inner = Path(folder).relative_to(saved)
+        others = [name for name in names if not WRITTEN.fullmatch(str(inner / name))]
+        left_out.extend(str(inner / name) for name in others)
+        return others
+
+    shutil.copytree(saved, copy, copy_function=_link_or_copy, ignore=ignore)
+    made_anew = {"README.md", "training_curves.png"}
+    return sorted(set(left_out) - made_anew)
+
+
+def _print_files(repo: str, folder: Path, left_out: Sequence[str]) -> None:
+    """List what is uploaded, and what of the run's folder is not."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    print(f"uploading {len(files)} files to {printable(repo)}:")
+    for file in files:
+        print(printable(f"  {file.relative_to(folder)} ({file.stat().st_size:,} bytes)"))
+    if left_out:
+        print(f"left out, since the run did not write them: {printable(', '.join(left_out))}")
+    sys.stdout.flush()
 
 
 def replace_base_path(file: Path, key: str) -> None:

@@ -213,6 +213,36 @@ def test_a_pushed_run_gets_its_own_card(
     assert not list(run.glob(".push-*"))
 
 
+NOT_OF_A_RUN = [
+    ".env",
+    ".git/config",
+    "notes.txt",
+    "adapter_model.bin",
+    "training_state.pt",
+    "x.py",
+]
+NOT_OF_A_RUN += ["model.safetensors/key.pem", "secrets.json", "tokenizer.json.orig", "id_rsa"]
+OF_A_RUN = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "base.json"]
+OF_A_RUN += ["additional_chat_templates/tool_use.jinja", "special_tokens_map.json", "merges.txt"]
+
+
+def test_only_files_that_the_run_wrote_are_uploaded_and_they_are_listed(
+    run: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (*NOT_OF_A_RUN, *OF_A_RUN):
+        file = run / "adapter" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    assert run_plain_verb("push", PushConfig, push, [f"run={run}", f"repo={REPO}"]) == 0
+    always = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert hub.files.keys() == always | {"training_curves.png"} | set(OF_A_RUN)
+    said = capsys.readouterr().out
+    listed = {line.split()[0] for line in said.splitlines() if line.startswith("  ")}
+    assert listed == hub.files.keys()
+    (left_out,) = (line for line in said.splitlines() if line.startswith("left out"))
+    assert all(name.partition("/")[0] in left_out for name in NOT_OF_A_RUN)
+
+
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [(401, 3, "hf auth login"), (403, 3, "your token may not write"), (404, 3, "does not exist")],
