@@ -24,6 +24,12 @@ class Row:
     origin: Origin
 
 
+class Struct(dict[str, Any]):
+    """An object of an arrow column, without its null fields, whose names are `nulls`."""
+
+    nulls: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A tool call; `arguments` as in the row, parsed from JSON."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from data_modules.messages import listed, shown
+from data_modules.types import Struct
 
 MAX_WEIGHT = 3.4e38
 """largest weight: weights are float32 in a batch, where a larger one would be infinite"""
@@ -221,6 +222,8 @@ def read_path(values: Mapping[str, Any], path: str, key: str) -> Any:
 
 def _step(value: Any, step: str) -> Sequence[Any]:
     """Return the value under `step` as a sequence of one; empty if there is none."""
+    if isinstance(value, Struct) and step in value.nulls:
+        return [None]
     if isinstance(value, Mapping):
         return [value[step]] if step in value else []
     if isinstance(value, list) and step.isdecimal() and step.isascii():

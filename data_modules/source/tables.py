@@ -33,7 +33,7 @@ from data_modules.source.opening import (
     open_text,
     too_large,
 )
-from data_modules.types import Row
+from data_modules.types import Row, Struct
 
 _MAX_CHUNK_ROWS = 4000
 _END_OF_STREAM_BYTES = 64
@@ -201,11 +201,13 @@ def restore(value: Any, feature: Any = None, *, is_parsed: bool = False) -> Any:
         return [restore(item, inner, is_parsed=is_parsed) for item in value]
     if isinstance(value, dict):
         kinds = inner if isinstance(inner, dict) else {}
-        return {
-            name: restore(item, kinds.get(name), is_parsed=is_parsed)
+        struct = Struct(
+            (name, restore(item, kinds.get(name), is_parsed=is_parsed))
             for name, item in value.items()
             if item is not None
-        }
+        )
+        struct.nulls = frozenset(value.keys() - struct.keys())
+        return struct
     return value
 
 

@@ -315,8 +315,10 @@ def _whole_object(data: Content, options: ReadOptions) -> Iterator[Chunk]:
         values = None
     if values is None:
         return _split_rows(data, "json", options)
-    inner = next((name for name, value in values.items() if isinstance(value, list)), None)
-    hint = f"; are its rows under '{shown(inner)}'?" if inner else ""
+    lengths = {name: len(value) for name, value in values.items() if isinstance(value, list)}
+    hint = f"; are its rows under '{shown(next(iter(lengths)))}'?" if lengths else ""
+    if 1 < len(values) == len(lengths) and len({*lengths.values()}) == 1:
+        hint = f"; '{shown(next(iter(lengths)))}' and the others are columns of a table"
     raise DataError(
         f"{data.file}: holds one object over several lines; give an array of rows, or one row a "
         f"line{hint}"

@@ -36,9 +36,12 @@ def named(file: Path, **settings: Any) -> DatasetConfig:
 
 
 def prepare(file: Path, tokenizer: Any, **settings: Any) -> Prepared:
-    """Check and prepare one data set, in packs of 512 tokens; raises DataError."""
+    """Check and prepare one data set, in packs of 512 tokens; raises DataError.
+
+    `dataset` are settings of the data set itself.
+    """
     sequence_len = settings.pop("sequence_len", 512)
-    data = DataConfig(datasets=[named(file)], **settings)
+    data = DataConfig(datasets=[named(file, **settings.pop("dataset", {}))], **settings)
     problems = check_datasets(data)
     if problems:
         raise DataError(problems)

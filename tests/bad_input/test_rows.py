@@ -194,6 +194,46 @@ CASES = {
         r":3 messages\[0\].content has an unpaired surrogate, '\\ud83d', at character 4",
         chat(("user", "so \ud83d\ude00"), SAY),
     ),
+    "N3 a turn's loss as text": Case(
+        chat(ASK, {**TURN, "loss": "false"}),
+        r":3 messages\[1\].loss is 'false'; give true or false",
+        chat(ASK, {**TURN, "loss": True}),
+    ),
+    "N3 a fraction as loss_scale": Case(
+        chat(ASK, {**TURN, "loss_scale": 0.3}),
+        r":3 messages\[1\].loss_scale is 0.3; only 0 and 1 are read here: give other numbers as",
+        chat(ASK, {**TURN, "weight": 0.3}),
+    ),
+    "N3 half a turn": Case(
+        chat(ASK, {**TURN, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}),
+        r":3 messages\[1\].train_detail trains on parts of a turn, which is not supported",
+        chat(ASK, {**TURN, "train_detail": []}),
+    ),
+    "N3 a part of a turn": Case(
+        parts({"type": "text", "text": "that", "loss": False}),
+        r":3 messages\[0\].content\[1\].loss is False; only a whole turn can be masked",
+        parts({"type": "text", "text": "that", "loss": True}),
+    ),
+    "N3 a mask of tokens": Case(
+        chat(ASK, SAY, assistant_masks=[0, 1, 1]),
+        ":3 assistant_masks is list: a mask of tokens, but this row is text; give the tokens",
+        chat(ASK, SAY, assistant_masks=None),
+    ),
+    "N3 a mask of other turns": Case(
+        chat(ASK, SAY, loss_mask=[0, 1, 1]),
+        ":3 loss_mask has 3 values and messages 2 turns; give one for each turn",
+        chat(ASK, SAY, loss_mask=[0, 1]),
+    ),
+    "N3 images": Case(
+        chat(("user", "<image>what is it?"), SAY, images=["a.png"]),
+        ":3 images is list: not supported; only text is trained on",
+        chat(ASK, SAY, images=[]),
+    ),
+    "N4 a list of strings": Case(
+        chat(("user", ["what", "is it?"]), SAY),
+        r":3 messages\[0\].content is a list of 2 strings, not one text; give one string, or parts",
+        chat(("user", ["what is it?"]), SAY),
+    ),
     "refused by the template": Case(
         chat(("system", "be kind"), ASK, SAY),
         ":3 .*no system here",
@@ -281,6 +321,58 @@ def test_other_names_of_a_column_are_accepted(answer: str, tmp_path: Path, base:
     ]
     for row in rows:
         assert prepare(write(tmp_path, json.dumps(row)), base).counts.kept == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said", "dataset"),
+    [
+        (
+            {"instruction": "q", "output": ["one", "two"]},
+            "output is a list of 2 strings, not one text; choose one, as in columns: {output: out",
+            {"columns": {"output": "output.0"}, "format": "alpaca"},
+        ),
+        (
+            {"instruction": ["p", "q"], "output": ["one", "two"]},
+            "instruction, output are lists",
+            {},
+        ),
+        (
+            {"prompt": "q", "chosen": "one", "rejected": "two"},
+            "columns .*: preference pairs .*{path: ..., format: prompt_completion, columns: {comp",
+            {"format": "prompt_completion", "columns": {"completion": "chosen"}},
+        ),
+        (
+            {"prompt": "q", "completion": "one", "label": True},
+            "columns .*as for KTO.* columns: {weight: label}",
+            {"columns": {"weight": "label"}},
+        ),
+        (
+            {"text": "one", "label": 1},
+            "columns .*classification.* to train on 'text' alone, format: completion",
+            {"format": "completion"},
+        ),
+        (
+            {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "position_ids": [0, 1, 9]},
+            r"position_ids\[2\] is 9; positions count from 0 in each document of a row",
+            {},
+        ),
+    ],
+)
+def test_rows_that_mean_something_else_are_refused_with_the_settings_to_type(
+    row: dict[str, Any], said: str, dataset: dict[str, Any], tmp_path: Path, base: Any
+) -> None:
+    file = write(tmp_path, json.dumps(row))
+    (problem,) = problems_of(file, base)
+    assert re.match(f"data.jsonl:1 {said}", problem), problem
+    if dataset:
+        assert prepare(file, base, dataset=dataset).counts.kept == 1
+
+
+def test_a_table_of_columns_over_several_lines_is_named(tmp_path: Path, base: Any) -> None:
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps({"instruction": ["p", "q"], "output": ["a", "b"]}, indent=2))
+    (problem,) = problems_of(file, base)
+    assert problem.endswith("one row a line; 'instruction' and the others are columns of a table")
 
 
 def test_parts_of_every_kind_are_read(tmp_path: Path, base: Any) -> None:

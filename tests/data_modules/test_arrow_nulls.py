@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_modules.format import convert_row
+from data_modules.messages import Origin
 from data_modules.source import read_chunks
 from data_modules.source.hub import _stream
 from data_modules.source.slices import check_split
-from data_modules.types import Row
+from data_modules.types import Conversation, Row
 
 CASES = Path(__file__).parents[2] / ".." / "shared/cases/data/07"
 
@@ -71,6 +73,17 @@ def test_a_call_has_its_own_arguments_only(name: str, tmp_path: Path) -> None:
 def test_jsonl_keeps_its_nulls(tmp_path: Path) -> None:
     rows = [call("weather", {"city": None, "where": {"country": None}})]
     assert read(write(rows, tmp_path / "d.jsonl")) == rows
+
+
+def test_a_field_that_is_null_in_a_row_can_still_be_named_as_its_column(tmp_path: Path) -> None:
+    rows = [{"m": {"q": "q", "extra": "e"}, "a": "a"}, {"m": {"q": "q", "extra": None}, "a": "a"}]
+    columns = {"instruction": "m.q", "input": "m.extra", "output": "a"}
+    asked = []
+    for values in read(write(rows, tmp_path / "d.parquet")):
+        (item,) = convert_row(Row(values, Origin("d.parquet", 1)), "alpaca", columns)
+        assert isinstance(item, Conversation)
+        asked.append(item.turns[0].content)
+    assert asked == ["q\n\ne", "q"]
 
 
 KEYS = st.sampled_from(["a", "b", "c"])
