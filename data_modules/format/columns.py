@@ -50,6 +50,9 @@ _TELLING = frozenset(
         "parameters",
         "chat_template_kwargs",
         "input_ids",
+        "mask",
+        "masked",
+        "trainable",
     )
 )
 """names that mean something where they are read: the first to be named if they are not"""
@@ -141,7 +144,9 @@ def _unread_in_tree(tree: Mapping[str, Any]) -> Iterator[str]:
         message = todo.pop()
         is_reviewed = isinstance(message.get("review_result"), bool)
         yield from _others(message, read | {"review_result"} if is_reviewed else read, "message")
-        todo += message.get("replies") or []
+        replies = message.get("replies")
+        # Below a message that is left out nothing was checked.
+        todo += [reply for reply in replies or () if isinstance(reply, dict)]
 
 
 def _unread_in_turn(turn: Mapping[str, Any], where: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ from data_modules.format import (
     check_columns,
     check_format,
     convert_row,
+    unread_in,
 )
 from data_modules.format.format import format_of
 from data_modules.messages import Origin
@@ -280,6 +281,7 @@ WORDS = st.sampled_from(
 TURN_NAMES = (
     *("role", "from", "content", "value", "type", "text", "name", "arguments", "tool_calls"),
     *("function", "weight", "train", "reasoning", "replies", "deleted", "id", "tool_call_id"),
+    *("loss", "loss_scale", "train_detail", "parameters", "images", "label", "review_result"),
 )
 NAMES = st.sampled_from(TURN_NAMES)
 ANYTHING = st.recursive(
@@ -296,7 +298,8 @@ def test_any_row_is_converted_or_raises_row_error(name: str, data: st.DataObject
     form = FORMATS[name]
     turns = st.lists(st.dictionaries(NAMES, ANYTHING), max_size=4)
     fields = {names[0]: turns | ANYTHING for names in form.required}
-    more = dict.fromkeys((*form.optional, "weight"), ANYTHING)
+    columns = ("weight", "loss", "loss_scale", "loss_mask", "images", "label", "id")
+    more = dict.fromkeys((*form.optional, *columns), ANYTHING)
     values = data.draw(st.fixed_dictionaries(fields, optional=more))
     try:
         items = convert_row(Row(values, ORIGIN), name, {})
@@ -304,6 +307,8 @@ def test_any_row_is_converted_or_raises_row_error(name: str, data: st.DataObject
         assert str(error)
     else:
         assert items and all(item.origin == ORIGIN for item in items)
+        unread = unread_in(Row(values, ORIGIN), name, {}, items)
+        assert all(found in values or "." in found for found in unread)
 
 
 def test_unknown_names_are_an_error_with_the_nearest_name() -> None:
