@@ -109,6 +109,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             MaskConfig.of(config),
             is_encoder_decoder=is_encoder_decoder,
             limits=Limits(seconds=config.template_seconds, memory_mb=config.template_memory_mb),
+            template_kwargs=config.chat_template_kwargs,
             renders_chats=any(
                 dataset.format not in WITHOUT_CHATS
                 for dataset in (*config.datasets, *config.test_datasets)

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from data_modules import format as formats
 from data_modules import source
@@ -123,6 +124,9 @@ class DataConfig:
     )
     """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, else the one listed
     for the model, else plain"""
+    chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, resume="content")
+    """arguments of the chat template, as in {enable_thinking: false}, also for the prompts of chat,
+    evaluate and serve; a row's own column chat_template_kwargs takes precedence"""
     template_seconds: float = setting(10.0, gt=0, resume="free")
     """time limit for the chat template's trial on small chats at the start, in seconds"""
     template_memory_mb: int = setting(1024, ge=1, resume="free")
@@ -177,6 +181,10 @@ def _check_settings(config: DataConfig) -> list[str]:
         problems.append("data.datasets is empty; give 'data.datasets=[{path: FILE}]' or data=NAME")
     problems += check_values(config, "data", skip=("datasets", "test_datasets"))
     problems += _check_validation(config.val_set_size) + _check_processes(config)
+    problems += [
+        f"data.chat_template_kwargs: {problem}"
+        for problem in formats.find_kwargs_problems(config.chat_template_kwargs)
+    ]
     if config.streaming:
         problems += _check_stream(config)
     if not config.roles_to_train and not config.train_on_inputs:

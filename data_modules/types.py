@@ -63,13 +63,15 @@ class Turn:
 class Conversation:
     """The turns and tools that the chat template renders.
 
-    `weight` multiplies the weight of every trained token of the row.
+    `weight` multiplies the weight of every trained token of the row; `template_kwargs` are the
+    row's own arguments of the template.
     """
 
     turns: tuple[Turn, ...]
     origin: Origin
     tools: tuple[Mapping[str, Any], ...] = ()
     weight: float = 1.0
+    template_kwargs: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,11 @@ NOTES = {
         "answers without reasoning: set data.chat_template_kwargs={enable_thinking: false} if the "
         "template reads it, or give them reasoning; earlier answers: data.last_turn_only=true",
     ),
+    "unread_kwargs": (
+        "the chat template does not read an argument in their chat_template_kwargs",
+        "have an argument in chat_template_kwargs that the chat template does not read",
+        "correct its name, or remove it",
+    ),
     "control_token": (
         "their text contains control tokens, which act as such",
         "have control tokens in their text, which act as such",

@@ -1,7 +1,12 @@
 """Convert rows of named formats to conversations, documents or tokens."""
 
 from data_modules.format.columns import sort_unread
-from data_modules.format.fields import EmptyAnswerError, MissingColumnError, RowError
+from data_modules.format.fields import (
+    EmptyAnswerError,
+    MissingColumnError,
+    RowError,
+    find_kwargs_problems,
+)
 from data_modules.format.format import (
     FORMATS,
     check_columns,
@@ -21,6 +26,7 @@ __all__ = [
     "check_columns",
     "check_format",
     "convert_row",
+    "find_kwargs_problems",
     "guess_format",
     "sort_unread",
     "unread_in",

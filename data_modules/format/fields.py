@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import keyword
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -199,6 +200,43 @@ def check_json(value: Any, where: str) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         reason = shown(str(error))
         raise RowError(f"{where} cannot be written as JSON: {reason}") from error
+
+
+_RESERVED = frozenset(
+    (
+        *("messages", "conversation", "conversations", "tools", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "tokenizer_kwargs"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "sanitize_control_tokens", "raise_exception"),
+        *("strftime_now", "self"),
+    )
+)
+"""what rendering itself hands to a chat template, or takes as its own argument"""
+
+
+def read_template_kwargs(value: Any, where: str) -> dict[str, Any]:
+    """Return the arguments of the chat template in a row's column: an object, or its JSON text."""
+    if isinstance(value, str):
+        value = {} if is_blank(value) else read_json(value, where)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RowError(f"{where} is {type_of(value)}, not an object of names and values")
+    if problems := find_kwargs_problems(value):
+        raise RowError(f"{where}: {problems[0]}")
+    check_json(value, where)
+    return value
+
+
+def find_kwargs_problems(kwargs: Mapping[str, Any]) -> list[str]:
+    """Return a problem for each name that may not be an argument of the chat template."""
+    problems = []
+    for name in map(str, kwargs):
+        if name in _RESERVED or name.endswith("_token"):
+            problems.append(f"'{shown(name)}' is set by the rendering itself; leave it out")
+        elif not name.isidentifier() or keyword.iskeyword(name):
+            problems.append(f"'{shown(name)}' is not the name of a variable; correct it")
+    return problems
 
 
 def read_path(values: Mapping[str, Any], path: str, key: str) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data_modules.format.columns import find_unread
@@ -26,6 +26,7 @@ from data_modules.format.fields import (
     read_answer,
     read_optional_text,
     read_path,
+    read_template_kwargs,
     read_text,
     read_weight,
     type_of,
@@ -176,6 +177,11 @@ def convert_row(row: Row, name: str, columns: Mapping[str, str]) -> list[Item]:
         raise (_table_error(form, values) or error) from error
     if form.name != "pretokenized":
         _check_text_row(form, values, items[0])
+    if kwargs := read_template_kwargs(values.get(_KWARGS), _KWARGS):
+        items = [
+            replace(item, template_kwargs=kwargs) if isinstance(item, Conversation) else item
+            for item in items
+        ]
     return items
 
 

@@ -70,7 +70,7 @@ class PairEncoder:
         """Return source and target of each item; all sources are rendered together."""
         prepared = [self._prepare(item) for item in items]
         chats = [chat for chat in prepared if isinstance(chat, Chat)]
-        prompts = [Chat(chat.turns[:-1], chat.tools) for chat in chats]
+        prompts = [chat._replace(turns=chat.turns[:-1]) for chat in chats]
         sources = iter(self._renderer.render(prompts, add_prompt=True))
         pairs: list[Pair | RowRefusedError] = []
         for item, pair in zip(items, prepared, strict=True):
@@ -108,7 +108,7 @@ class PairEncoder:
                 "the last answer calls a tool, which encoder-decoder templates do not support; "
                 "remove the row, or write the call into its content"
             )
-        return Chat(chat.turns[: last + 1], chat.tools)
+        return chat._replace(turns=chat.turns[: last + 1])
 
     def _encode(self, pairs: Sequence[Pair]) -> list[Encoded]:
         import numpy as np

@@ -55,13 +55,13 @@ def replace_with_marks(chat: Chat) -> Chat:
     """Return `chat` with marks in place of all its texts."""
     ids = {id_: f"Zq7k{number:05d}" for number, id_ in enumerate(call_ids_of(chat))}
     turns = tuple(_marked_turn(turn, number, ids) for number, turn in enumerate(chat.turns))
-    return Chat(turns, (_marked_tool(),) if chat.tools else ())
+    return chat._replace(turns=turns, tools=(_marked_tool(),) if chat.tools else ())
 
 
 def wrap_in_marks(chat: Chat, wraps: Sequence[Wrap | None]) -> Chat:
     """Return `chat` with marks around the texts of each turn; its tools are not changed."""
     turns = enumerate(zip(chat.turns, wraps, strict=True))
-    return Chat(tuple(wrap(turn, n) if wrap else turn for n, (turn, wrap) in turns), chat.tools)
+    return chat._replace(turns=tuple(wrap(turn, n) if wrap else turn for n, (turn, wrap) in turns))
 
 
 def find_marks(text: str, chat: Chat) -> list[Mark] | None:
@@ -127,7 +127,7 @@ def remove_marks(text: str) -> tuple[str, Callable[[int], int]]:
 
 def skeleton_key(chat: Chat) -> tuple[object, ...]:
     """Return the properties of `chat` that decide how the template writes it, except its texts."""
-    key: list[object] = [bool(chat.tools)]
+    key: list[object] = [bool(chat.tools), kwargs_key(chat)]
     has_ids = False
     for turn in chat.turns:
         parts = split_content(turn)
@@ -141,6 +141,11 @@ def skeleton_key(chat: Chat) -> tuple[object, ...]:
         numbers = {id_: number for number, id_ in enumerate(call_ids_of(chat))}
         key += [numbers[id_] if id_ else None for id_ in _all_ids(chat)]
     return tuple(key)
+
+
+def kwargs_key(chat: Chat) -> str:
+    """Return the arguments of the template as text, "" without any."""
+    return json.dumps(chat.kwargs, sort_keys=True, default=str) if chat.kwargs else ""
 
 
 def split_content(turn: Turn) -> tuple[str, ...] | None:

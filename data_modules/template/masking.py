@@ -271,6 +271,8 @@ class LayoutBuilder:
         if isinstance(rendered, RowRefusedError):
             raise rendered
         notes = [Note(kind) for kind in rendered.lost]
+        if unread := self._renderer.unread(prepared.kwargs or ()):
+            notes.append(Note("unread_kwargs", unread[0]))
         if prepared.turns is not chat.turns:
             notes += self._note_moved_reasoning(chat, prepared)
         extents = turn_extents(rendered.spans)
@@ -355,7 +357,7 @@ class LayoutBuilder:
             return None
         span = next((span for span in layout.spans if span.turn == answers[-1]), None)
         prepared = self._renderer.prepare(item, self._mask.reasoning)
-        before_answer = Chat(prepared.turns[: answers[-1]], prepared.tools)
+        before_answer = prepared._replace(turns=prepared.turns[: answers[-1]])
         (prompt,) = self._renderer.render([before_answer], add_prompt=True)
         if isinstance(prompt, RowRefusedError):
             return None

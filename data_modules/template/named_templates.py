@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_modules.messages import DataError
 from data_modules.template.rendering import Chat, Renderer
@@ -169,3 +169,22 @@ def merge_templates(templates: str | Mapping[str, str]) -> str:
     # Each on its own lines, so that white space at their ends keeps its meaning.
     with_tools, without = (_LAST_NEWLINE.sub("", text) for text in (for_tools, default))
     return f"{{% if tools %}}\n{with_tools}{{%+ else %}}\n{without}{{%+ endif %}}"
+
+
+def set_defaults(text: str, kwargs: Mapping[str, Any]) -> str:
+    """Return the template with default values for these arguments, unless it has them already."""
+    defaults = "".join(
+        f"{{% set {name} = {name} if {name} is defined else {_literal(value)} +%}}"
+        for name, value in sorted(kwargs.items())
+    )
+    return text if defaults in text else defaults + _LEADING_BLANKS.sub("", text)
+
+
+def _literal(value: Any) -> str:
+    """Write a JSON value as Jinja."""
+    if isinstance(value, Mapping):
+        pairs = (f"{key!a}: {_literal(inner)}" for key, inner in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return ascii(value) if isinstance(value, str) else str(value).lower()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ class Chat(NamedTuple):
 
     turns: tuple[Turn, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    kwargs: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,12 @@ class Renderer:
         if any(turn.reasoning is not None or "think>" in turn.content for turn in turns):
             move = self._mover(reasoning)
             turns = tuple(move(turn) if _has_reasoning(turn) else turn for turn in turns)
-        return Chat(turns, chat.tools)
+        return Chat(turns, chat.tools, chat.template_kwargs)
+
+    def unread(self, kwargs: Iterable[str]) -> list[str]:
+        """Return the names of arguments that do not occur in the template."""
+        text = str(self._text or self._tokenizer.chat_template)
+        return [name for name in kwargs if not re.search(rf"\b{re.escape(name)}\b", text)]
 
     def render(
         self, chats: Sequence[Chat], *, add_prompt: bool = False
@@ -113,7 +120,9 @@ class Renderer:
         """Return the text of each chat, in order; `add_prompt` appends the generation prompt."""
         indices_by_tools: dict[str, list[int]] = {}
         for index, chat in enumerate(chats):
-            key = json.dumps(chat.tools, default=str) if chat.tools else ""
+            key = ""
+            if chat.tools or chat.kwargs:
+                key = json.dumps([chat.tools, chat.kwargs], default=str)
             indices_by_tools.setdefault(key, []).append(index)
         texts: list[str | RowRefusedError] = [""] * len(chats)
         for indices in indices_by_tools.values():
@@ -129,7 +138,7 @@ class Renderer:
         add_prompt: bool = False,
         message_format: MessageFormat | None = None,
     ) -> list[str]:
-        """Render chats with the tools of the first one; raise what the template raises."""
+        """Render chats with the first one's tools and arguments; raise what the template raises."""
         tools = [dict(tool) for tool in chats[0].tools] or None
         message_format = message_format or self.message_format
         texts: list[str] = self._tokenizer.apply_chat_template(
@@ -138,6 +147,7 @@ class Renderer:
             chat_template=self._text,
             tokenize=False,
             add_generation_prompt=add_prompt,
+            **(chats[0].kwargs or {}),
         )
         return texts
 

@@ -16,7 +16,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from data_modules.template.marks import (
     call_ranges,
     find_marks,
     has_content_mark,
+    kwargs_key,
     remove_marks,
     replace_with_marks,
     runs_by_turn,
@@ -103,6 +103,7 @@ class AnswerFinder:
         self._starts: dict[object, tuple[int, str]] = {}
         self._endings: dict[object, _Ending] = {}
         self._framing = frozenset(framing)
+        self._styles: dict[object, _Style] = {}
 
     def find(self, chat: Chat, text: str, marks: Sequence[Mark]) -> AnswerSpans:
         """Return the spans of the answers of `chat` in its marked `text`.
@@ -168,10 +169,10 @@ class AnswerFinder:
 
     def _find_start(self, chat: Chat, number: int, run: MarkRun, before: str) -> tuple[int, str]:
         """Return how much of `before` belongs to the prompt, and the prompt if it is another."""
-        before_answer = Chat(chat.turns[:number], chat.tools)
+        before_answer = chat._replace(turns=chat.turns[:number])
         (prompt,) = self._renderer.render([before_answer], add_prompt=True)
         (no_prompt,) = self._renderer.render([before_answer])
-        style = self._style
+        style = self._style(chat)
         if isinstance(prompt, RowRefusedError) or isinstance(no_prompt, RowRefusedError):
             # The template cannot prompt for this answer.
             return self._end_of_prompt(before, style.added), ""
@@ -218,21 +219,22 @@ class AnswerFinder:
     def _find_ending(self, chat: Chat, number: int, run: MarkRun, own: Tails) -> _Ending:
         """Return where a turn ends: after the text that follows its marks in all renders."""
         turns = chat.turns[: number + 1]
-        closed = self._tails(Chat(turns, chat.tools), number)
-        continued = self._tails(Chat((*turns, *_next_turns(turns[-1])), chat.tools), number)
+        closed = self._tails(chat._replace(turns=turns), number)
+        continued = self._tails(chat._replace(turns=(*turns, *_next_turns(turns[-1]))), number)
         is_written = [{key for key, _ in tails} for tails in (closed, continued)]
         if continued and ("c", 0) in is_written[0] - is_written[1]:
             # Some templates write the content after the tool results; without results, it hides
             # the end of the call.
             no_content = replace(turns[-1], content="")
-            closed = self._tails(Chat((*turns[:-1], no_content), chat.tools), number) or closed
+            closed = self._tails(chat._replace(turns=(*turns[:-1], no_content)), number) or closed
         shared = _only_common([tails for tails in (own, closed, continued) if tails])
         num_shared = _common_prefix(*([key for key, _ in tails] for tails in shared))
         if not num_shared:
             raise _no_stop(number, turns[-1])
         is_shared = [index for index, tail in enumerate(own) if tail in shared[0]]
         after, *after_elsewhere = (tails[num_shared - 1][1] for tails in shared)
-        ending = self._find_stop(after, after_elsewhere, bool(closed), run.after is None)
+        style = self._style(chat)
+        ending = self._find_stop(style, after, after_elsewhere, bool(closed), run.after is None)
         if ending is not None:
             return ending._replace(last=is_shared[num_shared - 1])
         if run.after and chat.turns[run.after.turn].role == "assistant":
@@ -241,14 +243,18 @@ class AnswerFinder:
         raise _no_stop(number, turns[-1])
 
     def _find_stop(
-        self, after: str, after_elsewhere: Sequence[str], is_closed: bool, is_last: bool
+        self,
+        style: _Style,
+        after: str,
+        after_elsewhere: Sequence[str],
+        is_closed: bool,
+        is_last: bool,
     ) -> _Ending | None:
         """Find the stop token in the text after an answer; None without one.
 
         `after_elsewhere` is the text after it in other renders: at the end of a conversation (if
         `is_closed`), then before a next message. `is_last`: in `after`, no message follows.
         """
-        style = self._style
         if style.usual_stop is not None:
             return self._find_open_stop(after, after_elsewhere, style.usual_stop, is_last)
         tokens = [list(self.special.finditer(text)) for text in (after, *after_elsewhere)]
@@ -308,9 +314,17 @@ class AnswerFinder:
         runs = runs_by_turn(find_marks(text, chat) or []).get(number)
         return _tails_of(text, runs[0]) if runs else []
 
-    @cached_property
-    def _style(self) -> _Style:
-        question, dialog = Chat((_QUESTION,)), Chat((_QUESTION, _ANSWER))
+    def _style(self, chat: Chat) -> _Style:
+        """Return the style of the template with the arguments of `chat`."""
+        key = kwargs_key(chat)
+        if key not in self._styles:
+            _evict_oldest(self._styles, MAX_SKELETONS)
+            self._styles[key] = self._find_style(Chat((), (), chat.kwargs))
+        return self._styles[key]
+
+    def _find_style(self, chat: Chat) -> _Style:
+        question = chat._replace(turns=(_QUESTION,))
+        dialog = chat._replace(turns=(_QUESTION, _ANSWER))
         (prompt,) = self._renderer.render([question], add_prompt=True)
         no_prompt, whole = (self._renderer.render([chat])[0] for chat in (question, dialog))
         if not (isinstance(no_prompt, str) and isinstance(prompt, str) and isinstance(whole, str)):
@@ -334,7 +348,8 @@ class AnswerFinder:
     def _usual_stop(self, dialog: Chat, end: str) -> str | None:
         if self.special.search(end):
             return None
-        tails = self._tails(Chat((*dialog.turns, *_next_turns(dialog.turns[-1]))), 1)
+        turns = (*dialog.turns, *_next_turns(dialog.turns[-1]))
+        tails = self._tails(dialog._replace(turns=turns), 1)
         if not tails:
             return ""
         after = tails[-1][1]
@@ -428,7 +443,8 @@ def _surroundings(chat: Chat, number: int) -> tuple[object, ...]:
         chat.turns[n] if 0 <= n < len(chat.turns) else None for n in (number - 1, number + 1)
     )
     roles = tuple(turn and (turn.role, bool(turn.tool_calls)) for turn in neighbours)
-    return roles, bool(turn.content), bool(turn.reasoning), len(turn.tool_calls), bool(chat.tools)
+    parts = bool(turn.content), bool(turn.reasoning), len(turn.tool_calls)
+    return roles, *parts, bool(chat.tools), kwargs_key(chat)
 
 
 class SpanFinder:
@@ -511,7 +527,7 @@ class SpanFinder:
         ]
         spans = [_with_trailing_space(span, chat.turns[span.turn], text) for span in spans]
         lost = _find_lost(wrapped, marks, answers)
-        if chat.tools and self._renderer.render([Chat(chat.turns)]) == [text]:
+        if chat.tools and self._renderer.render([chat._replace(tools=())]) == [text]:
             lost = ("lost_tools", *lost)
         return RenderedChat(*append_stop(text, spans, answers.suffix), lost)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from data_modules.template.named_templates import (
     merge_templates,
     named_template,
     read_template,
+    set_defaults,
 )
 from data_modules.template.rendering import (
     Chat,
@@ -135,13 +137,16 @@ class ChatTemplate:
         is_encoder_decoder: bool = False,
         limits: Limits | None = None,
         *,
+        template_kwargs: Mapping[str, Any] | None = None,
         renders_chats: bool = True,
     ) -> ChatTemplate:
         """Choose the template `name`: one of TEMPLATE_NAMES, a .jinja file, None = the tokenizer's.
 
-        A tokenizer without a template gets `plain`, or `t5` for an encoder-decoder model. Raises
-        DataError for an unknown name, for a template that exceeds `limits`, and for one with a
-        wrong loss mask, unless no row goes through it (`renders_chats` False).
+        `template_kwargs` become defaults in the template, also in the saved one: whatever renders a
+        chat with it later does so as in training. A tokenizer without a template gets `plain`, or
+        `t5` for an encoder-decoder model. Raises DataError for an unknown name, for a template that
+        exceeds `limits`, and for one with a wrong loss mask, unless no row goes through it
+        (`renders_chats` False).
         """
         own = tokenizer.chat_template
         if name is None and own:
@@ -158,6 +163,9 @@ class ChatTemplate:
         else:
             note, label = f"chat template: {name}", f"data.chat_template={name}"
             text = read_template(name)
+        if template_kwargs:
+            text, plain = set_defaults(text, template_kwargs), text
+            note += f"; with {_described(template_kwargs, plain)}"
         template = cls(tokenizer, text, note, mask, is_encoder_decoder)
         template._check(label, limits or Limits(), renders_chats)
         if template._add_missing_bos():
@@ -480,6 +488,14 @@ def _note_of_default(name: str) -> str:
     return (
         f"chat template: {name} ({style}), because the tokenizer has none; set data.chat_template "
         "to choose another"
+    )
+
+
+def _described(kwargs: Mapping[str, Any], text: str) -> str:
+    """Describe the arguments of a template, and which of them do not occur in its `text`."""
+    return ", ".join(
+        f"{name}={json.dumps(value)}{'' if name in text else ' (which it does not read)'}"
+        for name, value in kwargs.items()
     )
 
 
