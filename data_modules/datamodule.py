@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from data_modules.audit import Audit
+from data_modules.audit.characters import CharacterCheck
 from data_modules.collator import Batch, Collator
 from data_modules.messages import DataError, Origin, redacted
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
@@ -395,6 +396,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
                 format=find_format(dataset, chunks_of(dataset, config))[0] or "",
                 columns=dataset.columns,
                 template=self.template,
+                characters=CharacterCheck(self.template.tokenizer),
                 sequence_len=self.sequence_len,
                 on_long=config.on_long,
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from data_modules.audit.characters import names_of
 from data_modules.audit.figures import Audit, AuditWarning, DatasetAudit, count_of
 from data_modules.facts import setting
 
@@ -116,7 +117,8 @@ class DatasetFacts:
     `lost_tokens` were dropped or truncated with long rows (`on_long`); `kept_tokens` are all other
     tokens, None = the tokens of training and validation. `longest` are (tokens, origin) before any
     cut. `notes` maps a kind to (rows, first origin and what was found there). `is_chat`: the rows
-    went through the chat template.
+    went through the chat template. `lossy_rows` have characters that the
+    tokenizer does not keep, `lost_characters` maps each of them to its rows.
     """
 
     name: str
@@ -135,6 +137,10 @@ class DatasetFacts:
     empty_origins: Sequence[str] = ()
     longest: Sequence[tuple[int, str]] = ()
     notes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    unknown_tokens: int = 0
+    lossy_rows: int = 0
+    first_lossy: str = ""
+    lost_characters: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,13 +148,15 @@ class RunSettings:
     """Settings of the run that explain unusual counts.
 
     `trains_prompts`: data.train_on_inputs is set, or data.roles_to_train has other roles than the
-    assistant. `sequence_len`: most tokens of a document; None = unknown.
+    assistant. `sequence_len`: most tokens of a document; None = unknown. `has_own_template`: the
+    chat template is the tokenizer's.
     """
 
     trains_prompts: bool = False
     train_on_eos: str = "turn"
     is_encoder_decoder: bool = False
     sequence_len: int | None = None
+    has_own_template: bool = False
 
 
 def apply_rules(
@@ -160,6 +168,9 @@ def apply_rules(
     audit.findings[:0] = [finding for finding in long_rows if finding is not None]
     for dataset, fact in zip(audit.datasets, facts, strict=True):
         _apply_row_rules(audit, dataset, fact)
+        audit.findings += _warn_of_characters(dataset, fact)
+        if run.has_own_template and fact.format == "prompt_completion" and not fact.is_chat:
+            audit.findings.append(_warn_of_no_template(dataset))
         if fact.is_chat and dataset.train:
             _apply_mask_rules(audit, dataset, run)
             _apply_stop_rules(audit, dataset, run.train_on_eos)
@@ -236,6 +247,37 @@ def _apply_row_rules(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) ->
                 advice="remove the BOS from the rows, or from the chat template",
             )
         )
+
+
+def _warn_of_characters(dataset: DatasetAudit, fact: DatasetFacts) -> list[AuditWarning]:
+    """Warn of characters that become the unknown token, or are lost or changed."""
+    if not fact.lossy_rows:
+        return []
+    unknown = f" ({fact.unknown_tokens:,} unknown tokens)" if fact.unknown_tokens else ""
+    return [
+        AuditWarning(
+            dataset=dataset.name,
+            count=fact.lossy_rows,
+            total=dataset.rows,
+            unit="rows",
+            statement="have characters that this tokenizer replaces or drops, so that the model "
+            f"cannot learn them: {names_of(fact.lost_characters)}{unknown}",
+            first=(fact.first_lossy,),
+            advice="use a base whose vocabulary has them, or write the rows without them",
+        )
+    ]
+
+
+def _warn_of_no_template(dataset: DatasetAudit) -> AuditWarning:
+    return AuditWarning(
+        dataset=dataset.name,
+        count=dataset.rows,
+        total=dataset.rows,
+        unit="rows",
+        statement="are texts of prompt and completion, trained on without the tokenizer's chat "
+        "template",
+        advice="to train on chats, name the columns instruction and output",
+    )
 
 
 def _warn_of_note(dataset: DatasetAudit, kind: str, count: int, first: str) -> AuditWarning:

@@ -112,6 +112,7 @@ class ChatTemplate:
             )
         tokenizer.chat_template = text
         self.text, self.note = text, note
+        self.is_tokenizers_own = False
         self._mask = mask or MaskConfig()
         self._tokenizer = tokenizer
         self.bos_token_id = self._added_bos()
@@ -167,10 +168,16 @@ class ChatTemplate:
             text, plain = set_defaults(text, template_kwargs), text
             note += f"; with {_described(template_kwargs, plain)}"
         template = cls(tokenizer, text, note, mask, is_encoder_decoder)
+        template.is_tokenizers_own = name is None and bool(own)
         template._check(label, limits or Limits(), renders_chats)
         if template._add_missing_bos():
             template._check(label, limits or Limits(), renders_chats)
         return template
+
+    @property
+    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+        """Return the tokenizer, whose chat template this is."""
+        return self._tokenizer
 
     @property
     def hash(self) -> str:

@@ -215,6 +215,7 @@ class PreparedData:
                 train_on_eos=config.train_on_eos,
                 sequence_len=self._spec.sequence_len,
                 is_encoder_decoder=self._template.is_encoder_decoder,
+                has_own_template=self._template.is_tokenizers_own,
             ),
         )
         if is_stream:
@@ -377,6 +378,10 @@ def _facts(ready: ReadyDataset, on_long: str) -> DatasetFacts:
         on_long=on_long,
         longest=counts.longest,
         notes=counts.notes,
+        unknown_tokens=counts.unknown_tokens,
+        lossy_rows=counts.lossy_rows,
+        first_lossy=counts.first_lossy,
+        lost_characters=counts.lost_characters,
     )
 
 

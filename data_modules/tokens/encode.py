@@ -20,10 +20,11 @@ from typing import IO, TYPE_CHECKING
 
 from data_modules import format as formats
 from data_modules import source
+from data_modules.audit.characters import CharacterCheck
 from data_modules.messages import MAX_PROBLEMS, DataError, Origin, Problems
 from data_modules.template import ChatTemplate, RowProblem
 from data_modules.tokens.store import DocumentBuilder, Documents
-from data_modules.types import Conversation, Item, Row
+from data_modules.types import Conversation, Document, Item, Row
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -40,6 +41,8 @@ _SUMMED = (
     "lost_tokens",
     "empty",
     "rejected",
+    "unknown_tokens",
+    "lossy_rows",
 )
 CHUNKS_IN_PROCESS = 4
 """data sets of at most this many chunks are tokenized without starting worker processes"""
@@ -68,6 +71,11 @@ class Counts:
     rejected: int = 0
     longest: list[tuple[int, str]] = field(default_factory=list)
     notes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    unknown_tokens: int = 0
+    lossy_rows: int = 0
+    first_lossy: str = ""
+    lost_characters: dict[str, int] = field(default_factory=dict)
+    """rows with each character that the tokenizer does not keep"""
     stop_token_ids: list[int] = field(default_factory=list)
     largest_token: tuple[int, str] = (-1, "")
     unread: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -96,6 +104,13 @@ class Counts:
         num_before, first = self.unread.get(name, (0, origin))
         self.unread[name] = (num_before + count, first)
 
+    def add_lost(self, characters: set[str], origin: str) -> None:
+        """Count a row with characters that the tokenizer does not keep."""
+        self.lossy_rows += 1
+        self.first_lossy = self.first_lossy or origin
+        for each in characters:
+            self.lost_characters[each] = self.lost_characters.get(each, 0) + 1
+
     def merge(self, other: Counts) -> None:
         """Add the counts of the rows after these."""
         for name in _SUMMED:
@@ -107,6 +122,9 @@ class Counts:
             self.add_note(kind, seen, count)
         for name, (count, origin) in other.unread.items():
             self.add_unread(name, origin, count)
+        self.first_lossy = self.first_lossy or other.first_lossy
+        for character, rows in other.lost_characters.items():
+            self.lost_characters[character] = self.lost_characters.get(character, 0) + rows
         self.stop_token_ids = sorted({*self.stop_token_ids, *other.stop_token_ids})
         self.largest_token = max(self.largest_token, other.largest_token)
 
@@ -162,6 +180,7 @@ class ChunkEncoder:
     format: str
     columns: dict[str, str]
     template: ChatTemplate
+    characters: CharacterCheck
     sequence_len: int
     on_long: str
 
@@ -187,6 +206,9 @@ class ChunkEncoder:
                 continue
             good = [found for found in results if not isinstance(found, RowProblem)]
             builder.add(good, number, items[0].origin, counts)
+            lost = set().union(*(self.characters.lost(text) for text in _texts_of(items)))
+            if lost:
+                counts.add_lost(lost, str(items[0].origin))
         rejected = sorted(rejected + reject(chunk, refused), key=attrgetter("origin.line"))
         counts.rows = len(rows) - len(refused)
         counts.kept = builder.num_rows
@@ -194,7 +216,22 @@ class ChunkEncoder:
         documents = builder.build()
         if documents is not None:
             counts.largest_token = documents.largest_token()
+            counts.unknown_tokens = documents.count_token(self.characters.unknown_id)
         return EncodedChunk(documents, counts, rejected, num_rows, chunk.num_bytes)
+
+
+def _texts_of(items: Iterable[Item]) -> Iterator[str]:
+    """Yield the texts of items, without the blanks around them, which templates may remove."""
+    for item in items:
+        if isinstance(item, Conversation):
+            texts: Iterable[str] = (
+                text for turn in item.turns for text in (turn.content, turn.reasoning or "")
+            )
+        elif isinstance(item, Document):
+            texts = ["".join(segment.text for segment in item.segments)]
+        else:
+            continue
+        yield from (text.strip() for text in texts)
 
 
 def encode_chunks(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_modules import source
+from data_modules.audit.characters import CharacterCheck
 from data_modules.messages import DataError, RemoteError, printable, reason_of, redact
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate
@@ -189,6 +190,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
         format=format_name or "",
         columns=dataset.columns,
         template=spec.template,
+        characters=CharacterCheck(spec.template.tokenizer),
         sequence_len=spec.sequence_len,
         on_long=data.on_long,
     )

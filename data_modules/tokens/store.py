@@ -97,6 +97,11 @@ class Documents:
             found.append((int(ids[place]), f"{self.file}:{self.lines[document]}"))
         return max(found)
 
+    def count_token(self, token_id: int | None) -> int:
+        """Return how often a token occurs; 0 for None."""
+        sides = [self.input_ids, *([] if self.target_ids is None else [self.target_ids])]
+        return 0 if token_id is None else sum(int((ids == token_id).sum()) for ids in sides)
+
 
 class StoreWriter:
     """Write chunks of documents into `folder`, one at a time, in bounded memory."""
