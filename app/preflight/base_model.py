@@ -359,6 +359,12 @@ def _why_no_weights(folder: Path) -> str:
     partial = sorted(file.name for file in folder.glob("*.incomplete"))
     if partial:
         return f"{folder}: the download is incomplete ({partial[0]}); download the model again"
+    shards = sorted(file.name for file in folder.glob("model-*-of-*.safetensors"))
+    if shards:
+        return (
+            f"{folder}: has {len(shards)} shards, {shards[0]} is the first, but no {INDEX}; "
+            "download the model again"
+        )
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     if not pickles:
         return f"{folder}: the folder has no model.safetensors"

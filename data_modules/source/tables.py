@@ -244,6 +244,7 @@ def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
         size = sum(group.total_byte_size for group in groups)
         num_rows = _rows_per_chunk(size, table.metadata.num_rows)
         stored = source.seek(0, io.SEEK_END)
+        _check_dictionaries(file, source, table.metadata, stored, options.limits)
         batches = table.iter_batches(num_rows)
         found = yield from _batches(file, batches, options, lambda: stored)
         if found is not None and found != table.metadata.num_rows:
@@ -253,6 +254,55 @@ def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
             )
         if b"PAR1PAR1" in _read_gap(source, table.metadata, stored):
             raise DataError(_joined(file))
+
+
+def _check_dictionaries(
+    file: File, source: Any, metadata: Any, stored: int, limits: Limits
+) -> None:
+    """Raise DataError if a small parquet file repeats the values of a dictionary too often.
+
+    Read as a dictionary, a value takes memory only once, however often it occurs. A large file is
+    checked while it is read.
+    """
+    if stored > opening.FREE_EXPANSION:
+        return
+    import pyarrow.parquet
+
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    coded = {
+        column.path_in_schema
+        for column in columns
+        if column.has_dictionary_page
+        and column.physical_type == "BYTE_ARRAY"
+        and column.num_values * column.total_uncompressed_size > opening.FREE_EXPANSION
+    }
+    if not coded:
+        return
+    reader = pyarrow.parquet.ParquetFile(source, read_dictionary=sorted(coded), pre_buffer=False)
+    num_bytes = 0
+    for batch in reader.iter_batches(_MAX_CHUNK_ROWS, columns=sorted(coded)):
+        num_bytes += sum(map(_expanded_bytes, batch.columns))
+        check_expansion(file, num_bytes, stored, limits)
+
+
+def _expanded_bytes(array: Any) -> int:
+    """Return the bytes of an array's values, each as often as a dictionary repeats it."""
+    import pyarrow
+    import pyarrow.compute
+
+    kind = array.type
+    if pyarrow.types.is_dictionary(kind):
+        size = array.dictionary.nbytes // max(1, len(array.dictionary))
+        if kind.value_type not in (pyarrow.string(), pyarrow.binary()):
+            return int(size * len(array))
+        lengths = pyarrow.compute.binary_length(array.dictionary).take(array.indices)
+        return int(pyarrow.compute.sum(lengths).as_py() or 0)
+    if pyarrow.types.is_struct(kind):
+        return sum(map(_expanded_bytes, array.flatten()))
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return _expanded_bytes(array.flatten())
+    return int(array.nbytes)
 
 
 def _joined(file: File) -> str:
@@ -358,7 +408,7 @@ def _batches(
     first, num_bytes, budget = 1, 0, options.budget
     for batch in batches:
         _check_buffers(batch)
-        num_bytes += batch.nbytes
+        num_bytes += max(batch.nbytes, sum(map(_expanded_bytes, batch.columns)))
         check_expansion(file, num_bytes, stored(), options.limits)
         width = _rows_per_chunk(batch.nbytes, batch.num_rows)
         for start in range(0, batch.num_rows, width):

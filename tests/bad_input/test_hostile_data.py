@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 
 from data_modules import DataConfig, DataError, check_datasets, open_regular
-from data_modules.source import Limits, fingerprint, opening
+from data_modules.source import Limits, fingerprint, opening, read_chunks, tables
 from tests.bad_input.asking import named, prepare, problems_of
 
 GOOD = {"instruction": "q", "output": "one"}
@@ -124,6 +124,40 @@ def test_a_parquet_bomb_is_refused(
             writer.write_table(pyarrow.table({"instruction": text, "output": text}))
     (problem,) = problems_of(file, base)
     assert problem.startswith("d.parquet: decompresses to ")
+
+
+SHAPES = {
+    "text": lambda text, rows: pyarrow.array([text] * rows),
+    "list": lambda text, rows: pyarrow.array([[text] * rows]),
+    "struct": lambda text, rows: pyarrow.array([{"a": {"b": text}}] * rows),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_dictionary_bomb_is_refused_before_it_is_expanded(
+    shape: str, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(text: str, rows: int) -> Path:
+        values = SHAPES[shape](text, rows)
+        file = tmp_path / f"d{suffix}"
+        if suffix == ".parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"a": values}), file, compression="zstd")
+            return file
+        coded = pyarrow.array([text]).dictionary_encode()
+        indices = pyarrow.array([0] * rows, pyarrow.int32())
+        column = pyarrow.DictionaryArray.from_arrays(indices, coded.dictionary)
+        table = pyarrow.table({"a": column})
+        with pyarrow.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        return file
+
+    assert sum(chunk.count() for chunk in read_chunks(str(write("a" * 5_000, 3_000)))) in (1, 3_000)
+    bomb = write("a" * 50_000, 2_000)
+    if suffix == ".parquet":
+        monkeypatch.setattr(tables, "_batches", lambda *_: pytest.fail("was expanded"))
+    with pytest.raises(DataError, match=r"decompresses to .*data\.limits\.expansion is 200"):
+        list(read_chunks(str(bomb)))
 
 
 ROWS = {
