@@ -77,12 +77,16 @@ def render_run_card(
     name = Path(base).name or "A model from random weights"
     numbers = ", ".join(f"{key} {adapter[key]:g}" for key in ("r", "alpha") if adapter.get(key))
     hyperparameters = f" ({numbers})" if numbers else ""
-    what = f"A {kind} adapter{hyperparameters} for" if is_adapter else "All weights, trained from"
-    at_revision = f" (revision {revision})" if revision else ""
+    what = (
+        f"A {cell(kind)} adapter{hyperparameters} for"
+        if is_adapter
+        else "All weights, trained from"
+    )
+    at_revision = f" (revision {cell(revision)})" if revision else ""
     body = [
-        f"# {name}, fine-tuned",
+        f"# {cell(name)}, fine-tuned",
         "",
-        f"{what} `{Path(base).name if is_local else base}`{at_revision}.",
+        f"{what} `{cell(Path(base).name if is_local else base)}`{at_revision}.",
         "",
         "## Use",
         "",
@@ -103,14 +107,14 @@ def render_run_card(
         "| setting | value |",
         "|---|---|",
         *(
-            f"| `{key}` | {cell(value)} |"
+            f"| `{cell(key)}` | {cell(value)} |"
             for key, value, _ in settings
             if repo is None or not ("path:" in value or value.startswith("/"))
         ),
         "",
     ]
     if versions := run.manifest.get("versions"):
-        listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+        listed = ", ".join(cell(f"{name} {version}") for name, version in versions.items())
         body += ["## Made with", "", f"loft; {listed}", ""]
     return _join(front, body)
 
@@ -148,9 +152,9 @@ def render_merged_card(
         how.insert(0, f"Trained on {method} weights; merged onto {config.merge.onto} ones.")
     stop_tokens = tuned.tokenizer.convert_ids_to_tokens(sorted(tuned.stop_ids))
     body = [
-        f"# {Path(base).name}, fine-tuned",
+        f"# {cell(Path(base).name)}, fine-tuned",
         "",
-        f"`{base}`{revision} with an adapter ({adapter}) merged into it, in "
+        f"`{cell(base)}`{cell(revision)} with an adapter ({adapter}) merged into it, in "
         f"{str(dtype).removeprefix('torch.')}.",
         "",
         *(f"- {sentence}" for sentence in how),
@@ -161,7 +165,7 @@ def render_merged_card(
     if datasets := manifest.get("data", ()):
         body += ["", "## Trained on", ""]
         body += [
-            f"- {row.get('name')}: {row.get('train_rows', 0):,} rows, "
+            f"- {cell(row.get('name'))}: {row.get('train_rows', 0):,} rows, "
             f"{row.get('validation_rows', 0):,} held out"
             for row in datasets
         ]
@@ -172,7 +176,7 @@ def render_merged_card(
     }
     if shown:
         body += ["", "## Measured on held-out rows", "", "| figure | value |", "|---|---|"]
-        body += [f"| {name} | {value:.4g} |" for name, value in shown.items()]
+        body += [f"| {cell(name)} | {value:.4g} |" for name, value in shown.items()]
     return _join(front, [*body, ""])
 
 

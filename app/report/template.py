@@ -1,12 +1,16 @@
 """Rendering of this folder's templates: each page is one HTML file without script, font or network.
 
-All values are escaped.
+All values are escaped, and control characters in them shown as `\\x1b`.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""control characters, which a terminal that shows the page would obey"""
 
 
 def render_template(name: str, **values: Any) -> str:
@@ -16,4 +20,5 @@ def render_template(name: str, **values: Any) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
-    return environment.get_template(f"{name}.html.jinja").render(**values)
+    page = environment.get_template(f"{name}.html.jinja").render(**values)
+    return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", page)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from huggingface_hub import HfApi, ModelCard, constants
@@ -16,8 +18,10 @@ from huggingface_hub import HfApi, ModelCard, constants
 from app.config import load_config, save_config
 from app.config.plain import run_plain_verb
 from app.push import PushConfig, push
+from app.report import template
 from app.report.model_card import license_of, render_run_card, write_card
 from app.report.run_files import read_run_files
+from app.report.template import render_template
 from tests.local_server import Handler, local_server
 from tests.report.test_run_page import HOSTILE, write_run
 from tests.tiny import small_base, small_run
@@ -211,6 +215,24 @@ def test_a_pushed_run_gets_its_own_card(
     own = json.loads((run / "adapter/adapter_config.json").read_text())
     assert own["base_model_name_or_path"] == str(small_base())
     assert not list(run.glob(".push-*"))
+
+
+def test_names_of_folders_are_text_in_cards_and_pages(run: Path, tmp_path: Path) -> None:
+    """A received base, run or data set may be named like a tag, or hold terminal sequences."""
+    base = tmp_path / "<img src=x onerror=alert(1)>`<b>"
+    base.mkdir()
+    config = (run / "config.yaml").read_text()
+    named = re.sub(r"(?m)^  path: .*$", f"  path: {json.dumps(str(base))}", config, count=1)
+    (run / "config.yaml").write_text(named)
+    write_card(run / "adapter", run, [("a.<b>`", "<script>", "null")], repo="o/n")
+    card = (run / "adapter/README.md").read_text()
+    assert "# &lt;img src=x onerror=alert(1)>'&lt;b>, fine-tuned" in card
+    front_and_code = re.sub(r"(?s)^---.*?---|```.*?```", "", card)
+    assert "<" not in front_and_code
+    names = [path.name.partition(".")[0] for path in Path(template.__file__).parent.glob("*.jinja")]
+    assert len(names) > 2
+    with mock.patch("jinja2.Template.render", return_value="a\x1b[31m\x00\tb\n\x7f"):
+        assert {render_template(name) for name in names} == {"a\\x1b[31m\\x00\tb\n\\x7f"}
 
 
 NOT_OF_A_RUN = [
