@@ -124,7 +124,9 @@ class DataConfig:
     )
     """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, else the one listed
     for the model, else plain"""
-    chat_template_kwargs: dict[str, Any] = setting(default_factory=dict, resume="content")
+    chat_template_kwargs: dict[str, Any] = setting(
+        default_factory=dict, resume="content", grants="nothing"
+    )
     """arguments of the chat template, as in {enable_thinking: false}, also for the prompts of chat,
     evaluate and serve; a row's own column chat_template_kwargs takes precedence"""
     template_seconds: float = setting(10.0, gt=0, resume="free")
