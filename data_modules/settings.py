@@ -130,7 +130,8 @@ class DataConfig:
     """arguments of the chat template, as in {enable_thinking: false}, also for the prompts of chat,
     evaluate and serve; a row's own column chat_template_kwargs takes precedence"""
     template_seconds: float = setting(10.0, gt=0, resume="free")
-    """time limit for the chat template's trial on small chats at the start, in seconds"""
+    """time limit for the chat template's trial on small chats at the start, and for each row, in
+    seconds"""
     template_memory_mb: int = setting(1024, ge=1, resume="free")
     """memory limit of that trial, in MB"""
     mixture: MixtureConfig = setting(default_factory=MixtureConfig)

@@ -17,8 +17,11 @@ from __future__ import annotations
 import json
 import operator
 import re
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product, takewhile
@@ -42,11 +45,41 @@ _TOOLS_TEXT = (
     "<tools>\n{tools}\n</tools>\n"
     'Call a tool by <tool_call>{{"name": NAME, "arguments": OBJECT}}</tool_call>.'
 )
+MAX_SLOW = 8
+"""rows beyond the time limit after which no more are rendered: each costs the limit"""
+_SLOW = "took the chat template longer than data.template_seconds"
+_SLOW_FIX = (
+    "look for a loop over the row's text in the template, change the row, or raise "
+    "data.template_seconds"
+)
 OUT_OF_MEMORY = "it ran out of memory"
 
 
 class RowRefusedError(ValueError):
     """Why a row cannot be encoded; the caller adds the row's file and line."""
+
+
+class _TimeUpError(Exception):
+    """Rendering takes longer than its limit."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _TimeUpError after some seconds; only the main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _TimeUpError
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, handler)
 
 
 class TemplateRefusedError(RowRefusedError):
@@ -92,6 +125,9 @@ class Renderer:
         self, tokenizer: transformers.PreTrainedTokenizerBase, text: str | None = None
     ) -> None:
         self._tokenizer, self._text = tokenizer, text
+        self.seconds = 10.0
+        """limit of a row's rendering, in the main thread"""
+        self._num_slow = 0
 
     def prepare(self, chat: Conversation, reasoning: str) -> Chat:
         """Return the part of `chat` that the template receives.
@@ -221,14 +257,24 @@ class Renderer:
         self, chats: list[Chat], add_prompt: bool
     ) -> list[str | RowRefusedError]:
         errors = render_errors()
+        errors_and_time: tuple[type[Exception], ...] = (*errors, _TimeUpError)
         try:
-            return list(self.apply_template(chats, add_prompt=add_prompt))
-        except errors:
+            with _time_limit(self.seconds):
+                return list(self.apply_template(chats, add_prompt=add_prompt))
+        except errors_and_time:
             pass  # Render them one by one, to find the rows that fail.
         texts: list[str | RowRefusedError] = []
         for chat in chats:
+            if self._num_slow >= MAX_SLOW:
+                texts.append(RowRefusedError(f"not rendered: {MAX_SLOW} rows before it {_SLOW}"))
+                continue
             try:
-                texts += self.apply_template([chat], add_prompt=add_prompt)
+                with _time_limit(self.seconds):
+                    texts += self.apply_template([chat], add_prompt=add_prompt)
+            except _TimeUpError:
+                self._num_slow += 1
+                reason = f"the chat template does not render this row within {self.seconds:g} s"
+                texts.append(RowRefusedError(f"{reason}; {_SLOW_FIX}"))
             except errors as error:
                 roles = ", ".join(turn.role for turn in chat.turns)
                 reason = OUT_OF_MEMORY if isinstance(error, MemoryError) else shown(str(error))

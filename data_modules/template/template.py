@@ -169,6 +169,7 @@ class ChatTemplate:
             note += f"; with {_described(template_kwargs, plain)}"
         template = cls(tokenizer, text, note, mask, is_encoder_decoder)
         template.is_tokenizers_own = name is None and bool(own)
+        template._renderer.seconds = (limits or Limits()).seconds
         template._check(label, limits or Limits(), renders_chats)
         if template._add_missing_bos():
             template._check(label, limits or Limits(), renders_chats)

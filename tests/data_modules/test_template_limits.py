@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from data_modules.messages import DataError
-from data_modules.template import ChatTemplate, Limits
+from data_modules.messages import DataError, Origin
+from data_modules.template import ChatTemplate, Limits, RowProblem, rendering
 from data_modules.template.checks import LimitError, run_limited
+from data_modules.types import Conversation, Encoded, Turn
 from tests.data_modules.test_template import CHATML
 
 SMALL = Limits(seconds=1.0, memory_mb=256)
@@ -64,3 +65,31 @@ def test_a_template_beyond_the_limits_is_an_error(
     tokenizer.chat_template = text
     with pytest.raises(DataError, match="the tokenizer's own chat template does not render 28"):
         ChatTemplate.resolve(tokenizer, None, limits=SMALL)
+
+
+LOOPS = (
+    "{% for m in messages %}{% if 'loop' in m.content %}{% for a in range(90000) %}"
+    "{% for b in range(90000) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}" + CHATML
+)
+
+
+def test_a_row_on_which_the_template_loops_is_named_and_the_others_are_encoded(
+    make_tokenizer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "MAX_SLOW", 2)
+    tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
+    tokenizer.chat_template = LOOPS
+    template = ChatTemplate.resolve(tokenizer, None, limits=Limits(seconds=3.0))
+    template._renderer.seconds = 0.3
+    rows = [
+        Conversation((Turn("user", text), Turn("assistant", "one")), Origin("rows.json", line))
+        for line, text in enumerate(["what?", "loop", "and?", "loop", "loop"], 1)
+    ]
+    started = time.perf_counter()
+    results = list(template.encode(rows))
+    assert time.perf_counter() - started < 10
+    assert [isinstance(result, Encoded) for result in results] == [True, False, True, False, False]
+    slow, last = results[1], results[4]
+    assert isinstance(slow, RowProblem) and isinstance(last, RowProblem)
+    assert slow.problem.startswith("rows.json:2 the chat template does not render this row within")
+    assert last.reason.startswith("not rendered: 2 rows before it took the chat template longer")
