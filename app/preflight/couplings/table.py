@@ -226,8 +226,8 @@ def _of_measurements(config: TrainConfig) -> Iterator[Conflict]:
         )
     if config.output.weights == "best" and not data.val_set_size:
         yield Conflict(
-            f"output.from=best ranks steps by {config.trainer.checkpoint.monitor}, but there are no "
-            "validation rows",
+            f"output.from=best ranks steps by {config.trainer.checkpoint.monitor}, but there are "
+            "no validation rows",
             "data.val_set_size=0.05, or output.from=last",
         )
     if config.trainer.checkpoint.monitor != "val/loss":
