@@ -51,6 +51,7 @@ data:
 {datasets}
     # format: alpaca  # default: detected from the columns
     # columns: {{instruction: question, output: answer}}  # format column: your column
+  # val_datasets: [FILE]  # your own validation rows; else a share of those above (val_set_size)
 """
 OFTEN_CHANGED = (
     "data.sequence_len",

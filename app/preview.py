@@ -138,7 +138,7 @@ def first_rows_of(data: DataConfig) -> DataConfig:
     The rows that the run holds out for validation become test data, so that the audit compares them
     with the training rows.
     """
-    held_out = int(data.val_set_size)
+    held_out = int(data.held_out)
     first = [
         replace(dataset, split=f"{dataset.split}[{held_out}:{held_out + STREAM_ROWS}]")
         for dataset in data.datasets
@@ -156,7 +156,7 @@ def describe_stream(data: DataConfig) -> list[str]:
     """Return how many rows of a stream are shown."""
     if not data.streaming:
         return []
-    held_out = int(data.val_set_size)
+    held_out = int(data.held_out)
     after = f" after {held_out:,} rows held out for validation" if held_out else ""
     return [
         f"a stream: only its first {STREAM_ROWS:,} rows{after} were read; steps, epochs and shares "
@@ -168,8 +168,8 @@ def rows_per_dataset(max_rows: int | None, data: DataConfig) -> int | None:
     """Return how many rows of each data set are read (None: all), so that some are trained on."""
     if max_rows is None:
         return None
-    share = max_rows // max(1, len(data.datasets))
-    return max(1, share, 2 * int(data.val_set_size))
+    share = max_rows // max(1, len(data.loss_datasets))
+    return max(1, share, 2 * int(data.held_out))
 
 
 def describe_sample(rows: dict[str, int]) -> list[str]:

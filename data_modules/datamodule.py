@@ -78,12 +78,17 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self._spec, self._config, self._batching = spec, spec.config, spec.batching
         self._decoder_start = spec.model.decoder_start_token_id
         self.sequence_len = spec.sequence_len
-        self.dataset_names = dataset_names(spec.config.datasets)
+        self.dataset_names = dataset_names(spec.config.loss_datasets)
         self.first_step = 0
         self._data: PreparedData | None = None
         self._prompts: dict[int, dict[str, list[Prompt]]] = {}
         self.val_order: list[int] = []
         """indices of the validation rows, in the order of the last validation loader's batches"""
+
+    @property
+    def trained_names(self) -> list[str]:
+        """Return the names of the data sets to train on, which come first."""
+        return self.dataset_names[: len(self._config.datasets)]
 
     @property
     def is_packed(self) -> bool:
@@ -113,7 +118,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             template_kwargs=config.chat_template_kwargs,
             renders_chats=any(
                 dataset.format not in WITHOUT_CHATS
-                for dataset in (*config.datasets, *config.test_datasets)
+                for dataset in (*config.loss_datasets, *config.test_datasets)
             ),
         )
         data = PreparedData(self._spec, self.template)
@@ -134,8 +139,15 @@ class FinetuneDataModule(lightning.LightningDataModule):
             columns["requested"] = [f"{row.requested or 0:.1%}" for row in mixture]
         if len(mixture) > 1:
             columns["of tokens"] = [f"{row.share_of_tokens:.1%}" for row in mixture]
+        blank = [""] * (len(reports) - len(mixture))  # data sets for validation only
+        columns = {name: [*cells, *blank][: len(reports)] for name, cells in columns.items()}
         lines = self.audit.brief(columns if len(self.audit.datasets) == len(reports) else {})
         lines += filter(None, (one.remark() for one in reports))
+        if self._config.val_datasets and self._config.val_set_size:
+            lines.append(
+                "validation: data.val_datasets only; data.val_set_size="
+                f"{self._config.val_set_size:g} is not applied"
+            )
         return lines + [line for line in self.report.mixture if line.startswith("warning:")]
 
     def write_reports(self, folder: Path) -> None:
@@ -247,7 +259,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     def mixture_report(self) -> list[MixtureRow]:
         """Return each data set's share of the first epoch; empty for a stream."""
-        return [] if self._config.streaming else self.mixture.report(self.dataset_names)
+        return [] if self._config.streaming else self.mixture.report(self.trained_names)
 
     @cached_property
     def plan(self) -> StepPlan | StreamPlan:

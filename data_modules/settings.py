@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from data_modules.tokens.encode import BadRows, Rejected, chunks_of, find_format
 CHECKED_BYTES = 16 << 20
 """read limit of the check of the rows, over all files together: it must be quick"""
 _PROCESSES_PER_CORE, _FEW_PROCESSES = 8, 64
+DATASET_LISTS = ("datasets", "val_datasets", "test_datasets")
 CACHE_VARIABLE = "LOFT_DATA_CACHE"
 
 
@@ -64,6 +65,11 @@ class DataConfig:
 
     datasets: list[DatasetConfig] = setting(default_factory=list, resume="fixed", shown=True)
     """the data sets to train on, mixed by their weights"""
+    val_datasets: list[DatasetConfig] = setting(
+        default_factory=list, resume="fixed", shown=("train", "evaluate")
+    )
+    """data sets whose loss is measured, never trained on; no rows of data.datasets are held out
+    then"""
     test_datasets: list[DatasetConfig] = setting(
         default_factory=list, resume="free", shown=("evaluate",)
     )
@@ -78,7 +84,8 @@ class DataConfig:
     """maximum tokens of a document and of a pack; null = the smaller of 2048 and the model's
     context"""
     val_set_size: int | float = setting(0.05, ge=0, shown=("train",))
-    """validation rows of each data set: a share below 1, else a number of rows (1 = one row)"""
+    """validation rows of each data set: a share below 1, else a number of rows (1 = one row); not
+    with data.val_datasets"""
     train_on_inputs: bool = setting(False, shown=("preview",))
     """train on prompts too, not only on answers"""
     roles_to_train: list[str] = setting(
@@ -151,6 +158,21 @@ class DataConfig:
     num_workers: int = setting(0, ge=0, resume="content")
     """processes that collate batches ahead; 0 = the training process does it, which is enough"""
 
+    @property
+    def held_out(self) -> float:
+        """Return the share or number of rows that are held out of each of `datasets`."""
+        return 0 if self.val_datasets else self.val_set_size
+
+    @property
+    def has_validation(self) -> bool:
+        """Return whether validation rows are requested."""
+        return bool(self.val_datasets) or self.val_set_size > 0
+
+    @property
+    def loss_datasets(self) -> list[DatasetConfig]:
+        """Return all data sets with a loss: those to train on, then those for validation only."""
+        return [*self.datasets, *self.val_datasets]
+
 
 def check_datasets(config: DataConfig) -> list[str]:
     """Return the problems of the settings and of the first rows, without torch or a tokenizer.
@@ -159,13 +181,28 @@ def check_datasets(config: DataConfig) -> list[str]:
     data sets are not fetched.
     """
     problems = _check_settings(config)
+    lists = {name: getattr(config, name) for name in DATASET_LISTS}
     readable: list[DatasetConfig] = []
-    for key, datasets in (("datasets", config.datasets), ("test_datasets", config.test_datasets)):
+    for name, datasets in lists.items():
         for index, dataset in enumerate(datasets):
-            found = _check_dataset_settings(dataset, f"data.{key}[{index}]")
+            key = f"data.{name}[{index}]"
+            found = _check_dataset_settings(dataset, key)
+            if name == "val_datasets" and dataset.weight != 1:
+                found.append(
+                    f"{key}.weight={dataset.weight:g} has no effect: each validation row is "
+                    "measured once; leave it out"
+                )
             problems += found
             readable += [] if found else [dataset]
-        problems += _check_names(datasets, f"data.{key}")
+    problems += _check_names(
+        {
+            f"data.{name}[{index}]": dataset.name
+            for name in ("datasets", "val_datasets")
+            for index, dataset in enumerate(lists[name])
+        }
+    )
+    tests = enumerate(config.test_datasets)
+    problems += _check_names({f"data.test_datasets[{n}]": test.name for n, test in tests})
     if config.max_row_bytes < 1 or check_values(config.limits):
         return problems  # each row would be refused too
     # Rows come last: their problems are many, and only the first are printed.
@@ -180,9 +217,9 @@ def check_datasets(config: DataConfig) -> list[str]:
 
 def _check_settings(config: DataConfig) -> list[str]:
     problems = []
-    if not config.datasets and not config.test_datasets:
+    if not any(getattr(config, name) for name in DATASET_LISTS):
         problems.append("data.datasets is empty; give 'data.datasets=[{path: FILE}]' or data=NAME")
-    problems += check_values(config, "data", skip=("datasets", "test_datasets"))
+    problems += check_values(config, "data", skip=DATASET_LISTS)
     problems += _check_validation(config.val_set_size) + _check_processes(config)
     problems += [
         f"data.chat_template_kwargs: {problem}"
@@ -244,10 +281,11 @@ def check_mixture(config: MixtureConfig) -> list[str]:
 def _check_stream(config: DataConfig) -> list[str]:
     """Return a problem for each setting that needs a known number of rows."""
     problems = []
-    if 0 < config.val_set_size < 1:
+    if 0 < config.held_out < 1:
         problems.append(
             f"data.val_set_size={config.val_set_size}: a stream's length is unknown, so a share of "
-            "it is too; give a number of rows (data.val_set_size=200), or 0"
+            "it is too; give a number of rows (data.val_set_size=200), 0, or "
+            "data.val_datasets=[{path: FILE}]"
         )
     needs_length = {
         "data.max_dropped_share": config.max_dropped_share is not None,
@@ -292,20 +330,20 @@ def _check_dataset_settings(dataset: DatasetConfig, key: str) -> list[str]:
     return problems
 
 
-def _check_names(datasets: Sequence[DatasetConfig], key: str) -> list[str]:
-    names = [dataset.name for dataset in datasets]
-    first: dict[str | None, int] = {}
-    for index, name in enumerate(names):
-        first.setdefault(name, index)
+def _check_names(names: Mapping[str, str | None]) -> list[str]:
+    """Return the problems of names by their keys; data sets with a loss share their metrics."""
+    first: dict[str | None, str] = {}
+    for key, name in names.items():
+        first.setdefault(name, key)
     problems = [
-        f"{key}[{index}].name '{name}' is already that of {key}[{first[name]}]; give another"
-        for index, name in enumerate(names)
-        if name is not None and first[name] < index
+        f"{key}.name '{name}' is already that of {first[name]}; give another"
+        for key, name in names.items()
+        if name is not None and first[name] != key
     ]
     # A data set's name is part of the names of metrics and files.
     problems += [
-        f"{key}[{index}].name '{name}' holds a slash, or begins with a dot; give a plain word"
-        for index, name in enumerate(names)
+        f"{key}.name '{name}' holds a slash, or begins with a dot; give a plain word"
+        for key, name in names.items()
         if name is not None and (not name or "/" in name or name.startswith("."))
     ]
     return problems

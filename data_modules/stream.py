@@ -177,7 +177,7 @@ class TokenStream(IterableDataset[Batch]):
             split=dataset.split,
             name=dataset.name,
             revision=dataset.revision,
-            rows=(int(self._config.val_set_size), None),
+            rows=(int(self._config.held_out), None),
             max_row_bytes=self._config.max_row_bytes,
             limits=self._config.limits,
             shard=shard,
@@ -209,7 +209,7 @@ class TokenStream(IterableDataset[Batch]):
 
 def validation_slice(dataset: DatasetConfig, config: DataConfig) -> DatasetConfig:
     """Return the first rows of a data set, which are its validation rows."""
-    return dataclasses.replace(dataset, split=f"{dataset.split}[:{int(config.val_set_size)}]")
+    return dataclasses.replace(dataset, split=f"{dataset.split}[:{int(config.held_out)}]")
 
 
 class StreamedSteps:

@@ -129,7 +129,7 @@ def trained_datasets(config: EvaluateConfig) -> set[str] | None:
         return None
     of_run = load_run_config(Path(config.run)).data.datasets
     trained, paths = set(dataset_names(of_run)), {dataset.path for dataset in of_run}
-    for datasets in (config.data.datasets, config.data.test_datasets):
+    for datasets in (config.data.loss_datasets, config.data.test_datasets):
         named = zip(dataset_names(datasets), datasets, strict=True)
         trained |= {name for name, dataset in named if dataset.path in paths}
     return trained

@@ -224,7 +224,8 @@ def _check_required(config: Config) -> list[str]:
     if isinstance(config, PlanConfig) or not isinstance(config, (TrainConfig, EvaluateConfig)):
         return problems
     is_evaluated_otherwise = isinstance(config, EvaluateConfig) and (
-        config.data.test_datasets
+        config.data.val_datasets
+        or config.data.test_datasets
         or config.evaluation.tasks
         or config.evaluation.harness
         or config.evaluation.judge.questions

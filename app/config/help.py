@@ -116,7 +116,10 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
         if setting.key.startswith(element)
     }
     if of_datasets:
-        heading = "each data set: 'data.datasets=[{KEY: VALUE, ...}, ...]', also data.test_datasets"
+        heading = (
+            "each data set: 'data.datasets=[{KEY: VALUE, ...}, ...]', also data.val_datasets, "
+            "data.test_datasets"
+        )
         lines += ["", heading, *_two_columns(of_datasets, width)]
     groups = ", ".join(each.key for each in settings if each.is_part and "." not in each.key)
     lines += ["", *textwrap.wrap(f"all settings: --help all, or --help and one of {groups}", width)]

@@ -263,7 +263,7 @@ def with_dataset_paths(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(data := values.get("data"), dict):
         return values
     changed = {}
-    for name in ("datasets", "test_datasets"):
+    for name in ("datasets", "val_datasets", "test_datasets"):
         value = data.get(name)
         entries = [value] if isinstance(value, str) and not value.startswith("${") else value
         if isinstance(entries, list) and any(isinstance(entry, str) for entry in entries):

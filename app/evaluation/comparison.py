@@ -84,7 +84,7 @@ def compare_trained(
 
 
 def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Table:
-    """Return a table of the metrics of each data set; a missing value is `-`.
+    """Return a table of the metrics of each measured data set; a missing value is `-`.
 
     Data sets that exist only as held-out files come after `dataset_names`.
     """
@@ -100,7 +100,12 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
         for variant in VARIANTS
         for name in _names_after(f"{variant}/{measure}/", metrics)
     ]
-    names = list(dict.fromkeys([*dataset_names, *answered]))
+    held_out = [
+        name
+        for name in dataset_names
+        if any(f"{variant}/val/loss/{name}" in metrics for variant in VARIANTS)
+    ]
+    names = list(dict.fromkeys([*held_out, *answered]))
     shown = {
         measure: spec
         for measure, spec in SHOWN.items()

@@ -238,7 +238,7 @@ def is_offline(
     """
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
     ids = {key: path for key, path in paths.items() if path and not Path(path).is_dir()}
-    datasets = () if data is None else (*data.datasets, *data.test_datasets)
+    datasets = () if data is None else (*data.loss_datasets, *data.test_datasets)
     is_reached = check_hub(ids, model.revision)
     if needs_weights and not is_reached and model.path and "model.path" in ids:
         _check_download_complete(model.path, model.revision)

@@ -131,7 +131,7 @@ def check_files(config: TrainConfig | TunedConfig, *, needs_weights: bool = True
                 f"{part}.chat_template={name}: expected {' or '.join(TEMPLATE_NAMES)}, or a .jinja "
                 f"file (no such file in {current_folder()}){nearest(name, TEMPLATE_NAMES)}"
             )
-    if has_data(config) and (config.data.datasets or config.data.test_datasets):
+    if has_data(config) and (config.data.loss_datasets or config.data.test_datasets):
         problems += check_datasets(config.data)
     return problems
 

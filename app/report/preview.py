@@ -209,6 +209,8 @@ def _dataset_view(
     import numpy as np
 
     examples, report = datamodule.train_examples, datamodule.report.datasets[index]
+    if not report.is_trained:
+        examples = datamodule.val_examples
     own = np.flatnonzero(examples.datasets == index)
     lengths = examples.lengths[own]
     chosen = np.unique(np.linspace(0, len(own) - 1, min(config.rows, len(own))).astype(int))
@@ -288,7 +290,7 @@ def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str
     packs = [pack for step in range(num_steps) for pack in _packs_of(datamodule, step)]
     seen = np.concatenate(packs)
     datasets, tokens = examples.datasets[seen], examples.lengths[seen]
-    report = datamodule.mixture.report(datamodule.dataset_names)
+    report = datamodule.mixture.report(datamodule.trained_names)
     rows_seen = np.bincount(datasets, minlength=len(report)).tolist()
     tokens_seen = np.bincount(datasets, weights=tokens, minlength=len(report)).tolist()
     rows = [

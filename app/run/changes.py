@@ -31,6 +31,7 @@ ALLOWED = {
 }
 """values of resume_allow, with what each permits to change"""
 
+LISTS_OF_DATASETS = ("data.datasets", "data.val_datasets")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 FINGERPRINTS: dict[str, tuple[str, ResumeRule, str]] = {
     "tokenizer_sha256": ("the tokenizer (sha256)", "fixed", "restore the tokenizer"),
@@ -188,7 +189,8 @@ def _compare_data(
 ) -> list[Change]:
     changes = []
     for index, (old, new) in enumerate(zip(before, now, strict=False)):
-        what, undo = f"data.datasets[{index}] {new['name']}", "restore the rows"
+        key = new.get("key", f"data.datasets[{index}]")
+        what, undo = f"{key} {new['name']}", "restore the rows"
         is_known = old["sha256"] and new["sha256"]
         if is_known and old["sha256"] != new["sha256"]:
             rows = f"{what}: sha256 of its rows ({old['rows']:,} -> {new['rows']:,} rows)"
@@ -213,7 +215,7 @@ def _how_to_undo(key: str, value: Any) -> str:
     """Return what to type to restore a setting."""
     if isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
         return f"type '{key}=[{','.join(map(str, value))}]'"
-    if "[" in key or isinstance(value, (list, dict)) or key == "data.datasets":
+    if "[" in key or isinstance(value, (list, dict)) or key in LISTS_OF_DATASETS:
         return f"restore {key} from the run's config.yaml"
     return f"type {key}={_plain(value)}"
 
@@ -229,7 +231,7 @@ def _leaves(
         for field in dataclasses.fields(value):
             inner = f"{key}.{field.name}" if key else field.name
             yield from _leaves(getattr(value, field.name), inner, facts_of(field).resume or rule)
-    elif key == "data.datasets":
+    elif key in LISTS_OF_DATASETS:
         yield key, f"{len(value)} data sets", rule
         for index, dataset in enumerate(value):
             yield from _leaves(dataset, f"{key}[{index}]", rule)

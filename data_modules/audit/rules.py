@@ -118,7 +118,8 @@ class DatasetFacts:
     tokens, None = the tokens of training and validation. `longest` are (tokens, origin) before any
     cut. `notes` maps a kind to (rows, first origin and what was found there). `is_chat`: the rows
     went through the chat template. `lossy_rows` have characters that the
-    tokenizer does not keep, `lost_characters` maps each of them to its rows.
+    tokenizer does not keep, `lost_characters` maps each of them to its rows. `is_trained`: not a
+    data set for validation only.
     """
 
     name: str
@@ -141,6 +142,7 @@ class DatasetFacts:
     lossy_rows: int = 0
     first_lossy: str = ""
     lost_characters: Mapping[str, int] = field(default_factory=dict)
+    is_trained: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,9 +213,10 @@ def _warn_of_long(
 
 
 def _apply_row_rules(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None:
-    if not dataset.train:
+    if not (dataset.train if fact.is_trained else dataset.validation):
+        use = "to train on" if fact.is_trained else "for validation"
         audit.problems.append(
-            f"{fact.path}: no document of data set {dataset.name} is left to train on "
+            f"{fact.path}: no document of data set {dataset.name} is left {use} "
             f"({fact.rows:,} rows, {fact.dropped_long:,} too long, {fact.empty:,} with nothing to "
             f"train on, {dataset.validation:,} for validation); give more rows, or a larger "
             "data.sequence_len"

@@ -287,6 +287,14 @@ def hold_out(
     ]
 
 
+def only_validation(store: TokenStore, cap: int | None, seed: int, name: str) -> Split:
+    """Return a data set's split if all of it, or a seeded choice of `cap` rows, is validation."""
+    import numpy as np
+
+    mask = np.ones(len(store), dtype=np.bool_)
+    return Split(~mask, _capped(store, mask, cap, seed, name))
+
+
 class _Rows:
     """The rows of a data set that have documents, and which of them are identical."""
 
@@ -350,8 +358,14 @@ def _split_rows(
 
     repeated = np.unique(store.rows[np.isin(store.digests, held_out) & ~validation])
     training = ~validation & ~np.isin(store.rows, repeated)
-    rows = np.unique(store.rows[training])
-    if cap is not None and cap < len(rows):
-        kept = seeded_generator(seed, "cap", name).permutation(rows)[:cap]
-        training &= np.isin(store.rows, kept)
-    return Split(training, validation, len(repeated))
+    return Split(_capped(store, training, cap, seed, name), validation, len(repeated))
+
+
+def _capped(store: TokenStore, mask: Mask, cap: int | None, seed: int, name: str) -> Mask:
+    """Return a mask with at most `cap` of its rows, a seeded choice."""
+    import numpy as np
+
+    rows = np.unique(store.rows[mask])
+    if cap is None or cap >= len(rows):
+        return mask
+    return mask & np.isin(store.rows, seeded_generator(seed, "cap", name).permutation(rows)[:cap])

@@ -20,7 +20,7 @@ from data_modules import source
 from data_modules.audit import Audit, DatasetFacts, RunSettings, audit_documents
 from data_modules.format import sort_unread
 from data_modules.messages import DataError, redact
-from data_modules.packing.mixture import Split, hold_out
+from data_modules.packing.mixture import Split, hold_out, only_validation
 from data_modules.settings import (
     DEFAULT_SEQUENCE_LEN,
     DataConfig,
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     import transformers
 
     from data_modules.packing import PackingConfig
+
+
+VAL_KEY = "data.val_datasets"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +96,9 @@ class DatasetReport:
     is_cut: bool
     is_streamed: bool
     wants_validation: bool
+    key: str
+    """the setting that names it"""
+    is_trained: bool
     notes: list[str]
 
     def line(self) -> str:
@@ -106,7 +112,9 @@ class DatasetReport:
         first = "the first " if self.is_cut else ""
         parts = [
             f"{first}{self.rows:,} rows ({self.format}{guessed})",
-            f"{self.train_rows:,} train + {self.validation_rows:,} validation",
+            f"{self.train_rows:,} train + {self.validation_rows:,} validation"
+            if self.is_trained
+            else f"{self.validation_rows:,} validation, never trained on",
             self.how,
         ]
         return f"{self.name}: {', '.join([*parts, *self._remarks()])}"
@@ -162,6 +170,8 @@ class ReadyDataset:
     config: DatasetConfig
     data: Prepared
     split: Split
+    key: str
+    is_trained: bool
 
 
 class PreparedData:
@@ -205,8 +215,8 @@ class PreparedData:
         nothing = Examples([], [])
         audit = audit_documents(
             config.audit,
-            [_facts(ready, config.on_long) for ready in self.datasets],
-            self.val_examples if is_stream else self.train_examples,
+            [_facts(ready, config) for ready in self.datasets],
+            self._read_examples() if is_stream else self.train_examples,
             nothing if is_stream else self.val_examples,
             benchmarks=Examples(stores, [np.arange(len(store)) for store in stores]),
             benchmark_names=list(self._tests),
@@ -257,8 +267,10 @@ class PreparedData:
                     trained_tokens=int(self.train_examples.trained[of_dataset].sum()),
                     rejected=counts.rejected,
                     is_cut=ready.data.is_cut,
-                    is_streamed=self._config.streaming,
-                    wants_validation=self._config.val_set_size > 0,
+                    is_streamed=self._config.streaming and ready.is_trained,
+                    wants_validation=ready.is_trained and self._config.held_out > 0,
+                    key=ready.key,
+                    is_trained=ready.is_trained,
                     notes=ready.data.notes,
                 )
             )
@@ -315,7 +327,7 @@ class PreparedData:
                     kinds.add(type(error))
             return prepared
 
-        trained = prepare(self._datasets_to_read(), shared)
+        trained = prepare([dataset for _, dataset in self._datasets_to_read()], shared)
         # A long test row is reported when its prompt is built; until then its tokens are only used
         # by the audit, to find overlaps.
         lenient = dataclasses.replace(config, on_long="truncate_left", max_dropped_share=None)
@@ -325,41 +337,70 @@ class PreparedData:
             raise kind(problems)
         return trained, tests
 
-    def _datasets_to_read(self) -> list[DatasetConfig]:
-        """Return the data sets to tokenize; of a stream only its validation rows."""
+    def _datasets_to_read(self) -> list[tuple[str, DatasetConfig]]:
+        """Return (key, data set) to tokenize, named; of a stream only its validation rows."""
         config = self._config
-        if not config.streaming:
-            return config.datasets
-        if not config.val_set_size:
-            return []
-        return [validation_slice(dataset, config) for dataset in config.datasets]
+        named = [
+            dataclasses.replace(dataset, name=name)
+            for dataset, name in zip(
+                config.loss_datasets, dataset_names(config.loss_datasets), strict=True
+            )
+        ]
+        trained, validated = named[: len(config.datasets)], named[len(config.datasets) :]
+        if config.streaming:
+            trained = [validation_slice(each, config) for each in trained if config.held_out]
+        return [
+            *((f"data.datasets[{n}]", dataset) for n, dataset in enumerate(trained)),
+            *((f"{VAL_KEY}[{n}]", dataset) for n, dataset in enumerate(validated)),
+        ]
 
     def _split(self, prepared: dict[str, Prepared], seed: int) -> list[ReadyDataset]:
-        config, datasets = self._config, self._datasets_to_read()
+        config, read = self._config, self._datasets_to_read()
+        num_trained = sum(not key.startswith(VAL_KEY) for key, _ in read)
+        datasets = [dataset for _, dataset in read]
         stores = [data.store for data in prepared.values()]
         if config.streaming:
-            masks = [np.ones(len(store), np.bool_) for store in stores]
-            splits = [Split(~mask, mask) for mask in masks]
+            splits = [
+                only_validation(store, None, seed, name)
+                for store, name in zip(stores[:num_trained], prepared, strict=False)
+            ]
         else:
             splits = hold_out(
-                stores,
-                list(prepared),
-                [dataset.path for dataset in datasets],
-                [dataset.max_rows for dataset in datasets],
-                config.val_set_size,
+                stores[:num_trained],
+                list(prepared)[:num_trained],
+                [dataset.path for dataset in datasets[:num_trained]],
+                [dataset.max_rows for dataset in datasets[:num_trained]],
+                config.held_out,
                 seed,
             )
+        splits += [
+            only_validation(store, dataset.max_rows, seed, str(dataset.name))
+            for store, dataset in zip(stores[num_trained:], datasets[num_trained:], strict=True)
+        ]
         return [
-            ReadyDataset(name, dataset, data, split)
-            for (name, data), dataset, split in zip(prepared.items(), datasets, splits, strict=True)
+            ReadyDataset(name, dataset, data, split, key, not key.startswith(VAL_KEY))
+            for (name, data), (key, dataset), split in zip(
+                prepared.items(), read, splits, strict=True
+            )
         ]
 
     def _examples(self, masks: list[np.ndarray[tuple[int], np.dtype[np.bool_]]]) -> Examples:
+        """Return the documents of masks, with the data sets' numbers among all with a loss."""
         stores = [ready.data.store for ready in self.datasets]
-        return Examples(stores, [np.flatnonzero(mask) for mask in masks])
+        chosen = [np.flatnonzero(mask) for mask in masks]
+        # A stream that holds out no rows is not read.
+        num_unread = len(self._config.loss_datasets) - len(stores) if stores else 0
+        return Examples(
+            stores[:1] * num_unread + stores, [np.zeros(0, np.int64)] * num_unread + chosen
+        )
+
+    def _read_examples(self) -> Examples:
+        """Return the documents of a stream that were read, with the numbers of `datasets`."""
+        stores = [ready.data.store for ready in self.datasets]
+        return Examples(stores, [np.flatnonzero(ready.split.validation) for ready in self.datasets])
 
 
-def _facts(ready: ReadyDataset, on_long: str) -> DatasetFacts:
+def _facts(ready: ReadyDataset, config: DataConfig) -> DatasetFacts:
     counts = ready.data.counts
     return DatasetFacts(
         name=ready.name,
@@ -375,13 +416,15 @@ def _facts(ready: ReadyDataset, on_long: str) -> DatasetFacts:
         empty_origins=counts.empty_origins,
         lost_tokens=counts.lost_tokens,
         kept_tokens=int(ready.data.store.lengths.sum()),
-        on_long=on_long,
+        on_long=config.on_long,
         longest=counts.longest,
         notes=counts.notes,
         unknown_tokens=counts.unknown_tokens,
         lossy_rows=counts.lossy_rows,
         first_lossy=counts.first_lossy,
         lost_characters=counts.lost_characters,
+        is_trained=ready.is_trained
+        or config.streaming,  # the audit of a stream counts what was read
     )
 
 

@@ -65,7 +65,7 @@ def estimate_epoch(
         if size is None:
             budget = source.Budget(SAMPLE_BYTES // len(datasets))
             size = _sample(dataset, config, sequence_len, count_tokens, budget)
-        held_out = config.val_set_size
+        held_out = config.held_out
         left = 1 - (held_out if held_out < 1 else min(1.0, held_out / max(1.0, size.rows)))
         if dataset.max_rows is not None:
             left = min(left, dataset.max_rows / max(1.0, size.rows))

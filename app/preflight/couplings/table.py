@@ -191,12 +191,12 @@ def _of_base(config: TrainConfig | TunedConfig) -> Iterator[Conflict]:
 
 def _of_data(config: TrainConfig | EvaluateConfig) -> Iterator[Conflict]:
     data = config.data
-    if config.evaluation.exact_match and not data.val_set_size and not data.test_datasets:
+    if config.evaluation.exact_match and not data.has_validation and not data.test_datasets:
         yield Conflict(
             "evaluation.exact_match=true, but there are no rows to evaluate",
             "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",
         )
-    names = {*dataset_names(data.datasets), *dataset_names(data.test_datasets)}
+    names = {*dataset_names(data.loss_datasets), *dataset_names(data.test_datasets)}
     for name in [task.name for task in config.evaluation.tasks if task.name in names]:
         yield Conflict(
             f"evaluation.tasks: {name} is the name of a data set, too, and metrics have both names",
@@ -218,13 +218,13 @@ def _of_data(config: TrainConfig | EvaluateConfig) -> Iterator[Conflict]:
 def _of_measurements(config: TrainConfig) -> Iterator[Conflict]:
     """Yield conflicts of what is measured during a run and at its end."""
     evaluation, data, strategy = config.evaluation, config.data, config.strategy
-    if config.trainer.early_stopping_patience is not None and not data.val_set_size:
+    if config.trainer.early_stopping_patience is not None and not data.has_validation:
         yield Conflict(
             f"trainer.early_stopping_patience={config.trainer.early_stopping_patience} watches "
             f"{config.trainer.checkpoint.monitor}, but there are no validation rows",
             "data.val_set_size=0.05",
         )
-    if config.output.weights == "best" and not data.val_set_size:
+    if config.output.weights == "best" and not data.has_validation:
         yield Conflict(
             f"output.from=best ranks steps by {config.trainer.checkpoint.monitor}, but there are "
             "no validation rows",
@@ -250,7 +250,7 @@ def _of_measurements(config: TrainConfig) -> Iterator[Conflict]:
             f"{key}, but there is nothing to measure{only_at_end}",
             "evaluation.tasks=[{name: mmlu}] or evaluation.exact_match=true, too",
         )
-    if not data.val_set_size:
+    if not data.has_validation:
         yield Conflict(
             f"{key} measures at validations, but there are no validation rows",
             "data.val_set_size=0.05",
@@ -267,9 +267,9 @@ def _of_monitor(config: TrainConfig) -> Iterator[Conflict]:
     """Yield conflicts of a typed metric that selects the best checkpoint and stops a run early."""
     evaluation, data = config.evaluation, config.data
     monitor = config.trainer.checkpoint.monitor
-    losses = ["val/loss", *(f"val/loss/{name}" for name in dataset_names(data.datasets))]
+    losses = ["val/loss", *(f"val/loss/{name}" for name in dataset_names(data.loss_datasets))]
     if monitor in losses:
-        if data.val_set_size == 0:
+        if not data.has_validation:
             yield Conflict(
                 f"trainer.checkpoint.monitor={monitor} needs validation rows, but there are none",
                 "data.val_set_size=0.05",
@@ -277,7 +277,7 @@ def _of_monitor(config: TrainConfig) -> Iterator[Conflict]:
         return
     tasks = [task.name for task in evaluation.tasks]
     if evaluation.answers_prompts:
-        tasks += {*dataset_names(data.datasets), *dataset_names(data.test_datasets)}
+        tasks += {*dataset_names(data.loss_datasets), *dataset_names(data.test_datasets)}
     _, metric, name = [*monitor.split("/", 2), "", ""][:3]
     key = f"trainer.checkpoint.monitor={monitor}"
     # A task, or a group of its questions.
