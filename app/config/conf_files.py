@@ -65,10 +65,18 @@ class ConfFile:
 
     def where(self, key: str) -> str:
         """Return the position of full key `key` in this file: `conf/experiment/x.yaml:12`."""
+        return f"{display_path(self.path)}:{self._line_of(key)}"
+
+    def text_of(self, key: str) -> str:
+        """Return the line of full key `key`."""
+        lines = self.path.read_text(encoding="utf-8-sig").splitlines()
+        return lines[self._line_of(key) - 1]
+
+    def _line_of(self, key: str) -> int:
         local = key.removeprefix(self.full_key(""))
         while local and local not in self.lines:
             local = local.rpartition("." if not local.endswith("]") else "[")[0]
-        return f"{display_path(self.path)}:{self.lines.get(local, 1)}"
+        return self.lines.get(local, 1)
 
 
 def display_path(path: Path) -> str:

@@ -29,7 +29,13 @@ from app.config.conf_files import (
 )
 from app.config.overrides import Override, parse_overrides, why_refused
 from app.config.run_config import experiment_from_run, find_source_run
-from app.config.validation import Settings, Sources, find_problems, print_note
+from app.config.validation import (
+    Settings,
+    Sources,
+    find_problems,
+    is_converted_text,
+    print_note,
+)
 from app.config.verbs import (
     ALTERNATIVES,
     PARTS,
@@ -248,10 +254,10 @@ def _build(
         else:
             place, words = sources.where(f"{group}.name"), ", ".join(PARTS[group])
             problems = [*problems, f"{place} {group}.name: expected one of {words}"]
-    if not problems:
+    settings = Settings(schema, parts, names, PARTS, frozenset(replaced))
+    if not problems and not any(map(is_converted_text, settings.walk(values))):
         with contextlib.suppress(UserError):
             return _give_types(schema, parts, values, names, sources)
-    settings = Settings(schema, parts, names, PARTS, frozenset(replaced))
     values, found = find_problems(values, settings, sources)
     if problems or found:
         raise UserError([*problems, *found])

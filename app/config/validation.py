@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -164,6 +165,20 @@ class Sources:
         pairs = [(each.key, each.typed) for each in typed]
         return pairs or [(found.key, schema.as_typed(value))]
 
+    def written(self, key: str) -> str:
+        """Return the text of a single value as written, as far as its line shows it."""
+        name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]
+        typed = [each for each in self.overrides if _sets_key(each, key)]
+        file = self.source_of(key)
+        if file is not None:
+            line = file.text_of(key)
+        elif typed:
+            line = f"{name}: {typed[-1].typed}" if typed[-1].key == key else typed[-1].typed
+        else:
+            return ""
+        found = re.search(rf"\b{name}['\"]?\s*:\s*([^,}}\]#\s]+)|-\s+([^#\s]+)", line)
+        return (found[1] or found[2]) if found else line
+
     def where(self, key: str) -> str:
         """Return where `key` was set: `conf/experiment/x.yaml:12` or `command line:`."""
         source = self.source_of(key)
@@ -196,8 +211,9 @@ def find_problems(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the values with what can be corrected, and every other problem with its place.
 
-    Corrected: a single word for a list of text becomes a list, 1e9 for an int becomes an int, and
-    an experiment's settings of an option that the command line replaced are dropped with a note.
+    Corrected: a single word for a list of text becomes a list, 1e9 for an int becomes an int, 1e5
+    typed for a text stays as typed, and an experiment's settings of an option that the command line
+    replaced are dropped with a note.
     """
     values = copy.deepcopy(values)
     problems: dict[str, None] = {}
@@ -205,6 +221,11 @@ def find_problems(
     for found in list(settings.walk(values)):
         if _is_word_for_list(found, sources):
             _replace(values, found.key, [found.value])
+        elif isinstance(found, schema.Leaf) and is_converted_text(found):
+            if overrides := [each for each in sources.overrides if each.key == found.key]:
+                _replace(values, found.key, overrides[-1].typed)
+            elif (problem := _problem_of_text(found, sources)) is not None:
+                problems[f"{sources.where(found.key)} {problem}"] = None
         elif (whole := _whole_number(found)) is not None:
             _replace(values, found.key, whole)
         elif (file := _file_replaced_by_option(found, settings, sources)) is not None:
@@ -225,6 +246,32 @@ def find_problems(
         for name, keys in dropped.items():
             print_note(f"note: {name}'s {', '.join(keys)} do not apply to {chosen}")
     return values, list(problems)
+
+
+def is_converted_text(found: schema.Leaf | schema.Unknown) -> bool:
+    """Return whether YAML or Hydra made a number or a truth value of a setting that is text."""
+    if not isinstance(found, schema.Leaf):
+        return False
+    hint = schema.element_of(hints_of(found.owner)[found.field])
+    field = next(each for each in dataclasses.fields(found.owner) if each.name == found.field)
+    is_text = hint == list[str] if isinstance(found.value, list) else hint is str
+    values = found.value if isinstance(found.value, list) else [found.value]
+    is_converted = any(isinstance(value, (bool, int, float)) for value in values)
+    return is_text and is_converted and not facts_of(field).choices
+
+
+def _problem_of_text(found: schema.Leaf, sources: Sources) -> str | None:
+    """Return what to write instead of a text that would be changed; None if it stays as written."""
+    value = found.value[0] if isinstance(found.value, list) else found.value
+    written = sources.written(found.key)
+    if str(value) == written:
+        return None
+    typed = written or schema.as_typed(value)
+    quoted = f"'{typed}'" if isinstance(found.value, list) else f"{found.field}: '{typed}'"
+    return (
+        f"{found.key}={typed}: expected text, but without quotes this is "
+        f"{schema.as_typed(value)}; write {quoted}"
+    )
 
 
 def _whole_number(found: schema.Leaf | schema.Unknown) -> int | None:
