@@ -52,6 +52,7 @@ def test_what_is_never_taken_from_a_run() -> None:
         "evaluation.harness_dir": "code",
         "data.cache_dir": "write",
         "data.datasets": "host",
+        "data.val_datasets": "host",
         "data.test_datasets": "host",
     }
 
@@ -63,6 +64,7 @@ GRANTED = {
     "evaluation.harness_dir": "tasks",
     "data.cache_dir": "elsewhere",
     "data.datasets": "[{path: 'https://example.org/rows.jsonl'}]",
+    "data.val_datasets": "[{path: 'gs://bucket/rows.jsonl'}]",
     "data.test_datasets": "[{path: 's3://bucket/rows.jsonl'}]",
 }
 
@@ -101,7 +103,9 @@ def written_otherwise(key: str, folder: Path) -> Iterator[str]:
 CODE = [key for key, each in GRANTING.items() if each.facts.grants == "code"]
 
 
-@pytest.mark.parametrize("key", [*CODE, "data.cache_dir", "data.test_datasets"])
+@pytest.mark.parametrize(
+    "key", [*CODE, "data.cache_dir", "data.val_datasets", "data.test_datasets"]
+)
 def test_a_received_sweep_grants_nothing(
     key: str, words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
