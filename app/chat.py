@@ -40,10 +40,12 @@ def chat(config: ChatConfig) -> None:
     configure_libraries(offline=is_offline(config.model))
 
     # Imported late, so that --help and config errors do not wait for torch.
+    from app.assembly.kept import with_checkpoint
     from app.assembly.tuned import open_tuned
     from app.training.trainer import resolve_single_device
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+    config = with_checkpoint(config, env, folder)
     tuned = open_tuned(config, env)
     session = Session(config, tuned, env, folder)
     save_config(config, folder / CONFIG_FILE)

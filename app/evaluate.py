@@ -26,6 +26,7 @@ from app.process.launch import is_child, is_first_rank, live_with_parent
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.run_page import write_page
+from app.run.find import FINAL
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from app.run.ranks import run_shares
 from data_modules import printable
@@ -53,6 +54,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.base import open_base
     from app.assembly.data import build_datamodule
+    from app.assembly.kept import with_checkpoint
     from app.assembly.tuned import adapter_of, trained_datasets
     from app.evaluation.comparison import print_comparison, print_samples
     from app.evaluation.significance import change_metrics, check_regression, print_changes
@@ -60,6 +62,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     from data_modules import BatchSpec
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+    config = with_checkpoint(config, env, folder)
     base = open_base(config, env, adapter_of(config))
     batching = BatchSpec(
         micro_batch_size=config.trainer.micro_batch_size, row_multiple=env.row_multiple
@@ -223,6 +226,13 @@ def start(config: EvaluateConfig) -> None:
         evaluate(config)
         return
     folder = decide_run_dir(config.output)
+    if config.checkpoint != FINAL:  # once, before the ranks open it
+        from app.assembly.kept import with_checkpoint
+        from app.training.trainer import resolve_single_device
+
+        configure_libraries(offline=is_offline(config.model, config.data))
+        env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+        with_checkpoint(config, env, folder)
     if code := run_shares("evaluate", folder, devices, sys.argv[1:]):
         print(f"to continue: type the same command with output.dir={folder}", file=sys.stderr)
         sys.exit(code)

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from app.config import MergeConfig, load_run_config, run_verb, save_config
-from app.model.adapter import LoraConfig, is_adapter, saves_whole_model
+from app.model.adapter import is_adapter, saves_whole_model
 from app.model.gguf import convert, find_converter
 from app.model.hub import is_offline
-from app.preflight.couplings.table import CHANGE_BASE
 from app.process.environment import configure_libraries, protect_streams, return_freed_memory
 from app.process.errors import UserError
 from app.process.files import write_atomically
@@ -24,14 +22,13 @@ from app.process.installation import verb_command
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import CARD_FILE, read_json, render_merged_card
-from app.run.find import checkpoints_of, has_checkpoints
+from app.run.find import FINAL, has_checkpoints
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from app.run.manifest import MANIFEST_FILE
 from data_modules import printable
 
 if TYPE_CHECKING:
     from app.model.merging import Difference
-    from app.training.trainer import Environment
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +37,6 @@ REPORT_FILE = "merge.json"
 
 def merge(config: MergeConfig) -> Difference | None:
     """Merge as `config` says; return the difference of logits from base + adapter, if verified."""
-    is_final = config.merge.checkpoint == "final"
     adapters = find_adapters(config)
     converter = find_converter(config.merge.llama_cpp) if config.merge.gguf else None
     folder = decide_run_dir(config.output)
@@ -48,6 +44,7 @@ def merge(config: MergeConfig) -> Difference | None:
 
     print_loading()
     # Imported late, so that --help and config errors do not wait for torch.
+    from app.assembly.kept import with_checkpoint
     from app.assembly.tuned import open_tuned
     from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify
     from app.model.merging import merge_weights, plan_merge
@@ -56,9 +53,8 @@ def merge(config: MergeConfig) -> Difference | None:
     from app.training.trainer import resolve_single_device
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
-    if not is_final:
-        adapters[0] = save_from_checkpoint(config, env, folder / "adapter"), adapters[0][1]
-        config = replace(config, adapter_path=str(adapters[0][0]))
+    config = with_checkpoint(config, env, folder)
+    adapters[0] = Path(str(config.tuned_path)), adapters[0][1]
     tuned = open_tuned(config, env)
     model, plan = plan_merge(config.merge, tuned.base, adapters, len(tuned.tokenizer))
     add_stop_tokens(model, tuned.stop_ids)
@@ -87,64 +83,22 @@ def find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
     if config.tuned_path is None:
         raise UserError("nothing to merge: type run=FOLDER, or adapter_path=FOLDER with model.path")
     first = Path(config.tuned_path)
-    if config.merge.checkpoint == "newest":
-        if config.run is None or config.adapter_path is not None:
-            raise UserError("merge.checkpoint=newest: type run=FOLDER, and leave out adapter_path")
-    elif config.run is not None and config.adapter_path is None and not is_adapter(first):
+    if config.checkpoint != FINAL:
+        if saves_whole_model(load_run_config(Path(str(config.run))).adapter):
+            raise UserError(
+                f"run={config.run} trains the base weights, so there is no adapter to merge: "
+                f"finish it with {verb_command('train')} resume={config.run}"
+            )
+    elif config.is_of_run and not is_adapter(first):
         if (first / "config.json").is_file():
             raise UserError(
                 f"run={config.run} trained the base weights, so there is no adapter to merge: "
                 f"{first} is already a full model"
             )
-        newest = "; type merge.checkpoint=newest" if has_checkpoints(Path(config.run)) else ""
+        newest = "; type checkpoint=newest" if has_checkpoints(Path(str(config.run))) else ""
         raise UserError(f"run={config.run}: there is no adapter in {first.parent}{newest}")
     further = [(Path(each.path), each.weight) for each in config.merge.adapters]
     return [(first, config.merge.weight), *further]
-
-
-def save_from_checkpoint(config: MergeConfig, env: Environment, folder: Path) -> Path:
-    """Save the adapter of a run's newest valid checkpoint as a finished run would.
-
-    Reads no weights of the base, unless the adapter's initialization changed them. UserError if
-    there is no valid checkpoint, or if the run trains the base weights.
-    """
-    from app.assembly.base import open_base
-    from app.model.adapter import save_adapter, save_converted, write_origin
-    from app.model.quantization import QuantizationConfig
-    from app.model.recompute import RecomputeConfig
-    from app.model.tokenizer_file import save_tokenizer
-    from app.training.checkpoint.documents import MODEL
-    from app.training.checkpoint.state import restore_model, trainable_parameters
-
-    run = load_run_config(Path(str(config.run)))
-    if saves_whole_model(run.adapter):
-        raise UserError(
-            f"run={config.run} trains the base weights, so there is no adapter to merge: "
-            f"finish it with {verb_command('train')} resume={config.run}"
-        )
-    checkpoint, problems = checkpoints_of(Path(str(config.run))).newest_good()
-    for problem in problems:
-        log.warning("%s", problem)
-    if checkpoint is None:
-        raise UserError(f"run={config.run}: there is no valid checkpoint to merge")
-    base = open_base(config, env, run.adapter)
-    build = partial(base.model_builder(run, env), recompute=RecomputeConfig(mode="none"))
-    trained = checkpoint.tensors(MODEL)
-    model: Any
-    if isinstance(run.adapter, LoraConfig) and run.adapter.init in CHANGE_BASE:
-        model = build()
-        restore_model(model, trained)
-        save_converted(model, folder)
-    else:
-        model = build(quantization=QuantizationConfig(), on_meta=True)
-        restore_model(model, trained)
-        names = {id(weight): name for name, weight in model.named_parameters()}
-        weights = trainable_parameters(model).items()
-        save_adapter(model, folder, {names[id(weight)]: trained[name] for name, weight in weights})
-    write_origin(folder, base.description)
-    save_tokenizer(base.tokenizer, folder)
-    log.info("checkpoint: step %d of %s", checkpoint.step, config.run)
-    return folder
 
 
 if __name__ == "__main__":

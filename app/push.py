@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.config import changed_settings, load_run_config
+from app.config import changed_settings, load_config, load_run_config
 from app.config.plain import run_plain_verb
-from app.process.environment import protect_streams
+from app.model.hub import is_offline
+from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import UserError
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import write_card
 from app.report.run_page import PAGE_FILE
 from app.run import find_run
-from app.run.find import saved_folder
+from app.run.find import FINAL, check_selected, saved_folder
 from data_modules import printable, redact, setting
 
 NAMES_BASE = {"adapter_config.json": "base_model_name_or_path", "base.json": "path"}
@@ -47,6 +48,8 @@ class PushConfig:
     """NAME of one of your repositories, or OWNER/NAME; created if it does not exist"""
     run: str | None = None
     """folder of a finished run; null = the newest under outputs/"""
+    checkpoint: str = "final"
+    """which weights of the run: final = its result; or best, newest or step-N of its checkpoints"""
     private: bool = True
     """whether a new repository is private"""
     page: bool = False
@@ -55,9 +58,11 @@ class PushConfig:
 
 def push(config: PushConfig) -> str:
     """Upload the run's adapter or model; print and return the URL of the commit."""
-    run = find_run(config.run, verb="push")
-    saved = saved_folder(run)
-    if not saved.is_dir():
+    is_final = config.checkpoint == FINAL
+    run = find_run(config.run, verb="push", takes_unfinished=not is_final)
+    if problems := check_selected(config.checkpoint, str(run), None):
+        raise UserError(problems)
+    if is_final and not saved_folder(run).is_dir():
         raise UserError(f"run={run}: the folder has neither an adapter nor a model")
 
     # Imported late, so that --help does not wait for them.
@@ -83,6 +88,7 @@ def push(config: PushConfig) -> str:
         raise _unreachable(config.repo, error) from error
     # Upload a copy, whose card and configs name no folders of this machine.
     with tempfile.TemporaryDirectory(prefix=".push-", dir=run) as folder:
+        saved = saved_folder(run) if is_final else save_checkpoint(config, run, Path(folder))
         copy = Path(folder) / "files"
         left_out = _copy_written(saved, copy)
         for name, key in NAMES_BASE.items():
@@ -130,6 +136,18 @@ def _print_files(repo: str, folder: Path, left_out: Sequence[str]) -> None:
     if left_out:
         print(f"left out, since the run did not write them: {printable(', '.join(left_out))}")
     sys.stdout.flush()
+
+
+def save_checkpoint(config: PushConfig, run: Path, folder: Path) -> Path:
+    """Save the selected checkpoint under `folder` as a finished run saves its result."""
+    from app.assembly.kept import with_checkpoint
+    from app.training.trainer import resolve_single_device
+
+    words = [f"run={run}", f"checkpoint={config.checkpoint}"]
+    chat: Any = load_config("chat", words)  # a verb with the settings of the run's model alone
+    configure_libraries(offline=is_offline(chat.model))
+    env = resolve_single_device(chat.trainer.accelerator, chat.trainer.precision)
+    return Path(with_checkpoint(chat, env, folder).adapter_path)
 
 
 def replace_base_path(file: Path, key: str) -> None:

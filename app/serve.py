@@ -58,12 +58,14 @@ def serve(config: ServerConfig) -> None:
     configure_libraries(offline=is_offline(config.model))
 
     # Imported late, so that --help and config errors do not wait for torch.
+    from app.assembly.kept import with_checkpoint
     from app.assembly.tuned import open_tuned
     from app.evaluation.conversation import check_served_tokens
     from app.serving.application import build_app
     from app.training.trainer import resolve_single_device
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+    config = with_checkpoint(config, env, folder)
     tuned = open_tuned(config, env)
     problems = check_served_tokens(tuned.template, tuned.tokenizer)
     if problems and listener is None:  # vLLM renders prompts with the tokenizer

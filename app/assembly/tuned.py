@@ -93,8 +93,8 @@ def open_tuned(config: TunedConfig, env: Environment) -> Tuned:
 
 def adapter_of(config: TunedConfig) -> AdapterConfig:
     """Return the adapter settings of the training, which determine the dtypes of the weights."""
-    if config.run is not None and config.adapter_path is None:
-        return load_run_config(Path(config.run)).adapter
+    if config.is_of_run:
+        return load_run_config(Path(str(config.run))).adapter
     is_lora = config.tuned_path is None or is_adapter(Path(config.tuned_path))
     return LoraConfig() if is_lora else FullConfig()
 
@@ -125,9 +125,9 @@ def trained_datasets(config: EvaluateConfig) -> set[str] | None:
 
     None if no run is evaluated.
     """
-    if config.run is None or config.adapter_path is not None:
+    if not config.is_of_run:
         return None
-    of_run = load_run_config(Path(config.run)).data.datasets
+    of_run = load_run_config(Path(str(config.run))).data.datasets
     trained, paths = set(dataset_names(of_run)), {dataset.path for dataset in of_run}
     for datasets in (config.data.loss_datasets, config.data.test_datasets):
         named = zip(dataset_names(datasets), datasets, strict=True)

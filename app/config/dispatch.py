@@ -31,6 +31,7 @@ from app.process.launch import check_launch, is_child, read_launch
 from app.process.logs import set_verbose
 from app.process.reporting import report
 from app.run import NEVER, ExistingRun, compare_existing
+from app.run.find import check_selected
 from app.run.folder import check_output, discard_unused
 from app.run.ranks import check_nodes, check_supervise
 from app.strategy.rendezvous import check_network
@@ -134,6 +135,8 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
     resumes = isinstance(config, TrainConfig) and config.resume != NEVER
     problems = _check_required(config) + check_output(config.output, resumes=resumes)
     problems += check_paths(config)
+    if isinstance(config, TunedConfig):
+        problems += check_selected(config.checkpoint, config.run, config.adapter_path)
     if problems:
         raise UserError(problems)
     if isinstance(config, PlanConfig):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.config.schema import suggest
-from app.config.verbs import OPTION_ALIASES, SETTINGS, TYPED_KEYS
+from app.config.verbs import OPTION_ALIASES, RENAMED, SETTINGS, TYPED_KEYS
 from app.planning.hardware import split_name
 from app.process.errors import UserError, nearest
 from data_modules import REDACTED, holds_token
@@ -59,7 +59,8 @@ def parse_overrides(
         if match is None:
             problems.append(f"{word}: expected key=value{_hint_for_bare_word(word, groups)}")
             continue
-        key, value = TYPED_KEYS.get(match["key"], match["key"]), match["value"]
+        key, value = RENAMED.get(match["key"], match["key"]), match["value"]
+        key = TYPED_KEYS.get(key, key)
         typed = value
         implied: dict[str, str] = {}
         if key == "hardware":

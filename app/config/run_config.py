@@ -25,6 +25,7 @@ from app.config.verbs import (
 from app.process.errors import UserError
 from app.process.files import write_atomically
 from app.run import find_run, find_run_to_resume
+from app.run.find import FINAL
 from app.run.folder import CONFIG_FILE, verb_line
 from data_modules import (
     REDACTED,
@@ -121,7 +122,7 @@ def find_source_run(verb: str, typed: Mapping[str, Any]) -> Path | None:
         if typed.get("run") is None and has_model:
             return None
         named = None if typed.get("run") is None else str(typed["run"])
-        takes_unfinished = typed.get("merge.checkpoint") == "newest"
+        takes_unfinished = typed.get("checkpoint", FINAL) != FINAL
         return find_run(named, verb=verb, takes_unfinished=takes_unfinished)
     if verb != "train" or not isinstance(typed.get("resume"), str):
         return None

@@ -29,7 +29,7 @@ from app.planning.planned import EnforceConfig, PlanningConfig
 from app.process.supervisor import SuperviseConfig
 from app.report.preview import ShownConfig
 from app.run import ALLOWED
-from app.run.find import saved_folder
+from app.run.find import FINAL, saved_folder
 from app.run.folder import OutputConfig, TrainOutputConfig
 from app.serving.address import ServeConfig
 from app.strategy.settings import FAMILIES, StrategyConfig
@@ -331,6 +331,9 @@ class TunedConfig:
     """the base model"""
     adapter_path: str | None = setting(None, shown=True, is_path=True)
     """folder of an adapter for model.path, if the model is not from a run"""
+    checkpoint: str = setting("final", shown=True)
+    """which weights of the run: final = its result; or those of one of its checkpoints, also of a
+    run that is not finished: best (by trainer.checkpoint.monitor), newest, or step-N"""
     quantization: QuantizationConfig = setting(default_factory=QuantizationConfig)
     """quantization of the base to 4 or 8 bits"""
     attention: AttentionConfig = setting(default_factory=AttentionConfig)
@@ -339,6 +342,11 @@ class TunedConfig:
     """precision and accelerator"""
     output: OutputConfig = setting(default_factory=OutputConfig)
     """folder of the results"""
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether the trained model is the run's, its result or one of its checkpoints."""
+        return self.run is not None and (self.adapter_path is None or self.checkpoint != FINAL)
 
     @property
     def tuned_path(self) -> str | None:
@@ -471,6 +479,8 @@ GRANTING = {
     if each.facts.grants not in (None, "nothing") and each.key.partition(".")[0] not in PER_START
 }
 """settings that are never taken from a folder (`app.config.received`), by the key to type"""
+RENAMED = {"merge.checkpoint": "checkpoint"}
+"""key as typed -> its name since it applies to more verbs"""
 TYPED_KEYS = {each.typed_key: each.key for each in SETTINGS if each.facts.typed}
 """key as typed -> key in Python, for names that are Python keywords"""
 OPTION_ALIASES = {each.key: each.facts.option_aliases for each in SETTINGS if each.is_part}

@@ -45,7 +45,6 @@ MAX_LOST = 0.1
 """largest share of the change that merge.dtype=auto lets rounding lose"""
 MAX_SAMPLED = 16
 """most weights that this share is measured on"""
-CHECKPOINTS = ("final", "newest")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,9 +64,6 @@ class MergingConfig:
     """weights to merge into if the base was quantized in training. dequantized: as the adapter was
     trained with, so that the merged model answers as in training; original: the base's unrounded
     weights (the difference is measured)"""
-    checkpoint: str = setting("final", choices=CHECKPOINTS, shown=True)
-    """final = the adapter of a finished run; newest = the newest checkpoint, for a run that is not
-    finished or whose adapter was deleted"""
     weight: float = setting(1.0, ge=-10, le=10)
     """factor of the weight change of the run's own adapter"""
     adapters: list[WeightedAdapter] = field(default_factory=list)

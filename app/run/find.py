@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from datetime import datetime
 from pathlib import Path
@@ -20,8 +21,15 @@ from app.run.folder import (
     refuse_special_entries,
 )
 from app.run.manifest import MANIFEST_FILE, STARTED_FORMAT
+from app.training.checkpoint.checkpoint import Checkpoint, DamageError, load_checkpoint
+from app.training.checkpoint.documents import check_documents
 from app.training.checkpoint.store import CHECKPOINTS, STEP_FOLDER, CheckpointStore
 
+log = logging.getLogger(__name__)
+
+FINAL, BEST, NEWEST = "final", "best", "newest"
+SELECTED = re.compile(rf"{FINAL}|{BEST}|{NEWEST}|{STEP_FOLDER.pattern}")
+"""values of `checkpoint`, which selects the weights of a run"""
 NEVER, AUTO, MUST = "never", "auto", "must"
 STARTED = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 """default name of a run folder: its start time, with a number if that second has several runs"""
@@ -172,7 +180,7 @@ def find_run(run: str | None, *, verb: str = "", takes_unfinished: bool = False)
         if not is_finished and is_training(folder / CONFIG_FILE) and has_checkpoints(folder):
             if takes_unfinished:
                 return folder
-            hint = ", or merge that with merge.checkpoint=newest" if verb == "merge" else ""
+            hint = "" if verb == "report" else ", or use that with checkpoint=newest"
             raise UserError(
                 f"run={run}: the run is not finished (no metrics.json); finish it from its newest "
                 f"checkpoint with {verb_command('train')} resume={run}{hint}{_known_runs()}"
@@ -216,6 +224,47 @@ def _start_of_finished(run: Path) -> tuple[float, float]:
 def _known_runs() -> str:
     known = finished_runs()
     return f"; the newest finished run is run={known[-1]}" if known else ""
+
+
+def check_selected(wanted: str, run: str | None, adapter_path: str | None) -> list[str]:
+    """List the problems of `checkpoint=`, and of what is typed beside it."""
+    if not SELECTED.fullmatch(wanted):
+        hint = nearest(wanted, (FINAL, BEST, NEWEST))
+        return [f"checkpoint={wanted}: expected final, best, newest or step-N{hint}"]
+    if wanted != FINAL and (run is None or adapter_path is not None):
+        return [f"checkpoint={wanted}: type run=FOLDER, and leave out adapter_path"]
+    return []
+
+
+def select_checkpoint(run: Path, wanted: str) -> Checkpoint:
+    """Return the undamaged checkpoint that `checkpoint=` selects; UserError if there is none."""
+    store = checkpoints_of(run)
+    steps = [saved.step for saved in store.checkpoints()]
+    listed = ", ".join(f"step-{step}" for step in steps) or "no checkpoint"
+    problems: list[str] = []
+    checkpoint = None
+    if wanted == BEST:
+        checkpoint, problems = store.best_good()
+        missing = f"no undamaged checkpoint is ranked by a metric; the run has {listed}"
+    elif wanted == NEWEST:
+        checkpoint, problems = store.newest_good()
+        missing = "there is no valid checkpoint"
+    else:
+        missing = f"the run has {listed}"
+        step = int(wanted.removeprefix("step-"))
+        try:
+            checkpoint = load_checkpoint(store.folder / f"step-{step}") if step in steps else None
+        except DamageError as error:
+            missing = f"it is damaged ({error})"
+    if checkpoint is None:
+        raise UserError(
+            [f"run={run}: {problem}" for problem in problems]
+            + [f"run={run} checkpoint={wanted}: {missing}"]
+        )
+    for problem in problems:
+        log.warning("%s", problem)
+    check_documents(checkpoint)
+    return checkpoint
 
 
 def saved_folder(run: Path) -> Path:

@@ -49,7 +49,7 @@ PROBE = ".writable-"
 """prefix of a temporary file that tests whether the folder is writable"""
 LEFT_BY_REFUSED = re.compile(
     rf"{re.escape(LOCK_FILE)}|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
-    rf"{re.escape(PROBE)}.*|faults-fired|checkpoints|partial"
+    rf"{re.escape(PROBE)}.*|faults-fired|checkpoints|partial|(adapter|model)-step-\d+(\.\d+)?"
 )
 """files left by a process that was refused before training, or killed during an evaluation"""
 WRITTEN_WHILE_JUDGED = re.compile(r"(predictions|judge_answers|verdicts)\.jsonl|judge\.html")

@@ -91,7 +91,7 @@ def test_a_run_of_full_training_is_a_model_already(
 def test_a_run_without_its_adapter(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no adapter in" in refused(capsys, f"run={run}")
     (run / "checkpoints" / "step-4").mkdir(parents=True)
-    assert "; type merge.checkpoint=newest" in refused(capsys, f"run={run}")
+    assert "; type checkpoint=newest" in refused(capsys, f"run={run}")
 
 
 def test_an_unfinished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +100,7 @@ def test_an_unfinished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (run / "checkpoints" / "step-4").mkdir(parents=True)
     said = refused(capsys, f"run={run}")
     assert "the run is not finished" in said and f"app.train resume={run}" in said
-    assert "or merge that with merge.checkpoint=newest" in said
+    assert "or use that with checkpoint=newest" in said
     told = ("merge.checkpoint=newest", f"output.dir={run.parent / 'out'}")
     assert "there is no valid checkpoint" in refused(capsys, f"run={run}", *told)
     write_adapter(run / "adapter", 128)

@@ -137,7 +137,7 @@ def test_the_newest_checkpoint_is_merged_only_on_request(
     whole = merge_into(tmp_path / "whole", *words)
     (run / "metrics.json").unlink()
     shutil.rmtree(run / "adapter")
-    with pytest.raises(UserError, match=r"merge that with merge\.checkpoint=newest"):
+    with pytest.raises(UserError, match=r"use that with checkpoint=newest"):
         load_config("merge", words)
     found = merge_into(tmp_path / "newest", *words, "merge.checkpoint=newest")
     assert found == whole
@@ -145,7 +145,7 @@ def test_the_newest_checkpoint_is_merged_only_on_request(
     for name in names:
         assert (tmp_path / "newest" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     (run / "metrics.json").write_text("{}")
-    with pytest.raises(UserError, match=r"no adapter in .*; type merge\.checkpoint=newest"):
+    with pytest.raises(UserError, match=r"no adapter in .*; type checkpoint=newest"):
         merge_into(tmp_path / "other", *words)
 
 

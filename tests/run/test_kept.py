@@ -1,0 +1,140 @@
+"""Every verb opens a kept step of a run as it opens the run's result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from app.assembly.kept import with_checkpoint
+from app.config import load_config
+from app.process.errors import UserError
+from app.run.find import check_selected, select_checkpoint
+from app.training.checkpoint.store import CheckpointStore
+from app.training.trainer import resolve_single_device
+from tests.conftest import read_column
+from tests.in_process import run_command
+from tests.tiny import train_into
+
+RUN = (
+    "trainer.max_steps=3",
+    "trainer.validate_every_steps=1",
+    "trainer.checkpoint.every_steps=1",
+    "trainer.checkpoint.keep_last=3",
+    "evaluation.exact_match=false",
+    "adapter.dropout=0",
+    "logger=csv",
+)
+KINDS = {
+    "lora": (),
+    "full": ("adapter=full", "optimizer.lr=1e-4"),
+    "freeze": ("adapter=freeze", "adapter.layers=top 1", "optimizer.lr=1e-3"),
+    "pissa": ("adapter.init=pissa",),
+}
+
+
+def evaluate_into(folder: Path, *words: str) -> dict[str, float]:
+    from app.evaluate import evaluate
+
+    config: Any = load_config("evaluate", [*words, f"output.dir={folder}"])
+    return evaluate(config)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "full")) for kind in KINDS]
+)
+def test_a_kept_step_is_evaluated_as_it_was_validated(kind: str, tmp_path: Path) -> None:
+    words = [word for word in RUN if kind in ("lora", "pissa") or "dropout" not in word]
+    run = train_into(tmp_path / "run", *words, *KINDS[kind])
+    validated = read_column(run, "val/loss")
+    (run / "metrics.json").unlink()  # as of a run that is not finished
+    for wanted, step in {
+        "step-2": 2,
+        "newest": 3,
+        "best": min((1, 2, 3), key=validated.get),
+    }.items():
+        found = evaluate_into(tmp_path / wanted, f"run={run}", f"checkpoint={wanted}")
+        assert found["tuned/val/loss"] == pytest.approx(validated[step], abs=2e-5), wanted
+        assert next((tmp_path / wanted).glob("*-step-*")).name.endswith(f"-step-{step}")
+
+
+@pytest.mark.slow
+def test_a_step_of_schedule_free_adamw_is_opened_with_its_average(tmp_path: Path) -> None:
+    """Whether a validation followed it or not."""
+    words = ("optimizer=schedule_free", "schedule=constant", "optimizer.lr=3e-3", *RUN)
+    saved = {}
+    for name, every in (("validated", 1), ("not", 3)):
+        run = train_into(tmp_path / name, *words, f"trainer.validate_every_steps={every}")
+        config: Any = load_config("chat", [f"run={run}", "checkpoint=step-2"])
+        env = resolve_single_device("cpu", "fp32")
+        folder = Path(with_checkpoint(config, env, tmp_path / f"{name}-out").adapter_path)
+        saved[name] = load_file(folder / "adapter_model.safetensors")
+    for name, tensor in saved["validated"].items():
+        assert torch.allclose(tensor, saved["not"][name], atol=1e-6), name
+
+
+def store_of(run: Path, metrics: dict[int, float | None]) -> CheckpointStore:
+    store = CheckpointStore(run / "checkpoints", keep_last=9)
+    for step, metric in metrics.items():
+        store.begin(step)
+        store.add_document(step, "training", {})
+        store.commit(step, metric=metric)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("wanted", "step"), [("best", 2), ("newest", 9), ("step-5", 5), ("step-2", 2)]
+)
+def test_a_checkpoint_is_selected_by_name(
+    wanted: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.run.find.check_documents", lambda checkpoint: None)
+    store_of(tmp_path, {2: 0.5, 5: 0.7, 9: None})
+    assert select_checkpoint(tmp_path, wanted).step == step
+
+
+@pytest.mark.parametrize(
+    ("metrics", "wanted", "said"),
+    [
+        ({2: None}, "best", "no undamaged checkpoint is ranked by a metric; the run has step-2"),
+        ({}, "newest", "there is no valid checkpoint"),
+        ({2: 0.1, 4: 0.2}, "step-3", "the run has step-2, step-4"),
+        ({}, "step-3", "the run has no checkpoint"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there_is_named(
+    metrics: dict[int, float | None], wanted: str, said: str, tmp_path: Path
+) -> None:
+    store_of(tmp_path, metrics)
+    with pytest.raises(UserError, match=f"checkpoint={wanted}: {said}"):
+        select_checkpoint(tmp_path, wanted)
+
+
+def test_a_damaged_step_is_not_opened(tmp_path: Path) -> None:
+    store_of(tmp_path, {2: 0.1})
+    (tmp_path / "checkpoints" / "step-2" / "training.json").write_text("[]")
+    for wanted in ("step-2", "best", "newest"):
+        with pytest.raises(UserError, match=r"damaged"):
+            select_checkpoint(tmp_path, wanted)
+
+
+@pytest.mark.parametrize("wanted", ["nwest", "step", "step-x", "STEP-2", "last", "2", "step-2/.."])
+def test_an_unknown_checkpoint_is_refused(wanted: str) -> None:
+    (problem,) = check_selected(wanted, "run", None)
+    assert "expected final, best, newest or step-N" in problem
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "chat", "serve", "merge"])
+def test_every_verb_takes_a_checkpoint_of_a_run_only(verb: str) -> None:
+    result = run_command("model=tiny", "checkpoint=best", verb=verb)
+    assert result.code == 2
+    assert "checkpoint=best: type run=FOLDER, and leave out adapter_path" in result.stderr
+    assert run_command("model=tiny", "checkpoint=nowest", verb=verb).code == 2
+
+
+def test_the_earlier_name_of_the_setting_is_understood() -> None:
+    result = run_command("model=tiny", "merge.checkpoint=newest", verb="merge")
+    assert "checkpoint=newest: type run=FOLDER" in result.stderr
