@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OWN_CONTEXT_GIB = 1.0
+"""memory of a GPU that this process's own CUDA context and libraries may take, in GiB"""
 FALLBACK_CARD = "a100_80gb"
 """card whose rates are used to rank alternatives if the GPU is unknown"""
 
@@ -71,6 +73,8 @@ def detect_hardware(
     smallest = min(gpus, key=lambda gpu: gpu.total_memory)
     memory_gib = smallest.total_memory / GIB
     card = known_card(smallest.name, memory_gib)
+    if env.num_ranks == 1:  # several ranks would read different numbers while they start
+        memory_gib -= _gib_of_others()
     known = settings_of(card or FALLBACK_CARD)
     return replace(
         with_local_host(known),
@@ -79,6 +83,21 @@ def detect_hardware(
         gpus_per_node=env.devices,
         num_nodes=num_nodes,
     )
+
+
+def _gib_of_others() -> float:
+    """Return the memory of this process's GPU that other processes use, in GiB; logs it."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    used = (total - free - torch.cuda.memory_reserved()) / GIB
+    if used <= OWN_CONTEXT_GIB:
+        return 0.0
+    log.info(
+        "GPU: other processes use %.1f of its %.1f GiB; planned with the rest",
+        *(used - OWN_CONTEXT_GIB, total / GIB),
+    )
+    return used - OWN_CONTEXT_GIB
 
 
 def plan_training(

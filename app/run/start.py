@@ -68,7 +68,8 @@ class Run:
     def last_step(self) -> int:
         """Return the step at which a finished run ended: the last one planned, or an early stop."""
         planned: int = self.manifest["total_steps"]
-        return _ended_before(self.folder, planned) or planned
+        recorded = (self.manifest.get("result") or {}).get("last")
+        return recorded or _ended_before(self.folder, planned) or planned
 
     @property
     def checkpoint_path(self) -> Path | None:

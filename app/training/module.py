@@ -192,7 +192,13 @@ class FinetuneModule(L.LightningModule):
         return None
 
     def on_fit_end(self) -> None:
-        """Restore averaged weights and the unfused layers, which are saved and evaluated."""
+        """Restore averaged weights and the unfused layers, which are saved and evaluated.
+
+        The validation of the last step comes first, if a signal had interrupted it.
+        """
+        if self.has_pending_validation:
+            self.has_pending_validation = False
+            run_pending_validation(self.trainer)
         use_averaged_weights(self.optimizer)
         self.strategy.use_mean_weights()
         restore_kernel(self.backend)

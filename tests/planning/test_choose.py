@@ -330,6 +330,26 @@ def test_the_smallest_gpu_of_this_machine_is_used(monkeypatch: pytest.MonkeyPatc
         "get_device_properties",
         lambda index: SimpleNamespace(name="Some Card", total_memory=sizes[index]),
     )
-    found = detect_hardware(replace(ONE, devices=2), 2, lambda card: HardwareConfig(name=card))
+    found = detect_hardware(
+        replace(ONE, devices=2, num_ranks=2), 2, lambda card: HardwareConfig(name=card)
+    )
     assert (found.memory_gib, found.gpus_per_node, found.num_nodes) == (40, 2, 2)
     assert found.name == "Some Card" and found.host_memory_gib > 0
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "own_gib", "found_gib"),
+    [(79.5, 0, 80), (30, 0, 31), (30, 20, 51), (79, 0.5, 80)],
+)
+def test_memory_that_other_processes_use_is_not_planned_with(
+    free_gib: float, own_gib: float, found_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process's own allocations and context are its own to use."""
+    gib = 2**30
+    card = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", total_memory=80 * gib)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free_gib * gib), 80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: int(own_gib * gib))
+    found = detect_hardware(ONE, 1, lambda card: HardwareConfig(name=card))
+    assert found.memory_gib == pytest.approx(found_gib)
+    assert found.name == "a100_80gb"

@@ -79,12 +79,8 @@ class CheckpointSaver(L.Callback):
             self._finish_step(trainer, pl_module)
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        """Interrupt a validation on a signal; the resumed run starts with that validation.
-
-        A validation that is or may be the last is completed instead: no step follows it.
-        """
-        may_be_last = trainer.global_step >= pl_module.total_steps or pl_module.patience is not None
-        if trainer.sanity_checking or may_be_last:
+        """Interrupt a validation on a signal; the resumed run starts with that validation."""
+        if trainer.sanity_checking:
             return
         if (signum := self.signals.poll()) is not None:
             self._prepare(trainer, pl_module)
@@ -100,17 +96,12 @@ class CheckpointSaver(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Save if a signal has interrupted the wait for the next step's data, or an evaluation.
 
-        Only with a single rank: other ranks would be inside that step, waiting for this one. The
-        last step is not saved before its evaluation, since a resumed run repeats a pending
-        validation only before its next step, and there would be none.
+        Only with a single rank: other ranks would be inside that step, waiting for this one.
         """
         if not isinstance(exception, DataStalled) or trainer.world_size > 1:
             return
         step, is_within_step = trainer.global_step, bool(pl_module.step_losses)
-        is_last_validation = trainer.validating and step >= pl_module.total_steps
-        if step > self._saved and not (
-            is_within_step or is_last_validation or trainer.sanity_checking
-        ):
+        if step > self._saved and not (is_within_step or trainer.sanity_checking):
             suspend_deadline()
             pl_module.has_pending_validation = trainer.validating
             self._prepare(trainer, pl_module)

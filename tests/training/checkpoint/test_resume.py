@@ -414,13 +414,13 @@ def interrupt_measurement(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_last_step_is_not_saved_without_its_measurement(
+def test_the_measurement_of_the_last_step_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("trainer.max_steps=3", "trainer.checkpoint.every_steps=2")
     whole = run_into(tmp_path / "whole", *words)
     interrupt_measurement(monkeypatch, 3)
-    with pytest.raises(DataStalled, match="step 2 is saved"):
+    with pytest.raises(DataStalled, match="step 3 is saved"):
         run_into(tmp_path / "run", *words)
     monkeypatch.undo()
     check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
@@ -458,8 +458,17 @@ def test_an_owed_validation_may_end_the_run(
     assert (ids, saved) == ([], [2])  # nothing is trained; the step is saved with its figures
 
 
-def test_the_last_validation_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(SignalSync, "poll", lambda _: calls.append(1))
-    run_into(tmp_path / "run", "trainer.max_steps=1")
-    assert len(calls) == 1  # behind it
+@pytest.mark.parametrize("words", [(), ("trainer.early_stopping_patience=3",)])
+def test_a_signal_interrupts_the_last_validation_too(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resumed run has no step left, and starts with that validation."""
+    words = (*words, "trainer.max_steps=1")
+    whole = run_into(tmp_path / "whole", *words)
+    monkeypatch.setattr(SignalSync, "poll", lambda _: SIGTERM)
+    with pytest.raises(Interrupted, match="step 1 is saved"):
+        run_into(tmp_path / "run", *words)
+    (newest,) = CheckpointStore(tmp_path / "run" / "checkpoints").checkpoints()
+    assert (newest.step, newest.metric) == (1, None)
+    monkeypatch.undo()
+    check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
