@@ -329,3 +329,26 @@ def test_a_multimodal_base_is_merged_with_its_towers(family: str, tmp_path: Path
     assert towers
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, before[name]) or (name not in towers and name in changes), name
+
+
+@pytest.mark.parametrize(
+    ("factor", "may_widen", "dtype"),
+    [
+        (1.0, True, torch.bfloat16),
+        (1e-3, True, torch.float32),
+        (1e-3, False, torch.bfloat16),
+    ],
+)
+def test_a_change_below_the_rounding_of_the_base_is_merged_in_fp32(
+    factor: float, may_widen: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    base, folder = tmp_path / "base", tmp_path / "merged"
+    tiny_llama().to(torch.bfloat16).save_pretrained(base)
+    make_adapter(base, tmp_path / "adapter", LORA)
+    changes = read_weight_changes(lambda: on_meta(base), [(tmp_path / "adapter", factor)])
+    plan = MergePlan(
+        base_files=weight_files(base), changes=changes, dtype=torch.bfloat16, may_widen=may_widen
+    )
+    assert merge_weights(on_meta(base), plan, folder) is dtype
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    assert {parameter.dtype for parameter in whole.parameters()} == {dtype}
