@@ -200,6 +200,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Fake GPUs of this machine."""
     gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gpu.total_memory, gpu.total_memory))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr("app.preflight.couplings.devices.count_gpus", lambda: 8)
     monkeypatch.setattr("app.preflight.couplings.table.is_installed", lambda module: True)
     return gpu
