@@ -331,7 +331,7 @@ class TunedConfig:
     """the base model"""
     adapter_path: str | None = setting(None, shown=True, is_path=True)
     """folder of an adapter for model.path, if the model is not from a run"""
-    checkpoint: str = setting("final", shown=True)
+    checkpoint: str = setting("final", shown=True, grants="nothing")
     """which weights of the run: final = its result; or those of one of its checkpoints, also of a
     run that is not finished: best (by trainer.checkpoint.monitor), newest, or step-N"""
     quantization: QuantizationConfig = setting(default_factory=QuantizationConfig)
