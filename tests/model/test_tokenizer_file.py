@@ -166,10 +166,12 @@ def test_all_classes_encode_as_the_file(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", model_types())
-def test_all_classes_with_all_kinds_of_model_types(model_type: str, tmp_path: Path) -> None:
-    for name in fast_classes():
-        check(tmp_path, make_folder(tmp_path, "byte_level", name, model_type), name)
+def test_all_model_types_with_some_of_the_classes_encode_as_the_file(tmp_path: Path) -> None:
+    """Each model type with every 20th class, from another one on: all 8,100 pairs take minutes."""
+    names = fast_classes()
+    for number, model_type in enumerate(model_types()):
+        for name in names[number % 20 :: 20]:
+            check(tmp_path, make_folder(tmp_path, "byte_level", name, model_type), name)
 
 
 REBUILT = [

@@ -272,7 +272,12 @@ def test_validation_sums_all_batches_without_dropout_or_gradients(model: Any, ba
         layer.self_attn.attention_dropout = 0.5
     model.train()
     kept_for_backward: list[bool] = []
-    model.register_forward_hook(lambda *given: kept_for_backward.append(given[2][0].requires_grad))
+
+    def keep(_: object, __: object, inputs: dict[str, Any], output: Any) -> None:
+        if inputs["input_ids"] is batch.input_ids:  # not a probe of the attention
+            kept_for_backward.append(output[0].requires_grad)
+
+    model.register_forward_hook(keep, with_kwargs=True)
     metrics = validate(model, [batch, batch], "sdpa", ["a", "b", "c"])
     assert kept_for_backward == [False, False]
     model.eval()
