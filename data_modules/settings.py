@@ -31,18 +31,17 @@ class DatasetConfig:
     """One data set."""
 
     path: str = setting(resume="content", is_path=True, grants="host")
-    """a file (json, jsonl, csv, tsv, parquet, arrow, txt; .gz or .zst), a folder or glob of them
-    (one split: by the folder's card, or by train, dev, test, ... in the names), a URL of one
-    (s3://, gs://, https://), a hub id (owner/name), or sample:NAME for what ships with the
-    project"""
+    """a file (json, jsonl, csv, tsv, parquet, arrow, txt; .gz or .zst), a folder or glob of them, a
+    URL (s3://, gs://, https://), a hub id (owner/name), or sample:NAME for what ships"""
     name: str | None = setting(None, resume="content", grants="nothing")
-    """its name in metrics; null = the file's name without suffix. If the card (README.md) of a
-    folder or hub data set declares several configurations, the one of this name is read"""
+    """its name in metrics, and the configuration to read if its card (README.md) declares several;
+    null = the file's name without suffix"""
     format: str | None = setting(None, resume="data", grants="nothing")
     """alpaca, messages, sharegpt, prompt_completion, completion, pretokenized or oasst; null =
     guessed from columns"""
     split: str = setting("train", resume="data", grants="nothing")
-    """which split of a folder or of a hub data set, and which slice: train[:90%], train[100:200]"""
+    """which split of a folder (by its card, or by train, dev, test, ... in the names) or of a hub
+    data set, and which slice: train[:90%], train[100:200]"""
     revision: str | None = setting(None, resume="data", grants="nothing")
     """commit, tag or branch of a hub data set; null = the newest"""
     weight: float = setting(1.0, gt=0, note="or leave the data set out", resume="data")
@@ -114,7 +113,7 @@ class DataConfig:
         shown=("train", "preview"),
     )
     """rows longer than `sequence_len`: drop, truncate_left (keep the end), truncate_right (keep the
-    beginning), split (into several documents) or error"""
+    beginning), split or error"""
     on_bad_row: str = setting("error", choices=("error", "quarantine"))
     """rows that cannot be read: error, or quarantine (left out, and written with the reason into
     the run's folder)"""

@@ -356,7 +356,7 @@ def resolve_paths(config: Config) -> None:
         if path.startswith("~"):
             path = str(expand_home(name, path))
             setattr(part, name, path)
-        existing = [each for each in (Path(path), ROOT / path) if each.exists()]
+        existing = [each for each in (path, str(ROOT / path)) if os.path.exists(each)]
         if existing:
             setattr(part, name, os.path.abspath(existing[0]))
 

@@ -54,6 +54,15 @@ def write_card(
             file.chmod(mode)
 
 
+def _settings_rows(settings: Sequence[Setting], *, is_published: bool) -> list[str]:
+    """Return a table's row for each setting; without those that hold paths, if it is published."""
+    return [
+        f"| `{cell(key)}` | {cell(value)} |"
+        for key, value, _ in settings
+        if not (is_published and ("path:" in value or value.startswith("/")))
+    ]
+
+
 def render_run_card(
     saved: Path, run: RunFiles, settings: Sequence[Setting], *, repo: str | None = None
 ) -> str:
@@ -106,11 +115,7 @@ def render_run_card(
         "",
         "| setting | value |",
         "|---|---|",
-        *(
-            f"| `{cell(key)}` | {cell(value)} |"
-            for key, value, _ in settings
-            if repo is None or not ("path:" in value or value.startswith("/"))
-        ),
+        *_settings_rows(settings, is_published=repo is not None),
         "",
     ]
     if versions := run.manifest.get("versions"):

@@ -88,10 +88,9 @@ class TrainOutputConfig(OutputConfig):
         shown=("train",),
         aliases=("load_best_model_at_end",),
     )
-    """whose weights are the result: last = those of the last step; best = those of the step with
-    the best trainer.checkpoint.monitor; auto = best with early stopping, keep_best or a monitor
-    other than val/loss"""
-    dtype: str = setting("auto", choices=("auto", "fp32", "bf16"), resume="free", shown=("train",))
+    """whose weights are the result: of the best step by trainer.checkpoint.monitor, or of the last;
+    auto = best with early stopping, keep_best or a monitor other than val/loss"""
+    dtype: str = setting("auto", choices=("auto", "fp32", "bf16"), resume="free")
     """dtype of the saved model of adapter=full and freeze. auto = that of the base's files, unless
     rounding to it costs more validation loss than noise explains, or there are no validation rows
     to measure it on: then fp32"""

@@ -35,7 +35,7 @@ class CheckpointConfig:
     )
     """optimizer steps between checkpoints; null = ten per run and one per epoch. The last step is
     always saved"""
-    keep_last: int = setting(2, ge=1, shown=("train",), aliases=("save_total_limit",))
+    keep_last: int = setting(2, ge=1, aliases=("save_total_limit",))
     """number of newest checkpoints to keep; each takes disk space"""
     keep_best: int = setting(0, ge=0)
     """number of best checkpoints, ranked by `monitor`, to keep in addition; each is saved at its

@@ -189,11 +189,12 @@ class AnswerFinder:
         num_shared = _common_prefix(expected, before)
         if num_shared == len(expected):
             return num_shared, ""
-        if num_shared == len(before):
-            return num_shared, expected
-        # The text before an answer may differ, by a count of turns or by reasoning left out.
         added = prompt[_common_prefix(prompt, no_prompt) :] + style.header or style.added
-        return max(self._boundary(before, num_shared), self._end_of_prompt(before, added)), expected
+        if num_shared == len(before):
+            return num_shared, added or expected
+        # The text before an answer may differ, by a count of turns or by reasoning left out.
+        start = max(self._boundary(before, num_shared), self._end_of_prompt(before, added))
+        return start, added or expected
 
     def _end_of_prompt(self, before: str, added: str) -> int:
         """Return where the longest prefix of a generation prompt last ends in `before`."""

@@ -192,12 +192,12 @@ def test_problems_of_several_files_are_listed_together(tmp_path: Path) -> None:
     assert result.code == 2 and result.config is None
     assert result.stderr.replace(f"{tmp_path}/", "").splitlines() == [
         "error: 4 problems",
-        '  1. bad.jsonl:5:32 invalid JSON: Expecting value, near `on": "q", "output": }`',
-        "  2. bad.jsonl:6 missing 'output'; found ['instruction'] (4 rows are of format alpaca, "
+        "  1. data.datasets[2].weight=-1.0: expected above 0 (or leave the data set out)",
+        '  2. bad.jsonl:5:32 invalid JSON: Expecting value, near `on": "q", "output": }`',
+        "  3. bad.jsonl:6 missing 'output'; found ['instruction'] (4 rows are of format alpaca, "
         "first bad.jsonl:1)",
-        f"  3. list.jsonl: no such file (searched from {Path.cwd().name}/); did you mean "
+        f"  4. list.jsonl: no such file (searched from {Path.cwd().name}/); did you mean "
         "lists.jsonl or bad.jsonl?",
-        "  4. data.datasets[2].weight=-1.0: expected above 0 (or leave the data set out)",
     ]
     aside = run_command(*words, f"data.datasets=[{{path: {bad}}}]", "data.on_bad_row=quarantine")
     assert aside.code == 0, aside.stderr
