@@ -23,7 +23,8 @@ from app.model.adapter import (
     is_adapter,
     saves_whole_model,
 )
-from app.model.adapter.saved_config import CONFIG_FILE, KINDS, read_adapter_config
+from app.model.adapter.saved_config import KINDS, read_adapter_config
+from app.model.adapter.settings import CONFIG_FILE
 from app.model.architecture import text_numbers
 from app.model.attention import why_not_batched
 from app.model.base import ModelConfig

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.adapter import targets
 from app.model.adapter.modules import is_quantized, modules_of
 from app.model.adapter.saved import load_adapter, probe_logits, sort_sets
-from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
+from app.model.adapter.settings import ADAPTER_FILE, INITS, ORIGIN_FILE, LoraConfig
 from app.model.adapter.wrap import trainable_rows, without_bitsandbytes, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import is_inside, last_parts, shortest
@@ -75,6 +75,7 @@ def save_converted(model: peft.PeftModel, folder: Path) -> None:
     if not has_changed:
         raise ValueError("every lora_A and lora_B has its initial value: nothing was learned")
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / ORIGIN_FILE).unlink(missing_ok=True)  # of an earlier adapter in this folder
     config = _with_twice_the_rank(model.peft_config["default"])
     sort_sets(config)
     config.save_pretrained(str(folder))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter.saved import add_saved_adapter, check_adapter_file, load_adapter
-from app.model.adapter.saved_config import CONFIG_FILE, load_peft_config
-from app.model.adapter.settings import ADAPTER_FILE
+from app.model.adapter.saved_config import load_peft_config
+from app.model.adapter.settings import ADAPTER_FILE, CONFIG_FILE
 from app.model.adapter.weights import WRAPPERS
 from app.model.adapter.wrap import unfuse_adapters, wrap
 from app.process.errors import UserError
@@ -92,7 +92,12 @@ def _read_adapter_changes(
     config.inference_mode = False
     names = dict(model.named_parameters(remove_duplicate=False))
     adapted = wrap(model, config, autocast_adapter_dtype=False)
-    check_adapter_file(adapted, folder)
+    if copies := check_adapter_file(adapted, folder):
+        raise UserError(
+            f"{folder / ADAPTER_FILE}: it holds weights of the base too ({copies[0]}), which a "
+            "merge cannot compare with those of this base; have the tool that made it save it with "
+            "save_embedding_layers=False"
+        )
     _load_on_meta(adapted, folder)
     changes: dict[str, WeightChange] = {}
 

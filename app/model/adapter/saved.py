@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from app.model.adapter.saved_config import CONFIG_FILE, load_peft_config, read_adapter_config
-from app.model.adapter.settings import ADAPTER_FILE, ORIGIN_FILE
+from app.model.adapter.modules import is_tied, sharing_embedding
+from app.model.adapter.saved_config import load_peft_config, read_adapter_config
+from app.model.adapter.settings import ADAPTER_FILE, CONFIG_FILE, ORIGIN_FILE
 from app.model.adapter.wrap import without_bitsandbytes, wrap
 from app.model.eval_mode import eval_mode
 from app.model.patterns import check_patterns, expression_of_key, last_parts
@@ -48,6 +49,8 @@ def load_adapter(
     with reading(f"the adapter in {folder}", "save it again, or use another one"):
         config = from_stock_config(load_peft_config(folder), model)
         _check_patterns(config, model, folder)
+        if trainable:
+            _check_can_continue(config, model, folder)
         _log_other_base(folder, config.base_model_name_or_path, model.name_or_path)
         config.base_model_name_or_path = model.name_or_path or None
         config.inference_mode = False
@@ -61,6 +64,33 @@ def load_adapter(
         return wrapped.train()
     config.inference_mode = True
     return wrapped.requires_grad_(False).eval()
+
+
+def _check_can_continue(config: Any, model: PreTrainedModel, folder: Path) -> None:
+    """Raise UserError for an adapter that peft could train further, but not save as a whole."""
+    settings = vars(config)
+    init, bias = settings.get("init_lora_weights"), settings.get("bias", "none")
+    where = f"{folder / CONFIG_FILE}: "
+    if init in ("pissa", "olora"):
+        raise UserError(
+            f"{where}init_lora_weights={init} has changed the base, and the change is not in the "
+            "adapter's files, so it cannot be trained further; have the tool that made it save a "
+            f"plain LoRA, or leave out adapter.path and type adapter.init={init}"
+        )
+    if bias != "none":
+        raise UserError(
+            f"{where}bias={bias} trains biases of the base, which cannot be trained further with "
+            "an adapter; merge it into its base, and train a new adapter on that"
+        )
+    if settings.get("ensure_weight_tying") and is_tied(model):
+        shared = [name.rpartition(".")[2] for name in sharing_embedding(model)]
+        targets = settings.get("target_modules") or []
+        if settings.get("modules_to_save") or any(name in targets for name in shared):
+            raise UserError(
+                f"{where}ensure_weight_tying=true on a base with a tied head, for the embedding, "
+                "cannot be trained further, since peft would save one side only; merge it into "
+                "its base, and train a new adapter on that"
+            )
 
 
 def _check_targets_train(model: peft.PeftModel, model_type: str, folder: Path) -> None:
@@ -128,6 +158,7 @@ def save_adapter(
 
     own = model.peft_config["default"]
     sort_sets(own)
+    (folder / ORIGIN_FILE).unlink(missing_ok=True)  # of an earlier adapter in this folder
     model.peft_config["default"] = to_stock_config(own, model.get_base_model())
     try:
         model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=weights)
@@ -148,8 +179,10 @@ def check_adapter_file(
     *,
     adapter_name: str = "default",
     weights: Mapping[str, torch.Tensor] | None = None,
-) -> None:
+) -> list[str]:
     """Raise ValueError unless the file has every adapter tensor, finite and of the right shape.
+
+    Returns the names of tensors that are copies of the base's own, and have no effect.
 
     Also raised for an adapter that changes nothing, and for tensors that differ from `weights`, as
     these were given to `save_adapter`.
@@ -163,6 +196,9 @@ def check_adapter_file(
     )
     file = folder / ADAPTER_FILE
     saved = load_file(file)
+    copies = _find_base_copies(model, file, saved, saved.keys() - expected.keys())
+    for name in copies:
+        del saved[name]
     if saved.keys() != expected.keys():
         missing, unknown = expected.keys() - saved.keys(), saved.keys() - expected.keys()
         raise ValueError(
@@ -185,6 +221,33 @@ def check_adapter_file(
         if weights is not None and not torch.equal(tensor, expected[name]):
             raise ValueError(f"{file}: {name} differs from the tensor that was written")
     _check_changes_something(file, saved)
+    return copies
+
+
+def _find_base_copies(
+    model: peft.PeftModel, file: Path, saved: Mapping[str, torch.Tensor], names: Collection[str]
+) -> list[str]:
+    """Return the weights of the base among the tensors `names` of an adapter's file.
+
+    peft adds embedding and head if they have an adapter or more rows than the published base.
+    Raises UserError if they differ from those of this base, or cannot be compared.
+    """
+    import torch
+
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    copies = [name for name in sorted(names) if name in weights]
+    for name in copies:
+        ours, theirs = weights[name], saved[name]
+        if ours.is_meta:  # a merge refuses them, and another rank compares them
+            continue
+        if ours.shape != theirs.shape or not torch.equal(theirs.to(ours), ours):
+            raise UserError(
+                f"{file}: besides the adapter it holds {name} {list(theirs.shape)}, which differs "
+                f"from that of this base {list(ours.shape)}: the adapter was trained on a base "
+                "with other embeddings; use that base, or merge the adapter with the tool that "
+                "made it"
+            )
+    return copies
 
 
 def _check_changes_something(file: Path, saved: Mapping[str, torch.Tensor]) -> None:
@@ -260,9 +323,12 @@ def _read_into(model: peft.PeftModel, folder: Path, adapter_name: str, *, in_fp3
     for name, parameter in model.named_parameters():
         if adapter_name in name.split("."):
             parameter.data = parameter.data.to(dtype)
-    peft.set_peft_model_state_dict(
-        model, load_file(folder / ADAPTER_FILE), adapter_name=adapter_name
+    own = peft.get_peft_model_state_dict(
+        model, adapter_name=adapter_name, save_embedding_layers=False
     )
+    saved = load_file(folder / ADAPTER_FILE)  # with copies of the base's weights in some files
+    saved = {name: tensor for name, tensor in saved.items() if name in own}
+    peft.set_peft_model_state_dict(model, saved, adapter_name=adapter_name)
     # DoRA has computed norms of the initial weights; autocast would reuse its cached copies.
     torch.clear_autocast_cache()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.model.adapter.settings import CONFIG_FILE, ORIGIN_FILE, SETTINGS_KEY
 from app.process.errors import UserError, nearest
 from app.process.untrusted import read_json_object
 
@@ -17,15 +18,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "adapter_config.json"
 KINDS = {"LORA": "lora", "IA3": "ia3"}
 """peft_type -> option of `adapter=`"""
+INITS = ("gaussian", "orthogonal", "eva", "pissa", "olora")
+"""initializations by name that do not change the base, or always in the same way"""
 MAX_RANK = 65_536
 MAX_NUMBER = 1 << 21
 """largest layer number or token id; a token id needs as many rows of the embedding"""
 MAX_NAMES = 10_000
 MAX_PATTERN = 10_000
 """most characters of a name or regular expression"""
+
+
+UNSUPPORTED = {
+    "alora_invocation_tokens": "it is active only after certain tokens",
+    "arrow_config": "it routes tokens among several adapters",
+    "kasa_config": "it scales singular values",
+    "layer_replication": "it runs layers of the base several times",
+    "megatron_config": "its layers are those of Megatron",
+    "monteclora_config": "it draws its weights at random",
+    "use_bdlora": "its matrices are block-diagonal",
+    "use_qalora": "it pools the input of each layer",
+    "velora_config": "it compresses activations",
+}
+"""fields of peft that change what an adapter computes -> why we do not load one"""
 
 
 def _is_flag(value: Any) -> bool:
@@ -80,10 +96,7 @@ def _is_pattern_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _is_init(value: Any) -> bool:
-    if value is None or isinstance(value, bool):
-        return True
-    pissa = re.fullmatch(r"pissa_niter_(\d{1,3})", value) if isinstance(value, str) else None
-    return value in ("gaussian", "orthogonal", "eva", "pissa", "olora") or pissa is not None
+    return isinstance(value, bool) or value in (None, *INITS)
 
 
 def _is_indices(value: Any) -> bool:
@@ -133,9 +146,9 @@ RULES: dict[str, dict[str, Rule]] = {
         "trainable_token_indices": (_is_null_or(_is_indices), "lists of token ids or null"),
         "init_lora_weights": (
             _is_init,
-            "true, false, gaussian, orthogonal, eva, pissa or olora (others change the base in a "
-            "way that the adapter's files do not contain: have the tool that made it save a plain "
-            "LoRA)",
+            f"true, false, {', '.join(INITS[:-1])} or {INITS[-1]} (others change the base in a way "
+            "that the adapter's files do not contain, pissa_niter by a random decomposition: have "
+            "the tool that made it save a plain LoRA)",
         ),
     },
     "IA3": SHARED | {"feedforward_modules": NAMES_OR_NULL, "init_ia3_weights": FLAG},
@@ -146,6 +159,10 @@ WITHOUT_EFFECT = {
     *("runtime_config", "eva_config", "corda_config", "loftq_config", "lora_ga_config"),
 }
 """keys without effect on trained weights, such as how these were initialized"""
+
+
+NOT_COMPARED = {"base_model_name_or_path", "revision", "inference_mode"} | WITHOUT_EFFECT
+"""keys that may change after training: where the base is, and those without effect"""
 
 
 def read_adapter_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -169,7 +186,37 @@ def read_adapter_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
         problems.append(f"{file}: no target_modules, so nothing is adapted; save the adapter again")
     unknown = [key for key in content if key not in rules and key not in WITHOUT_EFFECT]
     problems += [_unknown(file, key, content[key], rules) for key in unknown if content[key]]
+    problems = problems or _find_edits(folder, content)
     return {key: value for key, value in content.items() if key in rules}, problems
+
+
+def _find_edits(folder: Path, content: Mapping[str, Any]) -> list[str]:
+    """List the settings that differ from those with which the adapter was saved by us."""
+    file = folder / ORIGIN_FILE
+    if not file.exists():
+        return []
+    origin, problem = read_json_object(file)
+    if problem is not None or SETTINGS_KEY not in origin:
+        return []  # `check_saved_adapter` reports it; earlier versions recorded no settings
+    try:
+        saved = json.loads(origin[SETTINGS_KEY])
+    except (TypeError, ValueError):
+        saved = None
+    if not isinstance(saved, dict):
+        return [f"{file}: {SETTINGS_KEY} is not a JSON object as text; copy the file again"]
+    return [
+        f"{folder / CONFIG_FILE}: {key}={_brief(content.get(key))}, but the adapter was trained "
+        f"with {key}={_brief(saved.get(key))}; write that value again, or remove {SETTINGS_KEY} "
+        f"from {file} to use the edited file"
+        for key in sorted(saved.keys() | content.keys())
+        if key not in NOT_COMPARED and _sorted(saved.get(key)) != _sorted(content.get(key))
+    ]
+
+
+def _sorted(value: Any) -> Any:
+    """Return a list of names in one order: peft's sets have none."""
+    is_names = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return sorted(value) if is_names else value
 
 
 def load_peft_config(folder: Path) -> peft.PeftConfig:
@@ -187,6 +234,11 @@ def load_peft_config(folder: Path) -> peft.PeftConfig:
 
 
 def _unknown(file: Path, key: str, value: Any, known: Mapping[str, Any]) -> str:
+    if (reason := UNSUPPORTED.get(key)) is not None:
+        return (
+            f"{file}: {key}={_brief(value)} is not supported: {reason}; have the tool that made "
+            "it save a plain LoRA"
+        )
     return (
         f"{file}: {key[:80]!r}={_brief(value)} is not supported, and ignoring it may change the "
         f"adapter{nearest(key[:80], known)}; have the tool that made it save a plain LoRA, or "

@@ -10,13 +10,18 @@ from typing import Any
 
 from data_modules import setting
 
+CONFIG_FILE = "adapter_config.json"
 ORIGIN_FILE = "base.json"
 """file in an adapter's folder with path, revision and fingerprints of its base"""
+SETTINGS_KEY = "adapter_config"
+"""key of ORIGIN_FILE: the content of CONFIG_FILE as it was saved"""
 
 
 def write_origin(folder: Path, base: Mapping[str, str | None]) -> None:
-    """Record in `folder` the base that its adapter was trained on."""
-    (folder / ORIGIN_FILE).write_text(json.dumps(dict(base), indent=2) + "\n", encoding="utf-8")
+    """Record in `folder` the base that its adapter was trained on, and the adapter's settings."""
+    settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    content = dict(base) | {SETTINGS_KEY: json.dumps(settings)}
+    (folder / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 ADAPTER_FILE = "adapter_model.safetensors"
