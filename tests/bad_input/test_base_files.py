@@ -557,8 +557,14 @@ ADAPTERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"init_lora_weights": "corda"}, ["init_lora_weights='corda'"]),
     ({"init_lora_weights": "loftq"}, ["init_lora_weights='loftq'"]),
     ({"init_lora_weights": "pissa_niter_99999999"}, ["pissa_niter_99999999"]),
-    ({"megatron_config": {"a": 1}, "megatron_core": "os"}, ["'megatron_config'={'a': 1}"]),
-    ({"arrow_config": {"top_k": 1}}, ["'arrow_config'", "is not supported"]),
+    (
+        {"megatron_config": {"a": 1}, "megatron_core": "os"},
+        ["megatron_config={'a': 1} is not supported", "Megatron"],
+    ),
+    (
+        {"arrow_config": {"top_k": 1}},
+        ["arrow_config={'top_k': 1} is not supported", "several adapters"],
+    ),
     ({"lora_alfa": 3}, ["'lora_alfa'=3 is not supported", "did you mean lora_alpha?"]),
     ({"self": 1}, ["'self'=1 is not supported"]),
     ({"trainable_token_indices": [10**12]}, ["trainable_token_indices"]),
