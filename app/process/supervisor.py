@@ -61,7 +61,7 @@ DRAIN_SECONDS = 1.0
 
 @dataclass(kw_only=True, slots=True)
 class SuperviseConfig:
-    max_restarts: int = setting(0, ge=0, shown=("train",))
+    max_restarts: int = setting(0, ge=0)
     """restarts of a run that died or hangs, on one machine (torchrun has --max-restarts)"""
     hang_minutes: float | None = setting(10.0, gt=0, note="10 is usual")
     """minutes without progress on any rank in the training loop after which the run counts as

@@ -85,7 +85,6 @@ class TrainOutputConfig(OutputConfig):
         choices=("auto", "best", "last"),
         typed="from",
         resume="free",
-        shown=("train",),
         aliases=("load_best_model_at_end",),
     )
     """whose weights are the result: of the best step by trainer.checkpoint.monitor, or of the last;
