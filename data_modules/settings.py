@@ -34,7 +34,7 @@ class DatasetConfig:
     """a file (json, jsonl, csv, tsv, parquet, arrow, txt; .gz or .zst), a folder or glob of them, a
     URL (s3://, gs://, https://), a hub id (owner/name), or sample:NAME for what ships"""
     name: str | None = setting(None, resume="content", grants="nothing")
-    """its name in metrics, and the configuration to read if its card (README.md) declares several;
+    """its name in metrics, and the configuration to read if its card declares several;
     null = the file's name without suffix"""
     format: str | None = setting(None, resume="data", grants="nothing")
     """alpaca, messages, sharegpt, prompt_completion, completion, pretokenized or oasst; null =

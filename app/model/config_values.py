@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         r"max_position_embeddings|n_positions",
-        lambda value: type(value) is int and value >= 1,
+        lambda value: value >= 1 and value % 1 == 0,  # musicflamingo's own is 1200.0
         f"a number of tokens (1 or more), or null for no limit{AGAIN}",
     ),
     _rule(

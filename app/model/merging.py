@@ -45,6 +45,8 @@ MAX_LOST = 0.1
 """largest share of the change that merge.dtype=auto lets rounding lose"""
 MAX_SAMPLED = 16
 """most weights that this share is measured on"""
+ROWS_AT_ONCE = 256
+"""rows of a weight that are compared at once, which bounds the memory"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -304,10 +306,13 @@ class _Merger:
         for name in names[:: max(1, len(names) // MAX_SAMPLED)]:
             before = self._read_unchanged(name).float()
             merged = self.changes[self.names[name]].apply(before)
-            change = merged - before
-            rounded = merged.to(self.plan.dtype).float() - before
-            total += change.double().square().sum().item()
-            kept += (rounded.double() * change.double()).sum().item()
+            for old, new in zip(
+                before.split(ROWS_AT_ONCE), merged.split(ROWS_AT_ONCE), strict=True
+            ):
+                change = (new - old).double()
+                rounded = new.to(self.plan.dtype).float() - old
+                total += change.square().sum().item()
+                kept += (rounded.double() * change).sum().item()
         return min(1.0, max(0.0, 1.0 - kept / total)) if total else 0.0
 
     def _read_unchanged(self, name: str) -> Tensor:

@@ -268,6 +268,12 @@ def _check_dictionaries(
         return
     import pyarrow.parquet
 
+    leaves = [metadata.schema.column(number) for number in range(metadata.num_columns)]
+    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+    reader = pyarrow.parquet.ParquetFile(source, read_dictionary=texts, pre_buffer=False)
+    for number in range(metadata.num_row_groups):
+        # Raises for damaged metadata; row_group(number).column() would end the process.
+        next(reader.iter_batches(1, row_groups=[number]), None)
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
     coded = {
@@ -279,7 +285,6 @@ def _check_dictionaries(
     }
     if not coded:
         return
-    reader = pyarrow.parquet.ParquetFile(source, read_dictionary=sorted(coded), pre_buffer=False)
     num_bytes = 0
     for batch in reader.iter_batches(_MAX_CHUNK_ROWS, columns=sorted(coded)):
         num_bytes += sum(map(_expanded_bytes, batch.columns))

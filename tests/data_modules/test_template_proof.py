@@ -513,7 +513,10 @@ def test_real_conversations_are_usable(name: str) -> None:
 def test_dropped_reasoning_is_noted() -> None:
     item = build_test_chat("u ra u ra")
     notes = encode(template_of("reasoning of earlier answers dropped"), item).notes
-    assert [(note.kind, note.seen) for note in notes] == [("lost_reasoning", "r1vq0")]
+    assert [(note.kind, note.seen) for note in notes] == [
+        ("lost_reasoning", "r1vq0"),
+        ("other_prompt", "(prompt: ...<|assistant|><think>)"),
+    ]
     kept = encode(template_of("reasoning of earlier answers dropped"), build_test_chat("u ra"))
     assert kept.notes == ()
 
