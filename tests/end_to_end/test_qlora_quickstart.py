@@ -79,7 +79,8 @@ def test_an_adapter_of_a_quantized_base_is_evaluated_on_the_full_base(
     measured, quantized = metrics_of(tmp_path), metrics_of(runs["nf4"][0])
     base = metrics_of(runs["none"][0])
     for task in TASKS:
-        assert measured[f"tuned/exact_match/{task}"] > 0.80
+        name = f"tuned/exact_match/{task}"
+        assert measured[name] > quantized[name] - 0.10  # two standard errors of 60 rows
         # The base was not quantized.
         loss = measured[f"base/val/loss/{task}"]
         assert loss == pytest.approx(base[f"base/val/loss/{task}"], rel=1e-5)
