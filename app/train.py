@@ -59,6 +59,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     run.pin_revision()  # a resumed run uses the same commit of the base
     env = resolve_environment(config.trainer, config.strategy)
     L.seed_everything(config.seed, verbose=False)
+    config = run.with_kept_adapter(config)  # its checkpoint has the weights of adapter.path
     base = open_base(config, env, config.adapter)
     data = build_data(config, base, env, run)
     # Replace each `auto` in `config` by a choice that fits; `run.config` keeps it for config.yaml.

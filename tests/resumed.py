@@ -15,6 +15,7 @@ from app.config import load_config, load_run_config, save_config
 from app.preflight import describe_base, requested_devices
 from app.run import Run, compare_existing, describe_global_batch, open_run
 from app.run.manifest import save_manifest
+from app.train import train
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING, random_state_name
 from app.training.checkpoint.store import CheckpointStore
 
@@ -38,6 +39,18 @@ def start(*typed: str) -> Run:
     finally:
         for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
             os.environ.pop(name, None)
+
+
+def go_on(run: Path, *typed: str) -> Path:
+    """Resume a run in this process, and train it to its end."""
+    os.environ.pop("LOFT_RUN_DIR", None)
+    os.environ.pop("LOFT_RESUME_STEP", None)
+    try:
+        train(load_config("train", [f"resume={run}", *typed]))
+    finally:
+        os.environ.pop("LOFT_RUN_DIR", None)
+        os.environ.pop("LOFT_RESUME_STEP", None)
+    return run
 
 
 def make_run(

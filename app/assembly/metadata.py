@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from app.config import save_config
+from app.model.adapter import keep_start
 from app.process.logs import open_run_log
 from app.run import Run, global_batch_of
 from app.run.folder import CONFIG_FILE
@@ -97,6 +98,8 @@ class WriteMetadata(L.Callback):
         open_run_log(run.folder)
         # After the checkpoints: a crash in between must not leave checkpoints without their rows.
         drop_rows_after(None if run.checkpoint is None else run.step, list(loggers))
+        if run.with_kept_adapter(run.config) == run.config:  # new, or of an earlier version
+            keep_start(run.config.adapter, run.folder)
         save_config(run.config, run.folder / CONFIG_FILE)
         self.data.write_reports(run.folder)
         self._write_manifest()

@@ -166,7 +166,8 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
         if evaluation.harness:
             problems += check_harness(evaluation)
     # Last, because bad rows are many, and only the first problems are printed.
-    problems += check_files(config, needs_weights=not is_preview)
+    resumes = existing is not None and bool(existing.manifest)
+    problems += check_files(config, needs_weights=not is_preview, resumes=resumes)
     if problems:
         raise UserError(problems)
     if runs_here:

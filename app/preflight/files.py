@@ -21,6 +21,7 @@ from app.model.adapter import (
     continued_from,
     find_targets,
     is_adapter,
+    resumed_adapter,
     saves_whole_model,
 )
 from app.model.adapter.saved_config import KINDS, read_adapter_config
@@ -107,10 +108,13 @@ def check_tensor_parallel(size: int, base: BaseModel) -> list[str]:
     ][:1]
 
 
-def check_files(config: TrainConfig | TunedConfig, *, needs_weights: bool = True) -> list[str]:
+def check_files(
+    config: TrainConfig | TunedConfig, *, needs_weights: bool = True, resumes: bool = False
+) -> list[str]:
     """List problems of the files that a verb's settings name, and settings that do not fit them.
 
-    With `needs_weights=False` a folder with a tokenizer is enough as the base.
+    With `needs_weights=False` a folder with a tokenizer is enough as the base. `resumes`: whether
+    the run in output.dir resumes from a checkpoint.
     """
     model = config.model
     problems: list[str] = []
@@ -120,7 +124,7 @@ def check_files(config: TrainConfig | TunedConfig, *, needs_weights: bool = True
                 f"model.path={model.path}: config.json",
                 "copy or download its files again, or type another model.path",
             ):
-                _check_model(config, problems, needs_weights=needs_weights)
+                _check_model(config, problems, needs_weights=needs_weights, resumes=resumes)
         except UserError as error:
             problems = problems or error.problems  # those found before may have caused it
     templates = [("model", model.chat_template)]
@@ -138,7 +142,7 @@ def check_files(config: TrainConfig | TunedConfig, *, needs_weights: bool = True
 
 
 def _check_model(
-    config: TrainConfig | TunedConfig, problems: list[str], *, needs_weights: bool
+    config: TrainConfig | TunedConfig, problems: list[str], *, needs_weights: bool, resumes: bool
 ) -> None:
     """Add to `problems` those of the base, and of the adapters for it."""
     base = inspect_base(config.model) if needs_weights else inspect_tokenizer(config.model)
@@ -163,7 +167,10 @@ def _check_model(
         problems += [problem] if problem else []
     if is_training(config):
         problems += _check_training(config, base)
-        if needs_weights and (path := continued_from(config.adapter)):
+        is_kept = resumes and config.adapter != resumed_adapter(
+            config.adapter, Path(config.output.dir or "")
+        )
+        if needs_weights and not is_kept and (path := continued_from(config.adapter)):
             problems += check_same_settings(config.adapter, Path(path))
             problems += check_saved_adapter("adapter.path", Path(path), base, config.model)
     elif is_on_tuned(config) and (tuned := config.tuned_path) is not None:

@@ -57,7 +57,7 @@ WRITTEN_WHILE_JUDGED = re.compile(r"(predictions|judge_answers|verdicts)\.jsonl|
 WRITTEN_AT_START = re.compile(
     rf"{LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
     r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv|train\.log|"
-    r"report\.html|training_curves\.png"
+    r"report\.html|training_curves\.png|start_adapter"
 )
 """files that a training run writes before its first step, or when it fails before it"""
 NEVER_FOLLOWED = re.compile(r"\.submission_file_[0-9a-f]{32}\.sh|optuna\.log\.lock")

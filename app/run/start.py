@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.model.adapter import resumed_adapter
 from app.preflight import describe_base, requested_devices
 from app.process.errors import UserError
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
@@ -82,6 +83,12 @@ class Run:
             base = read_manifest(self.folder)["base"]
             if base["path"] == self.config.model.path:
                 self.config.model.revision = base["revision"]
+
+    def with_kept_adapter(self, config: TrainConfig) -> TrainConfig:
+        """Return `config` without the folder adapter.path, if a checkpoint has its weights."""
+        if self.checkpoint is None:
+            return config
+        return replace(config, adapter=resumed_adapter(config.adapter, self.folder))
 
     def check_unchanged(self, facts: Mapping[str, Any]) -> None:
         """Compare `facts` with the manifest; raises UserError if they forbid resuming.

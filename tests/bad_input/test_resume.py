@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -17,9 +18,13 @@ from typing import Any
 
 import pytest
 
+from app.config import load_run_config
+from app.config.schema import list_settings
+from app.config.verbs import PARTS, TrainConfig
+from app.model.adapter import keep_start
 from app.process.errors import ROOT, UserError
 from app.run.folder import LOCK_FILE, hold_run
-from tests.in_process import make_data, make_model, run_command
+from tests.in_process import make_adapter, make_data, make_model, run_command
 from tests.resumed import contents, damage, damage_all, make_run, start
 
 
@@ -493,3 +498,71 @@ def test_a_disk_without_locks_is_reported_and_used(
     monkeypatch.setattr("fcntl.lockf", lockf)
     assert start(f"resume={run}").step == 4
     assert any("run one process at a time" in line for line in caplog.messages)
+
+
+LOST = {
+    "model.path={0}/model": "model: no such folder",
+    "model.tokenizer_path={0}/tokenizer": "tokenizer: no such folder",
+    "model.chat_template={0}/of_model.jinja": "no such file",
+    "data.chat_template={0}/of_data.jinja": "no such file",
+    "data.datasets=[{{path: {0}/data.jsonl}}]": "data.jsonl: no such file",
+    "data.val_datasets=[{{path: {0}/val.jsonl}}]": "val.jsonl: no such file",
+    "data.test_datasets=[{{path: {0}/test.jsonl}}]": "test.jsonl: no such file",
+    "evaluation.task_dir={0}/tasks": "tasks/mmlu_test.jsonl: no such file",
+    "evaluation.metric={0}/metric.py:score": "there is no file",
+    "adapter.path={0}/adapter": None,
+    "strategy.config={0}/deepspeed.json": None,
+    "+experiment={0}/mine.yaml": None,
+    "data.cache_dir={0}/cache": None,
+}
+"""every file or folder that starts a run -> what is said of it when it is gone; None: not needed"""
+
+
+@pytest.mark.parametrize("word", LOST)
+def test_what_a_run_started_from_and_is_gone_is_named_or_not_needed(
+    word: str, tmp_path: Path
+) -> None:
+    files = tmp_path / "files"
+    base, data = make_model(files / "model"), make_data(files / "data.jsonl")
+    shutil.copytree(base, files / "tokenizer")
+    for name in ("val.jsonl", "test.jsonl", "tasks/mmlu_test.jsonl"):
+        (files / name).parent.mkdir(exist_ok=True)
+        shutil.copy(data, files / name)
+    for name in ("of_model.jinja", "of_data.jinja"):
+        (files / name).write_text("{{ messages }}")
+    (files / "metric.py").write_text("def score(answer, reference):\n    return 1.0\n")
+    (files / "deepspeed.json").write_text('{"steps_per_print": 7}')
+    (files / "mine.yaml").write_text("# @package _global_\nseed: 7\n")
+    make_adapter(files / "adapter")
+    key, _, value = word.format(files).partition("=")
+    settings = {"model.path": str(base), "data.datasets": f"[{{path: {data}}}]"}
+    settings |= {"strategy": "zero2"} if key == "strategy.config" else {}
+    typed = [f"{name}={text}" for name, text in (settings | {key: value}).items()]
+    granted = [] if key != "evaluation.metric" else ["evaluation.allow_code=true", typed[-1]]
+    tasks = ["evaluation.tasks=[{name: mmlu}]"] if key == "evaluation.task_dir" else []
+    run = make_run(tmp_path / "run", *typed, *granted[:1], *tasks)
+    keep_start(load_run_config(run).adapter, run)
+    lost = Path(re.split("[:}]", value.removeprefix("[{path: "))[0])
+    if lost.is_dir():
+        shutil.rmtree(lost)
+    elif lost.exists():
+        lost.unlink()
+    result = run_command(f"resume={run}", *granted)
+    said = LOST[word]
+    if said is None:
+        assert (result.code, result.stderr) == (0, "")
+        return
+    assert result.code == 2
+    assert said in result.stderr and str(lost) in result.stderr
+
+
+def test_the_list_of_what_starts_a_run_is_whole() -> None:
+    read = {
+        each.key.replace("[]", "").removesuffix(".path")
+        for each in list_settings(TrainConfig, PARTS)
+        if each.facts.is_path or each.facts.grants == "code"
+    }
+    switches = {"model.trust_remote_code", "evaluation.allow_code"}
+    of_a_library = {"evaluation.harness_dir"}  # lm-eval names its missing task files
+    listed = {word.partition("=")[0].removesuffix(".path") for word in LOST}
+    assert read - switches - of_a_library <= listed

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.config import load_config
 from app.process.errors import UserError
 from app.run import Run
-from app.train import train
 from app.training.module import FinetuneModule
 from tests.conftest import read_column
-from tests.resumed import contents
+from tests.resumed import contents, go_on
 from tests.runs import MEASURED
 from tests.tiny import SAMPLES, train_into
 
@@ -55,18 +52,6 @@ def datasets(folder: Path) -> str:
     """Word the two data sets that lie in a folder."""
     lists, orders = folder / "lists_test.json", folder / "orders_test.jsonl"
     return f"[{{path: {lists}, name: lists}}, {{path: {orders}, name: orders}}]"
-
-
-def go_on(run: Path, *typed: str) -> Path:
-    """Resume a run in this process."""
-    os.environ.pop("LOFT_RUN_DIR", None)
-    os.environ.pop("LOFT_RESUME_STEP", None)
-    try:
-        train(load_config("train", [f"resume={run}", *typed]))
-    finally:
-        os.environ.pop("LOFT_RUN_DIR", None)
-        os.environ.pop("LOFT_RESUME_STEP", None)
-    return run
 
 
 def refused(run: Path, *typed: str) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.in_process import run_command
+from tests.resumed import go_on
 from tests.tiny import NAMES, train_into
 
 pytestmark = pytest.mark.slow
@@ -63,9 +67,8 @@ def test_three_plus_three_steps_equal_six(kind: str, data: str, tmp_path: Path) 
     whole = train_into(tmp_path / "whole", *settings, "trainer.max_steps=6")
     half = train_into(tmp_path / "half", *settings, "trainer.max_steps=3")
     going_on = [word for word in settings if not word.startswith("adapter.trainable_tokens")]
-    rest = train_into(
-        tmp_path / "rest", *going_on, "trainer.max_steps=3", f"adapter.path={half / 'adapter'}"
-    )
+    going_on += ["trainer.max_steps=3", f"adapter.path={half / 'adapter'}"]
+    rest = train_into(tmp_path / "rest", *going_on, "trainer.checkpoint.every_steps=2")
     assert len(set(losses(whole))) == 6
     assert losses(half) + losses(rest) == losses(whole)
     expected, found = (
@@ -77,7 +80,18 @@ def test_three_plus_three_steps_equal_six(kind: str, data: str, tmp_path: Path) 
     configs = [
         json.loads((r / "adapter" / "adapter_config.json").read_text()) for r in (whole, rest)
     ]
+    as_saved = copy.deepcopy(configs[1])
     for config in configs:
         for key in ("target_modules", "feedforward_modules"):
             config[key] = sorted(config.get(key) or [])
     assert configs[0] == configs[1]
+    shutil.rmtree(rest / "checkpoints" / "step-3")
+    (rest / "metrics.json").unlink()
+    shutil.rmtree(rest / "adapter")
+    shutil.rmtree(half / "adapter")  # a run keeps what it needs of it
+    assert run_command(f"resume={rest}").code == 0
+    go_on(rest)
+    resumed = load_file(rest / "adapter" / "adapter_model.safetensors")
+    for name, tensor in expected.items():
+        assert torch.equal(resumed[name], tensor), name
+    assert json.loads((rest / "adapter" / "adapter_config.json").read_text()) == as_saved

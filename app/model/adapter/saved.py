@@ -40,12 +40,15 @@ def load_adapter(
 ) -> peft.PeftModel:
     """Load a saved adapter onto its base with its own settings: for inference, or `trainable`.
 
+    If `folder` is a file, it has the settings, and the weights are loaded later from a checkpoint.
     Trainable weights are fp32 unless `half_precision`. Raises ValueError if the file does not fit
     the base, or changes nothing. peft ignores missing tensors, and the model then answers like its
     base.
     """
     from app.model.adapter.experts import from_stock_config
 
+    has_weights = not folder.is_file()
+    folder = folder if has_weights else folder.parent
     with reading(f"the adapter in {folder}", "save it again, or use another one"):
         config = from_stock_config(load_peft_config(folder), model)
         _check_patterns(config, model, folder)
@@ -57,8 +60,9 @@ def load_adapter(
         wrapped = wrap(model, config, autocast_adapter_dtype=False)
         if trainable:
             _check_targets_train(wrapped, model.config.model_type, folder)
-        in_fp32 = not half_precision if trainable else _is_fp32(folder)
-        _read_into(wrapped, folder, "default", in_fp32=in_fp32)
+        if has_weights:
+            in_fp32 = not half_precision if trainable else _is_fp32(folder)
+            _read_into(wrapped, folder, "default", in_fp32=in_fp32)
     if trainable:
         log.info("adapter: continuing %s, with the settings it was saved with", folder)
         return wrapped.train()

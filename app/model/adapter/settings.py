@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from data_modules import setting
 CONFIG_FILE = "adapter_config.json"
 ORIGIN_FILE = "base.json"
 """file in an adapter's folder with path, revision and fingerprints of its base"""
+START_FOLDER = "start_adapter"
+"""folder of a run with the settings of the adapter in adapter.path, so that it resumes without it:
+its checkpoints have the weights"""
 SETTINGS_KEY = "adapter_config"
 """key of ORIGIN_FILE: the content of CONFIG_FILE as it was saved"""
 
@@ -126,8 +130,31 @@ class FullConfig(AdapterConfig):
 DEFAULT_LR = {"lora": 2e-4, "ia3": 3e-3, "freeze": 2e-5, "full": 2e-5}
 
 
+def keep_start(config: AdapterConfig, run: Path) -> None:
+    """Copy the settings of the adapter in adapter.path, if there is one, into a run's folder."""
+    if (start := continued_from(config)) is None:
+        return
+    kept = run / START_FOLDER
+    kept.mkdir(exist_ok=True)
+    for name in (CONFIG_FILE, ORIGIN_FILE):
+        (kept / name).unlink(missing_ok=True)
+        if (Path(start) / name).exists():
+            shutil.copyfile(Path(start) / name, kept / name)
+
+
+def resumed_adapter(config: AdapterConfig, run: Path) -> AdapterConfig:
+    """Return an adapter's settings to resume run `run` without the folder in adapter.path."""
+    file = run / START_FOLDER / CONFIG_FILE
+    if isinstance(config, (LoraConfig, Ia3Config)) and config.path is not None and file.is_file():
+        return replace(config, path=str(file))
+    return config
+
+
 def continued_from(config: AdapterConfig) -> str | None:
-    """Return the folder of the adapter to continue training; None for a new adapter."""
+    """Return the folder of the adapter to continue training; None for a new adapter.
+
+    In a resumed run it is the file with its settings, since the checkpoint has the weights.
+    """
     return config.path if isinstance(config, (LoraConfig, Ia3Config)) else None
 
 
