@@ -23,7 +23,13 @@ from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import CARD_FILE, read_json, render_merged_card
 from app.run.find import FINAL, has_checkpoints
-from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
+from app.run.folder import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    decide_run_dir,
+    move_finished,
+    open_unfinished,
+)
 from app.run.manifest import MANIFEST_FILE
 from data_modules import printable
 
@@ -58,22 +64,24 @@ def merge(config: MergeConfig) -> Difference | None:
     tuned = open_tuned(config, env)
     model, plan = plan_merge(config.merge, tuned.base, adapters, len(tuned.tokenizer))
     add_stop_tokens(model, tuned.stop_ids)
-    dtype = merge_weights(model, plan, folder)
-    save_tokenizer(tuned.tokenizer, folder)
-    check_tokens(tuned, folder, is_fault=config.merge.verify)
+    unfinished = open_unfinished(folder)
+    dtype = merge_weights(model, plan, unfinished)
+    save_tokenizer(tuned.tokenizer, unfinished)
+    check_tokens(tuned, unfinished, is_fault=config.merge.verify)
     differences = {}
     if config.merge.verify:
-        differences = verify(config, tuned, env, adapters, folder, dtype)
+        differences = verify(config, tuned, env, adapters, unfinished, dtype)
     if converter is not None:
-        file = convert(converter, folder, str(dtype).removeprefix("torch."))
-        check_gguf(config, tuned, folder, file)
+        file = convert(converter, unfinished, str(dtype).removeprefix("torch."))
+        check_gguf(config, tuned, unfinished, file)
     run = folder if config.run is None else Path(config.run)  # `folder` has neither file
     manifest, metrics = (read_json(run / name) for name in (MANIFEST_FILE, METRICS_FILE))
     card = render_merged_card(config, tuned, differences, dtype, manifest, metrics)
-    write_atomically(folder / CARD_FILE, card)
+    write_atomically(unfinished / CARD_FILE, card)
     report = {name: asdict(difference) for name, difference in differences.items()}
-    write_atomically(folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
-    save_config(config, folder / CONFIG_FILE)
+    write_atomically(unfinished / REPORT_FILE, json.dumps(report, indent=2) + "\n")
+    save_config(config, unfinished / CONFIG_FILE)
+    move_finished(unfinished, last="config.json")  # without it, no library opens a model's folder
     print(f"run: {printable(str(folder))}")
     return differences.get(CHECKED)
 

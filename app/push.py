@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from app.report.model_card import write_card
 from app.report.run_page import PAGE_FILE
 from app.run import find_run
 from app.run.find import FINAL, check_selected, saved_folder
+from app.run.folder import open_empty
 from data_modules import printable, redact, setting
 
 NAMES_BASE = {"adapter_config.json": "base_model_name_or_path", "base.json": "path"}
@@ -87,9 +88,11 @@ def push(config: PushConfig) -> str:
     except HTTPError as error:
         raise _unreachable(config.repo, error) from error
     # Upload a copy, whose card and configs name no folders of this machine.
-    with tempfile.TemporaryDirectory(prefix=".push-", dir=run) as folder:
-        saved = saved_folder(run) if is_final else save_checkpoint(config, run, Path(folder))
-        copy = Path(folder) / "files"
+    with contextlib.ExitStack() as stack:
+        folder = open_empty(run / ".push")
+        stack.callback(shutil.rmtree, folder)
+        saved = saved_folder(run) if is_final else save_checkpoint(config, run, folder)
+        copy = folder / "files"
         left_out = _copy_written(saved, copy)
         for name, key in NAMES_BASE.items():
             replace_base_path(copy / name, key)

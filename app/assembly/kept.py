@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from app.config import TunedConfig, load_run_config
 from app.model.adapter import LoraConfig, saves_whole_model
 from app.preflight.couplings.table import CHANGE_BASE
+from app.process.launch import is_child, is_first_rank
 from app.run.find import FINAL, select_checkpoint
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING
 from app.training.optimizers import ScheduleFreeConfig
@@ -38,6 +40,8 @@ def with_checkpoint(config: C, env: Environment, folder: Path) -> C:
     checkpoint, run = select_checkpoint(source, config.checkpoint), load_run_config(source)
     kind = "model" if saves_whole_model(run.adapter) else "adapter"
     saved = folder / f"{kind}-step-{checkpoint.step}"
+    if is_first_rank() and not is_child() and saved.is_dir():
+        shutil.rmtree(saved)  # left by a process that was killed, perhaps of another run
     if not saved.is_dir():  # by the process that started this one
         unfinished = saved.with_name(f"{saved.name}.{os.getpid()}")
         save_step(config, env, run, checkpoint, unfinished)

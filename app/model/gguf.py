@@ -53,8 +53,8 @@ def convert(converter: Path, model: Path, dtype: str) -> Path:
         if UNKNOWN_TOKENIZER in why:
             why = "llama.cpp does not support the tokenizer of this base"
         raise UserError(
-            f"{converter} does not convert {model}: {why}; the merged model itself is complete: "
-            "leave merge.gguf=true out"
+            f"{converter} does not convert {model}: {why}; the merged model in that folder is "
+            "complete: move it, or leave merge.gguf=true out"
         )
     return file
 

@@ -22,7 +22,7 @@ from typing import IO
 import yaml  # type: ignore[import-untyped]
 
 from app.process.errors import UserError
-from app.process.files import open_no_follow, special_entries
+from app.process.files import open_no_follow, special_entries, write_atomically
 from app.process.launch import (
     is_child,
     is_first_rank,
@@ -30,8 +30,9 @@ from app.process.launch import (
     run_dir,
     set_run_dir,
 )
+from app.process.logs import LOG_FILE
 from app.process.reporting import REASON_FILE, is_reason
-from app.process.untrusted import read_text
+from app.process.untrusted import read_json_object, read_text
 from data_modules import setting
 
 log = logging.getLogger(__name__)
@@ -49,11 +50,17 @@ PROBE = ".writable-"
 """prefix of a temporary file that tests whether the folder is writable"""
 LEFT_BY_REFUSED = re.compile(
     rf"{re.escape(LOCK_FILE)}|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
-    rf"{re.escape(PROBE)}.*|faults-fired|checkpoints|partial|(adapter|model)-step-\d+(\.\d+)?"
+    rf"{re.escape(PROBE)}.*|faults-fired|checkpoints|partial|(adapter|model)-step-\d+(\.\d+)?|"
+    r"unfinished"
 )
-"""files left by a process that was refused before training, or killed during an evaluation"""
-WRITTEN_WHILE_JUDGED = re.compile(r"(predictions|judge_answers|verdicts)\.jsonl|judge\.html")
-"""files left next to `partial` by an evaluation that was killed while it called a judge"""
+"""files left by a process that was refused before training, or killed during an evaluation or a
+merge"""
+WRITTEN_WHILE_EVALUATED = re.compile(
+    r"(predictions|judge_answers|verdicts)\.jsonl|judge\.html|metrics\.json|config\.yaml"
+)
+"""files left next to `partial` by an evaluation that was killed after its measurements"""
+UNFINISHED, MOVED_FILE = "unfinished", ".moved.json"
+"""folder of a result that is not complete; in it, the names that are being moved to its parent"""
 WRITTEN_AT_START = re.compile(
     rf"{LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
     r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv|train\.log|"
@@ -122,7 +129,7 @@ def _check_folder(typed: str, *, resumes: bool) -> list[str]:
             return []
         if not folder.is_dir():
             return [f"output.dir={typed}: this is a file; type a folder's name"]
-        names = sorted(entry.name for entry in folder.iterdir())
+        names = sorted({entry.name for entry in folder.iterdir()} - _of_killed(folder))
         others = [] if CONFIG_FILE in names else _foreign_entries(folder, names)
         if not others and (special := check_entries(folder)):
             return special
@@ -158,17 +165,73 @@ def _foreign_entries(folder: Path, names: Sequence[str]) -> list[str]:
     return [
         name
         for name in names
-        if not (
-            LEFT_BY_REFUSED.fullmatch(name)
-            or ("partial" in names and WRITTEN_WHILE_JUDGED.fullmatch(name))
-        )
+        # The log is opened right after the lock of a run is held.
+        if not (LEFT_BY_REFUSED.fullmatch(name) or (name == LOG_FILE and LOCK_FILE in names))
         or (name == REASON_FILE and not is_reason(folder / name))
         or (name == "checkpoints" and _has_entries(folder / name))
     ]
 
 
+def _of_killed(folder: Path) -> set[str]:
+    """Return what an evaluation or a merge had written when it was killed: it is written again."""
+    found = _moved(folder)
+    if (folder / "partial").is_dir() and not is_training(folder / CONFIG_FILE):
+        names = {entry.name for entry in folder.iterdir()}
+        found |= set(filter(WRITTEN_WHILE_EVALUATED.fullmatch, names))
+    return found
+
+
+def _moved(folder: Path) -> set[str]:
+    """Return the names in `folder` that a merge had moved to it when it was killed."""
+    moved, _ = read_json_object(folder / UNFINISHED / MOVED_FILE)
+    return {entry.name for entry in folder.iterdir()} & moved.keys()
+
+
+def open_unfinished(folder: Path) -> Path:
+    """Make and lock an empty folder in `folder` for a result that is not complete.
+
+    What a killed process left is removed; UserError if a process is still working on it.
+    """
+    for name in _moved(folder):
+        _remove(folder / name)
+    return open_empty(folder / UNFINISHED)
+
+
+def open_empty(folder: Path) -> Path:
+    """Make `folder`, or remove what a killed process left in it; return it, locked."""
+    with into_folder(folder):
+        folder.mkdir(exist_ok=True)
+        hold_run(folder)
+        for entry in folder.iterdir():
+            if entry.name != LOCK_FILE:
+                _remove(entry)
+    return folder
+
+
+def _remove(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
+
+
+def move_finished(unfinished: Path, *, last: str) -> None:
+    """Move a complete result to the parent of its folder, `last` as the last; remove the folder.
+
+    If this is killed, the names that it moves are taken for what a killed process left.
+    """
+    names = [entry.name for entry in unfinished.iterdir() if entry.name not in (LOCK_FILE, last)]
+    text = json.dumps(dict.fromkeys([*names, last], True))
+    write_atomically(unfinished / MOVED_FILE, text)
+    for name in [*names, last]:
+        os.replace(unfinished / name, unfinished.parent / name)
+    shutil.rmtree(unfinished)
+
+
 def _has_entries(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
+    """Whether `checkpoints` holds more than what probed its disk."""
+    probe = re.compile(r"probe-\d+\.tmp")
+    return folder.is_dir() and not all(probe.fullmatch(entry.name) for entry in folder.iterdir())
 
 
 def _has_steps(metrics: Path) -> bool:

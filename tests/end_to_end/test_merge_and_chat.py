@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from app.config import load_config
@@ -25,6 +27,7 @@ from app.model.gguf import SCRIPT
 from app.model.merging import BOUNDS
 from app.process.errors import TrainingFault, UserError
 from tests.conftest import ROOT, STORIES, TrainRun
+from tests.killed import killed_at
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import tiny_multimodal
 from tests.processes import ends_within, environment_of_a_person, started
@@ -115,6 +118,29 @@ def test_merged_and_unmerged_give_the_same_answers(
     assert before[0][:2] == before[1]
     merged = [f"model.path={tmp_path / 'merged'}", "trainer.precision=fp32", short]
     assert talk(monkeypatch, tmp_path / "b", lines.replace("/compare\n", ""), *merged) == before
+
+
+@pytest.mark.slow
+def test_a_merge_killed_at_any_change_of_its_folder_never_looks_whole_and_goes_on(
+    adapter: Path, tmp_path: Path
+) -> None:
+    words = [*words_of(adapter), "merge.verify=false"]
+    for number in itertools.count(1):
+        folder = tmp_path / str(number)
+        change = killed_at(number, folder, lambda folder=folder: merge_into(folder, *words))
+        if change is None:
+            break
+        if not (folder / "config.json").exists():
+            merge_into(folder, *words)
+        names = {entry.name for entry in folder.iterdir()} - {"unfinished"}
+        assert names >= {"model.safetensors", "config.yaml", "README.md", "tokenizer.json"}, change
+    assert number > 15
+    assert (
+        load_file(folder / "model.safetensors").keys()
+        == load_file(tmp_path / "1" / "model.safetensors").keys()
+    )
+    with pytest.raises(UserError, match="holds another run"):
+        merge_into(folder, *words)
 
 
 @pytest.mark.slow

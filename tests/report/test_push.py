@@ -214,7 +214,7 @@ def test_a_pushed_run_gets_its_own_card(
     assert pushed["base_model_name_or_path"] == "tiny_base", "no local path"
     own = json.loads((run / "adapter/adapter_config.json").read_text())
     assert own["base_model_name_or_path"] == str(small_base())
-    assert not list(run.glob(".push-*"))
+    assert not list(run.glob(".push*"))
 
 
 def test_names_of_folders_are_text_in_cards_and_pages(run: Path, tmp_path: Path) -> None:
