@@ -119,11 +119,16 @@ test: $(STAMP)  ## the fast tests, in minutes; WORKERS=2 processes of one thread
 # A third of their time is spent waiting: for lost hosts, cut links, runs that stop.
 test-slow: WORKERS = 3
 test-slow: $(STAMP)  ## the slow tests: matrices of strategies, kills, whole runs
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m "slow and not versions" $(ARGS)
+
+test-versions: $(STAMP)  ## sweeps over all model families, which change with constraints.txt, conf/model and app/model
+	$(PYTEST) -m versions
+	$(BIN)/python -m tools.tested_versions record
 
 test-all:  ## every test that this machine can run
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-slow
+	@$(MAKE) --no-print-directory test-versions
 
 test-strategies: $(STAMP)  ## the same run under every strategy gives the same numbers (test-all runs a part of it)
 	$(PYTEST) -m "slow or strategies" tests/parity/strategies $(ARGS)
@@ -161,4 +166,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, by which editors complet
 clean:  ## remove caches; runs under outputs/ are kept
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr doctor bandwidth tiny-base check test test-slow test-all test-strategies test-floor chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr doctor bandwidth tiny-base check test test-slow test-versions test-all test-strategies test-floor chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

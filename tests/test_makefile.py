@@ -150,9 +150,10 @@ def test_tests_run_in_two_processes_of_whole_files(clone: Path) -> None:
     (everyday,) = make(clone, "test", "ARGS=tests/config/test_help.py")
     assert everyday.startswith("-m pytest -n 2 --dist loadfile ")
     assert everyday.endswith("-m not slow tests/config/test_help.py")
-    everyday, slow = make(clone, "test-all", "WORKERS=4")
+    everyday, slow, versions, record = make(clone, "test-all", "WORKERS=4")
     assert everyday.startswith("-m pytest -n 4 ") and everyday.rstrip().endswith("-m not slow")
-    assert slow.startswith("-m pytest -n 4 ") and slow.rstrip().endswith("-m slow")
+    assert slow.startswith("-m pytest -n 4 ") and slow.rstrip().endswith("slow and not versions")
+    assert versions.rstrip().endswith("-m versions") and record.endswith("tested_versions record")
     (slow,) = make(clone, "test-slow")
     assert slow.startswith("-m pytest -n 3 ")
 

@@ -30,7 +30,7 @@ from app.preflight.files import check_sequence_len
 from app.preflight.shapes import shapes_of_architecture
 from data_modules import TEMPLATE_NAMES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.versions]
 
 NAMES = conf_files.list_groups(conf_files.CONF)["model"]
 OURS = ("tiny", "tiny_base_scratch")

@@ -221,7 +221,7 @@ def check(family: str, backend: str, lengths: list[list[int]]) -> None:
 
 
 CASES = [
-    pytest.param(family, marks=[pytest.mark.slow] if family in SLOW else [])
+    pytest.param(family, marks=[pytest.mark.slow, pytest.mark.versions] if family in SLOW else [])
     for family in (*FAMILIES, *COMPOSITES)
 ]
 OFTEN_ON_A_GPU = ("gemma2", "gemma3_text", "llama", "mistral", "phimoe")

@@ -22,6 +22,7 @@ FAST = [
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.parametrize("family", registry())
 def test_a_family(family: str, tmp_path: Path) -> None:
     found = outcome(family, tmp_path)

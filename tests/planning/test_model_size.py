@@ -136,6 +136,7 @@ def test_the_activation_in_config_json_decides_the_gate_kernel() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.parametrize("name", conf_files.list_groups(conf_files.CONF)["model"])
 def test_every_known_family_agrees(name: str) -> None:
     config = load_config("train", [f"model={name}", "data=dolly"])
