@@ -5,7 +5,20 @@ From Python: `from app import load_config, train`; both are imported on first us
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+_found, _own = find_spec("data_modules"), Path(__file__).parents[1] / "data_modules/__init__.py"
+if _found is None or _found.origin is None or not _own.samefile(_found.origin):
+    where = "nowhere" if _found is None else _found.origin
+    print(
+        f"error: loft needs {_own}, but Python finds the package data_modules {where} first: type "
+        "loft VERB in place of python -m app.VERB, or change to another folder",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 __all__ = ["load_config", "train"]
 

@@ -26,7 +26,7 @@ from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import Interrupted, UserError
 from app.process.files import write_atomically
-from app.process.installation import install_extra
+from app.process.installation import install_extra, verb_command
 from app.process.signals import (
     defer_signals,
     end_process,
@@ -140,7 +140,7 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
             )
             words = [run, f"adapter_path={tuned.folder}", f"output.dir={model}"]
             lines.append(f"# vLLM does not serve {unsupported}: first merge, in this environment")
-            lines.append(shlex.join(["python", "-m", "app.merge", *words]))
+            lines.append(f"{verb_command('merge')} {shlex.join(words)}")
     key = f"VLLM_API_KEY=${KEY_VARIABLE} " if has_key else ""
     line = build_vllm_command(
         model,

@@ -27,6 +27,7 @@ from app.evaluation.tasks.questions import check_tasks
 from app.preflight import check_compatibility, check_files, check_gpus, requested_devices
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
+from app.process.installation import shadowing_files, verb_command
 from app.process.launch import check_launch, is_child, read_launch
 from app.process.logs import set_verbose
 from app.process.reporting import report
@@ -54,6 +55,11 @@ def run_verb(
     typed = list(sys.argv[1:] if words is None else words)
     try:
         _check_current_folder()
+        if not is_child() and (files := shadowing_files()):
+            print_note(
+                f"{' and '.join(files)} in this folder: not of this program, but what "
+                f"`python -m app.{verb}` runs here; type {verb_command(verb)}"
+            )
         return _dispatch(verb, function, sweep, typed)
     except BaseException as error:  # noqa: BLE001  last guard, also against panics of Rust libraries
         code = report(error)

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from app.process.environment import configure_libraries
-from app.process.errors import ROOT
+from app.process.installation import child_command
 
 MODULES = {
     "torch": "torch",
@@ -77,16 +77,11 @@ def try_imports(packages: Sequence[str], *, seconds: float = SECONDS) -> Imports
 
 def _run(modules: Sequence[str], seconds: float) -> tuple[int | None, list[dict[str, Any]]]:
     """Return the exit code, None after a timeout, and the results until then."""
-    command = [sys.executable, "-m", "app.doctor.imports", *modules]
-    # A clone that is not installed is not on the path of another process.
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": paths}
     process = subprocess.Popen(
-        command,
+        [*child_command("app.doctor.imports"), *modules],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=environment,
         text=True,
     )
     code: int | None

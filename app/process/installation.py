@@ -20,6 +20,9 @@ SCRIPT_VARIABLE = "LOFT_SCRIPT"
 """variable with the path of the console script that started this process or its parent"""
 ROOT = Path(__file__).parents[2]
 """the checkout, or the folder into which pip installed the packages"""
+CHILD = str(ROOT / "app" / "child.py")
+"""starts a module of this program without importing from the working folder"""
+PACKAGES = ("app", "data_modules")
 
 
 def is_checkout() -> bool:
@@ -44,7 +47,31 @@ def verb_command(verb: str) -> str:
     script = os.environ.get(SCRIPT_VARIABLE)
     if script and Path(script).is_file():
         return f"{_typed(script, Path(script).name)} {verb}"
-    return f"{python_command()} -m app.{verb}"
+    return f"{python_command()} {module_words(f'app.{verb}')}"
+
+
+def child_command(module: str) -> list[str]:
+    """Return the command of a process that this one starts: it runs this program's `module`."""
+    return [sys.executable, CHILD, "-m", module]
+
+
+def typed_words() -> list[str]:
+    """Return the words after Python that started this process, as a person types them."""
+    return [word for word in sys.orig_argv[1:] if word != CHILD]
+
+
+def module_words(module: str) -> str:
+    """Return what to type after Python, or torchrun, for a module of this program."""
+    return f"{shlex.quote(CHILD)} -m {module}" if shadowing_files() else f"-m {module}"
+
+
+def shadowing_files() -> list[str]:
+    """List what `python -m app.VERB` would import from the working folder in place of this."""
+    names = [name for package in PACKAGES for name in (f"{package}.py", f"{package}/__init__.py")]
+    with contextlib.suppress(OSError):  # no current folder any more
+        if not Path.cwd().samefile(ROOT):
+            return [name for name in names if os.path.isfile(name)]
+    return []
 
 
 def python_command() -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from app.process.errors import UserError
 from app.process.files import write_atomically
 from app.process.gpus import read_machine
+from app.process.installation import typed_words
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.schema import COUNT, IDENTITY, format_value
 from data_modules import redacted
@@ -47,7 +48,7 @@ KINDS = {"id": IDENTITY, "plan": IDENTITY, "since_step": COUNT}
 def save_manifest(folder: Path, **facts: Any) -> None:
     """Write manifest.json: `facts`, and the command, versions, machine and git state."""
     manifest = {
-        "command": [sys.executable, *sys.orig_argv[1:]],
+        "command": [sys.executable, *typed_words()],
         "started": STARTED,
         "versions": installed_versions(),
         "python": platform.python_version(),

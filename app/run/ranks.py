@@ -8,7 +8,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from app.preflight import requested_devices
 from app.preflight.couplings.devices import Devices
 from app.process.errors import DONE
-from app.process.installation import verb_command
+from app.process.installation import child_command, module_words, verb_command
 from app.process.launch import Launch, is_first_rank, launched_rank, read_launch, run_dir
 from app.process.peers import Peers
 from app.process.reporting import save_reason, write_error_file
@@ -69,7 +68,7 @@ def check_nodes(config: TrainConfig, words: Sequence[str] | None) -> list[str]:
     return [
         f"trainer.num_nodes={nodes}: ranks on several machines are started by torchrun or srun; "
         f"type on each of the {nodes} machines, of which this one ({socket.gethostname()}) is the "
-        f"first: {launcher} -m app.train {shlex.join(typed)}"
+        f"first: {launcher} {module_words('app.train')} {shlex.join(typed)}"
     ]
 
 
@@ -120,7 +119,7 @@ def run_ranks(config: TrainConfig, run: Run, words: Sequence[str]) -> int:
         return 0 if good is None else good.step
 
     supervisor = Supervisor(
-        command=[sys.executable, "-m", "app.train", *words],
+        command=[*child_command("app.train"), *words],
         folder=run.folder,
         config=config.supervise,
         resume_step=run.step,
@@ -149,7 +148,7 @@ def _rank_variables(devices: Devices) -> list[dict[str, str]]:
 def run_shares(verb: str, folder: Path, devices: Devices, words: Sequence[str]) -> int:
     """Start ranks that each do a share of a `verb` without training steps; return the exit code."""
     return Supervisor(
-        command=[sys.executable, "-m", f"app.{verb}", *words],
+        command=[*child_command(f"app.{verb}"), *words],
         folder=folder,
         config=SuperviseConfig(),
         resume_step=0,
@@ -179,7 +178,8 @@ def _train_command(launch: Launch) -> str:
         return f"srun --nodes={nodes} --ntasks-per-node={per_node} {verb_command('train')}"
     first = launch.first_address or socket.gethostname()
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    return f"{format_torchrun(nodes, per_node, first, max_restarts=restarts)} -m app.train"
+    torchrun = format_torchrun(nodes, per_node, first, max_restarts=restarts)
+    return f"{torchrun} {module_words('app.train')}"
 
 
 def format_torchrun(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.process.errors import ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED
 from app.process.files import write_atomically
-from app.process.installation import install_extra
+from app.process.installation import CHILD, install_extra
 from app.sweep.parameters import Parameter
 from app.sweep.trials import start_process
 from data_modules import redacted
@@ -177,7 +179,9 @@ class SlurmLauncher:
         if existing is not None and (end.exists() or not existing.done(True)):
             return SlurmJob(existing, end)
         config = self._config
-        executor = self._submitit.AutoExecutor(job_folder, cluster=self.cluster)
+        # submitit loads the job, and this module with it, by `python -u -m`.
+        python = {f"{self.cluster}_python": shlex.join([sys.executable, CHILD])}
+        executor = self._submitit.AutoExecutor(job_folder, cluster=self.cluster, **python)
         executor.update_parameters(
             name=f"loft-{NOT_IN_NAMES.sub('-', self._folder.parent.name)}-{folder.name}",
             timeout_min=config.minutes,

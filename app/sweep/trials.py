@@ -17,13 +17,14 @@ from typing import Protocol
 
 from app.config.overrides import quote_value
 from app.process.errors import DONE, TERMINATED
+from app.process.installation import child_command
 from app.process.launch import PARENT_VARIABLE, RANK_VARIABLES
 from app.run.folder import CONFIG_FILE, METRICS_FILE
 from data_modules import redacted
 
 OBJECTIVE = "val/loss"
 CURVE_FILE = "metrics.csv"
-TRAIN = ("-m", "app.train")
+TRAIN = tuple(child_command("app.train")[1:])
 """Python arguments that start a trial"""
 MAX_ERROR_LINES = 200
 """number of last lines of a trial's log that are searched for its error"""

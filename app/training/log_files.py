@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from app.process.files import open_no_follow, write_atomically
+from app.process.installation import typed_words
 from app.training.checkpoint.disk import DISK_FULL, SaveError, describe_shortage
 from data_modules import printable, redact
 
@@ -233,7 +233,7 @@ class TensorBoardLogger(Logger):
             for name in self.dataset_names
         }
         self._writer.add_custom_scalars({"loss": lines})
-        command = " ".join(sys.orig_argv[1:])
+        command = " ".join(typed_words())
         self._writer.add_text("command", f"```\n{printable(redact(command))}\n```")
         config = self.folder.parent / "config.yaml"
         if config.is_file():

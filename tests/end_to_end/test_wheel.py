@@ -78,7 +78,10 @@ def test_an_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 
-    printed = loft("train", "+experiment=quickstart", *words)
+    # The user's own modules of these names; the rank is started in the working folder.
+    for name in ("app.py", "data_modules.py"):
+        (tmp_path / name).write_text("raise SystemExit('code of the user')")
+    printed = loft("train", "+experiment=quickstart", "supervise.max_restarts=1", *words)
     assert f"path: {packages / 'data_modules'}" in (run / "config.yaml").read_text()
     assert printed.splitlines()[-1] == f"run: {run}"
     assert f"  environment/bin/loft evaluate run={run}\n" in printed

@@ -1,5 +1,10 @@
 """The commands in messages work for this installation, as it was started."""
 
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -7,13 +12,18 @@ import pytest
 
 from app.process import installation
 from app.process.installation import (
+    CHILD,
+    ROOT,
     SCRIPT_VARIABLE,
+    child_command,
     install_extra,
     pip_install,
     python_command,
     record_script,
+    typed_words,
     verb_command,
 )
+from tests.in_process import run_command
 
 
 @pytest.fixture
@@ -76,3 +86,67 @@ def test_what_an_extra_installs_needs_no_checkout(
     assert install_extra("sweep") == "pip install 'optuna<6,>=5'"
     assert install_extra("wandb") == "pip install 'wandb>=0.21'"
     assert pip_install() == "pip install"
+
+
+@pytest.fixture
+def own_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with modules of the user's own that are named as this program's."""
+    (tmp_path / "data_modules").mkdir()
+    for name in ("app.py", "data_modules/__init__.py"):
+        (tmp_path / name).write_text("raise SystemExit('code of the user')")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def output_of(command: list[str], **variables: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_a_child_runs_this_program_whatever_the_working_folder_holds(
+    safe: str, own_app: Path
+) -> None:
+    said = output_of([*child_command("app.train"), "--version"], PYTHONSAFEPATH=safe)
+    assert said.startswith("loft ")
+
+
+def test_a_child_of_a_checkout_that_is_not_installed_finds_it_first(own_app: Path) -> None:
+    printed = output_of([sys.executable, "-S", CHILD, "-u", "-m", "site"])
+    path = ast.literal_eval(printed.partition("sys.path = ")[2].partition("]")[0] + "]")
+    assert path[0] == str(ROOT) and str(own_app) not in path
+
+
+def test_every_process_that_is_started_with_a_module_of_this_program_is_a_child() -> None:
+    others = {"app/process/installation.py", "app/child.py", "app/config/dispatch.py"}
+    for file in [*ROOT.glob("app/**/*.py"), *ROOT.glob("data_modules/**/*.py")]:
+        if file.relative_to(ROOT).as_posix() not in others:
+            assert not {"-m"} & {
+                node.value
+                for node in ast.walk(ast.parse(file.read_text()))
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            }, file
+
+
+def test_names_that_the_working_folder_shadows_are_said_and_what_is_typed_avoids_them(
+    own_app: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SCRIPT_VARIABLE, raising=False)
+    said = run_command("model.path=/nope").stderr
+    assert said.startswith(
+        "app.py and data_modules/__init__.py in this folder: not of this program, but what"
+    )
+    assert verb_command("train").endswith(f" {CHILD} -m app.train")
+    monkeypatch.setattr(sys, "orig_argv", ["python", CHILD, "-m", "app.train", "seed=1"])
+    assert typed_words() == ["-m", "app.train", "seed=1"]
+    monkeypatch.chdir(ROOT)
+    assert verb_command("train").endswith(" -m app.train") and CHILD not in verb_command("train")
+
+
+def test_a_package_that_the_working_folder_shadows_in_part_is_named(own_app: Path) -> None:
+    (own_app / "app.py").unlink()
+    ran = subprocess.run(
+        [sys.executable, "-m", "app.train", "--version"], capture_output=True, text=True
+    )
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr
+    assert f"finds the package data_modules {own_app}" in ran.stderr

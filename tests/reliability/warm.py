@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from app.process.installation import CHILD
 from app.process.launch import PARENT_VARIABLE, live_with_parent
 from tests.reliability.python import attend, take_descriptors, write_python
 
@@ -225,9 +226,9 @@ class WaitingRank:
         self, command: Sequence[str], *, env: Mapping[str, str], stderr: int, pass_fds: list[int]
     ) -> WaitingRank:
         """Start the rank, as `subprocess.Popen` would."""
-        assert command[1] == "-m" and stderr == subprocess.PIPE
+        assert command[1:3] == [CHILD, "-m"] and stderr == subprocess.PIPE
         reader, writer = os.pipe()
-        message = {"module": command[2], "words": list(command[3:])}
+        message = {"module": command[3], "words": list(command[4:])}
         message |= {"environment": dict(env), "descriptors": pass_fds}
         with socket.socket(fileno=self._sender) as starter:
             socket.send_fds(starter, [json.dumps(message).encode()], [writer, *pass_fds])

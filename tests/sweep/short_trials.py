@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from app.process.installation import child_command
+
 TRIAL = """
 import json, math, pathlib, sys
 values = dict(word.split("=", 1) for word in sys.argv[1:])
@@ -43,13 +45,13 @@ def short_trials(
     real = subprocess.Popen
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        assert command[:3] == [sys.executable, "-m", "app.train"]
-        commands.append(command[3:])
+        assert command[:4] == child_command("app.train")
+        commands.append(command[4:])
         code = script
         if len(commands) - 1 == interrupt_at:
             code = "import time; time.sleep(60)"
             os.kill(os.getpid(), signal.SIGINT)
-        return real([sys.executable, "-S", "-c", code, *command[3:]], **options)
+        return real([sys.executable, "-S", "-c", code, *command[4:]], **options)
 
     with mock.patch("app.sweep.trials.subprocess.Popen", start):
         yield commands
