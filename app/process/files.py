@@ -20,13 +20,13 @@ KINDS = (
 """kinds of entries that a run never creates"""
 
 
-def write_atomically(file: Path, text: str) -> None:
+def write_atomically(file: Path, content: str | bytes) -> None:
     """Write a file atomically: a reader sees either the old content or the new one."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     unfinished.unlink(missing_ok=True)
     try:
-        with unfinished.open("x", encoding="utf-8") as stream:
-            stream.write(text)
+        with unfinished.open("xb") as stream:
+            stream.write(content if isinstance(content, bytes) else content.encode())
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(unfinished, file)

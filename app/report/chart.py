@@ -5,10 +5,10 @@ Decides scales, ticks and which points are drawn; knows nothing about runs.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -191,8 +191,8 @@ def draw_svg(chart: Chart) -> Markup:
     return Markup("").join(parts)
 
 
-def write_png(charts: Sequence[Chart], file: Path) -> None:
-    """Draw charts into a PNG, two in a row, at twice their size.
+def draw_png(charts: Sequence[Chart]) -> bytes:
+    """Draw charts as a PNG, two in a row, at twice their size.
 
     Pillow is imported here; TensorBoard depends on it.
     """
@@ -236,7 +236,9 @@ def write_png(charts: Sequence[Chart], file: Path) -> None:
             top = HEIGHT + index // 2 * legend_height
             draw.line([at(left, top + 6), at(left + 14, top + 6)], color, width + 2)
             draw.text(at(left + 19, top), series.name, "#1c2024", font=font)
-    image.save(file)
+    content = io.BytesIO()
+    image.save(content, "png")
+    return content.getvalue()
 
 
 def _value(point: tuple[float, float]) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,7 @@ def write_card(
     makes its own files private.
     """
     if (run / CURVES_FILE).is_file():
-        shutil.copyfile(run / CURVES_FILE, saved / CURVES_FILE)
+        write_atomically(saved / CURVES_FILE, (run / CURVES_FILE).read_bytes())
     files = read_run_files(run)
     write_atomically(saved / CARD_FILE, render_run_card(saved, files, settings, repo=repo))
     mode = (saved / CARD_FILE).stat().st_mode & 0o777

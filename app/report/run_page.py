@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.process.files import write_atomically
 from app.process.launch import is_first_rank
-from app.report.chart import COLORS, Chart, Series, draw_svg, frame_of, write_png
+from app.report.chart import COLORS, Chart, Series, draw_png, draw_svg, frame_of
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
 from app.report.template import render_template
 from app.training.logger import finish_loggers
@@ -117,7 +117,7 @@ def write_page(folder: Path, settings: Sequence[Setting] = (), *, error: str = "
         run = replace(run, error=error or run.error)
         write_atomically(folder / PAGE_FILE, render_run(run, settings))
         if charts := learned_charts({"": run})[:MAX_PNG_CHARTS]:
-            write_png(charts, folder / CURVES_FILE)
+            write_atomically(folder / CURVES_FILE, draw_png(charts))
     except Exception as problem:  # noqa: BLE001  whatever it is, the run itself is complete
         log.warning("%s was not written: %s", PAGE_FILE, printable(redact(str(problem))))
         return None

@@ -277,6 +277,8 @@ def decide_run_dir(config: OutputConfig) -> Path:
     if is_child() and (decided := run_dir()) is not None:
         return decided
     folder = make_run_dir(config)
+    if is_first_rank():
+        separate_files(folder)
     pass_to_ranks(folder)
     return folder
 
@@ -381,7 +383,7 @@ def separate_files(folder: Path) -> None:
     Checkpoints are exempt: they are replaced as a whole and never written in place.
     """
     for file in sorted(folder.rglob("*")):
-        if file.relative_to(folder).parts[0] in ("checkpoints", LOCK_FILE):
+        if {"checkpoints", LOCK_FILE} & set(file.relative_to(folder).parts):
             continue
         entry = file.lstat()
         if stat.S_ISREG(entry.st_mode) and entry.st_nlink > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,10 +55,11 @@ def save_results(trials: Sequence[Trial], folder: Path) -> None:
         [dataclasses.asdict(trial) for trial in _sort_best_first(trials)]
     )
     write_atomically(folder / RESULTS_FILE, json.dumps(rows, indent=2) + "\n")
-    with (folder / TABLE_FILE).open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Trial)])
-        writer.writeheader()
-        writer.writerows(row | {"overrides": " ".join(row["overrides"])} for row in rows)
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, [field.name for field in dataclasses.fields(Trial)])
+    writer.writeheader()
+    writer.writerows(row | {"overrides": " ".join(row["overrides"])} for row in rows)
+    write_atomically(folder / TABLE_FILE, table.getvalue())
 
 
 def load_results(folder: Path) -> list[Trial]:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import os
-import shlex
 import signal
 import sys
 import time
@@ -17,13 +16,14 @@ from typing import Any
 
 from app.config import TrainConfig, check_before_start, compose, load_config
 from app.config.overrides import quote_value
-from app.config.received import Granting, not_taken, settle
+from app.config.received import Granting, is_typed, not_taken, settle
 from app.config.schema import as_typed
 from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
 from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from app.process.installation import verb_command
-from app.run.folder import OUTPUTS, UNSET, hold_run, into_folder
+from app.process.launch import quote_words
+from app.run.folder import OUTPUTS, UNSET, hold_run, into_folder, separate_files
 from app.sweep.parameters import Parameter, format_overrides, varied
 from app.sweep.results import (
     PAGE_FILE,
@@ -58,7 +58,7 @@ def run_sweep(overrides: list[str]) -> int:
     """
     words = load_words(overrides)
     parameters, folder = words.parameters, words.folder
-    config, shared = _check(words)
+    config, shared, granting = _check(words)
     slots = _gpu_slots(config)
     if config.launcher.name == "slurm":
         check_slurm()
@@ -66,6 +66,7 @@ def run_sweep(overrides: list[str]) -> int:
         folder = _make_folder(config.output.name or "train", config.output.dir)
         save_words(folder, overrides)
     hold_run(folder)
+    separate_files(folder)
     finished = load_results(folder)
     search = _build_search(parameters, config, folder, [trial.number for trial in finished])
     print(f"{search.num_trials} trials in {printable(str(folder))}:", end=" ")
@@ -76,7 +77,8 @@ def run_sweep(overrides: list[str]) -> int:
         launcher = SlurmLauncher(
             config.launcher, config.trainer.devices, folder, config.sweep.parallel
         )
-    runner = _TrialRunner(search, shared, folder, launcher, finished)
+    resume = quote_words(f"resume={folder}", *_typed_again(granting, parameters))
+    runner = _TrialRunner(search, shared, folder, launcher, finished, resume=resume)
     code = runner.run()
     print_results(runner.finished, parameters, shared)
     write_page(runner.finished, folder, [parameter.key for parameter in varied(parameters)])
@@ -86,10 +88,11 @@ def run_sweep(overrides: list[str]) -> int:
     return code or failed
 
 
-def _check(words: Words) -> tuple[TrainConfig, dict[str, str]]:
+def _check(words: Words) -> tuple[TrainConfig, dict[str, str], list[Granting]]:
     """Check the trials before the first one starts: each, or each value if there are many.
 
-    Returns the settings of the first trial, and the values that all trials share.
+    Returns the settings of the first trial, the values that all trials share, and the settings that
+    a resumed sweep never takes from its folder.
     """
     parameters = words.parameters
     first = {parameter.key: parameter.values[0] for parameter in parameters}
@@ -103,13 +106,17 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str]]:
     search = first.get("sweep.search", "grid") if config is None else config.sweep.search
     if problem := _too_many_trials(search, parameters):
         raise UserError([*problems, problem])
-    granting = [] if config is None else _granting(config, words)
+    trials = [] if config is None else [config]
     for values in _further_trials(first, parameters):
         other, found = _check_trial(values)
         problems += found
-        granting += [] if other is None else _granting(other, words)
-    resets, found = settle(dict.fromkeys(granting), (words.folder or Path()) / SWEEP_FILE)
-    problems += found
+        trials += [] if other is None else [other]
+    granting = [each for one in trials for each in not_taken(one, frozenset(), skip=NOT_PASSED_ON)]
+    resets: list[Granting] = []
+    if words.folder is not None:
+        untyped = [each for each in granting if not is_typed(each.key, words.typed)]
+        resets, found = settle(dict.fromkeys(untyped), words.folder / SWEEP_FILE)
+        problems += found
     if config is not None:
         problems += check_search(search, parameters)
         if config.launcher.name == "slurm":
@@ -121,7 +128,15 @@ def _check(words: Words) -> tuple[TrainConfig, dict[str, str]]:
         for parameter in parameters
         if not parameter.varies and not parameter.key.startswith(SWEEP_KEYS)
     }
-    return config, shared | {each.key: quote_value(as_typed(each.default)) for each in resets}
+    shared |= {each.key: quote_value(as_typed(each.default)) for each in resets}
+    return config, shared, granting
+
+
+def _typed_again(granting: Sequence[Granting], parameters: Sequence[Parameter]) -> list[str]:
+    """Return what must be typed when the sweep is resumed, as overrides."""
+    values = {each.key: ",".join(redacted(each.values)) for each in parameters}
+    found = {each.key: each.value for each in granting}
+    return [f"{key}={values.get(key, value)}" for key, value in found.items()]
 
 
 def _check_trial(values: Mapping[str, str]) -> tuple[TrainConfig | None, list[str]]:
@@ -152,13 +167,6 @@ def _further_trials(
     else:
         for parameter in varying:
             yield from ({**first, parameter.key: value} for value in parameter.values[1:])
-
-
-def _granting(config: TrainConfig, words: Words) -> list[Granting]:
-    """List what the settings of a trial grant that the folder of a resumed sweep names."""
-    if words.folder is None:
-        return []
-    return not_taken(config, words.typed, skip=NOT_PASSED_ON)
 
 
 def _too_many_trials(search: str, parameters: Sequence[Parameter]) -> str | None:
@@ -294,10 +302,13 @@ class _TrialRunner:
         folder: Path,
         launcher: Launcher,
         finished: Sequence[Trial],
+        *,
+        resume: str,
     ) -> None:
+        """`resume`: the words that resume the sweep, quoted for a shell."""
         self.finished = list(finished)
         self._search, self._shared, self._folder = search, dict(shared), folder
-        self._launcher = launcher
+        self._launcher, self._resume = launcher, resume
         self._running: dict[int, RunningTrial] = {}
         self._signal: signal.Signals | None = None
 
@@ -330,8 +341,8 @@ class _TrialRunner:
         if self._running:
             ids = " ".join(str(trial.job.id) for trial in self._running.values())
             print(f"  scancel {ids}   # ends the jobs, which otherwise continue", file=sys.stderr)
-        resume = shlex.quote(f"resume={self._folder}")
-        print(f"  {verb_command('train')} -m {resume}   # resumes the sweep", file=sys.stderr)
+        resume = f"{verb_command('train')} -m {self._resume}"
+        print(f"  {resume}   # resumes the sweep", file=sys.stderr)
 
     def _record_signal(self, signum: int, _: FrameType | None) -> None:
         self._signal = signal.Signals(signum)

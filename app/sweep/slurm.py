@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.process.errors import ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED
-from app.process.files import write_atomically
+from app.process.errors import ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED, UserError
+from app.process.files import open_no_follow, write_atomically
 from app.process.installation import CHILD, install_extra
 from app.sweep.parameters import Parameter
 from app.sweep.trials import start_process
@@ -38,7 +38,8 @@ NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 SUBMITTED = re.compile(r"(\d+)_submitted\.pkl")
 SLURM_NAME = re.compile(r"[\w.,:@+-]+")
 """names that sbatch reads as one word: a line break would begin a line of the job's script"""
-COMMANDS = ("sbatch", "srun", "sacct", "scancel")
+USER_ID = re.compile(r"UserId=\S*\((\d+)\)")
+COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
 STEP_VARIABLES = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID")
 """environment variables that mark a process as a rank started by srun; a trial starts its own"""
 
@@ -59,7 +60,7 @@ class TrialJob:
         started = time.time()
         for name in STEP_VARIABLES:
             os.environ.pop(name, None)
-        with self._log.open("ab") as output:
+        with open_no_follow(self._log, "ab") as output:
             self._process = start_process(self._command, self._folder, output.fileno())
         # submitit ignores SIGTERM, but scancel sends it, and it is how the sweep prunes a trial.
         signal.signal(signal.SIGTERM, lambda *_: self._process.send_signal(signal.SIGTERM))
@@ -105,7 +106,9 @@ class SlurmJob:
         return self._code
 
     def send_signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the processes of the job's steps."""
+        """Send a signal to the processes of the job's steps, if it has not ended."""
+        if self.poll() is not None:
+            return
         command = ["scancel", f"--signal={signum.name.removeprefix('SIG')}", self.id]
         subprocess.run(command, check=False, capture_output=True)
 
@@ -140,6 +143,25 @@ def check_jobs(config: LauncherConfig, parameters: Sequence[Parameter]) -> list[
         for parameter in parameters
         if redacted(parameter.values) != list(parameter.values)
     ]
+
+
+def check_job_folder(job: str, folder: Path) -> None:
+    """Raise UserError unless SLURM says that a job of this user writes its output into `folder`.
+
+    The folder may be somebody else's, and the number in it that of any job of this user, which the
+    sweep would wait for and could cancel.
+    """
+    shown = subprocess.run(
+        ["scontrol", "show", "job", job], check=False, capture_output=True, text=True
+    ).stdout
+    values = dict(line.strip().split("=", 1) for line in shown.splitlines() if "=" in line)
+    user = USER_ID.search(shown)
+    is_own = user is not None and int(user[1]) == os.getuid()
+    if not is_own or Path(values.get("StdOut", "")).parent != folder:
+        raise UserError(
+            f"{folder}: SLURM does not list job {job} as a job of yours that writes into this "
+            f"folder (scontrol show job {job}); remove {folder} to submit the trial again"
+        )
 
 
 class SlurmLauncher:
@@ -177,6 +199,8 @@ class SlurmLauncher:
         else:
             existing = self._find_job(job_folder)
         if existing is not None and (end.exists() or not existing.done(True)):
+            if not end.exists():
+                check_job_folder(str(existing.job_id), job_folder)
             return SlurmJob(existing, end)
         config = self._config
         # submitit loads the job, and this module with it, by `python -u -m`.

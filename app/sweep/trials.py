@@ -17,6 +17,7 @@ from typing import Protocol
 
 from app.config.overrides import quote_value
 from app.process.errors import DONE, TERMINATED
+from app.process.files import open_no_follow
 from app.process.installation import child_command
 from app.process.launch import PARENT_VARIABLE, RANK_VARIABLES
 from app.run.folder import CONFIG_FILE, METRICS_FILE
@@ -108,7 +109,7 @@ class LocalJob:
     def __init__(self, command: Sequence[str], folder: Path, log: Path, gpus: str | None) -> None:
         self._started = time.monotonic()
         environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-        with log.open("ab") as output:
+        with open_no_follow(log, "ab") as output:
             self._process = start_process(command, folder, output.fileno(), **environment)
         self.id = str(self._process.pid)
 

@@ -38,6 +38,13 @@ scancel)
   kill -s "$name" -- "-$(cat "$LOFT_JOBS/$2/step")"  # signals the processes of the step, as SLURM does
   ;;
 scontrol)
-  touch "$LOFT_JOBS/$2/requeued"
+  if [[ $1 == show ]]; then
+    test -d "$LOFT_JOBS/$3" || exit 1
+    echo "JobId=$3 JobName=loft"
+    echo "   UserId=me($(id -u)) GroupId=us(7) MCS_label=N/A"
+    echo "   StdOut=$(sed -n 's/^#SBATCH --output=//p' "$LOFT_JOBS/$3/script")"
+  else
+    touch "$LOFT_JOBS/$2/requeued"
+  fi
   ;;
 esac

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.process.errors import ROOT
+from app.process.errors import ROOT, UserError
 from app.sweep import run_sweep, slurm, trials
 from tests.in_process import CommandResult, make_data, make_model, run_command
 from tests.sweep.short_trials import TRIAL
@@ -116,6 +116,36 @@ def test_a_resumed_sweep_finds_its_running_jobs(
     batch_script = (tmp_path / "jobs/1/script").read_text()
     for flag in ("partition=gpu", "time=90", "mem=64GB", "gpus-per-node=2", "job-name=loft-s-0"):
         assert f"#SBATCH --{flag}\n" in batch_script
+
+
+def test_jobs_that_a_folder_names_are_not_cancelled_nor_waited_for(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A received folder names job 1, which is another one of this user, and job 9 of nobody."""
+    (tmp_path / "jobs/1").mkdir()
+    (tmp_path / "jobs/1/script").write_text(f"#SBATCH --output={tmp_path}/mine/%j_%t_log.out\n")
+    (tmp_path / "jobs/1/state").write_text("RUNNING")
+    (tmp_path / "jobs/1/step").write_text("1")
+    (tmp_path / "bin/scancel").write_text(f"#!/bin/bash\ntouch {tmp_path}/cancelled\n")
+    (tmp_path / "s").mkdir()
+    words = [*overrides, "adapter.r=2,4"]
+    (tmp_path / "s/sweep.yaml").write_text(f"words: {words}\n")
+    for number in (1, 9):
+        named = tmp_path / f"s/slurm/0/{number}_submitted.pkl"
+        named.parent.mkdir(parents=True, exist_ok=True)
+        named.write_bytes(b"never read")
+        result = sweep("resume=s")
+        assert result.code == 2, result.stderr
+        assert f"does not list job {number} as a job of yours that writes" in result.stderr
+        named.unlink()
+    submitted = subprocess.run(["id", "-u"], capture_output=True, text=True, check=True).stdout
+    script = tmp_path / "bin/scontrol"
+    script.write_text(script.read_text().replace("$(id -u)", str(int(submitted) + 1)))
+    with pytest.raises(UserError, match="job 1 as a job of yours"):
+        slurm.check_job_folder("1", tmp_path / "mine")
+    script.write_text(script.read_text().replace(f"me({int(submitted) + 1})", "me($(id -u))"))
+    slurm.check_job_folder("1", tmp_path / "mine")
+    assert not (tmp_path / "cancelled").exists()
 
 
 @pytest.mark.slow

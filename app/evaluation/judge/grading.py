@@ -29,6 +29,7 @@ from app.evaluation.judge.questions import Question
 from app.evaluation.judge.settings import JudgeConfig
 from app.evaluation.significance import VARIANTS, RowScores
 from app.process.errors import UserError
+from app.process.files import open_no_follow
 from data_modules import printable
 
 VERDICTS_FILE = "verdicts.jsonl"
@@ -202,7 +203,7 @@ def judge_answers(
     pending: set[Future[Verdict]] = set()
     unsent = iter(requests)
     pool = ThreadPoolExecutor(config.num_parallel)
-    with (folder / VERDICTS_FILE).open("w", encoding="utf-8") as file:
+    with open_no_follow(folder / VERDICTS_FILE, "w", encoding="utf-8") as file:
         try:
             while True:
                 while judged.failure is None and len(pending) < config.num_parallel:
