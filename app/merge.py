@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.config import MergeConfig, load_run_config, run_verb, save_config
+from app.config import MergeConfig, load_run_config, run_verb, save_config, words_to_type
 from app.model.adapter import is_adapter, saves_whole_model
 from app.model.gguf import convert, find_converter
 from app.model.hub import is_offline
@@ -19,6 +19,7 @@ from app.process.environment import configure_libraries, protect_streams, return
 from app.process.errors import UserError
 from app.process.files import write_atomically
 from app.process.installation import verb_command
+from app.process.launch import quote_words
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import CARD_FILE, read_json, render_merged_card
@@ -92,10 +93,12 @@ def find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
         raise UserError("nothing to merge: type run=FOLDER, or adapter_path=FOLDER with model.path")
     first = Path(config.tuned_path)
     if config.checkpoint != FINAL:
-        if saves_whole_model(load_run_config(Path(str(config.run))).adapter):
+        of_run = load_run_config(Path(str(config.run)))
+        if saves_whole_model(of_run.adapter):
+            resume = quote_words(f"resume={config.run}", *words_to_type(of_run))
             raise UserError(
                 f"run={config.run} trains the base weights, so there is no adapter to merge: "
-                f"finish it with {verb_command('train')} resume={config.run}"
+                f"finish it with {verb_command('train')} {resume}"
             )
     elif config.is_of_run and not is_adapter(first):
         if (first / "config.json").is_file():

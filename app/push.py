@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.config import changed_settings, load_config, load_run_config
+from app.config import changed_settings, load_config, load_run_config, words_to_type
 from app.config.plain import run_plain_verb
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams
@@ -60,7 +60,12 @@ class PushConfig:
 def push(config: PushConfig) -> str:
     """Upload the run's adapter or model; print and return the URL of the commit."""
     is_final = config.checkpoint == FINAL
-    run = find_run(config.run, verb="push", takes_unfinished=not is_final)
+    run = find_run(
+        config.run,
+        verb="push",
+        takes_unfinished=not is_final,
+        typed_again=lambda run: words_to_type(load_run_config(run)),
+    )
     if problems := check_selected(config.checkpoint, str(run), None):
         raise UserError(problems)
     if is_final and not saved_folder(run).is_dir():

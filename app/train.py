@@ -20,11 +20,11 @@ import signal
 import sys
 
 from app.assembly.finish import finish, print_done
-from app.config import TrainConfig, changed_settings, load_run_config, run_verb
+from app.config import TrainConfig, changed_settings, load_run_config, run_verb, words_to_type
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams, retain_freed_memory
 from app.process.errors import Interrupted
-from app.process.launch import live_with_parent
+from app.process.launch import live_with_parent, set_typed_again
 from app.process.logs import print_loading
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
 from app.report.run_page import page_on_failure
@@ -78,6 +78,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
 def start(config: TrainConfig, existing: ExistingRun | None = None) -> None:
     """Train in this process, or start the ranks of this machine and supervise them."""
     install_signal_handlers()
+    set_typed_again(words_to_type(config))
     try:
         if not starts_ranks(config):
             train(config, existing)

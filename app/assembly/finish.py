@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.config import changed_settings
+from app.config import changed_settings, words_to_type
 from app.process.files import write_atomically
 from app.process.installation import python_command, verb_command
-from app.process.launch import is_first_rank
+from app.process.launch import is_first_rank, quote_words
 from app.process.logs import LOG_FILE
 from app.report.model_card import write_card
 from app.report.run_page import end_loggers, write_page
@@ -153,12 +153,17 @@ def print_next(run: Run, saved: Path) -> None:
     """Print the files of a run, and commands to continue with."""
     from app.model.adapter import saves_whole_model
 
-    shown, folder = printable(str(run.folder)), shlex.quote(printable(str(run.folder)))
+    shown = printable(str(run.folder))
     print(f"\n{shown}/:")
     print(f"  {saved.name}/, report.html, metrics.csv, metrics.json, {LOG_FILE}")
     print("  config.yaml, manifest.json")
+
     # The commands must work as printed, also after `make train` without an active environment.
-    commands = [f"{verb_command(verb)} run={folder}" for verb in ("evaluate", "chat")]
+    def command(verb: str) -> str:
+        words = quote_words(f"run={run.folder}", *words_to_type(run.config, verb))
+        return f"{verb_command(verb)} {words}"
+
+    commands = [command("evaluate"), command("chat")]
     if "tensorboard" in (run.config.logger.name, *run.config.logger.also):
         # All runs of outputs/NAME/TIME; for another output.dir, the folder that contains it.
         parent = run.folder.parent
@@ -166,10 +171,10 @@ def print_next(run: Run, saved: Path) -> None:
         shown_logs = shlex.quote(printable(str(logs)))
         commands.append(f"{python_command()} -m tensorboard.main --logdir {shown_logs}")
     elif not saves_whole_model(run.config.adapter):
-        commands.append(f"{verb_command('merge')} run={folder}")
+        commands.append(command("merge"))
     print("next:")
-    for command in commands:
-        print(f"  {command}")
+    for line in commands:
+        print(f"  {line}")
     print(f"run: {shown}")
 
 
@@ -183,7 +188,8 @@ def print_done(run: Run) -> float | None:
         longer = "trainer.max_steps=N 'resume_allow=[epochs]'"
         if early:
             longer = "trainer.early_stopping_patience=N (larger, or null)"
-        print(f"to continue training: resume={shlex.quote(shown)} {longer}")
+        words = quote_words(f"resume={run.folder}", *words_to_type(run.config))
+        print(f"to continue training: {words} {longer}")
         print(f"run: {shown}")
     metrics = json.loads((run.folder / METRICS_FILE).read_text(encoding="utf-8"))
     return metrics.get("val/loss")

@@ -8,7 +8,7 @@ declares the settings of each verb, `help` prints them.
 
 from app.config.dispatch import check_before_start, run_verb
 from app.config.load import Config, compose, load_config, load_run_config, settings_of
-from app.config.run_config import changed_settings, save_config, write_experiment
+from app.config.run_config import changed_settings, save_config, words_to_type, write_experiment
 from app.config.verbs import (
     ChatConfig,
     EvaluateConfig,
@@ -42,5 +42,6 @@ __all__ = [
     "run_verb",
     "save_config",
     "settings_of",
+    "words_to_type",
     "write_experiment",
 ]

@@ -98,7 +98,7 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     try:
         choices = [override for override in overrides if override.key in known]
         experiment = _check_options(verb, choices, known, conf)
-        if experiment is None and (run := find_source_run(verb, typed)) is not None:
+        if experiment is None and (run := find_source_run(verb, typed, _read_run)):
             experiment = experiment_from_run(run, _read_run(run), verb, typed.keys())
         for_hydra += [] if experiment is None else [f"+experiment={EXPERIMENT}"]
         values, options = _compose_values(verb, for_hydra, experiment, conf)

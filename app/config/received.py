@@ -77,11 +77,12 @@ def not_taken(
     return [
         dataclasses.replace(each, names=names.get(each.key, "the code that it names"))
         for each in found
-        if not _is_typed(each.key, typed)
+        if not is_typed(each.key, typed)
     ]
 
 
-def _is_typed(key: str, typed: AbstractSet[str]) -> bool:
+def is_typed(key: str, typed: AbstractSet[str]) -> bool:
+    """Whether a setting or a group that contains it was typed."""
     names = key.split(".")
     return any(".".join(names[: end + 1]) in typed for end in range(len(names)))
 

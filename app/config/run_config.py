@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,10 +112,13 @@ def _nondefault(value: Any, default: Any) -> Any:
     return value
 
 
-def find_source_run(verb: str, typed: Mapping[str, Any]) -> Path | None:
+def find_source_run(
+    verb: str, typed: Mapping[str, Any], read_config: Callable[[Path], TrainConfig]
+) -> Path | None:
     """Return the run whose settings a command inherits: the one it resumes, evaluates or merges.
 
     None if a model was typed instead, or no run is resumed. Invalid values are reported later.
+    `read_config` reads the config.yaml in a run's folder.
     """
     if verb in VERBS_ON_A_RUN:
         has_model = typed.get("model") is not None or typed.get("model.path") is not None
@@ -123,12 +126,31 @@ def find_source_run(verb: str, typed: Mapping[str, Any]) -> Path | None:
             return None
         named = None if typed.get("run") is None else str(typed["run"])
         takes_unfinished = typed.get("checkpoint", FINAL) != FINAL
-        return find_run(named, verb=verb, takes_unfinished=takes_unfinished)
+        return find_run(
+            named,
+            verb=verb,
+            takes_unfinished=takes_unfinished,
+            typed_again=lambda run: words_to_type(read_config(run)),
+        )
     if verb != "train" or not isinstance(typed.get("resume"), str):
         return None
     names_model_or_data = any(key.partition(".")[0] in ("model", "data") for key in typed)
     name = typed.get("output.name", "train" if names_model_or_data else None)
     return find_run_to_resume(typed["resume"], typed.get("output.dir"), name)
+
+
+def _taken_by(verb: str, typed: AbstractSet[str]) -> list[str]:
+    """Return the parts and settings that a verb takes from a run, if these keys were typed."""
+    not_inherited = (PER_START if verb == "train" else {"run", "output"}) | typed
+    return [f.name for f in dataclasses.fields(VERBS[verb]) if f.name not in not_inherited]
+
+
+def words_to_type(config: TrainConfig, verb: str = "train") -> list[str]:
+    """Return what a verb never takes from the folder of a run with this config, as overrides."""
+    taken = _taken_by(verb, frozenset())
+    skip = {field.name for field in dataclasses.fields(config)}.difference(taken)
+    found = not_taken(config, frozenset(), skip=skip)
+    return list(dict.fromkeys(f"{each.key}={each.value}" for each in found))
 
 
 def experiment_from_run(
@@ -139,8 +161,7 @@ def experiment_from_run(
     UserError if a setting that is never inherited must be typed: one that grants something, or one
     whose secret was removed when the run was saved.
     """
-    not_inherited = (PER_START if verb == "train" else {"run", "output"}) | typed
-    taken = [f.name for f in dataclasses.fields(VERBS[verb]) if f.name not in not_inherited]
+    taken = _taken_by(verb, typed)
     skip = {field.name for field in dataclasses.fields(config)}.difference(taken)
     resets, problems = settle(not_taken(config, typed, skip=skip), run / CONFIG_FILE)
     for granting in resets:

@@ -10,11 +10,15 @@ import ctypes
 import functools
 import ipaddress
 import os
+import shlex
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from data_modules import printable
 
 RUN_DIR_VARIABLE = "LOFT_RUN_DIR"
 """variable with the run's folder, for the ranks started by this process"""
@@ -241,6 +245,25 @@ def set_run_dir(folder: Path) -> None:
     """Set the run's folder for this process and the ranks that it starts."""
     global _own_run_dir
     _own_run_dir = os.environ[RUN_DIR_VARIABLE] = str(folder)
+
+
+_typed_again: list[str] = []
+"""settings of this process's run that a resumed run never takes from its folder"""
+
+
+def set_typed_again(words: Iterable[str]) -> None:
+    """Set the words that commands which resume this process's run must repeat."""
+    _typed_again[:] = words
+
+
+def resume_words(folder: Path) -> str:
+    """Return the words that resume this process's run in `folder`, quoted for a shell."""
+    return quote_words(f"resume={folder}", *_typed_again)
+
+
+def quote_words(*words: str) -> str:
+    """Return overrides as a person types them in a shell, without control characters."""
+    return shlex.join(map(printable, words))
 
 
 def check_launch(num_ranks: int | None, ranks_per_node: int | None = None) -> list[str]:

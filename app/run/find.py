@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from app.process.errors import UserError, nearest
 from app.process.installation import verb_command
-from app.process.launch import is_child, run_dir
+from app.process.launch import is_child, quote_words, run_dir
 from app.process.untrusted import read_json_object
 from app.run.folder import (
     CONFIG_FILE,
@@ -163,10 +164,17 @@ def _started(run: Path) -> tuple[str, int] | tuple[()]:
     return (match[1], int(match[2] or 0)) if match else ()
 
 
-def find_run(run: str | None, *, verb: str = "", takes_unfinished: bool = False) -> Path:
+def find_run(
+    run: str | None,
+    *,
+    verb: str = "",
+    takes_unfinished: bool = False,
+    typed_again: Callable[[Path], Sequence[str]] = lambda run: (),
+) -> Path:
     """Return folder `run`, or the newest finished run under outputs/.
 
     A run is finished once it has written metrics.json. `verb`: the verb that uses the run.
+    `typed_again`: lists the words that must be typed when a run is resumed.
     """
     if run is not None:
         if not run.strip():
@@ -181,9 +189,10 @@ def find_run(run: str | None, *, verb: str = "", takes_unfinished: bool = False)
             if takes_unfinished:
                 return folder
             hint = "" if verb == "report" else ", or use that with checkpoint=newest"
+            resume = quote_words(f"resume={run}", *typed_again(folder))
             raise UserError(
                 f"run={run}: the run is not finished (no metrics.json); finish it from its newest "
-                f"checkpoint with {verb_command('train')} resume={run}{hint}{_known_runs()}"
+                f"checkpoint with {verb_command('train')} {resume}{hint}{_known_runs()}"
             )
         if not is_finished or not is_training(folder / CONFIG_FILE):
             raise UserError(

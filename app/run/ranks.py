@@ -16,7 +16,14 @@ from app.preflight import requested_devices
 from app.preflight.couplings.devices import Devices
 from app.process.errors import DONE
 from app.process.installation import child_command, module_words, verb_command
-from app.process.launch import Launch, is_first_rank, launched_rank, read_launch, run_dir
+from app.process.launch import (
+    Launch,
+    is_first_rank,
+    launched_rank,
+    read_launch,
+    resume_words,
+    run_dir,
+)
 from app.process.peers import Peers
 from app.process.reporting import save_reason, write_error_file
 from app.process.signals import wait_for_termination
@@ -27,7 +34,6 @@ from app.process.supervisor import (
     print_to_stderr,
 )
 from app.run import NEVER, Run, checkpoints_of, find_newest_good, typed_step
-from data_modules import printable
 
 if TYPE_CHECKING:
     from app.config import TrainConfig
@@ -163,8 +169,7 @@ def resume_command() -> str:
     if folder is None or not checkpoints_of(folder).checkpoints():
         return "no checkpoint has been saved yet"
     shown = folder.relative_to(cwd) if folder.is_relative_to(cwd) else folder
-    command = _train_command(read_launch())
-    return f"to resume: {command} resume={shlex.quote(printable(str(shown)))}"
+    return f"to resume: {_train_command(read_launch())} {resume_words(shown)}"
 
 
 def _train_command(launch: Launch) -> str:

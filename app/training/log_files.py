@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from app.process.files import open_no_follow, write_atomically
 from app.process.installation import typed_words
+from app.process.launch import resume_words
 from app.training.checkpoint.disk import DISK_FULL, SaveError, describe_shortage
 from data_modules import printable, redact
 
@@ -143,7 +144,7 @@ class CsvLogger(Logger):
         folder = self.path.parent
         return (
             f"{message}; {describe_shortage(folder, f'{num_bytes:,} bytes')}; free disk space, "
-            f"then type resume={folder}"
+            f"then type {resume_words(folder)}"
         )
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:

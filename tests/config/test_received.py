@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
+import shlex
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +13,17 @@ from typing import Any
 
 import pytest
 
-from app.config import load_config
+from app.config import load_config, load_run_config, words_to_type
 from app.config.received import not_taken
 from app.config.schema import Setting, default_of, list_settings
 from app.config.verbs import GRANTING, PARTS, VERBS, TrainConfig
+from app.process.errors import ROOT
+from app.process.launch import quote_words, resume_words
 from app.sweep import run_sweep
-from tests.in_process import make_data, make_model, run_command
+from app.sweep.slurm import TrialJob
+from app.sweep.trials import LocalJob
+from tests.in_process import make_adapter, make_data, make_model, run_command
+from tests.resumed import make_run
 from tests.sweep.short_trials import short_trials
 
 JUDGED = [setting for top in VERBS.values() for setting in list_settings(top, PARTS)]
@@ -182,6 +190,66 @@ def test_a_sweep_in_a_folder_with_links_is_refused(words: list[str], tmp_path: P
         assert victim.read_text() == "of somebody"
 
 
+@pytest.mark.parametrize("name", ["0.log", "sweep.csv", "sweep.html", "run.lock", "sweep.json"])
+def test_a_sweep_does_not_write_into_hard_links(
+    name: str, words: list[str], tmp_path: Path
+) -> None:
+    victim, folder = tmp_path / "victim.txt", tmp_path / "sweep"
+    victim.write_text("[]")
+    folder.mkdir()
+    (folder / "sweep.yaml").write_text(f"words: {[*words, 'adapter.r=2,4']}\n")
+    (folder / name).hardlink_to(victim)
+    says = "import sys; print('to the log'); sys.exit(4)"
+    with short_trials(says) as commands:
+        run_command("-m", f"resume={folder}", sweep=run_sweep)
+    assert len(commands) == 2 and "to the log" in (folder / "0.log").read_text()
+    assert victim.read_text() == "[]"
+    for launcher in (LocalJob, TrialJob):  # a link that came later
+        (folder / "1.log").unlink()
+        (folder / "1.log").symlink_to(victim)
+        with pytest.raises(OSError, match=r"1\.log"):
+            launcher(["true"], folder, folder / "1.log", None)()  # type: ignore[operator,arg-type]
+    assert victim.read_text() == "[]"
+
+
+WRITES = re.compile(r"[rbt]*[wax+][rwabtx+]*")
+IN_NEW_FOLDERS = {
+    "app/model/adapter/lora.py": "a folder that is renamed when it is complete",
+    "app/model/adapter/settings.py": "the same, and start_adapter/, whose old files are removed",
+    "app/model/multimodal.py": "the same",
+    "app/model/shards.py": "the same",
+    "app/planning/simulation/step.py": "a temporary folder",
+    "app/push.py": "a temporary folder",
+    "app/config/completion.py": "a file of the shell, of this user",
+    "app/process/reporting.py": "the error file that torchrun names",
+    "app/strategy/deepspeed_operators.py": "the cache of compiled operators",
+    "app/run/folder.py": "a copy whose earlier name is removed",
+    "data_modules/audit/figures.py": "a run: links were refused and hard links copied at its start",
+    "data_modules/datamodule.py": "the same",
+    "data_modules/tokens/cache.py": "the cache of tokens",
+    "data_modules/tokens/prepare.py": "the cache of tokens",
+}
+"""files that write in other ways than `open_no_follow` and `write_atomically` -> what into"""
+
+
+def test_every_file_is_written_without_following_links() -> None:
+    found: dict[str, list[str]] = {}
+    for file in (*ROOT.glob("app/**/*.py"), *ROOT.glob("data_modules/**/*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func).rpartition(".")[2]
+            modes = [ast.literal_eval(each) for each in node.args if isinstance(each, ast.Constant)]
+            writes = any(isinstance(mode, str) and WRITES.fullmatch(mode) for mode in modes)
+            if (name == "open" and writes and "x" not in modes and "xb" not in modes) or name in (
+                *("write_text", "write_bytes", "savefig", "copyfile", "copy2", "save_file"),
+                *("FileHandler", "touch"),
+            ):
+                found.setdefault(str(file.relative_to(ROOT)), []).append(ast.unparse(node)[:80])
+    assert {name: calls for name, calls in found.items() if name not in IN_NEW_FOLDERS} == {}
+    assert found.keys() == IN_NEW_FOLDERS.keys()
+
+
 def test_the_name_of_a_job_is_one_word(words: list[str], tmp_path: Path) -> None:
     """sbatch reads the lines of a script: a line break in a name would add a command to it."""
     for key in ("partition", "account"):
@@ -197,3 +265,53 @@ def test_a_granting_setting_knows_its_default() -> None:
     config = load_config("train", ["+experiment=quickstart"])
     assert isinstance(config, TrainConfig)
     assert not_taken(dataclasses.replace(config), set()) == []
+
+
+WHOLE = {
+    "evaluation.metric": ["evaluation.allow_code=true"],
+    "evaluation.harness_dir": ["evaluation.allow_code=true"],
+}
+
+
+@pytest.mark.parametrize("key", GRANTING)
+def test_the_commands_that_are_printed_work_as_typed(
+    key: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a folder never grants is in the command that resumes, evaluates or merges the run."""
+    monkeypatch.setattr("app.config.dispatch.check_files", lambda *_, **__: [])  # contacts hosts
+    run = make_run(tmp_path / "a run", *words, f"{key}={GRANTED[key]}", *WHOLE.get(key, ()))
+    config = load_run_config(run)
+    monkeypatch.setattr("app.process.launch._typed_again", words_to_type(config))
+    assert run_command(f"resume={run}").code == (0 if key == "data.cache_dir" else 2)
+    result = run_command(*shlex.split(resume_words(run)))
+    assert (result.code, result.stderr) == (0, "")
+    owner, name = key.split(".")
+    assert getattr(getattr(result.config, owner), name) == getattr(getattr(config, owner), name)
+    said = run_command(f"run={run}", verb="evaluate").stderr
+    printed = said.partition("app.train ")[2].partition(", or use that")[0]
+    assert run_command(*shlex.split(printed)).code == 0, said
+
+    (run / "metrics.json").write_text("{}")
+    make_adapter(run / "adapter")
+    for verb in ("evaluate", "chat", "merge", "serve"):
+        typed = shlex.split(quote_words(f"run={run}", *words_to_type(config, verb)))
+        assert len(typed) > 1 or key.split(".")[0] in ("data", "evaluation")
+        result = run_command(*typed, verb=verb)
+        assert (result.code, result.stderr) == (0, ""), (verb, typed)
+
+
+def test_an_interrupted_sweep_prints_words_that_resume_it(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = [*words, "adapter.r=2,4", "evaluation.allow_code=true", "data.cache_dir=elsewhere"]
+    typed.append("evaluation.metric=FILE.py:score")
+    with short_trials(interrupt_at=0):
+        result = run_command("-m", *typed, f"output.dir={tmp_path / 'a sweep'}", sweep=run_sweep)
+    assert result.code == 130
+    line = next(line for line in result.stderr.splitlines() if "resumes the sweep" in line)
+    printed = shlex.split(line, comments=True)
+    with short_trials() as commands:
+        resumed = run_command(*printed[printed.index("-m", 2) :], sweep=run_sweep)
+    assert resumed.code == 0, resumed.stderr
+    assert len(commands) == 2
+    assert all("data.cache_dir=elsewhere" in command for command in commands)
