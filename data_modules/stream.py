@@ -188,7 +188,7 @@ class TokenStream(IterableDataset[Batch]):
         """Raise DataError for rows that stop a run; log those that it continues without."""
         bad = BadRows(self._config)
         bad.add_all(part.rejected)
-        bad.raise_if_any()
+        bad.raise_if_any(part.counts.rows)
         if bad.num_kept:
             more = f" and {bad.num_kept - 1:,} more" if bad.num_kept > 1 else ""
             log.warning(f"data: left out: {bad.first_kept[0]}{more}")

@@ -406,9 +406,11 @@ class ChatTemplate:
             if run_test_chats(trace).is_whole:
                 return [], equivalent
         finder.equivalent = None
+        first, more = result.faults[:1], len(result.faults) - 1
+        also = f" (and {more} more faults in {len(TEST_CHATS)} test chats)" if more > 0 else ""
         return [
-            f"{label}: {fault}, so its loss mask is wrong; set data.chat_template=plain"
-            for fault in result.faults
+            f"{label}: {fault}{also}, so its loss mask is wrong; set data.chat_template=plain"
+            for fault in first
         ], None
 
     def _encode_chunk(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:

@@ -10,6 +10,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections import Counter, deque
@@ -53,6 +54,10 @@ MAX_FIRST = 5
 MAX_UNREAD = 200
 """number of names of what nothing reads that are counted one by one"""
 OTHER_NAMES = "other names"
+TEMPLATE = "the chat template"
+"""is in the reason why a template refuses a row"""
+OF_ONE_ROW = re.compile(r"`.*?`|\(turns: .*?\)|\d+", re.DOTALL)
+"""parts of such a reason that differ between rows"""
 
 
 @dataclass(slots=True)
@@ -430,8 +435,8 @@ class BadRows:
     """Collect the rows that cannot be used, and decide whether they stop the run.
 
     Rows that lack a column are reported once for all rows with the same columns, with the number of
-    good rows. Only the first problems are kept in memory; quarantined rows are written to `file`,
-    if given, a JSON line each.
+    good rows; rows that the chat template refuses, once a reason. Only the first problems are kept
+    in memory; quarantined rows are written to `file`, if given, a JSON line each.
     """
 
     def __init__(self, data: DataConfig, file: IO[str] | None = None) -> None:
@@ -441,6 +446,8 @@ class BadRows:
         self._lacking: dict[tuple[str, ...], str] = {}
         self._num_lacking: Counter[tuple[str, ...]] = Counter()
         self._num_good, self._first_good = 0, ""
+        self._refused: dict[str, list[Rejected]] = {}
+        self._num_refused: Counter[str] = Counter()
         self._file = file
         self.first_kept: list[str] = []
         """problems of the first quarantined rows"""
@@ -456,6 +463,8 @@ class BadRows:
             self.first_empty = [*self.first_empty, row.origin][:MAX_FIRST]
         elif self._quarantines:
             self._quarantine(row)
+        elif TEMPLATE in row.problem and self._add_refused(row):
+            pass
         elif row.columns is None or (
             row.columns not in self._lacking and len(self._lacking) >= MAX_PROBLEMS
         ):
@@ -463,6 +472,15 @@ class BadRows:
         else:
             self._lacking.setdefault(row.columns, row.problem)
             self._num_lacking[row.columns] += 1
+
+    def _add_refused(self, row: Rejected) -> bool:
+        """Count a row that the chat template refuses; False if there are too many reasons."""
+        reason = OF_ONE_ROW.sub("", row.problem.removeprefix(str(row.origin)))
+        if reason not in self._refused and len(self._refused) >= MAX_PROBLEMS:
+            return False
+        self._refused[reason] = [*self._refused.get(reason, [])[:1], row]
+        self._num_refused[reason] += 1
+        return True
 
     def _quarantine(self, row: Rejected) -> None:
         self.num_kept += 1
@@ -486,8 +504,21 @@ class BadRows:
         for problem in problems:
             self._problems.add(problem)
 
-    def raise_if_any(self) -> None:
-        """Raise DataError with all problems that stop the run."""
+    def raise_if_any(self, num_good: int = 0) -> None:
+        """Raise DataError with all problems that stop the run; `num_good`: rows that were encoded.
+
+        What the template refuses in every row is its own fault.
+        """
+        is_template = len(self._refused) == 1 and not (num_good or self._lacking or self._problems)
+        for reason, rows in self._refused.items():
+            problem, count = rows[0].problem, self._num_refused[reason]
+            if count > 1 and is_template:
+                problem = problem.replace("change the row", "fix the template")
+                problem = f"the chat template fits none of the {count:,} rows, first {problem}"
+            elif count > 1:
+                problem += f" ({count:,} rows for this reason, the last {rows[-1].origin})"
+            self._problems.add(problem)
+        self._refused.clear()
         for columns, first in self._lacking.items():
             more = self._num_lacking[columns] - 1
             notes = [f"{more:,} more rows have these columns"] if more else []

@@ -218,7 +218,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
             # The rest of the file cannot be read; reported together with its bad rows.
             bad.add_problems(error.problems)
     writer.close()
-    bad.raise_if_any()
+    bad.raise_if_any(counts.rows)
     counts.rejected = bad.num_kept
     counts.rows += bad.num_empty
     for origin in bad.first_empty:

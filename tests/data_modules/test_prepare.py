@@ -280,3 +280,44 @@ def test_tokens_of_a_damaged_cache_are_never_trained_on(
         assert how == "tokenized (the entry was damaged)", place
         assert found == as_made
     assert open_again()[0] == "found in the cache"
+
+
+CONTENT = "{% for m in messages %}{{ m.role + ': ' + TEXT + eos_token }}{% endfor %}"
+BAD = "{% if 'bad' in m.content %}{{ raise_exception('not polite') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('no system prompt') }}", "no system prompt; fix the template, or"),
+        (CONTENT.replace("TEXT", "m.text.strip()"), "no attribute 'text'; fix the template, or"),
+        (CONTENT.replace("TEXT", "m.content | upper"), "does not write the answer `one 0` unch"),
+        (CONTENT.replace("TEXT", "'-'"), "does not write the answer `one 0`; set"),
+        ("{% for _ in range(10**9) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_what_a_template_refuses_in_every_row_is_its_own_fault_said_once(
+    template: str, said: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    (tmp_path / "t.jinja").write_text(template)
+    rows = write(tmp_path / "d.jsonl", alpaca(*(f"one {number}" for number in range(40))))
+    with pytest.raises(DataError) as error:
+        prepare(rows, tokenizer, 64, template=str(tmp_path / "t.jinja"))
+    (problem,) = error.value.problems
+    assert problem.startswith(f"the chat template fits none of the 40 rows, first {rows.path}:1 ")
+    assert said in problem and "change the row" not in problem
+
+
+def test_equal_reasons_of_a_template_are_said_once_with_their_rows(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    template = CONTENT.replace("{{ m.role", BAD + "{{ m.role").replace("TEXT", "m.content")
+    (tmp_path / "t.jinja").write_text(template)
+    answers = ["good", *(f"bad {number}" for number in range(30))]
+    rows = write(tmp_path / "d.jsonl", alpaca(*answers))
+    with pytest.raises(DataError) as error:
+        prepare(rows, tokenizer, 64, template=str(tmp_path / "t.jinja"))
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{rows.path}:2 the chat template refuses this row")
+    end = "change the row, or set data.chat_template=plain (30 rows for this reason, the last "
+    assert problem.endswith(f"{end}{rows.path}:31)")
