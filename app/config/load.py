@@ -32,8 +32,10 @@ from app.config.run_config import experiment_from_run, find_source_run
 from app.config.validation import (
     Settings,
     Sources,
+    describe_shape,
     find_problems,
     is_converted_text,
+    is_section,
     print_note,
 )
 from app.config.verbs import (
@@ -166,6 +168,7 @@ def _check_options(
                 experiment = read_conf_file(file, package="", is_global=True)
                 if "hydra" in experiment.values:
                     raise UserError(f"{experiment.where('hydra')} unknown key hydra")
+                problems += _check_shapes(experiment, experiment.values, hints_of(VERBS[verb]))
                 chosen += [(experiment, *choice) for choice in experiment.choices]
         except UserError as error:
             place = "" if chosen_in is None else f"{chosen_in.where('defaults')}: "
@@ -173,6 +176,26 @@ def _check_options(
     if problems:
         raise UserError(problems)
     return experiment
+
+
+def _check_shapes(
+    file: ConfFile, values: Mapping[str, Any], hints: Mapping[str, Any], above: str = ""
+) -> list[str]:
+    """List what stands in an experiment in place of the settings of a group or section."""
+    problems = []
+    for name, value in values.items():
+        key, hint = f"{above}{name}", hints.get(name)
+        parts: list[type] = [] if above else list(PARTS.get(name, {}).values())
+        sections = parts or ([hint] if is_section(hint) else [])
+        if isinstance(value, dict):
+            inner = {each: kind for part in sections for each, kind in hints_of(part).items()}
+            problems += _check_shapes(file, value, inner, f"{key}.")
+        elif sections and not str(value).startswith("${"):
+            problems.append(f"{file.where(key)} {describe_shape(key, value, sections[0])}")
+        elif "." in name and name.partition(".")[0] in hints:
+            group, _, inner_key = name.partition(".")
+            problems.append(f"{file.where(key)} {key}: write `{group}: {{{inner_key}: ...}}`")
+    return problems
 
 
 def _compose_values(
@@ -200,6 +223,11 @@ def _compose_values(
             read_conf_file(file, package="")  # raises for an invalid file, with its line
         message = first_line(error)
         if experiment is not None:
+            entries = [each for each in experiment.defaults if isinstance(each, dict)]
+            for group, option in (pair for each in entries for pair in each.items()):
+                if not group.startswith("override /"):
+                    fix = f"`{group}: {option}`: write `override /{group.strip('/')}: {option}`"
+                    raise UserError(f"{experiment.where('defaults')} defaults: {fix}") from error
             name = experiment.path.stem
             message = f"{display_path(experiment.path)}: {message.replace(EXPERIMENT, name)}"
         raise UserError(message) from error

@@ -12,10 +12,10 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from app.config import schema
-from app.config.conf_files import ConfFile
+from app.config.conf_files import CONF, ConfFile, list_groups
 from app.config.overrides import Override, why_refused
 from app.config.verbs import only_in
 from app.process.errors import nearest
@@ -35,6 +35,9 @@ FOREIGN_KEYS = {
 }
 """keys of other tools without a setting of the same meaning -> what to do instead;
 {push} is the command of that verb"""
+
+MAX_LISTED = 12
+"""maximum number of options listed in a message"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,8 +81,10 @@ class Settings:
                 return refusal
             if takes_value(found):
                 return self._problem_of_choice(found, typed)
-            expected = schema.describe_type(hints_of(found.owner)[found.field])
-            return f"{key}={typed}: expected {expected}"
+            hint = hints_of(found.owner)[found.field]
+            if is_section(hint):
+                return describe_shape(found.key, found.value, self.parts.get(found.key, hint))
+            return f"{key}={typed}: expected {schema.describe_type(hint)}"
         if (refusal := why_refused(found.key, found.value)) is not None:
             return refusal
         group = found.key.partition(".")[0]
@@ -125,6 +130,26 @@ class Settings:
             return None  # bounds are checked together with combinations, in preflight/couplings
         guess = nearest(typed, [str(choice) for choice in facts.choices])
         return f"{leaf.key}={typed}: expected {expected(facts, hint)}{guess}"
+
+
+def is_section(hint: Any) -> TypeGuard[type]:
+    """Return whether a setting of this type holds settings of its own."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def describe_shape(key: str, value: Any, section: type) -> str:
+    """Return what is wrong with a value that stands in place of a section's settings."""
+    first = next((name for name in hints_of(section) if name != "name"), "name")
+    shown = "null" if value is None else schema.as_typed(value)[:80]
+    fix = f"write settings below it (such as `{key}: {{{first}: ...}}`), or remove it"
+    options = list_groups(CONF).get(key, [])
+    if len(options) < 2:
+        return f"{key}={shown}: {key} is a section of settings: {fix}"
+    words = [str(each) for each in (value if isinstance(value, list) else [value])]
+    names = ", ".join(options) if len(options) <= MAX_LISTED else f"--help {key} lists them"
+    wanted = next((word for word in words if word in options), f"NAME ({names})")
+    choose = f"choose an option under defaults, by `- override /{key}: {wanted}`"
+    return f"{key}={shown}: {choose}, or {fix}"
 
 
 def _is_reference(value: Any) -> bool:

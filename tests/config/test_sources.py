@@ -13,8 +13,11 @@ import yaml
 
 from app import config as door
 from app.config import conf_files, load
+from app.config.validation import is_section
+from app.config.verbs import PARTS, VERBS
 from app.model.adapter import FullConfig
 from app.process.errors import UserError
+from data_modules import hints_of
 from tests.in_process import make_data, make_model, run_command
 from tests.resumed import make_run
 
@@ -78,11 +81,16 @@ def test_an_experiment_that_is_not_there_is_named(tmp_path: Path) -> None:
 BAD_EXPERIMENTS = [
     ("defaults: [nope, _self_]", ": In 'experiment/mine': Could not load"),
     ("defaults: ['${oc.env:HOME}']", ":2: defaults=[${oc.env:HOME}]: expected a list"),
-    ("defaults: [{/model: tiny}]", ": Multiple values for model"),
+    ("defaults: [{/model: tiny}]", ":2 defaults: `/model: tiny`: write `override /model: tiny`"),
+    (
+        "defaults: [{adapter: lora}]",
+        ":2 defaults: `adapter: lora`: write `override /adapter: lora`",
+    ),
+    ("adapter.r: 4", ":2 adapter.r: write `adapter: {r: ...}`"),
     ("defaults: [override /model: tinny]", ":2: model=tinny: no such option"),
     ("defaults: [override /nothing: x]", ":2: nothing=x: train has no group nothing; it has"),
     ("hydra: {run: {dir: x}}", ":2 unknown key hydra"),
-    ("trainer: 3", ":2 trainer=3: expected {micro_batch_size"),
+    ("trainer: 3", ":2 trainer=3: trainer is a section of settings: write settings below it"),
     ("trainer: {precision: fp17}", ":2 trainer.precision=fp17: expected"),
     ("trainer:\n  max_steps: many", ":3 trainer.max_steps=many: expected a whole number"),
     ("trainer:\n  max_stepz: 3", ":3 unknown key trainer.max_stepz=3; did you mean trainer.max_"),
@@ -125,6 +133,40 @@ def test_what_is_wrong_with_an_experiment_is_named_with_its_place(
         door.load_config("train", ["experiment=mine"], conf)
     (found,) = caught.value.problems
     assert f"{'mine.yaml' if problem[0] == ':' else ''}{problem}" in found
+
+
+def sections_of(hints: dict[str, Any], above: str = "") -> list[str]:
+    found = []
+    for name, hint in hints.items():
+        parts = list(PARTS.get(name, {}).values()) or [hint] if is_section(hint) else []
+        found += [f"{above}{name}"] * bool(parts)
+        for part in parts:
+            found += sections_of(hints_of(part), f"{above}{name}.")
+    return list(dict.fromkeys(found))
+
+
+SECTIONS = {verb: sections_of(hints_of(schema)) for verb, schema in VERBS.items()}
+
+
+@pytest.mark.parametrize("verb", SECTIONS)
+def test_every_section_that_is_not_a_mapping_is_answered_with_its_line_and_what_to_write(
+    verb: str, tmp_path: Path
+) -> None:
+    file, options = tmp_path / "mine.yaml", conf_files.list_groups(conf_files.CONF)
+    for key in SECTIONS[verb]:
+        *above, name = key.split(".")
+        option = options.get(key, ["x"])[0]
+        for shape in (f"[{option}]", option, "3", "null", "[{a: 1}]"):
+            lines = [*(f"{'  ' * depth}{each}:" for depth, each in enumerate(above))]
+            lines.append(f"{'  ' * len(above)}{name}: {shape}")
+            file.write_text("\n".join(["# @package _global_", *lines, ""]))
+            with pytest.raises(UserError) as caught:
+                door.load_config(verb, [f"+experiment={file}"])
+            (problem,) = caught.value.problems
+            assert f"mine.yaml:{len(lines) + 1} {key}={shape}: " in problem
+            assert f"write settings below it (such as `{key}: {{" in problem
+            if len(options.get(key, [])) > 1 and option in shape:
+                assert f"by `- override /{key}: {option}`" in problem
 
 
 def test_an_experiment_without_its_package_line_is_refused(conf: Path) -> None:
