@@ -17,6 +17,7 @@ from typing import Any
 
 from app.config import changed_settings, load_config, load_run_config, words_to_type
 from app.config.plain import run_plain_verb
+from app.model.adapter.settings import CONFIG_FILE, ORIGIN_FILE, SETTINGS_KEY
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import UserError
@@ -28,7 +29,7 @@ from app.run.find import FINAL, check_selected, saved_folder
 from app.run.folder import open_empty
 from data_modules import printable, redact, setting
 
-NAMES_BASE = {"adapter_config.json": "base_model_name_or_path", "base.json": "path"}
+NAMES_BASE = {CONFIG_FILE: "base_model_name_or_path", ORIGIN_FILE: "path"}
 """files of an adapter that name its base, and the key under which they do"""
 
 WRITTEN = re.compile(
@@ -164,9 +165,13 @@ def replace_base_path(file: Path, key: str) -> None:
         return
     document = json.loads(file.read_text(encoding="utf-8"))
     path = document.get(key)
-    if isinstance(path, str) and Path(path).is_dir():
+    if isinstance(path, str) and (Path(path).is_absolute() or Path(path).is_dir()):
         file.unlink()  # a hard link: writing would change the run's file
-        named = document | {key: Path(path).resolve().name}
+        name = Path(path).resolve().name
+        named = document | {key: name}
+        if isinstance(settings := document.get(SETTINGS_KEY), str):  # of adapter_config.json
+            base = {NAMES_BASE[CONFIG_FILE]: name}
+            named[SETTINGS_KEY] = json.dumps(json.loads(settings) | base)
         file.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
 
 

@@ -74,7 +74,8 @@ def changed_settings(config: TrainConfig | TunedConfig) -> list[tuple[str, str, 
     """List (key, value, default) of the settings that differ from their defaults, without secrets.
 
     An option of a group is listed as `adapter=full`. Settings of a single start of a run (its
-    folder, supervision) are left out.
+    folder, supervision) are left out. Files are listed by their names: pages and cards are passed
+    on, and folders of this machine are nobody else's business.
     """
     changed: list[tuple[str, str, str]] = []
 
@@ -90,10 +91,24 @@ def changed_settings(config: TrainConfig | TunedConfig) -> list[tuple[str, str, 
                     changed.append((key, str(option), first))
                 compare(f"{key}.", value)
             elif value != default and not (field.name == "name" and prefix[:-1] in PARTS):
-                changed.append((key, redact(as_typed(value)), as_typed(default)))
+                changed.append((key, redact(as_typed(_file_names(value))), as_typed(default)))
 
     compare("", config)
     return changed
+
+
+def _file_names(value: Any) -> Any:
+    """Return a value with each absolute path in it replaced by the name of its file or folder."""
+    if isinstance(value, str):
+        return Path(value).name if value.startswith(("/", "~")) else value
+    if isinstance(value, dict):
+        return {name: _file_names(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return list(map(_file_names, value))
+    if not is_settings(value):
+        return value
+    parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dataclasses.replace(value, **_file_names(parts))
 
 
 def _nondefault(value: Any, default: Any) -> Any:

@@ -53,15 +53,6 @@ def write_card(
             file.chmod(mode)
 
 
-def _settings_rows(settings: Sequence[Setting], *, is_published: bool) -> list[str]:
-    """Return a table's row for each setting; without those that hold paths, if it is published."""
-    return [
-        f"| `{cell(key)}` | {cell(value)} |"
-        for key, value, _ in settings
-        if not (is_published and ("path:" in value or value.startswith("/")))
-    ]
-
-
 def render_run_card(
     saved: Path, run: RunFiles, settings: Sequence[Setting], *, repo: str | None = None
 ) -> str:
@@ -70,7 +61,7 @@ def render_run_card(
     model, adapter = run.config.get("model") or {}, run.config.get("adapter") or {}
     base, revision = str(model.get("path") or ""), model.get("revision")
     is_local = Path(base).is_absolute() or Path(base).is_dir()
-    loaded_base = Path(base).name if repo is not None and is_local else base
+    loaded_base = Path(base).name if is_local else base
     is_encoder_decoder = _is_encoder_decoder(saved)
     front = _front_matter("peft" if is_adapter else "transformers", is_encoder_decoder)
     if base and not is_local:
@@ -98,8 +89,9 @@ def render_run_card(
         "",
         "## Use",
         "",
+        *([] if repo else ["In the folder of the run, and with the path of a local base:", ""]),
         *_snippet(
-            repo or str(saved),
+            repo or saved.name,
             is_encoder_decoder=is_encoder_decoder,
             adapter_base=loaded_base if is_adapter else None,
             revision=revision,
@@ -114,7 +106,7 @@ def render_run_card(
         "",
         "| setting | value |",
         "|---|---|",
-        *_settings_rows(settings, is_published=repo is not None),
+        *(f"| `{cell(key)}` | {cell(value)} |" for key, value, _ in settings),
         "",
     ]
     if versions := run.manifest.get("versions"):

@@ -55,6 +55,8 @@ MACHINE_PREFIXES = ("speed/", "machine/")
 """prefixes of the metrics in the section on speed and hardware"""
 BY_PHASE = re.compile("(train|val)/(.+)")
 PHASES = {"train": "training", "val": "validation"}
+FOLDERS = re.compile(r"""(?<![\w./:~-])[~/](?:[^\s/'"\[\]{},;:()<>|]*/)*(?=[^\s/])""")
+"""folders in front of the name in an absolute path"""
 Setting = tuple[str, str, str]
 """a setting that differs from its default: key, value, default"""
 Cells = list[list[str]]
@@ -198,7 +200,8 @@ def run_facts(run: RunFiles) -> list[str]:
     elif run.metrics:
         lines = [f"finished after step {run.last_step:,}"]
     elif run.error:
-        lines = [f"stopped after step {run.last_step:,}{of_total}: {run.error.strip()}"]
+        why = without_folders(run.error.strip())
+        lines = [f"stopped after step {run.last_step:,}{of_total}: {why}"]
     else:
         lines = [f"not finished: step {run.last_step:,}{of_total}"]
     model, adapter = run.config.get("model") or {}, run.config.get("adapter") or {}
@@ -379,7 +382,13 @@ def data_notes(run: RunFiles) -> list[str]:
     """Return the problems and warnings of the audit, and what nothing reads in the data."""
     notes = [*_listed(run.audit, "problems"), *_listed(run.audit, "warnings")]
     unread = [printable(str(line)) for line in _listed(run.audit, "unread")]
-    return [*(printable(f"warning: {note}") for note in notes), *unread]
+    lines = [*(printable(f"warning: {note}") for note in notes), *unread]
+    return list(map(without_folders, lines))
+
+
+def without_folders(text: str) -> str:
+    """Return a text with absolute paths replaced by the names of their files and folders."""
+    return FOLDERS.sub("", text.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", ""))
 
 
 def shown_prediction(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -432,7 +441,7 @@ def environment_cells(run: RunFiles) -> Cells:
         changed = " with uncommitted changes" if git.get("changed") else ""
         cells.append(["commit", f"{git.get('commit')}{changed}"])
     if command := manifest.get("command"):
-        cells.append(["command", " ".join(map(str, command))])
+        cells.append(["command", " ".join(without_folders(str(word)) for word in command)])
     return [[printable(redact(cell)) for cell in row] for row in cells]
 
 

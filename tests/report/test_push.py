@@ -13,20 +13,26 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 from huggingface_hub import HfApi, ModelCard, constants
 
-from app.config import load_config, save_config
+from app.config import TrainConfig, changed_settings, load_config, save_config
 from app.config.plain import run_plain_verb
+from app.config.schema import list_settings
+from app.config.verbs import PARTS
+from app.model.adapter import write_origin
 from app.push import PushConfig, push
 from app.report import template
 from app.report.model_card import license_of, render_run_card, write_card
 from app.report.run_files import read_run_files
+from app.report.run_page import write_page
 from app.report.template import render_template
 from tests.local_server import Handler, local_server
 from tests.report.test_run_page import HOSTILE, write_run
 from tests.tiny import small_base, small_run
 
 REPO = "someone/lists-adapter"
+GIVES = ("code", "write", "host")
 
 
 @pytest.fixture
@@ -209,12 +215,66 @@ def test_a_pushed_run_gets_its_own_card(
     assert hub.files["adapter_model.safetensors"] == b"weights" * 1000
     card = hub.files["README.md"].decode()
     assert f"from_pretrained(base, '{REPO}')" in card and str(small_base()) not in card
-    assert (run / "adapter/README.md").read_text() == own_card and str(small_base()) in own_card
+    assert (run / "adapter/README.md").read_text() == own_card
+    assert "from_pretrained(base, 'adapter')" in own_card and str(small_base()) not in own_card
     pushed = json.loads(hub.files["adapter_config.json"])
     assert pushed["base_model_name_or_path"] == "tiny_base", "no local path"
     own = json.loads((run / "adapter/adapter_config.json").read_text())
     assert own["base_model_name_or_path"] == str(small_base())
     assert not list(run.glob(".push*"))
+
+
+def test_no_folder_of_this_machine_is_passed_on(
+    run: Path, hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every setting that names a file; in the card, the page, and every file of a push."""
+    planted = tmp_path / "home-of-somebody" / "a folder"
+    planted.mkdir(parents=True)
+    config = load_config("train", small_run())
+    text = (run / "config.yaml").read_text()
+    settings = yaml.safe_load(text)
+    of_train = list_settings(TrainConfig, PARTS)
+    paths = [each for each in of_train if each.facts.is_path or each.facts.grants in GIVES]
+    for each in (each for each in paths if "[]" not in each.key and each.key != "resume"):
+        *groups, name = each.key.split(".")
+        if isinstance(each.field.default, bool):
+            continue
+        part, values = config, settings
+        for group in groups:
+            part, values = getattr(part, group), values[group]
+        if name in values:
+            setattr(part, name, f"{planted}/{name}")
+            values[name] = f"{planted}/{name}"
+    settings["data"]["datasets"][0]["path"] = f"{planted}/d.jsonl"
+    config.data.datasets[0].path = config.data.val_datasets = f"{planted}/d.jsonl"
+    (run / "config.yaml").write_text(text.splitlines()[0] + "\n" + yaml.safe_dump(settings))
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["data"][0]["path"] = f"{planted}/d.jsonl"
+    manifest["command"] = [f"{planted}/python", "-m", "app.train", f"output.dir={planted}/out"]
+    manifest["command"].append(f"data.datasets=[{{path: {planted}/d.jsonl}}]")
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    (run / "error.txt").write_text(f"{planted}/d.jsonl:3: expected a row; see '{planted}/x.log'")
+    warned = {"warnings": [f"the longest is {planted}/d.jsonl:7"], "datasets": []}
+    (run / "audit.json").write_text(json.dumps(warned))
+    adapter = run / "adapter" / "adapter_config.json"
+    base = json.loads(adapter.read_text()) | {"base_model_name_or_path": f"{planted}/gone"}
+    adapter.write_text(json.dumps(base))
+    write_origin(run / "adapter", {"path": f"{planted}/gone", "revision": None})
+    finished = (run / "metrics.json").read_text()
+    for metrics in ("{}", finished):  # stopped with an error, then finished
+        (run / "metrics.json").write_text(metrics)
+        page = write_page(run, changed_settings(config))
+        assert page is not None and "d.jsonl" in page.read_text()
+        assert "somebody" not in page.read_text()
+    write_card(run / "adapter", run, changed_settings(config))
+    card = (run / "adapter" / "README.md").read_text()
+    assert "d.jsonl" in card and "somebody" not in card
+    typed = [f"run={run}", f"repo={REPO}", "page=true"]
+    assert run_plain_verb("push", PushConfig, push, typed) == 0
+    assert {"base.json", "adapter_config.json", "report.html"} < hub.files.keys()
+    for name, content in hub.files.items():
+        assert b"somebody" not in content, name
+    assert json.loads(hub.files["base.json"])["path"] == "gone"
 
 
 def test_names_of_folders_are_text_in_cards_and_pages(run: Path, tmp_path: Path) -> None:

@@ -106,11 +106,14 @@ def test_the_run_folder_has_exactly_the_documented_files(run: Run) -> None:
     assert "finished after step 16" in page and "loss: capital" in page and "Prague" in page
 
 
-def test_the_code_of_the_card_works_as_it_stands(
-    run: Run, capsys: pytest.CaptureFixture[str]
+def test_the_code_of_the_card_works_in_the_folder_of_the_run(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = (run.folder / "adapter/README.md").read_text()
     code = card.partition("```python\n")[2].partition("```")[0]
+    assert str(small_base()) not in card and str(run.folder) not in card
+    code = code.replace(f"'{small_base().name}'", repr(str(small_base())))
+    monkeypatch.chdir(run.folder)
     exec(code.replace('"..."', '"Which city is it, 3?"'), {})  # noqa: S102  its own card
     assert "Prague" in capsys.readouterr().out
     modes = {file.name: file.stat().st_mode & 0o777 for file in (run.folder / "adapter").iterdir()}
