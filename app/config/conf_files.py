@@ -29,8 +29,26 @@ FLOAT = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"
 MAX_OPTION_LENGTH = 200
 """longest option in a defaults list, in characters; an option is a file name"""
 
+MAX_OPTIONS = 200
+"""longest defaults list; there are fewer groups"""
 
-class HydraLoader(yaml.SafeLoader):
+
+class LimitedLoader(yaml.SafeLoader):
+    """Read YAML up to the limit of nesting, beyond which PyYAML takes seconds for a line."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a node, as PyYAML does; RecursionError beyond the limit."""
+        self.depth += 1
+        if self.depth > limits().yaml_depth + 1:
+            raise RecursionError
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+class HydraLoader(LimitedLoader):
     """Read YAML as Hydra does: 1e-3 is a number, a date is text."""
 
 
@@ -41,6 +59,20 @@ HydraLoader.yaml_implicit_resolvers = {
 HydraLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(FLOAT), list("-+.0123456789")
 )
+
+
+class FastHydraLoader(yaml.CSafeLoader):
+    """HydraLoader in C."""
+
+    yaml_implicit_resolvers = HydraLoader.yaml_implicit_resolvers
+
+
+IN_C = {HydraLoader: FastHydraLoader, LimitedLoader: yaml.CSafeLoader}
+LARGE_FILE = 1 << 15
+"""characters from which the loader in C is worth it"""
+SAFE_DEPTH = 1000
+"""nesting at which the loader in C, which has no limit, cannot overflow the stack"""
+INDENT = re.compile(r"^[ ?:-]+", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,7 +183,7 @@ def read_conf_file(
         text, problem = read_text(path, "yaml_mib")
         if problem is not None:
             raise UserError(problem)
-        stream = loader(text)
+        stream: Any = (loader if len(text) < LARGE_FILE else _fastest(loader, text))(text)
         try:
             root = stream.get_single_node()
             if root is not None and not isinstance(root, yaml.MappingNode):
@@ -180,12 +212,19 @@ def read_conf_file(
         return ConfFile(path, package, defaults, values, lines, choices)
 
 
+def _fastest(loader: type, text: str) -> Any:
+    """Return the loader in C for a large file that cannot be nested deeply, else `loader`."""
+    indent = max(map(len, INDENT.findall(text)), default=0)
+    is_safe = 2 * indent + text.count("[") + text.count("{") < SAFE_DEPTH
+    return IN_C[loader] if is_safe else loader
+
+
 def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:
     """Return (group, option) of each `model: tiny` or `override /model: tiny` in a defaults list.
 
     Return None if `defaults` is not a list of such entries and plain words.
     """
-    if not isinstance(defaults, list):
+    if not isinstance(defaults, list) or len(defaults) > MAX_OPTIONS:
         return None
     found: list[tuple[str, Any]] = []
     for entry in defaults:

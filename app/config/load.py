@@ -22,12 +22,20 @@ import yaml  # type: ignore[import-untyped]
 from app.config.conf_files import (
     CONF,
     ConfFile,
+    LimitedLoader,
     display_path,
     find_option,
     list_groups,
     read_conf_file,
 )
-from app.config.overrides import Override, parse_overrides, why_refused
+from app.config.overrides import (
+    Override,
+    check_words,
+    keys_in,
+    parse_overrides,
+    refuse_unknown,
+    why_refused,
+)
 from app.config.run_config import experiment_from_run, find_source_run
 from app.config.validation import (
     Settings,
@@ -48,6 +56,7 @@ from app.config.verbs import (
     only_in,
 )
 from app.process.errors import ROOT, UserError
+from app.process.reporting import MAX_PROBLEMS
 from app.process.untrusted import reading
 from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, NO_URL, expand_home
@@ -60,6 +69,9 @@ Config = TrainConfig | TunedConfig
 EXPERIMENT = "typed-experiment"
 """name in Hydra's ConfigStore of the experiment that this module has read"""
 MAX_NAME_LENGTH = 72
+FEW_KEYS = 64
+"""number of an experiment's keys up to which each unknown one is explained"""
+MIN_ITEM = len("a: 1,")
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -92,7 +104,12 @@ def settings_of(group: str, option: str) -> Any:
 def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     """Return the typed settings of a verb; UserError lists every wrong key and value."""
     known = list_groups(conf)
+    if len(words) > MAX_PROBLEMS:
+        check_words(verb, words, known)
     overrides, problems = parse_overrides(words, known)
+    for each in overrides:
+        if len(each.typed) > FEW_KEYS * MIN_ITEM:
+            refuse_unknown(verb, keys_in(each.value, each.key), lambda _: "command line:")
     typed = {override.key: override.value for override in overrides}
     if "sweep" in typed:
         raise UserError("sweep=NAME defines several runs: add -m to run each of them")
@@ -168,6 +185,8 @@ def _check_options(
                 experiment = read_conf_file(file, package="", is_global=True)
                 if "hydra" in experiment.values:
                     raise UserError(f"{experiment.where('hydra')} unknown key hydra")
+                if len(experiment.lines) > FEW_KEYS:
+                    refuse_unknown(verb, keys_in(experiment.values), experiment.where)
                 problems += _check_shapes(experiment, experiment.values, hints_of(VERBS[verb]))
                 chosen += [(experiment, *choice) for choice in experiment.choices]
         except UserError as error:
@@ -365,7 +384,7 @@ def _read_run(folder: Path) -> TrainConfig:
 @functools.lru_cache(maxsize=4)
 def _read_run_once(path: Path, mtime_ns: int) -> TrainConfig:
     with reading(display_path(path), "copy the run's folder again"):
-        file = read_conf_file(path, package="", loader=yaml.SafeLoader)
+        file = read_conf_file(path, package="", loader=LimitedLoader)
         config = _build(TrainConfig, file.values, {}, Sources(lambda: [file]), [])
         assert isinstance(config, TrainConfig)
         return config

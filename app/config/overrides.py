@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from app.config.schema import suggest
-from app.config.verbs import OPTION_ALIASES, RENAMED, SETTINGS, TYPED_KEYS
+from app.config.verbs import (
+    OPTION_ALIASES,
+    RENAMED,
+    SETTINGS,
+    TYPED_KEYS,
+    VERBS,
+    may_be_key,
+    settings_of,
+)
 from app.planning.hardware import split_name
 from app.process.errors import UserError, nearest
-from data_modules import REDACTED, holds_token
+from app.process.reporting import MAX_PROBLEMS
+from app.process.untrusted import LIMITS_VARIABLE, limits
+from data_modules import REDACTED, hints_of, holds_token
 
 WORD = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./@:+*%?|$-]*")
@@ -28,6 +38,13 @@ GROUPS_WITH_PLUS = ("experiment", "sweep")
 SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_token", "hf_token"}
 REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
 """`${key.of.another.setting}`; a nested one does not match, as it could form a resolver's name"""
+MAX_WORDS = 300
+"""maximum number of typed settings, each of which is parsed twice; no verb has as many"""
+SHORT = 64
+"""length up to which a word exceeds no limit"""
+MAX_ITEMS = 4000
+"""maximum number of items of a typed list or mapping"""
+BRACKETS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[{(]|[\]})]""")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +86,9 @@ def parse_overrides(
         elif key == "logger" and (options := OPTION_LIST.fullmatch(value)):
             value, _, others = options[1].replace(" ", "").partition(",")
             implied = {"also": f"[{others}]"}
-        if (refusal := why_refused(key, value)) is not None:
+        if len(word) > SHORT and (refused := over_typed_limit(key, value)) is not None:
+            problems.append(refused)
+        elif (refusal := why_refused(key, value)) is not None:
             problems.append(refusal)
         elif REDACTED in value:
             problems.append(
@@ -95,6 +114,66 @@ def parse_overrides(
             except UserError as error:
                 problems += error.problems
     return overrides, problems
+
+
+def check_words(verb: str, words: Sequence[str], groups: Iterable[str]) -> None:
+    """Raise UserError if more keys are unknown than are listed, or too many settings are typed.
+
+    Before any value is parsed, which takes milliseconds each. Fewer unknown keys are explained with
+    the values (`validation`).
+    """
+    keys = [match["key"] for word in words if (match := WORD.fullmatch(word)) is not None]
+    refuse_unknown(verb, [key for key in keys if key not in groups], lambda _: "command line:")
+    if len(words) > MAX_WORDS:
+        raise UserError(
+            f"command line: {len(words):,} settings (limit {MAX_WORDS}): write them into an "
+            "experiment, and type experiment=PATH.yaml"
+        )
+
+
+def refuse_unknown(verb: str, keys: Iterable[str], where: Callable[[str], str]) -> None:
+    """Raise UserError that names the first unknown keys and counts the rest, if there are many."""
+    unknown = [key for key in keys if not may_be_key(verb, key)]
+    if len(unknown) <= MAX_PROBLEMS:
+        return
+    groups = list(hints_of(VERBS[verb]))
+    named = [
+        f"{where(key)} unknown key {key[:80]}{suggest(key[:80], groups, settings_of(verb))}"
+        for key in unknown[:MAX_PROBLEMS]
+    ]
+    raise UserError(named + ["unknown key"] * (len(unknown) - len(named)))
+
+
+def keys_in(value: Any, key: str = "") -> Iterator[str]:
+    """Yield the full keys of the mappings inside the value of `key`."""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        parts = [(f"{key}.{name}" if key else str(name), part) for name, part in value.items()]
+        yield from (full for full, _ in parts)
+    elif isinstance(value, list):
+        parts = [(f"{key}[{index}]", part) for index, part in enumerate(value)]
+    for full, part in parts:
+        yield from keys_in(part, full)
+
+
+def over_typed_limit(key: str, value: str) -> str | None:
+    """Return the limit that a typed key or value exceeds: nesting, or number of items; or None."""
+    most = limits().yaml_depth
+    depth = deepest = 0
+    for bracket in BRACKETS.findall(value):
+        depth += 1 if bracket in "[{(" else -1 if bracket in "]})" else 0
+        deepest = max(deepest, depth)
+    if max(deepest, key.count(".")) > most:
+        return (
+            f"{key[:40]}={value[:40]}...: nested too deep (limit {most}; "
+            f"{LIMITS_VARIABLE}=yaml_depth=NUMBER changes it)"
+        )
+    if value.startswith(("[", "{")) and (items := value.count(",")) > MAX_ITEMS:
+        return (
+            f"{key}={value[:40]}...: {items:,} items (limit {MAX_ITEMS:,}): write them into an "
+            "experiment, and type experiment=PATH.yaml"
+        )
+    return None
 
 
 def _split_off_dashed(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -5,10 +5,12 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.config.schema import list_settings
+from app.config.schema import Setting, list_settings
 from app.evaluation.conversation import ConversationConfig
 from app.evaluation.generation import EvaluationConfig, TrainEvaluationConfig
 from app.evaluation.judge.settings import JudgeConfig
@@ -455,21 +457,40 @@ PARTS: dict[str, dict[str, type]] = {
     "strategy": FAMILIES,
 }
 """groups whose settings depend on the option: group -> option -> schema"""
+LIST_INDEX = re.compile(r"\[\d+\]")
+
+
+@functools.cache
+def settings_of(verb: str) -> list[Setting]:
+    """List every setting of a verb, with those of all options of its groups."""
+    return list_settings(VERBS[verb], PARTS)
 
 
 def only_in(key: str) -> str:
     """Return `; only plan has it` for a group or setting of some verbs; empty if no verb has it."""
-    verbs = [
-        verb
-        for verb, top in VERBS.items()
-        if any(key in (each.key, each.typed_key) for each in list_settings(top, PARTS))
-    ]
+    verbs = [verb for verb in VERBS if any(key in (e.key, e.typed_key) for e in settings_of(verb))]
     *first, last = verbs or [""]
     names = f"{', '.join(first)} and {last} have" if first else f"{last} has"
     return f"; only {names} it" if verbs else ""
 
 
-SETTINGS = list_settings(TrainConfig, PARTS)
+@functools.cache
+def _known_keys(verb: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the keys of a verb's settings, and those under which any key may stand."""
+    settings = settings_of(verb)
+    keys = {key for each in settings for key in (each.key, each.typed_key)}
+    takes_any = [e.key for e in settings if "dict[" in str(e.hint) or "Any" in str(e.hint)]
+    return frozenset(keys | RENAMED.keys()), tuple(f"{key}." for key in takes_any)
+
+
+def may_be_key(verb: str, key: str) -> bool:
+    """Return whether a full key is one of a verb's settings, whatever options are chosen."""
+    known, takes_any = _known_keys(verb)
+    key = LIST_INDEX.sub("[]", key)
+    return key.removesuffix("[]") in known or key.startswith(takes_any)
+
+
+SETTINGS = settings_of("train")
 """every setting of a training run"""
 PER_START = {each.key for each in SETTINGS if each.resume == "per_start" and "." not in each.key}
 """groups and settings of a single start of a run: never inherited from it"""

@@ -23,6 +23,9 @@ BROKEN_DEVICE = re.compile(
 """torch's messages if a GPU, its driver or memory fails; a device-side assert is a data or code
 error"""
 
+MAX_PROBLEM = 2000
+"""maximum length of a problem's text; of a longer one the beginning and the end are printed"""
+
 DONE, USER_ERROR, ENVIRONMENT_ERROR, TRAINING_FAULT = 0, 2, 3, 4
 INTERRUPTED, TERMINATED = 130, 143
 
@@ -32,8 +35,14 @@ class UserError(ValueError):
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         listed = [problems] if isinstance(problems, str) else problems
-        self.problems = [printable(redact(problem)) for problem in listed]
+        self.problems = [_shortened(printable(redact(problem))) for problem in listed]
         super().__init__("\n".join(self.problems))
+
+
+def _shortened(problem: str) -> str:
+    if len(problem) <= MAX_PROBLEM:
+        return problem
+    return f"{problem[: MAX_PROBLEM // 2]} ... {problem[-MAX_PROBLEM // 4 :]}"
 
 
 class DeviceError(RuntimeError):

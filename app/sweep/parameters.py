@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config import conf_files
-from app.config.overrides import WORD, quote_value
+from app.config.overrides import WORD, check_words, over_typed_limit, quote_value
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def parse_parameters(overrides: Iterable[str], conf: Path = conf_files.CONF) -> 
             from_files += _read_sweep_file(conf_files.find_option(conf, "sweep", match["value"]))
         else:
             typed.append(override)
+    check_words("train", typed, conf_files.list_groups(conf))
     parsed: dict[str, Parameter] = {}
     problems = []
     for group, is_from_file in ((from_files, True), (typed, False)):
@@ -116,6 +117,8 @@ def _parse(text: str) -> Parameter:
     if match is None or match["prefix"] == "~":
         raise UserError(f"{text}: expected key=value, or key=a,b for several values")
     key, value = match["key"], match["value"]
+    if (problem := over_typed_limit(key, value)) is not None:
+        raise UserError(problem)
     quoted = (
         quote_value(value) if value[:1] in "[{" else ",".join(map(quote_value, value.split(",")))
     )

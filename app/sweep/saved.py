@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from app.config.conf_files import read_conf_file
+from app.config.conf_files import LimitedLoader, read_conf_file
 from app.config.schema import as_typed, default_of
 from app.config.verbs import GRANTING
 from app.process.errors import UserError
@@ -68,7 +68,7 @@ def load_words(overrides: Sequence[str]) -> Words:
 
 
 def _read_words(file: Path) -> list[str]:
-    saved = read_conf_file(file, package="", loader=yaml.SafeLoader).values.get("words")
+    saved = read_conf_file(file, package="", loader=LimitedLoader).values.get("words")
     if not (isinstance(saved, list) and saved and all(isinstance(item, str) for item in saved)):
         raise UserError(
             f"{file}: words: expected a list of overrides; copy the sweep's folder again"
