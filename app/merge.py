@@ -9,7 +9,7 @@ import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.config import MergeConfig, load_run_config, run_verb, save_config, words_to_type
 from app.model.adapter import is_adapter, saves_whole_model
@@ -22,7 +22,7 @@ from app.process.installation import verb_command
 from app.process.launch import quote_words
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
-from app.report.model_card import CARD_FILE, read_json, render_merged_card
+from app.report.model_card import CARD_FILE, render_merged_card
 from app.run.find import FINAL, has_checkpoints
 from app.run.folder import (
     CONFIG_FILE,
@@ -32,6 +32,7 @@ from app.run.folder import (
     open_unfinished,
 )
 from app.run.manifest import MANIFEST_FILE
+from app.training.documents import METRICS, SHOWN_MANIFEST, read_document
 from data_modules import printable
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ REPORT_FILE = "merge.json"
 def merge(config: MergeConfig) -> Difference | None:
     """Merge as `config` says; return the difference of logits from base + adapter, if verified."""
     adapters = find_adapters(config)
+    manifest, metrics = _read_facts(config.run)
     converter = find_converter(config.merge.llama_cpp) if config.merge.gguf else None
     folder = decide_run_dir(config.output)
     configure_libraries(offline=is_offline(config.model))
@@ -75,8 +77,6 @@ def merge(config: MergeConfig) -> Difference | None:
     if converter is not None:
         file = convert(converter, unfinished, str(dtype).removeprefix("torch."))
         check_gguf(config, tuned, unfinished, file)
-    run = folder if config.run is None else Path(config.run)  # `folder` has neither file
-    manifest, metrics = (read_json(run / name) for name in (MANIFEST_FILE, METRICS_FILE))
     card = render_merged_card(config, tuned, differences, dtype, manifest, metrics)
     write_atomically(unfinished / CARD_FILE, card)
     report = {name: asdict(difference) for name, difference in differences.items()}
@@ -85,6 +85,17 @@ def merge(config: MergeConfig) -> Difference | None:
     move_finished(unfinished, last="config.json")  # without it, no library opens a model's folder
     print(f"run: {printable(str(folder))}")
     return differences.get(CHECKED)
+
+
+def _read_facts(run: str | None) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return a run's manifest and metrics for the card, empty if missing; UserError if damaged."""
+    shapes = ((MANIFEST_FILE, SHOWN_MANIFEST), (METRICS_FILE, METRICS))
+    files = [(Path(run or "") / name, shape) for name, shape in shapes]
+    manifest, metrics = (
+        read_document(file, shape) if run is not None and file.is_file() else {}
+        for file, shape in files
+    )
+    return manifest, {name: value for name, value in metrics.items() if value is not None}
 
 
 def find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:

@@ -23,10 +23,12 @@ from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import UserError
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import write_card
+from app.report.run_files import read_run_files, refuse_damaged
 from app.report.run_page import PAGE_FILE
 from app.run import find_run
 from app.run.find import FINAL, check_selected, saved_folder
 from app.run.folder import open_empty
+from app.training.documents import read_object
 from data_modules import printable, redact, setting
 
 NAMES_BASE = {CONFIG_FILE: "base_model_name_or_path", ORIGIN_FILE: "path"}
@@ -71,6 +73,8 @@ def push(config: PushConfig) -> str:
         raise UserError(problems)
     if is_final and not saved_folder(run).is_dir():
         raise UserError(f"run={run}: the folder has neither an adapter nor a model")
+
+    refuse_damaged(read_run_files(run))
 
     # Imported late, so that --help does not wait for them.
     from httpx2 import HTTPError
@@ -163,7 +167,7 @@ def replace_base_path(file: Path, key: str) -> None:
     """Replace the path of a local base by the name of its folder, in a file to upload."""
     if not file.is_file():
         return
-    document = json.loads(file.read_text(encoding="utf-8"))
+    document = read_object(file)
     path = document.get(key)
     if isinstance(path, str) and (Path(path).is_absolute() or Path(path).is_dir()):
         file.unlink()  # a hard link: writing would change the run's file

@@ -36,6 +36,7 @@ from app.process.signals import (
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.serving.address import KEY_VARIABLE, open_socket, read_key, url_of
 from app.serving.vllm import build_vllm_command, find_unsupported_feature
+from app.training.documents import read_object
 from data_modules import printable
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
     model, adapter, rank = str(tuned.folder or config.model.path), None, 0
     lines = ["# in a separate environment with vLLM"]
     if tuned.folder is not None and is_adapter(tuned.folder):
-        settings = json.loads((tuned.folder / "adapter_config.json").read_text(encoding="utf-8"))
+        settings = read_object(tuned.folder / "adapter_config.json")
         unsupported = find_unsupported_feature(settings)
         if unsupported is None and config.quantization.method != "none":
             unsupported = "the quantized base that the adapter was trained on"

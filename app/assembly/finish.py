@@ -21,6 +21,7 @@ from app.report.run_page import end_loggers, write_page
 from app.run import Run
 from app.run.folder import METRICS_FILE, OUTPUTS
 from app.run.manifest import record_result
+from app.training.documents import METRICS, read_document
 from data_modules import printable
 
 if TYPE_CHECKING:
@@ -191,5 +192,5 @@ def print_done(run: Run) -> float | None:
         words = quote_words(f"resume={run.folder}", *words_to_type(run.config))
         print(f"to continue training: {words} {longer}")
         print(f"run: {shown}")
-    metrics = json.loads((run.folder / METRICS_FILE).read_text(encoding="utf-8"))
-    return metrics.get("val/loss")
+    loss: float | None = read_document(run.folder / METRICS_FILE, METRICS).get("val/loss")
+    return loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from app.evaluation.evaluator import PREDICTIONS_FILE
 from app.model.gguf import greedy_tokens
 from app.process.errors import TrainingFault
+from app.training.documents import read_lines
 
 if TYPE_CHECKING:
     import torch
@@ -178,9 +178,9 @@ def probe_rows(config: MergeConfig, tuned: Tuned) -> Iterator[dict[str, list[int
     pairs = [(text, text) for text in TEXTS]
     predictions = None if config.run is None else Path(config.run) / PREDICTIONS_FILE
     if predictions is not None and predictions.is_file():
-        lines = predictions.read_text(encoding="utf-8").splitlines()
-        spread = [json.loads(line) for line in lines[:: max(1, len(lines) // PROBE_ROWS)]]
-        pairs = [(str(line["prompt"]), str(line["reference"])) for line in spread[:PROBE_ROWS]]
+        lines = [line for line in read_lines(predictions) if line.keys() >= {"prompt", "reference"}]
+        spread = lines[:: max(1, len(lines) // PROBE_ROWS)][:PROBE_ROWS]
+        pairs = [(str(line["prompt"]), str(line["reference"])) for line in spread] or pairs
     start = tuned.base.spec.decoder_start_token_id
     encode = tuned.tokenizer.encode
     for prompt, answer in pairs:

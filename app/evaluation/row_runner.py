@@ -14,8 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.process.errors import UserError
 from app.process.files import open_no_follow
 from app.process.launch import local_rank, read_launch
+from app.process.untrusted import parse_json
+from app.training.checkpoint.schema import differences
+from app.training.documents import RESULT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -115,10 +119,15 @@ class RowRunner:
             return saved
         for file in sorted((self.folder / PARTIAL).glob(self._file(key, "*"))):
             with open_no_follow(file, "r", encoding="utf-8") as stream:
-                for line in stream:
+                for number, line in enumerate(stream, start=1):
                     if not line.endswith("\n"):
                         break
-                    entry = json.loads(line)
+                    entry, problem = parse_json(line, file)
+                    problem = problem or next(differences(entry, RESULT, ""), None)
+                    if problem is not None:
+                        raise UserError(
+                            f"{file}:{number}: {problem}; remove the file to measure its rows again"
+                        )
                     if entry["stamp"] == fingerprint:
                         saved[entry["row"]] = entry["result"]
         return saved

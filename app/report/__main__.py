@@ -14,7 +14,7 @@ from app.process.environment import protect_streams
 from app.process.errors import UserError
 from app.process.files import write_atomically
 from app.process.signals import end_process, install_signal_handlers
-from app.report.run_files import read_run_files
+from app.report.run_files import read_run_files, refuse_damaged
 from app.report.run_page import PAGE_FILE, Setting, render_comparison, title_of, write_page
 from app.run import find_run
 from app.run.folder import (
@@ -47,6 +47,7 @@ def report_runs(config: ReportConfig) -> Path:
             raise UserError(
                 "output.dir: the page of a single run is written into its own folder; leave it out"
             )
+        refuse_damaged(read_run_files(folders[0]))
         if write_page(folders[0], settings_in(folders[0])) is None:
             raise UserError(f"run={folders[0]}: its page could not be written")
         folder = folders[0]
@@ -57,6 +58,8 @@ def report_runs(config: ReportConfig) -> Path:
         if len(set(names)) < len(names):
             raise UserError(f"run={names[0]}: the same run is given twice")
         runs = {name: read_run_files(run) for name, run in zip(names, folders, strict=True)}
+        for run in runs.values():
+            refuse_damaged(run)
         settings = {name: settings_in(run) for name, run in zip(names, folders, strict=True)}
         folder = decide_run_dir(OutputConfig(name="report", dir=config.output_dir))
         write_atomically(folder / PAGE_FILE, render_comparison(runs, settings))

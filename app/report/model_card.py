@@ -6,7 +6,6 @@ never names a folder of this machine that others cannot read.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from app.model.hub import cache_folder
-from app.process.errors import UserError
 from app.process.files import write_atomically
-from app.process.untrusted import read_json_object
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
 from app.report.run_page import CURVES_FILE, Setting, format_number
+from app.training.documents import read_object
 from data_modules import is_hub_id, printable, redact
 
 if TYPE_CHECKING:
@@ -132,7 +130,7 @@ def render_merged_card(
     else:
         front["base_model"] = base
     revision = f" (revision {config.model.revision})" if config.model.revision else ""
-    settings = read_json(Path(str(config.tuned_path)) / ADAPTER_CONFIG)
+    settings = read_object(Path(str(config.tuned_path)) / ADAPTER_CONFIG)
     adapter = ", ".join(
         [
             str(settings.get("peft_type")),
@@ -288,19 +286,7 @@ def license_of(base: str, *, is_local: bool) -> str | None:
 
 def _is_encoder_decoder(saved: Path) -> bool:
     for file in (saved / ADAPTER_CONFIG, saved / "config.json"):
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        if not (values := read_object(file)):
             continue
         return values.get("task_type") == "SEQ_2_SEQ_LM" or bool(values.get("is_encoder_decoder"))
     return False
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a run's folder, empty if there is no such file."""
-    if not file.is_file():
-        return {}
-    content, problem = read_json_object(file)
-    if problem is not None:
-        raise UserError(problem)
-    return content

@@ -5,9 +5,6 @@ A missing or damaged file is treated as empty, so that every run has a page.
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +12,21 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
+
+from app.process.errors import UserError
+from app.training.checkpoint.schema import differences
+from app.training.documents import (
+    AGAIN,
+    CSV_FILE,
+    METRICS,
+    MIXTURE,
+    OBJECT,
+    SHOWN_CONFIG,
+    SHOWN_MANIFEST,
+    find_problem,
+    read_curves,
+    read_lines,
+)
 
 MAX_PREDICTIONS = 10
 """number of predictions that a page shows"""
@@ -39,6 +51,8 @@ class RunFiles:
     audit: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
     """why the run stopped"""
+    problems: Sequence[str] = ()
+    """files that are damaged or of another shape, and count as missing"""
 
     @property
     def has_gpu(self) -> bool:
@@ -61,25 +75,42 @@ class RunFiles:
 
 def read_run_files(folder: Path) -> RunFiles:
     """Read all files that a page or a card needs."""
-    import yaml  # type: ignore[import-untyped]
-
+    problems: list[str] = []
+    curves: dict[str, list[tuple[float, float]]] = {}
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        config = None
-    metrics = _read_json(folder / "metrics.json", {})
-    mixture = _read_json(folder / "mixture.json", [])
+        for step, metrics in read_curves(folder / CSV_FILE):
+            for name, value in metrics.items():
+                if not any(part in name for part in NOT_DRAWN):
+                    curves.setdefault(name, []).append((step, value))
+    except UserError as error:
+        problems += error.problems
+
+    def read(name: str, shape: Any) -> Any:
+        if not (folder / name).is_file():
+            return {}
+        content, problem = find_problem(folder / name, shape)
+        if problem is not None:
+            problems.append(f"{problem}; {AGAIN}")
+        return {} if problem is not None else content
+
     return RunFiles(
         folder=folder,
-        config=config if isinstance(config, dict) else {},
-        manifest=_read_json(folder / "manifest.json", {}),
-        metrics={name: value for name, value in metrics.items() if _is_number(value)},
-        curves=_read_curves(folder / "metrics.csv"),
-        predictions=choose_predictions(_read_lines(folder / "predictions.jsonl")),
-        mixture=[row for row in mixture if isinstance(row, dict)],
-        audit=_read_json(folder / "audit.json", {}),
+        config=_read_config(folder / "config.yaml"),
+        manifest=read("manifest.json", SHOWN_MANIFEST),
+        metrics={k: v for k, v in read("metrics.json", METRICS).items() if _is_number(v)},
+        curves=curves,
+        predictions=choose_predictions(read_lines(folder / "predictions.jsonl")),
+        mixture=read("mixture.json", MIXTURE) or [],
+        audit=read("audit.json", OBJECT),
         error=_read_text(folder / "error.txt"),
+        problems=problems,
     )
+
+
+def refuse_damaged(run: RunFiles) -> None:
+    """Raise UserError if a file of the run is damaged, for whoever asks for a page or a card."""
+    if run.problems:
+        raise UserError(run.problems)
 
 
 def choose_predictions(lines: Iterator[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -103,53 +134,15 @@ def _read_text(file: Path) -> str:
         return ""
 
 
-def _read_json(file: Path, default: Any) -> Any:
-    """Return the JSON value of a file, or `default` if it is damaged or of another type."""
+def _read_config(file: Path) -> dict[str, Any]:
+    """Return what config.yaml says of model and adapter, if it is readable."""
+    import yaml  # type: ignore[import-untyped]
+
     try:
-        value = json.loads(_read_text(file))
-    except (ValueError, RecursionError):
-        return default
-    return value if isinstance(value, type(default)) else default
-
-
-def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
-    for text in _read_text(file).split("\n"):  # splitlines also splits at U+2028, inside texts
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):  # incomplete, or nested too deeply
-            continue
-        if isinstance(line, dict):
-            yield line
-
-
-def _read_curves(file: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return column -> (step, value), up to the first row that is incomplete."""
-    curves: dict[str, list[tuple[float, float]]] = {}
-    rows = _read_rows(file)
-    header = next(rows, [])
-    if "step" not in header:
-        return curves
-    step_column = header.index("step")
-    drawn = [
-        (column, curves.setdefault(name, []))
-        for column, name in enumerate(header)
-        if column != step_column and not any(part in name for part in NOT_DRAWN)
-    ]
-    for row in rows:
-        try:
-            step = float(row[step_column])
-            for column, points in drawn:
-                if row[column]:
-                    points.append((step, float(row[column])))
-        except (ValueError, IndexError):
-            break
-    return {name: points for name, points in curves.items() if points}
-
-
-def _read_rows(file: Path) -> Iterator[list[str]]:
-    """Yield the rows of a CSV file, up to one that exceeds the csv module's field limit."""
-    with contextlib.suppress(csv.Error):
-        yield from csv.reader(_read_text(file).splitlines())
+        config = yaml.safe_load(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return config if next(differences(config, SHOWN_CONFIG, ""), None) is None else {}
 
 
 def _is_number(value: Any) -> bool:

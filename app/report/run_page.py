@@ -368,8 +368,9 @@ def audit_cells(run: RunFiles) -> Cells:
     ]
     cells = [["data set", *(name.replace("_", " ") for name in names)]]
     for row in rows:
-        counts = [f"{row.get(name) or 0:,}" for name in names]
-        cells.append([printable(str(row.get("name"))), *counts])
+        counts = [row.get(name) for name in names]
+        shown = [f"{count:,}" if isinstance(count, int) else "0" for count in counts]
+        cells.append([printable(str(row.get("name"))), *shown])
     return cells
 
 

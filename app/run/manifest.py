@@ -23,7 +23,7 @@ from app.process.files import write_atomically
 from app.process.gpus import read_machine
 from app.process.installation import typed_words
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.schema import COUNT, IDENTITY, format_value
+from app.training.documents import MANIFEST, find_problem
 from data_modules import redacted
 
 LIBRARIES = (
@@ -42,7 +42,6 @@ STARTED = time.strftime(STARTED_FORMAT)
 """start time of the command: the verb imports this module first"""
 ALLOWED_BY = "checkpoint"
 """the word in resume_allow that permits resuming from another run's checkpoint"""
-KINDS = {"id": IDENTITY, "plan": IDENTITY, "since_step": COUNT}
 
 
 def save_manifest(folder: Path, **facts: Any) -> None:
@@ -60,16 +59,15 @@ def save_manifest(folder: Path, **facts: Any) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a run's manifest; raises UserError if it is damaged."""
+    """Read a run's manifest; UserError, with the key, if it is damaged or of another shape."""
     file = folder / MANIFEST_FILE
-    try:
-        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        manifest["versions"], manifest["base"], manifest["data"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    content, problem = find_problem(file, MANIFEST)
+    if problem is not None:
         raise UserError(
-            f"{file} cannot be read ({error}), which records what the run was made from; "
-            "restore it, or leave resume out and type another output.dir"
-        ) from error
+            f"{file} cannot be read ({problem.removeprefix(f'{file}: ')}), which records what the "
+            "run was made from; restore it, or leave resume out and type another output.dir"
+        )
+    manifest: dict[str, Any] = content
     return manifest
 
 
@@ -154,11 +152,6 @@ def check_run_id(
     manifest of the run in `run`. `is_typed`: whether `resume=` names this checkpoint.
     """
     ours, theirs = before.get("run"), checkpoint.details.get("run")
-    if ours is not None and (problem := _malformed(ours)) is not None:
-        raise UserError(
-            f"{run / 'manifest.json'}: {problem}; copy the file back, or leave resume out and "
-            "type another output.dir"
-        )
     why = _why_foreign(checkpoint, ours, theirs, before)
     if why is None:
         if ours is not None:
@@ -197,15 +190,6 @@ def _why_foreign(
     if theirs["plan"] in plans:
         return None
     return "was saved by a copy of this run that was trained on other data or for other steps"
-
-
-def _malformed(run: Any) -> str | None:
-    if not isinstance(run, dict):
-        return f"run is {format_value(run)}; expected an object"
-    for key, kind in KINDS.items():
-        if key not in run or not kind.accepts(run[key]):
-            return f"run.{key} is {format_value(run.get(key))}; expected {kind.description}"
-    return None
 
 
 def _short(run: Mapping[str, Any]) -> str:

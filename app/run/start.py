@@ -34,6 +34,7 @@ from app.run.folder import (
 from app.run.manifest import check_run_id, identity_of, installed_versions, read_manifest
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
+from app.training.documents import CSV_FILE, read_curves
 
 if TYPE_CHECKING:
     from app.config import TrainConfig
@@ -185,6 +186,8 @@ def compare_existing(
         missing = f"resume={config.resume}: {folder} has no checkpoint; type resume=auto to start"
         return ExistingRun(problems=[] if config.resume == AUTO else [f"{missing} it anew"])
     manifest = read_manifest(folder)
+    for _ in read_curves(folder / CSV_FILE):
+        pass  # every row is one, before anything is loaded
     changes = compare_settings(read_config(folder), config)
     now = {"base": describe_base(config.model), "versions": installed_versions()}
     problems, notes = check_changes([*changes, *compare_facts(manifest, now)], config.resume_allow)

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.process.errors import DONE, UserError
+from app.process.errors import DONE
 from app.process.files import write_atomically
 from app.process.installation import verb_command
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep.parameters import Parameter, format_overrides, varied
 from app.sweep.trials import OBJECTIVE, Trial, read_curve
+from app.training.documents import TRIALS, read_document
 from data_modules import printable, redact, redacted
 
 RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"
@@ -67,10 +68,7 @@ def load_results(folder: Path) -> list[Trial]:
     file = folder / RESULTS_FILE
     if not file.exists():
         return []
-    try:
-        trials = [Trial(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file}: {error}; copy the sweep's folder again") from error
+    trials = [Trial(**row) for row in read_document(file, TRIALS)]
     return sorted(trials, key=lambda trial: trial.number)
 
 

@@ -26,6 +26,7 @@ from app.process.files import open_no_follow, write_atomically
 from app.process.installation import CHILD, install_extra
 from app.sweep.parameters import Parameter
 from app.sweep.trials import start_process
+from app.training.documents import END, read_document
 from data_modules import redacted
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ class SlurmJob:
 
 def _read_end(file: Path) -> tuple[int, float]:
     """Return a trial's exit code and run time in seconds."""
-    end = json.loads(file.read_text(encoding="utf-8"))
-    return int(end["exit_code"]), float(end["seconds"])
+    end = read_document(file, END)
+    return end["exit_code"], float(end["seconds"])
 
 
 def check_slurm() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import json
 import math
 import os
 import signal
@@ -21,10 +19,10 @@ from app.process.files import open_no_follow
 from app.process.installation import child_command
 from app.process.launch import PARENT_VARIABLE, RANK_VARIABLES
 from app.run.folder import CONFIG_FILE, METRICS_FILE
+from app.training.documents import CSV_FILE, METRICS, read_curves, read_document
 from data_modules import redacted
 
 OBJECTIVE = "val/loss"
-CURVE_FILE = "metrics.csv"
 TRAIN = tuple(child_command("app.train")[1:])
 """Python arguments that start a trial"""
 MAX_ERROR_LINES = 200
@@ -228,13 +226,8 @@ class RunningTrial:
 
 def read_curve(folder: Path) -> dict[int, float]:
     """Return a run's validation losses by step, without step 0."""
-    file = folder / CURVE_FILE
-    if not file.is_file():
-        return {}
-    with file.open(encoding="utf-8", newline="") as rows:
-        complete = (line for line in rows if line.endswith("\n"))  # the last may be half written
-        values = [(row["step"], row.get(OBJECTIVE)) for row in csv.DictReader(complete)]
-    return {int(step): float(value) for step, value in values if value and int(step) > 0}
+    rows = read_curves(folder / CSV_FILE)
+    return {step: row[OBJECTIVE] for step, row in rows if OBJECTIVE in row and step > 0}
 
 
 def read_objective(folder: Path) -> float | None:
@@ -242,8 +235,8 @@ def read_objective(folder: Path) -> float | None:
     file = folder / METRICS_FILE
     if not file.exists():
         return None
-    value = json.loads(file.read_text(encoding="utf-8")).get(OBJECTIVE)
-    return None if value is None else float(value)
+    value: float | None = read_document(file, METRICS).get(OBJECTIVE)
+    return value
 
 
 def _find_error(log: Path) -> str | None:

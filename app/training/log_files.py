@@ -78,7 +78,8 @@ class CsvLogger(Logger):
             for number, line in enumerate(file):
                 first = line.split(b",", 1)[0]
                 is_whole = line.endswith(b"\n")
-                if not is_whole or (number and not (first.isdigit() and int(first) <= step)):
+                is_step = re.fullmatch(rb"\d{1,15}", first) is not None
+                if not is_whole or (number and not (is_step and int(first) <= step)):
                     break
                 end += len(line)
             file.truncate(end)

@@ -1,0 +1,207 @@
+"""The documents in the folder of a run or a sweep: their shapes, and how they are read back.
+
+The folder may be somebody else's, or edited: a document of another shape is refused with its file
+and key. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from app.process.errors import UserError
+from app.process.untrusted import parse_json, read_json_object, read_text
+from app.training.checkpoint.schema import (
+    COUNT,
+    IDENTITY,
+    POSITIVE_COUNT,
+    TEXT,
+    Keys,
+    Kind,
+    ListOf,
+    MapOf,
+    differences,
+    format_value,
+)
+
+CSV_FILE = "metrics.csv"
+AGAIN = "copy the folder again, or restore the file"
+MAX_FIGURE = 1e300
+"""larger integers cannot be formatted as the floats that figures are"""
+
+
+def or_null(kind: Kind) -> Kind:
+    """Return the kind of the same values and null."""
+    return Kind(f"{kind.description}, or null", lambda value: value is None or kind.accepts(value))
+
+
+def _is_figure(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < MAX_FIGURE)
+
+
+ANYTHING = Kind("anything", lambda _: True)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+FIGURE = Kind("a number", _is_figure)
+NULLABLE_TEXT, NULLABLE_COUNT = or_null(TEXT), or_null(COUNT)
+_BASE = ("path", "revision", "fingerprint", "weights")
+_BASE_FORM = {"weights_form": NULLABLE_TEXT}
+_DATASET = {"name": TEXT, "path": TEXT, "sha256": NULLABLE_TEXT, "rows": NULLABLE_COUNT}
+_COUNTS = dict.fromkeys(("train_rows", "validation_rows", "tokens", "trained_tokens"), COUNT)
+_NUMBERS = dict.fromkeys(("r", "alpha"), or_null(FIGURE))
+_BATCH = ("packs", "micro_batch_size", "gradient_accumulation_steps", "num_ranks")
+_REQUIRED = {
+    "versions": MapOf(TEXT),
+    "base": Keys(dict.fromkeys(_BASE, NULLABLE_TEXT), _BASE_FORM, allows_others=True),
+    "data": ListOf(Keys(_DATASET, _COUNTS, allows_others=True)),
+    "total_steps": COUNT,
+}
+_OPTIONAL = {
+    "command": ListOf(TEXT),
+    "started": TEXT,
+    "python": TEXT,
+    "hardware": or_null(OBJECT),
+    "git": or_null(OBJECT),
+    "seed": COUNT,
+    "precision": TEXT,
+    "strategy": TEXT,
+    "tokenizer_sha256": TEXT,
+    "template_sha256": NULLABLE_TEXT,
+    "tokens_sha256": TEXT,
+    "run": Keys({"id": IDENTITY, "plan": IDENTITY, "since_step": COUNT}, {}, allows_others=True),
+    "earlier": ListOf(Keys({}, {"plan": TEXT, "until_step": COUNT}, allows_others=True)),
+    "result": Keys({}, {"last": NULLABLE_COUNT}, allows_others=True),
+}
+MANIFEST = Keys(
+    _REQUIRED | {"command": ListOf(TEXT), "started": TEXT},
+    _OPTIONAL | {"global_batch": Keys(dict.fromkeys(_BATCH, POSITIVE_COUNT), {})},
+    allows_others=True,
+)
+"""manifest.json of a run that is resumed"""
+SHOWN_MANIFEST = Keys(
+    {},
+    {
+        **_REQUIRED,
+        **_OPTIONAL,
+        "data": ListOf(Keys({}, _DATASET | _COUNTS, allows_others=True)),
+        "global_batch": Keys({}, dict.fromkeys(_BATCH, POSITIVE_COUNT), allows_others=True),
+    },
+    allows_others=True,
+)
+"""manifest.json as a page or a card shows it, whatever version has written it"""
+_MODEL = Keys({}, {"path": NULLABLE_TEXT, "revision": NULLABLE_TEXT}, allows_others=True)
+_ADAPTER = Keys({}, {"name": TEXT, **_NUMBERS}, allows_others=True)
+SHOWN_CONFIG = Keys({}, {"model": _MODEL, "adapter": _ADAPTER}, allows_others=True)
+"""what a page or a card shows of config.yaml"""
+METRICS = MapOf(or_null(FIGURE))
+"""metrics.json"""
+_MIXED = ("rows", "tokens", "rows_seen", "epochs", "share_of_rows", "share_of_tokens")
+MIXTURE = ListOf(Keys({}, dict.fromkeys(_MIXED, or_null(FIGURE)), allows_others=True))
+"""mixture.json"""
+TRIALS = ListOf(
+    Keys(
+        {
+            "number": COUNT,
+            "overrides": ListOf(Kind("KEY=VALUE", lambda v: isinstance(v, str) and "=" in v)),
+            "folder": TEXT,
+            "exit_code": COUNT,
+            "seconds": FIGURE,
+            "objective": or_null(FIGURE),
+            "error": NULLABLE_TEXT,
+        },
+        {"stopped_at": NULLABLE_COUNT},
+    )
+)
+"""sweep.json"""
+END = Keys({"exit_code": COUNT, "seconds": FIGURE}, {}, allows_others=True)
+"""end.json, which the job of a trial leaves"""
+
+RESULT = Keys({"stamp": TEXT, "row": COUNT, "result": ANYTHING}, {})
+"""a line of what a killed evaluation has measured"""
+
+
+def find_problem(file: Path, shape: Any) -> tuple[Any, str | None]:
+    """Return the content of a JSON file, and why it is not of this shape; None if it is."""
+    try:
+        text, problem = read_text(file, "json_mib")
+    except OSError as error:
+        return None, f"{file} cannot be read: {error.strerror}"
+    content: Any = None
+    if problem is None:
+        content, problem = parse_json(text, file)
+    if problem is None:
+        wrong = next(differences(content, shape, ""), None)
+        problem = None if wrong is None else f"{file}: {wrong}"
+    return content, problem
+
+
+def read_document(file: Path, shape: Any, fix: str = AGAIN) -> Any:
+    """Return the content of a JSON file of this shape; UserError with file, key and `fix`."""
+    content, problem = find_problem(file, shape)
+    if problem is not None:
+        raise UserError(f"{problem}; {fix}")
+    return content
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, empty if there is no such file; UserError if damaged."""
+    if not file.is_file():
+        return {}
+    content, problem = read_json_object(file)
+    if problem is not None:
+        raise UserError(f"{problem}; {AGAIN}")
+    return content
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in a file's lines, without lines that hold none."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.split("\n"):  # splitlines also splits at U+2028, inside texts
+        content, _ = parse_json(line, file)
+        if isinstance(content, dict):
+            yield content
+
+
+def read_curves(file: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield (step, metrics) of each row of metrics.csv; UserError for a row that has another form.
+
+    A last row without its line end is left out: the run may have been killed while writing it.
+    """
+    if not file.is_file():
+        return
+    text, problem = read_text(file, "json_mib")
+    if problem is not None:
+        raise UserError(f"{problem}; {AGAIN}")
+    rows = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    try:
+        header = next(rows, [])
+        if header and (len(set(header)) < len(header) or "step" not in header):
+            raise ValueError(f"the columns are {format_value(header)}; expected step and others")
+        for row in rows:
+            yield _numbers_of(header, row)
+    except (csv.Error, ValueError) as error:
+        raise UserError(f"{file}:{rows.line_num}: {error}; {AGAIN}") from error
+
+
+def _numbers_of(header: list[str], row: list[str]) -> tuple[int, dict[str, float]]:
+    if len(row) > len(header):
+        raise ValueError(f"{len(row)} values for {len(header)} columns")
+    cells = dict(zip(header, row, strict=False))
+    step = cells.pop("step", "")
+    if not re.fullmatch(r"\d{1,15}", step, re.ASCII):
+        raise ValueError(f"step is {format_value(step)}; expected {COUNT.description}")
+    numbers = {}
+    for name, cell in cells.items():
+        if not cell:
+            continue
+        try:
+            numbers[name] = float(cell)
+        except ValueError:
+            raise ValueError(f"{name} is {format_value(cell)}; expected a number") from None
+    return int(step), numbers
