@@ -67,7 +67,7 @@ class FastHydraLoader(yaml.CSafeLoader):
     yaml_implicit_resolvers = HydraLoader.yaml_implicit_resolvers
 
 
-IN_C = {HydraLoader: FastHydraLoader, LimitedLoader: yaml.CSafeLoader}
+IN_C: dict[type, Any] = {HydraLoader: FastHydraLoader, LimitedLoader: yaml.CSafeLoader}
 LARGE_FILE = 1 << 15
 """characters from which the loader in C is worth it"""
 SAFE_DEPTH = 1000

@@ -86,6 +86,7 @@ SHOWN_MANIFEST = Keys(
     {
         **_REQUIRED,
         **_OPTIONAL,
+        "base": OBJECT,
         "data": ListOf(Keys({}, _DATASET | _COUNTS, allows_others=True)),
         "global_batch": Keys({}, dict.fromkeys(_BATCH, POSITIVE_COUNT), allows_others=True),
     },

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +19,7 @@ import pytest
 from app.evaluation.judge import endpoint as endpoint_module
 from app.evaluation.judge.endpoint import Endpoint, JudgeError
 from app.evaluation.judge.grading import (
+    MAX_UNREADABLE,
     Answers,
     Judgement,
     check_judgement,
@@ -235,7 +239,8 @@ def test_an_unreadable_verdict_is_requested_once_more_and_then_ignored(
     assert "I like turtles." in caplog.text
     with judging(lambda _: "I like turtles.") as (_, url):
         judged = judged_by(url, tmp_path / "cache")
-    judged.verdicts = [one for one in judged.verdicts if one.score is None]
+    judged.verdicts = [one for one in judged.verdicts if one.score is None][: MAX_UNREADABLE - 1]
+    judged.failure = None  # as if these were all
     judged.num_requests = len(judged.verdicts)
     with pytest.raises(JudgeError, match="returned no readable verdict"):
         check_judgement(judged, config_of(url))
@@ -399,3 +404,80 @@ def test_a_judge_on_this_machine_is_reached_without_the_proxy(
             for proxy in getattr(handler, "proxies", {}).values()
         ]
         assert bool(proxies) == uses_proxy
+
+
+DRIPS: dict[str, bytes] = {
+    "headers": b"HTTP/1.1 200 OK\r\n" + b"x-slow: drip\r\n" * 50,
+    "100 Continue": b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000,
+}
+
+
+@pytest.mark.parametrize("kind", DRIPS)
+def test_an_answer_that_never_begins_ends_at_the_deadline(kind: str, tmp_path: Path) -> None:
+    stopped = threading.Event()
+
+    def drip(server: socket.socket) -> None:
+        while not stopped.is_set():
+            with contextlib.suppress(OSError):
+                connection, _ = server.accept()
+                connection.recv(2**16)
+                for byte in DRIPS[kind]:
+                    connection.sendall(bytes([byte]))
+                    if stopped.wait(0.05 if kind == "headers" else 0.0):
+                        break
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip, args=(server,), daemon=True)
+        thread.start()
+        config = config_of(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_seconds=0.5)
+        config.max_retries = 0
+        began = time.monotonic()
+        with pytest.raises(JudgeError, match=r"no answer within 0\.5 s"):
+            Endpoint(config, None, tmp_path).complete([{"role": "user", "content": "x"}])
+        assert time.monotonic() - began < 2
+        stopped.set()
+
+
+@pytest.mark.parametrize(
+    ("content", "usage", "tokens"),
+    [
+        ("\\ud800 Verdict: 6", '{"prompt_tokens": 3}', 3),
+        ("Verdict: 6", '{"prompt_tokens": 1%s}' % ("0" * 400), 0),
+        ("Verdict: 6", '{"prompt_tokens": 1%s}' % ("0" * 9000), 0),
+        ("Verdict: 6", '{"prompt_tokens": -1}', 0),
+        ("Verdict: 6", '{"prompt_tokens": true}', 0),
+        ("Verdict: 6", '{"prompt_tokens": 1e999}', 0),
+        ("Verdict: 6", "[1]", 0),
+    ],
+)
+def test_a_hostile_reply_counts_as_far_as_it_can_be_read(
+    content: str, usage: str, tokens: int, tmp_path: Path
+) -> None:
+    body = f'{{"choices": [{{"message": {{"content": "{content}"}}}}], "usage": {usage}}}'
+    with judging(lambda _: (200, {}, body.encode())) as (_, url):
+        judged = judged_by(url, tmp_path, input_price=1.0)
+    assert judged.failure is None and judged.metrics()["base/judge"] == 6.0
+    assert {one.read_tokens for one in judged.verdicts} <= {0, tokens}
+    assert "verdicts for" in judged.cost(config_of(url, input_price=1.0))
+    for file in (tmp_path / "cache").iterdir():
+        file.write_text('{"text": null}')
+        assert endpoint_module._read_cached(file) is None
+
+
+def test_a_judge_that_never_gives_a_verdict_is_not_paid_on(tmp_path: Path) -> None:
+    questions = [dataclasses.replace(MATH, id=str(number)) for number in range(16)]
+    answers = {who: {each.id: ANSWERS[who][MATH.id] for each in questions} for who in ANSWERS}
+    with judging(lambda _: "I like turtles.") as (judge, url):
+        config = config_of(url, num_parallel=1)
+        endpoint = Endpoint(config, None, tmp_path / "cache")
+        judged = judge_answers(questions, answers, endpoint, config, tmp_path)
+        assert len(judge.requests) <= 2 * (MAX_UNREADABLE + 1)
+    with pytest.raises(JudgeError, match=r"5 replies in a row had no readable verdict, so no more"):
+        check_judgement(judged, config)
+
+
+def test_a_cache_that_cannot_be_written_ends_judging_with_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with judging(lambda _: "Verdict: 6") as (_, url):
+        judged = judged_by(url, tmp_path)
+    assert isinstance(judged.failure, OSError)

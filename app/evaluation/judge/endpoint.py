@@ -9,8 +9,10 @@ import contextlib
 import email.utils
 import hashlib
 import http.client
+import io
 import json
 import random
+import socket
 import threading
 import time
 import urllib.error
@@ -25,15 +27,23 @@ from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig
 from app.process.errors import UserError
 from app.process.files import write_atomically
 from app.process.launch import is_loopback
+from app.training.checkpoint.schema import COUNT, FLAG, TEXT, Keys
+from app.training.documents import find_problem
 from data_modules import printable, redact
 
 FIRST_WAIT, MAX_WAIT = 1.0, 60.0
 """shortest and longest delay before a retry, in seconds"""
+MAX_SECONDS = 3600.0
+"""longest timeout of a request"""
+MAX_DIGITS = 15
+"""digits that are read of a number; more tokens are not counted"""
 MAX_BYTES = 2**22
 """largest response in bytes"""
 PERMANENT_ERRORS = (400, 401, 403, 404, 405, 413, 422)
 """status codes for which a retry is useless"""
 Message = dict[str, str]
+REPLY = Keys({"text": TEXT, "read_tokens": COUNT, "written_tokens": COUNT, "is_cached": FLAG}, {})
+"""a file of the cache"""
 
 
 class JudgeError(OSError):
@@ -57,13 +67,63 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class _UntilDeadline(io.RawIOBase):
+    """What a socket receives until its timeout is over, counted from now for all of it together.
+
+    A socket's own timeout begins again with every byte, such as those of dripping headers.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._stream = sock, sock.makefile("rb", buffering=0)
+        self._deadline = time.monotonic() + (sock.gettimeout() or MAX_SECONDS)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+        return self._stream.readinto(buffer)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *args: Any, **named: Any) -> None:
+        super().__init__(sock, *args, **named)
+        self.fp.close()
+        self.fp = io.BufferedReader(_UntilDeadline(sock))
+
+
+class _Connection(http.client.HTTPConnection):
+    response_class = _Response
+
+
+class _SecureConnection(http.client.HTTPSConnection):
+    response_class = _Response
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_SecureConnection, req)
+
+
 class Endpoint:
     """One judge model at one endpoint; safe to use from several threads."""
 
     def __init__(self, config: JudgeConfig, key: str | None, cache: Path) -> None:
         self._config, self._key, self._cache = config, key, cache
         self._url = f"{str(config.url).rstrip('/')}/chat/completions"
-        handlers: list[Any] = [_NoRedirects]
+        handlers: list[Any] = [_NoRedirects, _Http, _Https]
         if is_loopback(urlsplit(self._url).hostname or ""):
             handlers.append(urllib.request.ProxyHandler({}))  # local requests bypass a proxy
         self._opener = urllib.request.build_opener(*handlers)
@@ -199,10 +259,8 @@ class _TemporaryFailure(Exception):
 
 def _read_cached(file: Path) -> Reply | None:
     """Return a cached reply, None if there is none or it is incomplete."""
-    try:
-        return replace(Reply(**json.loads(file.read_text(encoding="utf-8"))), is_cached=True)
-    except (OSError, ValueError, TypeError):
-        return None
+    content, problem = find_problem(file, REPLY)
+    return None if problem is not None else replace(Reply(**content), is_cached=True)
 
 
 def _read_response(response: Any, deadline: float) -> bytes:
@@ -219,7 +277,7 @@ def _read_response(response: Any, deadline: float) -> bytes:
 def _parse_reply(data: bytes) -> Reply:
     """Parse a chat completion; raise _TemporaryFailure if it is not one."""
     try:
-        answer = json.loads(data)
+        answer = json.loads(data, parse_int=lambda digits: int(digits[: MAX_DIGITS + 1]))
         text = answer["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
         text = None
@@ -229,10 +287,15 @@ def _parse_reply(data: bytes) -> Reply:
     usage = answer.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     read, written = (
-        count if isinstance(count := usage.get(name), int) else 0
+        count if type(count := usage.get(name)) is int and 0 <= count < 10**MAX_DIGITS else 0
         for name in ("prompt_tokens", "completion_tokens")
     )
-    return Reply(text, read, written)
+    return Reply(_without_surrogates(text), read, written)
+
+
+def _without_surrogates(text: str) -> str:
+    """Replace halves of surrogate pairs, which no file can hold, by question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _error_text(data: bytes) -> str:
@@ -240,7 +303,7 @@ def _error_text(data: bytes) -> str:
     text = data.decode("utf-8", "replace")
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         text = str(json.loads(data)["error"]["message"])
-    return text.strip()[:200]
+    return _without_surrogates(text.strip()[:200])
 
 
 def _retry_after(value: str | None) -> float | None:

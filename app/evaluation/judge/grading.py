@@ -7,6 +7,7 @@ order counts as a tie.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections import defaultdict
@@ -35,6 +36,8 @@ from data_modules import printable
 VERDICTS_FILE = "verdicts.jsonl"
 MAX_FAILED = 3
 """consecutive failed requests, each after all its retries, after which judging stops"""
+MAX_UNREADABLE = 5
+"""consecutive replies without a verdict after which judging stops, if there was none before"""
 EMPTY = "empty answer: lowest grade, without a request"
 NUM_PROGRESS_LINES = 10
 """lines of progress that are logged"""
@@ -224,17 +227,32 @@ def judge_answers(
                             judged.failure = judged.failure or error
                         else:
                             log.warning("%s", error)
-                    except UserError as error:  # the next request would be rejected, too
+                    except (UserError, OSError) as error:  # the next request would fail, too
                         judged.failure = judged.failure or error
                     else:
                         num_failed = 0
                         judged.verdicts.append(verdict)
+                        judged.failure = judged.failure or _never_readable(judged, config)
                         file.write(verdict.line())
                         file.flush()
                         _log_progress(len(judged.verdicts), len(requests))
         finally:
             endpoint.stop()
             pool.shutdown(wait=False)
+
+
+def _never_readable(judged: Judgement, config: JudgeConfig) -> JudgeError | None:
+    """Return why to stop: the latest replies have no verdict, after few or none that had one."""
+    latest = [verdict for verdict in judged.verdicts if verdict.request.messages]
+    unread = list(itertools.takewhile(lambda verdict: verdict.score is None, reversed(latest)))
+    is_first = len(unread) == len(latest)
+    if len(unread) < (MAX_UNREADABLE if is_first else 4 * MAX_UNREADABLE):
+        return None
+    return JudgeError(
+        f"judge {config.model} at {config.url}: {len(unread)} replies in a row had no readable "
+        "verdict, so no more are requested: its replies should end with a line `Verdict: N`; does "
+        f"this model follow instructions? The last: {printable(unread[0].text[:120])}"
+    )
 
 
 def check_judgement(judged: Judgement, config: JudgeConfig) -> None:
@@ -252,8 +270,9 @@ def check_judgement(judged: Judgement, config: JudgeConfig) -> None:
         )
     num_missing = judged.num_requests - len(judged.verdicts)
     if judged.failure is not None:
+        num_saved = len(judged.verdicts) - len(unparsed)
         raise type(judged.failure)(
-            f"{judged.failure}\n{len(judged.verdicts)} of {judged.num_requests} verdicts are "
+            f"{judged.failure}\n{num_saved} of {judged.num_requests} verdicts are "
             "saved: type the command again without output.dir, and only the others are requested"
         ) from judged.failure
     if num_missing:
