@@ -63,18 +63,7 @@ class PushConfig:
 def push(config: PushConfig) -> str:
     """Upload the run's adapter or model; print and return the URL of the commit."""
     is_final = config.checkpoint == FINAL
-    run = find_run(
-        config.run,
-        verb="push",
-        takes_unfinished=not is_final,
-        typed_again=lambda run: words_to_type(load_run_config(run)),
-    )
-    if problems := check_selected(config.checkpoint, str(run), None):
-        raise UserError(problems)
-    if is_final and not saved_folder(run).is_dir():
-        raise UserError(f"run={run}: the folder has neither an adapter nor a model")
-
-    refuse_damaged(read_run_files(run))
+    run = _find_undamaged(config, is_final=is_final)
 
     # Imported late, so that --help does not wait for them.
     from httpx2 import HTTPError
@@ -123,6 +112,22 @@ def push(config: PushConfig) -> str:
     print(f"pushed: {printable(str(commit.commit_url))}")
     print(f"run: {printable(str(run))}")
     return str(commit.commit_url)
+
+
+def _find_undamaged(config: PushConfig, *, is_final: bool) -> Path:
+    """Return the folder of the run to push; UserError if it has no weights or is damaged."""
+    run = find_run(
+        config.run,
+        verb="push",
+        takes_unfinished=not is_final,
+        typed_again=lambda run: words_to_type(load_run_config(run)),
+    )
+    if problems := check_selected(config.checkpoint, str(run), None):
+        raise UserError(problems)
+    if is_final and not saved_folder(run).is_dir():
+        raise UserError(f"run={run}: the folder has neither an adapter nor a model")
+    refuse_damaged(read_run_files(run))
+    return run
 
 
 def _copy_written(saved: Path, copy: Path) -> list[str]:
