@@ -55,6 +55,7 @@ from app.config.verbs import (
     TunedConfig,
     only_in,
 )
+from app.model.base import ModelConfig
 from app.process.errors import ROOT, UserError
 from app.process.reporting import MAX_PROBLEMS
 from app.process.untrusted import reading
@@ -132,6 +133,8 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     config = _build(
         VERBS[verb], values, options, sources, problems, replaced=typed.keys() & PARTS.keys()
     )
+    if run is None and verb == "train":  # a plan or a preview may describe a smaller base
+        _check_described(config.model, typed, experiment)
     strategy = config.strategy if isinstance(config, TrainConfig) else None
     if isinstance(strategy, ZeroConfig) and isinstance(strategy.config, str):
         strategy.config = read_deepspeed_file(strategy.config)
@@ -155,6 +158,21 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
             "trainer.num_epochs; type trainer.max_steps=null to train whole epochs"
         )
     return config
+
+
+def _check_described(
+    model: ModelConfig, typed: Mapping[str, Any], experiment: ConfFile | None
+) -> None:
+    """Refuse a model.architecture that was given for a folder with a config.json."""
+    key = "model.architecture"
+    is_given = any(each.startswith(key) for each in typed) or (experiment and experiment.sets(key))
+    if not is_given or model.from_scratch or model.path is None:
+        return
+    if (file := Path(model.path, "config.json")).is_file():
+        raise UserError(
+            f"{key} has no effect: {file} describes the model; leave it out, or type "
+            "model.from_scratch=true model.path=null for random weights"
+        )
 
 
 def _check_options(

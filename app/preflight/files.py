@@ -34,6 +34,7 @@ from app.model.layers import why_not_compiled
 from app.model.neftune import find_neftune_problem
 from app.model.quantization import find_quantization_conflict
 from app.preflight.base_model import (
+    NUM_LAYERS,
     BaseModel,
     current_folder,
     inspect_base,
@@ -193,8 +194,25 @@ def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
     if config.trainer.compile:
         problem = why_not_compiled(base.numbers)
         problems += [problem] if problem else []
+    problems += check_recompute(config.recompute.every, base)
     size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
     return problems + (check_tensor_parallel(size, base) if size > 1 else [])
+
+
+def check_recompute(every: int, base: BaseModel) -> list[str]:
+    """Check that recompute.every is at most the number of layers, encoder and decoder together."""
+    numbers = text_numbers(base.numbers)
+    layers = next((numbers[key] for key in NUM_LAYERS if isinstance(numbers.get(key), int)), None)
+    if layers is None:
+        return []
+    if numbers.get("is_encoder_decoder"):
+        layers += numbers.get("num_decoder_layers") or numbers.get("decoder_layers") or layers
+    if every <= layers:
+        return []
+    return [
+        f"recompute.every={every} has no effect: {base.name} has {layers} layers, of which every "
+        f"n-th is recomputed; type a number up to {max(layers // 2, 1)}, or leave it out"
+    ]
 
 
 def check_sequence_len(sequence_len: int, base: BaseModel) -> list[str]:

@@ -156,7 +156,7 @@ BAD_WORDS = [
     (
         ["model.architecture={_target_: os.system}"],
         ["_target_ is not allowed"],
-        ["model.architecture={model_type: llama}"],
+        [],  # beside the base's config.json, any architecture is refused
     ),
     (
         ["output.name=${oc.env:HOME}"],

@@ -56,6 +56,14 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CONFLICTS = [
     # GPUs, what was typed, what is right, what must be said
+    (0, "recompute.mode=none recompute.every=2", "recompute.mode=full recompute.every=2",
+     ["recompute.every=2 has no effect with recompute=none"]),
+    (0, "optimizer.base_batch_size=4", "optimizer.base_batch_size=4 optimizer.scale_lr=sqrt",
+     ["optimizer.base_batch_size=4 has no effect with optimizer.scale_lr=none"]),
+    (0, "packing.method=none packing.window=8", "packing.window=8",
+     ["packing.window=8 has no effect with packing=none"]),
+    (0, "output.dtype=fp32", "output.dtype=fp32 adapter=full",
+     ["output.dtype=fp32 has no effect with adapter=lora"]),
     (0, "sweep.trials=3", "sweep.trials=3 sweep.search=optuna",
      ["sweep.trials=3", "sweep.search=grid runs every combination"]),
     (0, "sweep.prune=median", "sweep.prune=median sweep.search=optuna",
@@ -419,8 +427,8 @@ NUMBERS: list[tuple[str, list[Any], Any]] = [
 
 @pytest.mark.parametrize(("key", "bad", "good"), NUMBERS, ids=[row[0] for row in NUMBERS])
 def test_numbers_out_of_range_are_named_with_the_range(key: str, bad: list[Any], good: Any) -> None:
-    # The decay of LoRA+ is refused without its ratio.
-    right = settings("adapter.lora_plus_ratio=16 strategy=fsdp")
+    # The decay of LoRA+ is refused without its ratio, a base batch size without scaling.
+    right = settings("adapter.lora_plus_ratio=16 optimizer.scale_lr=sqrt strategy=fsdp")
     *path, name = key.split(".")
     part = getattr(right, path[0]) if path else right
     before = getattr(part, name)

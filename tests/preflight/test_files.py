@@ -6,12 +6,16 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from app.config import load_config
 from app.model.base import ModelConfig
 from app.model.base_files import read_shapes, weight_files
 from app.preflight import describe_base, fingerprint
+from app.preflight.base_model import BaseModel
+from app.preflight.files import check_recompute
 from app.preflight.shapes import matrices_of, shapes_of_architecture
 from app.process.errors import ROOT
 from tests.in_process import make_adapter, make_data, make_model, run_command, write_safetensors
@@ -437,3 +441,33 @@ def test_shapes_of_an_architecture_are_those_of_the_real_weights(stories: Path) 
     tensors = read_shapes(weight_files(stories))
     described = shapes_of_architecture(json.loads((stories / "config.json").read_text()))
     assert described == {"lm_head": tensors["model.embed_tokens.weight"]} | matrices_of(tensors)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "layers"),
+    [
+        ({"num_hidden_layers": 4}, 4),
+        ({"n_layer": 6}, 6),
+        ({"text_config": {"num_hidden_layers": 3}}, 3),
+        ({"num_layers": 4, "num_decoder_layers": None, "is_encoder_decoder": True}, 8),
+        ({"num_hidden_layers": 2, "decoder_layers": 3, "is_encoder_decoder": True}, 5),
+    ],
+)
+def test_recomputing_every_nth_layer_of_fewer_is_refused(
+    numbers: dict[str, Any], layers: int
+) -> None:
+    base = BaseModel("base", numbers)
+    assert check_recompute(layers, base) == check_recompute(99, BaseModel("hub/id")) == []
+    (problem,) = check_recompute(layers + 1, base)
+    assert f"recompute.every={layers + 1} has no effect: base has {layers} layers" in problem
+
+
+def test_an_architecture_beside_a_config_file_is_refused(tmp_path: Path) -> None:
+    base, typed = make_model(tmp_path / "base"), "model.architecture={model_type: llama}"
+    file = tmp_path / "mine.yaml"
+    file.write_text("# @package _global_\nmodel: {architecture: {model_type: llama}}\n")
+    for words in ([typed], ["+model.architecture.num_hidden_layers=2"], [f"+experiment={file}"]):
+        result = run_command(f"model.path={base}", *words)
+        assert (result.code, "model.architecture has no effect: " in result.stderr) == (2, True)
+    load_config("train", [f"model.path={base}", typed, "model.from_scratch=true"])
+    load_config("train", [f"model.path={base}", "model=llama8b"])  # the option describes a hub id

@@ -87,6 +87,7 @@ def check_compatibility(
     if is_training(config):
         conflicts += [*_of_adapter(config), *_of_trainer(config), *_of_optimizer(config)]
         conflicts += [*_of_sweep(config), *_of_logger(config), *_of_measurements(config)]
+        conflicts += _without_effect(config)
         conflicts += _of_strategy(config, devices)
         if isinstance(config.strategy, FsdpConfig):
             conflicts += _of_fsdp(config, config.strategy, devices)
@@ -384,6 +385,27 @@ def _of_trainer(config: TrainConfig) -> Iterator[Conflict]:
             "together more than 1",
             f"schedule.decay_ratio={1 - warmup_ratio:g}",
         )
+
+
+def _without_effect(config: TrainConfig) -> Iterator[Conflict]:
+    """Yield settings that nothing reads because of another setting."""
+    adapter, optimizer = config.adapter, config.optimizer
+    for part, key, is_unread, why, instead in (
+        (config.recompute, "recompute.every", config.recompute.mode == "none", "recompute=none",
+         "recompute=full, too"),
+        (optimizer, "optimizer.base_batch_size", optimizer.scale_lr == "none",
+         "optimizer.scale_lr=none", "optimizer.scale_lr=linear, too"),
+        (config.packing, "packing.window", config.packing.method == "none", "packing=none",
+         "packing=multipack, too"),
+        (config.output, "output.dtype", not saves_whole_model(adapter),
+         f"adapter={adapter.name}, which is saved as it was trained", "merge.dtype for the merge"),
+    ):  # fmt: skip
+        name = key.rpartition(".")[2]
+        if is_unread and _is_set(part, name):
+            yield Conflict(
+                f"{key}={getattr(part, name)} has no effect with {why}",
+                f"{instead}, or leave it out",
+            )
 
 
 def _of_sweep(config: TrainConfig) -> Iterator[Conflict]:
