@@ -23,6 +23,7 @@ from app.model.base_files import (
     check_finite,
     check_head,
     check_shapes,
+    has_own_head,
     read_headers,
     read_shapes,
     weight_files,
@@ -277,6 +278,8 @@ def _build_on_meta(
     new_ids: Sequence[int],
 ) -> PreTrainedModel:
     """Build the same model as `from_pretrained`, without reading weights."""
+    import torch
+
     if stored_quantization(architecture):
         raise UserError(
             f"model.path={config.path} is stored quantized (config.json), which cannot be sharded; "
@@ -290,6 +293,9 @@ def _build_on_meta(
             dtype=dtype,
         )
     model.generation_config = generation_config(config) or model.generation_config
+    if not architecture.is_encoder_decoder and has_own_head(model, base_folder(config)):
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     _untie_in_config(model)
     resize_embeddings(model, new_ids)
     if quantization is not None and quantization.method != "none":

@@ -92,6 +92,30 @@ def check_head(where: str, classes: object, names: Iterable[str]) -> list[str]:
     ]
 
 
+def has_own_head(model: PreTrainedModel, folder: Path) -> bool:
+    """Return whether the files of a model that is tied hold a head unlike its embedding.
+
+    transformers loads these as two weights, whatever config.json says.
+    """
+    import torch
+    from safetensors import safe_open
+
+    stored = [file for file in weight_files(folder) if file.is_file()]
+    files = {name: file for file in stored for name in read_shapes([file])}
+    pairs = [
+        (head, embedding)
+        for head, embedding in model.all_tied_weights_keys.items()
+        if HEADS & set(head.split(".")) and head in files and embedding in files
+    ]
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(files[name], framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+        return tensor
+
+    return any(not torch.equal(read(head), read(embedding)) for head, embedding in pairs)
+
+
 def check_shapes(
     architecture: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], folder: Path, **how: bool
 ) -> None:

@@ -16,7 +16,7 @@ from app.model.adapter import read_weight_changes, required_embedding_rows
 from app.model.architecture import base_folder
 from app.model.attention import attention_implementation
 from app.model.base import load_base
-from app.model.base_files import read_shapes, weight_files
+from app.model.base_files import has_own_head, read_shapes, weight_files
 from app.model.multimodal import record_tower_files
 from app.model.quantization import (
     QuantizationConfig,
@@ -174,6 +174,13 @@ def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> torc
 
     tied = _aliases(model)
     untie_changed(model, plan.changes)
+    stored = plan.base_files[0].parent
+    if model.config.is_encoder_decoder and has_own_head(model, stored):
+        raise UserError(
+            f"{stored}: the files hold a head unlike the embedding, which a merged "
+            "encoder-decoder cannot keep; python -m app.chat and app.serve load base and adapter "
+            "without merging"
+        )
     record_tower_files(model, plan.base_files)
     files = ModelFolder(model, folder, plan.dtype)
     merger = _Merger(files, plan, tied)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -170,6 +171,38 @@ def test_a_head_that_only_the_adapter_changed_is_untied(tmp_path: Path) -> None:
     read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
     assert not read.config.tie_word_embeddings
     assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_head_is_tied_as_the_files_say(is_equal: bool, tmp_path: Path) -> None:
+    """config.json says tied; the files hold a head of their own, or a copy of the embedding."""
+    import peft
+
+    base, adapter = with_head(tiny_llama(tie_word_embeddings=True), tmp_path, is_equal=is_equal)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora)
+    move(adapted)
+    adapted.save_pretrained(adapter)
+    read = merged(base, [(adapter, 1.0)], tmp_path / "merged", torch.float32)
+    assert read.config.tie_word_embeddings == is_equal
+    assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
+
+
+def test_a_separate_head_of_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    base, adapter = with_head(tiny_t5(), tmp_path, is_equal=False)
+    make_adapter(base, adapter, LORA)
+    with pytest.raises(UserError, match="a head unlike the embedding"):
+        merged(base, [(adapter, 1.0)], tmp_path / "merged", torch.float32)
+
+
+def with_head(model: Any, parent: Path, *, is_equal: bool) -> tuple[Path, Path]:
+    """Save a tied base with a head in its files; return the folders of base and adapter."""
+    model.save_pretrained(parent / "base")
+    tensors = load_file(parent / "base" / "model.safetensors")
+    embedding = model.get_input_embeddings().weight.detach()
+    tensors["lm_head.weight"] = embedding.clone() if is_equal else torch.rand_like(embedding)
+    save_file(tensors, parent / "base" / "model.safetensors", {"format": "pt"})
+    return parent / "base", parent / "adapter"
 
 
 def test_a_shared_weight_with_different_changes_is_refused(tmp_path: Path) -> None:
