@@ -64,8 +64,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     content, problem = find_problem(file, MANIFEST)
     if problem is not None:
         raise UserError(
-            f"{file} cannot be read ({problem.removeprefix(f'{file}: ')}), which records what the "
-            "run was made from; restore it, or leave resume out and type another output.dir"
+            f"{problem}; {file} cannot be read, which records what the run was made from; restore "
+            "it, or leave resume out and type another output.dir"
         )
     manifest: dict[str, Any] = content
     return manifest
