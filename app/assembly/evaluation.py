@@ -7,8 +7,8 @@ logged with the validation as `val/<metric>/<task or data set>`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,13 @@ from app.evaluation.tasks.questions import Task, build_tasks
 from app.process.errors import UserError, nearest
 from app.process.files import write_atomically
 from app.process.heartbeat import refresh_liveness
-from app.process.signals import measuring
+from app.process.signals import (
+    DataStalled,
+    MeasurementInterrupted,
+    measuring,
+    signal_received,
+    suspend_deadline,
+)
 from app.training.metrics import is_measured_at
 from app.training.trainer import validation_interval
 from data_modules import FinetuneDataModule
@@ -79,9 +85,17 @@ class TrainingEvaluation:
     """Measures answers of the model at every validation selected by `every_steps`."""
 
     def __init__(
-        self, evaluator: Evaluator, folder: Path, *, every_steps: int, interval: int, last: int
+        self,
+        evaluator: Evaluator,
+        folder: Path,
+        *,
+        every_steps: int,
+        interval: int,
+        last: int,
+        poll: Callable[[], int | None] = signal_received,
     ) -> None:
-        self.evaluator, self.folder = evaluator, folder / SAMPLES
+        """`poll`: collective that returns the signal that any rank has received, on every rank."""
+        self.evaluator, self.folder, self._poll = evaluator, folder / SAMPLES, poll
         self._is_due: Callable[[int], bool] = lambda step: (
             step == last or is_measured_at(step, every_steps, interval)
         )
@@ -92,8 +106,7 @@ class TrainingEvaluation:
         """Return the metrics after `step`, the same on every rank; empty if no measurement is due.
 
         Ranks that hold the whole model each take a share of the rows. Does not advance the random
-        number generators of training. A signal interrupts the measurement of a single rank; several
-        ranks complete it, since they can save a checkpoint only together.
+        number generators of training. A signal interrupts the measurement on all ranks.
         """
         if not self._is_due(step):
             return {}
@@ -102,7 +115,7 @@ class TrainingEvaluation:
         strategy, trainer = module.strategy, module.trainer
         sharding = strategy if strategy.shards_weights else None
         self.evaluator.sharding = sharding
-        self.evaluator.runner = _row_runner(trainer) if sharding is None else RowRunner(show=_beat)
+        self.evaluator.runner = self._row_runner(trainer, is_sharded=sharding is not None)
         interruptible = measuring() if trainer.world_size == 1 else nullcontext()
         with interruptible, isolate_rng(), trainer.precision_plugin.forward_context():
             metrics = self.evaluator.measure_answers(VARIANT, module.model)
@@ -116,28 +129,54 @@ class TrainingEvaluation:
             )
         return metrics
 
+    def _row_runner(self, trainer: Any, *, is_sharded: bool) -> RowRunner:
+        """Return what divides the rows among ranks; ranks can save a checkpoint only together."""
+        if trainer.world_size == 1:
+            return RowRunner(show=_beat)
+        if is_sharded:  # all ranks compute the same batches together
+            return RowRunner(show=self._beat_and_agree)
+        return RowRunner(
+            rank=trainer.global_rank,
+            num_ranks=trainer.world_size,
+            gather=gather_results,
+            show=_beat,
+            own_rows=_ended_by_signal,
+            agree=self._agree,
+        )
+
+    def _beat_and_agree(self, key: str, done: int, total: int) -> None:
+        _beat(key, done, total)
+        self._agree()
+
+    def _agree(self) -> None:
+        if (signum := self._poll()) is not None:
+            raise MeasurementInterrupted(signum)
+
 
 def _beat(key: str, done: int, total: int) -> None:
     refresh_liveness()
 
 
-def _row_runner(trainer: Any) -> RowRunner:
-    if trainer.world_size == 1:
-        return RowRunner(show=_beat)
-    return RowRunner(
-        rank=trainer.global_rank,
-        num_ranks=trainer.world_size,
-        gather=gather_results,
-        show=_beat,
-    )
+@contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """Let a signal end the work of this rank, which then saves together with the others."""
+    try:
+        with measuring():
+            yield
+    except DataStalled:
+        suspend_deadline()
 
 
 def build_training_evaluation(
-    config: TrainConfig, base: Base, data: FinetuneDataModule, folder: Path
+    config: TrainConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    folder: Path,
+    poll: Callable[[], int | None],
 ) -> TrainingEvaluation | None:
     """Build the measurement of tasks and answers during training; None if none is requested.
 
-    UserError if the monitored metric is not measured.
+    `poll` as for `TrainingEvaluation`. UserError if the monitored metric is not measured.
     """
     evaluation, every = None, config.evaluation.every_steps
     if every is not None:
@@ -148,6 +187,7 @@ def build_training_evaluation(
             every_steps=every,
             interval=validation_interval(config.trainer, data.total_steps),
             last=data.total_steps,
+            poll=poll,
         )
     check_monitor(config.trainer.checkpoint.monitor, data, evaluation)
     return evaluation

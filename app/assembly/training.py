@@ -30,7 +30,7 @@ from app.training.callbacks.same_on_all_ranks import (
     program_values,
     rank_invariant_values,
 )
-from app.training.checkpoint.saving import build_checkpoints, build_saver
+from app.training.checkpoint.saving import build_checkpoints, build_saver, signals_of
 from app.training.logger import build_loggers
 from app.training.metrics import Metrics
 from app.training.micro_batch import probe_micro_batch
@@ -147,7 +147,9 @@ def build_module(
     log.info("steps: %s; %s", data.plan.brief(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
-    evaluation = build_training_evaluation(config, base, data, Path(trainer.default_root_dir))
+    evaluation = build_training_evaluation(
+        config, base, data, Path(trainer.default_root_dir), signals_of(trainer).poll
+    )
     return FinetuneModule(
         base.model_builder(config, env),
         backend=base.backend,

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +47,10 @@ class RowRunner:
     """collective that returns the argument of every rank, on every rank"""
     show: Callable[[str, int, int], None] = lambda key, done, total: None
     """shows the progress of this rank: (key, number of rows done, total)"""
+    own_rows: Callable[[], AbstractContextManager[object]] = nullcontext
+    """context of this rank's work on its rows; may end it early if `agree` then raises"""
+    agree: Callable[[], object] = lambda: None
+    """collective before results are gathered; raises on all ranks if they do not continue"""
 
     def run(
         self, key: str, content: Any, count: int, work: Callable[[list[int]], Batches]
@@ -64,12 +69,13 @@ class RowRunner:
         computed: dict[int, Any] = {}
         self.show(key, 0, len(own))
         if own:
-            with self._writer(key, fingerprint) as write:
+            with self.own_rows(), self._writer(key, fingerprint) as write:
                 for batch in work(own):
                     numbered = [(own[index], result) for index, result in batch]
                     write(numbered)
                     computed.update(numbered)
                     self.show(key, len(computed), len(own))
+        self.agree()
         for of_rank in self.gather(computed):
             results.update(of_rank)
         return [results[row] for row in range(count)]

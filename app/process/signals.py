@@ -26,6 +26,7 @@ from app.process.errors import Interrupted
 from app.process.launch import is_child
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+MEASURED_AGAIN = "the interrupted measurement will be repeated"
 WAKES = signal.SIGURG
 """signal that interrupts a system call of the main thread; ignored by default"""
 # A terminal and an external launcher may send the same signal together. A supervised rank gets
@@ -69,6 +70,13 @@ _state: _State | None = None
 
 class DataStalled(Interrupted):
     """A signal ended the run while its training loop was waiting for data, or measuring."""
+
+
+class MeasurementInterrupted(DataStalled):
+    """A signal ended a measurement, and all ranks have agreed on it."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum, MEASURED_AGAIN)
 
 
 def install_signal_handlers() -> None:
@@ -116,7 +124,7 @@ def mark_waiting_for_data(is_waiting: bool) -> None:
 @contextlib.contextmanager
 def measuring() -> Iterator[None]:
     """Let a signal end a measurement within DATA_SECONDS, as it ends a wait for data."""
-    _mark_waiting(True, "the interrupted measurement will be repeated")
+    _mark_waiting(True, MEASURED_AGAIN)
     try:
         yield
     finally:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from signal import SIGTERM
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from app.assembly import evaluation as during
 from app.process.errors import UserError
+from app.process.signals import DataStalled, MeasurementInterrupted
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics, is_measured_at
 from tests.reliability.person import Person
@@ -110,34 +112,58 @@ def test_two_ranks_measure_the_same_as_one(tmp_path: Path, person: Person) -> No
         assert asked[0] == asked[1]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_signal_interrupts_the_evaluation_of_a_single_rank_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+Measure = Callable[[Any, dict[str, bool], Any], dict[str, float]]
+
+
+@pytest.fixture
+def measure(tmp_path: Path) -> Measure:
+    def measure_as(work: Any, rank: dict[str, bool], poll: Any) -> dict[str, float]:
+        """Measure four rows with `work` as one of two ranks; a signal is what `poll` returns."""
+        evaluator: Any = SimpleNamespace(metric_names=lambda variant: [])
+        evaluator.measure_answers = lambda *_: {"rows": len(evaluator.runner.run("a", [], 4, work))}
+        trainer = SimpleNamespace(
+            world_size=2,
+            global_rank=int(not rank["is_first"]),
+            is_global_zero=False,
+            precision_plugin=SimpleNamespace(forward_context=nullcontext),
+        )
+        strategy = SimpleNamespace(shards_weights=rank["is_sharded"])
+        module: Any = SimpleNamespace(trainer=trainer, strategy=strategy, model=None)
+        measured = during.TrainingEvaluation(
+            evaluator, tmp_path, every_steps=2, interval=2, last=4, poll=poll
+        )
+        return measured.measure(module, 2)
+
+    return measure_as
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "other"])
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "whole"])
+def test_a_signal_ends_a_measurement_on_all_ranks(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, is_sharded: bool, is_first: bool
 ) -> None:
-    interruptible: list[bool] = []
+    """Ranks that hold whole models end theirs by themselves, sharded ones after the same batch."""
+    done: list[int] = []
+    seen: list[str] = []
+    stalls = is_first and not is_sharded
 
-    @contextmanager
-    def measuring() -> Iterator[None]:
-        interruptible.append(True)
-        yield
+    def work(rows: list[int]) -> Iterator[list[tuple[int, int]]]:
+        for number, row in enumerate(rows):
+            if stalls and done:
+                raise DataStalled(SIGTERM, "")
+            done.append(row)
+            yield [(number, row)]
 
-    monkeypatch.setattr(during, "measuring", measuring)
-    answers = {"val/accuracy/boolq": 0.5}
-    evaluator: Any = SimpleNamespace(
-        metric_names=lambda variant: [], measure_answers=lambda variant, model: answers
-    )
-    trainer = SimpleNamespace(
-        world_size=num_ranks,
-        global_rank=num_ranks - 1,
-        is_global_zero=False,
-        precision_plugin=SimpleNamespace(forward_context=nullcontext),
-    )
-    strategy = SimpleNamespace(shards_weights=False)
-    module: Any = SimpleNamespace(trainer=trainer, strategy=strategy, model=None)
-    measured = during.TrainingEvaluation(evaluator, tmp_path, every_steps=2, interval=2, last=4)
-    assert measured.measure(module, 2) == answers
-    # Other ranks would wait for the interrupted one, and the step would not be saved.
-    assert bool(interruptible) is (num_ranks == 1)
+    def poll() -> int | None:
+        seen.append("poll")
+        return SIGTERM if len(done) == (2 if is_sharded or not is_first else 1) else None
+
+    monkeypatch.setattr(during, "gather_results", lambda own: seen.append("gather") or [own])
+    monkeypatch.setattr(during, "suspend_deadline", lambda: seen.append("suspend"))
+    with pytest.raises(MeasurementInterrupted, match="will be repeated"):
+        measure(work, {"is_first": is_first, "is_sharded": is_sharded}, poll)
+    expected = ["gather", "suspend", "poll"] if stalls else ["gather", "poll"]
+    assert seen == (["poll"] * 3 if is_sharded else expected)
 
 
 def test_evaluations_run_at_the_next_validation() -> None:

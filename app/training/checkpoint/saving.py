@@ -14,7 +14,13 @@ import torch
 from app.process import faults
 from app.process.errors import Interrupted, TrainingFault, UserError
 from app.process.heartbeat import waiting_for_thread
-from app.process.signals import DataStalled, exit_after_grace, restore_handlers, suspend_deadline
+from app.process.signals import (
+    DataStalled,
+    MeasurementInterrupted,
+    exit_after_grace,
+    restore_handlers,
+    suspend_deadline,
+)
 from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
@@ -96,9 +102,11 @@ class CheckpointSaver(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Save if a signal has interrupted the wait for the next step's data, or an evaluation.
 
-        Only with a single rank: other ranks would be inside that step, waiting for this one.
+        With several ranks, only if all have agreed to end: otherwise the others would be inside
+        that step, waiting for this one.
         """
-        if not isinstance(exception, DataStalled) or trainer.world_size > 1:
+        agreed = MeasurementInterrupted if trainer.world_size > 1 else DataStalled
+        if not isinstance(exception, agreed):
             return
         step, is_within_step = trainer.global_step, bool(pl_module.step_losses)
         if step > self._saved and not (is_within_step or trainer.sanity_checking):
@@ -106,8 +114,8 @@ class CheckpointSaver(L.Callback):
             pl_module.has_pending_validation = trainer.validating
             self._prepare(trainer, pl_module)
             self.save(trainer, pl_module)
-            self._wait()
-            exit_after_grace()
+            self._wait_for_all(trainer)
+        exit_after_grace()
         if self._saved:
             exception.message = f"{exception.message}; step {self._saved} is saved"
 
@@ -228,6 +236,12 @@ class CheckpointSaver(L.Callback):
             if trainer.is_global_zero:
                 self.store.abandon(step)
             raise failure
+
+
+def signals_of(trainer: L.Trainer) -> SignalSync:
+    """Return what tells all ranks of a trainer whether any of them has received a signal."""
+    (saver,) = (one for one in trainer.callbacks if isinstance(one, CheckpointSaver))
+    return saver.signals
 
 
 def build_checkpoints(

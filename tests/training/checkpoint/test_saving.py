@@ -10,6 +10,7 @@ import threading
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGTERM
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from app.process import heartbeat
 from app.process.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
+from app.process.signals import DataStalled, MeasurementInterrupted
 from app.training.checkpoint import saving
 from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
 from app.training.checkpoint.disk import SaveError, write_file
@@ -176,6 +178,7 @@ def test_space_is_checked_before_the_first_step_and_after_it(
 PEAK = """
 import resource, sys, torch
 from pathlib import Path
+from signal import SIGTERM
 from app.model.adapter import FullConfig
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
 from app.training.checkpoint.optimizer_state import optimizer_state
@@ -276,3 +279,22 @@ def test_waiting_for_a_save_sends_heartbeats(
     saver._wait()
     writer.close()
     assert len(messages) == 2
+
+
+@pytest.mark.parametrize("error", [MeasurementInterrupted(SIGTERM), DataStalled(SIGTERM, "")])
+def test_several_ranks_save_after_a_signal_only_if_all_have_agreed(
+    error: DataStalled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints: Any = SimpleNamespace(source=None, store=None)
+    saver = CheckpointSaver(checkpoints, is_due=bool, validates_after=bool)
+    done: list[str] = []
+    for name in ("_prepare", "save", "_wait_for_all"):
+        monkeypatch.setattr(saver, name, lambda *_, name=name: done.append(name))
+    trainer: Any = SimpleNamespace(
+        world_size=2, global_step=3, sanity_checking=False, validating=True
+    )
+    module = SimpleNamespace(step_losses=[], has_pending_validation=False)
+    saver.on_exception(trainer, module, error)
+    is_agreed = isinstance(error, MeasurementInterrupted)
+    assert done == ["_prepare", "save", "_wait_for_all"] * is_agreed
+    assert module.has_pending_validation is is_agreed
