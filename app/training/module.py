@@ -384,5 +384,10 @@ class FinetuneModule(L.LightningModule):
         self.has_pending_validation = state.get("owes_validation", False)
         # The run had stopped early, and was interrupted after its last checkpoint.
         if self.stops_early and self.metrics.validated_step == state["step"]:
+            log.info(
+                "RESUME: the run had stopped early after step %s, since %s had not improved for %s "
+                "measurements; it ends with what was left to do",
+                *(state["step"], self.metrics.monitor, self.patience),
+            )
             self.trainer.should_stop = True
         checkpoint["loops"] = self.resume.loop_state()

@@ -83,6 +83,17 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
     assert capsys.readouterr().out.endswith("180 s left\n")
 
 
+@pytest.mark.parametrize(("step", "outcome"), [(10, "done"), (6, "stopped early")])
+def test_the_last_line_tells_an_early_stop(
+    step: int, outcome: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=10, global_step=step)
+    metrics = Metrics(["a"], [], 1)
+    metrics.write(step, {"train/loss": 1.0})
+    ProgressBar().on_fit_end(trainer, SimpleNamespace(metrics=metrics))
+    assert capsys.readouterr().out == f"step {step}/10  loss 1.0000  {outcome}\n"
+
+
 def test_messages_are_above_the_bar_which_shows_how_it_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

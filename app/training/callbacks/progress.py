@@ -77,7 +77,9 @@ class ProgressBar(L.Callback):
             self.progress.update(self.task, completed=step, what="train", figures=shown)
         elif pl_module.metrics.latest_step == step and self.next_line <= step < total:
             self.next_line = step + total / LINES_PER_RUN
-            self._print(step, total, pl_module.metrics)
+            seconds = (time.monotonic() - self.started) / max(1, step - self.first_step)
+            left = f"{seconds * (total - step):.0f} s left"
+            print(f"step {step}/{total}  {figures(pl_module.metrics)}  {left}", flush=True)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Show that a validation is running."""
@@ -86,19 +88,15 @@ class ProgressBar(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Close the bar; in a file, print the last step with its validation."""
-        if trainer.is_global_zero and self.progress is None and trainer.global_step:
-            self._print(trainer.global_step, trainer.max_steps, pl_module.metrics)
-        self._close()
+        step, total = trainer.global_step, trainer.max_steps
+        if trainer.is_global_zero and self.progress is None and step:
+            outcome = "done" if step >= total else "stopped early"
+            print(f"step {step}/{total}  {figures(pl_module.metrics)}  {outcome}", flush=True)
+        self._close("done" if step >= total else "stopped")
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Close the bar before an error is printed."""
         self._close("stopped")
-
-    def _print(self, step: int, total: int, metrics: Metrics) -> None:
-        seconds = time.monotonic() - self.started
-        step_seconds = seconds / max(1, step - self.first_step)
-        left = f"{step_seconds * (total - step):.0f} s left" if step < total else "done"
-        print(f"step {step}/{total}  {figures(metrics)}  {left}", flush=True)
 
     def _room(self, total: int) -> int:
         """Return the width that the rest of the bar leaves for metrics, in characters."""
@@ -106,7 +104,7 @@ class ProgressBar(L.Callback):
         rest = (max(map(len, STATUSES)), BAR_WIDTH, counts, TIME_WIDTH)
         return self.console.width - sum(rest) - len(rest)
 
-    def _close(self, status: str = "done") -> None:
+    def _close(self, status: str) -> None:
         if self.progress is not None:
             self.progress.update(self.task, what=status)
             self.progress.stop()
