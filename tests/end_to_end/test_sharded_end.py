@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.conftest import read_column
 from tests.processes import LONGEST
 from tests.reliability.person import Person
 from tests.runs import figures_of
@@ -62,6 +63,28 @@ def test_sharded_ranks_end_a_run_as_one_rank(
     figures = json.loads((run / "metrics.json").read_text())
     assert figures["base/val/loss"] != figures["tuned/val/loss"]
     assert "base/exact_match/lists" in figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+def test_sharded_ranks_restore_the_best_step_of_a_whole_model(
+    strategy: str, person: Person, tmp_path: Path
+) -> None:
+    """The learning rate is so large that step 1 is better than step 2."""
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    run = tmp_path / "run"
+    early = ("trainer.validate_every_steps=1", "trainer.early_stopping_patience=2")
+    rate = ("optimizer.lr=0.1", "schedule=constant", "schedule.warmup_steps=0")
+    words = (*TWO_RANKS, *early, *rate, "adapter=full", f"strategy={strategy}", "logger=csv")
+    output = person.train_into(
+        run, *small_run("trainer.max_steps=3", "trainer.accelerator=cpu", *words)
+    )
+    losses = read_column(run, "val/loss")
+    assert losses[1] < losses[2]
+    assert f"result: step 1 of 2, the best by val/loss ({losses[1]:.4f})" in output
+    assert f"rounding to bf16 changes val/loss from {losses[1]:.4f}" in output
+    assert output.count("model verified: reloaded") == 1
 
 
 @pytest.mark.slow
