@@ -42,6 +42,8 @@ Grant = Literal[
 
 
 T = TypeVar("T")
+LARGEST = 10**9
+"""upper bound of whole numbers that declare none"""
 COMPARISONS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 
 
@@ -153,8 +155,11 @@ def takes(facts: Facts, hint: Any, value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or (isinstance(value, float) and float not in (hint, *get_args(hint))):
         return False
+    bounds = facts.bounds
+    if isinstance(value, int) and not bounds.keys() & {"le", "lt"} and value > LARGEST:
+        return False
     return math.isfinite(value) and all(
-        COMPARISONS[name](value, bound) for name, bound in facts.bounds.items()
+        COMPARISONS[name](value, bound) for name, bound in bounds.items()
     )
 
 
@@ -203,4 +208,6 @@ def _problems(config: DataclassInstance, prefix: str, skip: Collection[str] = ()
             for index, part in enumerate(value):
                 yield from _problems(part, f"{key}[{index}]")
         elif not takes(facts, hints[field.name], value):
-            yield f"{key}={value}: expected {expected(facts, hints[field.name])}"
+            largest = isinstance(value, int) and value > LARGEST and facts.le is None
+            bound = f", and at most {LARGEST:,}" if largest else ""
+            yield f"{key}={value}: expected {expected(facts, hints[field.name])}{bound}"

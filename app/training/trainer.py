@@ -57,6 +57,7 @@ class TrainerConfig:
         "auto",
         choices=("auto",),
         ge=1,
+        le=1_000_000,
         resume="content",
         shown=("train", "preview"),
         aliases=("batch_size", "per_device_train_batch_size"),
@@ -66,6 +67,7 @@ class TrainerConfig:
     gradient_accumulation_steps: int = setting(
         8,
         ge=1,
+        le=1_000_000,
         resume="content",
         shown=("train", "preview"),
         aliases=("accumulate_grad_batches",),
@@ -75,6 +77,7 @@ class TrainerConfig:
     global_batch_size: int | None = setting(
         None,
         ge=1,
+        le=1_000_000,
         resume="content",
         shown=("train", "preview"),
         instead_of="gradient_accumulation_steps",

@@ -21,7 +21,7 @@ MAX_NESTING = 400
 class Limits:
     """Limits of what is read; a file, or a row, beyond a limit is refused."""
 
-    rows: int = setting(100_000_000, gt=0)
+    rows: int = setting(100_000_000, gt=0, le=1 << 40)
     """maximum rows of a data set; each takes about 100 bytes of memory while training"""
     columns: int = setting(10_000, gt=0)
     """maximum columns of a file, and keys of one object in a row"""
@@ -39,7 +39,7 @@ class Limits:
     remote_bytes_per_second: int = setting(20_000, gt=0)
     """minimum rate of a download in bytes a second, over each MiB after remote_seconds; slower ones
     are aborted"""
-    remote_bytes: int = setting(1 << 40, gt=0)
+    remote_bytes: int = setting(1 << 40, gt=0, le=1 << 60)
     """maximum bytes downloaded from one URL"""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 from app.config import conf_files
 from app.config.schema import default_of, list_settings
 from app.config.verbs import PARTS, TYPED_KEYS, VERBS
+from app.preflight import check_devices
+from app.preflight.couplings.devices import MAX_CPU_RANKS
+from app.training.trainer import TrainerConfig
 from data_modules import check_values, describe_values, facts_of, hints_of, setting, takes
 from tests.in_process import run_command
 from tools import settings as tool
@@ -233,3 +237,31 @@ def schema_errors(value: Any, schema: dict[str, Any], key: str) -> list[str]:
         ("exclusiveMaximum", lambda limit: value < limit),
     )
     return [f"{key}: {value!r}" for word, ok in holds if word in schema and not ok(schema[word])]
+
+
+WHOLE_NUMBERS = [
+    one
+    for settings in SETTINGS.values()
+    for one in settings
+    if int in (one.hint, *typing.get_args(one.hint)) and one.facts.bounds
+]
+
+
+def test_every_whole_number_has_an_upper_bound() -> None:
+    """1e20 steps, or a billion packs a step, would end in a MemoryError minutes later."""
+    assert len({one.key for one in WHOLE_NUMBERS}) > 60
+    assert [one.key for one in WHOLE_NUMBERS if takes(one.facts, one.hint, 10**20)] == []
+    (problem,) = check_values(Values(steps=10**10), "trainer")
+    assert (
+        problem
+        == "trainer.steps=10000000000: expected 1 or more, or null, and at most 1,000,000,000"
+    )
+
+
+def test_ranks_without_a_gpu_are_as_many_as_processes_can_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert check_devices(TrainerConfig(devices=MAX_CPU_RANKS), None) == []
+    (problem,) = check_devices(TrainerConfig(devices=1000), None)
+    assert problem.endswith("this machine has 2 cores; type trainer.devices=2 or fewer")

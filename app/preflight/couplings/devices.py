@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from app.training.trainer import TrainerConfig
 
 
+MAX_CPU_RANKS = 64
+"""most ranks of one machine without GPUs, if it has fewer cores"""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Devices:
     """The devices and ranks that the settings request, on a machine with `num_gpus` GPUs."""
@@ -93,7 +97,16 @@ def check_gpus(config: TrainConfig | TunedConfig) -> None:
 
 def check_devices(trainer: TrainerConfig, num_gpus: int | None) -> list[str]:
     """Check that the machine has trainer.devices GPUs; `num_gpus` is None for a run on the CPU."""
-    if not num_gpus or isinstance(trainer.devices, str) or trainer.devices <= num_gpus:
+    if isinstance(trainer.devices, str):
+        return []
+    if num_gpus is None:
+        cores = os.cpu_count() or 1
+        most = max(MAX_CPU_RANKS, cores)
+        return [
+            f"trainer.devices={trainer.devices}, but each rank is a process, and this machine has "
+            f"{cores} cores; type trainer.devices={cores} or fewer"
+        ] * (trainer.devices > most)
+    if not num_gpus or trainer.devices <= num_gpus:
         return []
     return [
         f"trainer.devices={trainer.devices}, but this machine has {num_gpus} "
