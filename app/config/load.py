@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ from app.config.validation import (
     Sources,
     describe_shape,
     find_problems,
-    is_converted_text,
     is_section,
     print_note,
 )
@@ -73,6 +73,8 @@ MAX_NAME_LENGTH = 72
 FEW_KEYS = 64
 """number of an experiment's keys up to which each unknown one is explained"""
 MIN_ITEM = len("a: 1,")
+NUMBERS = (bool, int, float)
+"""what YAML and Hydra make of some texts"""
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -319,10 +321,10 @@ def _build(
         else:
             place, words = sources.where(f"{group}.name"), ", ".join(PARTS[group])
             problems = [*problems, f"{place} {group}.name: expected one of {words}"]
-    settings = Settings(schema, parts, names, PARTS, frozenset(replaced))
-    if not problems and not any(map(is_converted_text, settings.walk(values))):
+    if not problems:
         with contextlib.suppress(UserError):
             return _give_types(schema, parts, values, names, sources)
+    settings = Settings(schema, parts, names, PARTS, frozenset(replaced))
     values, found = find_problems(values, settings, sources)
     if problems or found:
         raise UserError([*problems, *found])
@@ -372,14 +374,20 @@ def _give_types(
     except OmegaConfBaseException as error:
         key = error.full_key or "settings"
         raise UserError(f"{sources.where(key)} {key}: {first_line(error)}") from error
-    unchecked = [config]
+    unchecked: list[tuple[Any, Any]] = [(config, values)]
     while unchecked:
-        part = unchecked.pop()
+        part, composed = unchecked.pop()
         for field in dataclasses.fields(part):
             value, facts = getattr(part, field.name), field.metadata.get("facts")
+            given = composed.get(field.name) if isinstance(composed, dict) else None
             elements = value if isinstance(value, list) else [value]
-            unchecked += [element for element in elements if dataclasses.is_dataclass(element)]
+            given_each = given if isinstance(given, list) else repeat(given)
+            pairs = list(zip(elements, given_each, strict=False))
+            unchecked += [pair for pair in pairs if dataclasses.is_dataclass(pair[0])]
             choices = facts.choices if facts else ()
+            is_converted = any(type(one) in NUMBERS and type(text) is str for text, one in pairs)
+            if is_converted and not choices:
+                raise UserError(f"{field.name}={given}: expected text")
             invalid = [each for each in elements if choices and each not in (None, *choices)]
             takes_numbers = facts and (facts.ge is not None or facts.gt is not None)
             if invalid and not takes_numbers:

@@ -247,10 +247,12 @@ def find_problems(
         if _is_word_for_list(found, sources):
             _replace(values, found.key, [found.value])
         elif isinstance(found, schema.Leaf) and is_converted_text(found):
-            if overrides := [each for each in sources.overrides if each.key == found.key]:
-                _replace(values, found.key, overrides[-1].typed)
-            elif (problem := _problem_of_text(found, sources)) is not None:
+            overrides = [each for each in sources.overrides if each.key == found.key]
+            if not overrides and (problem := _problem_of_text(found, sources)) is not None:
                 problems[f"{sources.where(found.key)} {problem}"] = None
+            else:
+                (value,) = found.value if isinstance(found.value, list) else [found.value]
+                _replace(values, found.key, overrides[-1].typed if overrides else str(value))
         elif (whole := _whole_number(found)) is not None:
             _replace(values, found.key, whole)
         elif (file := _file_replaced_by_option(found, settings, sources)) is not None:
