@@ -13,7 +13,7 @@ from app.model.adapter import AdapterConfig, LoraConfig
 from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file
 from app.model.tokenizer_file import follow_file
 from app.process.errors import UserError
-from app.process.untrusted import brief, read_json_object, reading
+from app.process.untrusted import brief, collect_later, read_json_object, reading
 
 if TYPE_CHECKING:
     import torch
@@ -222,12 +222,13 @@ def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
     file = _find_file(path, revision)
     if file is not None and (problems := check_tokenizer_file(file)):
         raise UserError("\n".join(problems))
-    tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-        path,
-        revision=revision,
-        trust_remote_code=config.trust_remote_code,
-    )
-    return tokenizer if file is None else follow_file(tokenizer, file)
+    with collect_later():
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+            path,
+            revision=revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+        return tokenizer if file is None else follow_file(tokenizer, file)
 
 
 def _find_file(path: str, revision: str | None) -> Path | None:
