@@ -39,12 +39,11 @@ class CharacterCheck:
         self.unknown_id = None if unknown in others else unknown
         """token of unknown characters; None if it has another use too"""
         self._kept: set[str] = set()
-        self._keeps_all = self._has_all_bytes() and all(map(self._keeps, string.printable))
+        self.keeps_all = self._has_all_bytes() and all(map(self._keeps, string.printable))
+        """whether no text can lose a character, so that none need be looked at"""
 
     def lost(self, text: str) -> set[str]:
         """Return the characters of `text` that its tokens do not hold; BLANKS for repeated ones."""
-        if self._keeps_all:
-            return set()
         seen = set(text)
         if BLANKS in text:
             seen.add(BLANKS)

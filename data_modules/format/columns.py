@@ -27,7 +27,6 @@ from data_modules.format.weights import (
     is_flag,
 )
 
-_PLAIN_TURNS = (frozenset(("role", "content")), frozenset(("from", "value")))
 PREFERENCE = re.compile(r"(chosen|rejected)(_|$)")
 """names of the columns of preference pairs"""
 VERDICTS = ("label", "kto_tag")
@@ -94,7 +93,7 @@ def find_unread(
         hidden = {name for name in row if name in columns or name not in values}
         unread |= {name for name in hidden if is_filled(row[name])}
         unread -= {*columns.values(), *(path.split(".", 1)[0] for path in columns.values())}
-    for name in unread.intersection(FLAGS):
+    for name in unread.intersection(FLAGS) if unread else ():
         if is_flag(values.get(name)) or (has_turns and isinstance(values.get(name), list)):
             unread.discard(name)
     for name in read:
@@ -125,9 +124,14 @@ def _unread_below(value: Any, name: str) -> Iterator[str]:
 
 def _is_plain(turn: Mapping[str, Any]) -> bool:
     """Return whether a turn is a role and a text: most are, and nothing of them is unread."""
-    if turn.keys() not in _PLAIN_TURNS:
+    if len(turn) != 2:
         return False
-    role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if "role" in turn and "content" in turn:
+        role, content = turn["role"], turn["content"]
+    elif "from" in turn and "value" in turn:
+        role, content = turn["from"], turn["value"]
+    else:
+        return False
     return isinstance(content, str) and role not in CALL_ROLES
 
 

@@ -177,7 +177,7 @@ def convert_row(row: Row, name: str, columns: Mapping[str, str]) -> list[Item]:
         raise (_table_error(form, values) or error) from error
     if form.name != "pretokenized":
         _check_text_row(form, values, items[0])
-    if kwargs := read_template_kwargs(values.get(_KWARGS), _KWARGS):
+    if _KWARGS in values and (kwargs := read_template_kwargs(values[_KWARGS], _KWARGS)):
         items = [
             replace(item, template_kwargs=kwargs) if isinstance(item, Conversation) else item
             for item in items
@@ -223,9 +223,9 @@ def unread_in(row: Row, name: str, columns: Mapping[str, str], items: Sequence[I
     `items` is what `convert_row` returned for it.
     """
     form, item = FORMATS[name], items[0]
-    values = apply_columns(row.values, columns)
+    values = row.values
     if columns:
-        values = _without_aliases(values, form, columns)
+        values = _without_aliases(apply_columns(values, columns), form, columns)
     has_turns = _has_turns(form, item)
     read, others = _columns_read(name, tuple(values), isinstance(item, Document), has_turns)
     return find_unread(row.values, values, columns, read, others, has_turns=has_turns)

@@ -20,8 +20,11 @@ WEIGHTS = ("weight", "loss_weight")
 """keys of a turn or a row with a number from 0 up"""
 TURN_MASKS = ("loss_mask", *FLAGS, "loss_scale")
 """columns that may hold a list with a value for each turn"""
+_TURN_COLUMNS = frozenset(TURN_MASKS)
 TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "loss_scale")
 """columns that hold a value for each token"""
+_ROW_KEYS = frozenset((*WEIGHTS, *FLAGS, "loss_scale"))
+"""columns that weigh the whole row"""
 MASK_KEYS = frozenset((*FLAGS, *WEIGHTS, "loss_scale", "train_detail"))
 """keys by which a turn says whether it is trained on"""
 _WORDS = {"true": True, "false": False}
@@ -37,6 +40,8 @@ def row_weight(values: Mapping[str, Any]) -> float:
 
     A number in a column of FLAGS is not read: it may be anything, such as a measured loss.
     """
+    if _ROW_KEYS.isdisjoint(values):
+        return 1.0
     weight = math.prod(
         _row_number(values[name], name)
         for name in WEIGHTS
@@ -113,6 +118,8 @@ def apply_turn_masks(turns: Sequence[Turn], values: Mapping[str, Any], name: str
     Raises RowError if a list has another length.
     """
     masked = list(turns)
+    if _TURN_COLUMNS.isdisjoint(values):
+        return masked
     for column in TURN_MASKS:
         mask = values.get(column)
         if not isinstance(mask, list) or not mask:

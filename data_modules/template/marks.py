@@ -130,7 +130,7 @@ def skeleton_key(chat: Chat) -> tuple[object, ...]:
     key: list[object] = [bool(chat.tools), kwargs_key(chat)]
     has_ids = False
     for turn in chat.turns:
-        parts = split_content(turn)
+        parts = split_content(turn) if "</" in turn.content else None
         tags = parts and (*parts[::2], str(bool(parts[1])), str(bool(parts[3])))
         key.append((turn.role, bool(turn.content), tags))
         if turn.reasoning is not None or turn.tool_calls or turn.name or turn.tool_call_id:
@@ -178,7 +178,7 @@ def text_of_part(turn: Turn, part: str, call: int) -> str:
         return turn.name or ""
     if part == "f":
         return turn.tool_calls[call].name
-    parts = split_content(turn)
+    parts = split_content(turn) if "</" in turn.content else None
     if parts:
         return parts[3] if part == "c" else parts[1]
     return turn.content if part == "c" else turn.reasoning or ""

@@ -271,7 +271,7 @@ class LayoutBuilder:
         if isinstance(rendered, RowRefusedError):
             raise rendered
         notes = [Note(kind) for kind in rendered.lost]
-        if unread := self._renderer.unread(prepared.kwargs or ()):
+        if prepared.kwargs and (unread := self._renderer.unread(prepared.kwargs)):
             notes.append(Note("unread_kwargs", unread[0]))
         if prepared.turns is not chat.turns:
             notes += self._note_moved_reasoning(chat, prepared)

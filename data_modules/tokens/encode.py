@@ -211,6 +211,8 @@ class ChunkEncoder:
                 continue
             good = [found for found in results if not isinstance(found, RowProblem)]
             builder.add(good, number, items[0].origin, counts)
+            if self.characters.keeps_all:
+                continue
             lost = set().union(*(self.characters.lost(text) for text in _texts_of(items)))
             if lost:
                 counts.add_lost(lost, str(items[0].origin))

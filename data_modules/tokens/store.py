@@ -495,7 +495,9 @@ def _ends_in_stop(document: Encoded, stops: set[int], tail: list[int]) -> bool:
     """Return whether the last trained token is a stop token, or in the `tail` written after it."""
     ids = document.input_ids if document.target_ids is None else document.target_ids
     last = int(document.weights.nonzero()[0][-1])
-    for length in range(min(len(tail), last) + 1):
+    if int(ids[last]) in stops:
+        return True
+    for length in range(1, min(len(tail), last) + 1):
         stop = last - length
         if int(ids[stop]) in stops and document.weights[stop]:
             return ids[stop + 1 : last + 1].tolist() == tail[:length]
