@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import re
 import shlex
+import shutil
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,6 +150,7 @@ def test_trust_that_is_typed_beside_a_sweep_holds_for_its_trials(
         "evaluation.metric=FILE.py:score",
     ]
     (folder / "sweep.yaml").write_text(f"words: {saved}\n")
+    shutil.copy("FILE.py", "OTHER.py")  # what is typed must be what was saved
     asked = {
         "evaluation.allow_code=true evaluation.metric=FILE.py:score": 0,
         "evaluation.allow_code=false evaluation.metric=null": 0,

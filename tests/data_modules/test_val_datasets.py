@@ -138,3 +138,9 @@ def test_equal_file_names_get_names_of_their_own(
     val = write(tmp_path / "other" / "train.json", 100, 12)
     module = build([train], tokenizer, data={"val_datasets": [val]})
     assert module.dataset_names == ["train", "train-2"]
+
+
+def test_a_validation_file_counts_as_validation_without_held_out_rows(val: DatasetConfig) -> None:
+    for datasets, size, expected in (([val], 0, True), ([], 0, False), ([], 4, True)):
+        config = DataConfig(datasets=[val], val_datasets=datasets, val_set_size=size)
+        assert config.has_validation is expected
