@@ -63,7 +63,7 @@ from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, NO_URL, expand_home
 from app.strategy.deepspeed_config import read_deepspeed_file
 from app.strategy.settings import ZeroConfig
-from data_modules import TEMPLATE_NAMES, facts_of, hints_of
+from data_modules import TEMPLATE_NAMES, hints_of
 
 Config = TrainConfig | TunedConfig
 """the settings of a verb; PreviewConfig and PlanConfig are TrainConfigs"""
@@ -116,7 +116,8 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     typed = {override.key: override.value for override in overrides}
     if "sweep" in typed:
         raise UserError("sweep=NAME defines several runs: add -m to run each of them")
-    run, for_hydra = None, [each.for_hydra for each in overrides if each.key != "experiment"]
+    run = experiment = None
+    for_hydra = [each.for_hydra for each in overrides if each.key != "experiment"]
     try:
         choices = [override for override in overrides if override.key in known]
         experiment = _check_options(verb, choices, known, conf)
@@ -125,17 +126,21 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
         for_hydra += [] if experiment is None else [f"+experiment={EXPERIMENT}"]
         values, options = _compose_values(verb, for_hydra, experiment, conf)
     except UserError as error:
-        raise UserError(problems + error.problems) from error
+        raise _explain(verb, experiment, problems, error) from error
     for key, alternative in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
         # Otherwise an experiment's schedule.warmup_steps would win over a typed warmup_ratio.
         group, _, name = alternative.partition(".")
         if key in typed and alternative not in typed and isinstance(values.get(group), dict):
             values[group].pop(name, None)
     sources = Sources(lambda: _files_in_use(verb, for_hydra, experiment, conf), overrides)
-    config = _build(
-        VERBS[verb], values, options, sources, problems, replaced=typed.keys() & PARTS.keys()
-    )
-    if run is None and verb == "train":  # a plan or a preview may describe a smaller base
+    try:
+        config = _build(
+            VERBS[verb], values, options, sources, problems, replaced=typed.keys() & PARTS.keys()
+        )
+    except UserError as error:
+        raise _explain(verb, experiment, [], error) from error
+    if config.model.architecture and run is None and verb == "train":
+        # A plan or a preview may describe a smaller base.
         _check_described(config.model, typed, experiment)
     strategy = config.strategy if isinstance(config, TrainConfig) else None
     if isinstance(strategy, ZeroConfig) and isinstance(strategy.config, str):
@@ -207,7 +212,6 @@ def _check_options(
                     raise UserError(f"{experiment.where('hydra')} unknown key hydra")
                 if len(experiment.lines) > FEW_KEYS:
                     refuse_unknown(verb, keys_in(experiment.values), experiment.where)
-                problems += _check_shapes(experiment, experiment.values, hints_of(VERBS[verb]))
                 chosen += [(experiment, *choice) for choice in experiment.choices]
         except UserError as error:
             place = "" if chosen_in is None else f"{chosen_in.where('defaults')}: "
@@ -215,6 +219,16 @@ def _check_options(
     if problems:
         raise UserError(problems)
     return experiment
+
+
+def _explain(
+    verb: str, experiment: ConfFile | None, problems: list[str], error: UserError
+) -> UserError:
+    """Return the error to raise: values of a wrong shape explain all others of their group."""
+    shapes: list[str] = []
+    if experiment is not None:
+        shapes = _check_shapes(experiment, experiment.values, hints_of(VERBS[verb]))
+    return UserError(problems + (shapes or error.problems))
 
 
 def _check_shapes(
@@ -459,7 +473,8 @@ def _paths_in(part: object, key: str = "") -> Iterator[tuple[str, Any, str]]:
         return
     for field in dataclasses.fields(part):
         value, full = getattr(part, field.name), f"{key}.{field.name}".lstrip(".")
-        if facts_of(field).is_path:
+        facts = field.metadata.get("facts")
+        if facts and facts.is_path:
             if field.name != "chat_template" or value not in TEMPLATE_NAMES:
                 yield key, part, field.name
         elif isinstance(value, list):

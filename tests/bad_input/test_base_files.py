@@ -27,7 +27,7 @@ from app.model.tokenizer import build_tokenizer
 from app.process.errors import TrainingFault, UserError, exit_code
 from app.process.launch import read_launch
 from app.process.untrusted import Limits, limits, read_header, read_json_object, reading
-from app.report.model_card import read_json
+from app.training.documents import read_object
 from data_modules import DataConfig, DatasetConfig
 from tests.bad_input.opening import End, open_run, settings_for
 from tests.in_process import make_data
@@ -196,7 +196,7 @@ def test_a_chat_template_that_is_no_text(base: Path, made: Path) -> None:
 def test_numbers_of_a_run_that_are_no_object(tmp_path: Path) -> None:
     (tmp_path / "metrics.json").write_text("[]")
     with pytest.raises(UserError, match=r"metrics\.json.* expected a JSON object"):
-        read_json(tmp_path / "metrics.json")
+        read_object(tmp_path / "metrics.json")
 
 
 def repack(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
