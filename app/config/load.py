@@ -140,7 +140,6 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     except UserError as error:
         raise _explain(verb, experiment, [], error) from error
     if config.model.architecture and run is None and verb == "train":
-        # A plan or a preview may describe a smaller base.
         _check_described(config.model, typed, experiment)
     strategy = config.strategy if isinstance(config, TrainConfig) else None
     if isinstance(strategy, ZeroConfig) and isinstance(strategy.config, str):
@@ -170,7 +169,10 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
 def _check_described(
     model: ModelConfig, typed: Mapping[str, Any], experiment: ConfFile | None
 ) -> None:
-    """Refuse a model.architecture that was given for a folder with a config.json."""
+    """Refuse a model.architecture that was given for a folder with a config.json.
+
+    A plan or a preview may describe a smaller base, so they do not come here.
+    """
     key = "model.architecture"
     is_given = any(each.startswith(key) for each in typed) or (experiment and experiment.sets(key))
     if not is_given or model.from_scratch or model.path is None:

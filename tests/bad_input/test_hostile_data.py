@@ -225,7 +225,7 @@ def test_what_a_message_quotes_is_short(tmp_path: Path, base: Any) -> None:
 def test_limits_are_numbers_above_0() -> None:
     found = check_datasets(DataConfig(limits=Limits(rows=0, nesting=500, remote_seconds=-1)))
     assert [line for line in found if "limits" in line] == [
-        "data.limits.rows=0: expected above 0",
+        "data.limits.rows=0: expected above 0, at most 1099511627776",
         "data.limits.nesting=500: expected above 0, at most 400 (Python and chat templates "
         "cannot nest deeper)",
         "data.limits.remote_seconds=-1: expected above 0",
