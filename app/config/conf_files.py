@@ -26,6 +26,7 @@ SCHEMA = CONF / "experiment" / "schema.json"
 """the JSON schema by which editors complete experiments"""
 YAML_SUFFIXES = (".yaml", ".yml")
 FLOAT = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"
+BASE_60 = r"[-+]?[\d_]+(:[0-5]?\d)+(\.[\d_]*)?$"
 MAX_OPTION_LENGTH = 200
 """longest option in a defaults list, in characters; an option is a file name"""
 
@@ -49,13 +50,17 @@ class LimitedLoader(yaml.SafeLoader):
 
 
 class HydraLoader(LimitedLoader):
-    """Read YAML as Hydra does: 1e-3 is a number, a date is text."""
+    """Read YAML as Hydra does: 1e-3 is a number, a date and 1:30 are text."""
 
 
 HydraLoader.yaml_implicit_resolvers = {
     letter: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
     for letter, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+for _letter in "-+0123456789":
+    HydraLoader.yaml_implicit_resolvers[_letter].insert(
+        0, ("tag:yaml.org,2002:str", re.compile(BASE_60))
+    )
 HydraLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(FLOAT), list("-+.0123456789")
 )

@@ -314,6 +314,10 @@ def why_refused(key: str, value: Any, name: str | None = None) -> str | None:
             f"{key}: secrets do not go into settings, where files and process lists show them; "
             "export HF_TOKEN, or run `hf auth login`"
         )
+    if text == "???":
+        return (
+            f"{key}=???: ??? stands for a value to fill in; write the value, or leave the key out"
+        )
     if name in ("_target_", "_partial_", "_recursive_", "_convert_"):
         return f"{key}: {name} is not allowed; settings never name code to run"
     if "${" in REFERENCE.sub("", text):

@@ -293,7 +293,8 @@ def _problem_of_text(found: schema.Leaf, sources: Sources) -> str | None:
     written = sources.written(found.key)
     if str(value) == written:
         return None
-    typed = written or schema.as_typed(value)
+    # The text of a list stands for no item of it.
+    typed = written if written and written[0] not in "[{" else schema.as_typed(value)
     quoted = f"'{typed}'" if isinstance(found.value, list) else f"{found.field}: '{typed}'"
     return (
         f"{found.key}={typed}: expected text, but without quotes this is "

@@ -12,8 +12,8 @@ from app.config.validation import Settings, is_converted_text
 from app.config.verbs import PARTS, VERBS
 from app.process.errors import UserError
 
-CONVERTED = ["on", "off", "Yes", "no", "true", "1e5", "0x10", "010", "1:30", "1_000", "1.50", ".5"]
-KEPT = ["2024", "1.5", "2020-01-01", "y", "'on'", '"1e5"', "v1", "007a"]
+CONVERTED = ["on", "off", "Yes", "no", "true", "1e5", "0x10", "010", "1_000", "1.50", ".5"]
+KEPT = ["2024", "1.5", "1:30", "1:30.5", "2020-01-01", "y", "'on'", '"1e5"', "v1", "007a"]
 
 
 @pytest.mark.parametrize("text", CONVERTED)
@@ -52,6 +52,32 @@ def test_typed_text_inside_a_list_is_refused_with_its_quotes(text: str) -> None:
     quoted = str(refused.value).rpartition("write ")[2]
     config = load_config("train", [f"data.datasets=[{{path: a.jsonl, {quoted}}}]"])
     assert config.data.datasets[0].name == text
+
+
+@pytest.mark.parametrize("key", ["seed", "output.name", "trainer.max_steps", "data.chat_template"])
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_a_value_that_is_to_be_filled_in_is_not_the_default(
+    key: str, is_typed: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    lines = f"{key}: ???".replace(".", ":\n  ")
+    file.write_text(f"# @package _global_\n{lines}\n")
+    words = [f"{key}=???"] if is_typed else [f"+experiment={file}"]
+    with pytest.raises(UserError, match=r"\?\?\? stands for a value to fill in"):
+        load_config("train", words)
+
+
+def test_a_time_is_no_number(tmp_path: Path) -> None:
+    """YAML 1.1 reads 1:30 as 90."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("# @package _global_\nseed: 1:30\nmodel: {stop_tokens: [1]}\n")
+    with pytest.raises(UserError) as refused:
+        load_config("train", [f"+experiment={file}"])
+    seed, token = refused.value.problems
+    assert seed.endswith("mine.yaml:2 seed=1:30: expected a whole number")
+    assert token.endswith(
+        "model.stop_tokens[0]=1: expected text, but without quotes this is 1; write '1'"
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS)
