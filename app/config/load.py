@@ -229,11 +229,11 @@ def _explain(
     """Return the error to raise: values of a wrong shape explain all others of their group."""
     shapes: list[str] = []
     if experiment is not None:
-        shapes = _check_shapes(experiment, experiment.values, hints_of(VERBS[verb]))
+        shapes = check_shapes(experiment, experiment.values, hints_of(VERBS[verb]))
     return UserError(problems + (shapes or error.problems))
 
 
-def _check_shapes(
+def check_shapes(
     file: ConfFile, values: Mapping[str, Any], hints: Mapping[str, Any], above: str = ""
 ) -> list[str]:
     """List what stands in an experiment in place of the settings of a group or section."""
@@ -244,7 +244,7 @@ def _check_shapes(
         sections = parts or ([hint] if is_section(hint) else [])
         if isinstance(value, dict):
             inner = {each: kind for part in sections for each, kind in hints_of(part).items()}
-            problems += _check_shapes(file, value, inner, f"{key}.")
+            problems += check_shapes(file, value, inner, f"{key}.")
         elif sections and not str(value).startswith("${"):
             problems.append(f"{file.where(key)} {describe_shape(key, value, sections[0])}")
         elif "." in name and name.partition(".")[0] in hints:

@@ -148,25 +148,33 @@ def sections_of(hints: dict[str, Any], above: str = "") -> list[str]:
 SECTIONS = {verb: sections_of(hints_of(schema)) for verb, schema in VERBS.items()}
 
 
-@pytest.mark.parametrize("verb", SECTIONS)
+@pytest.mark.parametrize(
+    "verb",
+    [verb if verb == "train" else pytest.param(verb, marks=pytest.mark.slow) for verb in SECTIONS],
+)
 def test_every_section_that_is_not_a_mapping_is_answered_with_its_line_and_what_to_write(
     verb: str, tmp_path: Path
 ) -> None:
+    """Every shape of every section is examined, and one of each section is loaded."""
     file, options = tmp_path / "mine.yaml", conf_files.list_groups(conf_files.CONF)
-    for key in SECTIONS[verb]:
+    for number, key in enumerate(SECTIONS[verb]):
         *above, name = key.split(".")
         option = options.get(key, ["x"])[0]
-        for shape in (f"[{option}]", option, "3", "null", "[{a: 1}]"):
+        shapes = (f"[{option}]", option, "3", "null", "[{a: 1}]")
+        for shape in shapes:
             lines = [*(f"{'  ' * depth}{each}:" for depth, each in enumerate(above))]
             lines.append(f"{'  ' * len(above)}{name}: {shape}")
             file.write_text("\n".join(["# @package _global_", *lines, ""]))
-            with pytest.raises(UserError) as caught:
-                door.load_config(verb, [f"+experiment={file}"])
-            (problem,) = caught.value.problems
+            read = conf_files.read_conf_file(file, package="", is_global=True)
+            (problem,) = load.check_shapes(read, read.values, hints_of(VERBS[verb]))
             assert f"mine.yaml:{len(lines) + 1} {key}={shape}: " in problem
             assert f"write settings below it (such as `{key}: {{" in problem
             if len(options.get(key, [])) > 1 and option in shape:
                 assert f"by `- override /{key}: {option}`" in problem
+            if shape == shapes[number % len(shapes)]:
+                with pytest.raises(UserError) as caught:
+                    door.load_config(verb, [f"+experiment={file}"])
+                assert caught.value.problems == [problem]
 
 
 def test_an_experiment_without_its_package_line_is_refused(conf: Path) -> None:
