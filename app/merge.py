@@ -32,7 +32,7 @@ from app.run.folder import (
     open_unfinished,
 )
 from app.run.manifest import MANIFEST_FILE
-from app.training.documents import METRICS, SHOWN_MANIFEST, read_document
+from app.training.run_documents import METRICS, SHOWN_MANIFEST, read_document
 from data_modules import printable
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from app.report.run_page import PAGE_FILE
 from app.run import find_run
 from app.run.find import FINAL, check_selected, saved_folder
 from app.run.folder import open_empty
-from app.training.documents import read_object
+from app.training.run_documents import read_object
 from data_modules import printable, redact, setting
 
 NAMES_BASE = {CONFIG_FILE: "base_model_name_or_path", ORIGIN_FILE: "path"}

@@ -36,7 +36,7 @@ from app.process.signals import (
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.serving.address import KEY_VARIABLE, open_socket, read_key, url_of
 from app.serving.vllm import build_vllm_command, find_unsupported_feature
-from app.training.documents import read_object
+from app.training.run_documents import read_object
 from data_modules import printable
 
 if TYPE_CHECKING:

@@ -155,12 +155,17 @@ def takes(facts: Facts, hint: Any, value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or (isinstance(value, float) and float not in (hint, *get_args(hint))):
         return False
-    bounds = facts.bounds
-    if isinstance(value, int) and not bounds.keys() & {"le", "lt"} and value > LARGEST:
-        return False
-    return math.isfinite(value) and all(
-        COMPARISONS[name](value, bound) for name, bound in bounds.items()
+    return (
+        math.isfinite(value)
+        and not _is_too_large(facts, value)
+        and all(COMPARISONS[name](value, bound) for name, bound in facts.bounds.items())
     )
+
+
+def _is_too_large(facts: Facts, value: Any) -> bool:
+    """Return whether a whole number is above LARGEST, and its field declares no upper bound."""
+    has_upper = bool(facts.bounds.keys() & {"le", "lt"}) or not facts.bounds
+    return type(value) is int and not has_upper and value > LARGEST
 
 
 def describe_values(facts: Facts, hint: Any) -> str:
@@ -208,6 +213,5 @@ def _problems(config: DataclassInstance, prefix: str, skip: Collection[str] = ()
             for index, part in enumerate(value):
                 yield from _problems(part, f"{key}[{index}]")
         elif not takes(facts, hints[field.name], value):
-            largest = isinstance(value, int) and value > LARGEST and facts.le is None
-            bound = f", and at most {LARGEST:,}" if largest else ""
+            bound = f", and at most {LARGEST:,}" if _is_too_large(facts, value) else ""
             yield f"{key}={value}: expected {expected(facts, hints[field.name])}{bound}"

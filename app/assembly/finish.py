@@ -21,7 +21,7 @@ from app.report.run_page import end_loggers, write_page
 from app.run import Run
 from app.run.folder import METRICS_FILE, OUTPUTS
 from app.run.manifest import record_result
-from app.training.documents import METRICS, read_document
+from app.training.run_documents import METRICS, read_document
 from data_modules import printable
 
 if TYPE_CHECKING:

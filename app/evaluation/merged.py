@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from app.evaluation.evaluator import PREDICTIONS_FILE
 from app.model.gguf import greedy_tokens
 from app.process.errors import TrainingFault
-from app.training.documents import read_lines
+from app.training.run_documents import read_lines
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from app.process.files import open_no_follow
 from app.process.launch import local_rank, read_launch
 from app.process.untrusted import parse_json
 from app.training.checkpoint.schema import differences
-from app.training.documents import RESULT
+from app.training.run_documents import RESULT
 
 if TYPE_CHECKING:
     from torch import Tensor

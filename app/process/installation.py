@@ -20,7 +20,7 @@ SCRIPT_VARIABLE = "LOFT_SCRIPT"
 """variable with the path of the console script that started this process or its parent"""
 ROOT = Path(__file__).parents[2]
 """the checkout, or the folder into which pip installed the packages"""
-CHILD = str(ROOT / "app" / "child.py")
+CHILD = str(ROOT / "app" / "process" / "child.py")
 """starts a module of this program without importing from the working folder"""
 PACKAGES = ("app", "data_modules")
 

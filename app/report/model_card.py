@@ -17,7 +17,7 @@ from app.model.hub import cache_folder
 from app.process.files import write_atomically
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
 from app.report.run_page import CURVES_FILE, Setting, format_number
-from app.training.documents import read_object
+from app.training.run_documents import read_object
 from data_modules import is_hub_id, printable, redact
 
 if TYPE_CHECKING:

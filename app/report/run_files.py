@@ -15,7 +15,7 @@ from typing import Any
 
 from app.process.errors import UserError
 from app.training.checkpoint.schema import differences
-from app.training.documents import (
+from app.training.run_documents import (
     AGAIN,
     CSV_FILE,
     METRICS,

@@ -23,7 +23,7 @@ from app.process.files import write_atomically
 from app.process.gpus import read_machine
 from app.process.installation import typed_words
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.documents import MANIFEST, find_problem
+from app.training.run_documents import MANIFEST, find_problem
 from data_modules import redacted
 
 LIBRARIES = (

@@ -34,7 +34,7 @@ from app.run.folder import (
 from app.run.manifest import check_run_id, identity_of, installed_versions, read_manifest
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
-from app.training.documents import CSV_FILE, read_curves
+from app.training.run_documents import CSV_FILE, read_curves
 
 if TYPE_CHECKING:
     from app.config import TrainConfig

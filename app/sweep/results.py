@@ -17,7 +17,7 @@ from app.process.installation import verb_command
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep.parameters import Parameter, format_overrides, varied
 from app.sweep.trials import OBJECTIVE, Trial, read_curve
-from app.training.documents import TRIALS, read_document
+from app.training.run_documents import TRIALS, read_document
 from data_modules import printable, redact, redacted
 
 RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"

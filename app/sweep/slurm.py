@@ -26,7 +26,7 @@ from app.process.files import open_no_follow, write_atomically
 from app.process.installation import CHILD, install_extra
 from app.sweep.parameters import Parameter
 from app.sweep.trials import start_process
-from app.training.documents import END, read_document
+from app.training.run_documents import END, read_document
 from data_modules import redacted
 
 if TYPE_CHECKING:

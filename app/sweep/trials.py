@@ -19,7 +19,7 @@ from app.process.files import open_no_follow
 from app.process.installation import child_command
 from app.process.launch import PARENT_VARIABLE, RANK_VARIABLES
 from app.run.folder import CONFIG_FILE, METRICS_FILE
-from app.training.documents import CSV_FILE, METRICS, read_curves, read_document
+from app.training.run_documents import CSV_FILE, METRICS, read_curves, read_document
 from data_modules import redacted
 
 OBJECTIVE = "val/loss"

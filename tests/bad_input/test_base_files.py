@@ -27,7 +27,7 @@ from app.model.tokenizer import build_tokenizer
 from app.process.errors import TrainingFault, UserError, exit_code
 from app.process.launch import read_launch
 from app.process.untrusted import Limits, limits, read_header, read_json_object, reading
-from app.training.documents import read_object
+from app.training.run_documents import read_object
 from data_modules import DataConfig, DatasetConfig
 from tests.bad_input.opening import End, open_run, settings_for
 from tests.in_process import make_data

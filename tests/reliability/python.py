@@ -31,7 +31,7 @@ NAMESPACES = ("net", "uts", "mnt")
 
 PROGRAM = """#!{python} -IS
 import sys
-words = [word for word in sys.argv[1:] if not word.endswith("/app/child.py")]
+words = [word for word in sys.argv[1:] if not word.endswith("/app/process/child.py")]
 if next((word for word in words if word != "-u"), "") not in ("-m", "-c"):
     import os
     os.execv({python!r}, [{python!r}, *words])

@@ -28,7 +28,7 @@ from app.process.errors import UserError
 from app.process.files import write_atomically
 from app.process.launch import is_loopback
 from app.training.checkpoint.schema import COUNT, FLAG, TEXT, Keys
-from app.training.documents import find_problem
+from app.training.run_documents import find_problem
 from data_modules import printable, redact
 
 FIRST_WAIT, MAX_WAIT = 1.0, 60.0

@@ -1,7 +1,7 @@
 """Run a module as `python -m` does, but import nothing from the working folder.
 
-`python .../app/child.py -m MODULE [ARGUMENT ...]`: where the working folder has an app.py or app/
-of the user's own, `python -m app.train` runs that.
+`python .../process/child.py -m MODULE [ARGUMENT ...]`: where the working folder has an app.py or
+app/ of the user's own, `python -m app.train` runs that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def main() -> None:
     folder = os.path.dirname(os.path.abspath(__file__))
     if sys.path[0] == folder:  # unless PYTHONSAFEPATH is set
         del sys.path[0]
-    root = os.path.dirname(folder)
+    root = os.path.dirname(os.path.dirname(folder))
     if root not in sys.path:  # a checkout that is not installed
         sys.path.insert(0, root)
     import runpy
