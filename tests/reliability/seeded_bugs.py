@@ -348,8 +348,8 @@ BUGS = [
     Bug(
         name="an out-of-range number is accepted",
         file="data_modules/facts.py",
-        right="return math.isfinite(value) and all(",
-        wrong="return math.isfinite(value) or all(",
+        right="        and all(COMPARISONS[name]",
+        wrong="        or all(COMPARISONS[name]",
         test="tests/config/test_settings.py::test_a_field_tells_which_values_it_takes",
     ),
     Bug(
