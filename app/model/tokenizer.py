@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, LoraConfig
-from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file
+from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file, is_verified
 from app.model.tokenizer_file import follow_file
 from app.process.errors import UserError
 from app.process.untrusted import brief, collect_later, read_json_object, reading
@@ -228,7 +228,7 @@ def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
             revision=revision,
             trust_remote_code=config.trust_remote_code,
         )
-        return tokenizer if file is None else follow_file(tokenizer, file)
+        return tokenizer if file is None or is_verified(file) else follow_file(tokenizer, file)
 
 
 def _find_file(path: str, revision: str | None) -> Path | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -23,13 +25,52 @@ MAX_SECONDS = 1.5
 _TEXT = (
     "The quick brown fox, 1234567890.\n\tdef f(x): return {'a': [x, \"b\"]}  # \u00e9\u4f60\u597d "
 )
+_READ = (".json", ".jinja", ".model", ".txt")
+"""suffixes of the files that a tokenizer is read from"""
+_MAX_READ = 64 << 20
+"""bytes up to which such a file is compared byte by byte; tokenizers are smaller"""
 _SECTIONS = {"normalizer": "normalizers", "decoder": "decoders"}
 
 
 def check_tokenizer_file(file: Path) -> list[str]:
     """Return the problems of a tokenizer.json: those of JSON, BPE dropout, endless expansion."""
     status = file.stat()
-    return list(_problems(file, status.st_mtime_ns, status.st_size))
+    problems = () if is_verified(file) else _problems(file, status.st_mtime_ns, status.st_size)
+    return list(problems)
+
+
+def is_verified(file: Path) -> bool:
+    """Return whether an earlier start verified a tokenizer.json, see `remember_verified`."""
+    return _note(file).is_file()
+
+
+def remember_verified(file: Path) -> None:
+    """Remember that a tokenizer.json passed all checks, and that transformers encodes as it says.
+
+    For these bytes of all files in its folder, these versions of the libraries and of the checks.
+    Nothing is written where no run has cached data, as where a model is only chatted with.
+    """
+    note = _note(file)
+    if note.parent.parent.is_dir():
+        with contextlib.suppress(OSError):  # without the note, the next start is a second slower
+            note.parent.mkdir(exist_ok=True)
+            note.touch()
+
+
+def _note(file: Path) -> Path:
+    """Return the empty file that says that a tokenizer.json is verified."""
+    from importlib.metadata import version
+
+    from data_modules import DataConfig
+
+    digest = hashlib.sha256(f"{version('transformers')} {version('tokenizers')}".encode())
+    read = [each for each in file.parent.iterdir() if each.suffix in _READ and each.is_file()]
+    for each in (*sorted(Path(__file__).parent.glob("tokenizer*.py")), *sorted(read)):
+        status = each.stat()
+        is_small = status.st_size <= _MAX_READ
+        content = hashlib.sha256(each.read_bytes()).hexdigest() if is_small else status.st_mtime_ns
+        digest.update(f" {each.name} {status.st_size} {content}".encode())
+    return Path(DataConfig().cache_dir).expanduser() / "tokenizers" / digest.hexdigest()
 
 
 @functools.cache

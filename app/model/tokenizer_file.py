@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.model.tokenizer_checks import TOKENIZER_FILE
+from app.model.tokenizer_checks import TOKENIZER_FILE, remember_verified
 from app.process.errors import UserError
 from app.process.untrusted import brief, read_json_object
 
@@ -66,6 +66,7 @@ def follow_file(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTok
     own.no_padding()
     declared = set(_declared_texts(file.parent))
     if not (changed := _difference(tokenizer, own, declared)):
+        remember_verified(file)
         return tokenizer
     log.info(
         "tokenizer: %s of transformers changes the %s of %s; using the file's own",

@@ -16,7 +16,7 @@ from transformers.models.auto import tokenization_auto as auto
 
 from app.model.base import ModelConfig
 from app.model.tokenizer import build_tokenizer
-from app.model.tokenizer_file import save_tokenizer
+from app.model.tokenizer_file import follow_file, save_tokenizer
 from app.process.errors import UserError
 
 TEXT = (
@@ -243,3 +243,44 @@ def test_settings_stay_and_the_file_decides_about_tokens(
     assert ids(again) == ids(own)
     assert again.special_tokens_map == tokenizer.special_tokens_map
     assert again.get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_verified_tokenizer_is_not_verified_again_until_a_byte_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified: list[Path] = []
+
+    def follow(tokenizer: Any, file: Path) -> Any:
+        verified.append(file)
+        return follow_file(tokenizer, file)
+
+    monkeypatch.setattr("app.model.tokenizer.follow_file", follow)
+    monkeypatch.setenv("LOFT_DATA_CACHE", str(tmp_path / "cache"))
+    base, file = tmp_path / "base", tmp_path / "base" / "tokenizer.json"
+    own = make_folder(base, "byte_level", "PreTrainedTokenizerFast", "")
+    build(base)
+    assert not (tmp_path / "cache").exists()  # no run has cached data here
+    (tmp_path / "cache").mkdir()
+    build(base)
+    assert len(verified) == 2
+    assert ids(build(base)) == ids(own)
+    assert len(verified) == 2
+    content = json.loads(file.read_text())
+    content["model"]["merges"] = content["model"]["merges"][:-1]
+    file.write_text(json.dumps(content))
+    assert ids(build(base)) == ids(Tokenizer.from_file(str(file)))
+    assert len(verified) == 3
+    content["model"]["dropout"] = 0.1
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="BPE dropout"):
+        build(base)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_a_tokenizer_that_transformers_changes_is_verified_at_each_start(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOFT_DATA_CACHE", str(tmp_path))
+    own = make_folder(tmp_path / "base", "byte_level", "GPT2Tokenizer", model_type)
+    assert ids(build(tmp_path / "base")) == ids(build(tmp_path / "base")) == ids(own)
+    assert not (tmp_path / "tokenizers").exists()
