@@ -49,7 +49,10 @@ if TYPE_CHECKING:
     from data_modules.source import read_rows as read_rows
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
     from data_modules.template import ChatTemplate as ChatTemplate
+    from data_modules.template import Limits as Limits
     from data_modules.template import Prompt as Prompt
+    from data_modules.template.checks import LimitError as LimitError
+    from data_modules.template.checks import run_limited as run_limited
     from data_modules.tokens.datasets import DataReport as DataReport
     from data_modules.tokens.datasets import DataSpec as DataSpec
     from data_modules.tokens.size import EpochTokens as EpochTokens
@@ -78,6 +81,8 @@ _HOMES = {
     "Example": "types",
     "Facts": "facts",
     "FinetuneDataModule": "datamodule",
+    "LimitError": "template.checks",
+    "Limits": "template",
     "ModelSpec": "types",
     "Origin": "messages",
     "PackingConfig": "packing",
@@ -108,6 +113,7 @@ _HOMES = {
     "redact": "messages",
     "redacted": "messages",
     "redacted_keys": "messages",
+    "run_limited": "template.checks",
     "setting": "facts",
     "takes": "facts",
 }

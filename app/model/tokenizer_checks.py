@@ -1,4 +1,7 @@
-"""Refuse a tokenizer.json that draws its tokens at random, or expands texts without end."""
+"""Refuse a tokenizer.json that draws its tokens at random, or takes texts without end.
+
+Normalizers and decoders may expand a text, regular expressions may take forever to match it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,18 @@ import contextlib
 import functools
 import hashlib
 import json
+import mmap
+import os
+import re
+import string
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from app.process.errors import UserError
-from app.process.untrusted import read_json_object, reading
+from app.process.untrusted import brief, read_json_object, reading
+from data_modules import LimitError, Limits, run_limited
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_STEP_CHARACTERS = 2_000_000
@@ -21,7 +30,7 @@ MAX_EXPANSION = 50
 MAX_ADDED = 100
 """characters that a normalizer or decoder may make of one letter"""
 MAX_SECONDS = 1.5
-"""time for the probe text, which takes milliseconds"""
+"""time for the probe text, and for all regular expressions: both take milliseconds"""
 _TEXT = (
     "The quick brown fox, 1234567890.\n\tdef f(x): return {'a': [x, \"b\"]}  # \u00e9\u4f60\u597d "
 )
@@ -30,6 +39,16 @@ _READ = (".json", ".jinja", ".model", ".txt")
 _MAX_READ = 64 << 20
 """bytes up to which such a file is compared byte by byte; tokenizers are smaller"""
 _SECTIONS = {"normalizer": "normalizers", "decoder": "decoders"}
+REPEATS = 120
+"""repeats of a letter or word in a probe: enough to show what takes exponential time"""
+MAX_PART = 400
+"""characters of an expression that its probe is made of"""
+LETTERS = (
+    string.printable[:-2] + "\u00e9\u00df\u00f1\u03a9\u044f\u0645\u0905\u4e2d\u3042\ud55c\u0301"
+)
+"""letters that are probes of every expression, one of most classes of characters"""
+_CODE = re.compile(r"\\(?:x|u|x\{)([0-9a-fA-F]{2,8})")
+_WORD = re.compile(r"[^\W\d_]{2,20}")
 
 
 def check_tokenizer_file(file: Path) -> list[str]:
@@ -85,6 +104,10 @@ def _problems(file: Path, _modified_ns: int, _size: int) -> tuple[str, ...]:
             f"{file}: model.dropout={dropout}: BPE dropout splits the same text into other tokens "
             "each time; set it to null to train on the tokens that the model is used with",
         )
+    if (slow := _find_slow_expression(content)) is not None:
+        return (
+            f"{file}: its {slow}; write it without repeats of repeats, or download the file again",
+        )
     for section in _SECTIONS:
         if (expansion := _find_expansion(section, content.get(section))) is not None:
             return (
@@ -121,6 +144,74 @@ def _find_expansion(section: str, value: Any) -> str | None:
             if time.monotonic() > deadline:
                 return f"takes over {MAX_SECONDS:g} s for {len(probe):,} characters"
     return None
+
+
+def _find_slow_expression(content: dict[str, Any]) -> str | None:
+    """Return the section and the regular expression that takes too long, or None.
+
+    Rust cannot be interrupted, so the expressions are tried in a process of their own.
+    """
+    found = [
+        (section, expression)
+        for section in ("normalizer", "pre_tokenizer", "decoder")
+        for expression in dict.fromkeys(_expressions_in(content.get(section)))
+    ]
+    if not found:
+        return None
+    import tokenizers  # noqa: F401  once, before the process is forked
+
+    index = mmap.mmap(-1, 4)  # shared with that process
+
+    def try_all() -> str:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic of Rust prints there
+        for number, (_, expression) in enumerate(found):
+            index[:] = number.to_bytes(4, "little")
+            if problem := _try_expression(expression):
+                return problem
+        return ""
+
+    try:
+        problem = run_limited(try_all, Limits(seconds=MAX_SECONDS))
+    except LimitError as error:
+        problem = f"cannot be matched {error}"
+    section, expression = found[int.from_bytes(index[:], "little")]
+    return f"{section}: the regular expression {expression:.80} {problem}" if problem else None
+
+
+def _try_expression(expression: str) -> str:
+    """Match an expression with repeated letters and words; return the library's error, or ""."""
+    from tokenizers import Regex, pre_tokenizers
+
+    part = expression[:MAX_PART]
+    codes = [int(code, 16) for code in _CODE.findall(part)]
+    own = {chr(code) for code in codes if code < 0xD800} | set(part)
+    repeated = sorted({*LETTERS, *own, *_WORD.findall(part)})
+    # An expression is not even tried on a text that lacks what it ends with.
+    end = "!" + "!".join(part) + part
+    text = "".join(f"{each * REPEATS}!\n" for each in repeated) + end
+    for variant in dict.fromkeys((expression, re.sub(r"\\[AG]", "", expression))):
+        try:
+            split = pre_tokenizers.Split(Regex(variant), "isolated")
+        except Exception:  # noqa: BLE001  reported in full when the file is loaded
+            continue
+        try:
+            split.pre_tokenize_str(text)
+        except BaseException as error:  # noqa: BLE001  a panic of Rust is no Exception
+            return f"fails for letters that are repeated {REPEATS} times: {brief(error)}"
+    return ""
+
+
+def _expressions_in(value: Any) -> Iterator[str]:
+    """Yield the regular expressions of the steps of a tokenizer.json."""
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            if isinstance(expression := part.get("Regex"), str):
+                yield expression
+            part = list(part.values())
+        if isinstance(part, list):
+            pending += reversed(part)
 
 
 def _steps(value: Any, key: str) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from app.model.base import ModelConfig
 from app.model.tokenizer import build_tokenizer
+from app.model.tokenizer_checks import _try_expression
 from app.preflight.base_model import inspect_tokenizer
 from app.process.errors import UserError
 from tests.tiny import TINY_BASE
@@ -62,6 +64,23 @@ VALID: dict[str, dict[str, Any] | None] = {
 }
 
 
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WELL_KNOWN = {
+    "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "Llama 3": _WORDS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+",
+    "GPT-4o": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    + f"{_WORDS}?"
+    + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    + f"{_WORDS}?"
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "DeepSeek": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "Bloom": r" ?[^(\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+",
+    "groups of digits": r"(?<=\d)(?=(\d{3})+(?!\d))",
+}
+
+
 def changed(folder: Path, **parts: Any) -> Path:
     content = json.loads((TINY_BASE / "tokenizer.json").read_text())
     config = (TINY_BASE / "tokenizer_config.json").read_text()
@@ -82,6 +101,69 @@ def test_endless_expansion_is_refused(name: str, tmp_path: Path) -> None:
     assert "characters" in problems[0]
     with pytest.raises(UserError, match=f"its {section}"):  # as from the hub
         build_tokenizer(ModelConfig(path=path))
+
+
+SLOW = [
+    r"(a+)+$",
+    r"(x+x+)+y",
+    r"(?:q|q)*Z",
+    r"([^Z]+)+ZY",
+    r"\A(v+)+w",
+    r"k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?k?kkkkkkkkkkkkkkkkkkkkkkkkkw",
+    r"h*h*h*h*h*h*h*h*h*h*h*w",
+    r"(q*)*\d",
+    r"^(?:ab|a|b)+c",
+    r"(?:foo|fo|o)*\d",
+    r"([\x71]+)+$",
+    r"([\x{4e00}]+)+$",
+    r"(\u00e5+)+$",
+    r"(\p{Han}+)+\d",
+    r"(\s+)+\S\d",
+    r"(\p{Mn}+)+x",
+    "(\u0416+)+\\d",
+    r"(.*)*\d",
+    r"(?:\p{P}+ ?)+\d",
+    r"(a|a?)+$",
+    r"(?x) ( z+ ) + \d",
+]
+
+
+def split(expression: str) -> dict[str, Any]:
+    pattern = {"Regex": expression}
+    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+
+
+def in_section(section: str, expression: str) -> dict[str, Any]:
+    """Return a section with an expression between others."""
+    if section == "pre_tokenizer":
+        steps = [split(r"\d"), split(expression), {"type": "ByteLevel", "use_regex": False}]
+        steps[-1] |= {"add_prefix_space": False, "trim_offsets": True}
+        return {"type": "Sequence", "pretokenizers": steps}
+    steps = [replace(r"\r\n", "\n", "Regex"), replace(expression, "b", "Regex")]
+    return {"type": "Sequence", f"{section}s": steps}
+
+
+@pytest.mark.parametrize("expression", SLOW)
+def test_an_expression_that_takes_exponential_time_is_refused(
+    expression: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    section = ("pre_tokenizer", "normalizer", "decoder")[SLOW.index(expression) % 3]
+    path = str(changed(tmp_path, **{section: in_section(section, expression)}))
+    start = time.monotonic()
+    (problem,) = inspect_tokenizer(ModelConfig(path=path)).problems
+    assert time.monotonic() - start < 3
+    assert f"tokenizer.json: its {section}: the regular expression {expression} " in problem
+    with pytest.raises(UserError, match="without repeats of repeats"):  # as from the hub
+        build_tokenizer(ModelConfig(path=path))
+    assert "panicked" not in capfd.readouterr().err
+    assert not multiprocessing.active_children()
+
+
+def test_expressions_of_well_known_tokenizers_are_matched_in_a_moment() -> None:
+    for expression in WELL_KNOWN.values():
+        start = time.process_time()
+        assert _try_expression(expression) == "", expression
+        assert time.process_time() - start < 0.3, expression
 
 
 @pytest.mark.parametrize("name", VALID)
