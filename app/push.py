@@ -54,6 +54,9 @@ class PushConfig:
     """folder of a finished run; null = the newest under outputs/"""
     checkpoint: str = "final"
     """which weights of the run: final = its result; or best, newest or step-N of its checkpoints"""
+    trust_remote_code: bool | None = setting(None, typed="model.trust_remote_code")
+    """whether to run Python files that come with the base, to open one of its checkpoints; asked
+    for if the run did"""
     private: bool = True
     """whether a new repository is private"""
     page: bool = False
@@ -162,6 +165,8 @@ def save_checkpoint(config: PushConfig, run: Path, folder: Path) -> Path:
     from app.training.trainer import resolve_single_device
 
     words = [f"run={run}", f"checkpoint={config.checkpoint}"]
+    if config.trust_remote_code is not None:
+        words.append(f"model.trust_remote_code={config.trust_remote_code}")
     chat: Any = load_config("chat", words)  # a verb with the settings of the run's model alone
     configure_libraries(offline=is_offline(chat.model))
     env = resolve_single_device(chat.trainer.accelerator, chat.trainer.precision)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _on_change: Callable[[str, str], None] | None = None
-_CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
+_CHANGES = {"open", "os.rename", "os.link", "os.mkdir", "os.remove", "os.rmdir"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 

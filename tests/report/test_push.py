@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 import shutil
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +29,7 @@ from app.report.model_card import license_of, render_run_card, write_card
 from app.report.run_files import read_run_files
 from app.report.run_page import write_page
 from app.report.template import render_template
+from tests.killed import killed_at
 from tests.local_server import Handler, local_server
 from tests.report.test_run_page import HOSTILE, write_run
 from tests.tiny import small_base, small_run
@@ -323,6 +326,57 @@ def test_only_files_that_the_run_wrote_are_uploaded_and_they_are_listed(
     assert listed == hub.files.keys()
     (left_out,) = (line for line in said.splitlines() if line.startswith("left out"))
     assert all(name.partition("/")[0] in left_out for name in NOT_OF_A_RUN)
+
+
+def test_a_step_of_a_run_that_trusts_code_of_its_base_is_pushed_once_that_is_typed(
+    run: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[bool] = []
+
+    def with_checkpoint(config: Any, env: Any, folder: Path) -> Any:
+        opened.append(config.model.trust_remote_code)
+        return replace(config, adapter_path=str(run / "adapter"))
+
+    monkeypatch.setattr("app.assembly.kept.with_checkpoint", with_checkpoint)
+    text = (run / "config.yaml").read_text()
+    trusts = text.replace("trust_remote_code: false", "trust_remote_code: true")
+    (run / "config.yaml").write_text(trusts)
+    words = [f"run={run}", f"repo={REPO}", "checkpoint=newest"]
+    assert run_plain_verb("push", PushConfig, push, words) == 2 and not opened
+    said = capsys.readouterr().err
+    typed = re.findall(r"model\.trust_remote_code=\w+(?= \(or)|model\.\w+=false", said)
+    assert len(typed) == 2
+    for word in typed:
+        assert run_plain_verb("push", PushConfig, push, [*words, word]) == 0
+    assert opened == [True, False]
+
+
+def test_a_push_killed_at_any_change_leaves_the_run_as_it_was_and_is_repeated(
+    run: Path, hub: type[Hub]
+) -> None:
+    def files() -> dict[str, bytes]:
+        """Return the run's files, but what the push makes for itself."""
+        every = (file for file in run.rglob("*") if file.is_file())
+        names = {str(file.relative_to(run)): file for file in every}
+        return {n: f.read_bytes() for n, f in names.items() if not n.startswith(".push/")}
+
+    write_origin(run / "adapter", {"path": str(small_base()), "revision": None})
+    words = [f"run={run}", f"repo={REPO}", "page=true"]
+    assert run_plain_verb("push", PushConfig, push, words) == 0
+    whole, pushed = files(), dict(hub.files)
+    for number in itertools.count(1):
+        hub.files.clear()
+        change = killed_at(
+            number, run, lambda: push(PushConfig(run=str(run), repo=REPO, page=True))
+        )
+        assert files() == whole, change
+        assert hub.files in ({}, pushed), change
+        if change is None:
+            break
+        assert run_plain_verb("push", PushConfig, push, words) == 0, change
+        assert hub.files == pushed and files() == whole, change
+        assert not (run / ".push").exists()
+    assert number > 15
 
 
 @pytest.mark.parametrize(
