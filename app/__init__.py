@@ -13,11 +13,16 @@ from typing import Any
 _found, _own = find_spec("data_modules"), Path(__file__).parents[1] / "data_modules/__init__.py"
 if _found is None or _found.origin is None or not _own.samefile(_found.origin):
     where = "nowhere" if _found is None else _found.origin
-    print(
-        f"error: loft needs {_own}, but Python finds the package data_modules {where} first: type "
-        "loft VERB in place of python -m app.VERB, or change to another folder",
-        file=sys.stderr,
+    shadowed = (
+        f"loft needs {_own}, but Python finds the package data_modules {where} first: type "
+        "loft VERB in place of python -m app.VERB, or change to another folder"
     )
+    modules = [word.removeprefix("-m").partition(".")[0] for word in sys.orig_argv]
+    # While Python looks for the module to run, its place in argv is held by "-m".
+    is_verb = sys.argv[:1] == ["-m"] and __name__ in modules
+    if not is_verb and Path(*sys.argv[:1]).name != "loft":
+        raise ImportError(shadowed)
+    print(f"error: {shadowed}", file=sys.stderr)
     sys.exit(2)
 
 __all__ = ["load_config", "train"]

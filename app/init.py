@@ -11,12 +11,12 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import CONF, SCHEMA, list_groups
+from app.config.dispatch import run_guarded
 from app.config.help import default_text
 from app.config.verbs import SETTINGS
 from app.process.environment import protect_streams
 from app.process.errors import DONE, UserError
 from app.process.installation import verb_command
-from app.process.reporting import report
 from data_modules import printable
 
 USAGE = """\
@@ -157,13 +157,14 @@ def _scalar(text: str) -> str:
 
 def run(words: list[str]) -> int:
     """Run the verb; return its exit code."""
+    return run_guarded("init", lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
     if {"--help", "-h"} & set(words):
         print(USAGE, end="")
         return DONE
-    try:
-        file = init(words, input if sys.stdin.isatty() else None)
-    except (UserError, OSError, EOFError, KeyboardInterrupt) as error:
-        return report(error)
+    file = init(words, input if sys.stdin.isatty() else None)
     shown = printable(str(file))
     print(f"written: {shown}; next, preview its data and train:")
     print(f"  {verb_command('preview')} +experiment={shown}")

@@ -53,6 +53,11 @@ def run_verb(
     `function` receives the verb's settings, and the existing run if they resume one.
     """
     typed = list(sys.argv[1:] if words is None else words)
+    return run_guarded(verb, lambda: _dispatch(verb, function, sweep, typed))
+
+
+def run_guarded(verb: str, work: Callable[[], int]) -> int:
+    """Return the exit code of a verb's work; print at most one error. Every verb passes here."""
     try:
         _check_current_folder()
         if not is_child() and (files := shadowing_files()):
@@ -60,7 +65,7 @@ def run_verb(
                 f"{' and '.join(files)} in this folder: not of this program, but what "
                 f"`python -m app.{verb}` runs here; type {verb_command(verb)}"
             )
-        return _dispatch(verb, function, sweep, typed)
+        return work()
     except BaseException as error:  # noqa: BLE001  last guard, also against panics of Rust libraries
         code = report(error)
         discard_unused()

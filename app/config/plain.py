@@ -12,11 +12,11 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from app.config.dispatch import run_guarded
 from app.config.overrides import why_refused
 from app.config.schema import default_of, docs_of
 from app.process.errors import DONE, UserError, nearest
 from app.process.installation import verb_command
-from app.process.reporting import report
 from data_modules import facts_of, hints_of
 
 T = TypeVar("T")
@@ -28,14 +28,15 @@ def run_plain_verb(
 ) -> int:
     """Run a verb from its command line; return the exit code and print at most one error."""
     typed = list(sys.argv[1:] if words is None else words)
-    try:
+
+    def work() -> int:
         if {"--help", "-h"} & set(typed):
             print(help_of(verb, schema))
-            return DONE
-        function(read_plain(schema, typed))
+        else:
+            function(read_plain(schema, typed))
         return DONE
-    except BaseException as error:  # noqa: BLE001  last guard
-        return report(error)
+
+    return run_guarded(verb, work)
 
 
 def read_plain(schema: type[T], words: Sequence[str]) -> T:
@@ -56,9 +57,9 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
             problems.append(refusal)
         elif not value.strip():
             problems.append(f"{key} is empty; is it a variable that is not set?")
-        elif hints[field.name] is bool and value.lower() not in TRUTH:
+        elif (is_truth := hints[field.name] in (bool, bool | None)) and value.lower() not in TRUTH:
             problems.append(f"{key}={value}: expected true or false")
-        elif hints[field.name] is bool:
+        elif is_truth:
             values[field.name] = TRUTH[value.lower()]
         elif hints[field.name] is int and not value.isdecimal():
             problems.append(f"{key}={value}: expected a whole number")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from app.config.verbs import ALL_VERBS
 from app.process import installation
 from app.process.installation import (
     CHILD,
@@ -119,6 +120,7 @@ def test_a_child_of_a_checkout_that_is_not_installed_finds_it_first(own_app: Pat
 
 def test_every_process_that_is_started_with_a_module_of_this_program_is_a_child() -> None:
     others = {"app/process/installation.py", "app/process/child.py", "app/config/dispatch.py"}
+    others |= {"app/__init__.py"}  # reads how it was started
     for file in [*ROOT.glob("app/**/*.py"), *ROOT.glob("data_modules/**/*.py")]:
         if file.relative_to(ROOT).as_posix() not in others:
             assert not {"-m"} & {
@@ -143,10 +145,36 @@ def test_names_that_the_working_folder_shadows_are_said_and_what_is_typed_avoids
     assert verb_command("train").endswith(" -m app.train") and CHILD not in verb_command("train")
 
 
+HELP_OF_EACH_VERB = f"""
+import os, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+import app.config
+for verb in app.config.verbs.ALL_VERBS:
+    sys.argv = [verb, "--help"]
+    if (process := os.fork()) == 0:
+        runpy.run_module(f"app.{{verb}}", run_name="__main__", alter_sys=True)
+    os.waitpid(process, 0)
+"""
+
+
+def test_every_verb_says_which_names_the_working_folder_shadows(own_app: Path) -> None:
+    command = [sys.executable, "-P", "-c", HELP_OF_EACH_VERB]
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    notes = [line for line in said.splitlines() if line.startswith("app.py and data_modules/")]
+    assert [note.partition("-m app.")[2].partition("`")[0] for note in notes] == list(ALL_VERBS)
+
+
 def test_a_package_that_the_working_folder_shadows_in_part_is_named(own_app: Path) -> None:
     (own_app / "app.py").unlink()
-    ran = subprocess.run(
-        [sys.executable, "-m", "app.train", "--version"], capture_output=True, text=True
+    problem = f"finds the package data_modules {own_app}"
+    for words in (["-m", "app.train", "--version"], ["-mapp.push", "--help"], ["-m", "app"]):
+        ran = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+        assert ran.returncode == 2 and "Traceback" not in ran.stderr
+        assert ran.stderr.startswith("error: ") and problem in ran.stderr
+    # Of a library or a notebook that imports it, this is an error like any other.
+    (own_app / "tool.py").write_text(
+        "try:\n    import app\nexcept ImportError as error:\n    print('caught', error)\n"
     )
-    assert ran.returncode == 2 and "Traceback" not in ran.stderr
-    assert f"finds the package data_modules {own_app}" in ran.stderr
+    for words in (["tool.py"], ["-m", "tool"], ["tool.py", "app.train"]):
+        assert f"caught loft needs {ROOT}" in (said := output_of([sys.executable, *words]))
+        assert problem in said
