@@ -405,8 +405,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
         config = self._config
         return [
             ChunkEncoder(
+                dataset=dataset,
                 format=find_format(dataset, chunks_of(dataset, config))[0] or "",
-                columns=dataset.columns,
                 template=self.template,
                 characters=CharacterCheck(self.template.tokenizer),
                 sequence_len=self.sequence_len,

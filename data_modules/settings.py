@@ -371,7 +371,7 @@ def _check_first_rows(dataset: DatasetConfig, data: DataConfig, budget: source.B
     try:
         format_name, chunks = find_format(dataset, chunks_of(dataset, data, budget))
         for chunk in chunks:
-            for found in read_chunk(chunk, format_name or "", dataset.columns):
+            for found in read_chunk(chunk, format_name or "", dataset):
                 if isinstance(found, Rejected):
                     bad.add(found)
                 else:

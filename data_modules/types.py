@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+Ranges = tuple[tuple[int, int], ...]
+"""character ranges of a text, start and end"""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A row as read from its file."""

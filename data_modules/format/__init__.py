@@ -11,20 +11,24 @@ from data_modules.format.format import (
     FORMATS,
     check_columns,
     check_format,
+    check_guessed,
     convert_row,
     guess_format,
     unread_in,
 )
+from data_modules.format.meaning import MeaningError
 from data_modules.format.turns import ROLES
 
 __all__ = [
     "FORMATS",
     "ROLES",
     "EmptyAnswerError",
+    "MeaningError",
     "MissingColumnError",
     "RowError",
     "check_columns",
     "check_format",
+    "check_guessed",
     "convert_row",
     "find_kwargs_problems",
     "guess_format",

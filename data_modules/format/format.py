@@ -32,7 +32,12 @@ from data_modules.format.fields import (
     type_of,
     typo_hint,
 )
-from data_modules.format.meaning import check_meaning, suggest_settings
+from data_modules.format.meaning import (
+    MeaningError,
+    check_meaning,
+    may_mean_more,
+    suggest_settings,
+)
 from data_modules.format.tokens import DOCUMENT_IDS, MASKS, PACKED, read_tokens
 from data_modules.format.turns import (
     MEDIA,
@@ -112,7 +117,10 @@ def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
             unknown[number] = f"{row.origin} {error}"
             continue
         name = format_of(values)
-        check_meaning(row, values, columns, name)
+        try:
+            check_meaning(row.values, values, columns, name)
+        except MeaningError as error:
+            raise DataError(f"{row.origin} {error}") from error
         if name is None:
             suggestion = suggest_settings(row.values)
             example = "as in {instruction: question, output: answer}"
@@ -128,6 +136,13 @@ def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
         if count >= len(unknown) or 0 not in unknown:
             return name
     raise DataError(unknown[0])
+
+
+def check_guessed(row: Row, columns: Mapping[str, str]) -> None:
+    """Raise MeaningError if a row, in data whose format was guessed, means more than its text."""
+    if may_mean_more(tuple(row.values)):
+        values = apply_columns(row.values, columns)
+        check_meaning(row.values, values, columns, format_of(values))
 
 
 def _near_field(columns: Iterable[str]) -> str:

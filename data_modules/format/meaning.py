@@ -5,15 +5,15 @@ Never reads a row for training.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data_modules.format.columns import PREFERENCE, VERDICTS, is_filled
-from data_modules.format.fields import is_turns
+from data_modules.format.fields import RowError, is_turns
 from data_modules.format.turns import ROLES
 from data_modules.format.weights import is_flag
-from data_modules.messages import DataError, listed
-from data_modules.types import Row
+from data_modules.messages import listed
 
 _QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input", "user", "human")
 _ANSWERS = (
@@ -29,21 +29,31 @@ TURNS = ("messages", "conversations", "conversation")
 _CLASSES = ("label", "labels")
 
 
+class MeaningError(RowError):
+    """A row means more than its text: a pair of answers, a verdict or a class."""
+
+
+@functools.lru_cache(maxsize=1024)
+def may_mean_more(columns: tuple[str, ...]) -> bool:
+    """Return whether a row of these columns may be one that `check_meaning` refuses."""
+    return any(map(_is_rejected, columns)) or not {*VERDICTS, *_CLASSES}.isdisjoint(columns)
+
+
 def check_meaning(
-    row: Row, values: Mapping[str, Any], columns: Mapping[str, str], name: str | None
+    row: Mapping[str, Any], values: Mapping[str, Any], columns: Mapping[str, str], name: str | None
 ) -> None:
-    """Raise DataError if a row of the guessed format `name` is not meant to be learned as it is.
+    """Raise MeaningError if a row of the guessed format `name` is not meant to be learned as it is.
 
     It may be a pair of answers of which one is wrong, an answer with a verdict, or a text with its
-    class. `values` are the row's columns after those of the settings are applied. A given format
-    says that the rows are meant so.
+    class. `row` is as in its file, `values` the same after `columns` of the settings is applied. A
+    given format says that the rows are meant so.
     """
-    found = f"{row.origin} columns {listed(row.values)}"
+    found = f"columns {listed(row)}"
     is_pair = any(_is_rejected(key) and _is_answer(values[key]) for key in values)
     if is_pair and not any(map(PREFERENCE.match, columns.values())):
         settings = settings_for_chosen(values, name)
         fix = f"set {{path: ..., {settings}}}" if settings else "write each as the last turn"
-        raise DataError(
+        raise MeaningError(
             f"{found}: preference pairs (as for DPO) are not supported; to train on the chosen "
             f"answers, {fix}"
         )
@@ -51,7 +61,7 @@ def check_meaning(
         return
     verdict = next((key for key in VERDICTS if is_flag(values.get(key))), None)
     if verdict and name not in ("completion", "pretokenized"):
-        raise DataError(
+        raise MeaningError(
             f"{found}: answers that are wanted or not (as for KTO) are not supported; to train "
             f"on those whose '{verdict}' is true, set {{path: ..., columns: {{weight: {verdict}}}}}"
             f"; to train on all of them, format: {name}"
@@ -59,7 +69,7 @@ def check_meaning(
     label = next((key for key in _CLASSES if _is_class(values.get(key))), None)
     text = next((key for key in ("text", "content") if key in values), None)
     if label and text and name == "completion":
-        raise DataError(
+        raise MeaningError(
             f"{found}: texts with their class (classification) are not supported; to train the "
             f"model to answer '{text}' with '{label}', set {{path: ..., format: alpaca, columns: "
             f"{{instruction: {text}, output: {label}}}}} (the classes as words); to train on "

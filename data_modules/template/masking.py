@@ -15,18 +15,23 @@ from typing import TYPE_CHECKING, NamedTuple
 from data_modules.messages import shown
 from data_modules.template.marks import RenderedChat, TurnSpan
 from data_modules.template.reasoning import reasoning_of, split_reasoning
-from data_modules.template.rendering import Chat, ReasoningTails, Renderer, RowRefusedError
+from data_modules.template.rendering import (
+    Chat,
+    ReasoningTails,
+    Renderer,
+    RowRefusedError,
+    UnusableTemplateError,
+)
 from data_modules.template.spans import SpanFinder
-from data_modules.types import Conversation, Document, Item, Note, Tokens, Turn
+from data_modules.types import Conversation, Document, Item, Note, Ranges, Tokens, Turn
 
 if TYPE_CHECKING:
     from data_modules.settings import DataConfig
 
 _BLOCK_END = re.compile(r"(?:\s*<think>)?\s*</think>\s*")
 _BLOCK = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_BLANK_BEFORE_WORD = re.compile(r" \S")
 _SHOWN_PROMPT = 40
-Ranges = tuple[tuple[int, int], ...]
-"""character ranges of a text, start and end"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -335,7 +340,7 @@ class LayoutBuilder:
                 core = content.strip()
                 at = text.find(core, start, end)
                 if at < 0:
-                    raise RowRefusedError(
+                    raise UnusableTemplateError(
                         f"its text contains the control token `{token}`, and the chat template "
                         "does not copy that text unchanged, so it cannot be escaped; remove the "
                         "token"

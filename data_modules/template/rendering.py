@@ -82,7 +82,11 @@ def _time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-class TemplateRefusedError(RowRefusedError):
+class UnusableTemplateError(RowRefusedError):
+    """A row cannot be encoded by this chat template, and may be fine with another one."""
+
+
+class TemplateRefusedError(UnusableTemplateError):
     """The chat template raised an error for a row."""
 
 
@@ -266,7 +270,8 @@ class Renderer:
         texts: list[str | RowRefusedError] = []
         for chat in chats:
             if self._num_slow >= MAX_SLOW:
-                texts.append(RowRefusedError(f"not rendered: {MAX_SLOW} rows before it {_SLOW}"))
+                reason = f"not rendered: {MAX_SLOW} rows before it {_SLOW}"
+                texts.append(UnusableTemplateError(reason))
                 continue
             try:
                 with _time_limit(self.seconds):
@@ -274,7 +279,7 @@ class Renderer:
             except _TimeUpError:
                 self._num_slow += 1
                 reason = f"the chat template does not render this row within {self.seconds:g} s"
-                texts.append(RowRefusedError(f"{reason}; {_SLOW_FIX}"))
+                texts.append(UnusableTemplateError(f"{reason}; {_SLOW_FIX}"))
             except errors as error:
                 roles = ", ".join(turn.role for turn in chat.turns)
                 reason = OUT_OF_MEMORY if isinstance(error, MemoryError) else shown(str(error))

@@ -44,7 +44,12 @@ from data_modules.template.marks import (
     strings_in,
     wrap_in_marks,
 )
-from data_modules.template.rendering import Chat, Renderer, RowRefusedError
+from data_modules.template.rendering import (
+    Chat,
+    Renderer,
+    RowRefusedError,
+    UnusableTemplateError,
+)
 from data_modules.types import Turn
 
 MAX_SKELETONS = 1024
@@ -367,7 +372,7 @@ class AnswerFinder:
                 return
 
 
-def _no_stop(number: int, turn: Turn) -> RowRefusedError:
+def _no_stop(number: int, turn: Turn) -> UnusableTemplateError:
     answer = remove_marks(turn.content)[0].strip()
     what = f"the answer `{shown(answer)}`" if answer else "its call"
     reason = (
@@ -377,9 +382,9 @@ def _no_stop(number: int, turn: Turn) -> RowRefusedError:
     return _unusable_template(number, turn, reason)
 
 
-def _unusable_template(number: int, turn: Turn, reason: str) -> RowRefusedError:
+def _unusable_template(number: int, turn: Turn, reason: str) -> UnusableTemplateError:
     fix = "set data.chat_template=plain, or give a .jinja file that does"
-    return RowRefusedError(f"turn {number + 1} ({turn.role}): {reason}; {fix}")
+    return UnusableTemplateError(f"turn {number + 1} ({turn.role}): {reason}; {fix}")
 
 
 def _evict_oldest(cache: dict[object, Any], max_size: int) -> None:
@@ -403,7 +408,7 @@ def _check_no_other_turn(span: TurnSpan, marks: Sequence[Mark]) -> None:
         if mark.start >= span.stop_end:
             return
         if mark.turn != span.turn:
-            raise RowRefusedError(
+            raise UnusableTemplateError(
                 f"turn {span.turn + 1} (assistant): the chat template writes turn {mark.turn + 1} "
                 "inside it, so its span cannot be determined; set data.chat_template=plain"
             )
@@ -484,7 +489,7 @@ class SpanFinder:
     def search(self, chat: Chat, text: str) -> RenderedChat:
         """Find the turns by marks around the row's own texts: slow, but correct for any row."""
         if any(PRIVATE.search(string) for string in strings_in(_texts_of(chat))):
-            raise RowRefusedError(
+            raise UnusableTemplateError(
                 "its text contains a private-use character (U+E0F1 to U+E0F4), and the chat "
                 "template does not copy that text unchanged; remove the character"
             )
@@ -501,7 +506,7 @@ class SpanFinder:
             rendered = self._search(chat, self._wraps_by_turn(chat, text), text)
             if rendered is not None:
                 return rendered
-        raise first_error or RowRefusedError(
+        raise first_error or UnusableTemplateError(
             "the chat template renders this row differently when a text in it changes, so its "
             "answers cannot be located; set data.chat_template=plain"
         )
@@ -543,7 +548,7 @@ class SpanFinder:
                     wraps.append(wrap)
                     break
             else:
-                raise RowRefusedError(
+                raise UnusableTemplateError(
                     f"turn {number + 1} ({turn.role}): the chat template renders the row "
                     "differently when this text changes, so it cannot be located; set "
                     "data.chat_template=plain"
@@ -604,7 +609,7 @@ def _check_same_text(
         return text if isinstance(text, RowRefusedError) else rendered
     if rendered.text == text:
         return rendered
-    return RowRefusedError(
+    return UnusableTemplateError(
         "the chat template renders this row differently from the named template by which its "
         "answers are located; set data.chat_template=plain"
     )
@@ -652,7 +657,7 @@ def _check_answers_unchanged(chat: Chat, text: str, marks: Sequence[Mark]) -> No
             written, _ = remove_marks(text[: mark.start])
             written = written[-len(turn.content.rpartition("</think>")[2].strip()) :]
         if written not in turn.content:
-            raise RowRefusedError(
+            raise UnusableTemplateError(
                 f"turn {mark.turn + 1} (assistant): the chat template does not write the answer "
                 f"`{shown(turn.content)}` unchanged; set data.chat_template=plain, or give a "
                 ".jinja file that does"

@@ -50,6 +50,7 @@ from data_modules.template.rendering import (
     Renderer,
     RowRefusedError,
     UnsupportedTurns,
+    UnusableTemplateError,
     render_errors,
     rewrite_turns,
 )
@@ -78,10 +79,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class RowProblem:
-    """The result for a row that cannot be encoded; `reason` does not include its origin."""
+    """The result for a row that cannot be encoded; `reason` does not include its origin.
+
+    `is_of_template`: the row may be fine with another chat template.
+    """
 
     origin: Origin
     reason: str
+    is_of_template: bool = False
 
     @property
     def problem(self) -> str:
@@ -228,7 +233,8 @@ class ChatTemplate:
             results = self._pairs.encode(chunk) if self._pairs else self._encode_chunk(rewritten)
             for item, new_item, result in zip(chunk, rewritten, results, strict=True):
                 if isinstance(result, RowRefusedError):
-                    yield RowProblem(item.origin, str(result))
+                    is_of_template = isinstance(result, UnusableTemplateError)
+                    yield RowProblem(item.origin, str(result), is_of_template)
                 elif new_item is item:
                     yield result
                 else:

@@ -472,7 +472,7 @@ def read_items(
     for number, row in enumerate(row for chunk in chunks for row in chunk.rows()):
         if isinstance(row, source.BadRow) or (wanted is not None and number not in wanted):
             continue
-        found = convert(row, format_name or "", dataset.columns)
+        found = convert(row, format_name or "", dataset)
         if isinstance(found, Rejected):
             continue
         items += found

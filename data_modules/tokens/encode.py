@@ -54,10 +54,8 @@ MAX_FIRST = 5
 MAX_UNREAD = 200
 """number of names of what nothing reads that are counted one by one"""
 OTHER_NAMES = "other names"
-TEMPLATE = "the chat template"
-"""is in the reason why a template refuses a row"""
 OF_ONE_ROW = re.compile(r"`.*?`|\(turns: .*?\)|\d+", re.DOTALL)
-"""parts of such a reason that differ between rows"""
+"""parts of the reason why a template refuses a row that differ between rows"""
 
 
 @dataclass(slots=True)
@@ -182,8 +180,8 @@ class EncodedChunk:
 class ChunkEncoder:
     """Encode chunks of rows, in this process or in a worker."""
 
+    dataset: DatasetConfig
     format: str
-    columns: dict[str, str]
     template: ChatTemplate
     characters: CharacterCheck
     sequence_len: int
@@ -193,7 +191,7 @@ class ChunkEncoder:
         """Return the documents of the rows of `chunk`, the counts, and the rejected rows."""
         counts, rejected, num_rows = Counts(), [], 0
         rows: dict[int, list[Item]] = {}
-        for number, found in enumerate(read_chunk(chunk, self.format, self.columns, counts)):
+        for number, found in enumerate(read_chunk(chunk, self.format, self.dataset, counts)):
             num_rows += 1
             if isinstance(found, Rejected):
                 rejected.append(found)
@@ -201,13 +199,13 @@ class ChunkEncoder:
                 rows[number] = found
         counts.chats = sum(isinstance(items[0], Conversation) for items in rows.values())
         encoded = iter(self.template.encode([item for items in rows.values() for item in items]))
-        refused: dict[int, str] = {}
+        refused: dict[int, RowProblem] = {}
         builder = DocumentBuilder(chunk.file, self.template, self.sequence_len, self.on_long)
         for number, items in rows.items():
             results = [next(encoded) for _ in items]
             problem = next((found for found in results if isinstance(found, RowProblem)), None)
             if problem is not None:
-                refused[number] = problem.problem
+                refused[number] = problem
                 continue
             good = [found for found in results if not isinstance(found, RowProblem)]
             builder.add(good, number, items[0].origin, counts)
@@ -305,8 +303,8 @@ def _encode_in_worker(chunk: source.Chunk) -> EncodedChunk:
 class Rejected:
     """A row that cannot be used: its place, the reason, and the beginning of its text.
 
-    `columns` are the row's columns if it lacks one that the format needs. `is_empty` means that
-    only its answer is empty.
+    `columns` are the row's columns if they are what is wrong with it. `is_empty` means that only
+    its answer is empty, `is_of_template` that the row may be fine with another chat template.
     """
 
     origin: Origin
@@ -314,48 +312,51 @@ class Rejected:
     raw: str
     columns: tuple[str, ...] | None = None
     is_empty: bool = False
+    is_of_template: bool = False
 
 
 def read_chunk(
-    chunk: source.Chunk, format_name: str, columns: dict[str, str], counts: Counts | None = None
+    chunk: source.Chunk, format_name: str, dataset: DatasetConfig, counts: Counts | None = None
 ) -> Iterator[list[Item] | Rejected]:
     """Yield the items of each row of a chunk, or its rejection; `counts` gets what is not read."""
     for row in chunk.rows():
         if isinstance(row, source.BadRow):
             yield Rejected(row.origin, row.problem, row.raw)
             continue
-        found = convert(row, format_name, columns)
+        found = convert(row, format_name, dataset)
         if counts is not None and not isinstance(found, Rejected):
-            unread = formats.unread_in(row, format_name, columns, found)
+            unread = formats.unread_in(row, format_name, dataset.columns, found)
             origin = str(row.origin) if unread else ""
             for name in unread:
                 counts.add_unread(name, origin)
         yield found
 
 
-def convert(row: Row, format_name: str, columns: dict[str, str]) -> list[Item] | Rejected:
+def convert(row: Row, format_name: str, dataset: DatasetConfig) -> list[Item] | Rejected:
     """Return the items of a row, or its rejection."""
     try:
-        return formats.convert_row(row, format_name, columns)
+        if dataset.format is None:
+            formats.check_guessed(row, dataset.columns)
+        return formats.convert_row(row, format_name, dataset.columns)
     except formats.RowError as error:
-        lacks = isinstance(error, formats.MissingColumnError)
+        is_of_columns = isinstance(error, (formats.MissingColumnError, formats.MeaningError))
         return Rejected(
             row.origin,
             f"{row.origin} {error}",
             _text_of(row),
-            tuple(row.values) if lacks else None,
+            tuple(row.values) if is_of_columns else None,
             isinstance(error, formats.EmptyAnswerError),
         )
 
 
-def reject(chunk: source.Chunk, problems: Mapping[int, str]) -> list[Rejected]:
+def reject(chunk: source.Chunk, problems: Mapping[int, RowProblem]) -> list[Rejected]:
     """Return the rejections of rows of `chunk`; `problems` is by row number, from 0."""
     if not problems:
         return []
     return [
-        Rejected(row.origin, problems[number], _text_of(row))
+        Rejected(row.origin, found.problem, _text_of(row), is_of_template=found.is_of_template)
         for number, row in enumerate(chunk.rows())
-        if number in problems and isinstance(row, Row)
+        if (found := problems.get(number)) and isinstance(row, Row)
     ]
 
 
@@ -404,7 +405,7 @@ def unread_in_first_rows(dataset: DatasetConfig, data: DataConfig) -> dict[str, 
     counts = Counts()
     format_name, chunks = find_format(dataset, chunks_of(dataset, data))
     for chunk in itertools.islice(chunks, 1):
-        for _ in read_chunk(chunk, format_name or "", dataset.columns, counts):
+        for _ in read_chunk(chunk, format_name or "", dataset, counts):
             pass
     return counts.unread
 
@@ -436,9 +437,9 @@ class FirstRows:
 class BadRows:
     """Collect the rows that cannot be used, and decide whether they stop the run.
 
-    Rows that lack a column are reported once for all rows with the same columns, with the number of
-    good rows; rows that the chat template refuses, once a reason. Only the first problems are kept
-    in memory; quarantined rows are written to `file`, if given, a JSON line each.
+    Rows whose columns are wrong are reported once for all rows with the same columns, with the
+    number of good rows; rows that the chat template refuses, once a reason. Only the first problems
+    are kept in memory; quarantined rows are written to `file`, if given, a JSON line each.
     """
 
     def __init__(self, data: DataConfig, file: IO[str] | None = None) -> None:
@@ -465,7 +466,7 @@ class BadRows:
             self.first_empty = [*self.first_empty, row.origin][:MAX_FIRST]
         elif self._quarantines:
             self._quarantine(row)
-        elif TEMPLATE in row.problem and self._add_refused(row):
+        elif row.is_of_template and self._add_refused(row):
             pass
         elif row.columns is None or (
             row.columns not in self._lacking and len(self._lacking) >= MAX_PROBLEMS

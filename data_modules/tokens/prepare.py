@@ -187,8 +187,8 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
     first_rows = FirstRows(chunks_of(dataset, data), spec.first_rows)
     format_name, chunks = find_format(dataset, iter(first_rows))
     encoder = ChunkEncoder(
+        dataset=dataset,
         format=format_name or "",
-        columns=dataset.columns,
         template=spec.template,
         characters=CharacterCheck(spec.template.tokenizer),
         sequence_len=spec.sequence_len,

@@ -128,7 +128,7 @@ def _sample(
     name, chunks = find_format(dataset, chunks_of(dataset, data, budget))
     is_cut = False
     for chunk in chunks:
-        for row in read_chunk(chunk, name or "", dataset.columns):
+        for row in read_chunk(chunk, name or "", dataset):
             items += [] if isinstance(row, Rejected) else row
         num_bytes, num_rows = num_bytes + chunk.num_bytes, num_rows + chunk.count()
         if is_cut := num_bytes >= limit:

@@ -244,7 +244,7 @@ def read(file: Path) -> None:
     try:
         format_name, chunks = find_format(dataset, chunks_of(dataset, config))
         for chunk in chunks:
-            found = list(read_chunk(chunk, format_name or "", {}))
+            found = list(read_chunk(chunk, format_name or "", dataset))
             assert len(found) == chunk.count()
             for one in found:
                 if isinstance(one, Rejected):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from data_modules.messages import DataError
-from data_modules.settings import DataConfig, DatasetConfig
+from data_modules.settings import DataConfig, DatasetConfig, check_datasets
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.tokens.prepare import Prepared, TokenSpec, hash_of, prepare_dataset
 from data_modules.types import Example
@@ -321,3 +321,53 @@ def test_equal_reasons_of_a_template_are_said_once_with_their_rows(
     assert problem.startswith(f"{rows.path}:2 the chat template refuses this row")
     end = "change the row, or set data.chat_template=plain (30 rows for this reason, the last "
     assert problem.endswith(f"{end}{rows.path}:31)")
+
+
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+MEANINGS = {
+    "pair of texts": ({"instruction": "q", "output": "a"}, {"chosen": "a", "rejected": "b"}),
+    "pair of turns": ({"messages": CHAT}, {"chosen": CHAT, "rejected": CHAT}),
+    "rejected answer": ({"prompt": "q", "completion": "a"}, {"rejected_response": "b"}),
+    "verdict": ({"prompt": "q", "completion": "a"}, {"label": False}),
+    "verdict of a chat": ({"conversations": CHAT}, {"kto_tag": True}),
+    "class": ({"text": "a"}, {"label": 3}),
+    "class in words": ({"content": "a"}, {"labels": "spam"}),
+}
+FORMATS = ("alpaca", "messages", *["prompt_completion"] * 2, "sharegpt", *["completion"] * 2)
+
+
+@pytest.mark.parametrize(("kind", "form"), zip(MEANINGS, FORMATS, strict=True))
+def test_rows_that_mean_more_are_refused_wherever_they_are(
+    kind: str, form: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    """Also behind the rows by which the format is guessed; nulls and a given format are fine."""
+    plain, more = MEANINGS[kind]
+    nothing = dict.fromkeys(more)
+    rows = [plain] * 120 + [plain | nothing] + [plain | more] * 3 + [plain] * 2
+    dataset = write(tmp_path / "d.jsonl", rows)
+    said = {"p": "preference pairs", "r": "preference pairs", "v": "as for KTO"}
+    (problem,) = check_datasets(DataConfig(datasets=[dataset]))
+    assert problem.startswith(f"{dataset.path}:122 columns [")
+    assert said.get(kind[0], "(classification)") in problem
+    assert "(2 more rows have these columns; 123 rows are of format" in problem
+    with pytest.raises(DataError, match=r"d\.jsonl:122 columns .* \(2 more rows have these"):
+        prepare(dataset, tokenizer, 64)
+    assert prepare(dataset, tokenizer, 64, on_bad_row="quarantine").counts.rejected == 3
+    assert (
+        check_datasets(DataConfig(datasets=[DatasetConfig(path=dataset.path, format=form)])) == []
+    )
+    without = write(tmp_path / "w.jsonl", [plain] * 120 + [plain | nothing])
+    assert check_datasets(DataConfig(datasets=[without])) == []
+
+
+def test_a_row_that_quotes_the_template_is_not_its_fault(tmp_path: Path, tokenizer: Any) -> None:
+    """What a template refuses is told by the kind of the error, whatever the words in it."""
+    answer = "the chat template \ud83d"
+    dataset = write(tmp_path / "d.jsonl", alpaca(*[answer] * 3))
+    with pytest.raises(DataError) as error:
+        prepare(dataset, tokenizer, 64)
+    assert len(error.value.problems) == 3
+    roles = [{"messages": [{"role": "the chat template", "content": "q"}]}] * 3
+    with pytest.raises(DataError) as error:
+        prepare(write(tmp_path / "r.jsonl", roles), tokenizer, 64)
+    assert len(error.value.problems) == 3 and "fits none" not in str(error.value)
