@@ -50,7 +50,8 @@ class Turn:
     `role` is system, user, assistant or tool; `weight` None means the weight of its role.
     `reasoning` is the thinking in front of an answer; `name` and `tool_call_id` name the call that
     a tool turn answers. `input_start` is the offset of an alpaca row's `input` in `content`, 0
-    without one.
+    without one. `trained` are the character ranges of an answer's `content` that are trained on,
+    None for the whole turn.
     """
 
     role: str
@@ -61,6 +62,7 @@ class Turn:
     name: str | None = None
     tool_call_id: str | None = None
     input_start: int = 0
+    trained: Ranges | None = None
 
 
 @dataclass(frozen=True, slots=True)

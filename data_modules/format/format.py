@@ -53,6 +53,7 @@ from data_modules.format.weights import (
     TURN_MASKS,
     WEIGHTS,
     apply_turn_masks,
+    check_no_details,
     check_no_token_mask,
     row_weight,
     turn_weight,
@@ -406,6 +407,7 @@ def _read_segment(item: Any, index: int, row_weight: float) -> Segment:
     if not isinstance(item, dict) or "text" not in item:
         raise RowError(f"{where} is not {{text, weight}}")
     read_weight(item.get("weight", 1.0), f"{where}.weight")
+    check_no_details(item, where, "a segment, which has a weight")
     weight = turn_weight(item, where)
     weight = row_weight if weight is None else weight * row_weight
     if isinstance(item.get("label"), bool):

@@ -5,7 +5,8 @@ conversations. Does not depend on the format.
 
 Consecutive turns of one role are joined by an empty line if the joined turn keeps the order of
 reasoning, text and calls: texts are joined, a call is added to the text before it, and consecutive
-calls become one turn. Tool results are never joined, and neither are turns of different weights.
+calls become one turn. Tool results are never joined, and neither are turns of different weights
+or those that are trained in part.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from data_modules.format.fields import (
     type_of,
     typo_hint,
 )
-from data_modules.format.weights import check_whole, turn_weight
+from data_modules.format.weights import check_no_details, check_whole, read_details, turn_weight
 from data_modules.messages import Origin, listed, shown
-from data_modules.types import Conversation, ToolCall, Turn
+from data_modules.types import Conversation, Ranges, ToolCall, Turn
 
 ROLES = {
     "system": "system",
@@ -276,15 +277,31 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
             f"{where} is a {role} turn with {'a tool call' if calls else 'reasoning'}; only an "
             "assistant turn may have tool calls or reasoning"
         )
+    weight, trained = _read_mask(item, role, value, where, calls)
     return Turn(
         role,
         content,
-        weight=turn_weight(item, where),
+        weight=weight,
         reasoning=None if is_blank(reasoning) else reasoning,
         tool_calls=tuple(calls),
         name=read_optional_string(item, "name", where) if role == "tool" else None,
         tool_call_id=read_optional_string(item, "tool_call_id", where) if role == "tool" else None,
+        trained=trained,
     )
+
+
+def _read_mask(
+    item: dict[str, Any], role: str, text: Any, where: str, calls: Sequence[ToolCall] = ()
+) -> tuple[float | None, Ranges | None]:
+    """Return the weight that a turn gives itself, and the characters that it trains on."""
+    weight = turn_weight(item, where)
+    if role != "assistant" or calls:
+        check_no_details(item, where, "one with a tool call" if calls else f"a {role} turn")
+        return weight, None
+    trained = read_details(item, text, where)
+    if trained is None:
+        return weight, None
+    return (1.0 if weight is None else weight) if trained else 0.0, trained
 
 
 def _read_reasoning(item: dict[str, Any], part_reasoning: str, where: str) -> str:
@@ -340,6 +357,8 @@ def _last_part(turn: Turn) -> int:
 
 def _can_join(last: Turn, turn: Turn) -> bool:
     if turn.role == "tool" or last.weight != turn.weight:
+        return False
+    if last.trained is not None or turn.trained is not None:
         return False
     return _last_part(last) <= _first_part(turn)
 
@@ -498,4 +517,5 @@ def _read_message(value: dict[str, Any], where: str) -> Turn:
             f"{where} is an empty answer: there is nothing to train on; mark it deleted, "
             f"{SKIP_EMPTY}"
         )
-    return Turn(role, text, turn_weight(value, where))
+    weight, trained = _read_mask(value, role, value["text"], where)
+    return Turn(role, text, weight, trained=trained)

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from data_modules.format.fields import RowError, quote, read_weight, type_of
-from data_modules.types import Turn
+from data_modules.messages import listed
+from data_modules.types import Ranges, Turn
 
 FLAGS = ("train", "training", "loss")
 """keys of a turn or a row with true or false"""
@@ -28,6 +29,8 @@ _ROW_KEYS = frozenset((*WEIGHTS, *FLAGS, "loss_scale"))
 MASK_KEYS = frozenset((*FLAGS, *WEIGHTS, "loss_scale", "train_detail"))
 """keys by which a turn says whether it is trained on"""
 _WORDS = {"true": True, "false": False}
+_OFFSETS = ("begin_offset", "end_offset")
+_DETAIL = "{begin_offset: 0, end_offset: LAST_CHARACTER, train: true}"
 
 
 def is_flag(value: Any) -> bool:
@@ -80,15 +83,56 @@ def turn_weight(item: Mapping[str, Any], where: str) -> float | None:
     """Return the weight that a turn, or a segment, gives itself; None without one."""
     if MASK_KEYS.isdisjoint(item):
         return None
-    if item.get("train_detail"):
-        raise RowError(
-            f"{where}.train_detail trains on parts of a turn, which is not supported; set "
-            "'train' for the whole turn, or write the row as segments of text and weight"
-        )
     given = {key: value for key, value in item.items() if key in MASK_KEYS and value is not None}
     given.pop("train_detail", None)
     factors = [_read_factor(key, value, f"{where}.{key}") for key, value in given.items()]
     return math.prod(factors) if factors else None
+
+
+def read_details(item: Mapping[str, Any], text: Any, where: str) -> Ranges | None:
+    """Return the character ranges of an answer that its `train_detail` trains on; None without it.
+
+    Each entry has the offsets of its first and of its last character in `text`, the content as it
+    is in the row; characters without an entry are not trained on.
+    """
+    if not (given := item.get("train_detail")) or text == "":
+        return None
+    where = f"{where}.train_detail"
+    if not isinstance(text, str):
+        raise RowError(f"{where} counts characters of a text, and the content is {type_of(text)}")
+    if not isinstance(given, list):
+        raise RowError(f"{where} is {type_of(given)}, not a list of {_DETAIL}")
+    ranges, first = [], 0
+    for index, entry in enumerate(given):
+        here = f"{where}[{index}]"
+        if not isinstance(entry, dict) or entry.keys() != set(_OFFSETS) | {"train"}:
+            found = f"has {listed(entry)}" if isinstance(entry, dict) else f"is {type_of(entry)}"
+            raise RowError(f"{here} {found}; give {_DETAIL}")
+        for key in _OFFSETS:
+            if type(entry[key]) is not int:
+                raise RowError(
+                    f"{here}.{key} is {quote(entry[key])}; give the number of a character"
+                )
+        begin, end = (entry[key] for key in _OFFSETS)
+        if not first <= begin <= end < len(text):
+            raise RowError(
+                f"{here} is characters {begin:,} to {end:,}, but the text has 0 to "
+                f"{len(text) - 1:,}, and after the entry before it {first:,} is the first; sort "
+                "the entries, and give as end_offset the last character"
+            )
+        first = end + 1
+        if read_flag(entry["train"], f"{here}.train"):
+            ranges.append((begin, first))
+    return tuple(ranges)
+
+
+def check_no_details(item: Mapping[str, Any], where: str, what: str) -> None:
+    """Raise RowError for the `train_detail` of what is no answer in plain text."""
+    if item.get("train_detail"):
+        raise RowError(
+            f"{where}.train_detail trains on characters of an answer, but this is {what}; set "
+            "'train' for the whole, or write the row as segments of text and weight"
+        )
 
 
 def _read_factor(key: str, value: Any, where: str) -> float:

@@ -108,6 +108,10 @@ class PairEncoder:
                 "the last answer calls a tool, which encoder-decoder templates do not support; "
                 "remove the row, or write the call into its content"
             )
+        if chat.turns[last].trained is not None:
+            return RowRefusedError(
+                "train_detail is read for causal models only; set 'train' for the whole turn"
+            )
         return chat._replace(turns=chat.turns[: last + 1])
 
     def _encode(self, pairs: Sequence[Pair]) -> list[Encoded]:

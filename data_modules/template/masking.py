@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,6 +102,8 @@ def chat_loss_weights(
         else:
             ranges.append(WeightedRange(span.start, span.end, weight))
             ranges.append(WeightedRange(span.end, span.stop_end, 0.0))
+        if turn.trained is not None and weight:
+            ranges += _untrained(turn, turn.trained, span, rendered.text)
         if tails is not None and turn.role == "assistant":
             ranges += _masked_reasoning(prepared_turns[span.turn], span, rendered.text, tails)
     every_stop = frozenset(span.stop for span in rendered.spans if span.stop)
@@ -192,6 +194,32 @@ def turn_extents(spans: Iterable[TurnSpan]) -> dict[int, tuple[int, int]]:
             (min(known[0], span.start), max(known[1], span.end)) if known else span[1:3]
         )
     return extents
+
+
+def _untrained(turn: Turn, trained: Ranges, span: TurnSpan, text: str) -> Iterator[WeightedRange]:
+    """Yield with weight 0 what an answer has up to its last character outside of `trained`.
+
+    Raises UnusableTemplateError if the answer is not written as it is.
+    """
+    is_whole = turn.content in text[span.start : span.end]
+    written = turn.content if is_whole else turn.content.strip()
+    at = text.rfind(written, span.start, span.end)
+    if at < 0:
+        raise UnusableTemplateError(
+            f"turn {span.turn + 1} ({turn.role}): the chat template does not write the answer "
+            f"`{shown(turn.content)}` unchanged, so the characters of its train_detail cannot be "
+            "located; set 'train' for the whole turn, or data.chat_template=plain"
+        )
+    first, start = at - turn.content.index(written), span.start
+    for begin, end in trained:
+        stop = first + begin
+        if _BLANK_BEFORE_WORD.match(text, stop - 1):  # which are one token
+            stop -= 1
+        if start < stop:
+            yield WeightedRange(start, stop, 0.0)
+        start = max(first + end, span.start)
+    if start < (stop := min(first + len(turn.content), span.end)):
+        yield WeightedRange(start, stop, 0.0)
 
 
 def _masked_reasoning(

@@ -534,6 +534,7 @@ def _join_turns(turns: Iterable[Turn], unsupported: UnsupportedTurns) -> Iterabl
             and last.role == turn.role
             and last.weight == turn.weight
             and turn.reasoning is None
+            and last.trained is turn.trained is None
             and not (last.tool_calls or turn.tool_calls)
             and last.content.strip()
             and turn.content.strip()

@@ -205,9 +205,9 @@ CASES = {
         chat(ASK, {**TURN, "weight": 0.3}),
     ),
     "N3 half a turn": Case(
-        chat(ASK, {**TURN, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}),
-        r":3 messages\[1\].train_detail trains on parts of a turn, which is not supported",
-        chat(ASK, {**TURN, "train_detail": []}),
+        chat(ASK, {**TURN, "train_detail": [{"begin_offset": 0, "end_offset": 99, "train": True}]}),
+        r":3 messages\[1\].train_detail\[0\] is characters 0 to 99, but the text has 0 to",
+        chat(ASK, {**TURN, "train_detail": [{"begin_offset": 0, "end_offset": 0, "train": True}]}),
     ),
     "N3 a part of a turn": Case(
         parts({"type": "text", "text": "that", "loss": False}),

@@ -78,10 +78,6 @@ def test_a_key_of_a_turn_masks_it(name: str, key: str, value: Any) -> None:
         ({"loss_scale": 0.5}, "loss_scale is 0.5; only 0 and 1 are read here: .* as 'weight'"),
         ({"loss_scale": "1"}, "loss_scale is '1'; only 0 and 1"),
         ({"loss_weight": -1}, "loss_weight is -1; a weight is a number from 0 up"),
-        (
-            {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]},
-            "train_detail trains on parts of a turn",
-        ),
     ],
 )
 def test_a_key_that_cannot_be_followed_is_refused(
