@@ -186,10 +186,11 @@ def check_datasets(config: DataConfig) -> list[str]:
         for index, dataset in enumerate(datasets):
             key = f"data.{name}[{index}]"
             found = _check_dataset_settings(dataset, key)
-            if name == "val_datasets" and dataset.weight != 1:
+            if name != "datasets" and dataset.weight != 1:
+                rows = "validation" if name == "val_datasets" else "test"
                 found.append(
-                    f"{key}.weight={dataset.weight:g} has no effect: each validation row is "
-                    "measured once; leave it out"
+                    f"{key}.weight={dataset.weight:g} has no effect: each {rows} row is measured "
+                    "once; leave it out"
                 )
             problems += found
             readable += [] if found else [dataset]

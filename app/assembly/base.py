@@ -30,6 +30,9 @@ from app.model.tokenizer import (
     trained_token_ids,
 )
 from app.preflight import describe_base
+from app.preflight.base_model import BaseModel
+from app.preflight.files import check_recompute
+from app.process.errors import UserError
 from app.training.trainer import Environment
 from data_modules import DEFAULT_SEQUENCE_LEN, ModelSpec
 
@@ -124,6 +127,10 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     architecture = load_architecture(model)
     check_described(model, architecture)
     model.revision = base_commit(model) or model.revision  # branches and tags of the hub move
+    if isinstance(config, TrainConfig):  # of a base on the hub, nothing was known before
+        known = BaseModel(str(model.path), architecture.to_dict())
+        if problems := check_recompute(config.recompute.every, known):
+            raise UserError(problems)
     rope_len = model.rope_len or _longest_sequence(config)
     if rope := describe_rope_factors(architecture, rope_len):
         log.info("%s", rope)

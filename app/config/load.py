@@ -139,8 +139,8 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
         )
     except UserError as error:
         raise _explain(verb, experiment, [], error) from error
-    if config.model.architecture and run is None and verb == "train":
-        _check_described(config.model, typed, experiment)
+    is_new_run = run is None and verb == "train"
+    _check_base(config.model, typed, experiment, is_new_run=is_new_run)
     strategy = config.strategy if isinstance(config, TrainConfig) else None
     if isinstance(strategy, ZeroConfig) and isinstance(strategy.config, str):
         strategy.config = read_deepspeed_file(strategy.config)
@@ -166,18 +166,21 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     return config
 
 
-def _check_described(
-    model: ModelConfig, typed: Mapping[str, Any], experiment: ConfFile | None
+def _check_base(
+    model: ModelConfig, typed: Mapping[str, Any], experiment: ConfFile | None, *, is_new_run: bool
 ) -> None:
-    """Refuse a model.architecture that was given for a folder with a config.json.
+    """Refuse what is given for a base that is a folder, and describes it in vain.
 
-    A plan or a preview may describe a smaller base, so they do not come here.
+    That is a typed commit (an experiment's may be of the hub id that the folder is a copy of), and
+    in a new run a description beside config.json; a plan or a preview may be of a smaller base.
     """
-    key = "model.architecture"
-    is_given = any(each.startswith(key) for each in typed) or (experiment and experiment.sets(key))
-    if not is_given or model.from_scratch or model.path is None:
+    if model.path is None or not (folder := Path(model.path)).is_dir():
         return
-    if (file := Path(model.path, "config.json")).is_file():
+    if typed.get("model.revision") is not None:
+        raise UserError(f"model.revision has no effect: {folder} is not a hub id; leave it out")
+    key, file = "model.architecture", folder / "config.json"
+    is_given = any(each.startswith(key) for each in typed) or (experiment and experiment.sets(key))
+    if is_new_run and model.architecture and is_given and not model.from_scratch and file.is_file():
         raise UserError(
             f"{key} has no effect: {file} describes the model; leave it out, or type "
             "model.from_scratch=true model.path=null for random weights"

@@ -32,6 +32,11 @@ def choose_router_aux_loss(
     `typed`: model.router_aux_loss, which overrides the config.json of the base.
     """
     if not has_experts(architecture):
+        if typed:
+            raise UserError(
+                f"model.router_aux_loss={typed:g} has no effect: {architecture.model_type} models "
+                "have no experts; leave it out"
+            )
         return 0.0
     if adapter.name != "full":
         log.info("router: frozen, routes as in the base model (adapter=%s)", adapter.name)

@@ -33,9 +33,10 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The words of a run that is right, on files of this test."""
     folder = tmp_path_factory.mktemp("files")
     model, data = make_model(folder / "model"), make_data(folder / "data.jsonl", 40)
+    others = make_data(folder / "others.jsonl", 40)
     return [
         f"model.path={model}",
-        f"data.datasets=[{{path: {data}}}]",
+        f"data.datasets=[{{path: {data}}}, {{path: {others}}}]",
         "trainer.max_steps=4",
         "trainer.gradient_accumulation_steps=4",
         "schedule.warmup_steps=1",
@@ -369,8 +370,8 @@ def test_another_number_of_ranks_keeps_the_global_batch_or_says_how(
 
 
 def test_a_stream_wants_its_ranks_and_workers_back(words: list[str], tmp_path: Path) -> None:
-    stream = ["data.streaming=true", "data.val_set_size=2", "trainer.devices=2"]
-    run = make_run(tmp_path / "run", *words, *stream)
+    stream = ["data.streaming=true", "data.mixture.weights=rows", "data.val_set_size=2"]
+    run = make_run(tmp_path / "run", *words, *stream, "trainer.devices=2")
     result = run_command(
         f"resume={run}", "trainer.devices=1", "trainer.gradient_accumulation_steps=8"
     )

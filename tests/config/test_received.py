@@ -271,7 +271,7 @@ def test_a_granting_setting_knows_its_default() -> None:
 
 WHOLE = {
     "evaluation.metric": ["evaluation.allow_code=true"],
-    "evaluation.harness_dir": ["evaluation.allow_code=true"],
+    "evaluation.harness_dir": ["evaluation.allow_code=true", "evaluation.harness=[own]"],
 }
 
 
@@ -281,6 +281,7 @@ def test_the_commands_that_are_printed_work_as_typed(
 ) -> None:
     """What a folder never grants is in the command that resumes, evaluates or merges the run."""
     monkeypatch.setattr("app.config.dispatch.check_files", lambda *_, **__: [])  # contacts hosts
+    monkeypatch.setattr("app.config.dispatch.check_harness", lambda _: [])  # needs a package
     run = make_run(tmp_path / "a run", *words, f"{key}={GRANTED[key]}", *WHOLE.get(key, ()))
     config = load_run_config(run)
     monkeypatch.setattr("app.process.launch._typed_again", words_to_type(config))

@@ -131,6 +131,12 @@ def test_wrong_settings_are_refused_by_their_key(
     assert check_datasets(DataConfig(datasets=[train])) == []
 
 
+def test_weights_of_test_rows_are_refused(train: DatasetConfig, val: DatasetConfig) -> None:
+    val.weight = 0.5
+    (problem,) = check_datasets(DataConfig(datasets=[train], test_datasets=[val]))
+    assert "data.test_datasets[0].weight=0.5 has no effect: each test row is measured" in problem
+
+
 def test_equal_file_names_get_names_of_their_own(
     train: DatasetConfig, tmp_path: Path, tokenizer: Any
 ) -> None:

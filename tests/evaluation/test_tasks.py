@@ -144,6 +144,11 @@ def test_an_integer_answer_is_an_index_and_a_string_a_label_or_text(
         ),
         ({"name": "math"}, {"problem": "p", "solution": "4"}, ["no \\boxed{...}"]),
         ({"name": "winogrande", "path": "not_there.jsonl"}, {}, ["not_there.jsonl"]),
+        (
+            {"name": "mine", "kind": "exact_match", "few_shot_path": "shots.jsonl"},
+            {"question": "q", "answer": "a"},
+            ["tasks[0].few_shot_path=shots.jsonl has no effect with few_shot: 0; type few_shot: N"],
+        ),
     ],
 )
 def test_errors_of_tasks_name_the_cause(

@@ -20,7 +20,7 @@ from app.config.load import settings_of
 from app.config.verbs import PARTS, TYPED_KEYS
 from app.evaluation.tasks.questions import TaskConfig
 from app.preflight import check_compatibility
-from app.preflight.couplings import devices, table
+from app.preflight.couplings import devices, table, unused
 from app.preflight.couplings.table import is_installed
 from app.strategy.deepspeed_config import given_keys, keys_decided_elsewhere
 from app.strategy.settings import FAMILIES, ZeroConfig
@@ -56,14 +56,6 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CONFLICTS = [
     # GPUs, what was typed, what is right, what must be said
-    (0, "recompute.mode=none recompute.every=2", "recompute.mode=full recompute.every=2",
-     ["recompute.every=2 has no effect with recompute=none"]),
-    (0, "optimizer.base_batch_size=4", "optimizer.base_batch_size=4 optimizer.scale_lr=sqrt",
-     ["optimizer.base_batch_size=4 has no effect with optimizer.scale_lr=none"]),
-    (0, "packing.method=none packing.window=8", "packing.window=8",
-     ["packing.window=8 has no effect with packing=none"]),
-    (0, "output.dtype=fp32", "output.dtype=fp32 adapter=full",
-     ["output.dtype=fp32 has no effect with adapter=lora"]),
     (0, "sweep.trials=3", "sweep.trials=3 sweep.search=optuna",
      ["sweep.trials=3", "sweep.search=grid runs every combination"]),
     (0, "sweep.prune=median", "sweep.prune=median sweep.search=optuna",
@@ -141,9 +133,6 @@ CONFLICTS = [
      "schedule.warmup_steps=5 trainer.max_steps=10", ["schedule.warmup_steps=10 leaves no steps"]),
     (0, "optimizer=muon adapter.lora_plus_ratio=16", "optimizer=adamw adapter.lora_plus_ratio=16",
      ["adapter.lora_plus_ratio=16 sets", "optimizer=muon", "type optimizer=adamw"]),
-    (0, "adapter.lora_plus_weight_decay=0.1",
-     "adapter.lora_plus_weight_decay=0.1 adapter.lora_plus_ratio=16",
-     ["has no effect without adapter.lora_plus_ratio", "adapter.lora_plus_ratio=16"]),
     (0, "optimizer=muon adapter=ia3", "optimizer=muon", ["adapter=ia3 trains vectors",
      "type optimizer=adamw"]),
     (0, "strategy=zero3 quantization.method=nf4", "strategy=zero2 quantization.method=nf4",
@@ -232,13 +221,6 @@ CONFLICTS = [
      "strategy=hsdp_local_sgd trainer.num_nodes=2 trainer.max_steps=11",
      ["strategy.synchronous_steps=10, but trainer.max_steps=10 ends the run before",
       "type strategy.synchronous_steps=2, or strategy=fsdp_hybrid"]),
-    (0, "strategy=ddp_compressed strategy.topk_share=0.05",
-     "strategy=ddp_compressed strategy.topk_share=0.05 strategy.compression=topk",
-     ["strategy.topk_share has no effect with strategy.compression=bf16",
-      "type strategy.compression=topk, or leave it out"]),
-    (0, "strategy=ddp_compressed strategy.powersgd_rank=8 strategy.compression=topk",
-     "strategy=ddp_compressed strategy.powersgd_rank=8 strategy.compression=powersgd",
-     ["strategy.powersgd_rank has no effect with strategy.compression=topk"]),
     (0, "strategy=fsdp_tp trainer.devices=4 trainer.global_batch_size=5",
      "strategy=fsdp_tp trainer.devices=4 trainer.global_batch_size=6",
      ["micro_batch_size 1 x 2 groups of ranks (4 ranks / 2 that split a matrix) = 2; type", "6"]),
@@ -269,11 +251,6 @@ CONFLICTS = [
      ["too few digits to add one step to an average of hundreds; type trainer.precision=bf16"]),
     (0, "optimizer=schedule_free schedule.shape=constant optimizer.beta1=0", "optimizer.beta1=0",
      ["optimizer.beta1=0 gives the averaged weights"]),
-    (0, "schedule.decay_ratio=0.1", "schedule.shape=wsd schedule.decay_ratio=0.1",
-     ["schedule.decay_ratio has no effect with schedule=cosine; type schedule=wsd"]),
-    (0, "schedule.shape=wsd schedule.start_lr_ratio=0.1",
-     "schedule.shape=one_cycle schedule.start_lr_ratio=0.1",
-     ["schedule.start_lr_ratio has no effect with schedule=wsd; type schedule=one_cycle"]),
     (0, "schedule.shape=wsd schedule.decay_ratio=0.9 schedule.warmup_ratio=0.25",
      "schedule.shape=wsd schedule.decay_ratio=0.75 schedule.warmup_ratio=0.25",
      ["are together more than 1; type schedule.decay_ratio=0.75"]),
@@ -319,6 +296,84 @@ def test_every_row_of_the_table_has_a_case(monkeypatch: pytest.MonkeyPatch) -> N
     changed.evaluation.tasks = [TaskConfig(name=dataset_names(changed.data.datasets)[0])]
     assert "is the name of a data set, too" in check_compatibility(changed, 0)[0]
     assert found == rows
+
+
+UNUSED = [
+    # what was typed, of which the last word has no effect; what is typed, too, for an effect
+    ("adapter.lora_plus_weight_decay=0.1", "adapter.lora_plus_ratio=16"),
+    ("quantization.double_quant=false", "quantization.method=nf4"),
+    ("quantization.method=int8 quantization.double_quant=false", "quantization.method=nf4"),
+    ("recompute.mode=none recompute.every=2", "recompute.mode=full"),
+    ("data.train_on_inputs=true data.roles_to_train=[user]", "data.train_on_inputs=false"),
+    ("data.train_on_inputs=true data.last_turn_only=true", "data.train_on_inputs=false"),
+    ("data.mixture.temperature=2.0", None),
+    ("data.mixture.stop=first", None),
+    ("data.mixture.weights=tokens", None),
+    ("data.audit.overlap=false data.audit.max_overlap_share=0.1", "data.audit.overlap=true"),
+    ("packing.method=none packing.window=8", "packing.method=multipack"),
+    ("optimizer.base_batch_size=4", "optimizer.scale_lr=sqrt"),
+    ("adapter=ia3 optimizer.weight_decay=0.1", "adapter=lora"),
+    ("schedule.decay_ratio=0.1", "schedule.shape=wsd"),
+    ("schedule.shape=wsd schedule.start_lr_ratio=0.1", "schedule.shape=one_cycle"),
+    ("schedule.shape=constant schedule.min_lr_ratio=0.1", "schedule.shape=linear"),
+    ("data.val_set_size=0 trainer.validate_every_steps=2", "data.val_set_size=0.1"),
+    ("data.val_set_size=0 trainer.checkpoint.keep_best=2", "data.val_set_size=0.1"),
+    ("output.from=last trainer.checkpoint.monitor=val/loss/lists", "output.from=auto"),
+    ("strategy=ddp_compressed strategy.topk_share=0.05", "strategy.compression=topk"),
+    ("strategy=ddp_compressed strategy.powersgd_rank=8", "strategy.compression=powersgd"),
+    ("strategy=tp trainer.devices=2 strategy.reshard_after_forward=false",
+     "strategy.shards_data_parallel=true"),
+    ("strategy=tp trainer.devices=2 strategy.replicas=2", "strategy.shards_data_parallel=true "
+     "strategy.tensor_parallel_size=1"),
+    ("logger.name=csv logger.details=true", "logger.name=tensorboard"),
+    ("evaluation.harness_dir=tasks", "evaluation.harness=[arc_easy]"),
+    ("evaluation.task_dir=tasks", None),
+    ("evaluation.during_rows=9", "evaluation.every_steps=2 evaluation.exact_match=true"),
+    ("data.val_set_size=0 evaluation.max_regression=0.1", "data.val_set_size=0.1"),
+    ("data.val_set_size=0 evaluation.max_regression=0.1", "evaluation.exact_match=true"),
+    ("output.dtype=fp32", "adapter=full"),
+]  # fmt: skip
+ON_A_RESULT = [
+    ("merge", "merge.llama_cpp=FOLDER", "merge.gguf=true"),
+    ("serve", "serve.engine=vllm serve.max_waiting=1", "serve.engine=loft"),
+    ("serve", "serve.engine=vllm serve.timeout_seconds=9.0", "serve.engine=loft"),
+]
+
+
+@pytest.mark.parametrize(("words", "more"), UNUSED, ids=[f"{a} + {b}" for a, b in UNUSED])
+def test_a_setting_that_nothing_reads_is_refused(words: str, more: str | None) -> None:
+    *others, typed = shlex.split(words)
+    changed = settings(words)
+    if typed.startswith("data.mixture"):
+        assert check_compatibility(changed, 0) == []
+        changed.data.datasets = changed.data.datasets[:1]
+    (problem,) = check_compatibility(changed, 0)
+    assert problem.startswith(f"{typed} has no effect with")
+    assert "; type " in problem and problem.endswith(", or leave it out")
+    if more is not None:
+        assert problems_of(0, f"{words} {more}") == []
+    assert problems_of(0, shlex.join(others)) == []
+
+
+@pytest.mark.parametrize(("verb", "words", "more"), ON_A_RESULT)
+def test_a_setting_that_nothing_reads_on_a_result_is_refused(
+    verb: str, words: str, more: str
+) -> None:
+    def problems(words: str) -> list[str]:
+        loaded = config.load_config(verb, ["model.path=base", *words.split()])
+        assert not isinstance(loaded, config.TrainConfig)
+        return check_compatibility(loaded, 0)
+
+    (problem,) = problems(words)
+    assert problem.startswith(f"{words.split()[-1]} has no effect with")
+    assert problems(f"{words} {more}") == []
+
+
+def test_every_setting_in_the_table_of_those_that_nothing_reads_has_a_case() -> None:
+    typed = {shlex.split(words)[-1].partition("=")[0] for words, _ in UNUSED}
+    assert typed == {rule.key for rule in unused.IN_TRAINING}
+    typed = {words.split()[-1].partition("=")[0] for _, words, _ in ON_A_RESULT}
+    assert typed == {rule.key for rule in unused.ON_A_RESULT}
 
 
 @pytest.mark.parametrize("backend", ["flash2", "flash3", "varlen"])

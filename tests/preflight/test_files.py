@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from app.config import load_config
+from app.config import TrainConfig, load_config
 from app.model.base import ModelConfig
 from app.model.base_files import read_shapes, weight_files
 from app.preflight import describe_base, fingerprint
 from app.preflight.base_model import BaseModel
 from app.preflight.files import check_recompute
 from app.preflight.shapes import matrices_of, shapes_of_architecture
-from app.process.errors import ROOT
+from app.process.errors import ROOT, UserError
 from tests.in_process import make_adapter, make_data, make_model, run_command, write_safetensors
 
 TINY_BASE = ROOT / "data_modules" / "samples" / "tiny_base"
@@ -460,6 +460,26 @@ def test_recomputing_every_nth_layer_of_fewer_is_refused(
     assert check_recompute(layers, base) == check_recompute(99, BaseModel("hub/id")) == []
     (problem,) = check_recompute(layers + 1, base)
     assert f"recompute.every={layers + 1} has no effect: base has {layers} layers" in problem
+
+
+def test_a_base_on_the_hub_is_checked_for_its_layers_once_it_is_open() -> None:
+    """Before that, nothing is known of it but its name."""
+    from app.assembly.base import open_base
+    from app.training.trainer import resolve_single_device
+
+    env = resolve_single_device("cpu", "fp32")
+    words = [f"model.path={TINY_BASE}", "recompute=full", "recompute.every=99"]
+    config = load_config("train", words)
+    assert isinstance(config, TrainConfig)
+    with pytest.raises(UserError, match=r"^recompute.every=99 has no effect: .*tiny_base has \d+"):
+        open_base(config, env, config.adapter)
+
+
+def test_a_commit_of_a_folder_is_refused(model: Path) -> None:
+    """What is typed for a folder; an option's or an experiment's may be of the hub id it had."""
+    with pytest.raises(UserError, match=r"^model.revision has no effect: .*model is not a hub id"):
+        load_config("train", [f"model.path={model}", "model.revision=v1"])
+    load_config("train", ["model.path=org/name", "model.revision=v1"])
 
 
 def test_an_architecture_beside_a_config_file_is_refused(tmp_path: Path) -> None:

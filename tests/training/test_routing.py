@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
+from app.process.errors import UserError
 from app.training.objective import DatasetSums, batch_loss
-from app.training.routing import ExpertLoad, RouterBalance
+from app.training.routing import ExpertLoad, RouterBalance, choose_router_aux_loss
 from data_modules import Batch
 from tests.model.test_experts import tiny_mixture
 
@@ -99,3 +101,12 @@ def test_the_load_of_experts_counts_tokens_and_no_padding() -> None:
     assert metrics["experts/load_max/1"] == pytest.approx(
         float(by_layer[1].max()) / (2 * batch.num_tokens / 4)
     )
+
+
+def test_a_balancing_loss_of_a_model_without_experts_is_refused() -> None:
+    from transformers import LlamaConfig
+
+    assert choose_router_aux_loss(LlamaConfig(), FullConfig(), None) == 0.0
+    assert choose_router_aux_loss(LlamaConfig(), FullConfig(), 0.0) == 0.0
+    with pytest.raises(UserError, match=r"model.router_aux_loss=0.01 has no effect: llama models"):
+        choose_router_aux_loss(LlamaConfig(), FullConfig(), 0.01)

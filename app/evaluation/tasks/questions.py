@@ -235,6 +235,11 @@ def _build(config: TaskConfig, key: str, evaluation: EvaluationConfig) -> Task:
     folder = SAMPLES if evaluation.task_dir is None else Path(evaluation.task_dir).expanduser()
     few_shot = form.few_shot if config.few_shot is None else config.few_shot
     few_shot_path = config.few_shot_path
+    if few_shot_path is not None and not few_shot:
+        raise UserError(
+            f"{key}.few_shot_path={few_shot_path} has no effect with few_shot: 0; type few_shot: "
+            "N, too, or leave it out"
+        )
     if few_shot_path is None and config.path is None and form.few_shot_file:
         few_shot_path = str(folder / form.few_shot_file)
     path = config.path or str(folder / form.file)

@@ -24,11 +24,11 @@ from app.preflight.couplings.devices import (
     is_training,
     requested_devices,
 )
+from app.preflight.couplings.unused import find_unused, is_set
 from app.process.errors import nearest
 from app.process.installation import install_extra, verb_command
 from app.strategy.deepspeed_config import conflicting_keys, given_keys, refused_keys
 from app.strategy.settings import (
-    DdpConfig,
     FsdpConfig,
     LocalSgdConfig,
     ZeroConfig,
@@ -87,7 +87,6 @@ def check_compatibility(
     if is_training(config):
         conflicts += [*_of_adapter(config), *_of_trainer(config), *_of_optimizer(config)]
         conflicts += [*_of_sweep(config), *_of_logger(config), *_of_measurements(config)]
-        conflicts += _without_effect(config)
         conflicts += _of_strategy(config, devices)
         if isinstance(config.strategy, FsdpConfig):
             conflicts += _of_fsdp(config, config.strategy, devices)
@@ -101,6 +100,7 @@ def check_compatibility(
         for conflict in conflicts
         if on_this_machine or not conflict.is_of_machine
     ]
+    problems += find_unused(config)
     if is_training(config):
         trainer = config.trainer
         if on_this_machine:
@@ -321,14 +321,7 @@ def _of_adapter(config: TrainConfig) -> Iterator[Conflict]:
             "weights learns nothing",
             "adapter=full",
         )
-    if not isinstance(adapter, LoraConfig):
-        return
-    if adapter.lora_plus_weight_decay is not None and adapter.lora_plus_ratio is None:
-        yield Conflict(
-            "adapter.lora_plus_weight_decay has no effect without adapter.lora_plus_ratio",
-            "adapter.lora_plus_ratio=16, too, or optimizer.weight_decay instead",
-        )
-    if adapter.init not in CHANGE_BASE:
+    if not isinstance(adapter, LoraConfig) or adapter.init not in CHANGE_BASE:
         return
     start = f"adapter.init={adapter.init} subtracts the initial adapter from the base's weights, "
     strategy = config.strategy
@@ -360,7 +353,7 @@ def _of_trainer(config: TrainConfig) -> Iterator[Conflict]:
             "fuses them with others",
             "recompute=full, or trainer.compile=false",
         )
-    if trainer.global_batch_size is not None and _is_set(trainer, "gradient_accumulation_steps"):
+    if trainer.global_batch_size is not None and is_set(trainer, "gradient_accumulation_steps"):
         yield Conflict(
             f"trainer.global_batch_size={trainer.global_batch_size} and trainer."
             f"gradient_accumulation_steps={trainer.gradient_accumulation_steps} set the same thing",
@@ -372,12 +365,6 @@ def _of_trainer(config: TrainConfig) -> Iterator[Conflict]:
             f"schedule.warmup_steps={warmup} leaves no steps of trainer.max_steps={steps}",
             f"schedule.warmup_steps={max(steps // 10, 0)}",
         )
-    for name, shape in (("decay_ratio", "wsd"), ("start_lr_ratio", "one_cycle")):
-        if schedule.shape != shape and _is_set(schedule, name):
-            yield Conflict(
-                f"schedule.{name} has no effect with schedule={schedule.shape}",
-                f"schedule={shape}, too, or leave it out",
-            )
     warmup_ratio, decay_ratio = schedule.warmup_ratio, schedule.decay_ratio
     if schedule.shape == "wsd" and warmup is None and warmup_ratio + decay_ratio > 1:
         yield Conflict(
@@ -385,27 +372,6 @@ def _of_trainer(config: TrainConfig) -> Iterator[Conflict]:
             "together more than 1",
             f"schedule.decay_ratio={1 - warmup_ratio:g}",
         )
-
-
-def _without_effect(config: TrainConfig) -> Iterator[Conflict]:
-    """Yield settings that nothing reads because of another setting."""
-    adapter, optimizer = config.adapter, config.optimizer
-    for part, key, is_unread, why, instead in (
-        (config.recompute, "recompute.every", config.recompute.mode == "none", "recompute=none",
-         "recompute=full, too"),
-        (optimizer, "optimizer.base_batch_size", optimizer.scale_lr == "none",
-         "optimizer.scale_lr=none", "optimizer.scale_lr=linear, too"),
-        (config.packing, "packing.window", config.packing.method == "none", "packing=none",
-         "packing=multipack, too"),
-        (config.output, "output.dtype", not saves_whole_model(adapter),
-         f"adapter={adapter.name}, which is saved as it was trained", "merge.dtype for the merge"),
-    ):  # fmt: skip
-        name = key.rpartition(".")[2]
-        if is_unread and _is_set(part, name):
-            yield Conflict(
-                f"{key}={getattr(part, name)} has no effect with {why}",
-                f"{instead}, or leave it out",
-            )
 
 
 def _of_sweep(config: TrainConfig) -> Iterator[Conflict]:
@@ -481,12 +447,6 @@ def _of_optimizer(config: TrainConfig) -> Iterator[Conflict]:
         )
 
 
-def _is_set(part: Any, name: str) -> bool:
-    """Return whether a setting differs from its default."""
-    default = next(field.default for field in dataclasses.fields(part) if field.name == name)
-    return bool(getattr(part, name) != default)
-
-
 def _of_strategy(config: TrainConfig, devices: Devices) -> Iterator[Conflict]:
     strategy, trainer = config.strategy, config.trainer
     optimizer, name = config.optimizer.name, f"strategy={config.strategy.name}"
@@ -495,14 +455,6 @@ def _of_strategy(config: TrainConfig, devices: Devices) -> Iterator[Conflict]:
             f"strategy=single runs on one device, but {devices.num_ranks} ranks were requested",
             "strategy=ddp, or trainer.devices=1 trainer.num_nodes=1",
         )
-    if isinstance(strategy, DdpConfig):
-        for key, compression in (("topk_share", "topk"), ("powersgd_rank", "powersgd")):
-            if _is_set(strategy, key) and strategy.compression != compression:
-                yield Conflict(
-                    f"strategy.{key} has no effect with strategy.compression="
-                    f"{strategy.compression}",
-                    f"strategy.compression={compression}, or leave it out",
-                )
     if not is_sharding(strategy):
         return
     if trainer.precision == "fp16":

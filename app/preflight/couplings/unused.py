@@ -1,0 +1,138 @@
+"""Settings that nothing reads because of another setting: a table of when, and what to type.
+
+Settings that come with an option or an experiment as often as they are typed are not in it, such as
+the length of answers that are not asked for: their docstrings say when they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from app.model.adapter import saves_whole_model
+from app.preflight.couplings.devices import is_training
+
+if TYPE_CHECKING:
+    from app.config.verbs import TrainConfig, TunedConfig
+
+
+class _Unused(NamedTuple):
+    """When a setting has no effect; `why` and `instead` may refer to the settings, as {0}."""
+
+    key: str
+    is_unused: Callable[[Any], bool]
+    why: str
+    instead: str
+
+
+def _has_one_dataset(config: TrainConfig) -> bool:
+    return len(config.data.datasets) == 1
+
+
+def _ranks_nothing(config: TrainConfig) -> bool:
+    trainer = config.trainer
+    uses = trainer.early_stopping_patience is not None or trainer.checkpoint.keep_best > 0
+    return config.output.weights == "last" and not uses
+
+
+def _measures_nothing(config: TrainConfig) -> bool:
+    evaluation, data = config.evaluation, config.data
+    answers = evaluation.answers_prompts and data.test_datasets
+    return not (data.has_validation or answers or evaluation.tasks or evaluation.harness)
+
+
+IN_TRAINING = (
+    _Unused("adapter.lora_plus_weight_decay", lambda c: c.adapter.lora_plus_ratio is None,
+            "without adapter.lora_plus_ratio", "adapter.lora_plus_ratio=16, too"),
+    _Unused("quantization.double_quant", lambda c: c.quantization.method != "nf4",
+            "with quantization={0.quantization.method}", "quantization=nf4, too"),
+    _Unused("recompute.every", lambda c: c.recompute.mode == "none",
+            "with recompute=none", "recompute=full, too"),
+    _Unused("data.roles_to_train", lambda c: c.data.train_on_inputs,
+            "with data.train_on_inputs=true", "data.train_on_inputs=false"),
+    _Unused("data.last_turn_only", lambda c: c.data.train_on_inputs,
+            "with data.train_on_inputs=true", "data.train_on_inputs=false"),
+    _Unused("data.mixture.temperature", _has_one_dataset,
+            "with one data set", "further data.datasets"),
+    _Unused("data.mixture.stop", _has_one_dataset, "with one data set", "further data.datasets"),
+    _Unused("data.mixture.weights", _has_one_dataset, "with one data set", "further data.datasets"),
+    _Unused("data.audit.max_overlap_share", lambda c: not c.data.audit.overlap,
+            "with data.audit.overlap=false", "data.audit.overlap=true"),
+    _Unused("packing.window", lambda c: c.packing.method == "none",
+            "with packing=none", "packing=multipack, too"),
+    _Unused("optimizer.base_batch_size", lambda c: c.optimizer.scale_lr == "none",
+            "with optimizer.scale_lr=none", "optimizer.scale_lr=linear, too"),
+    _Unused("optimizer.weight_decay", lambda c: c.adapter.name == "ia3",
+            "with adapter=ia3, whose vectors never decay", "adapter=lora"),
+    _Unused("schedule.decay_ratio", lambda c: c.schedule.shape != "wsd",
+            "with schedule={0.schedule.shape}", "schedule=wsd, too"),
+    _Unused("schedule.start_lr_ratio", lambda c: c.schedule.shape != "one_cycle",
+            "with schedule={0.schedule.shape}", "schedule=one_cycle, too"),
+    _Unused("schedule.min_lr_ratio", lambda c: c.schedule.shape == "constant",
+            "with schedule=constant", "schedule=cosine, too"),
+    _Unused("trainer.validate_every_steps", lambda c: not c.data.has_validation,
+            "without validation rows", "data.val_set_size=0.05, too"),
+    _Unused("trainer.checkpoint.keep_best", lambda c: not c.data.has_validation,
+            "without validation rows, by which steps are ranked", "data.val_set_size=0.05, too"),
+    _Unused("trainer.checkpoint.monitor", _ranks_nothing,
+            "with output.from=last, without keep_best and early stopping", "output.from=best"),
+    _Unused("strategy.topk_share", lambda c: c.strategy.compression != "topk",
+            "with strategy.compression={0.strategy.compression}", "strategy.compression=topk"),
+    _Unused("strategy.powersgd_rank", lambda c: c.strategy.compression != "powersgd",
+            "with strategy.compression={0.strategy.compression}", "strategy.compression=powersgd"),
+    _Unused("strategy.reshard_after_forward", lambda c: not c.strategy.shards_data_parallel,
+            "with strategy.shards_data_parallel=false", "strategy=fsdp_tp"),
+    _Unused("strategy.replicas", lambda c: not c.strategy.shards_data_parallel,
+            "with strategy.shards_data_parallel=false", "strategy=fsdp_tp"),
+    _Unused("logger.details", lambda c: {c.logger.name, *c.logger.also} == {"csv"},
+            "with logger=csv: metrics.csv always has them", "logger=tensorboard"),
+    _Unused("evaluation.harness_dir", lambda c: not c.evaluation.harness,
+            "without evaluation.harness", "evaluation.harness=[TASK], too"),
+    _Unused("evaluation.task_dir", lambda c: not c.evaluation.tasks,
+            "without evaluation.tasks", "evaluation.tasks=[{{name: mmlu}}], too"),
+    _Unused("evaluation.during_rows", lambda c: c.evaluation.every_steps is None,
+            "without evaluation.every_steps", "evaluation.every_steps=N, too"),
+    _Unused("evaluation.max_regression", _measures_nothing,
+            "without rows or tasks to compare by", "data.val_set_size=0.05, too"),
+    _Unused("output.dtype", lambda c: not saves_whole_model(c.adapter),
+            "with adapter={0.adapter.name}, which is saved as it was trained",
+            "merge.dtype for the merge"),
+)  # fmt: skip
+ON_A_RESULT = (
+    _Unused("merge.llama_cpp", lambda c: not c.merge.gguf,
+            "without merge.gguf", "merge.gguf=true, too"),
+    _Unused("serve.max_waiting", lambda c: c.serve.engine == "vllm",
+            "with serve.engine=vllm, which limits requests itself", "serve.engine=loft"),
+    _Unused("serve.timeout_seconds", lambda c: c.serve.engine == "vllm",
+            "with serve.engine=vllm, which limits requests itself", "serve.engine=loft"),
+)  # fmt: skip
+
+
+def find_unused(config: TrainConfig | TunedConfig) -> Iterator[str]:
+    """Yield each setting that differs from its default and has no effect, and what to type."""
+    for rule in IN_TRAINING if is_training(config) else ON_A_RESULT:
+        *path, name = rule.key.split(".")
+        if path[0] not in config.__dataclass_fields__:
+            continue
+        part = reduce(getattr, path, config)
+        if is_set(part, name) and rule.is_unused(config):
+            why, instead = (text.format(config) for text in (rule.why, rule.instead))
+            value = _as_typed(getattr(part, name))
+            yield f"{rule.key}={value} has no effect {why}; type {instead}, or leave it out"
+
+
+def _as_typed(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_set(part: Any, name: str) -> bool:
+    """Return whether `part` has a setting of this name, with another value than its default."""
+    field = part.__dataclass_fields__.get(name)
+    if field is None:
+        return False
+    has_factory = field.default_factory is not dataclasses.MISSING
+    return bool(getattr(part, name) != (field.default_factory() if has_factory else field.default))
