@@ -73,7 +73,7 @@ def remember_verified(file: Path) -> None:
     if note.parent.parent.is_dir():
         with contextlib.suppress(OSError):  # without the note, the next start is a second slower
             note.parent.mkdir(exist_ok=True)
-            note.touch()
+            note.open("x").close()
 
 
 def _note(file: Path) -> Path:
