@@ -42,26 +42,57 @@ def linear_cross_entropy(
     chunk in one pass, if there is no bias. `shard`: `weight` holds only this rank's rows of the
     vocabulary; the loss is over all rows, and the gradient of `hidden` is this rank's summand.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     num_positions = len(labels)
-    if device == "cpu" and (missing := -num_positions % onednn.ROWS):
-        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
-        labels = torch.nn.functional.pad(labels, (0, missing), value=-100)
-        loss_weights = torch.nn.functional.pad(loss_weights, (0, missing))
-    arguments = (
-        hidden.to(dtype),
-        weight.to(dtype),
-        bias,
-        labels,
-        loss_weights,
-        softcap,
-        kernel,
-        shard,
-    )
-    with torch.autocast(device, enabled=False):
-        total, losses = _LinearCrossEntropy.apply(*arguments)
+    hidden, labels, loss_weights = _aligned(hidden, labels, loss_weights)
+    options = softcap, kernel, shard
+    with torch.autocast(hidden.device.type, enabled=False):
+        total, losses = _LinearCrossEntropy.apply(
+            hidden, weight.to(hidden.dtype), bias, labels, loss_weights, *options
+        )
     return total, losses[:num_positions]
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    kernel: LossKernel | None = None,
+    shard: VocabularyShard | None = None,
+) -> Tensor:
+    """Return the log-probability of each label in nats, fp32 and differentiable; 0 if masked.
+
+    For losses that need all of them before a position's weight is known. Arguments and memory as
+    `linear_cross_entropy`, whose sum it equals; the matrix products are computed twice.
+    """
+    hidden, padded = _aligned(hidden, labels)
+    with torch.autocast(hidden.device.type, enabled=False):
+        log_probs: Tensor = _LinearLogProbs.apply(
+            hidden, weight, bias, padded, softcap, kernel, shard
+        )
+    return log_probs[: len(labels)]
+
+
+def _aligned(hidden: Tensor, *by_position: Tensor) -> tuple[Tensor, ...]:
+    """Return `hidden` in autocast's dtype, all padded to the rows that oneDNN computes at once.
+
+    `by_position`: labels, padded with -100, and weights, padded with 0.
+    """
+    device, missing = hidden.device.type, -len(hidden) % onednn.ROWS
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    if device != "cpu" or not missing:
+        return hidden, *by_position
+    pad = torch.nn.functional.pad
+    hidden = pad(hidden, (0, 0, 0, missing))
+    values = (0 if each.is_floating_point() else -100 for each in by_position)
+    padded = (
+        pad(each, (0, missing), value=value)
+        for each, value in zip(by_position, values, strict=True)
+    )
+    return hidden, *padded
 
 
 class VocabularyShard(Protocol):
@@ -77,7 +108,7 @@ class VocabularyShard(Protocol):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses and gradients, chunk by chunk; gradients are computed in the forward pass."""
+    """The sum of losses; gradients are computed in the forward pass, while the logits are there."""
 
     @staticmethod
     def forward(
@@ -91,50 +122,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kernel: LossKernel | None,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
-        hidden_needs_grad, weight_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
-        needs_grad = any(ctx.needs_input_grad[:3])
-        losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if hidden_needs_grad else None
-        # Sums over chunks are in fp32: half precision would lose small terms.
-        grad_weight = torch.zeros_like(weight) if weight_needs_grad and not len(labels) else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias_needs_grad else None
-        linear = onednn.linear if needs_grad else torch.nn.functional.linear
-        size = rows_per_chunk(len(weight), hidden.device.type)
-        if shard is not None or bias is not None:
-            kernel = None  # it needs whole rows of logits, and does not support a bias
-        if kernel is not None:
-            size *= TRAINED_CHUNKS if weight_needs_grad else FUSED_CHUNKS
-        for start in range(0, len(labels), size):
-            chunk = slice(start, start + size)
-            rows = hidden[chunk]
-            if kernel is not None:
-                logits = rows @ weight.T
-                kernel(logits, labels[chunk], losses[chunk], softcap, writes_gradient=needs_grad)
-                scale = loss_weights[chunk].float().unsqueeze(1)
-                if grad_hidden is not None:
-                    torch.mul(logits @ weight, scale, out=grad_hidden[chunk])
-                if weight_needs_grad:
-                    grad_weight = _add(grad_weight, logits.T @ (rows * scale).to(rows.dtype))
-                del logits  # otherwise it would stay in memory together with the next chunk's
-                continue
-            products = linear(rows, weight).float()
-            logits, slope = _logits_of(products, bias, softcap, needs_slope=needs_grad)
-            losses[chunk], grad = _cross_entropy(
-                logits, labels[chunk], loss_weights[chunk], shard, needs_grad=needs_grad
-            )
-            if grad is None:
-                continue
-            if slope is not None:
-                grad *= slope
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[chunk] = linear(grad, weight.T)
-            if weight_needs_grad:
-                grad_weight = _add(grad_weight, grad.T @ rows)
-            del products, logits, slope, grad
-        ctx.grads = grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias)
+        arguments = hidden, weight, bias, labels, loss_weights, softcap, kernel, shard
+        losses, ctx.grads = _losses_by_chunk(*arguments, needs_grad=ctx.needs_input_grad[:3])
         ctx.mark_non_differentiable(losses)
         return (losses * loss_weights).sum(), losses
 
@@ -143,6 +132,102 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """Scale the gradients by the gradient of the sum."""
         scaled = (None if grad is None else grad * outer[0] for grad in ctx.grads)
         return (*scaled, None, None, None, None, None)
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Log-probabilities; the logits are computed again in the backward pass, a chunk at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        softcap: float | None,
+        kernel: LossKernel | None,
+        shard: VocabularyShard | None,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.options = softcap, kernel, shard
+        none = torch.zeros_like(labels, dtype=torch.float32)
+        arguments = hidden, weight.to(hidden.dtype), bias, labels, none, softcap, kernel, shard
+        losses, _ = _losses_by_chunk(*arguments, needs_grad=(False, False, False))
+        return -losses
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        """Weight each position by the gradient of its log-probability."""
+        hidden, weight, bias, labels = ctx.saved_tensors
+        arguments = hidden, weight.to(hidden.dtype), bias, labels, -outer[0], *ctx.options
+        with torch.no_grad():
+            _, grads = _losses_by_chunk(*arguments, needs_grad=ctx.needs_input_grad[:3])
+        return grads[0], _cast(grads[1], weight), grads[2], None, None, None, None
+
+
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""gradients of hidden, weight and bias; None for those that need none"""
+
+
+def _losses_by_chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    loss_weights: Tensor,
+    softcap: float | None,
+    kernel: LossKernel | None,
+    shard: VocabularyShard | None,
+    *,
+    needs_grad: tuple[bool, bool, bool],
+) -> tuple[Tensor, Grads]:
+    """Return the losses [positions], and the gradients of their sum weighted by `loss_weights`."""
+    hidden_needs_grad, weight_needs_grad, bias_needs_grad = needs_grad
+    writes_grad = any(needs_grad)
+    losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+    grad_hidden = torch.empty_like(hidden) if hidden_needs_grad else None
+    # Sums over chunks are in fp32: half precision would lose small terms.
+    grad_weight = torch.zeros_like(weight) if weight_needs_grad and not len(labels) else None
+    grad_bias = None
+    if bias_needs_grad and bias is not None:
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+    linear = onednn.linear if writes_grad else torch.nn.functional.linear
+    size = rows_per_chunk(len(weight), hidden.device.type)
+    if shard is not None or bias is not None:
+        kernel = None  # it needs whole rows of logits, and does not support a bias
+    if kernel is not None:
+        size *= TRAINED_CHUNKS if weight_needs_grad else FUSED_CHUNKS
+    for start in range(0, len(labels), size):
+        chunk = slice(start, start + size)
+        rows = hidden[chunk]
+        if kernel is not None:
+            logits = rows @ weight.T
+            kernel(logits, labels[chunk], losses[chunk], softcap, writes_gradient=writes_grad)
+            scale = loss_weights[chunk].float().unsqueeze(1)
+            if grad_hidden is not None:
+                torch.mul(logits @ weight, scale, out=grad_hidden[chunk])
+            if weight_needs_grad:
+                grad_weight = _add(grad_weight, logits.T @ (rows * scale).to(rows.dtype))
+            del logits  # otherwise it would stay in memory together with the next chunk's
+            continue
+        products = linear(rows, weight).float()
+        logits, slope = _logits_of(products, bias, softcap, needs_slope=writes_grad)
+        losses[chunk], grad = _cross_entropy(
+            logits, labels[chunk], loss_weights[chunk], shard, needs_grad=writes_grad
+        )
+        if grad is None:
+            continue
+        if slope is not None:
+            grad *= slope
+        if grad_bias is not None:
+            grad_bias += grad.sum(0)
+        grad = grad.to(hidden.dtype)
+        if grad_hidden is not None:
+            grad_hidden[chunk] = linear(grad, weight.T)
+        if weight_needs_grad:
+            grad_weight = _add(grad_weight, grad.T @ rows)
+        del products, logits, slope, grad
+    return losses, (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias))
 
 
 def _logits_of(
@@ -215,11 +300,12 @@ smaller of both counts"""
 class Targets:
     """Labels and loss weights [rows, positions] for the next forward pass.
 
-    `columns` [positions]: indices of the tokens whose logits were requested, None for all.
+    `loss_weights`: None to compute log-probabilities in place of a loss. `columns` [positions]:
+    indices of the tokens whose logits were requested, None for all.
     """
 
     labels: Tensor
-    loss_weights: Tensor
+    loss_weights: Tensor | None
     columns: Tensor | None = None
 
     def select(self, outputs: Tensor) -> Tensor:
@@ -250,22 +336,33 @@ class LossHead(torch.nn.Linear):
             return super().forward(hidden)
         targets, self.targets = self.targets, None
         hidden = targets.select(hidden)
-        self.computed = linear_cross_entropy(
-            (hidden if self.scale == 1.0 else hidden * self.scale).flatten(0, 1),
-            self.weight,
-            targets.labels.flatten(),
-            targets.loss_weights.flatten(),
-            bias=self.bias,
-            softcap=self.softcap,
-            kernel=self.kernel,
-            shard=self.shard,
-        )
+        rows = (hidden if self.scale == 1.0 else hidden * self.scale).flatten(0, 1)
+        labels, weights = targets.labels.flatten(), targets.loss_weights
+        options: dict[str, Any] = {
+            "bias": self.bias,
+            "softcap": self.softcap,
+            "kernel": self.kernel,
+            "shard": self.shard,
+        }
+        if weights is None:
+            log_probs = linear_log_probs(rows, self.weight, labels, **options)
+            self.computed = log_probs, log_probs.detach()
+            total = log_probs.sum()
+        else:
+            self.computed = linear_cross_entropy(
+                rows, self.weight, labels, weights.flatten(), **options
+            )
+            total = self.computed[0]
         # Empty, but part of the graph between loss and head: strategies hook a forward's output to
         # gather weights for its backward pass and reduce gradients after it.
-        return self.computed[0] * hidden.new_empty(*hidden.shape[:2], 0)
+        return total * hidden.new_empty(*hidden.shape[:2], 0)
 
     def pop_loss(self) -> tuple[Tensor, Tensor]:
-        """Return and clear the sum of loss times weight, and the losses, of the last forward."""
+        """Return and clear what the last forward computed.
+
+        The sum of loss times weight, and the losses; or twice the log-probabilities, of which the
+        second are detached.
+        """
         if self.computed is None:
             raise RuntimeError("the model's forward did not call its head")
         computed, self.computed = self.computed, None
@@ -301,6 +398,22 @@ def head_loss(
         return total + empty.sum(), losses
     losses = token_losses(targets.select(model(**inputs).logits), labels)
     return (losses * loss_weights).sum(), losses.detach().flatten()
+
+
+def head_log_probs(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+    """Return the log-probability of each label in nats, fp32 [rows, positions]; 0 if it is -100.
+
+    Differentiable, so that a loss may weigh each by what it learns of others, as that of a
+    preference pair does. Arguments as `head_loss`.
+    """
+    head = model.get_output_embeddings()
+    targets = Targets(labels, None, inputs.get("logits_to_keep"))
+    if not isinstance(head, LossHead):
+        return -token_losses(targets.select(model(**inputs).logits), labels)
+    head.targets = targets
+    empty = model(**inputs).logits
+    log_probs, _ = head.pop_loss()
+    return log_probs.view_as(labels) + empty.sum()
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:

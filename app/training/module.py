@@ -6,28 +6,15 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from app.model.adapter import group_adapters, ungroup_adapters
-from app.model.architecture import reading_first_forward
-from app.model.attention import (
-    check_against_eager,
-    check_causal,
-    check_isolation,
-    check_padded_rows,
-    check_pair_isolation,
-    mixers_run_by_document,
-    restore_kernel,
-    select_fastest_kernel,
-)
-from app.model.head import check_head_loss, run_probe
-from app.model.kernels import fuse_layers, unfuse_layers
-from app.model.quantization import quantize_tokens_independently
+from app.model.adapter import ungroup_adapters
+from app.model.attention import restore_kernel
+from app.model.kernels import unfuse_layers
 from app.process import faults
 from app.strategy.mixin import StrategyMixin
 from app.training.algorithms import use_averaged_weights, use_training_weights
@@ -43,7 +30,8 @@ from app.training.nonfinite import (
 from app.training.objective import DatasetSums, DocumentSums, batch_loss
 from app.training.optimizers import base_lr
 from app.training.parameter_table import print_parameter_table
-from app.training.resume import Resume, check_same_step, run_pending_validation
+from app.training.prepare import prepare_model
+from app.training.resume import Resume, run_pending_validation
 from app.training.routing import ExpertLoad, RouterBalance
 from app.training.schedule import ScheduleConfig, build_schedule
 from data_modules import Batch
@@ -140,39 +128,8 @@ class FinetuneModule(L.LightningModule):
         }
 
     def on_fit_start(self) -> None:
-        """Verify attention and head, fuse layers, seed this rank, restore the optimizer."""
-        device = self.strategy.root_device
-        per_token = quantize_tokens_independently(self.model)
-        with self.trainer.precision_plugin.forward_context(), per_token:
-            if self.uses_fused_kernels:
-                select_fastest_kernel(self.backend, self.model.config, device)
-            with reading_first_forward(self.model):
-                self._probe_attention(device)
-                check_head_loss(self.model, self.backend, device)
-            if self.uses_fused_kernels and self.strategy.fuses_adapters:
-                run = partial(run_probe, self.model, self.backend, device)
-                fuse_layers(self.model, self.strategy.gathered, device, run)
-                if device.type == "cuda":  # results on a CPU must not change
-                    group_adapters(self.model, run)
-        if self.probe_micro_batch is not None:
-            self.probe_micro_batch(self)
-        # From here on only dropout draws random numbers, and each rank must draw different ones.
-        torch.manual_seed(torch.initial_seed() + self.strategy.data_rank)
-        check_same_step(self.trainer, self.resume)
-        if self.resume is not None:
-            self.resume.restore_optimizer()
-
-    def _probe_attention(self, device: torch.device) -> None:
-        if self.model.config.is_encoder_decoder:
-            check_pair_isolation(self.model, self.backend, device, is_packed=self.is_packed)
-            return
-        check_causal(self.model, device)
-        if self.is_packed:
-            check_isolation(self.model, self.backend, device)
-        else:
-            check_padded_rows(self.model, self.backend, device)
-        self.strategy.set_leaf_modules(mixers_run_by_document(self.model))
-        check_against_eager(self.model, self.backend, device, is_packed=self.is_packed)
+        """Prepare the model, which Lightning has built and placed by now."""
+        prepare_model(self)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         """Finish the restore of a resumed run, then use the training weights.

@@ -17,6 +17,7 @@ from app.model.head import (
     LossHead,
     check_head_loss,
     fuse_head,
+    head_log_probs,
     head_loss,
     linear_cross_entropy,
     token_losses,
@@ -81,6 +82,31 @@ def test_loss_and_gradients_equal_those_of_the_logits(kind: str) -> None:
     assert grads.keys() == plain_grads.keys()
     for name, grad in grads.items():
         assert (grad - plain_grads[name]).norm() <= 1e-5 * plain_grads[name].norm(), name
+
+
+@pytest.mark.parametrize("kind", [*MODELS, "t5"])
+def test_log_probabilities_and_gradients_equal_those_of_the_logits(kind: str) -> None:
+    model = MODELS[kind]() if kind in MODELS else tiny_t5()
+    ids = random_ids(2)
+    inputs = {"input_ids": ids, "use_cache": False}
+    inputs |= {} if kind in MODELS else {"decoder_input_ids": ids}
+    labels = ids.roll(-1, 1)
+    labels[:, ::4] = -100
+    found = []
+    for fuses in (False, True):
+        if fuses:
+            fuse_head(model)
+            assert isinstance(model.get_output_embeddings(), LossHead)
+        model.zero_grad()
+        log_probs = head_log_probs(model, inputs, labels)
+        assert log_probs.shape == labels.shape
+        chosen, rejected = log_probs.sum(1)
+        (-torch.nn.functional.logsigmoid((chosen - rejected) / 100)).backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found.append({"log_probs": log_probs.detach(), **grads})
+    assert found[0].keys() == found[1].keys()
+    for name, plain in found[0].items():
+        assert (found[1][name] - plain).norm() <= 1e-5 * plain.norm(), name
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -153,7 +179,8 @@ def test_modified_logits_are_detected_and_logged(
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_the_backward_pass_visits_the_output_of_the_forward() -> None:
+@pytest.mark.parametrize("computed", [head_loss, head_log_probs])
+def test_the_backward_pass_visits_the_output_of_the_forward(computed: Any) -> None:
     """Strategies gather the weights for the head's gradient in a hook on that output."""
     model = tiny_llama()
     fuse_head(model)
@@ -165,7 +192,10 @@ def test_the_backward_pass_visits_the_output_of_the_forward() -> None:
     model.register_forward_hook(wait_at)
     model.lm_head.weight.register_hook(lambda grad: order.append("head"))
     ids = random_ids()
-    total, _ = head_loss(model, {"input_ids": ids}, ids, torch.ones(ids.shape))
+    if computed is head_loss:
+        total, _ = head_loss(model, {"input_ids": ids}, ids, torch.ones(ids.shape))
+    else:
+        total = head_log_probs(model, {"input_ids": ids}, ids).sum()
     total.backward()
     assert order == ["output", "head"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.model import activation_memory
-from app.model.head import linear_cross_entropy
+from app.model.head import linear_cross_entropy, linear_log_probs
 
 VOCABULARY, WIDTH = 50, 16
 
@@ -90,6 +90,52 @@ def test_it_equals_the_plain_loss_and_its_gradients(
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+def preference(log_probs: Tensor) -> Tensor:
+    """A loss of two halves, in which no position's weight is known before all are."""
+    half = len(log_probs) // 2
+    return -torch.nn.functional.logsigmoid(log_probs[:half].sum() - log_probs[half:].sum() + 40)
+
+
+@pytest.mark.parametrize("kernel", [None, by_torch])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 10_000])
+def test_log_probabilities_and_gradients_of_a_loss_of_all_of_them(
+    chunk: int, has_bias: bool, softcap: float | None, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_memory, "LOGITS_PER_CHUNK", chunk * VOCABULARY)
+    hidden, weight, labels, _ = case(23)
+    ones = torch.ones(23)
+    bias = torch.randn(VOCABULARY) if has_bias else None
+    found = []
+    for is_plain in (False, True):
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+        leaves += [bias.clone().requires_grad_()] if bias is not None else []
+        own_bias = leaves[2] if has_bias else None
+        if is_plain:
+            log_probs = -plain(*leaves[:2], labels, ones, own_bias, softcap)[1]
+        else:
+            log_probs = linear_log_probs(
+                *leaves[:2], labels, bias=own_bias, softcap=softcap, kernel=kernel
+            )
+        preference(log_probs).backward()
+        found.append((log_probs.detach().double(), *(leaf.grad for leaf in leaves)))
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert found[0][0].abs().sum() > 0
+    assert found[0][1].abs().sum() > 0
+
+
+def test_log_probabilities_keep_neither_logits_nor_a_copy_of_the_weight() -> None:
+    hidden, weight, labels, _ = case(64)
+    kept: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, id)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        linear_log_probs(hidden.requires_grad_(), weight, labels)
+    assert any(each is weight for each in kept)
+    assert sorted(map(Tensor.numel, kept)) == sorted([64 * WIDTH, VOCABULARY * WIDTH, 64])
+
+
 @settings(deadline=None, max_examples=30)
 @given(positions=st.integers(1, 40), seed=st.integers(0, 100), scale=st.sampled_from([1e-3, 1, 30]))
 def test_any_number_of_positions_and_any_size_of_logits(
@@ -150,9 +196,11 @@ def test_the_whole_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> Non
                 largest = max(largest, result.numel())
             return result
 
-    hidden, weight, *others = case(40)
+    hidden, weight, labels, weights = case(40)
     with Watch():
-        linear_cross_entropy(hidden[:, :1].requires_grad_(), weight[:, :1], *others)
+        linear_cross_entropy(hidden[:, :1].requires_grad_(), weight[:, :1], labels, weights)
+        log_probs = linear_log_probs(hidden[:, :1].requires_grad_(), weight[:, :1], labels)
+        preference(log_probs).backward()
     assert largest == 5 * VOCABULARY
 
 

@@ -41,6 +41,7 @@ from app.training.algorithms import MuonWithAdamW
 from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
 from app.training.optimizers import build_optimizer
+from app.training.prepare import prepare_model
 from app.training.trainer import Environment, build_lightning_trainer
 from data_modules import Batch, DecoderInputs
 
@@ -379,17 +380,17 @@ def _pack(layer: Any, weight: Any, device: torch.device) -> torch.nn.Parameter:
 
 
 def start_fit(module: FinetuneModule) -> None:
-    """Run the module's `on_fit_start` without comparing values, which fake tensors do not have.
+    """Prepare the module's model without comparing values, which fake tensors do not have.
 
     Layers are fused as in a fit; the kernels are assumed to be correct.
     """
     with (
-        patch.object(module, "_probe_attention", lambda _: _hide_boundaries(module)),
-        patch("app.training.module.check_head_loss"),
+        patch("app.training.prepare.verify_attention", lambda each, _: _hide_boundaries(each)),
+        patch("app.training.prepare.check_head_loss"),
         patch("app.model.kernels.is_equal", _is_same_function),
-        patch("app.training.module.check_same_step"),
+        patch("app.training.prepare.check_same_step"),
     ):
-        module.on_fit_start()
+        prepare_model(module)
 
 
 def _is_same_function(forward: Any, *_: Any) -> bool:
