@@ -1,0 +1,111 @@
+"""CONTRIBUTING.md names files that exist, and what it says of adding parts is enough."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.process.errors import ROOT
+from tests.conftest import read_column
+
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+AN_EXAMPLE = {
+    "conf/model/": "llama8b.yaml",
+    "conf/optimizer/": "adamw.yaml",
+    "conf/adapter/": "lora.yaml",
+    "conf/strategy/": "ddp.yaml",
+    "conf/": "train.yaml",
+    "app/": "train.py",
+    "data_modules/template/named/": "chatml.jinja",
+}
+
+
+def test_every_file_that_it_names_exists() -> None:
+    named = set(re.findall(r"`((?:app|conf|data_modules|docs|tests)/[^`]*)`", PAGE))
+    named |= set(re.findall(r"`([A-Z]+\.md|pyproject\.toml|constraints\.txt)`", PAGE))
+    assert len(named) > 25
+    for path in named:
+        folder = path.partition("NAME")[0]
+        real = folder + AN_EXAMPLE[folder] if "NAME" in path else path
+        assert (ROOT / real).exists(), path
+
+
+def put(file: Path, before: str, added: str) -> None:
+    text = file.read_text()
+    assert text.count(before) == 1, (file, before)
+    file.write_text(text.replace(before, added + before))
+
+
+@pytest.mark.slow
+def test_an_optimizer_a_strategy_and_a_format_are_added_in_the_files_that_it_names(
+    tmp_path: Path,
+) -> None:
+    """At most four files each, all at once in a copy of the program, which then trains."""
+    for name in ("app", "conf", "data_modules"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    app, conf = tmp_path / "app", tmp_path / "conf"
+
+    optimizers = app / "training/optimizers.py"
+    put(
+        optimizers,
+        "def build_optimizer(\n",
+        "@dataclass(kw_only=True, slots=True)\nclass ToyConfig(OptimizerConfig):\n"
+        '    """Plain SGD."""\n\n    name: str = "toy"\n\n\n',
+    )
+    put(
+        optimizers,
+        "    if isinstance(config, AdafactorConfig):\n",
+        "    if isinstance(config, ToyConfig):\n        import torch\n\n"
+        "        return torch.optim.SGD(groups)\n",
+    )
+    verbs = app / "config/verbs.py"
+    put(verbs, "    MuonConfig,\n    OptimizerConfig", "    ToyConfig,\n")
+    put(verbs, '        "muon": MuonConfig,', '        "toy": ToyConfig,\n')
+    put(app / "training/memory.py", '"paged_adamw8bit": 0}', '"toy": 0, ')
+    (conf / "optimizer/toy.yaml").write_text("name: toy\n")
+
+    put(app / "strategy/settings.py", '    "zero2_offload": Zero', '    "toy": DdpConfig,\n')
+    (conf / "strategy/toy.yaml").write_text("name: toy\n")
+
+    put(
+        tmp_path / "data_modules/format/format.py",
+        '        Format("messages", ',
+        '        Format("toy", (("question",), ("reply",)), (), lambda values, origin: '
+        '_read_alpaca({"instruction": values["question"], "output": values["reply"]}, origin)),\n',
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "What is 1 + 1?", "reply": "two"}\n' * 40)
+
+    words = ["optimizer=toy", "strategy=toy", "trainer.devices=2", "trainer.accelerator=cpu"]
+    words += ["trainer.max_steps=3", "optimizer.lr=0.1", "evaluation.exact_match=false"]
+    data = f"data.datasets=[{{path: {rows}}}]"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "app.train", "model=tiny", data, *words, f"output.dir={run}"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = read_column(run, "train/loss")
+    assert len(losses) == 3
+    assert losses[3] < losses[1]
+
+
+def test_the_hosted_ci_runs_every_folder_of_tests() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    rooms = workflow["jobs"]["slow"]["strategy"]["matrix"]["rooms"]
+    named = [word for words in rooms for word in words.split()]
+    tests = [file.relative_to(ROOT).parts for file in (ROOT / "tests").glob("*/**/test_*.py")]
+    folders = {f"tests/{parts[1]}" for parts in tests}
+    assert sorted(named) == sorted(folders)
