@@ -45,6 +45,7 @@ def printed(*words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_program_is_counted_as_by_hand(found: Any) -> None:
     known = found["known"]
     assert known["flops"] == 2 * 256 * 512 * 1024
@@ -59,10 +60,12 @@ def test_a_program_is_counted_as_by_hand(found: Any) -> None:
     assert known["pageable"] == 1  # the other one is page-locked
 
 
+@pytest.mark.slow
 def test_a_trace_leaves_the_attention_of_the_next_one_alone(found: Any) -> None:
     assert found["attention"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_micro_batch_and_its_step_wait_for_nothing(found: Any, method: str) -> None:
     numbers = found["traced"][method]
@@ -88,16 +91,19 @@ def test_a_shipped_experiment_takes_as_many_packs_at_once_as_fit(found_slowly: A
     assert (numbers["syncs"], numbers["to_host"], numbers["pageable"]) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_lora_launches_few_kernels(found: Any) -> None:
     # 91 a layer: 11 scales of products were launches of their own.
     assert found["traced"]["lora"]["launches"] <= 91 * FEWER["lora"] + 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_stay_within_their_budget(found: Any, method: str) -> None:
     assert found["traced"][method]["peak_bytes"] / 2**30 <= BUDGETS_GIB[method]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_no_product_is_computed_twice(found: Any, method: str) -> None:
     numbers = found["traced"][method]
@@ -105,6 +111,7 @@ def test_no_product_is_computed_twice(found: Any, method: str) -> None:
     assert 0.95 < numbers["product_flops"] / numbers["ideal_flops"] < 1.01
 
 
+@pytest.mark.slow
 def test_two_depths_tell_a_third_exactly(found: Any) -> None:
     shallow, deep = (
         {**found["traced"][f"full {depth}"], "num_layers": float(depth)} for depth in DEPTHS
@@ -114,6 +121,7 @@ def test_two_depths_tell_a_third_exactly(found: Any) -> None:
     assert told == pytest.approx(traced, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_no_graph_is_compiled_after_the_second_batch(found: Any) -> None:
     graphs = found["graphs"]
     assert graphs[1] > 0
