@@ -124,7 +124,7 @@ def _find_expansion(section: str, value: Any) -> str | None:
     """
     steps = _steps(value, _SECTIONS[section])
     own = [text for step in steps for text in _texts_of(step)]
-    deadline, long = time.monotonic() + MAX_SECONDS, _TEXT + "".join(own)
+    deadline, long = time.thread_time() + MAX_SECONDS, _TEXT + "".join(own)
     for probe, most in (("a", MAX_ADDED), (long, MAX_EXPANSION * len(long))):
         text = probe
         for number, step in enumerate(steps, 1):
@@ -141,7 +141,7 @@ def _find_expansion(section: str, value: Any) -> str | None:
                     f"makes {len(text):,} characters of {len(probe):,} in {number:,} of its "
                     f"{len(steps):,} steps"
                 )
-            if time.monotonic() > deadline:
+            if time.thread_time() > deadline:
                 return f"takes over {MAX_SECONDS:g} s for {len(probe):,} characters"
     return None
 

@@ -70,13 +70,15 @@ TEST_CHATS = {
 }
 """name -> turns of the chat: s system, u user, t tool result, e empty answer; of answers r
 reasoning, a text, c a call, x text after reasoning in tags; T declares a tool"""
+_PATIENCE = 3
+"""ratio of the time that is waited for to the limit, which is of a processor: others may be busy"""
 _ORIGIN = Origin("template check", 1)
 _WORD = re.compile(r"([a-z])(\d+)vq(\d)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The time and memory that the checks of a template may take."""
+    """The processor's time and the memory that the checks of a template may take."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
@@ -102,7 +104,7 @@ def run_limited(work: Callable[[], T], limits: Limits) -> T:
         process.start()
     sender.close()
     try:
-        if not receiver.poll(limits.seconds):
+        if not receiver.poll(_PATIENCE * limits.seconds):
             raise LimitError(f"within {limits.seconds:g} s")
         is_done, result = receiver.recv()
     except EOFError:
