@@ -157,3 +157,62 @@ def test_an_edited_file_is_refused(key: str, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(tmp_path, tmp_path / "copy"))
     (copy / "base.json").write_text('{"path": "base"}')  # as the message says, or of earlier runs
     assert read_adapter_config(copy)[1] == []
+
+
+IA3: dict[str, Any] = {
+    "target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"],
+}  # fmt: skip
+ALL = IA3["target_modules"]
+VALUES_OF_IA3: dict[str, tuple[list[Any], list[Any]]] = {
+    "task_type": (["CAUSAL_LM", "SEQ_2_SEQ_LM", None], ["SEQ_CLS", "nonsense", 3]),
+    "peft_type": (["IA3"], ["LORA", None, 3]),
+    "auto_mapping": ([None, {"base_model_class": "x"}, "x"], []),
+    "peft_version": ([None, "0.1", 3], []),
+    "base_model_name_or_path": ([None, "elsewhere"], [3]),
+    "revision": ([None, "abc"], [3]),
+    "inference_mode": ([True, False], ["yes"]),
+    "target_modules": (
+        [ALL, [*ALL, "lm_head"], r".*\.(k|v|down)_proj", r"model\.layers\.0\..*(k|down)_proj"],
+        [["k_proj"], [*ALL, "embed_tokens"], "k_proj", [], ["none"], "(", [*ALL, 3], 3, {"a": 1}],
+    ),
+    "exclude_modules": ([None, [], ["k_proj"], r".*layers\.0.*"], [ALL, 3, "("]),
+    "feedforward_modules": (
+        [["down_proj"], [], None, ALL, ".*down_proj", ".*", "none"],
+        [["gate_proj"], ["q_proj", "down_proj"], ["proj"], "(", 3, [3]],
+    ),
+    "fan_in_fan_out": ([False, True], [None, "no"]),
+    "modules_to_save": ([None, [], ["lm_head"], ["embed_tokens"], ["norm"]], ["lm_head", 3]),
+    "init_ia3_weights": ([True, False], [None, "random"]),
+}
+"""field of peft's IA3Config -> values that are used as peft does, values that are refused"""
+
+
+def test_every_field_of_ia3_is_swept() -> None:
+    assert VALUES_OF_IA3.keys() == {field.name for field in dataclasses.fields(peft.IA3Config)}
+
+
+@pytest.mark.parametrize("key", VALUES_OF_IA3)
+def test_each_field_of_ia3_is_used_as_peft_does_or_refused(key: str, tmp_path: Path) -> None:
+    used, refused = VALUES_OF_IA3[key]
+    for number, value in enumerate([*used, *refused]):
+        folder = tmp_path / str(number)
+        is_made_by_peft = number < len(used) and key != "peft_type"
+        settings = IA3 | ({key: value} if is_made_by_peft else {})
+        made = peft.get_peft_model(base(is_tied=False), peft.IA3Config(**settings)).eval()
+        for name, parameter in made.named_parameters():
+            if "ia3_l" in name:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+        made.save_pretrained(folder)
+        file = folder / "adapter_config.json"
+        if number >= len(used):
+            file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+            for trainable in (False, True):
+                with pytest.raises(UserError, match=r"adapter in|adapter_config.json: "):
+                    load_adapter(base(is_tied=False), folder, trainable=trainable)
+            continue
+        loaded = load_adapter(base(is_tied=False), folder)
+        torch.testing.assert_close(loaded(IDS).logits, made(IDS).logits)
+        continued = load_adapter(base(is_tied=False), folder, trainable=True)
+        randomize(continued)
+        save_adapter(continued, folder / "saved")
+        assert verify_adapter(continued, folder / "saved", {"input_ids": IDS}) < 1e-5
