@@ -139,8 +139,8 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
         )
     except UserError as error:
         raise _explain(verb, experiment, [], error) from error
-    is_new_run = run is None and verb == "train"
-    _check_base(config.model, typed, experiment, is_new_run=is_new_run)
+    if config.model.architecture or "model.revision" in typed:
+        _check_base(config.model, typed, experiment, is_new_run=run is None and verb == "train")
     strategy = config.strategy if isinstance(config, TrainConfig) else None
     if isinstance(strategy, ZeroConfig) and isinstance(strategy.config, str):
         strategy.config = read_deepspeed_file(strategy.config)
