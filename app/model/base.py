@@ -293,7 +293,7 @@ def _build_on_meta(
             dtype=dtype,
         )
     model.generation_config = generation_config(config) or model.generation_config
-    if not architecture.is_encoder_decoder and has_own_head(model, base_folder(config)):
+    if has_own_head(model, base_folder(config)):
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))
     _untie_in_config(model)

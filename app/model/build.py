@@ -27,6 +27,7 @@ from app.model.quantization import (
     stored_quantization,
 )
 from app.model.recompute import RecomputeConfig, apply_recompute
+from app.model.shards import has_config_of_its_own
 from app.model.tokenizer import resize_embeddings
 from app.model.weight_reads import disable_bypassing_kernels
 from app.process.errors import UserError
@@ -77,7 +78,7 @@ def build_model(
             device=device,
         )
         _set_wrap_class(model, config.wrap_class)
-        _check_stored_quantization(model, config, quantization, adapter)
+        _check_base(model, config, quantization, adapter)
         # 3. Recompute, before the adapter: it is set on the base's layers, which peft then wraps.
         apply_recompute(model, recompute)
         # 4. The adapter, last: it freezes the base and adds trainable parameters.
@@ -112,13 +113,13 @@ def _set_wrap_class(model: PreTrainedModel, wrap_class: str | None) -> None:
     model._no_split_modules = [wrap_class]
 
 
-def _check_stored_quantization(
+def _check_base(
     model: PreTrainedModel,
     config: ModelConfig,
     quantization: QuantizationConfig,
     adapter: AdapterConfig,
 ) -> None:
-    """Raise UserError if the settings conflict with a base that is stored quantized."""
+    """Raise UserError if the settings conflict with a base as it is stored, or cannot save it."""
     stored = stored_quantization(model.config)
     trains_base = saves_whole_model(adapter)
     if stored and (
@@ -127,6 +128,12 @@ def _check_stored_quantization(
         )
     ):
         raise UserError(problem)
+    if trains_base and model.config.is_encoder_decoder and not has_config_of_its_own(model):
+        raise UserError(
+            f"adapter={adapter.name} saves the whole model, but the files of model.path="
+            f"{config.path} hold a head unlike the embedding, which config.json cannot say of an "
+            "encoder-decoder; type adapter=lora"
+        )
 
 
 def weight_dtype(precision: str, adapter: AdapterConfig) -> torch.dtype:

@@ -179,9 +179,8 @@ class ModelFolder:
         self.shape = _shape_of(model, dtype)
         self.needed = _each_once(self.shape, self.shape.state_dict(keep_vars=True))
         """all weights that the model's config requires, on `meta`; tied weights once"""
-        held = _each_once(model, model.state_dict(keep_vars=True))
-        if differing := self.needed.keys() ^ held.keys():
-            raise ValueError(f"{folder}: model and config.json differ in {sorted(differing)[0]}")
+        if differing := _differing(model, self.shape):
+            raise ValueError(f"{folder}: model and config.json differ in {differing[0]}")
         for name, buffer in model.named_buffers():
             if name in self.needed:  # buffers keep their dtype
                 self.needed[name] = self.needed[name].to(buffer.dtype)
@@ -310,6 +309,20 @@ def _shape_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         parameter.data = parameter.data.to(dtype)
     shape.generation_config = model.generation_config
     return shape
+
+
+def has_config_of_its_own(model: PreTrainedModel) -> bool:
+    """Return whether a model built of its config alone has the same weights, tied in the same way.
+
+    Else it cannot be saved: an encoder-decoder whose files hold a head unlike the embedding.
+    """
+    return not _differing(model, _shape_of(model, model.dtype))
+
+
+def _differing(model: PreTrainedModel, shape: PreTrainedModel) -> list[str]:
+    """Return the names of weights that only one of two models has, tied ones once."""
+    held, needed = (_each_once(each, each.state_dict(keep_vars=True)) for each in (model, shape))
+    return sorted(held.keys() ^ needed.keys())
 
 
 def _each_once(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

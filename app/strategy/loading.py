@@ -42,8 +42,14 @@ class Broadcaster:
     def check_same(self, model: torch.nn.Module) -> None:
         """Raise RuntimeError on all ranks unless all have built the same modules."""
         # Shape and dtype of quantized weights differ: they are packed only on the reading rank.
+        # Which weights are tied decides how many are broadcast: others would wait for one more.
+        owners: dict[int, str] = {}
         own = [
-            (name, *(() if type(t).__name__ == "Params4bit" else (tuple(t.shape), t.dtype)))
+            (
+                name,
+                *(() if type(t).__name__ == "Params4bit" else (tuple(t.shape), t.dtype)),
+                owners.setdefault(id(t), name),
+            )
             for name, t in _named_tensors(model)
         ]
         hashes: list[Any] = [None] * self._num_ranks

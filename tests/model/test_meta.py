@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
 from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, tiny_gpt2, tiny_t5
+from app.process.errors import UserError
+from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 LORA = LoraConfig(r=4)
 
@@ -67,6 +69,30 @@ def test_any_adapter_is_the_same_on_meta(
     adapter: AdapterConfig, precision: str, how: dict[str, Any]
 ) -> None:
     check_same(TINY_BASE, adapter, precision, **how)
+
+
+@pytest.mark.parametrize("make", [tiny_t5, tiny_bart, tiny_llama], ids=["t5", "bart", "llama"])
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_a_head_beside_a_tied_embedding_is_the_same_on_meta(
+    make: Any, is_equal: bool, tmp_path: Path
+) -> None:
+    """As FLAN-T5's: transformers declares every T5 as tied, and ties what the files hold equal."""
+    base = save_with_tokenizer(make(vocab_size=768, tie_word_embeddings=True), tmp_path)
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    embedding = next(
+        tensor for name, tensor in tensors.items() if ("shared." in name or "embed_tok" in name)
+    )
+    tensors["lm_head.weight"] = embedding.clone() if is_equal else torch.rand_like(embedding)
+    save_file(tensors, file, {"format": "pt"})
+    for how in ({}, {"new_ids": [768, 769], "token_ids": [768, 769]}):
+        check_same(base, LORA, "bf16", **how)
+    if is_equal or make is tiny_llama:
+        check_same(base, FullConfig())
+        return
+    for adapter in (FullConfig(), FreezeConfig()):
+        with pytest.raises(UserError, match=rf"^adapter={adapter.name} saves .* a head unlike"):
+            check_same(base, adapter)
 
 
 @pytest.mark.parametrize(

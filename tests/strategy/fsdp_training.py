@@ -382,12 +382,14 @@ def replicated_weights_after_unequal_gradients(config: FsdpConfig, kind: str) ->
 
 
 def errors_of_different_models() -> list[str]:
-    """Return the errors of this rank if rank 1 has built other layers, more, and fewer."""
+    """Return the errors of this rank if rank 1 has other layers, more, fewer, or tied ones."""
     prepare_strategy(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
     messages = []
-    for widths in (([2], [3]), ([2], [2, 4]), ([2, 4], [2])):
+    for widths in (([2], [3]), ([2], [2, 4]), ([2, 4], [2]), ([3, 3], [3, 3])):
         own = widths[dist.get_rank()]
         model = torch.nn.ModuleList([torch.nn.Linear(n, 2, bias=False) for n in own])
+        if own == [3, 3] and dist.get_rank() == 1:
+            model[1].weight = model[0].weight
         try:
             Broadcaster(torch.device("cpu"), 2, 2).check_same(model)
         except RuntimeError as error:

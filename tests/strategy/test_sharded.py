@@ -190,7 +190,8 @@ def test_replicated_weights_stay_equal_despite_rounding(kind: str) -> None:
 def test_ranks_with_different_models_all_stop() -> None:
     first, second = on_ranks(2, fsdp.errors_of_different_models)
     assert first == second
-    other, more, fewer = first
+    other, more, fewer, tied = first
+    assert "'1.weight') where rank 1 has ('1.weight', (2, 3), torch.float32, '0.weight')" in tied
     assert "(2, 2)" in other and "where rank 1 has ('0.weight', (2, 3)" in other
     assert "built nothing where rank 1 has ('1.weight', (2, 4)" in more
     assert "('1.weight', (2, 4)" in fewer and "where rank 1 has nothing" in fewer
