@@ -77,7 +77,6 @@ LARGE_FILE = 1 << 15
 """characters from which the loader in C is worth it"""
 SAFE_DEPTH = 1000
 """nesting at which the loader in C, which has no limit, cannot overflow the stack"""
-INDENT = re.compile(r"^[ ?:-]+", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,12 +187,13 @@ def read_conf_file(
         text, problem = read_text(path, "yaml_mib")
         if problem is not None:
             raise UserError(problem)
-        stream: Any = (loader if len(text) < LARGE_FILE else _fastest(loader, text))(text)
         try:
+            chosen: Any = loader if len(text) < LARGE_FILE else _fastest(loader, text)
+            stream = chosen(text)
             root = stream.get_single_node()
             if root is not None and not isinstance(root, yaml.MappingNode):
                 raise UserError(f"{display_path(path)}:1: expected `key: value` lines")
-            lines = _lines_of(root, path, TYPED_KEYS if is_global else {})
+            lines = _lines_of(root, path, is_global)
             values = stream.construct_document(root) if root is not None else {}
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
@@ -218,10 +218,21 @@ def read_conf_file(
 
 
 def _fastest(loader: type, text: str) -> Any:
-    """Return the loader in C for a large file that cannot be nested deeply, else `loader`."""
-    indent = max(map(len, INDENT.findall(text)), default=0)
-    is_safe = 2 * indent + text.count("[") + text.count("{") < SAFE_DEPTH
-    return IN_C[loader] if is_safe else loader
+    """Return the loader in C for a large file that is not nested deeply, else `loader`.
+
+    RecursionError beyond the limit: parsing does not recurse, as composing does.
+    """
+    depth, most = 0, limits().yaml_depth + 1
+    for event in yaml.parse(text, Loader=IN_C[loader]):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > most:
+                raise RecursionError
+            if depth > SAFE_DEPTH:
+                return loader
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+    return IN_C[loader]
 
 
 def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:
@@ -250,12 +261,13 @@ def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:
     return found
 
 
-def _lines_of(root: Any, path: Path, typed_keys: dict[str, str]) -> dict[str, int]:
+def _lines_of(root: Any, path: Path, is_global: bool) -> dict[str, int]:
     """Return the line of each key; UserError if one is set twice or the limits are exceeded.
 
     Each use of a YAML alias counts as all the nodes that it expands to.
     """
-    most, num_nodes = limits(), 0
+    most, num_nodes, num_parts = limits(), 0, 0
+    typed_keys = TYPED_KEYS if is_global else {}
     lines: dict[str, int] = {}
     waiting = [("", root, 0)] if root is not None else []
     while waiting:
@@ -263,6 +275,7 @@ def _lines_of(root: Any, path: Path, typed_keys: dict[str, str]) -> dict[str, in
         line = node.start_mark.line + 1
         parts: list[tuple[str, Any, int]] = []
         num_nodes += 1
+        num_parts += is_global and not isinstance(node, yaml.ScalarNode)
         if isinstance(node, yaml.MappingNode):
             num_nodes += len(node.value)
             for name, value in node.value:
@@ -285,6 +298,8 @@ def _lines_of(root: Any, path: Path, typed_keys: dict[str, str]) -> dict[str, in
                 parts.append((f"{key}[{index}]", value, depth + 1))
         if num_nodes > most.yaml_nodes:
             raise UserError(over_limit(path, "too many values, aliases expanded", "yaml_nodes"))
+        if num_parts > most.yaml_parts:
+            raise UserError(over_limit(path, "too many lists and mappings", "yaml_parts"))
         if depth > most.yaml_depth:
             raise UserError(over_limit(path, "nested too deep", "yaml_depth"))
         waiting += reversed(parts)

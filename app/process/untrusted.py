@@ -79,6 +79,8 @@ class Limits:
     """nesting depth of lists and mappings"""
     yaml_nodes: int = 100_000
     """keys and values, with every alias expanded"""
+    yaml_parts: int = 4000
+    """lists and mappings of an experiment, each of which takes milliseconds to compose"""
     regex_seconds: int = 5
     """time to match a regular expression against all names of a model"""
 

@@ -42,6 +42,12 @@ EXPERIMENTS = {
     "nested": f"trainer: {'{a: ' * 300}1{'}' * 300}\n",
     "nested by indentation": "".join(f"{' ' * i}a:\n" for i in range(1000)),
     "nested in a large file": f"a: {'[' * 100_000}\n",
+    "nested behind others": "a: [" + "{b: 1}, " * 3000 + "[" * 300 + "]" * 301 + "\n",
+    "mappings": "model:\n  architecture:\n" + "".join(f"    k{i}: {{a: 1}}\n" for i in range(9000)),
+    "mappings of a list": f"data: {{datasets: [{'{path: a}, ' * 9000}]}}\n",
+    "lists": f"data: {{chat_template_kwargs: {{a: [{'[1], ' * 9000}]}}}}\n",
+    "aliases": f"model: {{architecture: {{x: &x {{a: 1}}, y: [{'*x, ' * 9000}]}}}}\n",
+    "unknown mappings": f"trainer: {{{', '.join(f'k{i}: {{a: 1}}' for i in range(9000))}}}\n",
 }
 
 
