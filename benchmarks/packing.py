@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks.figure import Figure
 from benchmarks.peers import peer_python
+from data_modules import percent
 
 DOCUMENTS, CAPACITY, CUT = 1_000_000, 4096, 2048
 RANKS, REPEATS, SEEKS = 8, 5, 20
@@ -90,7 +91,8 @@ def measure() -> list[Figure]:
         imbalance = max(imbalance, over_epoch)
         print(
             f"{RANKS} ranks, {accumulation_steps} packs a step each: sum(length^2) of the fullest "
-            f"rank {over_epoch:.3%} above the mean over the epoch, {lag:.1%} in a step on average"
+            f"rank {percent(over_epoch, 3)} above the mean over the epoch, {percent(lag)} "
+            "in a step on average"
         )
     return [
         Figure(figure="packing/fill", value=fill, bar=0.995, better="higher"),

@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.figure import Figure
+from data_modules import percent
 
 ROUNDS, STEPS, WARM_UP = 3, 5, 2
 ACCUMULATION, SEQUENCE_LEN = 2, 512
@@ -67,7 +68,8 @@ def measure() -> list[Figure]:
             by_hand, computed_by_hand = of["by hand", name]
             overhead = ours / by_hand - 1.0
             said += f"; by hand {by_hand * 1e3:.0f} ms, {computed_by_hand * 1e3:.0f} of a core"
-            said += f"; we add {overhead:.1%}, {computed / computed_by_hand - 1.0:.1%} of a core"
+            core = computed / computed_by_hand - 1.0
+            said += f"; we add {percent(overhead)}, {percent(core)} of a core"
             figures.append(Figure(figure=f"strategies/{name}_overhead", value=overhead, bar=0.05))
         print(said)
         if name == "ddp":

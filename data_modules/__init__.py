@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from data_modules.messages import DiskError as DiskError
     from data_modules.messages import Origin as Origin
     from data_modules.messages import RemoteError as RemoteError
+    from data_modules.messages import formatted as formatted
     from data_modules.messages import holds_token as holds_token
+    from data_modules.messages import percent as percent
     from data_modules.messages import printable as printable
     from data_modules.messages import redact as redact
     from data_modules.messages import redacted as redacted
@@ -102,6 +104,7 @@ _HOMES = {
     "expected": "facts",
     "explain_refusal": "source",
     "facts_of": "facts",
+    "formatted": "messages",
     "hints_of": "facts",
     "holds_token": "messages",
     "is_hub_id": "source",
@@ -109,6 +112,7 @@ _HOMES = {
     "is_settings": "facts",
     "open_regular": "source",
     "read_rows": "source",
+    "percent": "messages",
     "printable": "messages",
     "redact": "messages",
     "redacted": "messages",

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from data_modules.audit import Audit
 from data_modules.audit.characters import CharacterCheck
 from data_modules.collator import Batch, Collator
-from data_modules.messages import DataError, Origin, redacted
+from data_modules.messages import DataError, Origin, percent, redacted
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
 from data_modules.packing.plan import (
     MicroBatch,
@@ -136,9 +136,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
         if any(row.epochs != 1 for row in mixture):
             columns["epochs"] = [f"{row.epochs:.3g}" for row in mixture]
         if any(row.requested is not None for row in mixture):
-            columns["requested"] = [f"{row.requested or 0:.1%}" for row in mixture]
+            columns["requested"] = [percent(row.requested or 0) for row in mixture]
         if len(mixture) > 1:
-            columns["of tokens"] = [f"{row.share_of_tokens:.1%}" for row in mixture]
+            columns["of tokens"] = [percent(row.share_of_tokens) for row in mixture]
         blank = [""] * (len(reports) - len(mixture))  # data sets for validation only
         columns = {name: [*cells, *blank][: len(reports)] for name, cells in columns.items()}
         lines = self.audit.brief(columns if len(self.audit.datasets) == len(reports) else {})

@@ -110,6 +110,16 @@ def printable(text: str, *, keep: str = "") -> str:
     )
 
 
+def percent(share: float, digits: int = 1, sign: str = "") -> str:
+    """Return a share as text: 12.3 %; `sign="+"` also writes the sign of a positive one."""
+    return formatted(share, f"{sign}.{digits}%")
+
+
+def formatted(value: float, spec: str) -> str:
+    """Return a number by a format spec; for percentages as `percent` does."""
+    return format(value, spec).replace("%", " %")
+
+
 def shown(text: str) -> str:
     """Return at most 80 printable characters of `text`, to quote in a message."""
     return printable(text[:MAX_SHOWN])[:MAX_SHOWN]

@@ -14,6 +14,7 @@ from app.planning.memory import PlannedRun
 from app.planning.planned import load_strategies, plan_run, read_config_json
 from app.planning.speed import estimate_speed
 from app.process.gpus import Machine
+from data_modules import percent
 
 GOOD_SHARE = (0.80, 0.85)
 """share of a link's nominal bandwidth that large messages should reach (the rule of thumb of
@@ -153,8 +154,8 @@ def list_link_rows(measured: Sequence[Measurement], hardware: HardwareConfig) ->
         return []
     share, (low, high) = best / nominal, GOOD_SHARE
     found = (
-        f"all-reduce reaches {format_speed(best)} GB/s, {share:.0%} of the link's "
-        f"nominal {format_speed(nominal)}; {low:.0%} to {high:.0%} is good"
+        f"all-reduce reaches {format_speed(best)} GB/s, {percent(share, 0)} of the link's "
+        f"nominal {format_speed(nominal)}; {percent(low, 0)} to {percent(high, 0)} is good"
     )
     if share >= low:
         return [Row("link", OK, found)]

@@ -11,7 +11,7 @@ from app.evaluation.evaluator import Evaluator, prefix_metrics
 from app.evaluation.metrics import METRICS
 from app.evaluation.significance import MEASURES, VARIANTS
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
-from data_modules import printable
+from data_modules import formatted, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,12 +23,12 @@ MAX_SAMPLE_LENGTH = 160
 SHOWN = {name: MEASURES[name] for name in ("val/loss", "val/perplexity", *METRICS)}
 """metrics in the table of data sets; those of a judge and of tasks have their own tables"""
 TASK_MEASURES = {
-    "accuracy": ("accuracy", "{:.1%}"),
-    "accuracy_norm": ("accuracy by length", "{:.1%}"),
-    "passed": ("passed", "{:.1%}"),
-    "loss": ("loss per token", "{:.4f}"),
-    "perplexity": ("perplexity", "{:.4g}"),
-    "bits_per_byte": ("bits per byte", "{:.4f}"),
+    "accuracy": ("accuracy", ".1%"),
+    "accuracy_norm": ("accuracy by length", ".1%"),
+    "passed": ("passed", ".1%"),
+    "loss": ("loss per token", ".4f"),
+    "perplexity": ("perplexity", ".4g"),
+    "bits_per_byte": ("bits per byte", ".4f"),
 }
 """metric in the table of tasks -> its heading and number format"""
 
@@ -116,7 +116,7 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
         table.add_column("tuned", justify="right")
     for name in names:
         cells = [
-            "-" if value is None else spec.number_format.format(value)
+            "-" if value is None else formatted(value, spec.number_format)
             for measure, spec in shown.items()
             for value in (metrics.get(f"{variant}/{measure}/{name}") for variant in VARIANTS)
         ]
@@ -144,7 +144,7 @@ def task_table(metrics: dict[str, float]) -> Table:
     for name, measure in sorted(dict.fromkeys(found), key=lambda pair: order.index(pair[0])):
         heading, number_format = TASK_MEASURES[measure]
         values = [metrics.get(f"{variant}/{measure}/{name}") for variant in VARIANTS]
-        cells = ["-" if value is None else number_format.format(value) for value in values]
+        cells = ["-" if value is None else formatted(value, number_format) for value in values]
         table.add_row(escape(name), heading, *cells)
     return table
 

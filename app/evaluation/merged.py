@@ -14,6 +14,7 @@ from app.evaluation.evaluator import PREDICTIONS_FILE
 from app.model.gguf import greedy_tokens
 from app.process.errors import TrainingFault
 from app.training.run_documents import read_lines
+from data_modules import percent
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +107,7 @@ def verify(
             hint = "" if dtype == torch.float32 else "; merge.dtype=fp32 changes fewer"
             print(
                 f"experts: rounding to {dtype_name} changes {num_changed:,} of {total:,} choices "
-                f"({num_changed / total:.1%}){hint}\n"
+                f"({percent(num_changed / total)}){hint}\n"
                 f"merged vs {bounded}: {differences[bounded]}"
             )
         del model
@@ -232,6 +233,6 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
     if agreement < MIN_AGREEMENT:
         raise TrainingFault(
             f"{file}: llama.cpp generates other greedy tokens than the merged model: "
-            f"{agreement:.1%} of {len(pairs)} agree, expected {MIN_AGREEMENT:.0%}"
+            f"{percent(agreement)} of {len(pairs)} agree, expected {percent(MIN_AGREEMENT, 0)}"
         )
-    print(f"{file.name}: greedy tokens of llama.cpp agree on {agreement:.1%} of {len(pairs)}")
+    print(f"{file.name}: greedy tokens of llama.cpp agree on {percent(agreement)} of {len(pairs)}")

@@ -1,6 +1,6 @@
 """The number that an answer gives, as people and models of many languages write it.
 
-Reads text only; never converts a unit: 50% is 50.
+Reads text only; never converts a unit: 50 % is 50.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from app.process.errors import TrainingFault
-from data_modules import printable
+from data_modules import formatted, percent, printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,13 +54,11 @@ class MeasureSpec:
 
 
 MEASURES = {
-    "val/loss": MeasureSpec(heading="loss", number_format="{:.4f}", is_lower_better=True),
-    "val/perplexity": MeasureSpec(
-        heading="perplexity", number_format="{:.4g}", is_lower_better=True
-    ),
-    "exact_match": MeasureSpec(heading="exact match", number_format="{:.1%}", max_difference=1.0),
+    "val/loss": MeasureSpec(heading="loss", number_format=".4f", is_lower_better=True),
+    "val/perplexity": MeasureSpec(heading="perplexity", number_format=".4g", is_lower_better=True),
+    "exact_match": MeasureSpec(heading="exact match", number_format=".1%", max_difference=1.0),
     **{
-        name: MeasureSpec(heading=heading, number_format="{:.1%}", max_difference=1.0)
+        name: MeasureSpec(heading=heading, number_format=".1%", max_difference=1.0)
         for name, heading in {
             "numeric": "numeric match",
             "f1": "F1",
@@ -74,12 +72,12 @@ MEASURES = {
             "passed": "passed",
         }.items()
     },
-    "loss": MeasureSpec(heading="loss", number_format="{:.4f}", is_lower_better=True),
+    "loss": MeasureSpec(heading="loss", number_format=".4f", is_lower_better=True),
     "judge": MeasureSpec(
-        heading="judge's score", number_format="{:.2f}", scale=10, max_difference=9.0
+        heading="judge's score", number_format=".2f", scale=10, max_difference=9.0
     ),
 }
-OTHER = MeasureSpec(heading="", number_format="{:.4f}")
+OTHER = MeasureSpec(heading="", number_format=".4f")
 """spec of a measure that is not in `MEASURES`: higher is better, and its name is its heading"""
 
 
@@ -325,21 +323,22 @@ def changes_table(changes: Sequence[Change], title: str = "from base to tuned") 
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"{title}: simultaneous {CONFIDENCE:.0%} intervals", title_justify="left")
+    table = Table(
+        title=f"{title}: simultaneous {percent(CONFIDENCE, 0)} intervals", title_justify="left"
+    )
     for heading in ("data set", "measure"):
         table.add_column(heading)
     for heading in ("rows", "change", "interval"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     for change in changes:
-        number_format = change.spec.number_format
-        signed = number_format.replace(":", ":+")
+        signed = f"+{change.spec.number_format}"
         table.add_row(
             escape(change.name),
             escape(change.heading),
             f"{change.num_rows:,}",
-            signed.format(change.difference),
-            f"{signed.format(change.low)} to {signed.format(change.high)}",
+            formatted(change.difference, signed),
+            f"{formatted(change.low, signed)} to {formatted(change.high, signed)}",
             change.verdict,
         )
     return table
@@ -370,11 +369,11 @@ def check_regression(changes: Iterable[Change], max_regression: float | None) ->
     problems = []
     for change in changes:
         if change.regression > max_regression:
-            number_format = change.spec.number_format
+            spec = change.spec.number_format
             problems.append(
-                f"{change.name}: {change.heading} {number_format.format(change.base)} -> "
-                f"{number_format.format(change.tuned)}, worse by at least "
-                f"{number_format.format(change.regression * change.spec.scale)}"
+                f"{change.name}: {change.heading} {formatted(change.base, spec)} -> "
+                f"{formatted(change.tuned, spec)}, worse by at least "
+                f"{formatted(change.regression * change.spec.scale, spec)}"
             )
     if problems:
         listed = "\n".join(map(printable, problems))

@@ -27,7 +27,7 @@ from app.model.quantization import (
 from app.model.shards import MAX_SHARD_BYTES, ModelFolder
 from app.model.tokenizer import added_rows, resize_embeddings
 from app.process.errors import UserError
-from data_modules import setting
+from data_modules import percent, setting
 
 if TYPE_CHECKING:
     import torch
@@ -458,7 +458,7 @@ class Difference:
     def __str__(self) -> str:
         return (
             f"logits differ by at most {self.largest:.2g}, {self.mean:.2g} on average (largest "
-            f"logit {self.scale:.3g}); greedy tokens agree on {self.agreement:.2%} of "
+            f"logit {self.scale:.3g}); greedy tokens agree on {percent(self.agreement, 2)} of "
             f"{self.num_tokens}"
         )
 
@@ -486,7 +486,7 @@ class Bound:
     def __str__(self) -> str:
         return (
             f"differences of {self.largest:g} of the largest logit, {self.mean:g} on average, "
-            f"and {self.agreement:.0%} of the greedy tokens"
+            f"and {percent(self.agreement, 0)} of the greedy tokens"
         )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.weight_reads import find_bypassed_linears
 from app.process.errors import UserError
-from data_modules import setting
+from data_modules import percent, setting
 
 if TYPE_CHECKING:
     import torch
@@ -380,8 +380,8 @@ def _check_share(model: PreTrainedModel) -> None:
         method = model.config.quantization_config.quantization_method()
         instead = "quantization=none" if "4bit" in method else "quantization=nf4"
         raise UserError(
-            f"quantization would leave {unquantized / matrices:.0%} of the weights of this {kind} "
-            f"model unquantized: the experts of a layer are one tensor; type {instead}"
+            f"quantization would leave {percent(unquantized / matrices, 0)} of the weights of this "
+            f"{kind} model unquantized: the experts of a layer are one tensor; type {instead}"
         )
 
 

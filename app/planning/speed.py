@@ -13,6 +13,7 @@ from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
 from app.strategy.settings import FsdpConfig, ZeroConfig
 from app.training.memory import ModelSize, num_shards
+from data_modules import percent
 
 PRODUCTS, ATTENTION, BANDWIDTH, LINKS = 0.72, 0.45, 0.69, 0.8
 """share of the datasheet's rate that large kernels reach: half-precision matrix products, attention
@@ -258,7 +259,7 @@ def _verdict(
     bound = max(parts, key=lambda name: parts[name])
     share = parts[bound] / max(1e-12, computes + traffic)
     if bound == "compute":
-        return f"compute-bound: products and attention take {computes / (computes + traffic):.0%}"
+        return f"compute-bound: products and attention take {percent(share, 0)}"
     if bound == "memory":
         return "memory-bound: kernels other than products, and the optimizer, take the longest"
     if bound == "host link":

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.report.template import render_template
+from data_modules import percent
 
 BAR_WIDTH = 40
 """characters of a bar that stands for the whole memory of a GPU"""
@@ -102,12 +103,12 @@ def _simulated_lines(simulated: Mapping[str, Any] | None) -> list[str]:
     lines.append(
         f"  {'total':<12}{simulated['gpu_total_gib']:10.2f}"
         f"{simulated['arithmetic_total_gib']:12.2f} GiB: the estimate is "
-        f"{simulated['difference']:+.1%}"
+        f"{percent(simulated['difference'], sign='+')}"
     )
     lines.append(
         f"  a step: {simulated['step_seconds']:.2f} s, of which {simulated['compute_seconds']:.2f} "
         "for its kernels and the rest for the estimated communication; the estimate is "
-        f"{simulated['step_difference']:+.0%}"
+        f"{percent(simulated['step_difference'], 0, sign='+')}"
     )
     return [*lines, ""]
 
@@ -117,7 +118,7 @@ def _speed_lines(facts: Mapping[str, Any]) -> list[str]:
         f"a step of {facts['tokens_per_step']:,} tokens: {facts['step_seconds']:.2f} s, "
         f"{facts['tokens_per_second']:,.0f} tokens/s "
         f"({facts['tokens_per_second_per_gpu']:,.0f} per GPU), "
-        f"MFU {facts['mfu']:.0%}; estimated, without kernel launch overhead",
+        f"MFU {percent(facts['mfu'], 0)}; estimated, without kernel launch overhead",
         "  "
         + ", ".join(f"{name} {value:.2f} s" for name, value in facts["seconds"].items() if value),
         f"  {facts['verdict']}",

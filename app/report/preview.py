@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_modules import setting
+from data_modules import percent, setting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,7 +117,7 @@ class PackView:
         return (
             f"step {self.step}, pack {self.number}: {count(len(self.documents), 'document')}, "
             f"{self.num_tokens:,} of {self.capacity:,} tokens "
-            f"({self.num_tokens / self.capacity:.1%} full)"
+            f"({percent(self.num_tokens / self.capacity)} full)"
         )
 
     @property

@@ -21,7 +21,7 @@ from app.report.chart import COLORS, Chart, Series, draw_png, draw_svg, frame_of
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
 from app.report.template import render_template
 from app.training.logger import finish_loggers
-from data_modules import printable, redact
+from data_modules import percent, printable, redact
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -307,7 +307,7 @@ def bottleneck_lines(run: RunFiles) -> list[str]:
     )
     if wait is None:
         return []
-    lines = [f"{wait:.1%} of the training time was spent waiting for data."]
+    lines = [f"{percent(wait)} of the training time was spent waiting for data."]
     if wait >= SLOW_DATA_SHARE and (busy is None or busy < BUSY_GPU):
         lines[0] += (
             " Data was the bottleneck: a larger data.num_workers prepares more batches in parallel."
@@ -317,15 +317,15 @@ def bottleneck_lines(run: RunFiles) -> list[str]:
     elif busy is None:
         lines.append("GPU utilization is unknown: the driver does not report it.")
     elif busy >= BUSY_GPU:
-        lines.append(f"The GPU was busy {busy:.0%} of the time: it was the bottleneck.")
+        lines.append(f"The GPU was busy {percent(busy, 0)} of the time: it was the bottleneck.")
     else:
         lines.append(
-            f"The GPU was busy {busy:.0%} of the time and did not wait for data: it waited for "
-            "kernel launches, which a larger trainer.micro_batch_size makes fewer, or for other "
-            "ranks."
+            f"The GPU was busy {percent(busy, 0)} of the time and did not wait for data: it waited "
+            "for kernel launches, which a larger trainer.micro_batch_size makes fewer, or for "
+            "other ranks."
         )
     if mfu is not None:
-        lines.append(f"MFU: {mfu:.1%} of the GPUs' datasheet FLOP/s.")
+        lines.append(f"MFU: {percent(mfu)} of the GPUs' datasheet FLOP/s.")
     if run.manifest.get("global_batch", {}).get("num_ranks", 1) > 1:
         lines.append("The time that ranks waited for each other was not measured separately.")
     memory = run.curves.get("machine/host_memory_gib", [])
@@ -352,7 +352,7 @@ def mixture_cells(run: RunFiles) -> Cells:
     for row in run.mixture:
         counts = [f"{int(row.get(name) or 0):,}" for name in ("rows", "tokens", "rows_seen")]
         repeats = f"{row.get('epochs') or 0:.3g}"
-        shares = [f"{row.get(name) or 0:.2%}" for name in ("share_of_rows", "share_of_tokens")]
+        shares = [percent(row.get(name) or 0, 2) for name in ("share_of_rows", "share_of_tokens")]
         cells.append([printable(str(row.get("name"))), *counts, repeats, *shares])
     return cells
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from data_modules import percent
+
 log = logging.getLogger(__name__)
 
 GIB = 2**30
@@ -110,8 +112,9 @@ class MachineStats:
         if utilization is None or utilization < BUSY_UTILIZATION:
             self._warn_once(
                 "data wait",
-                f"speed: training waited for data {self._wait_seconds / self._seconds:.0%} of the "
-                f"last {self._seconds:.0f} s; prepare batches in parallel: type "
+                "speed: training waited for data "
+                f"{percent(self._wait_seconds / self._seconds, 0)} of the last "
+                f"{self._seconds:.0f} s; prepare batches in parallel: type "
                 "data.num_workers=4 or more",
             )
 

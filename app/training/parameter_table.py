@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import report_trainable, trainable_weights
 from app.training.schedule import format_lr
+from data_modules import percent
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +122,7 @@ def _largest(
 
 
 def _size(num_weights: int, total: int) -> tuple[str, str]:
-    return f"{num_weights:,}", f"{100 * num_weights / total:.1f} %"
+    return f"{num_weights:,}", percent(num_weights / total)
 
 
 def _settings(patterns: list[TrainedPattern]) -> dict[str, str]:
@@ -172,7 +173,7 @@ def num_grouped(optimizer: torch.optim.Optimizer) -> int:
 
 def describe_parameters(report: TrainableReport) -> list[str]:
     """Return a line about the trainable parameters, and one about the memory of all weights."""
-    share = f"{100 * report.num_trainable / report.num_total:.2f} %"
+    share = percent(report.num_trainable / report.num_total, 2)
     counts = {SHORT_DTYPES.get(name, name): n for name, n in sorted(report.dtypes.items())}
     dtypes = ", ".join(f"{n:,} {name}" for name, n in counts.items())
     if len(counts) == 1:

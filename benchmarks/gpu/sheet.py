@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.figure import Figure
+from data_modules import percent
 
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "A100": 312.0}
 """peak dense bf16 FLOP/s by datasheet, for the MFU, by a part of the GPU's name"""
@@ -61,7 +62,7 @@ class Result:
             self.attention,
             self.kernels,
             f"{self.tokens_per_second:,.0f}",
-            "-" if self.mfu is None else f"{self.mfu:.1%}",
+            "-" if self.mfu is None else percent(self.mfu),
             "-" if self.peak_gib is None else f"{self.peak_gib:.1f}",
             f"{forward:,.0f}",
             "-" if head is None else f"{head:,.0f}",

@@ -14,6 +14,7 @@ from app.planning.memory import GIB, estimate_gpu_memory
 from app.planning.planned import on_hardware, plan_run
 from app.planning.speed import estimate_speed
 from app.strategy.settings import FAMILIES
+from data_modules import percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for each in compare():
         row = each.row
-        memory = "-" if each.memory_error is None else f"{each.memory_error:+.0%}"
+        memory = "-" if each.memory_error is None else percent(each.memory_error, 0, sign="+")
         speed = "-" if each.speed_ratio is None else f"{each.speed_ratio:.2f}"
         published = "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
         print(

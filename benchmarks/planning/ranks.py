@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.planning.tracked import BASES, on_a_cpu
 from benchmarks.strategies import import_all, on_ranks
+from data_modules import percent
 
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
 LENGTH = 512
@@ -169,7 +170,7 @@ def compare(only: str = "") -> list[Compared]:
             each = Compared(case, said, peak)
             compared.append(each)
             sizes = f"{said / 2**20:7.1f} said {peak / 2**20:7.1f} MiB found"
-            print(f"{each.error:+7.1%} {sizes}  {case}", flush=True)
+            print(f"{percent(each.error, sign='+'):>8} {sizes}  {case}", flush=True)
     return compared
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from data_modules import percent
+
 if TYPE_CHECKING:
     from app.planning.memory import PlannedRun
 
@@ -240,7 +242,7 @@ def compare() -> list[Compared]:
         each = Compared(case, predict(case), measure(case))
         compared.append(each)
         sizes = f"{each.said / 2**20:7.1f} said {each.found / 2**20:7.1f} MiB found"
-        print(f"{each.error:+7.1%} {sizes}  {case}", flush=True)
+        print(f"{percent(each.error, sign='+'):>8} {sizes}  {case}", flush=True)
     return compared
 
 

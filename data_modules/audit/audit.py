@@ -18,6 +18,7 @@ from data_modules.audit.figures import (
 )
 from data_modules.audit.overlap import Columns, find_overlap
 from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, apply_rules
+from data_modules.messages import percent
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -243,7 +244,7 @@ def _find_overlap(
                     first=pairs[0],
                     advice="data.audit.max_overlap_share=0 makes this an error",
                     full_text=f"{name}: {count_of(len(flagged), total)} {side} documents overlap "
-                    f"with training (share {config.overlap_share:.0%} of their n-grams of "
+                    f"with training (share {percent(config.overlap_share, 0)} of their n-grams of "
                     f"{config.ngram} tokens), first {named}; look at these pairs, or set "
                     "data.audit.max_overlap_share=0 to make this an error",
                 )
@@ -255,8 +256,8 @@ def _add_searched_share(audit: Audit, held_out: str, found: Overlap) -> None:
     for share, side in ((found.train_share, "training"), (found.held_out_share, held_out)):
         if share < 1:
             audit.facts.append(
-                f"overlap with {held_out} documents: searched in {share:.0%} of the {side} tokens "
-                "(evenly spaced documents), to save time"
+                f"overlap with {held_out} documents: searched in {percent(share, 0)} of the {side} "
+                "tokens (evenly spaced documents), to save time"
             )
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_modules.messages import DataError, printable, redact, redacted, shown
+from data_modules.messages import DataError, percent, printable, redact, redacted, shown
 
 MAX_FILE = 32
 """characters of the longest path that is printed in full"""
@@ -181,7 +181,7 @@ class AuditWarning:
     def sentence(self, example: str, advice: str) -> str:
         """Return the warning as a sentence with this example and advice."""
         count = count_of(self.count, self.total)
-        share = "" if self.share is None else f" ({self.share:.0%} of the tokens)"
+        share = "" if self.share is None else f" ({percent(self.share, 0)} of the tokens)"
         first, fix = example and f", first {example}", advice and f"; {advice}"
         return f"{self.dataset}: {count} {self.unit}{share} {self.statement}{first}{fix}"
 
@@ -346,7 +346,7 @@ def _counts_by_dataset(group: Sequence[AuditWarning]) -> str:
     for num_shown in range(len(ordered), 1, -1):
         counts = [
             f"{finding.dataset} {count_of(finding.count, finding.total)}"
-            + ("" if finding.share is None else f" ({finding.share:.0%})")
+            + ("" if finding.share is None else f" ({percent(finding.share, 0)})")
             for finding in ordered[:num_shown]
         ]
         if num_shown < len(ordered):
@@ -389,7 +389,7 @@ def _cells(datasets: Sequence[Mapping[str, Any]], *, on_screen: bool) -> list[li
 def _cell(key: str, counts: Mapping[str, Any]) -> str:
     number = counts.get(key, 0)
     if key == "trained":
-        return f"{number:,} ({number / max(1, counts['tokens']):.0%})"
+        return f"{number:,} ({percent(number / max(1, counts['tokens']), 0)})"
     if key == "lost_tokens" and "lost_share" in counts and number:
-        return f"{number:,} ({counts['lost_share']:.0%})"
+        return f"{number:,} ({percent(counts['lost_share'], 0)})"
     return f"{number:,}" if number or key in ALWAYS_SHOWN else "-"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from data_modules.audit.characters import names_of
 from data_modules.audit.figures import Audit, AuditWarning, DatasetAudit, count_of
 from data_modules.facts import setting
+from data_modules.messages import percent
 
 REPORTED_ABOVE = 0.01
 """share of a data set's tokens that may be lost with long rows without a warning"""
@@ -378,7 +379,7 @@ def _apply_share_limits(audit: Audit, dataset: DatasetAudit, config: AuditConfig
     limit = config.min_trained_share
     if limit is not None and dataset.trained_share < limit:
         audit.problems.append(
-            f"{dataset.path}: {dataset.trained_share:.2%} of the tokens are trained on, "
+            f"{dataset.path}: {percent(dataset.trained_share, 2)} of the tokens are trained on, "
             f"data.audit.min_trained_share is {limit}; look at the mask with "
             "python -m app.preview, or lower the limit"
         )

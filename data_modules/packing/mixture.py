@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from data_modules.facts import setting
-from data_modules.messages import DataError
+from data_modules.messages import DataError, percent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,9 +80,9 @@ class MixtureRow:
             f"{self.tokens:,}",
             f"{self.epochs:.3g}",
             f"{self.rows_seen:,}",
-            f"{self.share_of_rows:.2%}",
-            f"{self.share_of_tokens:.2%}",
-            "" if self.requested is None else f"{self.requested:.2%}",
+            percent(self.share_of_rows, 2),
+            percent(self.share_of_tokens, 2),
+            "" if self.requested is None else percent(self.requested, 2),
         )
 
 

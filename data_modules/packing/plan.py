@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from data_modules.messages import percent
 from data_modules.packing.mixture import seeded_generator
 
 Indices = npt.NDArray[np.int64]
@@ -102,7 +103,7 @@ class StepPlan:
         packs, steps = self._epoch(0).packs, len(self._epoch(0).step_weights)
         line = (
             f"{len(packs.documents):,} documents in {_count(len(packs), 'pack')}, "
-            f"{100 * self._fill:.1f} % of {self._capacity:,} tokens full; "
+            f"{percent(self._fill)} of {self._capacity:,} tokens full; "
             f"{_count(steps, 'step')} of {_count(self.packs_per_step, 'pack')} an epoch"
         )
         if self.num_steps != steps:
@@ -114,7 +115,7 @@ class StepPlan:
         packs, epoch_steps = _count(self.packs_per_step, "pack"), len(self._epoch(0).step_weights)
         epochs = f"{self.num_steps / epoch_steps:.3g} epochs"
         line = f"{_count(self.num_steps, 'step')} of {packs}, {epochs}"
-        return f"{line}, packs {100 * self._fill:.1f} % full{self._remarks()}"
+        return f"{line}, packs {percent(self._fill)} full{self._remarks()}"
 
     @property
     def _fill(self) -> float:

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING
 from data_modules import format as formats
 from data_modules import source
 from data_modules.audit.characters import CharacterCheck
-from data_modules.messages import MAX_PROBLEMS, DataError, Origin, Problems
+from data_modules.messages import MAX_PROBLEMS, DataError, Origin, Problems, percent
 from data_modules.template import ChatTemplate, RowProblem
 from data_modules.tokens.store import DocumentBuilder, Documents
 from data_modules.types import Conversation, Document, Item, Row
@@ -160,7 +160,7 @@ def check_dropped(counts: Counts, path: str, data: DataConfig, sequence_len: int
     share = data.max_dropped_share
     if share is not None and lost / num_rows > share:
         raise DataError(
-            f"{path}: {lost:,} of {num_rows:,} rows are dropped ({lost / num_rows:.1%}"
+            f"{path}: {lost:,} of {num_rows:,} rows are dropped ({percent(lost / num_rows)}"
             f"), data.max_dropped_share is {share}: {detail}"
         )
 

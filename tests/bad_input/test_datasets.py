@@ -69,7 +69,7 @@ def test_rows_with_nothing_to_learn(tmp_path: Path, base: Any) -> None:
         said(module)
     )
     (problem,) = problems_of(tmp_path, file, tokenizer=base, max_dropped_share=0.1)
-    assert problem.startswith("d.jsonl: 2 of 14 rows are dropped (14.3%), data.max_dropped_share")
+    assert problem.startswith("d.jsonl: 2 of 14 rows are dropped (14.3 %), data.max_dropped_share")
     assert "2 have nothing to train on (d.jsonl:13, d.jsonl:14: no answer" in problem
     assert build(file, tokenizer=base, max_dropped_share=0.2)
     (problem,) = problems_of(tmp_path, write(file, [ASKED_ONLY]), tokenizer=base)

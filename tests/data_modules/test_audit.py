@@ -115,7 +115,7 @@ def test_clean_data_has_no_warnings_and_a_small_table() -> None:
     found.check()
     heading, row, longest = found.lines()
     assert heading.split() == ["data", "set", "rows", "train", "validation", "tokens", "trained"]
-    assert row.split() == ["a", "8", "6", "2", "180", "120", "(67%)"]
+    assert row.split() == ["a", "8", "6", "2", "180", "120", "(67", "%)"]
     assert longest == "longest rows, in tokens: train.jsonl:1 30, :2 30, :3 30, :4 30, :5 30"
 
 
@@ -134,11 +134,11 @@ def test_every_count_has_its_column_and_the_total_adds_up() -> None:
         *("rows", "train", "validation", "tokens", "trained", "bad", "too long", "truncated"),
         *("nothing to train on", "two BOS", "duplicates", "in both", "overlap", "lost system"),
     ]
-    of_a = ["10", "3", "0", "90", "60 (67%)", "-", "2", "-", "1", "-", "1", "-", "-", "-"]
-    of_b = ["7", "2", "1", "60", "40 (67%)", "1", "-", "3", "-", "1", "-", "1", "1", "2"]
+    of_a = ["10", "3", "0", "90", "60 (67 %)", "-", "2", "-", "1", "-", "1", "-", "-", "-"]
+    of_b = ["7", "2", "1", "60", "40 (67 %)", "1", "-", "3", "-", "1", "-", "1", "1", "2"]
     assert rows["a"] == of_a
     assert rows["b"] == of_b
-    assert rows["all"][:5] == ["17", "5", "1", "150", "100 (67%)"]
+    assert rows["all"][:5] == ["17", "5", "1", "150", "100 (67 %)"]
     lines = "\n".join(found.warnings)
     assert "a: 1 of 10 rows have nothing to train on and are left out (a.jsonl:3" in lines
     assert "b: 2 of 7 rows, first b.jsonl:5: the chat template drops their system turn" in lines
@@ -514,22 +514,22 @@ def test_tokens_lost_with_long_rows_are_reported_first(
     noted = replace(lost, notes={"lost_system": (3, "a.jsonl:2")})
     run = RunSettings(sequence_len=512, is_encoder_decoder=is_pair)
     found = run_audit([chat(), chat()], [chat()], datasets=[noted], run=run)
-    sentence = f"a: 419 of 1,160 rows (93% of the tokens) {expected}"
+    sentence = f"a: 419 of 1,160 rows (93 % of the tokens) {expected}"
     assert found.warnings[0] == f"{sentence}; the longest has 2,201 tokens"
     lines = found.lines()
     assert lines[2:] == found.remarks()
     assert lines[3] == f"warning: {sentence}"
     assert lines[0].split()[-1] == "lost"
-    assert lines[1].split()[-2:] == ["9,300", "(93%)"]
+    assert lines[1].split()[-3:] == ["9,300", "(93", "%)"]
     assert found.as_dict()["datasets"][0]["lost_share"] == 0.93
-    assert "9,300 (93%)" in found.full_lines()[1]
+    assert "9,300 (93 %)" in found.full_lines()[1]
 
 
 def test_rows_that_are_dropped_in_part_count_as_dropped() -> None:
     trees = long_rows(dropped_long=2, notes={"branch_dropped": (21, "a.jsonl:3")})
     found = run_audit([chat()], [chat()], datasets=[trees])
     assert found.warnings[0].startswith(
-        "a: 23 of 1,160 rows (93% of the tokens) are longer than data.sequence_len and dropped; "
+        "a: 23 of 1,160 rows (93 % of the tokens) are longer than data.sequence_len and dropped; "
     )
     assert found.warnings[1] == (
         "a: 21 of 1,160 rows, first a.jsonl:3: some of their branches are longer than "
@@ -560,7 +560,7 @@ def test_warnings_of_many_data_sets_take_one_line_per_kind() -> None:
     assert max(map(len, lines)) <= 280, "these names are long"
     assert lines[0] == (
         "warning: rows are longer than data.sequence_len=512 and dropped (tokens lost): "
-        "data_set_number_0 419 of 1,160 (93%), data_set_number_10 419 of 1,160 (93%); a larger "
+        "data_set_number_0 419 of 1,160 (93 %), data_set_number_10 419 of 1,160 (93 %); a larger "
         "data.sequence_len keeps them, data.on_long=truncate_right keeps a part"
     )
     (overlapping,) = [line for line in lines if "overlap" in line]
@@ -610,7 +610,7 @@ def test_a_search_of_a_sample_is_reported() -> None:
     assert found.datasets[0].repeated == 2, "all digests are compared"
     assert found.datasets[0].overlapping == 3, "every third document, and copies in all of them"
     (fact,) = found.facts
-    assert "searched in 34% of the training tokens" in fact
+    assert "searched in 34 % of the training tokens" in fact
 
 
 def test_control_characters_of_a_file_are_escaped() -> None:

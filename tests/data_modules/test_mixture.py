@@ -180,8 +180,8 @@ def test_report_is_a_table() -> None:
     mixture = Mixture(GROUPS, [1, 3], 0, MixtureConfig(weights="tokens"), lengths=lengths)
     assert describe_mixture(mixture.report(["lists", "orders"])) == [
         "data set  rows  tokens  epochs  rows seen  of rows  of tokens  requested",
-        "lists       10   1,000       1         10   25.00%     25.00%     25.00%",
-        "orders      21   2,100    1.43         30   75.00%     75.00%     75.00%",
+        "lists       10   1,000       1         10  25.00 %    25.00 %    25.00 %",
+        "orders      21   2,100    1.43         30  75.00 %    75.00 %    75.00 %",
     ]
 
 

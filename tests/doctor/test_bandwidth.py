@@ -102,7 +102,7 @@ def test_links_are_compared_with_their_nominal_bandwidth() -> None:
     one, two = (hardware_of_ranks(H100, Machine(), 8, nodes) for nodes in (1, 2))
     assert (nominal_bandwidth(one), nominal_bandwidth(two)) == (450, 400)
     (good,) = list_link_rows(measured_at(370.0, 8), one)
-    assert good.status == OK and "82% of the link's nominal 450" in good.found
+    assert good.status == OK and "82 % of the link's nominal 450" in good.found
     (slow,) = list_link_rows(measured_at(45.0, 16), two)
     assert slow.status == WARNING and "NCCL_DEBUG=INFO" in slow.fix
     assert list_link_rows(measured_at(45.0, 2), HardwareConfig()) == []

@@ -218,7 +218,7 @@ def test_a_gguf_file_is_compared_by_greedy_tokens(
 
     monkeypatch.setattr(merged, "greedy_tokens", of_the_model)
     merge_into(tmp_path / "c", *words)
-    assert "greedy tokens of llama.cpp agree on 100.0% of 48" in capsys.readouterr().out
+    assert "greedy tokens of llama.cpp agree on 100.0 % of 48" in capsys.readouterr().out
     monkeypatch.setattr(merged, "greedy_tokens", lambda _, prompts, n: [[0] * n for _ in prompts])
     with pytest.raises(TrainingFault, match="generates other greedy tokens"):
         merge_into(tmp_path / "d", *words)
@@ -241,7 +241,7 @@ def test_llama_cpp_generates_as_the_merged_model(
     save_adapter(adapted, tmp_path / "adapter")
     words = [f"model.path={STORIES}", f"adapter_path={tmp_path / 'adapter'}", "merge.dtype=fp32"]
     merge_into(tmp_path / "merged", *words, "trainer.precision=fp32", "merge.gguf=true")
-    assert "model.gguf: greedy tokens of llama.cpp agree on 100.0% of " in capsys.readouterr().out
+    assert "model.gguf: greedy tokens of llama.cpp agree on 100.0 % of " in capsys.readouterr().out
 
 
 @pytest.mark.slow

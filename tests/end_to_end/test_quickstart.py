@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from data_modules import percent
 from tests.conftest import SCREEN
 from tests.reliability.person import Person
 
@@ -21,7 +22,7 @@ def test_the_quickstart_learns_all_three_tasks(default_run: Path) -> None:
         assert metrics[f"base/exact_match/{task}"] < 0.10
         assert metrics[f"tuned/exact_match/{task}"] > 0.80
         assert metrics[f"val/loss/{task}"] < metrics[f"base/val/loss/{task}"]
-        assert f"{metrics[f'tuned/exact_match/{task}']:.1%}" in screen
+        assert percent(metrics[f"tuned/exact_match/{task}"]) in screen
     assert screen.splitlines()[-1] == f"run: {folder}"
     assert f"python -m app.evaluate run={folder}" in screen
 

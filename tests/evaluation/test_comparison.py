@@ -61,7 +61,7 @@ def test_metrics_are_prefixed_with_the_variant() -> None:
 def test_the_table_shows_base_next_to_tuned_and_a_dash_for_a_missing_value() -> None:
     assert drawn(METRICS, ["lists", "people"]) == [
         ["data set", "loss: base", "tuned", "exact match: base", "tuned"],
-        ["lists", "7.0100", "0.2500", "1.5%", "96.0%"],
+        ["lists", "7.0100", "0.2500", "1.5 %", "96.0 %"],
         ["people", "-", "1.5000", "-", "-"],
     ]
 
@@ -82,7 +82,7 @@ def test_separate_held_out_files_come_last() -> None:
     metrics = METRICS | {"base/exact_match/held_out": 0.0, "tuned/exact_match/held_out": 0.5}
     table = drawn(metrics, ["lists", "people"])
     assert [row[0] for row in table] == ["data set", "lists", "people", "held_out"]
-    assert table[-1] == ["held_out", "-", "-", "0.0%", "50.0%"]
+    assert table[-1] == ["held_out", "-", "-", "0.0 %", "50.0 %"]
 
 
 def test_data_set_names_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:

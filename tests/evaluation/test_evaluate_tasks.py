@@ -18,6 +18,7 @@ from app.config.dispatch import check_before_start
 from app.evaluate import evaluate
 from app.evaluation.significance import paired_bootstrap
 from app.process.errors import UserError
+from data_modules import percent
 from tests.conftest import ROOT
 from tests.reliability.person import Person
 from tests.tiny import TINY_BASE
@@ -50,7 +51,7 @@ def test_tasks_without_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert "base-arc: 6 rows in" in said and "arc (" in said  # a sample
     (line,) = [line for line in said.splitlines() if " mmlu/stem " in line and "length" in line]
-    assert f"{metrics['base/accuracy_norm/mmlu/stem']:.1%}" in line
+    assert percent(metrics["base/accuracy_norm/mmlu/stem"]) in line
     assert not (tmp_path / "partial").exists()
 
 

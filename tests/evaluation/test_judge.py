@@ -163,9 +163,9 @@ def test_verdicts_are_grades_and_wins_with_the_order_swapped(
     }
     assert judge_table(judged) == [
         ["category", "base: 1 to 10", "tuned: 1 to 10", "tuned wins"],
-        ["math", "3.00", "9.00", "50.0%"],
-        ["writing", "3.00", "2.00", "50.0%"],
-        ["all", "3.00", "5.50", "50.0%"],
+        ["math", "3.00", "9.00", "50.0 %"],
+        ["writing", "3.00", "2.00", "50.0 %"],
+        ["all", "3.00", "5.50", "50.0 %"],
     ]
     config = config_of(url, input_price=2.0, output_price=20.0)
     assert "1,500 tokens read and 105 written, $0.0051" in judged.cost(config)

@@ -193,7 +193,7 @@ def test_a_regression_ends_with_exit_code_4() -> None:
         "the tuned model is worse than its base by more than evaluation.max_regression=0.04",
         "orders: loss 0.2000 -> 0.7000, worse by at least 0.4000",
         "orders: judge's score 8.00 -> 7.00, worse by at least 0.50",
-        "orders: exact match 90.0% -> 50.0%, worse by at least 30.0%",
+        "orders: exact match 90.0 % -> 50.0 %, worse by at least 30.0 %",
     ]
 
 

@@ -308,7 +308,7 @@ def test_a_base_without_experts_is_refused() -> None:
 
 def test_few_experts_stay_frozen_and_layers_choose_among_many() -> None:
     modules = modules_of(tiny_mixture("qwen3_moe", moe_intermediate_size=3))
-    assert "they hold 27% of the weights" in find_targets(LoraConfig(r=2), modules).frozen_experts
+    assert "they hold 27 % of the weights" in find_targets(LoraConfig(r=2), modules).frozen_experts
     modules = modules_of(tiny_mixture("qwen3_moe"))
     (one, other) = find_targets(LoraConfig(r=2, layers="top 1"), modules).experts
     assert one.startswith("model.layers.1.") and other.startswith("model.layers.1.")
@@ -362,7 +362,7 @@ def test_experts_that_would_stay_unquantized_are_refused(tmp_path: Path) -> None
     tiny_mixture("qwen3_moe").save_pretrained(tmp_path)
     config = ModelConfig(path=str(tmp_path))
     with pytest.raises(
-        UserError, match=r"7\d% of the weights of this qwen3_moe.*type quantization=nf4"
+        UserError, match=r"7\d % of the weights of this qwen3_moe.*type quantization=nf4"
     ):
         load_base(config, "eager", torch.float32, QuantizationConfig(method="int8"))
 

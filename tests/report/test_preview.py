@@ -244,13 +244,11 @@ def test_shares_and_packs_match_the_steps(run_preview: Callable[..., Any], tmp_p
     sets = ", ".join([files[0].replace("}", ", weight: 3}"), files[1]])
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{sets}]", "data.val_set_size=0"]
     _, page, printed = run_preview(*words, "data.sequence_len=32", "data.audit.overlap=false")
-    lines = [line.split() for line in printed.splitlines()]
-    heading = next(
-        line for line in lines if line[:5] == ["data", "set", "rows", "tokens", "epochs"]
-    )
+    lines = [re.split(" {2,}", line.strip()) for line in printed.splitlines()]
+    heading = next(line for line in lines if line[:4] == ["data set", "rows", "tokens", "epochs"])
     table = lines[lines.index(heading) + 1 :]
-    assert [*table[0][:2], *table[0][3:6]] == ["a", "40", "3", "120", "75.00%"]
-    assert [*table[1][:2], *table[1][3:6]] == ["b", "40", "1", "40", "25.00%"]
+    assert [*table[0][:2], *table[0][3:6]] == ["a", "40", "3", "120", "75.00 %"]
+    assert [*table[1][:2], *table[1][3:6]] == ["b", "40", "1", "40", "25.00 %"]
     packs = [a for tag, a in page.tags if tag == "div" and a.get("class") == "pack"]
     assert len(packs) == 4, "two of each of the first two steps"
     styles = [a["style"] or "" for a in page.tags_of("span") if "style" in a]
@@ -268,9 +266,9 @@ def test_requested_and_actual_shares_are_shown(
     sets = ", ".join([files[0].replace("}", ", weight: 3}"), files[1]])
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{sets}]", "data.val_set_size=0"]
     _, _, printed = run_preview(*words, "data.sequence_len=32", "data.mixture.weights=rows")
-    lines = [line.split() for line in printed.splitlines()]
+    lines = [re.split(" {2,}", line.strip()) for line in printed.splitlines()]
     row = next(line for line in lines if line[:2] == ["a", "40"] and len(line) == 8)
-    assert (row[4], row[5], row[7]) == ("120", "75.00%", "75.00%")
+    assert (row[4], row[5], row[7]) == ("120", "75.00 %", "75.00 %")
 
 
 def test_max_steps_limits_the_steps_shown(run_preview: Callable[..., Any], tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
         "base base, lora, rank 16",
         "validation loss 2.0000 at the start, 1.0000 at the end",
         "20,000 tokens in 13.0 s: 1,500 tokens/s",
-        "1.0% of the training time was spent waiting for data",
+        "1.0 % of the training time was spent waiting for data",
         "warning: <img",
         "characters ...]",
         "exact_match 1",
@@ -221,7 +221,7 @@ def test_ten_predictions_from_all_data_sets_with_changed_answers_first() -> None
     [
         ({"speed/data_wait": 0.4}, "Data was the bottleneck: a larger data.num_workers"),
         ({"speed/data_wait": 0.01}, "The bottleneck was computation on the CPU"),
-        ({"speed/data_wait": 0.4, "machine/gpu_utilization": 0.97}, "97% of the time: it was the"),
+        ({"speed/data_wait": 0.4, "machine/gpu_utilization": 0.97}, "97 % of the time: it was the"),
         ({"speed/data_wait": 0.01, "machine/gpu_utilization": 0.5}, "waited for kernel launches"),
         ({}, ""),
     ],

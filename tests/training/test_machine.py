@@ -60,7 +60,7 @@ def test_data_wait_is_warned_of_once(
     assert shares == pytest.approx([wait / 10 for wait in waits])
     assert len(caplog.messages) == int(warns)
     if warns:
-        assert "training waited for data 30% of the last 30 s" in caplog.text
+        assert "training waited for data 30 % of the last 30 s" in caplog.text
     assert stats.summary()["speed/data_wait"] == pytest.approx(
         sum(waits[1:]) / (10 * len(waits) - 10)
     )

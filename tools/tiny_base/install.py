@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from data_modules import percent
 from tools.tiny_base.probes import GATE, probe_rows
 
 TINY_BASE = Path(__file__).parents[2] / "data_modules" / "samples" / "tiny_base"
@@ -46,7 +47,10 @@ def install(run: Path) -> None:
     """Copy the run's model into the shipped base; SystemExit if it misses the gate."""
     accuracies = probe_accuracies(run / "model")
     for skill, accuracy in accuracies.items():
-        print(f"{skill}: {accuracy:.1%} of the probes right, the gate is {GATE[skill]:.0%}")
+        print(
+            f"{skill}: {percent(accuracy)} of the probes right, "
+            f"the gate is {percent(GATE[skill], 0)}"
+        )
     if any(accuracy < GATE[skill] for skill, accuracy in accuracies.items()):
         raise SystemExit("the base misses the gate and is not installed")
     shutil.copyfile(run / "model" / "model.safetensors", TINY_BASE / "model.safetensors")

@@ -31,7 +31,7 @@ from app.evaluation.judge.settings import JudgeConfig
 from app.evaluation.significance import VARIANTS, RowScores
 from app.process.errors import UserError
 from app.process.files import open_no_follow
-from data_modules import printable
+from data_modules import formatted, printable
 
 VERDICTS_FILE = "verdicts.jsonl"
 MAX_FAILED = 3
@@ -294,8 +294,8 @@ def judge_table(judged: Judgement) -> list[list[str]]:
     def cells(chosen: Sequence[str]) -> Iterator[str]:
         for heading, scores in columns.items():
             found = [score for name in chosen for score in scores.get(name, {}).values()]
-            form = "{:.1%}" if heading == "tuned wins" else "{:.2f}"
-            yield form.format(fmean(found)) if found else "-"
+            spec = ".1%" if heading == "tuned wins" else ".2f"
+            yield formatted(fmean(found), spec) if found else "-"
 
     rows = [[name, *cells([name])] for name in names]
     return [["category", *columns], *rows, ["all", *cells(names)]]

@@ -28,6 +28,7 @@ from app.model.patterns import (
     match,
 )
 from app.model.weight_reads import find_bypassed_linears
+from data_modules import percent
 
 THIN = 64
 """aspect ratio above which all-linear skips a matrix whose rank is below adapter.r"""
@@ -259,7 +260,9 @@ def _find_experts(config: LoraConfig, base: BaseModules, found: Targets) -> None
     elif not _is_all_linear(config):
         found.frozen_experts = "not in adapter.target_modules; type adapter.experts=lora"
     else:
-        found.frozen_experts = f"they hold {share:.0%} of the weights; type adapter.experts=lora"
+        found.frozen_experts = (
+            f"they hold {percent(share, 0)} of the weights; type adapter.experts=lora"
+        )
 
 
 def _is_all_linear(config: LoraConfig) -> bool:

@@ -16,6 +16,7 @@ from app.model.attention.mixer_search import isolate_mixers
 from app.model.attention.mixers import has_isolated_mixers
 from app.model.eval_mode import eval_mode
 from app.process.errors import UserError
+from data_modules import percent
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,7 @@ def check_isolation(
         return
     raise UserError(
         f"attention={backend}: documents packed together see each other "
-        f"(editing one changes another one's logits by {leak:.1%} of its own change): "
+        f"(editing one changes another one's logits by {percent(leak)} of its own change): "
         f"type {'attention=eager, or ' if _eager_isolates(model, backend, device) else ''}"
         "packing=none"
     )
