@@ -22,7 +22,7 @@ from app.preflight import requested_devices
 from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import UserError
 from app.process.files import write_atomically
-from app.process.launch import is_child, is_first_rank, live_with_parent
+from app.process.launch import exit_with_parent, is_child, is_first_rank
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.run_page import write_page
@@ -255,7 +255,7 @@ def nothing_to_measure(config: EvaluateConfig) -> str:
 
 
 if __name__ == "__main__":
-    live_with_parent()
+    exit_with_parent()
     protect_streams()
     install_signal_handlers()
     end_process(run_verb("evaluate", start))

@@ -24,7 +24,7 @@ from app.config import TrainConfig, changed_settings, load_run_config, run_verb,
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams, retain_freed_memory
 from app.process.errors import Interrupted
-from app.process.launch import live_with_parent, set_typed_again
+from app.process.launch import exit_with_parent, set_typed_again
 from app.process.logs import print_loading
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
 from app.report.run_page import page_on_failure
@@ -99,7 +99,7 @@ def start(config: TrainConfig, existing: ExistingRun | None = None) -> None:
 
 
 if __name__ == "__main__":
-    live_with_parent()  # a rank ends with its supervisor
+    exit_with_parent()  # a rank ends with its supervisor
     retain_freed_memory()  # on a CPU, reuse freed memory
     protect_streams()  # continue if the reader of the output ends
     end_process(run_verb("train", start, sweep=run_sweep))

@@ -72,8 +72,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     def __init__(self, spec: DataSpec) -> None:
         super().__init__()
-        if spec.packing.method != "none" and spec.model.why_not_packed is not None:
-            log.info("packing: none, padded rows of like lengths (%s)", spec.model.why_not_packed)
+        if spec.packing.method != "none" and spec.model.packing_error is not None:
+            log.info("packing: none, padded rows of like lengths (%s)", spec.model.packing_error)
             spec = replace(spec, packing=replace(spec.packing, method="none"))
         self._spec, self._config, self._batching = spec, spec.config, spec.batching
         self._decoder_start = spec.model.decoder_start_token_id
@@ -127,7 +127,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         if len(mixture := self.mixture_report()) > 1:
             self.report.mixture = describe_mixture(mixture)
 
-    def brief(self) -> list[str]:
+    def summary(self) -> list[str]:
         """Return the lines that a run prints about its data at start: a table and the warnings."""
         reports, mixture = self.report.datasets, self.mixture_report()
         columns = {
@@ -141,7 +141,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             columns["of tokens"] = [percent(row.share_of_tokens) for row in mixture]
         blank = [""] * (len(reports) - len(mixture))  # data sets for validation only
         columns = {name: [*cells, *blank][: len(reports)] for name, cells in columns.items()}
-        lines = self.audit.brief(columns if len(self.audit.datasets) == len(reports) else {})
+        lines = self.audit.summary(columns if len(self.audit.datasets) == len(reports) else {})
         lines += filter(None, (one.remark() for one in reports))
         if self._config.val_datasets and self._config.val_set_size:
             lines.append(

@@ -58,7 +58,7 @@ class StreamPlan:
             "shuffled and packed a window at a time"
         )
 
-    def brief(self) -> str:
+    def summary(self) -> str:
         """Describe the plan in half a line."""
         return f"{self.num_steps:,} steps of {self.packs_per_step:,} packs of a stream"
 

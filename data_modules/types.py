@@ -165,7 +165,7 @@ class ModelSpec:
     """rows of the embedding; a token id beyond them is an error"""
     decoder_start_token_id: int | None = None
     """token that starts the decoder's input; None for a causal model"""
-    why_not_packed: str | None = None
+    packing_error: str | None = None
     """why the model cannot keep the documents of a pack apart; None if it can"""
 
 

@@ -120,7 +120,7 @@ class Host:
         _ip("-n", self.namespace, "link", "set", INTERFACE, "up")
 
 
-def why_no_hosts() -> str | None:
+def hosts_error() -> str | None:
     """Return why this machine cannot simulate two hosts, None if it can."""
     if sys.platform != "linux":
         return "network namespaces are of Linux"
@@ -174,7 +174,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
     """Two hosts with a link; skips the test if this machine cannot simulate them."""
-    if (reason := why_no_hosts()) is not None:
+    if (reason := hosts_error()) is not None:
         pytest.skip(reason)
     with two_hosts() as pair:
         yield pair

@@ -17,7 +17,7 @@ from app.model.architecture import (
     decoder_start_token_id,
     load_architecture,
 )
-from app.model.attention import attention_implementation, choose_backend, why_not_packed
+from app.model.attention import attention_implementation, choose_backend, packing_error
 from app.model.base import ModelConfig, check_described, load_base
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.quantization import QuantizationConfig, stored_quantization
@@ -171,5 +171,5 @@ def model_spec(
         context_len=context_len(architecture),
         vocab_size=num_rows(architecture, new_ids),
         decoder_start_token_id=decoder_start_token_id(architecture),
-        why_not_packed=why_not_packed(architecture.to_dict(), backend),
+        packing_error=packing_error(architecture.to_dict(), backend),
     )

@@ -61,7 +61,7 @@ def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> F
     if config.evaluation.exact_match:
         data.prompts(config.evaluation.max_rows)  # warns about prompts that are too long
     if is_first_rank():
-        for line in data.brief():
+        for line in data.summary():
             log.info("%s", line)
         for line in (*data.report.lines(), *data.audit.notes()):
             log.debug("data: %s", line)

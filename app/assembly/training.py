@@ -13,7 +13,7 @@ import lightning as L
 from app.assembly.evaluation import TrainingEvaluation, build_training_evaluation
 from app.assembly.metadata import WriteMetadata
 from app.config import TrainConfig
-from app.process.faults import arm, parse_faults
+from app.process.faults import arm_faults, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank, read_launch
 from app.run import Run
@@ -95,7 +95,7 @@ def build_trainer(
         checkpoints=checkpoints,
     )
     faults, _ = parse_faults(config.faults)
-    arm(faults, run.folder, rank=trainer.global_rank, num_ranks=env.num_ranks)
+    arm_faults(faults, run.folder, rank=trainer.global_rank, num_ranks=env.num_ranks)
     return trainer
 
 
@@ -144,7 +144,7 @@ def build_module(
         from_scratch=config.model.from_scratch,
     )
     log.debug("steps: %s", data.plan.line())
-    log.info("steps: %s; %s", data.plan.brief(), lr.sentence)
+    log.info("steps: %s; %s", data.plan.summary(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
     evaluation = build_training_evaluation(

@@ -35,7 +35,7 @@ from app.config.overrides import (
     keys_in,
     parse_overrides,
     refuse_unknown,
-    why_refused,
+    safety_error,
 )
 from app.config.run_config import experiment_from_run, find_source_run
 from app.config.validation import (
@@ -380,7 +380,7 @@ def _give_types(
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    if (refusal := why_refused("", values)) is not None:
+    if (refusal := safety_error("", values)) is not None:
         raise UserError(refusal)
     node = OmegaConf.structured(schema)
     try:

@@ -88,7 +88,7 @@ def parse_overrides(
             implied = {"also": f"[{others}]"}
         if len(word) > SHORT and (refused := over_typed_limit(key, value)) is not None:
             problems.append(refused)
-        elif (refusal := why_refused(key, value)) is not None:
+        elif (refusal := safety_error(key, value)) is not None:
             problems.append(refusal)
         elif REDACTED in value:
             problems.append(
@@ -299,7 +299,7 @@ def _end_of_quote(value: str, start: int) -> int:
     return min(position + 1, len(value))
 
 
-def why_refused(key: str, value: Any, name: str | None = None) -> str | None:
+def safety_error(key: str, value: Any, name: str | None = None) -> str | None:
     """Return why a key and its value are unsafe: secrets, code, resolvers; None if they are not.
 
     Never repeats the text of a secret. `name`: key of the part of `value` under examination.
@@ -328,5 +328,5 @@ def why_refused(key: str, value: Any, name: str | None = None) -> str | None:
     parts: list[tuple[Any, Any]] = []
     if isinstance(value, (dict, list)):
         parts = [*value.items()] if isinstance(value, dict) else [("", part) for part in value]
-    refusals = (why_refused(key, part, str(inner)) for inner, part in parts)
+    refusals = (safety_error(key, part, str(inner)) for inner, part in parts)
     return next(filter(None, refusals), None)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from app.config.dispatch import run_guarded
-from app.config.overrides import why_refused
+from app.config.overrides import safety_error
 from app.config.schema import default_of, docs_of
 from app.process.errors import DONE, UserError, nearest
 from app.process.installation import verb_command
@@ -53,7 +53,7 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
         if not equals or field is None:
             hint = nearest(key, fields) or f"; expected {', '.join(f'{name}=' for name in fields)}"
             problems.append(f"{word}: unknown setting{hint}")
-        elif (refusal := why_refused(key, value)) is not None:
+        elif (refusal := safety_error(key, value)) is not None:
             problems.append(refusal)
         elif not value.strip():
             problems.append(f"{key} is empty; is it a variable that is not set?")

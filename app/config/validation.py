@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from app.config import schema
 from app.config.conf_files import CONF, ConfFile, list_groups
-from app.config.overrides import Override, why_refused
+from app.config.overrides import Override, safety_error
 from app.config.verbs import only_in
 from app.process.errors import nearest
 from app.process.installation import verb_command
@@ -76,7 +76,7 @@ class Settings:
         """
         typed = typed if len(typed) <= 80 else f"{typed[:77]}..."
         if isinstance(found, schema.Leaf):
-            refusal = why_refused(found.key, found.value)
+            refusal = safety_error(found.key, found.value)
             if refusal is not None or _is_reference(found.value):
                 return refusal
             if takes_value(found):
@@ -85,7 +85,7 @@ class Settings:
             if is_section(hint):
                 return describe_shape(found.key, found.value, self.parts.get(found.key, hint))
             return f"{key}={typed}: expected {schema.describe_type(hint)}"
-        if (refusal := why_refused(found.key, found.value)) is not None:
+        if (refusal := safety_error(found.key, found.value)) is not None:
             return refusal
         group = found.key.partition(".")[0]
         if (option := self.option_with(found.key)) is not None:
@@ -262,11 +262,11 @@ def find_problems(
             for key, typed in sources.as_typed(found):
                 if (problem := settings.problem_of(found, key, typed)) is not None:
                     problems[f"{sources.where(found.key)} {problem}"] = None
-    if not problems and why_refused("", values) is not None:
+    if not problems and safety_error("", values) is not None:
         # Inside model.architecture, which takes any key, `walk` visits no single key.
         for file in sources.files:
             for key in map(file.full_key, file.lines):
-                if (refusal := why_refused(key, None)) is not None:
+                if (refusal := safety_error(key, None)) is not None:
                     problems[f"{file.where(key)} {refusal}"] = None
     if not problems and dropped:
         chosen = ", ".join(f"{g}={settings.options[g]}" for g in sorted(settings.replaced))

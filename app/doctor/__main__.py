@@ -18,14 +18,14 @@ from app.config import PlanConfig, load_config
 from app.config.dispatch import version
 from app.config.plain import run_plain_verb
 from app.doctor import bandwidth
-from app.doctor.facts import Facts, read_facts, run_folders
-from app.doctor.needs import (
-    Needs,
+from app.doctor.costs import (
+    CommunicationCost,
     estimate_needs,
     hardware_of_ranks,
     list_link_rows,
     list_step_rows,
 )
+from app.doctor.facts import Facts, read_facts, run_folders
 from app.doctor.rows import MALICIOUS, OK, PROBLEM, Row, compare_machines, list_rows
 from app.process.environment import configure_libraries, protect_streams
 from app.process.errors import ENVIRONMENT_ERROR
@@ -60,7 +60,7 @@ class Findings:
     machines: tuple[Facts, ...]
     rows: tuple[Row, ...]
     measured: tuple[bandwidth.Measurement, ...] = ()
-    needs: Needs | None = None
+    needs: CommunicationCost | None = None
 
     @property
     def is_good(self) -> bool:
@@ -170,7 +170,7 @@ def _print_bandwidth(console: Any, measured: Sequence[bandwidth.Measurement]) ->
     _print_table(console, title, ("message", *bandwidth.KINDS), rows, num_text_columns=1)
 
 
-def _print_needs(console: Any, needs: Needs) -> None:
+def _print_needs(console: Any, needs: CommunicationCost) -> None:
     rows = [
         (
             need.what,

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from app.model.layers import decoder_layers, why_not_compiled
+from app.model.layers import compile_error, decoder_layers
 from app.process.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class CompiledLayers:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        if problem := why_not_compiled(model.config.to_dict()):
+        if problem := compile_error(model.config.to_dict()):
             raise UserError(problem)
         self.failure: str | None = None
         self.for_attention: dict[str, Any] = {}

@@ -162,7 +162,7 @@ def reach_hub() -> tuple[str, str | None]:
     The reason is None if it succeeds. Takes at most CONNECT_SECONDS.
     """
     host, port = _address()
-    return f"{host}:{port}", _why_unreachable(host, port)
+    return f"{host}:{port}", _connection_error(host, port)
 
 
 def _address() -> tuple[str, int]:
@@ -179,7 +179,7 @@ def _address() -> tuple[str, int]:
     return endpoint.hostname or "", port
 
 
-def _why_unreachable(host: str, port: int) -> str | None:
+def _connection_error(host: str, port: int) -> str | None:
     """Return why a connection fails; None if it succeeds."""
     results: list[str | None] = []
 

@@ -48,7 +48,7 @@ def repeated_layers(model: torch.nn.Module) -> list[str]:
     return layers
 
 
-def why_not_compiled(numbers: Mapping[str, Any]) -> str | None:
+def compile_error(numbers: Mapping[str, Any]) -> str | None:
     """Return why a model with these config.json values cannot be compiled; None if it can."""
     if not numbers.get("is_encoder_decoder"):
         return None

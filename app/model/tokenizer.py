@@ -13,7 +13,7 @@ from app.model.adapter import AdapterConfig, LoraConfig
 from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file, is_verified
 from app.model.tokenizer_file import follow_file
 from app.process.errors import UserError
-from app.process.untrusted import brief, collect_later, read_json_object, reading
+from app.process.untrusted import collect_later, read_json_object, reading, short_message
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +199,7 @@ def _raise_file_error(folder: Path, error: BaseException) -> None:
             Tokenizer.from_file(str(file))
         if (folder / _CONFIG).is_file() and not isinstance(error, (UserError, OSError)):
             raise UserError(
-                f"{folder / _CONFIG} cannot be read: {brief(error)}; {SET_TOKENIZER_PATH}"
+                f"{folder / _CONFIG} cannot be read: {short_message(error)}; {SET_TOKENIZER_PATH}"
             ) from error
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from app.process.errors import UserError
-from app.process.untrusted import brief, read_json_object, reading
+from app.process.untrusted import read_json_object, reading, short_message
 from data_modules import LimitError, Limits, run_limited
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -197,7 +197,7 @@ def _try_expression(expression: str) -> str:
         try:
             split.pre_tokenize_str(text)
         except BaseException as error:  # noqa: BLE001  a panic of Rust is no Exception
-            return f"fails for letters that are repeated {REPEATS} times: {brief(error)}"
+            return f"fails for letters that are repeated {REPEATS} times: {short_message(error)}"
     return ""
 
 

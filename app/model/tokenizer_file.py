@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.tokenizer_checks import TOKENIZER_FILE, remember_verified
 from app.process.errors import UserError
-from app.process.untrusted import brief, read_json_object
+from app.process.untrusted import read_json_object, short_message
 
 if TYPE_CHECKING:
     import tokenizers
@@ -102,7 +102,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         changed = _difference(opened, own, declared)
         kind = f"{type(opened).__name__}, which changes the {changed} of {TOKENIZER_FILE}"
     except Exception as error:  # noqa: BLE001  classes raise any type for a foreign file
-        changed, kind = "class", f"a class that fails: {brief(error)}"
+        changed, kind = "class", f"a class that fails: {short_message(error)}"
     if changed:
         log.warning(
             "%s: AutoTokenizer of transformers %s loads this tokenizer as %s; for the tokens of "

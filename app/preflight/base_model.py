@@ -72,7 +72,7 @@ def inspect_base(model: ModelConfig) -> BaseModel:
     folder = files.path
     base, config = BaseModel(str(folder)), folder / "config.json"
     if not config.exists():
-        base.problems.append(_why_no_model_folder(folder))
+        base.problems.append(_folder_error(folder))
         return base
     numbers, problem = files.read(config.name)
     base.numbers = numbers
@@ -242,7 +242,7 @@ def current_folder() -> str:
     return f"~/{current.relative_to(home)}" if current.is_relative_to(home) else str(current)
 
 
-def _why_no_model_folder(folder: Path) -> str:
+def _folder_error(folder: Path) -> str:
     if (folder / "adapter_config.json").exists():
         return (
             f"model.path={folder} is an adapter, not a base; type the base's folder "
@@ -322,7 +322,7 @@ def read_headers(folder: Path) -> tuple[dict[Path, Header], list[str]]:
         weight_map, problems = {}, []
         files = [folder / WEIGHTS]
         if not files[0].exists():
-            return {}, [_why_no_weights(folder)]
+            return {}, [_weights_error(folder)]
     headers: dict[Path, Header] = {}
     for file in files:
         headers[file], found = read_header(file)
@@ -355,7 +355,7 @@ def _read_index(index: Path) -> tuple[dict[str, str], list[str]]:
     return weight_map, []
 
 
-def _why_no_weights(folder: Path) -> str:
+def _weights_error(folder: Path) -> str:
     partial = sorted(file.name for file in folder.glob("*.incomplete"))
     if partial:
         return f"{folder}: the download is incomplete ({partial[0]}); download the model again"

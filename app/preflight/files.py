@@ -27,10 +27,10 @@ from app.model.adapter import (
 from app.model.adapter.saved_config import KINDS, read_adapter_config
 from app.model.adapter.settings import CONFIG_FILE
 from app.model.architecture import text_numbers
-from app.model.attention import why_not_batched
+from app.model.attention import batching_error
 from app.model.base import ModelConfig
 from app.model.hub import COMMIT
-from app.model.layers import why_not_compiled
+from app.model.layers import compile_error
 from app.model.neftune import find_neftune_problem
 from app.model.quantization import find_quantization_conflict
 from app.preflight.base_model import (
@@ -157,7 +157,7 @@ def _check_model(
         for token in config.model.added_tokens
         if not token or token != token.strip()
     ]
-    if reason := why_not_batched(base.numbers, sequence_len):
+    if reason := batching_error(base.numbers, sequence_len):
         problems.append(f"{base.name}: {reason}")
     stored = base.numbers.get("quantization_config")
     if stored and isinstance(stored, dict):
@@ -192,7 +192,7 @@ def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
         problem = find_neftune_problem(alpha, base.numbers)
         problems += [problem] if problem else []
     if config.trainer.compile:
-        problem = why_not_compiled(base.numbers)
+        problem = compile_error(base.numbers)
         problems += [problem] if problem else []
     problems += check_recompute(config.recompute.every, base)
     size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)

@@ -1,7 +1,8 @@
 """Fault injection: kill or hang a run, or give it a NaN or a full disk, at a point of `faults=`.
 
-The program calls `reach` at each point, where an armed fault fires. A fault fires as often as it is
-listed. It is recorded in the run's folder before it fires, so a resumed run does not repeat it.
+The program calls `fault_point` at each point, where an armed fault fires. A fault fires as often as
+it is listed. It is recorded in the run's folder before it fires, so a resumed run does not repeat
+it.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def _number(text: str, what: str, *, least: int) -> int:
     return int(text)
 
 
-def arm(faults: Sequence[Fault], folder: Path, *, rank: int = 0, num_ranks: int = 1) -> None:
+def arm_faults(faults: Sequence[Fault], folder: Path, *, rank: int = 0, num_ranks: int = 1) -> None:
     """Arm this rank's `faults` that have not fired yet in the run in `folder`."""
     global _armed
     notes = folder / NOTES_FILE
@@ -189,7 +190,7 @@ def is_due(name: str, step: int) -> bool:
     return bool(due)
 
 
-def reach(point: str, step: int | None = None) -> None:
+def fault_point(point: str, step: int | None = None) -> None:
     """Fire the fault armed for `point`, if any: it may kill or hang the process, or raise OSError.
 
     Points are `batch` (before a micro-batch of `step`), `step` (after an optimizer step), `save`

@@ -134,7 +134,7 @@ def read_launch() -> Launch:
     """Read the environment; an incomplete set of a launcher's variables is a problem.
 
     The environment is read once, as it was at the start: Lightning sets these variables for its
-    children and removes some at its end, and `live_with_parent` removes that of the parent.
+    children and removes some at its end, and `exit_with_parent` removes that of the parent.
     """
     has_parent = os.environ.get(PARENT_VARIABLE) == str(os.getppid())
     is_child = has_parent and bool(os.environ.get(RUN_DIR_VARIABLE))
@@ -216,7 +216,7 @@ def is_child() -> bool:
     return read_launch().is_child
 
 
-def live_with_parent() -> None:
+def exit_with_parent() -> None:
     """Make the kernel kill this process when the process that started it ends."""
     read_launch()
     parent = os.environ.pop(PARENT_VARIABLE, None)

@@ -73,7 +73,7 @@ class SuperviseConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class ExitStatus:
     """How the ranks of a run ended."""
 
     code: int
@@ -130,7 +130,7 @@ class Supervisor:
                 f"supervise: restart {num_restarts} of {self.config.max_restarts}, {start}"
             )
 
-    def _run_once(self) -> Ending:
+    def _run_once(self) -> ExitStatus:
         for _ in range(MAX_PORTS):
             environment = {STEP_VARIABLE: str(self.resume_step)}
             (self.folder / REASON_FILE).unlink(missing_ok=True)
@@ -146,7 +146,7 @@ class Supervisor:
                 break
         return ending
 
-    def _watch(self, ranks: Ranks) -> Ending:
+    def _watch(self, ranks: Ranks) -> ExitStatus:
         """Wait until all ranks have ended or one has failed; then end them all."""
         sent, sent_at = None, 0.0
         grace_seconds = GRACE_SECONDS
@@ -168,35 +168,35 @@ class Supervisor:
         ranks.end(grace_seconds)
         return self._find_ending(ranks, sent)
 
-    def _find_ending(self, ranks: Ranks, sent: int | None) -> Ending:
+    def _find_ending(self, ranks: Ranks, sent: int | None) -> ExitStatus:
         """Find the rank that failed first: the others were ended or lost it.
 
         `sent`: the signal that was forwarded to the ranks, None if none was.
         """
         failed = [rank for rank in ranks.ranks if rank.code != DONE]
         if not failed:
-            return Ending(code=DONE)
+            return ExitStatus(code=DONE)
         signal_codes = [rank.code for rank in failed if rank.code in SIGNAL_EXIT_CODES]
         if sent is not None or signal_codes:
             for rank in failed:  # a scheduler must not mistake a failed save for a saved run
                 if rank.code in REPORTED_CODES and not rank.was_killed and rank.lost is None:
-                    return Ending(code=rank.code, by_signal=True)
+                    return ExitStatus(code=rank.code, by_signal=True)
             code = signal_codes[0] if signal_codes else 128 + (sent or 0)
-            return Ending(code=code, by_signal=True)
+            return ExitStatus(code=code, by_signal=True)
         # Of several, the first that was neither killed by the supervisor nor lost a peer.
         first = min(
             failed, key=lambda rank: (rank.was_killed, rank.lost is not None, rank.died_at or 0.0)
         )
         is_reported = (self.folder / REASON_FILE).exists()
         has_own_code = first.code in REPORTED_CODES
-        return Ending(
+        return ExitStatus(
             code=first.code if has_own_code and first.code else ENVIRONMENT_ERROR,
             message="" if is_reported else self._describe(first),
             step=first.step,
             port_is_taken=any(rank.port_is_taken for rank in failed),
         )
 
-    def _end_hanging(self, ranks: Ranks) -> Ending | None:
+    def _end_hanging(self, ranks: Ranks) -> ExitStatus | None:
         """End the ranks if one of them hangs; return None if none does."""
         if self.config.hang_minutes is None:
             return None
@@ -220,7 +220,7 @@ class Supervisor:
         if stack := ranks.read_stack(hanging):
             message = "\n  ".join([f"{message}; {ranks.stacks_file(hanging)}:", *stack])
         ranks.end(0)
-        return Ending(code=ENVIRONMENT_ERROR, message=message, step=hanging.step)
+        return ExitStatus(code=ENVIRONMENT_ERROR, message=message, step=hanging.step)
 
     def _describe(self, rank: Rank) -> str:
         """Describe how a rank ended that has not reported its own error."""

@@ -126,16 +126,16 @@ def reading(what: str | Path, fix: str) -> Iterator[None]:
         code = exit_code(error)
         is_machine = code == ENVIRONMENT_ERROR and not _is_caused_by_content(error)
         if is_machine or _is_network_error(error):
-            reason = f"{what}: {brief(error)}"
+            reason = f"{what}: {short_message(error)}"
             if isinstance(error, OSError) and error.filename is not None:
                 reason = f"{error.filename}: cannot be read: {error.strerror}"  # `what` is another
             raise _type_of(error)(reason) from error
         if code not in (ENVIRONMENT_ERROR, TRAINING_FAULT):
             raise
-        raise UserError(f"{what}: {brief(error)}; {fix}") from error
+        raise UserError(f"{what}: {short_message(error)}; {fix}") from error
 
 
-def brief(error: BaseException) -> str:
+def short_message(error: BaseException) -> str:
     """Return a library's error message as one line."""
     words = " ".join(str(error).split())
     if not words or isinstance(error, (KeyError, IndexError)) or " " not in words:
@@ -334,8 +334,8 @@ def read_header(file: Path) -> tuple[Header, list[str]]:
             result.shapes[name], begin, end = _extent_of(tensor)
         except (ValueError, KeyError, TypeError) as error:
             return Header(), [
-                f"{file}: its safetensors header is damaged: {name[:80]!r}: {brief(error)}; "
-                "download it again"
+                f"{file}: its safetensors header is damaged: {name[:80]!r}: "
+                f"{short_message(error)}; download it again"
             ]
         result.dtypes[name] = tensor["dtype"]
         extents.append((begin, end, name))

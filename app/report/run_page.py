@@ -101,10 +101,10 @@ def end_loggers(
     is_done: bool = True,
 ) -> None:
     """Report the outcome of a run to its loggers, with its config file and its page."""
-    from app.training.log_files import Outcome
+    from app.training.log_files import RunSummary
 
     files = [file for name in ("config.yaml", PAGE_FILE) if (file := folder / name).is_file()]
-    outcome = Outcome(metrics=metrics, settings=settings, files=files, is_done=is_done)
+    outcome = RunSummary(metrics=metrics, settings=settings, files=files, is_done=is_done)
     finish_loggers(loggers, outcome)
 
 

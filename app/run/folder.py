@@ -201,7 +201,7 @@ def open_empty(folder: Path) -> Path:
     """Make `folder`, or remove what a killed process left in it; return it, locked."""
     with into_folder(folder):
         folder.mkdir(exist_ok=True)
-        hold_run(folder)
+        lock_run(folder)
         for entry in folder.iterdir():
             if entry.name != LOCK_FILE:
                 _remove(entry)
@@ -279,7 +279,7 @@ def decide_run_dir(config: OutputConfig) -> Path:
     folder = make_run_dir(config)
     if is_first_rank():
         separate_files(folder)
-    pass_to_ranks(folder)
+    share_with_ranks(folder)
     return folder
 
 
@@ -328,7 +328,7 @@ def into_folder(folder: Path, name: str | None = None) -> Iterator[None]:
         ) from error
 
 
-def pass_to_ranks(folder: Path) -> None:
+def share_with_ranks(folder: Path) -> None:
     """Pass this run's folder to the ranks that this process starts and to error reporting."""
     if is_first_rank():
         (folder / REASON_FILE).unlink(missing_ok=True)  # why an earlier process stopped
@@ -399,7 +399,7 @@ _held: dict[Path, IO[str]] = {}
 """lock files of this process, kept open: closing one releases its lock"""
 
 
-def hold_run(folder: Path) -> None:
+def lock_run(folder: Path) -> None:
     """Lock run `folder` until this process ends, in whatever way.
 
     Raises UserError naming the process that holds the lock. Only the first rank locks. The lock

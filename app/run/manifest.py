@@ -152,7 +152,7 @@ def check_run_id(
     manifest of the run in `run`. `is_typed`: whether `resume=` names this checkpoint.
     """
     ours, theirs = before.get("run"), checkpoint.details.get("run")
-    why = _why_foreign(checkpoint, ours, theirs, before)
+    why = _origin_error(checkpoint, ours, theirs, before)
     if why is None:
         if ours is not None:
             return None
@@ -169,7 +169,7 @@ def check_run_id(
     )
 
 
-def _why_foreign(
+def _origin_error(
     checkpoint: Checkpoint,
     ours: Mapping[str, Any] | None,
     theirs: Mapping[str, Any] | None,

@@ -26,10 +26,10 @@ from app.run.find import AUTO, NEVER, checkpoints_of, has_checkpoints, typed_ste
 from app.run.folder import (
     CONFIG_FILE,
     METRICS_FILE,
-    hold_run,
+    lock_run,
     make_run_dir,
-    pass_to_ranks,
     separate_files,
+    share_with_ranks,
 )
 from app.run.manifest import check_run_id, identity_of, installed_versions, read_manifest
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
@@ -229,7 +229,7 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
     if compared.is_done:
         return Run(config=config, folder=folder, is_done=True, manifest=compared.manifest)
     if is_first_rank():
-        hold_run(folder)
+        lock_run(folder)
         separate_files(folder)
     run = Run(
         config=config,
@@ -251,7 +251,7 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
         log.info("RESUME: from %s", run.checkpoint.folder)
     elif config.resume != NEVER:
         log.info("RESUME: fresh start, no checkpoint in %s", folder)
-    pass_to_ranks(folder)
+    share_with_ranks(folder)
     os.environ[STEP_VARIABLE] = str(run.step)
     return run
 

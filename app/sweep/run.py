@@ -23,7 +23,7 @@ from app.preflight import requested_devices
 from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from app.process.installation import verb_command
 from app.process.launch import quote_words
-from app.run.folder import OUTPUTS, UNSET, hold_run, into_folder, separate_files
+from app.run.folder import OUTPUTS, UNSET, into_folder, lock_run, separate_files
 from app.sweep.parameters import Parameter, format_overrides, varied
 from app.sweep.results import (
     PAGE_FILE,
@@ -65,7 +65,7 @@ def run_sweep(overrides: list[str]) -> int:
     if folder is None:
         folder = _make_folder(config.output.name or "train", config.output.dir)
         save_words(folder, overrides)
-    hold_run(folder)
+    lock_run(folder)
     separate_files(folder)
     finished = load_results(folder)
     search = _build_search(parameters, config, folder, [trial.number for trial in finished])

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RunSummary:
     """The result of a run, for the loggers."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class TensorBoardLogger(Logger):
         self.save()
 
     @rank_zero_only
-    def finish(self, outcome: Outcome) -> None:
+    def finish(self, outcome: RunSummary) -> None:
         """Write the settings with the final metrics, and close the file."""
         if self._writer is None:
             return
@@ -214,7 +214,7 @@ class TensorBoardLogger(Logger):
             self._guarded(lambda: self._write_hparams(outcome))
         self._guarded(self._writer.close)
 
-    def _write_hparams(self, outcome: Outcome) -> None:
+    def _write_hparams(self, outcome: RunSummary) -> None:
         from torch.utils.tensorboard.summary import hparams
 
         settings = {key: value for key, value, _ in outcome.settings}

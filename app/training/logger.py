@@ -12,7 +12,7 @@ from data_modules import setting
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
 
-    from app.training.log_files import Outcome
+    from app.training.log_files import RunSummary
 
 KINDS = ("tensorboard", "csv", "wandb", "mlflow")
 TRACKERS = ("wandb", "mlflow")
@@ -58,7 +58,7 @@ def build_loggers(
     return loggers
 
 
-def finish_loggers(loggers: Sequence[Logger], outcome: Outcome) -> None:
+def finish_loggers(loggers: Sequence[Logger], outcome: RunSummary) -> None:
     """Log the final metrics and files, and close the loggers."""
     for logger in loggers:
         finish = getattr(logger, "finish", None)

@@ -145,7 +145,7 @@ class FinetuneModule(L.LightningModule):
                 if self.trainer.should_stop:
                     return -1
         use_training_weights(self.optimizer)
-        faults.reach("batch", self.trainer.global_step + 1)
+        faults.fault_point("batch", self.trainer.global_step + 1)
         return None
 
     def on_fit_end(self) -> None:

@@ -26,7 +26,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from app.process.files import write_atomically
-from app.training.log_files import Outcome, is_detail
+from app.training.log_files import RunSummary, is_detail
 from data_modules import printable, redact
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Tracker(Logger):
         self._enqueue(lambda logger: logger.log_hyperparams(params))
 
     @rank_zero_only
-    def finish(self, outcome: Outcome) -> None:
+    def finish(self, outcome: RunSummary) -> None:
         """Queue the final metrics and files, and wait at most `MAX_WAIT_SECONDS` for the thread."""
         if self._thread is None:
             return

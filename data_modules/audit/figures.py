@@ -261,7 +261,7 @@ class Audit:
         cells = _cells([asdict(dataset) for dataset in self.datasets], on_screen=True)
         return [*(aligned(cells) if self.datasets else []), *self.remarks()]
 
-    def brief(self, columns: Mapping[str, Sequence[str]]) -> list[str]:
+    def summary(self, columns: Mapping[str, Sequence[str]]) -> list[str]:
         """Return the lines that are logged at the start of a run: a narrow table and warnings.
 
         `columns` are further columns: heading -> one cell per data set.

@@ -110,7 +110,7 @@ class StepPlan:
             line += f"; {_count(self.num_steps, 'step')} = {self.num_steps / steps:.2f} epochs"
         return line + self._remarks()
 
-    def brief(self) -> str:
+    def summary(self) -> str:
         """Describe the number of steps and packs in half a line."""
         packs, epoch_steps = _count(self.packs_per_step, "pack"), len(self._epoch(0).step_weights)
         epochs = f"{self.num_steps / epoch_steps:.3g} epochs"

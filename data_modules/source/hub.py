@@ -84,7 +84,7 @@ def read_hub(
     except _errors(ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
         if aborted := _find_remote_error(e):
             raise aborted from e
-        if (why := _why_refused(path, revision)) is not None:
+        if (why := _hub_error(path, revision)) is not None:
             raise DataError(f"{path}: {why}") from e
         cause = e.__cause__ if isinstance(e, datasets.exceptions.DatasetGenerationError) else None
         requested = f"split '{part.name}'" + (f", revision '{revision}'" if revision else "")
@@ -144,7 +144,7 @@ def _query_hub(path: str, revision: str | None) -> str | None:
     return info.sha
 
 
-def _why_refused(path: str, revision: str | None) -> str | None:
+def _hub_error(path: str, revision: str | None) -> str | None:
     """Query the hub for why it provides no rows; None if it reports no reason."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError

@@ -48,7 +48,7 @@ def too_many(what: str, seen: str, name: str, limit: float) -> str:
     return f"{what} {seen}; data.limits.{name} is {limit:,}; raise it if the data is right"
 
 
-def why_nested(values: Any, limits: Limits) -> str | None:
+def nesting_error(values: Any, limits: Limits) -> str | None:
     """Return why nested values are refused; None if they are not."""
     level: list[Any] = [values]
     for _ in range(limits.nesting):
@@ -68,7 +68,7 @@ def too_deep(limits: Limits) -> str:
     return too_many("is nested", f"more than {limits.nesting:,} deep", "nesting", limits.nesting)
 
 
-def why_names(names: Collection[str], limits: Limits) -> str | None:
+def names_error(names: Collection[str], limits: Limits) -> str | None:
     """Return why column names, or the keys of an object, are refused; None if they are not."""
     if len(names) > limits.columns:
         return too_many("has", f"{len(names):,} columns or keys", "columns", limits.columns)

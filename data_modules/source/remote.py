@@ -223,7 +223,7 @@ def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
             f"{url}: needs a package that is not installed ({reason_of(error)}){_install(url)}"
         ) from error
     except FileNotFoundError as error:
-        raise _why_not_found(url, error.__cause__) from error
+        raise _not_found_error(url, error.__cause__) from error
     except DataError:
         raise
     except Exception as error:
@@ -231,7 +231,7 @@ def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
         raise RemoteError(unreadable(url, error)) from error
 
 
-def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
+def _not_found_error(url: Url, cause: BaseException | None) -> DataError:
     """Return the true reason of a FileNotFoundError: fsspec raises it for any failure over http."""
     if cause is not None and url.address.startswith(("http://", "https://")):
         import asyncio

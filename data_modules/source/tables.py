@@ -18,7 +18,7 @@ from typing import Any
 
 from data_modules.messages import MAX_SHOWN, DataError, Origin, listed, reason_of, shown
 from data_modules.source import opening
-from data_modules.source.limits import Limits, too_deep, why_names, why_nested
+from data_modules.source.limits import Limits, names_error, nesting_error, too_deep
 from data_modules.source.opening import (
     MAX_RAW,
     BadRow,
@@ -103,7 +103,7 @@ class BatchChunk(Chunk):
     def _restored(self, value: Any, feature: Any) -> Any:
         """Return a value as it was before arrow; ValueError if its JSON is nested too deep."""
         value = restore(value, feature)
-        if feature is not None and (problem := why_nested([value], self.limits)):
+        if feature is not None and (problem := nesting_error([value], self.limits)):
             raise ValueError(problem)
         return value
 
@@ -369,7 +369,7 @@ def _end_bytes(source: Any, is_file: bool) -> int:
 
 def _check_schema(file: File, schema: Any, limits: Limits) -> None:
     """Raise DataError if a file's columns exceed a limit or have the same name."""
-    if problem := why_names(schema.names, limits):
+    if problem := names_error(schema.names, limits):
         raise DataError(f"{file}: {problem}")
     times = Counter(schema.names)
     if twice := [name for name in times if times[name] > 1]:
@@ -547,7 +547,7 @@ def _check_header(
 ) -> None:
     if bad is not None:
         raise DataError(bad.problem)
-    if problem := why_names(header, limits):
+    if problem := names_error(header, limits):
         raise DataError(f"{file}:1 {problem}")
     times = Counter(header)
     twice = next((name for name in header if times[name] > 1), None)

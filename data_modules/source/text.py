@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data_modules.messages import DataError, Origin, shown
-from data_modules.source.limits import Limits, too_deep, why_names, why_nested
+from data_modules.source.limits import Limits, names_error, nesting_error, too_deep
 from data_modules.source.opening import (
     MAX_RAW,
     BadRow,
@@ -147,7 +147,7 @@ def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: Limits) -
         return BadRow(origin, _not_an_object(values), raw[:MAX_RAW])
     # Counting brackets is fast, and rules out deep nesting for nearly all rows.
     if text.count("{") + text.count("[") > limits.nesting and (
-        problem := why_nested(values, limits)
+        problem := nesting_error(values, limits)
     ):
         return BadRow(origin, problem, raw[:MAX_RAW])
     return Row(values, origin)
@@ -177,7 +177,7 @@ def parse_element(
     if not isinstance(values, dict):
         return BadRow(origin, _not_an_object(values), text[start:end][:MAX_RAW]), end
     opened = text.count("{", start, end) + text.count("[", start, end)
-    if opened > limits.nesting and (problem := why_nested(values, limits)):
+    if opened > limits.nesting and (problem := nesting_error(values, limits)):
         return BadRow(origin, problem, text[start:end][:MAX_RAW]), end
     return Row(values, origin), end
 
@@ -195,7 +195,7 @@ def _decoder(columns: int, key_chars: int) -> json.JSONDecoder:
             raise _RefusedObjectError(f"key '{shown(twice)}' occurs twice; keep one of them")
         # The total length is counted fast, and small enough in nearly all objects.
         if (len(values) > columns or len("".join(values)) > key_chars) and (
-            problem := why_names(values, limits)
+            problem := names_error(values, limits)
         ):
             raise _RefusedObjectError(problem)
         return values

@@ -95,7 +95,7 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
                 reason = "the entry was damaged"
                 log.warning("data: %s is damaged; its data is tokenized again", folder)
             else:
-                reason = _why_missing(root, key)
+                reason = _describe_change(root, key)
             _remove_leftovers(root, key)
             unfinished = root / f"{key.name}.tmp-{os.getpid()}"
             unfinished.mkdir()
@@ -113,13 +113,13 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
         kind = DiskError if error.errno in _DISK_FULL else DataError
         raise kind(
             f"{root}: cannot write the tokenized data: {os.strerror(error.errno)}"
-            f"{_why_full(root, error)}; set data.cache_dir=FOLDER to a writable folder with "
+            f"{_inode_error(root, error)}; set data.cache_dir=FOLDER to a writable folder with "
             "free space"
         ) from error
     return folder, f"tokenized ({reason})"
 
 
-def _why_full(root: Path, error: OSError) -> str:
+def _inode_error(root: Path, error: OSError) -> str:
     """Return in words what a full disk lacks, if it is not bytes."""
     if error.errno not in _DISK_FULL or not root.is_dir():
         return ""
@@ -240,7 +240,7 @@ def read_newest(root: Path, key: Key) -> str:
         return Path(stream.read(_NAME_BYTES).decode()).name
 
 
-def _why_missing(root: Path, key: Key) -> str:
+def _describe_change(root: Path, key: Key) -> str:
     """Describe what changed since the newest entry of the same data."""
     try:
         # Looked up by name: scanning all entries would take longer with each one.

@@ -29,7 +29,7 @@ from app.process.launch import read_launch
 from app.process.untrusted import Limits, limits, read_header, read_json_object, reading
 from app.training.run_documents import read_object
 from data_modules import DataConfig, DatasetConfig
-from tests.bad_input.opening import End, open_run, settings_for
+from tests.bad_input.opened import End, open_run, settings_for
 from tests.in_process import make_data
 from tests.tiny import save_with_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
 

@@ -27,8 +27,8 @@ import pytest
 from data_modules import DataConfig, DataError
 from data_modules.tokens.encode import Rejected, chunks_of, find_format, read_chunk
 from data_modules.types import Conversation, Document, Item, Tokens
-from tests.bad_input.asking import chat, named, prepare
-from tests.bad_input.opening import at_most
+from tests.bad_input.opened import at_most
+from tests.bad_input.prepared import chat, named, prepare
 
 pytestmark = pytest.mark.slow
 

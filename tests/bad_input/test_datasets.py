@@ -16,7 +16,7 @@ from data_modules import DataConfig, DataError, DatasetConfig, PackingConfig, ch
 from data_modules.datamodule import FinetuneDataModule
 from data_modules.tokens.datasets import DataSpec
 from data_modules.types import BatchSpec, ModelSpec
-from tests.bad_input.asking import ASKED_ONLY, LONG, ROWS, chat, named, prepare, write
+from tests.bad_input.prepared import ASKED_ONLY, LONG, ROWS, chat, named, prepare, write
 from tests.conftest import TrainRun, read_column
 from tests.in_process import make_data
 

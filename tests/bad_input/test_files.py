@@ -19,7 +19,7 @@ import pytest
 from data_modules import DataConfig, check_datasets
 from data_modules.source import Chunk
 from data_modules.tokens.encode import ChunkEncoder, EncodedChunk
-from tests.bad_input.asking import ASKED_ONLY, ROWS, chat, named, prepare, problems_of, write
+from tests.bad_input.prepared import ASKED_ONLY, ROWS, chat, named, prepare, problems_of, write
 from tests.conftest import ROOT
 from tests.in_process import make_data, run_command
 from tests.processes import LONGEST

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from app.config import load_config, load_run_config, save_config
 from app.process.errors import ROOT, exit_code
 from tests import mutations
-from tests.bad_input.opening import LONGEST_SECONDS, at_most, open_run, settings_for
+from tests.bad_input.opened import LONGEST_SECONDS, at_most, open_run, settings_for
 from tests.in_process import make_data
 from tests.tiny import save_with_tokenizer, tiny_llama
 

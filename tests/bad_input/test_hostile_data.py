@@ -17,7 +17,7 @@ import pytest
 
 from data_modules import DataConfig, DataError, check_datasets, open_regular
 from data_modules.source import Limits, fingerprint, opening, read_chunks, tables
-from tests.bad_input.asking import named, prepare, problems_of
+from tests.bad_input.prepared import named, prepare, problems_of
 
 GOOD = {"instruction": "q", "output": "one"}
 LINE = json.dumps(GOOD) + "\n"

@@ -16,7 +16,7 @@ import pytest
 from data_modules.source import Chunk, read_chunks
 from data_modules.tokens.encode import ChunkEncoder, EncodedChunk
 from data_modules.tokens.prepare import Prepared
-from tests.bad_input.asking import chat, prepare, write
+from tests.bad_input.prepared import chat, prepare, write
 from tests.processes import GONE_WITHIN, LONGEST
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from app.config.schema import list_settings
 from app.config.verbs import PARTS, TrainConfig
 from app.model.adapter import keep_start
 from app.process.errors import ROOT, UserError
-from app.run.folder import LOCK_FILE, hold_run
+from app.run.folder import LOCK_FILE, lock_run
 from tests.in_process import make_adapter, make_data, make_model, run_command
 from tests.resumed import contents, damage, damage_all, make_run, start
 
@@ -436,8 +436,8 @@ def test_a_run_without_its_manifest_is_not_resumed(run: Path, content: str | Non
 HOLD = """
 import sys, time
 from pathlib import Path
-from app.run.folder import hold_run
-hold_run(Path(sys.argv[1]))
+from app.run.folder import lock_run
+lock_run(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """
@@ -446,7 +446,7 @@ time.sleep(60)
 def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).mkdir()
     with pytest.raises(OSError, match="cannot be written: Is a directory") as caught:
-        hold_run(tmp_path)
+        lock_run(tmp_path)
     assert f"output.dir={tmp_path}: " in str(caught.value)
 
 

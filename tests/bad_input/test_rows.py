@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.bad_input.asking import prepare, problems_of, quarantined
+from tests.bad_input.prepared import prepare, problems_of, quarantined
 
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}"

@@ -248,7 +248,7 @@ def test_a_pipe_or_a_socket_in_a_files_place_is_refused(
 def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path) -> None:
     from app.process.files import write_atomically
     from app.process.heartbeat import start_heartbeat
-    from app.run.folder import hold_run
+    from app.run.folder import lock_run
     from app.training.log_files import CsvLogger
 
     victim, folder = tmp_path / "victim", tmp_path / "run"
@@ -257,7 +257,7 @@ def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path
     for name in ("run.lock", "metrics.csv", "stacks-rank-0.txt", f".config.yaml.{os.getpid()}"):
         (folder / name).symlink_to(victim)
     with pytest.raises(OSError, match=r"run\.lock"):
-        hold_run(folder)
+        lock_run(folder)
     rows = CsvLogger(folder / "metrics.csv", ["d"])
     with pytest.raises(OSError, match=r"metrics\.csv"):
         rows.drop_rows_after(1)

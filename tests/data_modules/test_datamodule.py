@@ -549,7 +549,7 @@ def test_what_nothing_reads_is_said_in_one_line(
     else:
         data["test_datasets"] = [datasets[1]]
     module = build(datasets, tokenizer, data=data, max_steps=2)
-    line = next(line for line in module.brief() if "nothing reads" in line)
+    line = next(line for line in module.summary() if "nothing reads" in line)
     if streams:
         start = "columns and keys that nothing reads: chats: id ("
         assert line.startswith(start) and "; texts: url (" in line
@@ -563,7 +563,7 @@ def test_what_nothing_reads_is_said_in_one_line(
     assert f"topic (3 rows, first {tmp_path}/chats.jsonl:1)" in full
     assert module.audit.as_dict()["unread"] == [full]
     # Also from the cache.
-    assert line in build(datasets, tokenizer, data=data, max_steps=2).brief()
+    assert line in build(datasets, tokenizer, data=data, max_steps=2).summary()
 
 
 def test_very_many_names_that_nothing_reads_are_not_all_named(
@@ -572,6 +572,6 @@ def test_very_many_names_that_nothing_reads_are_not_all_named(
     rows = [{"text": "one two", f"column {i}": i} for i in range(500)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     module = build([DatasetConfig(path=str(tmp_path / "a.jsonl"))], tokenizer)
-    line = next(line for line in module.brief() if "nothing reads" in line)
+    line = next(line for line in module.summary() if "nothing reads" in line)
     assert len(line) < 400 and line.endswith(", and 193 more")
     assert ("other names", 300) in [(name, rows) for name, rows, _ in module.audit.unread["a"]]

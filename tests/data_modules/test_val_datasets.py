@@ -48,8 +48,8 @@ def test_the_rows_of_a_validation_file_are_all_validation(
     assert (trained.train_rows, trained.validation_rows) == (40, 0)
     assert (held.train_rows, held.validation_rows, held.key) == (0, 12, "data.val_datasets[0]")
     assert "12 validation, never trained on" in held.line()
-    assert "too few" not in " ".join([trained.line(), *module.brief()])
-    assert any("data.val_set_size=0.05 is not applied" in line for line in module.brief())
+    assert "too few" not in " ".join([trained.line(), *module.summary()])
+    assert any("data.val_set_size=0.05 is not applied" in line for line in module.summary())
     assert list(module.prompts(3)) == ["held"]
     module.audit.check()
     assert sum(1 for _ in module.val_dataloader()) > 0
@@ -72,7 +72,7 @@ def test_leaks_into_training_are_told(train: DatasetConfig, tmp_path: Path, toke
     module = build([train], tokenizer, data={"val_datasets": [leaky]})
     assert len(module.train_examples) == 40
     assert module.audit.datasets[1].repeated == 3
-    text = " ".join(module.brief())
+    text = " ".join(module.summary())
     assert "leaky" in text
     assert "are also in the training data" in text
 

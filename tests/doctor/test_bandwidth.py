@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from app.config import load_config, settings_of
 from app.doctor import bandwidth
 from app.doctor.bandwidth import ALL_TO_ALL, KINDS, MIB, Measurement, bus_bandwidth
-from app.doctor.needs import (
+from app.doctor.costs import (
     best_bandwidth,
     estimate_needs,
     hardware_of_ranks,

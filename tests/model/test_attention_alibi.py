@@ -24,7 +24,7 @@ from app.model.attention import (
     attention_inputs,
     check_isolation,
     choose_backend,
-    why_not_packed,
+    packing_error,
 )
 from tests.conftest import TrainRun
 from tests.matrix import matrix
@@ -100,14 +100,14 @@ def test_alibi_is_not_packed(name: str) -> None:
     model = made(name)
     with pytest.raises(ValueError, match=r"models compute their ALiBi bias .* packing=none"):
         check_isolation(model, "eager")
-    assert why_not_packed(model.config.to_dict())
+    assert packing_error(model.config.to_dict())
 
 
 @torch.no_grad()
 def test_falcon_with_rotary_positions_is_packed() -> None:
     model, tokens = made("falcon"), ids(1, 12)
     check_isolation(model, "eager")
-    assert why_not_packed(model.config.to_dict()) is None
+    assert packing_error(model.config.to_dict()) is None
     packed = logits(model, tokens, [[5, 7]])
     for document in (slice(0, 5), slice(5, 12)):
         alone = model(input_ids=tokens[:, document], use_cache=False).logits[0]

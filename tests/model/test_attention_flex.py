@@ -24,7 +24,7 @@ from app.model.attention import (
     attention_implementation,
     choose_backend,
 )
-from app.model.attention.choice import ModelOnDevice, why_not_supported
+from app.model.attention.choice import ModelOnDevice, support_error
 from app.model.attention.flex import BLOCK, block_mask
 from tests.model.test_attention_varlen import assert_same, mistral, run, varlen_2_13
 from tests.tiny import probe, tiny_llama, train_into
@@ -141,7 +141,7 @@ def test_flex_cannot_train_on_the_cpu() -> None:
     model = tiny_llama().config
     with pytest.raises(ValueError, match=r"attention=flex: .* type attention=sdpa"):
         choose_backend(AttentionConfig(backend="flex"), model, "cpu", "fp32")
-    reason = why_not_supported("flex", ModelOnDevice(model, "gpu", "bf16"))
+    reason = support_error("flex", ModelOnDevice(model, "gpu", "bf16"))
     assert reason is not None and "head dimension of 16 or more, not 8" in reason
 
 

@@ -18,7 +18,7 @@ from app.model.attention import (
     check_isolation,
     choose_backend,
 )
-from app.model.attention.choice import ModelOnDevice, find_package_problem, why_not_supported
+from app.model.attention.choice import ModelOnDevice, find_package_problem, support_error
 from tests.model.test_attention_varlen import PACKED, PADDED, latent, mistral, run
 from tests.tiny import tiny_llama, train_into
 
@@ -40,7 +40,7 @@ def windowed() -> Any:
 
 def skip_unless_here(backend: str, model: Any) -> None:
     situation = ModelOnDevice(model.config, "gpu", "bf16")
-    if reason := why_not_supported(backend, situation) or find_package_problem(backend):
+    if reason := support_error(backend, situation) or find_package_problem(backend):
         pytest.skip(reason)
 
 

@@ -282,7 +282,7 @@ def test_the_probe_refuses_positions_that_continue_across_documents(
     model = by_document(tiny_bart())
     with pytest.raises(ValueError, match=r"bart models compute positions .* packing=none"):
         check_pair_isolation(model, "sdpa", is_packed=True)
-    monkeypatch.setattr(inputs, "why_not_packed", lambda numbers: None)
+    monkeypatch.setattr(inputs, "packing_error", lambda numbers: None)
     with pytest.raises(ValueError, match=r"wrong positions .* packing=none"):
         check_pair_isolation(model, "sdpa", is_packed=True)
 

@@ -26,7 +26,7 @@ from app.model.attention import (
     inputs,
 )
 from app.model.attention.attend import MaskRule, build_mask_rule
-from app.model.attention.choice import ModelOnDevice, why_not_supported
+from app.model.attention.choice import ModelOnDevice, support_error
 from tests.matrix import matrix
 from tests.parity.test_attention_families import SHAPE, build
 from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, train_into
@@ -116,7 +116,7 @@ def test_the_shipped_base_passes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["doge", "deepseek_v32"])
 def test_models_that_read_masks_need_eager(family: str) -> None:
     model = build(family)
-    reason = why_not_supported("sdpa", ModelOnDevice(model.config, "cpu", "fp32"))
+    reason = support_error("sdpa", ModelOnDevice(model.config, "cpu", "fp32"))
     assert reason is not None and "select what they attend to" in reason
     model.set_attn_implementation(attention_implementation("sdpa"))
     with pytest.raises(ValueError, match=r"attention=sdpa.* masks? .* type attention=eager"):
@@ -142,7 +142,7 @@ def test_a_decoder_that_computes_positions_is_never_packed(
         check_isolation(model, backend)
     check_against_eager(model, backend, is_packed=False)
     # Also found in a model type that is not listed.
-    monkeypatch.setattr(inputs, "why_not_packed", lambda numbers: None)
+    monkeypatch.setattr(inputs, "packing_error", lambda numbers: None)
     with pytest.raises(ValueError, match=f"in a pack {WRONG} .* type packing=none"):
         check_against_eager(model, backend, is_packed=True)
 

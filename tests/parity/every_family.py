@@ -336,7 +336,7 @@ def outcome(family: str, folder: Path) -> str:
     from app.process.errors import UserError
     from tests.parity import first_step
 
-    if refused := _why_not_opened(family, folder):
+    if refused := _opening_error(family, folder):
         return f"refused: {refused}"
     try:
         save_tiny(family, folder)
@@ -361,14 +361,14 @@ def outcome(family: str, folder: Path) -> str:
             _try_advice(found[packing], folder, plain, packing)
     if found["multipack"] == "equal":
         first_step.check_two_steps(folder)
-        reason = _why_padded(folder)
+        reason = _packing_error(folder)
         return "equal" if reason is None else f"equal, in padded rows: {reason}"
     if found["none"] == "equal":
         return f"equal with packing=none; else refused: {found['multipack']}"
     return f"refused: {found['none']}"
 
 
-def _why_not_opened(family: str, folder: Path) -> str | None:
+def _opening_error(family: str, folder: Path) -> str | None:
     """Return a run's refusal of a `family` without a class of text models, None if it has one."""
     from transformers import CONFIG_MAPPING
 
@@ -412,10 +412,10 @@ def save_tiny(family: str, folder: Path) -> None:
     config.save_pretrained(folder)  # the family's config, if the class saves that of a part
 
 
-def _why_padded(folder: Path) -> str | None:
-    from app.model.attention import why_not_packed
+def _packing_error(folder: Path) -> str | None:
+    from app.model.attention import packing_error
 
-    return why_not_packed(json.loads((folder / "config.json").read_text()))
+    return packing_error(json.loads((folder / "config.json").read_text()))
 
 
 def _try_advice(message: str, folder: Path, plain: Any, packing: str) -> None:

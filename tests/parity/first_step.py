@@ -17,7 +17,7 @@ from app.model.attention import (
     AttentionConfig,
     attention_implementation,
     choose_backend,
-    why_not_packed,
+    packing_error,
 )
 from app.model.base import ModelConfig, load_base
 from app.model.kernels import unfuse_layers
@@ -97,7 +97,7 @@ def open_module(folder: Path, packing: str = "multipack", attention: str = "auto
     architecture = load_architecture(base)
     backend = choose_backend(config, architecture, "cpu", "fp32").backend
     module = module_of(load_base(base, attention_implementation(backend), torch.float32), backend)
-    is_packable = why_not_packed(architecture.to_dict(), backend) is None
+    is_packable = packing_error(architecture.to_dict(), backend) is None
     module.is_packed = packing != "none" and is_packable
     module.on_fit_start()
     return module

@@ -22,7 +22,7 @@ from app.model.attention import (
     check_isolation,
     choose_backend,
 )
-from app.model.attention.choice import ModelOnDevice, why_not_supported
+from app.model.attention.choice import ModelOnDevice, support_error
 from app.process.errors import UserError
 from data_modules import (
     BatchSpec,
@@ -262,7 +262,7 @@ def test_gpu_backends_equal_the_models_own_attention(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     model = build(family)
-    reason = why_not_supported(backend, ModelOnDevice(model.config, "gpu", "bf16"))
+    reason = support_error(backend, ModelOnDevice(model.config, "gpu", "bf16"))
     is_runnable = (
         reason is None or "16 wide" in reason
     )  # the heads of these tiny models are not wider

@@ -19,13 +19,13 @@ from tests.training.checkpoint.saves import NOT_KILLED, in_a_child
 @pytest.fixture(autouse=True)
 def disarmed() -> object:
     yield
-    faults.arm([], Path())
+    faults.arm_faults([], Path())
 
 
 def arm(run: Path, *texts: str, rank: int = 0, num_ranks: int = 1) -> None:
     armed, problems = faults.parse_faults(texts)
     assert problems == []
-    faults.arm(armed, run, rank=rank, num_ranks=num_ranks)
+    faults.arm_faults(armed, run, rank=rank, num_ranks=num_ranks)
 
 
 def test_every_form_is_read() -> None:
@@ -91,14 +91,14 @@ def test_what_is_not_a_fault_is_refused_with_the_nearest(text: str, words: str) 
 
 def test_nothing_happens_where_nothing_is_armed(tmp_path: Path) -> None:
     for point in ("step", "save", "disk.write", "ckpt:after_rename"):
-        faults.reach(point, 3)
+        faults.fault_point(point, 3)
     assert not faults.is_due("nan", 3)
     arm(tmp_path, "nan@5", "rank_killed@5", "ckpt:after_rename@5", "disk:1@5", "enospc@5")
-    faults.reach("step", 4)
-    faults.reach("disk.write")  # of no save
-    faults.reach("save", 4)
-    faults.reach("disk.write")
-    faults.reach("ckpt:after_rename", 4)
+    faults.fault_point("step", 4)
+    faults.fault_point("disk.write")  # of no save
+    faults.fault_point("save", 4)
+    faults.fault_point("disk.write")
+    faults.fault_point("ckpt:after_rename", 4)
     assert not (tmp_path / faults.NOTES_FILE).exists()
 
 
@@ -107,7 +107,7 @@ def test_a_rank_is_killed_at_its_step_and_not_again(tmp_path: Path) -> None:
         arm(tmp_path, "rank_killed@3")
         for step in range(1, 6):
             (tmp_path / "steps").write_text(str(step))
-            faults.reach("step", step)
+            faults.fault_point("step", step)
 
     assert in_a_child(train) == -signal.SIGKILL
     assert (tmp_path / "steps").read_text() == "3"
@@ -117,7 +117,7 @@ def test_a_rank_is_killed_at_its_step_and_not_again(tmp_path: Path) -> None:
 def test_a_fault_strikes_as_often_as_it_is_typed(tmp_path: Path) -> None:
     def train() -> None:
         arm(tmp_path, "rank_killed@3", "rank_killed@3")
-        faults.reach("step", 3)
+        faults.fault_point("step", 3)
 
     assert [in_a_child(train) for _ in range(3)] == [-signal.SIGKILL, -signal.SIGKILL, NOT_KILLED]
 
@@ -137,9 +137,9 @@ def test_a_fault_strikes_on_its_rank(tmp_path: Path, text: str, struck: list[int
 
         def train(rank: int = rank) -> None:
             arm(tmp_path, text, rank=rank, num_ranks=2)
-            faults.reach("step", 3)
-            faults.reach("save", 3)
-            faults.reach("ckpt:after_rename", 3)
+            faults.fault_point("step", 3)
+            faults.fault_point("save", 3)
+            faults.fault_point("ckpt:after_rename", 3)
 
         assert in_a_child(train) == (-signal.SIGKILL if rank in struck else NOT_KILLED)
 
@@ -155,28 +155,28 @@ def test_a_nonfinite_number_is_injected_once(tmp_path: Path) -> None:
 def test_a_full_disk_is_met_in_the_save_of_its_step(tmp_path: Path) -> None:
     arm(tmp_path, "enospc:2@20")
     for step in (10, 20):
-        faults.reach("save", step)
-        faults.reach("disk.mkdir")
-        faults.reach("disk.unlink")  # needs no room
+        faults.fault_point("save", step)
+        faults.fault_point("disk.mkdir")
+        faults.fault_point("disk.unlink")  # needs no room
         if step == 20:
             with pytest.raises(OSError) as told:
-                faults.reach("disk.create")
+                faults.fault_point("disk.create")
             assert told.value.errno == errno.ENOSPC
         else:
-            faults.reach("disk.create")
-        faults.reach("disk.write")
+            faults.fault_point("disk.create")
+        faults.fault_point("disk.write")
 
 
 def test_operations_are_counted_from_the_beginning_of_a_save(tmp_path: Path) -> None:
     def work() -> None:
         arm(tmp_path, "disk:3")
-        faults.reach("save", 10)
+        faults.fault_point("save", 10)
         for _ in range(2):
-            faults.reach("disk.write")
-        faults.reach("save", 20)
+            faults.fault_point("disk.write")
+        faults.fault_point("save", 20)
         for count in range(1, 4):
             (tmp_path / "count").write_text(str(count))
-            faults.reach("disk.write")
+            faults.fault_point("disk.write")
 
     assert in_a_child(work) == -signal.SIGKILL
     assert (tmp_path / "count").read_text() == "3"
@@ -185,8 +185,9 @@ def test_operations_are_counted_from_the_beginning_of_a_save(tmp_path: Path) -> 
 def test_a_hanging_rank_hangs(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from app.process import faults\n"
-        "faults.arm(faults.parse_faults(['hang@2'])[0], Path(sys.argv[1]))\n"
-        "faults.reach('step', 1); print('one', flush=True); faults.reach('step', 2); print('two')"
+        "faults.arm_faults(faults.parse_faults(['hang@2'])[0], Path(sys.argv[1]))\n"
+        "faults.fault_point('step', 1); print('one', flush=True)\n"
+        "faults.fault_point('step', 2); print('two')"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -220,8 +221,8 @@ def test_a_signal_comes_within_its_step(
     try:
         arm(tmp_path, f"{name}@3")
         for step in (2, 3, 3):
-            faults.reach("batch", step)
-            faults.reach("step", step - 1)
+            faults.fault_point("batch", step)
+            faults.fault_point("step", step - 1)
             assert heard == ([faults.SIGNALS[name]] if step == 3 else [])
     finally:
         signal.signal(faults.SIGNALS[name], before)
@@ -232,7 +233,7 @@ def test_a_micro_batch_is_counted_within_its_step(tmp_path: Path) -> None:
         def work() -> None:
             arm(tmp_path, "batch_killed:2@3", rank=1, num_ranks=2)
             for step in steps:
-                faults.reach("batch", step)
+                faults.fault_point("batch", step)
 
         return in_a_child(work)
 

@@ -35,8 +35,8 @@ from pathlib import Path
 from app.process.errors import UserError, TrainingFault
 from app.process.reporting import report
 from app.process.heartbeat import ENDED, beat, refresh_liveness, send_to_supervisor, start_heartbeat
-from app.process.launch import live_with_parent
-live_with_parent()
+from app.process.launch import exit_with_parent
+exit_with_parent()
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 first = int(os.environ["LOFT_RESUME_STEP"])
 os.environ["LOFT_RUN_DIR"] = str(folder)
@@ -466,7 +466,7 @@ def test_a_second_signal_ends_all_ranks_immediately(tmp_path: Path) -> None:
 
 
 def test_a_child_ends_itself_if_its_parent_has_ended() -> None:
-    code = "from app.process.launch import live_with_parent; live_with_parent(); print('alive')"
+    code = "from app.process.launch import exit_with_parent; exit_with_parent(); print('alive')"
     environment = os.environ | {"LOFT_PARENT": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=False

@@ -21,7 +21,7 @@ from app.process.logs import LOG_FILE
 from app.training.checkpoint.store import CheckpointStore
 from tests.processes import GONE_WITHIN
 from tests.reliability.cases import Chain, Death, Operations, Variant
-from tests.reliability.person import Ending, Person
+from tests.reliability.person import ExitStatus, Person
 from tests.reliability.plans import plan_counted
 from tests.runs import check_same_run
 from tests.training.checkpoint.test_store_damaged import DAMAGES
@@ -177,7 +177,7 @@ def read_lines(file: Path, begins: int = 0) -> list[str]:
 
 
 def _problems(
-    death: Death | None, ending: Ending, run: Path, expected_output: list[str]
+    death: Death | None, ending: ExitStatus, run: Path, expected_output: list[str]
 ) -> list[str]:
     """List deviations from the expected state after the end of a process."""
     problems = []

@@ -31,7 +31,7 @@ LINES = "stdin.txt"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class ExitStatus:
     """How a command ended."""
 
     code: int
@@ -86,7 +86,7 @@ class Person:
         is_warm: bool = True,
         environment: Mapping[str, str] | None = None,
         meanwhile: Callable[[int], None] | None = None,
-    ) -> Ending:
+    ) -> ExitStatus:
         """Run `python -m app.train` with `words`, logging to `folder`; wait for its end.
 
         `lines` are its standard input. `meanwhile` is called with its process id once it runs.
@@ -112,7 +112,7 @@ class Person:
             too_long.cancel()
             end_session(pid)
         output = log.read_bytes()[begins:].decode(errors="replace")
-        return Ending(code=code, output=output, seconds_until_gone=seconds)
+        return ExitStatus(code=code, output=output, seconds_until_gone=seconds)
 
     def train_into(self, run: Path, *words: str, code: int = 0, **options: Any) -> str:
         """Train into the folder `run`; check the exit code `code`, return the output."""

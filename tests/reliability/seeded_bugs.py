@@ -139,13 +139,13 @@ BUGS = [
         file=STORE,
         right="""            written = disk.write_file(unfinished / MANIFEST, [text])
             disk.sync_folder(unfinished)
-            faults.reach("ckpt:after_manifest", step)
+            faults.fault_point("ckpt:after_manifest", step)
             disk.write_file(unfinished / MARKER, [marker_of(written.sha256)])
 """,
         wrong="""            import hashlib
             disk.write_file(unfinished / MARKER, [marker_of(hashlib.sha256(text).hexdigest())])
             disk.sync_folder(unfinished)
-            faults.reach("ckpt:after_manifest", step)
+            faults.fault_point("ckpt:after_manifest", step)
             disk.write_file(unfinished / MANIFEST, [text])
 """,
         test=f"{KILLED}::test_the_marker_comes_after_every_sync_and_the_name_after_the_marker",

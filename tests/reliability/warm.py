@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import pytest
 
 from app.process.installation import CHILD
-from app.process.launch import PARENT_VARIABLE, live_with_parent
+from app.process.launch import PARENT_VARIABLE, exit_with_parent
 from tests.reliability.python import attend, take_descriptors, write_python
 
 MOST_BYTES = 1 << 16
@@ -65,7 +65,7 @@ def serve(file: str) -> None:
     Each line of stdin is a request; the replies are its process id, and later its exit code.
     Commands of the interpreter that is written to `file` arrive through a socket.
     """
-    live_with_parent()
+    exit_with_parent()
     import_all()
     address = f"{file}.socket"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
@@ -291,7 +291,7 @@ def record_into(folder: Path) -> None:
         note(f"batches-rank-{module.trainer.global_rank}", f"{step} {digest.hexdigest()[:16]}")
 
     FinetuneModule.on_train_batch_start = noted_batch
-    reach, save = faults.reach, [0]
+    reach, save = faults.fault_point, [0]
 
     def noted_point(point: str, step: int | None = None) -> None:
         if point == "save":
@@ -300,7 +300,7 @@ def record_into(folder: Path) -> None:
             note("operations", f"{save[0]} {point}")
         reach(point, step)
 
-    faults.reach = noted_point
+    faults.fault_point = noted_point
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ State = tuple[dict[str, Tensor], dict[str, Tensor], Any]
 @pytest.fixture(autouse=True)
 def disarmed() -> Iterator[None]:
     yield
-    faults.arm([], Path())
+    faults.arm_faults([], Path())
 
 
 @dataclass
@@ -142,7 +142,7 @@ def fit(
     found.metrics = Metrics(NAMES, [found], every, watch)
     parsed, problems = faults.parse_faults(texts)
     assert problems == []
-    faults.arm(parsed, folder)
+    faults.arm_faults(parsed, folder)
     module = FinetuneModule(
         build_model,
         backend="sdpa",

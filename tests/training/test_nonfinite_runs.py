@@ -40,7 +40,7 @@ STREAM = ("data.streaming=true", "data.mixture.weights=rows")
 @pytest.fixture(autouse=True)
 def disarmed() -> Iterator[None]:
     yield
-    faults.arm([], Path())
+    faults.arm_faults([], Path())
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import yaml
 from app.config import load_config
 from app.preflight import check_compatibility
 from app.training import trackers
-from app.training.log_files import CsvLogger, Outcome
+from app.training.log_files import CsvLogger, RunSummary
 from app.training.logger import LoggerConfig, build_loggers, drop_rows_after
 from app.training.trackers import Tracker
 from tests.tiny import small_run, train_into
@@ -65,7 +65,7 @@ def test_a_tracker_receives_rows_settings_and_status_and_continues_its_run(tmp_p
         tracker.log_hyperparams({"seed": 1})
         for step in (1, 2):
             tracker.log_metrics({"train/loss": 1.0, "train/share/a": 0.5}, step)
-        tracker.finish(Outcome(metrics={"val/loss": 1.0}))
+        tracker.finish(RunSummary(metrics={"val/loss": 1.0}))
         (logger,) = made
         assert logger.version == expected
         assert logger.rows == [({"train/loss": 1.0}, 1), ({"train/loss": 1.0}, 2)]
@@ -102,7 +102,7 @@ def test_a_tracker_that_fails_or_hangs_is_abandoned(
     with caplog.at_level(logging.WARNING):
         for step in range(500):
             tracker.log_metrics({"train/loss": 1.0}, step)
-        tracker.finish(Outcome())
+        tracker.finish(RunSummary())
     assert time.monotonic() - started < 2
     (message,) = caplog.messages
     assert message.startswith(warning) and "\n" not in message
@@ -119,7 +119,7 @@ def test_a_tracker_that_falls_behind_is_abandoned(
     with caplog.at_level(logging.WARNING):
         for step in range(100):
             tracker.log_metrics({"train/loss": 1.0}, step)
-        tracker.finish(Outcome())
+        tracker.finish(RunSummary())
     assert len(caplog.messages) == 1 and "it is 20 rows behind" in caplog.text
     made[0].released.set()
 
@@ -166,7 +166,7 @@ def test_mlflow_keeps_a_curve_for_every_name(
     tracker = Tracker("mlflow", tmp_path)
     for step in (1, 2):
         tracker.log_metrics({"val/loss": 1.0} | {f"val/loss/{name}": 1.0 for name in NAMES}, step)
-    tracker.finish(Outcome(metrics={"val/loss": 1.0}, is_done=True))
+    tracker.finish(RunSummary(metrics={"val/loss": 1.0}, is_done=True))
     (run,) = (tmp_path / "mlruns").glob("*/*/metrics/val/loss")
     curves = list(run.iterdir())
     assert len(curves) == len(NAMES) + 1

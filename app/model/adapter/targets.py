@@ -249,7 +249,7 @@ def _find_experts(config: LoraConfig, base: BaseModules, found: Targets) -> None
     in_experts = sum(map(math.prod, base.experts.values()))
     in_linear = sum(math.prod(s) for name, s in (base.linear or {}).items() if name != base.head)
     share = in_experts / (in_experts + in_linear)
-    if reason := _why_peft_cannot(config):
+    if reason := _peft_error(config):
         if config.experts == "lora":
             found.problems.append(f"adapter.experts=lora: {reason}")
         else:
@@ -269,7 +269,7 @@ def _is_all_linear(config: LoraConfig) -> bool:
     return str(config.target_modules).lower() == "all-linear"
 
 
-def _why_peft_cannot(config: LoraConfig) -> str | None:
+def _peft_error(config: LoraConfig) -> str | None:
     """Return why peft (0.21) cannot put this LoRA on a parameter, and what to type."""
     if config.dropout:
         return "peft has no dropout for fused experts; type adapter.dropout=0"

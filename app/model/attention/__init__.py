@@ -13,10 +13,10 @@ from app.model.attention.backends import (
     HALF_PRECISION_ONLY,
     AttentionConfig,
     attention_implementation,
+    batching_error,
     check_implementation,
     generation_attention,
-    why_not_batched,
-    why_not_packed,
+    packing_error,
 )
 from app.model.attention.choice import (
     AttentionChoice,
@@ -45,6 +45,7 @@ __all__ = [
     "AttentionConfig",
     "attention_implementation",
     "attention_inputs",
+    "batching_error",
     "check_against_eager",
     "check_causal",
     "check_implementation",
@@ -55,10 +56,9 @@ __all__ = [
     "generation_attention",
     "hide_boundaries_from_mixers",
     "mixers_run_by_document",
+    "packing_error",
     "pair_inputs",
     "recompute_on_same_documents",
     "restore_kernel",
     "select_fastest_kernel",
-    "why_not_batched",
-    "why_not_packed",
 ]

@@ -134,7 +134,7 @@ def check_implementation(model: PreTrainedModel, implementation: str) -> None:
             )
 
 
-def why_not_packed(config: Mapping[str, Any], backend: str = "auto") -> str | None:
+def packing_error(config: Mapping[str, Any], backend: str = "auto") -> str | None:
     """Return why documents cannot be packed for a model, or None; they go into padded rows instead.
 
     `config`: contents of its config.json.
@@ -162,7 +162,7 @@ def why_not_packed(config: Mapping[str, Any], backend: str = "auto") -> str | No
     return f"{model_type} models {reason}"
 
 
-def why_not_batched(config: Mapping[str, Any], longest: int | None = None) -> str | None:
+def batching_error(config: Mapping[str, Any], longest: int | None = None) -> str | None:
     """Return why a document's logits depend on the rest of its batch, or None if they do not.
 
     Holds for packed and for padded batches of documents up to `longest` tokens. `config`: contents
@@ -187,11 +187,11 @@ def why_not_batched(config: Mapping[str, Any], longest: int | None = None) -> st
             "(decoder_start_token_id): its logits depend on the padding of the row"
         )
     else:
-        return _why_too_long(config, longest)
+        return _length_error(config, longest)
     return f"{model_type} models {reason}: type model.path=ANOTHER_BASE"
 
 
-def _why_too_long(config: Mapping[str, Any], longest: int | None) -> str | None:
+def _length_error(config: Mapping[str, Any], longest: int | None) -> str | None:
     """Return why documents up to `longest` tokens are too long for a model that selects keys."""
     text = _nested_config(config, "text_config")
     model_type = str(text.get("model_type"))

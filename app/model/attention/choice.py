@@ -111,7 +111,7 @@ def choose_backend(
     model = ModelOnDevice(architecture, accelerator, precision)
     if config.backend == "auto":
         return _choose_fastest(model)
-    if reason := why_not_supported(config.backend, model):
+    if reason := support_error(config.backend, model):
         raise UserError(f"attention={config.backend}: {reason}; type {_suggest_backend(model)}")
     if problem := find_package_problem(config.backend):
         raise ImportError(f"attention={config.backend}: {problem}; type {_suggest_backend(model)}")
@@ -124,7 +124,7 @@ def _choose_fastest(model: ModelOnDevice) -> AttentionChoice:
     for backend in FASTEST_FIRST:
         if backend in BY_CLASS.get(model.model_type, ()):
             continue  # works only for batches of one row
-        reason = why_not_supported(backend, model) or find_package_problem(backend)
+        reason = support_error(backend, model) or find_package_problem(backend)
         if reason is None:
             chosen = backend
             break
@@ -140,7 +140,7 @@ def _suggest_backend(model: ModelOnDevice) -> str:
     return f"attention={backend}{' packing=none' if cannot_pack else ''}"
 
 
-def why_not_supported(backend: str, model: ModelOnDevice) -> str | None:
+def support_error(backend: str, model: ModelOnDevice) -> str | None:
     """Return why `backend` cannot run this model on its device, or None if it can."""
     return next(_obstacles(backend, model), None)
 

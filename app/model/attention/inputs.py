@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.backends import BY_CLASS, why_not_batched, why_not_packed
+from app.model.attention.backends import BY_CLASS, batching_error, packing_error
 from app.model.attention.documents import (
     Lengths,
     boundary_arguments,
@@ -84,9 +84,9 @@ def _check_batch(model: PreTrainedModel, *sides: Lengths) -> None:
     config = _config_values(model.config)
     is_packed = any(len(row) > 1 for side in sides for row in side)
     longest = max((length for side in sides for row in side for length in row), default=None)
-    if is_packed and (reason := why_not_packed(config)):
+    if is_packed and (reason := packing_error(config)):
         raise UserError(f"{reason}: type packing=none")
-    if reason := why_not_batched(config, longest):
+    if reason := batching_error(config, longest):
         raise UserError(reason)
 
 

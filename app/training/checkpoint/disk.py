@@ -32,24 +32,24 @@ class WrittenFile:
 
 def make_folder(folder: Path) -> None:
     """Create a folder, whose parent must exist."""
-    faults.reach("disk.mkdir")
+    faults.fault_point("disk.mkdir")
     folder.mkdir()
 
 
 def write_file(file: Path, blocks: Iterable[bytes | memoryview]) -> WrittenFile:
     """Write, hash and sync a new file from `blocks` of bytes."""
     digest, num_bytes = hashlib.sha256(), 0
-    faults.reach("disk.create")
+    faults.fault_point("disk.create")
     with file.open("xb", buffering=0) as stream:
         for block in blocks:
             digest.update(block)
             rest = memoryview(block)
             num_bytes += rest.nbytes
             while rest.nbytes:
-                faults.reach("disk.write")
+                faults.fault_point("disk.write")
                 rest = rest[stream.write(rest) or 0 :]
             refresh_liveness()
-        faults.reach("disk.fsync")
+        faults.fault_point("disk.fsync")
         os.fsync(stream.fileno())
     return WrittenFile(sha256=digest.hexdigest(), num_bytes=num_bytes)
 
@@ -65,19 +65,19 @@ def read_hash(file: Path) -> str:
 
 def sync_folder(folder: Path) -> None:
     """Sync the entries of a folder to disk."""
-    faults.reach("disk.fsync")
+    faults.fault_point("disk.fsync")
     files.sync_folder(folder)
 
 
 def replace(source: Path, target: Path) -> None:
     """Rename a file or a folder; the target of a folder must be empty or missing."""
-    faults.reach("disk.replace")
+    faults.fault_point("disk.replace")
     os.replace(source, target)
 
 
 def remove_file(file: Path) -> None:
     """Remove one file."""
-    faults.reach("disk.unlink")
+    faults.fault_point("disk.unlink")
     file.unlink()
 
 
@@ -88,7 +88,7 @@ def remove_folder(folder: Path) -> None:
             remove_folder(entry)
         else:
             remove_file(entry)
-    faults.reach("disk.rmdir")
+    faults.fault_point("disk.rmdir")
     folder.rmdir()
 
 

@@ -126,7 +126,7 @@ class CheckpointSaver(L.Callback):
         is_saved = self.is_due(step) or module.stops_early or self._is_best(trainer, module.metrics)
         if is_saved:
             self.save(trainer, module)
-        faults.reach("step", step)
+        faults.fault_point("step", step)
         if (signum := self.signals.poll()) is not None:
             if not is_saved:
                 self.save(trainer, module)
@@ -188,7 +188,7 @@ class CheckpointSaver(L.Callback):
                 self.checkpoints.do_before_commit(logger.save)
             self.store.begin(step)
         else:
-            faults.reach("save", step)
+            faults.fault_point("save", step)
         strategy.barrier("a checkpoint has started")
         add_random_state = partial(
             self.store.add_document,
@@ -302,11 +302,11 @@ def build_saver(
             or is_measured_at(step, measure_every, validate_every)
         ]
         if not ranked and total_steps > 1 and config.checkpoint.keep_best:
-            raise UserError(_why_unranked(config, validate_every, has_validation, bool(validated)))
+            raise UserError(_ranking_error(config, validate_every, has_validation, bool(validated)))
     return CheckpointSaver(checkpoints, is_due=is_due, validates_after=validates_after)
 
 
-def _why_unranked(
+def _ranking_error(
     config: TrainerConfig, validate_every: int, has_validation: bool, is_validated: bool
 ) -> str:
     """Return why no step except the last can be ranked, and what to type."""

@@ -75,7 +75,7 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """Start the save of `step`; called on rank 0 before any rank adds files."""
-        faults.reach("save", step)
+        faults.fault_point("save", step)
         self._written, self._current_step = {}, step
         unfinished = self._unfinished(step)
         with self._raising_save_errors(step):
@@ -84,7 +84,7 @@ class CheckpointStore:
                 disk.sync_folder(self.folder.parent)
             self._remove_leftovers()
             disk.make_folder(unfinished)
-            faults.reach("ckpt:after_begin", step)
+            faults.fault_point("ckpt:after_begin", step)
         return unfinished
 
     def add_tensors(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -130,15 +130,15 @@ class CheckpointStore:
             text = json.dumps(manifest, indent=1).encode() + b"\n"
             written = disk.write_file(unfinished / MANIFEST, [text])
             disk.sync_folder(unfinished)
-            faults.reach("ckpt:after_manifest", step)
+            faults.fault_point("ckpt:after_manifest", step)
             disk.write_file(unfinished / MARKER, [marker_of(written.sha256)])
             disk.sync_folder(unfinished)
-            faults.reach("ckpt:after_marker", step)
+            faults.fault_point("ckpt:after_marker", step)
             if folder.exists():  # this step was saved before: one of the two exists at any moment
                 disk.replace(folder, folder.with_suffix(".old"))
             disk.replace(unfinished, folder)
             disk.sync_folder(self.folder)
-            faults.reach("ckpt:after_rename", step)
+            faults.fault_point("ckpt:after_rename", step)
         self._current_step = None
         committed = Checkpoint(folder=folder, step=step, manifest=manifest)
         self._rotate(committed)
@@ -229,7 +229,7 @@ class CheckpointStore:
         else:
             record = file.with_name(file.name + RECORD_SUFFIX)
             disk.write_file(record, [json.dumps(asdict(written)).encode()])
-        faults.reach("ckpt:after_file", step)
+        faults.fault_point("ckpt:after_file", step)
 
     def _collect_records(self, step: int, needed: Sequence[str]) -> None:
         """Read the records of other processes; SaveError if some of `needed` do not appear."""
@@ -290,7 +290,7 @@ class CheckpointStore:
         replaced = newest.folder.with_suffix(".old")
         if replaced.exists():
             self._remove(replaced, newest.step)
-        faults.reach("ckpt:after_rotation", newest.step)
+        faults.fault_point("ckpt:after_rotation", newest.step)
 
     def _remove(self, folder: Path, step: int | None = None) -> None:
         """Remove a checkpoint, its marker first; a failed removal is retried by the next save."""
@@ -298,7 +298,7 @@ class CheckpointStore:
             if (folder / MARKER).exists():
                 disk.remove_file(folder / MARKER)
                 disk.sync_folder(folder)
-                faults.reach("ckpt:after_unmark", step)
+                faults.fault_point("ckpt:after_unmark", step)
             disk.remove_folder(folder)
         except OSError as error:
             log.warning("%s cannot be removed: %s", folder, error.strerror)

@@ -14,11 +14,11 @@ from app.config import load_config
 from app.config.verbs import PlanConfig
 from app.planning.communication import REDUCE_SCATTER, list_collectives, sent_by_node
 from app.planning.planned import on_hardware, plan_run
-from tests.hosts import PORT, Host, two_hosts, why_no_hosts
+from tests.hosts import PORT, Host, hosts_error, two_hosts
 from tests.parity.strategies.counted import NOTES
 from tests.parity.strategies.layouts import SINGLE, Layout, Runs, check_same_steps
 from tests.planning.test_planned import STRATEGIES
-from tests.reliability.person import Ending, Person
+from tests.reliability.person import ExitStatus, Person
 from tests.runs import rows_of
 from tests.tiny import SAMPLES, save_with_tokenizer, tiny_llama
 
@@ -129,7 +129,7 @@ class HostRuns:
         run = folder / "run"
         words = [*words_of(self._base, layout, 2 * layout.ranks), "trainer.num_nodes=2"]
 
-        def ranks_of(number: int) -> Ending:
+        def ranks_of(number: int) -> ExitStatus:
             own = folder / self._pair[number].name
             own.mkdir(parents=True)
             return self._persons[number].type_train(
@@ -169,7 +169,7 @@ class HostRuns:
 def host_runs(
     wide: Path, runs: Runs, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HostRuns]:
-    if (reason := why_no_hosts()) is not None:
+    if (reason := hosts_error()) is not None:
         pytest.skip(reason)
     with two_hosts() as pair:
         found = HostRuns(pair, runs, wide, tmp_path_factory.mktemp("host_runs"))

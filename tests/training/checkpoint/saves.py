@@ -73,7 +73,7 @@ def killed_at(number: int, run: Path, work: Callable[[], None]) -> bool:
     def work_until_then() -> None:
         armed, problems = faults.parse_faults([f"disk:{number}"])
         assert not problems
-        faults.arm(armed, run)
+        faults.arm_faults(armed, run)
         work()
 
     status = in_a_child(work_until_then)

@@ -25,13 +25,13 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture(autouse=True)
 def disarmed() -> object:
     yield
-    faults.arm([], Path())
+    faults.arm_faults([], Path())
 
 
 def arm(run: Path, text: str) -> None:
     armed, problems = faults.parse_faults([text])
     assert not problems
-    faults.arm(armed, run)
+    faults.arm_faults(armed, run)
 
 
 def num_points(run: Path) -> int:

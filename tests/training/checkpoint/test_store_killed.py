@@ -98,7 +98,7 @@ def test_every_named_point_is_reached(tmp_path: Path, point: str) -> None:
     save(make_store(tmp_path), 10)
 
     def work() -> None:
-        faults.arm(faults.parse_faults([f"ckpt:{point}@20"])[0], tmp_path)
+        faults.arm_faults(faults.parse_faults([f"ckpt:{point}@20"])[0], tmp_path)
         save(make_store(tmp_path), 20)
 
     assert in_a_child(work) == -9

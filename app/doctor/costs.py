@@ -27,7 +27,7 @@ MAX_RATIO = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Need:
+class CollectiveCost:
     """The bandwidth need of one kind of collective in an optimizer step."""
 
     what: str
@@ -43,11 +43,11 @@ class Need:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Needs:
+class CommunicationCost:
     """The bandwidth needs of an optimizer step, and its communication and compute times."""
 
     strategy: str
-    needs: tuple[Need, ...]
+    needs: tuple[CollectiveCost, ...]
     rule_gbit: float
     """Gbit per node and micro-batch by the rule of thumb for full sharding, 48 x M / N"""
     rule_seconds: float | None
@@ -89,7 +89,7 @@ def nominal_bandwidth(hardware: HardwareConfig) -> float:
 
 def estimate_needs(
     config: PlanConfig, hardware: HardwareConfig, measured: Sequence[Measurement]
-) -> Needs:
+) -> CommunicationCost:
     """Estimate the bandwidth needs of a step of `config` on the ranks of `hardware`."""
     run = _plan(config, hardware)
     collectives = list_collectives(run)
@@ -104,7 +104,7 @@ def estimate_needs(
     if hardware.half_tflops:
         speed = estimate_speed(run, size)
         computes = speed.products + speed.attention + speed.traffic
-    return Needs(
+    return CommunicationCost(
         strategy=run.strategy.name,
         needs=needs,
         rule_gbit=gbit,
@@ -129,10 +129,12 @@ def _plan(config: PlanConfig, hardware: HardwareConfig) -> PlannedRun:
     return run
 
 
-def _need(collective: Collective, weights: float, measured: Sequence[Measurement]) -> Need:
+def _need(
+    collective: Collective, weights: float, measured: Sequence[Measurement]
+) -> CollectiveCost:
     best = best_bandwidth(measured, collective.kind)
     ring = (collective.num_ranks - 1) / collective.num_ranks
-    return Need(
+    return CollectiveCost(
         what=collective.what,
         kind=collective.kind,
         times=collective.times,
@@ -163,7 +165,7 @@ def list_link_rows(measured: Sequence[Measurement], hardware: HardwareConfig) ->
     return [Row("link", WARNING, found, fix)]
 
 
-def list_step_rows(needs: Needs) -> list[Row]:
+def list_step_rows(needs: CommunicationCost) -> list[Row]:
     """Say whether a step would wait for its communication."""
     if needs.compute_seconds is None or not needs.needs:
         return []
