@@ -176,7 +176,7 @@ def _check_base(
     """
     if model.path is None or not (folder := Path(model.path)).is_dir():
         return
-    if typed.get("model.revision") is not None:
+    if typed.get("model.revision"):  # an empty one is refused as such
         raise UserError(f"model.revision has no effect: {folder} is not a hub id; leave it out")
     key, file = "model.architecture", folder / "config.json"
     is_given = any(each.startswith(key) for each in typed) or (experiment and experiment.sets(key))

@@ -611,7 +611,7 @@ def test_an_expression_without_end_from_a_tokenizer(base: Path, made: Path) -> N
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     change(base / "tokenizer.json", pre_tokenizer=split | {"pattern": {"Regex": "(a+)+$"}})
     end = open_base(base, made)
-    refused(end, f"{base / 'tokenizer_config.json'}", "retry-limit-in-match")
+    refused(end, f"{base / 'tokenizer.json'}", "(a+)+$", "retry-limit-in-match")
 
 
 def test_limits_are_typed_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

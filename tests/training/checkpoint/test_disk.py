@@ -17,7 +17,7 @@ from app.training.checkpoint import disk
 @pytest.fixture
 def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     points: list[str] = []
-    monkeypatch.setattr(faults, "reach", lambda point, step=None: points.append(point))
+    monkeypatch.setattr(faults, "fault_point", lambda point, step=None: points.append(point))
     return points
 
 
@@ -106,7 +106,7 @@ def test_a_fault_comes_before_the_operation(
 
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(faults, "reach", strike)
+    monkeypatch.setattr(faults, "fault_point", strike)
     for operation, arguments in (
         (disk.make_folder, ["new"]),
         (disk.write_file, ["new", [b"x"]]),

@@ -396,7 +396,9 @@ def test_a_signal_interrupts_a_validation_which_is_repeated_before_the_next_step
         "app.training.module.run_pending_validation",
         lambda trainer: seen.append("validates") or run_pending_validation(trainer),
     )
-    monkeypatch.setattr(faults, "reach", lambda point, step=None: seen.append(f"{point} {step}"))
+    monkeypatch.setattr(
+        faults, "fault_point", lambda point, step=None: seen.append(f"{point} {step}")
+    )
     check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
     assert seen.index("validates") < seen.index("batch 4")
 
