@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from data_modules.facts import is_settings as is_settings
     from data_modules.facts import setting as setting
     from data_modules.facts import takes as takes
+    from data_modules.limited import LimitError as LimitError
+    from data_modules.limited import ProcessLimits as ProcessLimits
+    from data_modules.limited import run_limited as run_limited
     from data_modules.messages import REDACTED as REDACTED
     from data_modules.messages import DataError as DataError
     from data_modules.messages import DiskError as DiskError
@@ -51,10 +54,7 @@ if TYPE_CHECKING:
     from data_modules.source import read_rows as read_rows
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
     from data_modules.template import ChatTemplate as ChatTemplate
-    from data_modules.template import Limits as Limits
     from data_modules.template import Prompt as Prompt
-    from data_modules.template.checks import LimitError as LimitError
-    from data_modules.template.checks import run_limited as run_limited
     from data_modules.tokens.datasets import DataReport as DataReport
     from data_modules.tokens.datasets import DataSpec as DataSpec
     from data_modules.tokens.size import EpochTokens as EpochTokens
@@ -83,11 +83,11 @@ _HOMES = {
     "Example": "types",
     "Facts": "facts",
     "FinetuneDataModule": "datamodule",
-    "LimitError": "template.checks",
-    "Limits": "template",
+    "LimitError": "limited",
     "ModelSpec": "types",
     "Origin": "messages",
     "PackingConfig": "packing",
+    "ProcessLimits": "limited",
     "Prompt": "template",
     "REDACTED": "messages",
     "RemoteError": "messages",
@@ -117,7 +117,7 @@ _HOMES = {
     "redact": "messages",
     "redacted": "messages",
     "redacted_keys": "messages",
-    "run_limited": "template.checks",
+    "run_limited": "limited",
     "setting": "facts",
     "takes": "facts",
 }

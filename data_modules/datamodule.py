@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from data_modules.audit import Audit
 from data_modules.audit.characters import CharacterCheck
 from data_modules.collator import Batch, Collator
+from data_modules.limited import ProcessLimits
 from data_modules.messages import DataError, Origin, percent, redacted
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
 from data_modules.packing.plan import (
@@ -38,7 +39,7 @@ from data_modules.packing.plan import (
 )
 from data_modules.settings import dataset_names
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
-from data_modules.template import ChatTemplate, Limits, MaskConfig, Prompt
+from data_modules.template import ChatTemplate, MaskConfig, Prompt
 from data_modules.tokens.datasets import DataSpec, PreparedData
 from data_modules.tokens.encode import ChunkEncoder, chunks_of, find_format
 from data_modules.tokens.prepare import hash_of
@@ -114,7 +115,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
             config.chat_template,
             MaskConfig.of(config),
             is_encoder_decoder=is_encoder_decoder,
-            limits=Limits(seconds=config.template_seconds, memory_mb=config.template_memory_mb),
+            limits=ProcessLimits(
+                seconds=config.template_seconds, memory_mb=config.template_memory_mb
+            ),
             template_kwargs=config.chat_template_kwargs,
             renders_chats=any(
                 dataset.format not in WITHOUT_CHATS

@@ -20,7 +20,7 @@ from app.config.plain import run_plain_verb
 from app.doctor import bandwidth
 from app.doctor.costs import (
     CommunicationCost,
-    estimate_needs,
+    estimate_communication,
     hardware_of_ranks,
     list_link_rows,
     list_step_rows,
@@ -60,7 +60,7 @@ class Findings:
     machines: tuple[Facts, ...]
     rows: tuple[Row, ...]
     measured: tuple[bandwidth.Measurement, ...] = ()
-    needs: CommunicationCost | None = None
+    communication: CommunicationCost | None = None
 
     @property
     def is_good(self) -> bool:
@@ -93,11 +93,11 @@ def examine(config: DoctorConfig, run: PlanConfig) -> Findings:
         run.hardware, machines[0].machine, world.num_local_ranks, world.num_nodes
     )
     rows += list_link_rows(measured, hardware)
-    needs = None
+    cost = None
     if run.model.path is not None or run.model.architecture:
-        needs = estimate_needs(run, hardware, measured)
-        rows += list_step_rows(needs)
-    return Findings(machines=machines, rows=tuple(rows), measured=measured, needs=needs)
+        cost = estimate_communication(run, hardware, measured)
+        rows += list_step_rows(cost)
+    return Findings(machines=machines, rows=tuple(rows), measured=measured, communication=cost)
 
 
 def _read(config: DoctorConfig, run: PlanConfig, *, imports: bool) -> Facts:
@@ -114,7 +114,7 @@ def _list_rows(facts: Facts, run: PlanConfig) -> list[Row]:
 
 def as_json(findings: Findings) -> str:
     """Return all findings as one JSON object."""
-    needs = findings.needs
+    cost = findings.communication
     document: dict[str, Any] = {
         "ok": findings.is_good,
         "rows": [dataclasses.asdict(row) for row in findings.rows],
@@ -123,7 +123,9 @@ def as_json(findings: Findings) -> str:
             dataclasses.asdict(measurement) | {"gb_per_second": measurement.gb_per_second}
             for measurement in findings.measured
         ],
-        "needs": None if needs is None else dataclasses.asdict(needs) | {"seconds": needs.seconds},
+        "communication": None
+        if cost is None
+        else dataclasses.asdict(cost) | {"seconds": cost.seconds},
     }
     return json.dumps(document, indent=2)
 
@@ -145,8 +147,8 @@ def print_findings(findings: Findings) -> None:
     console.print(table)
     if findings.measured:
         _print_bandwidth(console, findings.measured)
-    if findings.needs is not None:
-        _print_needs(console, findings.needs)
+    if findings.communication is not None:
+        _print_communication(console, findings.communication)
     bad = sum(row.status != OK for row in findings.rows)
     stops = sum(row.status == PROBLEM for row in findings.rows)
     console.print()
@@ -170,24 +172,24 @@ def _print_bandwidth(console: Any, measured: Sequence[bandwidth.Measurement]) ->
     _print_table(console, title, ("message", *bandwidth.KINDS), rows, num_text_columns=1)
 
 
-def _print_needs(console: Any, needs: CommunicationCost) -> None:
+def _print_communication(console: Any, cost: CommunicationCost) -> None:
     rows = [
         (
-            need.what,
-            need.kind,
-            f"{need.times:g}",
-            f"{need.gb:.3g}",
-            f"{need.models:.3g}",
-            "-" if need.seconds is None else f"{need.seconds:.3g}",
+            each.what,
+            each.kind,
+            f"{each.times:g}",
+            f"{each.gb:.3g}",
+            f"{each.models:.3g}",
+            "-" if each.seconds is None else f"{each.seconds:.3g}",
         )
-        for need in needs.needs
+        for each in cost.collectives
     ]
     columns = ("tensors", "collective", "times", "GB per rank", "x weights", "seconds")
-    title = f"communication of a step under {needs.strategy}"
+    title = f"communication of a step under {cost.strategy}"
     _print_table(console, title, columns, rows, num_text_columns=2)
-    rule = "" if needs.rule_seconds is None else f", {needs.rule_seconds:.3g} s"
+    rule = "" if cost.rule_seconds is None else f", {cost.rule_seconds:.3g} s"
     console.print(
-        f"rule of thumb for full sharding, 48 x M / N: {needs.rule_gbit:,.3g} Gbit per node and "
+        f"rule of thumb for full sharding, 48 x M / N: {cost.rule_gbit:,.3g} Gbit per node and "
         f"micro-batch{rule}"
     )
 

@@ -28,7 +28,7 @@ MAX_RATIO = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveCost:
-    """The bandwidth need of one kind of collective in an optimizer step."""
+    """What one kind of collective sends in an optimizer step, and how long it takes."""
 
     what: str
     kind: str
@@ -44,10 +44,10 @@ class CollectiveCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommunicationCost:
-    """The bandwidth needs of an optimizer step, and its communication and compute times."""
+    """What an optimizer step sends between ranks, and its communication and compute times."""
 
     strategy: str
-    needs: tuple[CollectiveCost, ...]
+    collectives: tuple[CollectiveCost, ...]
     rule_gbit: float
     """Gbit per node and micro-batch by the rule of thumb for full sharding, 48 x M / N"""
     rule_seconds: float | None
@@ -57,7 +57,7 @@ class CommunicationCost:
     @property
     def seconds(self) -> float:
         """Time of all collectives of a step without overlap."""
-        return sum(need.seconds or 0.0 for need in self.needs)
+        return sum(each.seconds or 0.0 for each in self.collectives)
 
 
 def hardware_of_ranks(
@@ -87,15 +87,15 @@ def nominal_bandwidth(hardware: HardwareConfig) -> float:
     return min(hardware.network_gb_per_second, hardware.link_gb_per_second or float("inf"))
 
 
-def estimate_needs(
+def estimate_communication(
     config: PlanConfig, hardware: HardwareConfig, measured: Sequence[Measurement]
 ) -> CommunicationCost:
-    """Estimate the bandwidth needs of a step of `config` on the ranks of `hardware`."""
+    """Estimate the communication of a step of `config` on the ranks of `hardware`."""
     run = _plan(config, hardware)
     collectives = list_collectives(run)
     size = run.size
     weights = size.whole.frozen + size.whole.trained
-    needs = tuple(_need(collective, weights, measured) for collective in collectives)
+    costs = tuple(_cost_of(collective, weights, measured) for collective in collectives)
     # On a single node, each rank counts as a node.
     nodes = hardware.num_nodes if hardware.num_nodes > 1 else run.num_ranks
     gbit = RULE_BITS * run.model.num_weights / nodes / 1e9
@@ -106,7 +106,7 @@ def estimate_needs(
         computes = speed.products + speed.attention + speed.traffic
     return CommunicationCost(
         strategy=run.strategy.name,
-        needs=needs,
+        collectives=costs,
         rule_gbit=gbit,
         rule_seconds=gbit / 8 / best if best else None,
         compute_seconds=computes,
@@ -129,7 +129,7 @@ def _plan(config: PlanConfig, hardware: HardwareConfig) -> PlannedRun:
     return run
 
 
-def _need(
+def _cost_of(
     collective: Collective, weights: float, measured: Sequence[Measurement]
 ) -> CollectiveCost:
     best = best_bandwidth(measured, collective.kind)
@@ -165,14 +165,14 @@ def list_link_rows(measured: Sequence[Measurement], hardware: HardwareConfig) ->
     return [Row("link", WARNING, found, fix)]
 
 
-def list_step_rows(needs: CommunicationCost) -> list[Row]:
+def list_step_rows(cost: CommunicationCost) -> list[Row]:
     """Say whether a step would wait for its communication."""
-    if needs.compute_seconds is None or not needs.needs:
+    if cost.compute_seconds is None or not cost.collectives:
         return []
-    ratio = needs.seconds / needs.compute_seconds
+    ratio = cost.seconds / cost.compute_seconds
     found = (
-        f"a step under {needs.strategy} takes {needs.seconds:.3g} s of communication, and an "
-        f"estimated {needs.compute_seconds:.3g} s of computation"
+        f"a step under {cost.strategy} takes {cost.seconds:.3g} s of communication, and an "
+        f"estimated {cost.compute_seconds:.3g} s of computation"
     )
     if ratio <= MAX_RATIO:
         return [Row("step", OK, found)]

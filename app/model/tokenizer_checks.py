@@ -20,7 +20,7 @@ from typing import Any
 
 from app.process.errors import UserError
 from app.process.untrusted import read_json_object, reading, short_message
-from data_modules import LimitError, Limits, run_limited
+from data_modules import LimitError, ProcessLimits, run_limited
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_STEP_CHARACTERS = 2_000_000
@@ -171,7 +171,7 @@ def _find_slow_expression(content: dict[str, Any]) -> str | None:
         return ""
 
     try:
-        problem = run_limited(try_all, Limits(seconds=MAX_SECONDS))
+        problem = run_limited(try_all, ProcessLimits(seconds=MAX_SECONDS))
     except LimitError as error:
         problem = f"cannot be matched {error}"
     section, expression = found[int.from_bytes(index[:], "little")]

@@ -104,8 +104,8 @@ def end_loggers(
     from app.training.log_files import RunSummary
 
     files = [file for name in ("config.yaml", PAGE_FILE) if (file := folder / name).is_file()]
-    outcome = RunSummary(metrics=metrics, settings=settings, files=files, is_done=is_done)
-    finish_loggers(loggers, outcome)
+    summary = RunSummary(metrics=metrics, settings=settings, files=files, is_done=is_done)
+    finish_loggers(loggers, summary)
 
 
 def write_page(folder: Path, settings: Sequence[Setting] = (), *, error: str = "") -> Path | None:

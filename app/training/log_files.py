@@ -206,21 +206,21 @@ class TensorBoardLogger(Logger):
         self.save()
 
     @rank_zero_only
-    def finish(self, outcome: RunSummary) -> None:
+    def finish(self, summary: RunSummary) -> None:
         """Write the settings with the final metrics, and close the file."""
         if self._writer is None:
             return
-        if outcome.metrics:
-            self._guarded(lambda: self._write_hparams(outcome))
+        if summary.metrics:
+            self._guarded(lambda: self._write_hparams(summary))
         self._guarded(self._writer.close)
 
-    def _write_hparams(self, outcome: RunSummary) -> None:
+    def _write_hparams(self, summary: RunSummary) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        settings = {key: value for key, value, _ in outcome.settings}
+        settings = {key: value for key, value, _ in summary.settings}
         final_metrics = {
             f"final/{name}": value
-            for name, value in outcome.metrics.items()
+            for name, value in summary.metrics.items()
             if not is_detail(name) and "trained_tokens" not in name
         }
         # Not `add_hparams`, which would create a separate run next to this one.

@@ -58,12 +58,12 @@ def build_loggers(
     return loggers
 
 
-def finish_loggers(loggers: Sequence[Logger], outcome: RunSummary) -> None:
+def finish_loggers(loggers: Sequence[Logger], summary: RunSummary) -> None:
     """Log the final metrics and files, and close the loggers."""
     for logger in loggers:
         finish = getattr(logger, "finish", None)
         if finish is not None:
-            finish(outcome)
+            finish(summary)
 
 
 def drop_rows_after(last_step: int | None, loggers: list[Logger]) -> None:

@@ -125,20 +125,20 @@ class Tracker(Logger):
         self._enqueue(lambda logger: logger.log_hyperparams(params))
 
     @rank_zero_only
-    def finish(self, outcome: RunSummary) -> None:
+    def finish(self, summary: RunSummary) -> None:
         """Queue the final metrics and files, and wait at most `MAX_WAIT_SECONDS` for the thread."""
         if self._thread is None:
             return
         attach = {"wandb": _attach_to_wandb, "mlflow": _attach_to_mlflow}.get(self.kind)
         if attach is not None:
-            self._enqueue(lambda logger: attach(logger, outcome.metrics, outcome.files))
-        status = "success" if outcome.is_done else "failed"
+            self._enqueue(lambda logger: attach(logger, summary.metrics, summary.files))
+        status = "success" if summary.is_done else "failed"
         self._enqueue(lambda logger: logger.finalize(status))
         if self.kind == "wandb":
-            self._enqueue(lambda logger: logger.experiment.finish(int(not outcome.is_done)))
+            self._enqueue(lambda logger: logger.experiment.finish(int(not summary.is_done)))
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(STOP)
-        seconds = MAX_WAIT_SECONDS if outcome.is_done else MAX_WAIT_SECONDS_STOPPED
+        seconds = MAX_WAIT_SECONDS if summary.is_done else MAX_WAIT_SECONDS_STOPPED
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._abandon(f"it did not finish within {seconds:g} s")

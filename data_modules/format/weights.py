@@ -116,9 +116,8 @@ def read_details(item: Mapping[str, Any], text: Any, where: str) -> Ranges | Non
         begin, end = (entry[key] for key in _OFFSETS)
         if not first <= begin <= end < len(text):
             raise RowError(
-                f"{here} is characters {begin:,} to {end:,}, but the text has 0 to "
-                f"{len(text) - 1:,}, and after the entry before it {first:,} is the first; sort "
-                "the entries, and give as end_offset the last character"
+                f"{here} is characters {begin:,} to {end:,}; expected offsets from {first:,} to "
+                f"{len(text) - 1:,}: entries in order, and end_offset the last character of a part"
             )
         first = end + 1
         if read_flag(entry["train"], f"{here}.train"):

@@ -1,6 +1,5 @@
 """Turn conversations and documents into token ids and their loss weights."""
 
-from data_modules.template.checks import Limits
 from data_modules.template.masking import MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, TEMPLATES_WITH_TOOLS
 from data_modules.template.template import ChatTemplate, Prompt, RowProblem
@@ -11,7 +10,6 @@ __all__ = [
     "TEMPLATE_NAMES",
     "ChatTemplate",
     "Encoded",
-    "Limits",
     "MaskConfig",
     "Note",
     "Prompt",

@@ -8,16 +8,10 @@ a wrong turn is a fault, which stops the run.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-import signal
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from data_modules.messages import Origin
 from data_modules.template.rendering import (
@@ -37,7 +31,6 @@ if TYPE_CHECKING:
 
     from data_modules.template.encoding import TokenizedText
 
-T = TypeVar("T")
 TEST_CHATS = {
     "one answer": "u a",
     "two answers": "u a u a",
@@ -70,86 +63,8 @@ TEST_CHATS = {
 }
 """name -> turns of the chat: s system, u user, t tool result, e empty answer; of answers r
 reasoning, a text, c a call, x text after reasoning in tags; T declares a tool"""
-_PATIENCE = 3
-"""ratio of the time that is waited for to the limit, which is of a processor: others may be busy"""
 _ORIGIN = Origin("template check", 1)
 _WORD = re.compile(r"([a-z])(\d+)vq(\d)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """The processor's time and the memory that the checks of a template may take."""
-
-    seconds: float = 10.0
-    memory_mb: int = 1024
-
-
-class LimitError(Exception):
-    """Which limit was exceeded."""
-
-
-def run_limited(work: Callable[[], T], limits: Limits) -> T:
-    """Return the result of `work`, run in a forked process; raise LimitError if it takes too much.
-
-    Without `fork`, `work` runs in this process, without limits.
-    """
-    if "fork" not in multiprocessing.get_all_start_methods():
-        return work()
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run_in_child, args=(work, sender, limits), daemon=True)
-    with warnings.catch_warnings():
-        # Python 3.12 warns of a fork while other threads run; the child never waits for those.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-    sender.close()
-    try:
-        if not receiver.poll(_PATIENCE * limits.seconds):
-            raise LimitError(f"within {limits.seconds:g} s")
-        is_done, result = receiver.recv()
-    except EOFError:
-        process.join()
-        if process.exitcode == -signal.SIGXCPU:
-            raise LimitError(f"within {limits.seconds:g} s") from None
-        if process.exitcode and process.exitcode > 0:
-            raise RuntimeError(
-                "the process that checks the chat template failed; its error is printed above"
-            ) from None
-        raise LimitError(f"within {limits.memory_mb:,} MB") from None
-    finally:
-        process.kill()
-        process.join()
-        receiver.close()
-    if not is_done:
-        raise LimitError(f"within {limits.memory_mb:,} MB")
-    value: T = result
-    return value
-
-
-def _run_in_child(work: Callable[[], object], sender: Connection, limits: Limits) -> None:
-    import resource
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
-    _lower_limit(resource.RLIMIT_CPU, int(limits.seconds) + 1)
-    statm = Path("/proc/self/statm")
-    if statm.is_file():  # Linux: RLIMIT_AS includes the memory that is mapped already
-        mapped = int(statm.read_text().split()[0]) * resource.getpagesize()
-        _lower_limit(resource.RLIMIT_AS, mapped + limits.memory_mb * 2**20)
-    try:
-        sender.send((True, work()))
-    except MemoryError:
-        sender.send((False, None))
-
-
-def _lower_limit(kind: int, most: int) -> None:
-    """Set a soft resource limit of this process to at most `most`; never raise it."""
-    import resource
-
-    soft, hard = resource.getrlimit(kind)
-    finite = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(kind, (min([most, *finite]), hard))
 
 
 class TracedChat(NamedTuple):

@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from data_modules.limited import LimitError, ProcessLimits, run_limited
 from data_modules.messages import DataError, Origin, shown
 from data_modules.template.checks import (
     TEST_CHATS,
-    LimitError,
-    Limits,
     TracedChat,
     find_unsupported_turns,
-    run_limited,
     run_test_chats,
 )
 from data_modules.template.encoder_decoder import PairEncoder
@@ -141,7 +139,7 @@ class ChatTemplate:
         name: str | None,
         mask: MaskConfig | None = None,
         is_encoder_decoder: bool = False,
-        limits: Limits | None = None,
+        limits: ProcessLimits | None = None,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         renders_chats: bool = True,
@@ -174,10 +172,10 @@ class ChatTemplate:
             note += f"; with {_described(template_kwargs, plain)}"
         template = cls(tokenizer, text, note, mask, is_encoder_decoder)
         template.is_tokenizers_own = name is None and bool(own)
-        template._renderer.seconds = (limits or Limits()).seconds
-        template._check(label, limits or Limits(), renders_chats)
+        template._renderer.seconds = (limits or ProcessLimits()).seconds
+        template._check(label, limits or ProcessLimits(), renders_chats)
         if template._add_missing_bos():
-            template._check(label, limits or Limits(), renders_chats)
+            template._check(label, limits or ProcessLimits(), renders_chats)
         return template
 
     @property
@@ -343,7 +341,7 @@ class ChatTemplate:
             )
         return is_changed
 
-    def _check(self, label: str, limits: Limits, renders_chats: bool) -> None:
+    def _check(self, label: str, limits: ProcessLimits, renders_chats: bool) -> None:
         """Raise DataError if the template has a wrong loss mask or exceeds `limits`."""
         backend = self._tokenizer.backend_tokenizer.to_str()
         special_tokens = self._tokenizer.special_tokens_map

@@ -206,7 +206,7 @@ CASES = {
     ),
     "N3 half a turn": Case(
         chat(ASK, {**TURN, "train_detail": [{"begin_offset": 0, "end_offset": 99, "train": True}]}),
-        r":3 messages\[1\].train_detail\[0\] is characters 0 to 99, but the text has 0 to",
+        r":3 messages\[1\].train_detail\[0\] is characters 0 to 99; expected offsets from 0 to",
         chat(ASK, {**TURN, "train_detail": [{"begin_offset": 0, "end_offset": 0, "train": True}]}),
     ),
     "N3 a part of a turn": Case(

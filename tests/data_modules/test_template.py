@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from data_modules.limited import ProcessLimits
 from data_modules.messages import DataError, Origin
-from data_modules.template import ChatTemplate, Limits, MaskConfig, RowProblem
+from data_modules.template import ChatTemplate, MaskConfig, RowProblem
 from data_modules.template.named_templates import named_template
 from data_modules.types import Conversation, Document, Encoded, Item, Segment, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer
@@ -349,7 +350,7 @@ def test_template_that_never_ends_is_an_error(tokenizer: Any, tmp_path: Path) ->
     file = tmp_path / "slow.jinja"
     loop = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
     file.write_text(loop + CHATML)
-    limits = Limits(seconds=0.5)
+    limits = ProcessLimits(seconds=0.5)
     with pytest.raises(DataError, match=r"slow.jinja does not render .* within 0.5 s.*=plain"):
         ChatTemplate.resolve(tokenizer, str(file), limits=limits)
     tokenizer.chat_template = loop + CHATML

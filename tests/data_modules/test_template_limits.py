@@ -9,18 +9,26 @@ from typing import Any
 
 import pytest
 
+from data_modules.limited import LimitError, ProcessLimits, run_limited
 from data_modules.messages import DataError, Origin
-from data_modules.template import ChatTemplate, Limits, RowProblem, rendering
-from data_modules.template.checks import LimitError, run_limited
+from data_modules.template import ChatTemplate, RowProblem, rendering
 from data_modules.types import Conversation, Encoded, Turn
 from tests.data_modules.test_template import CHATML
 
-SMALL = Limits(seconds=1.0, memory_mb=256)
+SMALL = ProcessLimits(seconds=1.0, memory_mb=256)
 
 
 def test_the_result_is_returned_from_another_process() -> None:
     assert run_limited(os.getpid, SMALL) != os.getpid()
     assert run_limited(lambda: ["a"], SMALL) == ["a"]
+
+
+def test_a_busy_machine_is_waited_for() -> None:
+    def wait() -> int:
+        time.sleep(1.5)  # as long as others have the processor
+        return 3
+
+    assert run_limited(wait, SMALL) == 3
 
 
 def test_an_error_is_not_taken_for_a_limit() -> None:
@@ -79,7 +87,7 @@ def test_a_row_on_which_the_template_loops_is_named_and_the_others_are_encoded(
     monkeypatch.setattr(rendering, "MAX_SLOW", 2)
     tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
     tokenizer.chat_template = LOOPS
-    template = ChatTemplate.resolve(tokenizer, None, limits=Limits(seconds=3.0))
+    template = ChatTemplate.resolve(tokenizer, None, limits=ProcessLimits(seconds=3.0))
     template._renderer.seconds = 0.3
     rows = [
         Conversation((Turn("user", text), Turn("assistant", "one")), Origin("rows.json", line))

@@ -22,7 +22,7 @@ from app.doctor import bandwidth
 from app.doctor.bandwidth import ALL_TO_ALL, KINDS, MIB, Measurement, bus_bandwidth
 from app.doctor.costs import (
     best_bandwidth,
-    estimate_needs,
+    estimate_communication,
     hardware_of_ranks,
     list_link_rows,
     list_step_rows,
@@ -89,13 +89,15 @@ def full_tuning(*words: str) -> Any:
 def test_needs_in_units_of_the_model(strategy: str, models: float) -> None:
     """2 x the weights per step for all-reduce, 3 x per micro-batch for full sharding."""
     hardware = hardware_of_ranks(H100, Machine(), 8, 2)
-    needs = estimate_needs(full_tuning(f"strategy={strategy}"), hardware, measured_at(100.0, 16))
-    assert sum(need.models for need in needs.needs) == pytest.approx(models, rel=1e-3)
-    assert needs.seconds == pytest.approx(sum(need.gb for need in needs.needs) / 100)
+    cost = estimate_communication(
+        full_tuning(f"strategy={strategy}"), hardware, measured_at(100.0, 16)
+    )
+    assert sum(each.models for each in cost.collectives) == pytest.approx(models, rel=1e-3)
+    assert cost.seconds == pytest.approx(sum(each.gb for each in cost.collectives) / 100)
     if strategy == "zero3":  # the rule counts what a node needs of the others, once a micro-step
-        shares = sum(need.gb for need in needs.needs) * 16 / 15 / 4
-        assert needs.rule_gbit == pytest.approx(8 * shares / 2, rel=1e-3)
-        assert needs.rule_seconds == pytest.approx(needs.rule_gbit / 8 / 100)
+        shares = sum(each.gb for each in cost.collectives) * 16 / 15 / 4
+        assert cost.rule_gbit == pytest.approx(8 * shares / 2, rel=1e-3)
+        assert cost.rule_seconds == pytest.approx(cost.rule_gbit / 8 / 100)
 
 
 def test_links_are_compared_with_their_nominal_bandwidth() -> None:
@@ -106,8 +108,8 @@ def test_links_are_compared_with_their_nominal_bandwidth() -> None:
     (slow,) = list_link_rows(measured_at(45.0, 16), two)
     assert slow.status == WARNING and "NCCL_DEBUG=INFO" in slow.fix
     assert list_link_rows(measured_at(45.0, 2), HardwareConfig()) == []
-    needs = estimate_needs(full_tuning("strategy=zero3"), two, measured_at(1.0, 16))
-    (waits,) = list_step_rows(needs)
+    cost = estimate_communication(full_tuning("strategy=zero3"), two, measured_at(1.0, 16))
+    (waits,) = list_step_rows(cost)
     assert waits.status == WARNING and "gradient_accumulation_steps" in waits.fix
 
 
@@ -195,7 +197,7 @@ def test_two_cpu_ranks_are_measured_and_compared_with_a_step() -> None:
         again = bus_bandwidth(one["kind"], one["num_bytes"], one["seconds"], 2)
         assert one["gb_per_second"] == pytest.approx(again)
     assert min(one["num_bytes"] for one in found["bandwidth"]) == MIB
-    assert found["needs"]["strategy"] == "zero3" and found["needs"]["seconds"] > 0
+    assert found["communication"]["strategy"] == "zero3" and found["communication"]["seconds"] > 0
     (judged,) = (row for row in found["rows"] if row["what"] == "link")
     assert judged["status"] == WARNING
 

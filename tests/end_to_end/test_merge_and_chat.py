@@ -299,7 +299,7 @@ def test_a_mixture_merged_in_bf16_is_verified_with_equal_experts(
     words = [f"model.path={base}", f"adapter_path={tmp_path / 'a'}", "trainer.precision=fp32"]
     found = merge_into(tmp_path / "bf16", *words, "merge.dtype=bf16")
     printed = capsys.readouterr().out
-    assert re.search(r"rounding to bfloat16 changes \d+ of 456 choices \(\d\.\d%\)", printed)
+    assert re.search(r"rounding to bfloat16 changes \d+ of 456 choices \(\d\.\d %\)", printed)
     assert not found.is_within(BOUNDS["bfloat16"]) and "by the same experts" in printed
     report = json.loads((tmp_path / "bf16" / "merge.json").read_text())
     assert report[merged.BY_SAME_EXPERTS]["largest"] < report[merged.CHECKED]["largest"]

@@ -411,6 +411,114 @@ BUGS = [
         wrong="                added\n",
         test="tests/training/test_curves.py::test_trained_tokens_are_those_of_the_plan",
     ),
+    Bug(
+        name="a tokenizer counts as verified whatever it holds",
+        file="app/model/tokenizer_checks.py",
+        right="return _note(file).is_file()",
+        wrong="return True",
+        test="tests/model/test_tokenizer_file.py::test_what_is_saved_encodes_as_the_file",
+    ),
+    Bug(
+        name="a tokenizer is verified by its name alone",
+        file="app/model/tokenizer_checks.py",
+        right="hashlib.sha256(each.read_bytes()).hexdigest() if is_small",
+        wrong="each.name if is_small",
+        test="tests/model/test_tokenizer_file.py"
+        "::test_a_verified_tokenizer_is_not_verified_again_until_a_byte_changes",
+    ),
+    Bug(
+        name="a tokenizer that transformers changes is remembered as verified",
+        file="app/model/tokenizer_file.py",
+        right="    if not (changed := _difference(tokenizer, own, declared)):\n",
+        wrong="    remember_verified(file)\n"
+        "    if not (changed := _difference(tokenizer, own, declared)):\n",
+        test="tests/model/test_tokenizer_file.py"
+        "::test_a_tokenizer_that_transformers_changes_is_verified_at_each_start",
+    ),
+    Bug(
+        name="regular expressions of a tokenizer are not tried",
+        file="app/model/tokenizer_checks.py",
+        right="    if not found:\n        return None\n",
+        wrong="    if found:\n        return None\n",
+        test="tests/bad_input/test_tokenizer_steps.py"
+        "::test_an_expression_that_takes_exponential_time_is_refused",
+    ),
+    Bug(
+        name="gradients of log-probabilities have the wrong sign",
+        file="app/model/head.py",
+        right="bias, labels, -outer[0], *ctx.options",
+        wrong="bias, labels, outer[0], *ctx.options",
+        test="tests/model/test_linear_cross_entropy.py"
+        "::test_log_probabilities_and_gradients_of_a_loss_of_all_of_them",
+    ),
+    Bug(
+        name="log-probabilities keep a copy of the head",
+        file="app/model/head.py",
+        right="ctx.save_for_backward(hidden, weight, bias, labels)",
+        wrong="ctx.save_for_backward(hidden, weight.to(hidden.dtype), bias, labels)",
+        test="tests/model/test_linear_cross_entropy.py"
+        "::test_log_probabilities_keep_neither_logits_nor_a_copy_of_the_weight",
+    ),
+    Bug(
+        name="log-probabilities are no part of the forward's output",
+        file="app/model/head.py",
+        right="return log_probs.view_as(labels) + empty.sum()",
+        wrong="return log_probs.view_as(labels)",
+        test="tests/model/test_head.py::test_the_backward_pass_visits_the_output_of_the_forward",
+    ),
+    Bug(
+        name="a busy machine is not waited for",
+        file="data_modules/limited.py",
+        right="receiver.poll(_PATIENCE * limits.seconds)",
+        wrong="receiver.poll(limits.seconds)",
+        test="tests/data_modules/test_template_limits.py::test_a_busy_machine_is_waited_for",
+    ),
+    Bug(
+        name="pairs and verdicts are looked for in the first rows alone",
+        file="data_modules/tokens/encode.py",
+        right="        if dataset.format is None:\n",
+        wrong="        if dataset.format is None and row.origin is None:\n",
+        test="tests/data_modules/test_prepare.py"
+        "::test_rows_that_mean_more_are_refused_wherever_they_are",
+    ),
+    Bug(
+        name="train_detail trains the characters between its entries",
+        file="data_modules/template/masking.py",
+        right="            yield WeightedRange(start, stop, 0.0)\n        start = max(",
+        wrong="            pass\n        start = max(",
+        test="tests/data_modules/test_train_detail.py"
+        "::test_characters_without_an_entry_are_not_trained_and_the_turn_keeps_its_weight",
+    ),
+    Bug(
+        name="train_detail's last character is left out",
+        file="data_modules/format/weights.py",
+        right="            ranges.append((begin, first))",
+        wrong="            ranges.append((begin, end))",
+        test="tests/data_modules/test_train_detail.py"
+        "::test_characters_without_an_entry_are_not_trained_and_the_turn_keeps_its_weight",
+    ),
+    Bug(
+        name="a setting without effect is accepted",
+        file="app/preflight/couplings/unused.py",
+        right="if is_set(part, name) and rule.is_unused(config):",
+        wrong="if is_set(part, name) and not rule.is_unused(config):",
+        test="tests/preflight/test_couplings.py::test_a_setting_that_nothing_reads_is_refused",
+    ),
+    Bug(
+        name="ranks that tie other weights go on",
+        file="app/strategy/loading.py",
+        right="owners.setdefault(id(t), name),",
+        wrong="name,",
+        test="tests/strategy/test_sharded.py::test_ranks_with_different_models_all_stop",
+    ),
+    Bug(
+        name="a step is prepared without the checkpoint's optimizer",
+        file="app/training/prepare.py",
+        right="        module.resume.restore_optimizer()",
+        wrong="        pass",
+        test="tests/training/checkpoint/test_resume.py"
+        "::test_a_resumed_run_is_the_uninterrupted_one",
+    ),
 ]
 
 
