@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
     from data_modules.template import ChatTemplate as ChatTemplate
     from data_modules.template import Prompt as Prompt
+    from data_modules.template.syntax import OWN_TEMPLATE as OWN_TEMPLATE
+    from data_modules.template.syntax import find_syntax_error as find_syntax_error
     from data_modules.tokens.datasets import DataReport as DataReport
     from data_modules.tokens.datasets import DataSpec as DataSpec
     from data_modules.tokens.size import EpochTokens as EpochTokens
@@ -85,6 +87,7 @@ _HOMES = {
     "FinetuneDataModule": "datamodule",
     "LimitError": "limited",
     "ModelSpec": "types",
+    "OWN_TEMPLATE": "template.syntax",
     "Origin": "messages",
     "PackingConfig": "packing",
     "ProcessLimits": "limited",
@@ -104,6 +107,7 @@ _HOMES = {
     "expected": "facts",
     "explain_refusal": "source",
     "facts_of": "facts",
+    "find_syntax_error": "template.syntax",
     "formatted": "messages",
     "hints_of": "facts",
     "holds_token": "messages",

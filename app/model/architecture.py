@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.model.config_source import newer_transformers
 from app.model.config_values import check_keys, check_values, shorten
 from app.model.multimodal import language_model_class, outermost, tower_modules
 from app.process.errors import UserError
@@ -84,7 +85,7 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     if model_type not in transformers.CONFIG_MAPPING and not config.trust_remote_code:
         raise UserError(
             f"model.path={config.path}: transformers {transformers.__version__} does not know "
-            f"its model_type {model_type!r}; {_newer_transformers(numbers)}, or take another base"
+            f"its model_type {model_type!r}; {newer_transformers(numbers)}, or take another base"
         )
     if model_type in DRAFTS:
         raise UserError(
@@ -137,23 +138,6 @@ def _architecture_from_scratch(config: ModelConfig) -> PretrainedConfig:
             f"model.architecture.model_type={text}"
         )
     return architecture
-
-
-def _newer_transformers(numbers: Mapping[str, Any]) -> str:
-    """Return the fix for a model_type that the installed transformers does not know."""
-    import transformers
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        written_by = Version(str(numbers.get("transformers_version")))
-    except InvalidVersion:
-        return "install a newer transformers"
-    if written_by <= Version(transformers.__version__):
-        return "install a newer transformers"
-    return (
-        f"its config.json was written by transformers {written_by}: "
-        f"type pip install 'transformers>={written_by}'"
-    )
 
 
 def _check_version(config: ModelConfig, architecture: PretrainedConfig) -> None:

@@ -95,30 +95,41 @@ def check_values(where: str, values: Mapping[str, Any]) -> list[str]:
 
 def check_keys(where: str, values: Mapping[str, Any], config_class: type) -> list[str]:
     """List the keys of a file that would replace a method or another part of its class."""
-    fix = "remove the key, or download the file again"
     problems = []
     for key, value in values.items():
         member = inspect.getattr_static(config_class, key, None)
         is_method = inspect.isroutine(member) or isinstance(member, (classmethod, staticmethod))
         if is_method or key in ("attribute_map", "sub_configs") or key.startswith("__"):
-            problems.append(
-                f"{where}: {key[:80]}={shorten(value)}: this is the name of a method or an "
-                f"internal part of {config_class.__name__}, not a value of a model; {fix}"
-            )
+            problems.append(method_error(where, key, value, config_class.__name__))
     parts: Any = getattr(config_class, "sub_configs", None)
     if not isinstance(parts, dict):  # a generation_config.json has none
         return problems
     fields = getattr(config_class, "__dataclass_fields__", {})
-    for key in TEXT_CONFIGS:
-        if key not in parts and key not in fields and values.get(key) is not None:
-            problems.append(
-                f"{where}: {key}={shorten(values[key])}: {config_class.__name__} describes a "
-                f"single model without parts; {fix}"
-            )
+    problems += [
+        part_error(where, key, values[key], config_class.__name__)
+        for key in TEXT_CONFIGS
+        if key not in parts and key not in fields and values.get(key) is not None
+    ]
     for key, part in parts.items():
         if isinstance(values.get(key), dict) and inspect.isclass(part):
             problems += check_keys(f"{where}: {key}", values[key], part)
     return problems
+
+
+def method_error(where: str, key: str, value: Any, class_name: str) -> str:
+    """Say that a key of a file has the name of a method of its class."""
+    return (
+        f"{where}: {key[:80]}={shorten(value)}: this is the name of a method or an internal part "
+        f"of {class_name}, not a value of a model; remove the key, or download the file again"
+    )
+
+
+def part_error(where: str, key: str, value: Any, class_name: str) -> str:
+    """Say that a file has the config of a part, which its class has not."""
+    return (
+        f"{where}: {key}={shorten(value)}: {class_name} describes a single model without parts; "
+        "remove the key, or download the file again"
+    )
 
 
 def _expected(path: str, key: str, value: float) -> str | None:

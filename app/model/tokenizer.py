@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, LoraConfig
-from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file, is_verified
+from app.model.tokenizer_checks import (
+    SET_TOKENIZER_PATH,
+    TOKENIZER_FILE,
+    check_tokenizer_file,
+    is_verified,
+    letters_error,
+)
 from app.model.tokenizer_file import follow_file
 from app.process.errors import UserError
 from app.process.untrusted import collect_later, read_json_object, reading, short_message
@@ -24,15 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SET_TOKENIZER_PATH = (
-    "set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
-)
 PROBES = ["Say 1 word: Ωmega,\n\tor two.", *(letter * 300 + "!" for letter in "aA1 .\n")]
 """texts that a tokenizer is checked with; the long ones make bad regular expressions slow"""
-LETTERS = string.ascii_letters + string.digits + "éßñΩяمअ中あ한"
-"""letters that normalizer and pre-tokenizer must keep; those without a token become unknown ones"""
-MARKS = " ▁"
-"""characters that tokenizers put before a text"""
 _CONFIG = "tokenizer_config.json"
 _T5, _LLAMA = "spiece.model", "tokenizer.model"
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
@@ -143,7 +141,10 @@ def _check_usable(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
                 f"the tokenizer in {path}: its token ids are not integers from 0 up; "
                 f"{SET_TOKENIZER_PATH}"
             )
-    _check_letters(tokenizer, path)
+    if tokenizer.is_fast and (
+        problem := letters_error(tokenizer.backend_tokenizer, Path(path) / TOKENIZER_FILE)
+    ):
+        raise UserError(problem)
     templates = tokenizer.chat_template or ""
     values = templates.values() if isinstance(templates, dict) else [templates]
     if invalid := [value for value in values if not isinstance(value, str)]:
@@ -157,32 +158,6 @@ def _check_usable(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
                 f"the tokenizer in {path}: the id of a special token is {token_id!r}; "
                 f"{SET_TOKENIZER_PATH}"
             )
-
-
-def _check_letters(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """UserError if normalizer or pre-tokenizer drop letters, or replace them by others.
-
-    Case and accents may be removed, as by BERT's.
-    """
-    if not tokenizer.is_fast:
-        return
-    backend: Any = tokenizer.backend_tokenizer
-    lost = []
-    for letter in LETTERS:
-        text = backend.normalizer.normalize_str(letter) if backend.normalizer else letter
-        is_kept = letter.casefold() in text.casefold() if letter.isascii() else text.strip(MARKS)
-        # Byte-level pre-tokenizers map the bytes of non-ASCII letters to other characters.
-        if is_kept and letter.isascii() and backend.pre_tokenizer:
-            pieces = backend.pre_tokenizer.pre_tokenize_str(text)
-            is_kept = letter.casefold() in "".join(piece for piece, _ in pieces).casefold()
-        if not is_kept:
-            lost.append(letter)
-    if lost:
-        raise UserError(
-            f"{Path(path) / 'tokenizer.json'}: its normalizer or pre_tokenizer drops or changes "
-            f"{len(lost)} of {len(LETTERS)} letters and digits, such as {' '.join(lost[:5])}; "
-            f"download it again, or {SET_TOKENIZER_PATH}"
-        )
 
 
 def _raise_file_error(folder: Path, error: BaseException) -> None:

@@ -16,11 +16,15 @@ import string
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from app.model.config_values import shorten
 from app.process.errors import UserError
 from app.process.untrusted import read_json_object, reading, short_message
 from data_modules import LimitError, ProcessLimits, run_limited
+
+if TYPE_CHECKING:
+    import tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_STEP_CHARACTERS = 2_000_000
@@ -39,6 +43,13 @@ _READ = (".json", ".jinja", ".model", ".txt")
 _MAX_READ = 64 << 20
 """bytes up to which such a file is compared byte by byte; tokenizers are smaller"""
 _SECTIONS = {"normalizer": "normalizers", "decoder": "decoders"}
+KEPT_LETTERS = string.ascii_letters + string.digits + "éßñΩяمअ中あ한"
+"""letters that normalizer and pre-tokenizer must keep; those without a token become unknown ones"""
+MARKS = " ▁"
+"""characters that tokenizers put before a text"""
+SET_TOKENIZER_PATH = (
+    "set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
+)
 REPEATS = 120
 """repeats of a letter or word in a probe: enough to show what takes exponential time"""
 MAX_PART = 400
@@ -98,7 +109,12 @@ def _problems(file: Path, _modified_ns: int, _size: int) -> tuple[str, ...]:
     if problem is not None:
         return (problem,)
     model = content.get("model")
-    dropout = model.get("dropout") if isinstance(model, dict) else None
+    if not isinstance(model, dict):
+        return (
+            f"{file} cannot be read: model={shorten(model)}: expected an object with the "
+            "vocabulary; download the file again",
+        )
+    dropout = model.get("dropout")
     if type(dropout) in (int, float) and dropout != 0:
         return (
             f"{file}: model.dropout={dropout}: BPE dropout splits the same text into other tokens "
@@ -114,7 +130,40 @@ def _problems(file: Path, _modified_ns: int, _size: int) -> tuple[str, ...]:
                 f"{file}: its {section} {expansion}; no text could be encoded with it; download "
                 "the file again, or remove those steps",
             )
-    return ()
+    try:
+        with reading("tokenizer.json", "download it again"):
+            split = _tokenizer_with(
+                normalizer=content.get("normalizer"), pre_tokenizer=content.get("pre_tokenizer")
+            )
+            problem = letters_error(split, file)
+    except UserError:  # reported in full when the file is loaded
+        return ()
+    return (problem,) if problem else ()
+
+
+def letters_error(tokenizer: tokenizers.Tokenizer, file: Path) -> str | None:
+    """Say which letters normalizer or pre-tokenizer drop, or replace by others; None if none.
+
+    Case and accents may be removed, as by BERT's.
+    """
+    backend: Any = tokenizer
+    lost = []
+    for letter in KEPT_LETTERS:
+        text = backend.normalizer.normalize_str(letter) if backend.normalizer else letter
+        is_kept = letter.casefold() in text.casefold() if letter.isascii() else text.strip(MARKS)
+        # Byte-level pre-tokenizers map the bytes of non-ASCII letters to other characters.
+        if is_kept and letter.isascii() and backend.pre_tokenizer:
+            pieces = backend.pre_tokenizer.pre_tokenize_str(text)
+            is_kept = letter.casefold() in "".join(piece for piece, _ in pieces).casefold()
+        if not is_kept:
+            lost.append(letter)
+    if not lost:
+        return None
+    return (
+        f"{file}: its normalizer or pre_tokenizer drops or changes {len(lost)} of "
+        f"{len(KEPT_LETTERS)} letters and digits, such as {' '.join(lost[:5])}; download it again, "
+        f"or {SET_TOKENIZER_PATH}"
+    )
 
 
 def _find_expansion(section: str, value: Any) -> str | None:
@@ -235,12 +284,17 @@ def _texts_of(step: dict[str, Any]) -> list[str]:
 
 
 def _apply(section: str, step: dict[str, Any], text: str) -> str:
-    import tokenizers
-
-    described = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel()).to_str())
-    tokenizer: Any = tokenizers.Tokenizer.from_str(json.dumps(described | {section: step}))
+    tokenizer: Any = _tokenizer_with(**{section: step})
     if section == "normalizer":
         changed: str = tokenizer.normalizer.normalize_str(text)
     else:
         changed = tokenizer.decoder.decode([text])
     return changed
+
+
+def _tokenizer_with(**sections: Any) -> tokenizers.Tokenizer:
+    """Build a tokenizer without vocabulary of these sections of a tokenizer.json."""
+    import tokenizers
+
+    described = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel()).to_str())
+    return tokenizers.Tokenizer.from_str(json.dumps(described | sections))

@@ -16,6 +16,7 @@ from app.model.adapter import BaseModules
 from app.model.architecture import check_token_ids, text_numbers
 from app.model.base import ModelConfig
 from app.model.base_files import INDEX, WEIGHTS, check_dtypes, check_head
+from app.model.config_source import check_type
 from app.model.config_values import check_values, shorten
 from app.model.hub import find_offline_problem
 from app.model.quantization import stored_method
@@ -169,7 +170,7 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
     problems = []
     if not isinstance(numbers["model_type"], str):
         problems.append(f"{where}: model_type={shorten(numbers['model_type'])}: expected a name")
-    problems += check_values(where, numbers)
+    problems += check_type(where, numbers) + check_values(where, numbers)
     problems += check_token_ids(where, "", numbers, numbers)
     if (text := text_numbers(numbers)) is not numbers:
         problems += check_token_ids(where, "text_config.", text, numbers)

@@ -51,9 +51,9 @@ from app.preflight.fingerprint import describe_base, same_form
 from app.preflight.shapes import Shapes
 from app.process.errors import UserError, nearest
 from app.process.launch import is_first_rank
-from app.process.untrusted import check_kinds, read_header, read_json_object, reading
+from app.process.untrusted import check_kinds, read_header, read_json_object, read_text, reading
 from app.strategy.settings import tensor_parallel_size
-from data_modules import TEMPLATE_NAMES, check_datasets
+from data_modules import OWN_TEMPLATE, TEMPLATE_NAMES, check_datasets, find_syntax_error
 
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig, TunedConfig
@@ -128,18 +128,45 @@ def check_files(
                 _check_model(config, problems, needs_weights=needs_weights, resumes=resumes)
         except UserError as error:
             problems = problems or error.problems  # those found before may have caused it
-    templates = [("model", model.chat_template)]
+    problems += check_template("model.chat_template", model.chat_template)
     if has_data(config):
-        templates.insert(0, ("data", config.data.chat_template))
-    for part, name in templates:
-        if name is not None and name not in TEMPLATE_NAMES and not Path(name).is_file():
-            problems.append(
-                f"{part}.chat_template={name}: expected {' or '.join(TEMPLATE_NAMES)}, or a .jinja "
-                f"file (no such file in {current_folder()}){nearest(name, TEMPLATE_NAMES)}"
-            )
+        problems += check_template("data.chat_template", config.data.chat_template)
+        if config.data.datasets and config.data.chat_template is None:
+            problems += check_own_template(model)
     if has_data(config) and (config.data.loss_datasets or config.data.test_datasets):
         problems += check_datasets(config.data)
     return problems
+
+
+def check_template(key: str, name: str | None) -> list[str]:
+    """List why `name`, the value of setting `key`, is neither a named template nor a valid file."""
+    if name is None or name in TEMPLATE_NAMES:
+        return []
+    if not (file := Path(name)).is_file():
+        return [
+            f"{key}={name}: expected {' or '.join(TEMPLATE_NAMES)}, or a .jinja file "
+            f"(no such file in {current_folder()}){nearest(name, TEMPLATE_NAMES)}"
+        ]
+    return _template_problems(f"{key}={name}", file)
+
+
+def _template_problems(label: str, file: Path) -> list[str]:
+    """List the syntax errors of a template; a file that cannot be read is refused later."""
+    text, problem = read_text(file, "json_mib")
+    error = find_syntax_error(label, text) if problem is None else None
+    return [error] if error else []
+
+
+def check_own_template(model: ModelConfig) -> list[str]:
+    """List the syntax errors of the chat template in the folder of the tokenizer."""
+    folder = Path(model.tokenizer_path or model.path or "")
+    if (file := folder / "chat_template.jinja").is_file():
+        return _template_problems(OWN_TEMPLATE, file)
+    if not (file := folder / "tokenizer_config.json").is_file():
+        return []
+    text = read_json_object(file)[0].get("chat_template")
+    error = find_syntax_error(OWN_TEMPLATE, text) if isinstance(text, str) else None
+    return [error] if error else []
 
 
 def _check_model(

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from data_modules.limited import LimitError, ProcessLimits, run_limited
-from data_modules.messages import DataError, Origin, shown
+from data_modules.messages import DataError, Origin
 from data_modules.template.checks import (
     TEST_CHATS,
     TracedChat,
@@ -53,6 +53,7 @@ from data_modules.template.rendering import (
     rewrite_turns,
 )
 from data_modules.template.spans import SpanFinder
+from data_modules.template.syntax import OWN_TEMPLATE, syntax_error
 from data_modules.types import Conversation, Document, Encoded, Item, Note, Tokens, Turn
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class ChatTemplate:
         """
         own = tokenizer.chat_template
         if name is None and own:
-            note, label = "chat template: the tokenizer's", "the tokenizer's own chat template"
+            note, label = "chat template: the tokenizer's", OWN_TEMPLATE
             text = merge_templates(own)
             if not isinstance(own, str) and text != own["default"]:
                 note += f" (`{FOR_TOOLS}` for rows with tools)"
@@ -388,11 +389,8 @@ class ChatTemplate:
 
         try:
             self._renderer.apply_template([_SMALL_CHAT], message_format=MessageFormat())
-        except jinja2.TemplateSyntaxError as error:
-            return [
-                f"{label} is not a valid template: line {error.lineno}: {shown(str(error.message))}"
-                "; fix it, or set data.chat_template=plain"
-            ], None
+        except (jinja2.TemplateSyntaxError, SyntaxError) as error:
+            return [syntax_error(label, error)], None
         except MemoryError:
             raise
         except render_errors():

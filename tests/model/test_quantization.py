@@ -350,7 +350,7 @@ def test_repeated_warnings_of_int8_are_suppressed(
 
 def make_stored(folder: Path, method: str) -> str:
     config = save_quantized(folder, method)
-    (folder / method / "tokenizer.json").write_text("{}")
+    (folder / method / "tokenizer.json").write_text('{"model": {}}')
     return f"model.path={config.path}"
 
 

@@ -38,7 +38,7 @@ PLACES = ("{}", "text_config.{}", "rope_parameters.{}", "rope_parameters.full_at
 def placed(path: str, value: Any) -> dict[str, Any]:
     for key in reversed(path.split(".")):
         value = {key: value}
-    return {"model_type": "llama"} | value
+    return {"model_type": "gemma3" if "text_config" in value else "llama"} | value
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -133,7 +133,7 @@ def test_a_tokenizer_that_brings_python_is_refused(
 ) -> None:
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
-    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "tokenizer.json").write_text('{"model": {}}')
     words = [*words, f"model.tokenizer_path={tokenizer}"]
     assert run_command(*words).code == 0
     for name, text in (("mine.py", ""), ("tokenizer_config.json", '{"auto_map": {}}')):
@@ -491,3 +491,50 @@ def test_an_architecture_beside_a_config_file_is_refused(tmp_path: Path) -> None
         assert (result.code, "model.architecture has no effect: " in result.stderr) == (2, True)
     load_config("train", [f"model.path={base}", typed, "model.from_scratch=true"])
     load_config("train", [f"model.path={base}", "model=llama8b"])  # the option describes a hub id
+
+
+BROKEN = "{% for m in messages %}"
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "fragment"),
+    [
+        ("config.json", {"text_config": {"a": 1}}, "LlamaConfig describes a single model"),
+        ("config.json", {"model_type": "llamma"}, "does not know its model_type 'llamma'"),
+        ("config.json", {"save_pretrained": 1}, "this is the name of a method"),
+        ("config.json", {"num_attention_heads": "4"}, "num_attention_heads='4': expected a number"),
+        (
+            "tokenizer.json",
+            {"model": None},
+            "tokenizer.json cannot be read: model=None: expected an object",
+        ),
+        (
+            "tokenizer.json",
+            {"normalizer": {"type": "Replace", "pattern": {"Regex": "[a-q]"}, "content": ""}},
+            "its normalizer or pre_tokenizer drops or changes 17 of 72 letters",
+        ),
+        (
+            "tokenizer_config.json",
+            {"chat_template": BROKEN},
+            "the tokenizer's own chat template is",
+        ),
+    ],
+)
+def test_files_that_transformers_refuses_are_refused_before_it_is_imported(
+    model: Path, words: list[str], name: str, values: dict[str, Any], fragment: str
+) -> None:
+    file = model / name
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | values))
+    check_refused(words, fragment)
+
+
+def test_templates_are_parsed_before_transformers_is_imported(
+    tmp_path: Path, model: Path, words: list[str]
+) -> None:
+    file = tmp_path / "broken.jinja"
+    file.write_text(BROKEN)
+    check_refused([*words, f"data.chat_template={file}"], f"data.chat_template={file} is not a")
+    (model / "chat_template.jinja").write_text(BROKEN)
+    check_refused(words, "the tokenizer's own chat template is not a valid template: line 1")
+    assert run_command(*words, "data.chat_template=plain").code == 0

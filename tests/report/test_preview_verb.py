@@ -38,7 +38,7 @@ def preview(*words: str, gpus: int = 0, environment: dict[str, str] | None = Non
 def tokenizer_only(tmp_path: Path) -> Path:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     return folder
 
 
@@ -133,7 +133,7 @@ def test_tokenizer_problems_are_named(tokenizer_only: Path, data: str) -> None:
     assert "tokenizer.json:1:2 invalid JSON" in preview(f"model.path={tokenizer_only}", data).stderr
     (tokenizer_only / "tokenizer.json").unlink()
     assert "no tokenizer found" in preview(f"model.path={tokenizer_only}", data).stderr
-    (tokenizer_only / "tokenizer.json").write_text("{}")
+    (tokenizer_only / "tokenizer.json").write_text('{"model": {}}')
     (tokenizer_only / "tokenization.py").write_text("raise SystemExit")
     assert "contains its own Python code" in preview(f"model.path={tokenizer_only}", data).stderr
 
