@@ -121,7 +121,7 @@ test-slow: WORKERS = 3
 test-slow: $(STAMP)  ## the slow tests: matrices of strategies, kills, whole runs
 	$(PYTEST) -m "slow and not versions" $(ARGS)
 
-test-versions: $(STAMP)  ## sweeps over all model families, which change with constraints.txt, conf/model and app/model
+test-versions: $(STAMP)  ## sweeps over all model families, which change with constraints.txt, conf/model, app/model and app/planning
 	$(PYTEST) -m versions
 	$(BIN)/python -m tools.tested_versions record
 

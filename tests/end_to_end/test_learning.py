@@ -108,7 +108,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("kind", "quantization"),
-    [("mixture", "none"), ("mixture", "nf4"), ("hybrid", "nf4"), ("multimodal", "none")],
+    [("mixture", "nf4"), ("hybrid", "nf4"), ("multimodal", "none")],
 )
 def test_other_kinds_of_bases_learn_the_lists(
     kind: str, quantization: str, person: Person, tmp_path: Path

@@ -35,7 +35,7 @@ def check_end(lines: list[str], folder: Path, *, logger: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("columns", "logger"), [(80, "csv"), (120, "tensorboard"), (200, "csv")])
+@pytest.mark.parametrize(("columns", "logger"), [(80, "csv"), (200, "tensorboard")])
 def test_the_first_run_in_a_terminal(
     columns: int, logger: str, person: Person, tmp_path: Path
 ) -> None:
@@ -96,10 +96,9 @@ def test_bars_of_answers_and_validation_are_erased(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 4))
-def test_a_good_run_logs_no_warnings(seed: int, person: Person, tmp_path: Path) -> None:
+def test_a_good_run_logs_no_warnings(person: Person, tmp_path: Path) -> None:
     words = ["+experiment=quickstart", "evaluation.exact_match=false", "logger=csv"]
-    words += [f"seed={seed}", "trainer.max_steps=120"]
+    words += ["seed=1", "trainer.max_steps=120"]
     output = person.train_into(tmp_path / "run", *words)
     check_no_warnings(output, tmp_path / "run")
 

@@ -155,8 +155,11 @@ def check_lost(output: str, rank: int, host: str) -> None:
     assert "--rdzv-endpoint=node1:29500 --rdzv-conf=read_timeout=600 -m app.train resume=" in output
 
 
-@pytest.mark.parametrize(("lives", "dies"), [(0, 1), (1, 0)], ids=["second", "first"])
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("lives", "dies", "signum"),
+    [(0, 1, signal.SIGSTOP), (1, 0, signal.SIGKILL)],
+    ids=["second-stopped", "first-killed"],
+)
 def test_a_lost_host_is_reported_by_the_other(
     hosts: tuple[Host, Host], start: Start, lives: int, dies: int, signum: int
 ) -> None:

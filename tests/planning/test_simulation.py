@@ -230,6 +230,7 @@ def allocated(memory: GpuMemory) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", SHIPPED)
 def test_estimates_and_simulation_of_experiments_agree(name: str) -> None:
@@ -276,6 +277,7 @@ ROPE_PERIODS = {"bart_large": 2, "gemma2_2b": 2, "gemma4_26b_a4b": 6, "llama4_sc
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_estimates_and_simulation_of_families_agree(name: str) -> None:
