@@ -519,6 +519,27 @@ BUGS = [
         test="tests/training/checkpoint/test_resume.py"
         "::test_a_resumed_run_is_the_uninterrupted_one",
     ),
+    Bug(
+        name="every rank drops out alike",
+        file="app/training/prepare.py",
+        right="torch.initial_seed() + strategy.data_rank",
+        wrong="torch.initial_seed()",
+        test="tests/training/test_prepare.py::test_ranks_draw_other_dropout_unless_they_share_rows",
+    ),
+    Bug(
+        name="a text passes for a number of config.json",
+        file="app/model/config_source.py",
+        right="(str, list, dict)",
+        wrong="(list, dict)",
+        test="tests/model/test_config_source.py::test_what_is_refused",
+    ),
+    Bug(
+        name="a tokenizer that drops letters is opened",
+        file="app/model/tokenizer_checks.py",
+        right="        if not is_kept:",
+        wrong="        if not text:",
+        test="tests/bad_input/test_base_files.py::test_a_tokenizer_that_drops_letters",
+    ),
 ]
 
 
