@@ -93,7 +93,8 @@ def test_it_equals_the_plain_loss_and_its_gradients(
 def preference(log_probs: Tensor) -> Tensor:
     """A loss of two halves, in which no position's weight is known before all are."""
     half = len(log_probs) // 2
-    return -torch.nn.functional.logsigmoid(log_probs[:half].sum() - log_probs[half:].sum() + 40)
+    margin = log_probs[:half].sum() - log_probs[half:].sum()
+    return -torch.nn.functional.logsigmoid(margin - margin.detach() + 0.3)
 
 
 @pytest.mark.parametrize("kernel", [None, by_torch])
@@ -122,8 +123,7 @@ def test_log_probabilities_and_gradients_of_a_loss_of_all_of_them(
         found.append((log_probs.detach().double(), *(leaf.grad for leaf in leaves)))
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
-    assert found[0][0].abs().sum() > 0
-    assert found[0][1].abs().sum() > 0
+    assert all(each.abs().max() > 0.01 for each in found[0])
 
 
 def test_log_probabilities_keep_neither_logits_nor_a_copy_of_the_weight() -> None:

@@ -266,10 +266,13 @@ def test_a_verified_tokenizer_is_not_verified_again_until_a_byte_changes(
     assert ids(build(base)) == ids(own)
     assert len(verified) == 2
     content = json.loads(file.read_text())
-    content["model"]["merges"] = content["model"]["merges"][:-1]
+    file.write_text(json.dumps(content))
+    build(base)
+    merges = content["model"]["merges"]
+    merges[0], merges[-1] = merges[-1], merges[0]  # the same size
     file.write_text(json.dumps(content))
     assert ids(build(base)) == ids(Tokenizer.from_file(str(file)))
-    assert len(verified) == 3
+    assert len(verified) == 4
     content["model"]["dropout"] = 0.1
     file.write_text(json.dumps(content))
     with pytest.raises(UserError, match="BPE dropout"):

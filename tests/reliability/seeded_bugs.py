@@ -487,7 +487,7 @@ BUGS = [
         right="            yield WeightedRange(start, stop, 0.0)\n        start = max(",
         wrong="            pass\n        start = max(",
         test="tests/data_modules/test_train_detail.py"
-        "::test_characters_without_an_entry_are_not_trained_and_the_turn_keeps_its_weight",
+        "::test_a_token_is_trained_if_all_its_characters_are_and_with_a_word_the_blank_before_it",
     ),
     Bug(
         name="train_detail's last character is left out",
