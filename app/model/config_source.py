@@ -65,13 +65,14 @@ def check_type(where: str, numbers: Mapping[str, Any]) -> list[str]:
         f"{where}: {key}={numbers[key]!r:.80}: expected a number ({annotation}); download the "
         "file again"
         for key, annotation in source.fields.items()
-        if isinstance(numbers.get(key), (str, list, dict)) and is_number(annotation)
+        if isinstance(numbers.get(key), (str, list, dict)) and is_number(key, annotation)
     ]
 
 
-def is_number(annotation: str) -> bool:
-    """Return whether a field with this annotation takes numbers only."""
-    return set(annotation.split(" | ")) <= {"int", "float", "None"}
+def is_number(key: str, annotation: str) -> bool:
+    """Return whether a field takes numbers only; `check_token_ids` checks those of tokens."""
+    is_token = key.endswith("_token_id")
+    return not is_token and set(annotation.split(" | ")) <= {"int", "float", "None"}
 
 
 def newer_transformers(numbers: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ def test_every_model_type_is_read_as_its_class_says() -> None:
         read += 1
         assert source.class_name == config_class.__name__
         for key, annotation in source.fields.items():
-            if is_number(annotation):
+            if is_number(key, annotation):
                 assert f"{key}='3': expected a number" in str(check_type("", values | {key: "3"}))
                 with pytest.raises((TypeError, ValueError, ImportError, StrictDataclassError)):
                     config_class.from_dict({key: "3"})

@@ -524,7 +524,7 @@ BUGS = [
         file="app/training/prepare.py",
         right="torch.initial_seed() + strategy.data_rank",
         wrong="torch.initial_seed()",
-        test="tests/training/test_prepare.py::test_ranks_draw_other_dropout_unless_they_share_rows",
+        test="tests/training/test_prepare_model.py::test_ranks_draw_other_dropout_unless_they_share_rows",
     ),
     Bug(
         name="a text passes for a number of config.json",
