@@ -10,11 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_found, _own = find_spec("data_modules"), Path(__file__).parents[1] / "data_modules/__init__.py"
-if _found is None or _found.origin is None or not _own.samefile(_found.origin):
+for _name in ("common", "data_modules"):
+    _found, _own = find_spec(_name), Path(__file__).parents[1] / _name / "__init__.py"
+    if _found is not None and _found.origin is not None and _own.samefile(_found.origin):
+        continue
     where = "nowhere" if _found is None else _found.origin
     shadowed = (
-        f"loft needs {_own}, but Python finds the package data_modules {where} first: type "
+        f"loft needs {_own}, but Python finds the package {_name} {where} first: type "
         "loft VERB in place of python -m app.VERB, or change to another folder"
     )
     modules = [word.removeprefix("-m").partition(".")[0] for word in sys.orig_argv]

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from app.config.verbs import ALL_VERBS
-from app.process.errors import DONE, USER_ERROR, UserError, nearest
-from app.process.installation import PROGRAM, record_script
 from app.process.reporting import report
+from common.errors import DONE, USER_ERROR, UserError, nearest
+from common.installation import PROGRAM, record_script
 
 
 def main() -> None:

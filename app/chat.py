@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 from app.config import ChatConfig, run_verb, save_config
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams
-from app.process.errors import UserError
-from app.process.files import write_atomically
 from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
-from data_modules import DataError, Turn, printable, redact
+from common.errors import DataError, UserError
+from common.files import write_atomically
+from common.redaction import redact
+from common.text import printable
+from data_modules import Turn
 
 if TYPE_CHECKING:
     from app.assembly.tuned import Tuned

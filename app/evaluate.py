@@ -20,8 +20,6 @@ from app.evaluation.judge.questions import Question
 from app.model.hub import is_offline
 from app.preflight import requested_devices
 from app.process.environment import configure_libraries, protect_streams
-from app.process.errors import UserError
-from app.process.files import write_atomically
 from app.process.launch import exit_with_parent, is_child, is_first_rank
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
@@ -29,7 +27,9 @@ from app.report.run_page import write_page
 from app.run.find import FINAL
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from app.run.ranks import run_shares
-from data_modules import printable
+from common.errors import UserError
+from common.files import write_atomically
+from common.text import printable
 
 if TYPE_CHECKING:
     from app.assembly.base import Base

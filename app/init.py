@@ -15,9 +15,9 @@ from app.config.dispatch import run_guarded
 from app.config.help import default_text
 from app.config.verbs import SETTINGS
 from app.process.environment import protect_streams
-from app.process.errors import DONE, UserError
-from app.process.installation import verb_command
-from data_modules import printable
+from common.errors import DONE, UserError
+from common.installation import verb_command
+from common.text import printable
 
 USAGE = """\
 loft init [NAME] [model=MODEL] [data=DATA[,DATA...]] [output=FILE.yaml]

@@ -16,9 +16,6 @@ from app.model.adapter import is_adapter, saves_whole_model
 from app.model.gguf import convert, find_converter
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams, return_freed_memory
-from app.process.errors import UserError
-from app.process.files import write_atomically
-from app.process.installation import verb_command
 from app.process.launch import quote_words
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
@@ -33,7 +30,10 @@ from app.run.folder import (
 )
 from app.run.manifest import MANIFEST_FILE
 from app.training.run_documents import METRICS, SHOWN_MANIFEST, read_document
-from data_modules import printable
+from common.errors import UserError
+from common.files import write_atomically
+from common.installation import verb_command
+from common.text import printable
 
 if TYPE_CHECKING:
     from app.model.merging import Difference

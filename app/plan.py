@@ -36,13 +36,13 @@ from app.planning.planned import (
 )
 from app.planning.simulation import check_simulated, simulate
 from app.process.environment import configure_libraries, protect_streams
-from app.process.errors import UserError
-from app.process.files import write_atomically
-from app.process.installation import verb_command
 from app.process.signals import end_process, install_signal_handlers
 from app.report.plan import plan_lines, render_plan
 from app.run.folder import CONFIG_FILE, decide_run_dir
-from data_modules import DataError, printable
+from common.errors import DataError, UserError
+from common.files import write_atomically
+from common.installation import verb_command
+from common.text import printable
 
 
 def plan(config: PlanConfig) -> Path:

@@ -16,13 +16,15 @@ from app.config import PreviewConfig, run_verb, save_config
 from app.model.base import ModelConfig
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams
-from app.process.files import write_atomically
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from app.training.trainer import TrainerConfig
-from data_modules import DataConfig, printable, redact
+from common.files import write_atomically
+from common.redaction import redact
+from common.text import printable
+from data_modules import DataConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

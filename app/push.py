@@ -20,7 +20,6 @@ from app.config.plain import run_plain_verb
 from app.model.adapter.settings import CONFIG_FILE, ORIGIN_FILE, SETTINGS_KEY
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams
-from app.process.errors import UserError
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import write_card
 from app.report.run_files import read_run_files, refuse_damaged
@@ -29,7 +28,10 @@ from app.run import find_run
 from app.run.find import FINAL, check_selected, saved_folder
 from app.run.folder import open_empty
 from app.training.run_documents import read_object
-from data_modules import printable, redact, setting
+from common.errors import UserError
+from common.facts import setting
+from common.redaction import redact
+from common.text import printable
 
 NAMES_BASE = {CONFIG_FILE: "base_model_name_or_path", ORIGIN_FILE: "path"}
 """files of an adapter that name its base, and the key under which they do"""

@@ -24,9 +24,6 @@ from app.config import ServerConfig, run_verb, save_config
 from app.model.adapter import is_adapter
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams
-from app.process.errors import Interrupted, UserError
-from app.process.files import write_atomically
-from app.process.installation import install_extra, verb_command
 from app.process.signals import (
     defer_signals,
     end_process,
@@ -37,7 +34,10 @@ from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.serving.address import KEY_VARIABLE, open_socket, read_key, url_of
 from app.serving.vllm import build_vllm_command, find_unsupported_feature
 from app.training.run_documents import read_object
-from data_modules import printable
+from common.errors import Interrupted, UserError
+from common.files import write_atomically
+from common.installation import install_extra, verb_command
+from common.text import printable
 
 if TYPE_CHECKING:
     import socket

@@ -23,7 +23,6 @@ from app.assembly.finish import finish, print_done
 from app.config import TrainConfig, changed_settings, load_run_config, run_verb, words_to_type
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams, retain_freed_memory
-from app.process.errors import Interrupted
 from app.process.launch import exit_with_parent, set_typed_again
 from app.process.logs import print_loading
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
@@ -31,6 +30,7 @@ from app.report.run_page import page_on_failure
 from app.run import ExistingRun, compare_existing, open_run
 from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks
 from app.sweep import run_sweep
+from common.errors import Interrupted
 
 
 def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | None:

@@ -126,7 +126,8 @@ def _measure_answers(folder: Path) -> list[Figure]:
     import transformers
 
     from app.evaluation.generation import EvaluationConfig, answer_batches
-    from data_modules import Origin, Prompt
+    from common.errors import Origin
+    from data_modules import Prompt
 
     torch.set_num_threads(1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")

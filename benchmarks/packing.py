@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.figure import Figure
 from benchmarks.peers import peer_python
-from data_modules import percent
+from common.text import percent
 
 DOCUMENTS, CAPACITY, CUT = 1_000_000, 4096, 2048
 RANKS, REPEATS, SEEKS = 8, 5, 20

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.figure import Figure
-from data_modules import percent
+from common.text import percent
 
 ROUNDS, STEPS, WARM_UP = 3, 5, 2
 ACCUMULATION, SEQUENCE_LEN = 2, 512

@@ -24,11 +24,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from common.errors import DataError, Origin
+from common.limited import ProcessLimits
+from common.redaction import redacted
+from common.text import percent
 from data_modules.audit import Audit
 from data_modules.audit.characters import CharacterCheck
 from data_modules.collator import Batch, Collator
-from data_modules.limited import ProcessLimits
-from data_modules.messages import DataError, Origin, percent, redacted
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
 from data_modules.packing.plan import (
     MicroBatch,

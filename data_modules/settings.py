@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.errors import DataError
+from common.facts import check_values, setting
+from common.text import printable
 from data_modules import format as formats
 from data_modules import source
 from data_modules.audit import AuditConfig
-from data_modules.facts import check_values, setting
-from data_modules.messages import DataError, printable
 from data_modules.packing.mixture import MixtureConfig
 from data_modules.tokens.encode import BadRows, Rejected, chunks_of, find_format, read_chunk
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from common.errors import DataError
 from data_modules import source
 from data_modules.collator import Batch, Collator
-from data_modules.messages import DataError
 from data_modules.packing.mixture import seeded_generator
 from data_modules.packing.plan import pack_documents
 from data_modules.settings import DataConfig, DatasetConfig

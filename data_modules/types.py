@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from data_modules.messages import Origin
+from common.errors import Origin
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.process.errors import ROOT
+from common.installation import ROOT
 from tests.conftest import LONGEST_FILES
 from tests.processes import LONGEST
 

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path.cwd()
-ROOMS = ("app", "data_modules")
+ROOMS = ("app", "common", "data_modules")
 LONG_FUNCTION = 60
 ROW = '{"instruction": "Say one.", "input": "", "output": "one"}\n'
 WORDS = (

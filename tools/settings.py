@@ -19,8 +19,9 @@ from app.config.conf_files import SCHEMA
 from app.config.help import default_text, sections
 from app.config.schema import Setting, element_of, list_settings
 from app.config.verbs import PARTS, VERBS
-from app.process.errors import ROOT
-from data_modules import DatasetConfig, Facts, describe_values, is_optional
+from common.facts import Facts, describe_values, is_optional
+from common.installation import ROOT
+from data_modules import DatasetConfig
 from data_modules.settings import CACHE_VARIABLE
 
 DOCS = ROOT / "docs" / "settings.md"

@@ -29,11 +29,11 @@ from app.planning.training import (
     suggest_overrides,
 )
 from app.preflight import check_compatibility
-from app.process.errors import UserError
 from app.process.launch import is_first_rank
 from app.strategy.settings import StrategyConfig
 from app.training.micro_batch import can_probe_micro_batch
 from app.training.trainer import Environment
+from common.errors import UserError
 
 if TYPE_CHECKING:
     from app.assembly.base import Base

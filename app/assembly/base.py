@@ -32,8 +32,8 @@ from app.model.tokenizer import (
 from app.preflight import describe_base
 from app.preflight.base_model import BaseModel
 from app.preflight.files import check_recompute
-from app.process.errors import UserError
 from app.training.trainer import Environment
+from common.errors import UserError
 from data_modules import DEFAULT_SEQUENCE_LEN, ModelSpec
 
 if TYPE_CHECKING:

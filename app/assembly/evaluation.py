@@ -18,8 +18,6 @@ from app.evaluation.evaluator import Evaluator
 from app.evaluation.generation import EvaluationConfig, TrainEvaluationConfig
 from app.evaluation.row_runner import RowRunner, gather_results
 from app.evaluation.tasks.questions import Task, build_tasks
-from app.process.errors import UserError, nearest
-from app.process.files import write_atomically
 from app.process.heartbeat import refresh_liveness
 from app.process.signals import (
     DataStalled,
@@ -30,6 +28,8 @@ from app.process.signals import (
 )
 from app.training.metrics import is_measured_at
 from app.training.trainer import validation_interval
+from common.errors import UserError, nearest
+from common.files import write_atomically
 from data_modules import FinetuneDataModule
 
 if TYPE_CHECKING:

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import changed_settings, words_to_type
-from app.process.files import write_atomically
-from app.process.installation import python_command, verb_command
 from app.process.launch import is_first_rank, quote_words
 from app.process.logs import LOG_FILE
 from app.report.model_card import write_card
@@ -22,7 +20,9 @@ from app.run import Run
 from app.run.folder import METRICS_FILE, OUTPUTS
 from app.run.manifest import record_result
 from app.training.run_documents import METRICS, read_document
-from data_modules import printable
+from common.files import write_atomically
+from common.installation import python_command, verb_command
+from common.text import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,7 +16,8 @@ from app.run.folder import CONFIG_FILE
 from app.run.manifest import save_manifest
 from app.training.logger import drop_rows_after
 from app.training.trainer import Environment
-from data_modules import BatchSpec, FinetuneDataModule, redacted
+from common.redaction import redacted
+from data_modules import BatchSpec, FinetuneDataModule
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger

@@ -14,9 +14,9 @@ from app.evaluation.significance import MIN_DIFFERENCE, paired_bootstrap
 from app.model.save import dtype_name, loses_bits, stored_dtype, trained_dtype
 from app.model.shards import round_weights
 from app.process.collectives import run_on_rank0
-from app.process.errors import TrainingFault
 from app.run import Run, checkpoints_of
 from app.training.checkpoint.documents import MODEL
+from common.errors import TrainingFault
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,8 @@ from app.model.adapter import (
 from app.model.base import ModelConfig
 from app.model.build import weight_dtype
 from app.model.tokenizer import build_tokenizer, num_rows, saved_stop_ids
-from app.process.errors import UserError
 from app.training.trainer import Environment
+from common.errors import UserError
 from data_modules import ChatTemplate, dataset_names
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from app.config.conf_files import CONF, list_groups
 from app.config.schema import list_settings
 from app.config.verbs import ALL_VERBS, PARTS, VERBS
-from app.process.errors import UserError
+from common.errors import UserError
 
 FILES = {
     "bash": Path(".local/share/bash-completion/completions/loft"),

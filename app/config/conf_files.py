@@ -17,9 +17,10 @@ from app.config.overrides import python_keys
 from app.config.schema import as_typed
 from app.config.verbs import OPTION_ALIASES, TYPED_KEYS
 from app.planning.hardware import custom_hardware_advice
-from app.process.errors import ROOT, UserError, nearest
-from app.process.untrusted import limits, over_limit, read_text, reading
 from app.run.folder import expand_home
+from common.errors import UserError, nearest
+from common.installation import ROOT
+from common.untrusted import limits, over_limit, read_text, reading
 
 CONF = ROOT / "conf"
 SCHEMA = CONF / "experiment" / "schema.json"

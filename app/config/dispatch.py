@@ -25,9 +25,7 @@ from app.evaluation.metrics import check_metrics
 from app.evaluation.tasks.harness import check_harness
 from app.evaluation.tasks.questions import check_tasks
 from app.preflight import check_compatibility, check_files, check_gpus, requested_devices
-from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
-from app.process.installation import shadowing_files, verb_command
 from app.process.launch import check_launch, is_child, read_launch
 from app.process.logs import set_verbose
 from app.process.reporting import report
@@ -36,7 +34,10 @@ from app.run.find import check_selected
 from app.run.folder import check_output, discard_unused
 from app.run.ranks import check_nodes, check_supervise
 from app.strategy.rendezvous import check_network
-from data_modules import printable, redact
+from common.errors import DONE, UserError
+from common.installation import shadowing_files, verb_command
+from common.redaction import redact
+from common.text import printable
 
 DEFAULT_EXPERIMENT = "quickstart"
 

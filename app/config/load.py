@@ -56,14 +56,16 @@ from app.config.verbs import (
     only_in,
 )
 from app.model.base import ModelConfig
-from app.process.errors import ROOT, UserError
 from app.process.reporting import MAX_PROBLEMS
-from app.process.untrusted import reading
 from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, NO_URL, expand_home
 from app.strategy.deepspeed_config import read_deepspeed_file
 from app.strategy.settings import ZeroConfig
-from data_modules import TEMPLATE_NAMES, hints_of
+from common.errors import UserError
+from common.facts import hints_of
+from common.installation import ROOT
+from common.untrusted import reading
+from data_modules import TEMPLATE_NAMES
 
 Config = TrainConfig | TunedConfig
 """the settings of a verb; PreviewConfig and PlanConfig are TrainConfigs"""

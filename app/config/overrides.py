@@ -21,10 +21,11 @@ from app.config.verbs import (
     settings_of,
 )
 from app.planning.hardware import split_name
-from app.process.errors import UserError, nearest
 from app.process.reporting import MAX_PROBLEMS
-from app.process.untrusted import LIMITS_VARIABLE, limits
-from data_modules import REDACTED, hints_of, holds_token
+from common.errors import UserError, nearest
+from common.facts import hints_of
+from common.redaction import REDACTED, holds_token
+from common.untrusted import LIMITS_VARIABLE, limits
 
 WORD = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./@:+*%?|$-]*")

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from app.config.dispatch import run_guarded
 from app.config.overrides import safety_error
 from app.config.schema import default_of, docs_of
-from app.process.errors import DONE, UserError, nearest
-from app.process.installation import verb_command
-from data_modules import facts_of, hints_of
+from common.errors import DONE, UserError, nearest
+from common.facts import facts_of, hints_of
+from common.installation import verb_command
 
 T = TypeVar("T")
 TRUTH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}

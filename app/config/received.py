@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config.schema import as_typed, default_of
-from data_modules import Grant, facts_of, is_settings, redact
+from common.facts import Grant, facts_of, is_settings
+from common.redaction import redact
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -22,20 +22,13 @@ from app.config.verbs import (
     TrainConfig,
     TunedConfig,
 )
-from app.process.errors import UserError
-from app.process.files import write_atomically
 from app.run import find_run, find_run_to_resume
 from app.run.find import FINAL
 from app.run.folder import CONFIG_FILE, verb_line
-from data_modules import (
-    REDACTED,
-    facts_of,
-    hints_of,
-    is_settings,
-    redact,
-    redacted,
-    redacted_keys,
-)
+from common.errors import UserError
+from common.facts import facts_of, hints_of, is_settings
+from common.files import write_atomically
+from common.redaction import REDACTED, redact, redacted, redacted_keys
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.process.errors import nearest
-from data_modules import Facts, ResumeRule, facts_of, hints_of, is_optional
+from common.errors import nearest
+from common.facts import Facts, ResumeRule, facts_of, hints_of, is_optional
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,10 +18,12 @@ from app.config import schema
 from app.config.conf_files import CONF, ConfFile, list_groups
 from app.config.overrides import Override, safety_error
 from app.config.verbs import only_in
-from app.process.errors import nearest
-from app.process.installation import verb_command
 from app.process.launch import is_child, is_first_rank
-from data_modules import expected, facts_of, hints_of, printable, redact, takes
+from common.errors import nearest
+from common.facts import expected, facts_of, hints_of, takes
+from common.installation import verb_command
+from common.redaction import redact
+from common.text import printable
 
 COMMAND_LINE = "command line:"
 FOREIGN_KEYS = {

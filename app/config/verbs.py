@@ -47,7 +47,8 @@ from app.training.optimizers import (
 )
 from app.training.schedule import ScheduleConfig
 from app.training.trainer import ACCELERATORS, DEFAULT_MONITOR, PRECISIONS, TrainerConfig
-from data_modules import DataConfig, PackingConfig, setting
+from common.facts import setting
+from data_modules import DataConfig, PackingConfig
 
 
 @dataclass(kw_only=True, slots=True)

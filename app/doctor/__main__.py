@@ -28,10 +28,10 @@ from app.doctor.costs import (
 from app.doctor.facts import Facts, read_facts, run_folders
 from app.doctor.rows import MALICIOUS, OK, PROBLEM, Row, compare_machines, list_rows
 from app.process.environment import configure_libraries, protect_streams
-from app.process.errors import ENVIRONMENT_ERROR
 from app.process.launch import is_first_on_machine, is_first_rank, read_launch
 from app.process.signals import end_process, install_signal_handlers
-from data_modules import printable
+from common.errors import ENVIRONMENT_ERROR
+from common.text import printable
 
 AS_JSON = "--json"
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}

@@ -17,10 +17,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from app.planning.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from app.process.errors import ENVIRONMENT_ERROR, LOST_CONNECTION, DeviceError, UserError
 from app.process.launch import local_rank, read_launch
 from app.strategy.rendezvous import choose_gloo_interface
 from app.training.machine import host_memory
+from common.errors import ENVIRONMENT_ERROR, LOST_CONNECTION, DeviceError, UserError
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from app.planning.memory import PlannedRun
 from app.planning.planned import load_strategies, plan_run, read_config_json
 from app.planning.speed import estimate_speed
 from app.process.gpus import Machine
-from data_modules import percent
+from common.text import percent
 
 GOOD_SHARE = (0.80, 0.85)
 """share of a link's nominal bandwidth that large messages should reach (the rule of thumb of

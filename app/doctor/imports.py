@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from app.process.environment import configure_libraries
-from app.process.installation import child_command
+from common.installation import child_command
 
 MODULES = {
     "torch": "torch",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from app.doctor.facts import Facts, Folder, Package
 from app.process.gpus import BUILDS, find_gpu_problems
-from app.process.installation import is_checkout, pip_install
+from common.installation import is_checkout, pip_install
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 MALICIOUS = {

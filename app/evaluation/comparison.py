@@ -11,7 +11,7 @@ from app.evaluation.evaluator import Evaluator, prefix_metrics
 from app.evaluation.metrics import METRICS
 from app.evaluation.significance import MEASURES, VARIANTS
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
-from data_modules import formatted, printable
+from common.text import formatted, printable
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from app.evaluation.generation import override_generation_config
 from app.model.attention import generation_attention
-from app.process.errors import UserError
-from data_modules import Conversation, Origin, Turn, setting
+from common.errors import Origin, UserError
+from common.facts import setting
+from data_modules import Conversation, Turn
 
 if TYPE_CHECKING:
     import torch

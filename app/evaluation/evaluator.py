@@ -28,8 +28,8 @@ from app.evaluation.significance import (
 from app.evaluation.tasks.harness import Harness
 from app.evaluation.tasks.measure import TaskRunner
 from app.evaluation.tasks.questions import Task
-from app.process.files import write_atomically
-from data_modules import redact
+from common.files import write_atomically
+from common.redaction import redact
 
 if TYPE_CHECKING:
     from torch import Tensor

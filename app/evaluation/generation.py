@@ -12,7 +12,7 @@ from app.evaluation.metrics import METRICS, Answer
 from app.evaluation.tasks.questions import TaskConfig
 from app.model.attention import generation_attention
 from app.model.eval_mode import eval_mode
-from data_modules import setting
+from common.facts import setting
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from app.evaluation.evaluator import PREDICTIONS_FILE
 from app.model.gguf import greedy_tokens
-from app.process.errors import TrainingFault
 from app.training.run_documents import read_lines
-from data_modules import percent
+from common.errors import TrainingFault
+from common.text import percent
 
 if TYPE_CHECKING:
     import torch

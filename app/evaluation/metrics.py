@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.evaluation.numbers import last_number
 from app.evaluation.words import space_characters, split_words, without_punctuation
-from app.process.errors import UserError, nearest
-from app.process.installation import install_extra
+from common.errors import UserError, nearest
+from common.installation import install_extra
 
 if TYPE_CHECKING:
     from app.evaluation.generation import EvaluationConfig

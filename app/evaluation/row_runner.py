@@ -15,12 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.process.errors import UserError
-from app.process.files import open_no_follow
 from app.process.launch import local_rank, read_launch
-from app.process.untrusted import parse_json
 from app.training.checkpoint.schema import differences
 from app.training.run_documents import RESULT
+from common.errors import UserError
+from common.files import open_no_follow
+from common.untrusted import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor

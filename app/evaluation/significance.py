@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from app.process.errors import TrainingFault
-from data_modules import formatted, percent, printable
+from common.errors import TrainingFault
+from common.text import formatted, percent, printable
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from app.model.config_source import newer_transformers
 from app.model.config_values import check_keys, check_values, shorten
 from app.model.multimodal import language_model_class, outermost, tower_modules
-from app.process.errors import UserError
-from app.process.untrusted import read_json_object, reading
+from common.errors import UserError
+from common.untrusted import read_json_object, reading
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel

@@ -43,9 +43,9 @@ from app.model.quantization import (
 )
 from app.model.rope import fix_rope_factors
 from app.model.tokenizer import resize_embeddings
-from app.process.errors import UserError
 from app.process.launch import is_first_rank
-from data_modules import setting
+from common.errors import UserError
+from common.facts import setting
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from app.model.architecture import model_class
 from app.model.multimodal import outermost, tower_modules
 from app.model.quantization import quantizable_layers
-from app.process.errors import UserError
 from app.process.launch import is_first_on_machine, is_first_rank
-from app.process.untrusted import FLOATS, Header, read_header
+from common.errors import UserError
+from common.untrusted import FLOATS, Header, read_header
 
 if TYPE_CHECKING:
     import torch

@@ -30,7 +30,7 @@ from app.model.recompute import RecomputeConfig, apply_recompute
 from app.model.shards import has_config_of_its_own
 from app.model.tokenizer import resize_embeddings
 from app.model.weight_reads import disable_bypassing_kernels
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch

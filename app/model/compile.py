@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from app.model.layers import compile_error, decoder_layers
-from app.process.errors import UserError
+from common.errors import UserError
 
 log = logging.getLogger(__name__)
 

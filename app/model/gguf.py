@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.process.errors import TrainingFault, UserError
+from common.errors import TrainingFault, UserError
 
 SCRIPT = "convert_hf_to_gguf.py"
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from app.model.base_files import INDEX, WEIGHTS
-from app.process.errors import UserError
-from app.process.untrusted import read_json_object
+from common.errors import UserError
+from common.untrusted import read_json_object
 from data_modules import DataConfig, explain_refusal, is_hub_id
 
 if TYPE_CHECKING:

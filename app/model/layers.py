@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch

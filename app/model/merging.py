@@ -26,8 +26,9 @@ from app.model.quantization import (
 )
 from app.model.shards import MAX_SHARD_BYTES, ModelFolder
 from app.model.tokenizer import added_rows, resize_embeddings
-from app.process.errors import UserError
-from data_modules import percent, setting
+from common.errors import UserError
+from common.facts import setting
+from common.text import percent
 
 if TYPE_CHECKING:
     import torch

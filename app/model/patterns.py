@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from app.process.errors import nearest
-from app.process.untrusted import LIMITS_VARIABLE, limits
+from common.errors import nearest
+from common.untrusted import LIMITS_VARIABLE, limits
 
 Rule = Callable[[str, Iterable[str]], list[str]]
 """(pattern, names) -> the names that the pattern matches"""

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.model.weight_reads import find_bypassed_linears
-from app.process.errors import UserError
-from data_modules import percent, setting
+from common.errors import UserError
+from common.facts import setting
+from common.text import percent
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention import recompute_on_same_documents
-from data_modules import setting
+from common.facts import setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,7 +23,7 @@ from app.model.adapter import (
 from app.model.architecture import model_class
 from app.model.shards import Shards, WeightGatherer, round_weights, write_model
 from app.process.collectives import all_gather_list, is_rank0, run_on_rank0
-from app.process.errors import TrainingFault
+from common.errors import TrainingFault
 
 if TYPE_CHECKING:
     import torch

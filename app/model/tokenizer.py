@@ -17,8 +17,8 @@ from app.model.tokenizer_checks import (
     letters_error,
 )
 from app.model.tokenizer_file import follow_file
-from app.process.errors import UserError
-from app.process.untrusted import collect_later, read_json_object, reading, short_message
+from common.errors import UserError
+from common.untrusted import collect_later, read_json_object, reading, short_message
 
 if TYPE_CHECKING:
     import torch

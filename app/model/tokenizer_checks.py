@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.config_values import shorten
-from app.process.errors import UserError
-from app.process.untrusted import read_json_object, reading, short_message
-from data_modules import LimitError, ProcessLimits, run_limited
+from common.errors import UserError
+from common.limited import LimitError, ProcessLimits, run_limited
+from common.untrusted import read_json_object, reading, short_message
 
 if TYPE_CHECKING:
     import tokenizers

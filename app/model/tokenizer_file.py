@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.tokenizer_checks import TOKENIZER_FILE, remember_verified
-from app.process.errors import UserError
-from app.process.untrusted import read_json_object, short_message
+from common.errors import UserError
+from common.untrusted import read_json_object, short_message
 
 if TYPE_CHECKING:
     import tokenizers

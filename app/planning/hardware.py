@@ -11,9 +11,9 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from app.process.errors import DeviceError
 from app.process.gpus import Machine, read_machine
-from data_modules import setting
+from common.errors import DeviceError
+from common.facts import setting
 
 MANY = re.compile(r"(?:(?P<nodes>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d?)x(?P<card>[a-z].*)")
 """`8xh100`, or `2x8xh100`: two nodes of eight"""

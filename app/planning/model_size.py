@@ -27,8 +27,8 @@ from app.model.patterns import by_key
 from app.model.quantization import QuantizationConfig
 from app.planning.planned_model import PlannedModel, Weight, Weights, dtype_bytes
 from app.preflight.shapes import modules_of_architecture
-from app.process.errors import UserError
 from app.strategy.tensor_plan import BY_COLUMNS, BY_ROWS
+from common.errors import UserError
 
 OLDER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),

@@ -25,10 +25,11 @@ from app.planning.planned_model import PlannedModel
 from app.preflight import check_compatibility
 from app.preflight.base_model import BaseModel, check_config, inspect_base
 from app.preflight.files import check_sequence_len, check_tensor_parallel
-from app.process.errors import UserError
-from app.process.untrusted import read_json_object, reading
 from app.strategy.settings import FAMILIES, StrategyConfig, tensor_parallel_size
-from data_modules import DEFAULT_SEQUENCE_LEN, estimate_epoch, setting
+from common.errors import UserError
+from common.facts import setting
+from common.untrusted import read_json_object, reading
+from data_modules import DEFAULT_SEQUENCE_LEN, estimate_epoch
 
 if TYPE_CHECKING:
     from app.config.verbs import PlanConfig, TrainConfig

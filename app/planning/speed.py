@@ -13,7 +13,7 @@ from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
 from app.strategy.settings import FsdpConfig, ZeroConfig
 from app.training.memory import ModelSize, num_shards
-from data_modules import percent
+from common.text import percent
 
 PRODUCTS, ATTENTION, BANDWIDTH, LINKS = 0.72, 0.45, 0.69, 0.8
 """share of the datasheet's rate that large kernels reach: half-precision matrix products, attention

@@ -32,10 +32,10 @@ from app.planning.model_size import model_from_config_json, model_from_meta, mod
 from app.planning.planned import build_planned_run, is_stored_quantized
 from app.planning.speed import estimate_speed, peak_tokens_per_second
 from app.process.environment import host_bytes
-from app.process.errors import UserError
-from app.process.installation import verb_command
 from app.process.launch import is_first_rank
 from app.strategy.settings import StrategyConfig
+from common.errors import UserError
+from common.installation import verb_command
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from app.model.hub import find_offline_problem
 from app.model.quantization import stored_method
 from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file
 from app.preflight.shapes import LAYER, modules_of_architecture, modules_of_files
-from app.process.untrusted import Header, check_kinds, read_header, read_json_object, read_text
+from common.untrusted import Header, check_kinds, read_header, read_json_object, read_text
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")

@@ -49,10 +49,10 @@ from app.preflight.couplings import (
 )
 from app.preflight.fingerprint import describe_base, same_form
 from app.preflight.shapes import Shapes
-from app.process.errors import UserError, nearest
 from app.process.launch import is_first_rank
-from app.process.untrusted import check_kinds, read_header, read_json_object, read_text, reading
 from app.strategy.settings import tensor_parallel_size
+from common.errors import UserError, nearest
+from common.untrusted import check_kinds, read_header, read_json_object, read_text, reading
 from data_modules import OWN_TEMPLATE, TEMPLATE_NAMES, check_datasets, find_syntax_error
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.model.base import ModelConfig
-from app.process.untrusted import limits
+from common.untrusted import limits
 
 WHOLE_BYTES = 256 << 20
 """weights of up to this size are read whole, in about half a second"""

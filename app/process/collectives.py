@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from app.process.errors import ENVIRONMENT_ERROR, USER_ERROR, TrainingFault, UserError, exit_code
+from common.errors import ENVIRONMENT_ERROR, USER_ERROR, TrainingFault, UserError, exit_code
 
 if TYPE_CHECKING:
     import torch

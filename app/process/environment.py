@@ -19,7 +19,7 @@ from typing import TextIO
 
 from app.process.gpus import num_device_files
 from app.process.logs import start_logging
-from data_modules import redact
+from common.redaction import redact
 
 DEVICES = Path("/dev")
 STATUS = Path("/proc/self/status")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.process.errors import nearest
+from common.errors import nearest
 
 NOTES_FILE = "faults-fired"
 """file in the run folder that lists the faults that have fired, one per line"""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.process.installation import pip_install
+from common.installation import pip_install
 
 DEVICES = Path("/dev")
 WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from app.process.files import open_no_follow
 from app.process.launch import PIPE_VARIABLE, read_launch
+from common.files import open_no_follow
 
 BEAT, ENDED, LOST, PORT_TAKEN = "beat", "ended", "lost", "port"
 """messages: a step is done; the training loop has ended; another rank is lost; the run's port is in

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_modules import printable
+from common.text import printable
 
 RUN_DIR_VARIABLE = "LOFT_RUN_DIR"
 """variable with the run's folder, for the ranks started by this process"""

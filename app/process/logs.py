@@ -11,13 +11,14 @@ import logging
 import sys
 from pathlib import Path
 
-from app.process.files import open_no_follow
 from app.process.launch import is_first_rank
-from data_modules import printable, redact
+from common.files import open_no_follow
+from common.redaction import redact
+from common.text import printable
 
 LOG_FILE = "train.log"
 """file in a run's folder with all messages of the run and their times"""
-OWN_LOGGERS = ("app", "data_modules")
+OWN_LOGGERS = ("app", "common", "data_modules")
 """loggers whose DEBUG messages are logged; those of libraries are not"""
 NOISY_LOGGERS = ("bitsandbytes", "httpx", "httpx2")
 """loggers of libraries that log only errors"""

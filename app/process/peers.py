@@ -24,8 +24,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.process.errors import ENVIRONMENT_ERROR
-from app.process.files import open_no_follow
 from app.process.heartbeat import (
     MAX_POLL_SECONDS,
     PAUSE_FACTOR,
@@ -35,6 +33,8 @@ from app.process.heartbeat import (
 )
 from app.process.launch import is_first_on_machine, read_launch
 from app.process.signals import kill_workers, signal_received
+from common.errors import ENVIRONMENT_ERROR
+from common.files import open_no_follow
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -11,7 +11,11 @@ import time
 import traceback
 from pathlib import Path
 
-from app.process.errors import (
+from app.process.heartbeat import LOST, PORT_TAKEN, send_to_supervisor
+from app.process.launch import is_first_on_machine, is_first_rank, run_dir
+from app.process.peers import watched_peers
+from app.process.signals import signal_received
+from common.errors import (
     DEAD_WORKER,
     ENVIRONMENT_ERROR,
     INTERRUPTED,
@@ -21,15 +25,14 @@ from app.process.errors import (
     TRAINING_FAULT,
     USER_ERROR,
     DeviceError,
+    DiskError,
     Interrupted,
+    RemoteError,
     TrainingFault,
     exit_code,
 )
-from app.process.heartbeat import LOST, PORT_TAKEN, send_to_supervisor
-from app.process.launch import is_first_on_machine, is_first_rank, run_dir
-from app.process.peers import watched_peers
-from app.process.signals import signal_received
-from data_modules import DiskError, RemoteError, printable, redact
+from common.redaction import redact
+from common.text import printable
 
 MAX_PROBLEMS = 20
 TRACEBACK_VARIABLE = "LOFT_TRACEBACK"

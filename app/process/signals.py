@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-from app.process.errors import Interrupted
 from app.process.launch import is_child
+from common.errors import Interrupted
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 MEASURED_AGAIN = "the interrupted measurement will be repeated"

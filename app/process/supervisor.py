@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.process.errors import DONE, ENVIRONMENT_ERROR, TRAINING_FAULT, USER_ERROR
-from app.process.files import open_no_follow
 from app.process.heartbeat import (
     BEAT,
     ENDED,
@@ -33,7 +31,10 @@ from app.process.heartbeat import (
 from app.process.launch import PARENT_VARIABLE, PIPE_VARIABLE, STEP_VARIABLE, free_port
 from app.process.reporting import REASON_FILE
 from app.process.signals import EXITS_WITHIN, HANDLED, defer_signals, signal_received
-from data_modules import redact, setting
+from common.errors import DONE, ENVIRONMENT_ERROR, TRAINING_FAULT, USER_ERROR
+from common.facts import setting
+from common.files import open_no_follow
+from common.redaction import redact
 
 POLL_SECONDS = 0.1
 MAX_PORTS = 5

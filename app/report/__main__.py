@@ -11,8 +11,6 @@ from pathlib import Path
 from app.config import changed_settings, load_run_config
 from app.config.plain import run_plain_verb
 from app.process.environment import protect_streams
-from app.process.errors import UserError
-from app.process.files import write_atomically
 from app.process.signals import end_process, install_signal_handlers
 from app.report.run_files import read_run_files, refuse_damaged
 from app.report.run_page import PAGE_FILE, Setting, render_comparison, title_of, write_page
@@ -25,7 +23,10 @@ from app.run.folder import (
     is_training,
     refuse_special_entries,
 )
-from data_modules import printable, setting
+from common.errors import UserError
+from common.facts import setting
+from common.files import write_atomically
+from common.text import printable
 
 
 @dataclass(kw_only=True, slots=True)

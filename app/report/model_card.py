@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from app.model.hub import cache_folder
-from app.process.files import write_atomically
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
 from app.report.run_page import CURVES_FILE, Setting, format_number
 from app.training.run_documents import read_object
-from data_modules import is_hub_id, printable, redact
+from common.files import write_atomically
+from common.redaction import redact
+from common.text import printable
+from data_modules import is_hub_id
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.report.template import render_template
-from data_modules import percent
+from common.text import percent
 
 BAR_WIDTH = 40
 """characters of a bar that stands for the whole memory of a GPU"""

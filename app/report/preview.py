@@ -11,14 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_modules import percent, setting
+from common.facts import setting
+from common.text import percent
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from transformers import PreTrainedTokenizerBase
 
-    from data_modules import Audit, Example, FinetuneDataModule, Origin
+    from common.errors import Origin
+    from data_modules import Audit, Example, FinetuneDataModule
 
 SHOWN_STEPS = 2
 """steps whose packs are shown"""

@@ -13,7 +13,6 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from app.process.errors import UserError
 from app.training.checkpoint.schema import differences
 from app.training.run_documents import (
     AGAIN,
@@ -27,6 +26,7 @@ from app.training.run_documents import (
     read_curves,
     read_lines,
 )
+from common.errors import UserError
 
 MAX_PREDICTIONS = 10
 """number of predictions that a page shows"""

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.process.files import write_atomically
 from app.process.launch import is_first_rank
 from app.report.chart import COLORS, Chart, Series, draw_png, draw_svg, frame_of
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
 from app.report.template import render_template
 from app.training.logger import finish_loggers
-from data_modules import percent, printable, redact
+from common.files import write_atomically
+from common.redaction import redact
+from common.text import percent, printable
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from app.model.hub import COMMIT
 from app.preflight.fingerprint import EARLIER_FORM, same_form
 from app.strategy.settings import DdpConfig, LocalSgdConfig, StrategyConfig, ZeroConfig
-from data_modules import ResumeRule, facts_of, redacted
+from common.facts import ResumeRule, facts_of
+from common.redaction import redacted
 
 if TYPE_CHECKING:
     from app.config import TrainConfig

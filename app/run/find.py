@@ -8,10 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from app.process.errors import UserError, nearest
-from app.process.installation import verb_command
 from app.process.launch import is_child, quote_words, run_dir
-from app.process.untrusted import read_json_object
 from app.run.folder import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -25,6 +22,9 @@ from app.run.manifest import MANIFEST_FILE, STARTED_FORMAT
 from app.training.checkpoint.checkpoint import Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
 from app.training.checkpoint.store import CHECKPOINTS, STEP_FOLDER, CheckpointStore
+from common.errors import UserError, nearest
+from common.installation import verb_command
+from common.untrusted import read_json_object
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,6 @@ from typing import IO
 
 import yaml  # type: ignore[import-untyped]
 
-from app.process.errors import UserError
-from app.process.files import open_no_follow, special_entries, write_atomically
 from app.process.launch import (
     is_child,
     is_first_rank,
@@ -32,8 +30,10 @@ from app.process.launch import (
 )
 from app.process.logs import LOG_FILE
 from app.process.reporting import REASON_FILE, is_reason
-from app.process.untrusted import read_json_object, read_text
-from data_modules import setting
+from common.errors import UserError
+from common.facts import setting
+from common.files import open_no_follow, special_entries, write_atomically
+from common.untrusted import read_json_object, read_text
 
 log = logging.getLogger(__name__)
 

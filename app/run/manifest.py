@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.process.errors import UserError
-from app.process.files import write_atomically
 from app.process.gpus import read_machine
-from app.process.installation import typed_words
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.run_documents import MANIFEST, find_problem
-from data_modules import redacted
+from common.errors import UserError
+from common.files import write_atomically
+from common.installation import typed_words
+from common.redaction import redacted
 
 LIBRARIES = (
     "torch",

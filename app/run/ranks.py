@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 from app.preflight import requested_devices
 from app.preflight.couplings.devices import Devices
-from app.process.errors import DONE
-from app.process.installation import child_command, module_words, verb_command
 from app.process.launch import (
     Launch,
     is_first_rank,
@@ -34,6 +32,8 @@ from app.process.supervisor import (
     print_to_stderr,
 )
 from app.run import NEVER, Run, checkpoints_of, find_newest_good, typed_step
+from common.errors import DONE
+from common.installation import child_command, module_words, verb_command
 
 if TYPE_CHECKING:
     from app.config import TrainConfig

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import resumed_adapter
 from app.preflight import describe_base, requested_devices
-from app.process.errors import UserError
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
 from app.run.changes import (
     check_changes,
@@ -35,6 +34,7 @@ from app.run.manifest import check_run_id, identity_of, installed_versions, read
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
 from app.training.run_documents import CSV_FILE, read_curves
+from common.errors import UserError
 
 if TYPE_CHECKING:
     from app.config import TrainConfig

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 
 from app.process.launch import is_loopback
 from app.serving.requests import RequestError, print_error
-from data_modules import printable
+from common.text import printable
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

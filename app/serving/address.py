@@ -10,9 +10,9 @@ import os
 import socket
 from dataclasses import dataclass
 
-from app.process.errors import UserError
 from app.process.launch import is_loopback
-from data_modules import setting
+from common.errors import UserError
+from common.facts import setting
 
 KEY_VARIABLE = "LOFT_SERVE_KEY"
 

@@ -31,7 +31,7 @@ from app.serving.requests import (
     parse_json,
     parse_text_request,
 )
-from data_modules import printable
+from common.text import printable
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

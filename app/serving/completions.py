@@ -19,10 +19,9 @@ from anyio import to_thread
 from starlette.responses import JSONResponse
 
 from app.evaluation.conversation import Reply, Responder
-from app.process.errors import UserError
 from app.serving.address import ServeConfig
 from app.serving.requests import INTERNAL_ERROR, CompletionRequest, RequestError, print_error
-from data_modules import DataError
+from common.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

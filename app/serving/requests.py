@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.evaluation.conversation import ConversationConfig
-from app.process.errors import nearest
-from data_modules import Turn, printable, redact
+from common.errors import nearest
+from common.redaction import redact
+from common.text import printable
+from data_modules import Turn
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """roles of OpenAI's messages, and the role that chat templates have for each"""

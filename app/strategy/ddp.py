@@ -13,11 +13,11 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from app.model.adapter import trainable_weights
-from app.process.errors import UserError
 from app.process.launch import is_first_rank
 from app.strategy.mixin import StrategyMixin
 from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import TIMEOUT
+from common.errors import UserError
 
 if TYPE_CHECKING:
     from app.strategy.settings import DdpConfig

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from app.model.adapter import external_parameters, unfuse_adapters
 from app.process.collectives import run_on_ranks
-from app.process.errors import UserError
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.deepspeed_operators import prepare_operator
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
 from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
 from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import TIMEOUT, ZeroConfig
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import lightning as L

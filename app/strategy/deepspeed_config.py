@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.process.errors import UserError
-from app.process.untrusted import read_json_object
 from app.strategy.settings import ZeroConfig
+from common.errors import UserError
+from common.untrusted import read_json_object
 
 if TYPE_CHECKING:
     import torch

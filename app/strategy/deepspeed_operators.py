@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from app.process.errors import UserError
+from common.errors import UserError
 
 log = logging.getLogger(__name__)
 

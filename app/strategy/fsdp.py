@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from app.model.head import LossHead
 from app.model.layers import decoder_layers
 from app.model.quantization import bind_scales
-from app.process.errors import UserError
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
 from app.strategy.mixin import (
     BuildModel,
@@ -44,6 +43,7 @@ from app.strategy.mixin import (
 from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import MAX_UNSHARDED_SHARE, TIMEOUT, FsdpConfig
 from app.strategy.tensor_parallel import TensorParallel
+from common.errors import UserError
 
 log = logging.getLogger(__name__)
 

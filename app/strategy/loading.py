@@ -14,8 +14,8 @@ from torch import Tensor
 
 from app.model.quantization import attach_quant_states, detach_quant_states
 from app.process.environment import host_bytes
-from app.process.errors import UserError
 from app.strategy.settings import TIMEOUT
+from common.errors import UserError
 
 log = logging.getLogger(__name__)
 

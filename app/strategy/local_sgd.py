@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from app.model.adapter import trainable_weights
-from app.process.errors import UserError
 from app.process.launch import is_first_rank
 from app.strategy.fsdp import Fsdp, local
 from app.strategy.mixin import ShardedTensor, StateTensor
 from app.strategy.settings import LocalSgdConfig
+from common.errors import UserError
 
 log = logging.getLogger(__name__)
 

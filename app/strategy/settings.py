@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from data_modules import setting
+from common.facts import setting
 
 OFFLOAD_DEVICES = ("none", "cpu")
 """devices that states can be offloaded to: none, or host memory"""

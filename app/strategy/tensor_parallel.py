@@ -25,8 +25,8 @@ from torch import Tensor
 
 from app.model.adapter import unfuse_adapters
 from app.model.head import LossHead
-from app.process.errors import UserError
 from app.strategy.tensor_plan import BY_ROWS, PARTIAL_GRADS, layer_plan
+from common.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from app.process.errors import UserError
+from common.errors import UserError
 
 BY_ROWS, BY_COLUMNS, PARTIAL_GRADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """styles of transformers' tensor parallel plans, which name the split side of W in x W; torch

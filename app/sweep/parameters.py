@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import conf_files
 from app.config.overrides import WORD, check_words, over_typed_limit, quote_value
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

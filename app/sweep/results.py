@@ -11,14 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.process.errors import DONE
-from app.process.files import write_atomically
-from app.process.installation import verb_command
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep.parameters import Parameter, format_overrides, varied
 from app.sweep.trials import OBJECTIVE, Trial, read_curve
 from app.training.run_documents import TRIALS, read_document
-from data_modules import printable, redact, redacted
+from common.errors import DONE
+from common.files import write_atomically
+from common.installation import verb_command
+from common.redaction import redact, redacted
+from common.text import printable
 
 RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"
 

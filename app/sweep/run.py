@@ -20,8 +20,6 @@ from app.config.received import Granting, is_typed, not_taken, settle
 from app.config.schema import as_typed
 from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
-from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
-from app.process.installation import verb_command
 from app.process.launch import quote_words
 from app.run.folder import OUTPUTS, UNSET, into_folder, lock_run, separate_files
 from app.sweep.parameters import Parameter, format_overrides, varied
@@ -39,7 +37,10 @@ from app.sweep.saved import SWEEP_FILE, Words, load_words, save_words
 from app.sweep.search import Grid, OptunaSearch, Search
 from app.sweep.slurm import SlurmLauncher, check_jobs, check_slurm
 from app.sweep.trials import Launcher, LocalLauncher, RunningTrial, Trial
-from data_modules import printable, redact, redacted
+from common.errors import DONE, INTERRUPTED, TERMINATED, UserError
+from common.installation import verb_command
+from common.redaction import redact, redacted
+from common.text import printable
 
 SWEEP_KEYS = ("sweep.", "launcher", "output.", "resume")
 """prefixes of the keys that apply to the whole sweep and are not passed on to its trials"""

@@ -16,12 +16,12 @@ import yaml  # type: ignore[import-untyped]
 from app.config.conf_files import LimitedLoader, read_conf_file
 from app.config.schema import as_typed, default_of
 from app.config.verbs import GRANTING
-from app.process.errors import UserError
-from app.process.files import write_atomically
 from app.run import NEVER
 from app.run.folder import expand_home, refuse_special_entries
 from app.sweep.parameters import Parameter, parse_parameters
-from data_modules import REDACTED, redacted
+from common.errors import UserError
+from common.files import write_atomically
+from common.redaction import REDACTED, redacted
 
 SWEEP_FILE = "sweep.yaml"
 """file in a sweep's folder with its overrides"""

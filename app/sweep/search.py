@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from app.config import SweepConfig
-from app.process.installation import install_extra
 from app.sweep.parameters import Parameter, varied
+from common.installation import install_extra
 
 if TYPE_CHECKING:
     import optuna

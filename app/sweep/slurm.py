@@ -21,13 +21,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.process.errors import ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED, UserError
-from app.process.files import open_no_follow, write_atomically
-from app.process.installation import CHILD, install_extra
 from app.sweep.parameters import Parameter
 from app.sweep.trials import start_process
 from app.training.run_documents import END, read_document
-from data_modules import redacted
+from common.errors import ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED, UserError
+from common.files import open_no_follow, write_atomically
+from common.installation import CHILD, install_extra
+from common.redaction import redacted
 
 if TYPE_CHECKING:
     from app.config import LauncherConfig

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Protocol
 
 from app.config.overrides import quote_value
-from app.process.errors import DONE, TERMINATED
-from app.process.files import open_no_follow
-from app.process.installation import child_command
 from app.process.launch import PARENT_VARIABLE, RANK_VARIABLES
 from app.run.folder import CONFIG_FILE, METRICS_FILE
 from app.training.run_documents import CSV_FILE, METRICS, read_curves, read_document
-from data_modules import redacted
+from common.errors import DONE, TERMINATED
+from common.files import open_no_follow
+from common.installation import child_command
+from common.redaction import redacted
 
 OBJECTIVE = "val/loss"
 TRAIN = tuple(child_command("app.train")[1:])

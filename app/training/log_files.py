@@ -15,11 +15,12 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from app.process.files import open_no_follow, write_atomically
-from app.process.installation import typed_words
 from app.process.launch import resume_words
 from app.training.checkpoint.disk import DISK_FULL, SaveError, describe_shortage
-from data_modules import printable, redact
+from common.files import open_no_follow, write_atomically
+from common.installation import typed_words
+from common.redaction import redact
+from common.text import printable
 
 log = logging.getLogger(__name__)
 

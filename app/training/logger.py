@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_modules import setting
+from common.facts import setting
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from data_modules import percent
+from common.text import percent
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from app.model.activation_memory import rows_per_chunk
 from app.model.layer_kind import widths_of
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
-from app.process.errors import UserError
 from app.strategy.settings import (
     MAX_UNSHARDED_SHARE,
     DdpConfig,
@@ -26,6 +25,7 @@ from app.strategy.settings import (
     tensor_parallel_size,
 )
 from app.strategy.tensor_plan import layer_plan, split_dim
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.process.errors import TrainingFault, UserError
 from app.training.checkpoint.schema import format_names
 from app.training.log_files import CsvLogger
 from app.training.machine import MachineStats
 from app.training.nonfinite import StepWatch, nonfinite_metrics
 from app.training.objective import losses_by_dataset
 from app.training.routing import ExpertLoad
+from common.errors import TrainingFault, UserError
 
 STATE_KEYS = (
     "dataset_names",

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from app.process import faults
-from app.process.errors import TrainingFault
-from app.process.installation import verb_command
 from app.process.launch import is_first_rank
 from app.training.objective import DatasetSums
+from common.errors import TrainingFault
+from common.installation import verb_command
 from data_modules import Batch, StepRow
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, LoraConfig, TrainableWeight, trainable_weights
 from app.model.patterns import by_wildcard
-from app.process.errors import UserError
-from data_modules import setting
+from common.errors import UserError
+from common.facts import setting
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import report_trainable, trainable_weights
 from app.training.schedule import format_lr
-from data_modules import percent
+from common.text import percent
 
 if TYPE_CHECKING:
     import torch

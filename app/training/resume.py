@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 
-from app.process.errors import UserError
 from app.strategy.ddp import Ddp
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.documents import (
@@ -37,6 +36,7 @@ from app.training.checkpoint.state import (
     restore_random_state,
     restore_schedule,
 )
+from common.errors import UserError
 from data_modules import Batch
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.model.adapter import AdapterConfig
 from app.model.experts import expert_modules, has_experts
-from app.process.errors import UserError
+from common.errors import UserError
 from data_modules import Batch
 
 if TYPE_CHECKING:

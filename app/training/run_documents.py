@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from app.process.errors import UserError
-from app.process.untrusted import parse_json, read_json_object, read_text
 from app.training.checkpoint.schema import (
     COUNT,
     IDENTITY,
@@ -27,6 +25,8 @@ from app.training.checkpoint.schema import (
     differences,
     format_value,
 )
+from common.errors import UserError
+from common.untrusted import parse_json, read_json_object, read_text
 
 CSV_FILE = "metrics.csv"
 AGAIN = "copy the folder again, or restore the file"

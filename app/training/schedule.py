@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from app.model.adapter import DEFAULT_LR, AdapterConfig
 from app.training.optimizers import OptimizerConfig
-from data_modules import setting
+from common.facts import setting
 
 if TYPE_CHECKING:
     import torch

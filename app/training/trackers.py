@@ -25,9 +25,10 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from app.process.files import write_atomically
 from app.training.log_files import RunSummary, is_detail
-from data_modules import printable, redact
+from common.files import write_atomically
+from common.redaction import redact
+from common.text import printable
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.preflight import check_devices, check_global_batch, check_layout, count_gpus
-from app.process.errors import DeviceError, UserError
 from app.process.gpus import ON_CPU
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
-from data_modules import setting
+from common.errors import DeviceError, UserError
+from common.facts import setting
 
 if TYPE_CHECKING:
     import torch

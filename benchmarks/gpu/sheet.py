@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.figure import Figure
-from data_modules import percent
+from common.text import percent
 
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "A100": 312.0}
 """peak dense bf16 FLOP/s by datasheet, for the MFU, by a part of the GPU's name"""

@@ -67,7 +67,8 @@ def batches_of(task: Task, part: Part) -> list[Batch]:
     """
     import numpy as np
 
-    from data_modules import Example, Origin
+    from common.errors import Origin
+    from data_modules import Example
     from data_modules.collator import Collator
     from data_modules.packing.plan import StepPlan
 

@@ -14,7 +14,7 @@ from app.planning.memory import GIB, estimate_gpu_memory
 from app.planning.planned import on_hardware, plan_run
 from app.planning.speed import estimate_speed
 from app.strategy.settings import FAMILIES
-from data_modules import percent
+from common.text import percent
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.planning.tracked import BASES, on_a_cpu
 from benchmarks.strategies import import_all, on_ranks
-from data_modules import percent
+from common.text import percent
 
 STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
 LENGTH = 512

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from data_modules import percent
+from common.text import percent
 
 if TYPE_CHECKING:
     from app.planning.memory import PlannedRun

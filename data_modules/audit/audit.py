@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from common.text import percent
 from data_modules.audit.figures import (
     Audit,
     AuditWarning,
@@ -18,7 +19,6 @@ from data_modules.audit.figures import (
 )
 from data_modules.audit.overlap import Columns, find_overlap
 from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, apply_rules
-from data_modules.messages import percent
 
 if TYPE_CHECKING:
     import numpy.typing as npt

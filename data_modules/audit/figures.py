@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_modules.messages import DataError, percent, printable, redact, redacted, shown
+from common.errors import DataError
+from common.redaction import redact, redacted
+from common.text import percent, printable, shown
 
 MAX_FILE = 32
 """characters of the longest path that is printed in full"""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Hashes = npt.NDArray[np.uint64]
-    from data_modules.messages import Origin
+    from common.errors import Origin
     from data_modules.types import Example
 
     Indices = npt.NDArray[np.int64]

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from common.facts import setting
+from common.text import percent
 from data_modules.audit.characters import names_of
 from data_modules.audit.figures import Audit, AuditWarning, DatasetAudit, count_of
-from data_modules.facts import setting
-from data_modules.messages import percent
 
 REPORTED_ABOVE = 0.01
 """share of a data set's tokens that may be lost with long rows without a warning"""

@@ -11,7 +11,7 @@ import keyword
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from data_modules.messages import listed, shown
+from common.text import listed, shown
 from data_modules.types import Struct
 
 MAX_WEIGHT = 3.4e38

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.errors import DataError, Origin
+from common.text import listed
 from data_modules.format.columns import find_unread
 from data_modules.format.fields import (
     MissingColumnError,
@@ -58,7 +60,6 @@ from data_modules.format.weights import (
     row_weight,
     turn_weight,
 )
-from data_modules.messages import DataError, Origin, listed
 from data_modules.types import Conversation, Document, Item, Row, Segment, Turn
 
 _ALPACA_ANSWERS = ("output", "response", "completion")

@@ -9,11 +9,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from common.text import listed
 from data_modules.format.columns import PREFERENCE, VERDICTS, is_filled
 from data_modules.format.fields import RowError, is_turns
 from data_modules.format.turns import ROLES
 from data_modules.format.weights import is_flag
-from data_modules.messages import listed
 
 _QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input", "user", "human")
 _ANSWERS = (

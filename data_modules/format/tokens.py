@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from common.errors import Origin
 from data_modules.format.fields import RowError, quote, read_weight, type_of
 from data_modules.format.weights import TOKEN_MASKS, row_weight
-from data_modules.messages import Origin
 from data_modules.types import Tokens
 
 IGNORED = -100

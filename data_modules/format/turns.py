@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.errors import Origin
+from common.text import listed, shown
 from data_modules.format.fields import (
     SKIP_EMPTY,
     EmptyAnswerError,
@@ -33,7 +35,6 @@ from data_modules.format.fields import (
     typo_hint,
 )
 from data_modules.format.weights import check_no_details, check_whole, read_details, turn_weight
-from data_modules.messages import Origin, listed, shown
 from data_modules.types import Conversation, Ranges, ToolCall, Turn
 
 ROLES = {

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from common.text import listed
 from data_modules.format.fields import RowError, quote, read_weight, type_of
-from data_modules.messages import listed
 from data_modules.types import Ranges, Turn
 
 FLAGS = ("train", "training", "loss")

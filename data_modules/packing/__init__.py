@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from data_modules.facts import setting
+from common.facts import setting
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from data_modules.facts import setting
-from data_modules.messages import DataError, percent
+from common.errors import DataError
+from common.facts import setting
+from common.text import percent
 
 if TYPE_CHECKING:
     import numpy as np

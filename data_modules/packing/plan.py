@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_modules.messages import percent
+from common.text import percent
 from data_modules.packing.mixture import seeded_generator
 
 Indices = npt.NDArray[np.int64]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from data_modules.messages import DataError, listed, reason_of, shown
+from common.errors import DataError
+from common.text import listed, reason_of, shown
 
 CARD = "README.md"
 NOT_DATA = (

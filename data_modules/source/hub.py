@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from data_modules.messages import DataError, Origin, RemoteError, reason_of
+from common.errors import DataError, Origin, RemoteError
+from common.text import reason_of
 from data_modules.source.limits import Limits
 from data_modules.source.opening import BadRow, Chunk, grouped, too_large
 from data_modules.source.remote import HubPace

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from data_modules.facts import setting
+from common.facts import setting
 
 MAX_ROW_BYTES = 16 << 20
 """default limit of a row"""

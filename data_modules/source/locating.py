@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data_modules.messages import DataError, Problems, listed, reason_of, shown
+from common.errors import DataError, Problems
+from common.text import listed, reason_of, shown
 from data_modules.source.corpus import CORPORA, SAMPLES
 from data_modules.source.folders import (
     CARD,

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from data_modules.messages import DataError, Origin, RemoteError, unreadable
+from common.errors import DataError, Origin, RemoteError
+from common.text import unreadable
 from data_modules.source.limits import MAX_ROW_BYTES, Limits, too_many
 from data_modules.source.remote import BLOCK_BYTES, RemoteStream, Url
 from data_modules.types import Row

@@ -18,7 +18,8 @@ from pathlib import PurePosixPath
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
-from data_modules.messages import DataError, RemoteError, printable, reason_of, unreadable
+from common.errors import DataError, RemoteError
+from common.text import printable, reason_of, unreadable
 from data_modules.source.limits import Limits, too_many
 
 BLOCK_BYTES = 1 << 20

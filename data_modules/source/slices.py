@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from data_modules.messages import DataError
+from common.errors import DataError
 from data_modules.source.opening import Chunk
 
 _BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"

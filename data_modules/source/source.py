@@ -17,14 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_modules.messages import (
-    MAX_PROBLEMS,
-    DataError,
-    Origin,
-    RemoteError,
-    reason_of,
-    unreadable,
-)
+from common.errors import MAX_PROBLEMS, DataError, Origin, RemoteError
+from common.text import reason_of, unreadable
 from data_modules.source import corpus
 from data_modules.source.corpus import CORPORA, WORDS_FILE, read_corpus
 from data_modules.source.hub import commit_of, read_hub

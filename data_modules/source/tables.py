@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from data_modules.messages import MAX_SHOWN, DataError, Origin, listed, reason_of, shown
+from common.errors import DataError, Origin
+from common.text import MAX_SHOWN, listed, reason_of, shown
 from data_modules.source import opening
 from data_modules.source.limits import Limits, names_error, nesting_error, too_deep
 from data_modules.source.opening import (

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from data_modules.messages import DataError, Origin, shown
+from common.errors import DataError, Origin
+from common.text import shown
 from data_modules.source.limits import Limits, names_error, nesting_error, too_deep
 from data_modules.source.opening import (
     MAX_RAW,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from data_modules.messages import Origin
+from common.errors import Origin
 from data_modules.template.rendering import (
     OUT_OF_MEMORY,
     Chat,

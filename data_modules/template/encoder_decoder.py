@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data_modules.messages import DataError
+from common.errors import DataError
 from data_modules.template.masking import LayoutBuilder, MaskConfig
 from data_modules.template.reasoning import move_to_tags, split_reasoning
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError

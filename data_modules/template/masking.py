@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
-from data_modules.messages import shown
+from common.text import shown
 from data_modules.template.marks import RenderedChat, TurnSpan
 from data_modules.template.reasoning import reasoning_of, split_reasoning
 from data_modules.template.rendering import (

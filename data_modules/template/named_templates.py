@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_modules.messages import DataError
+from common.errors import DataError
 from data_modules.template.rendering import Chat, Renderer
 from data_modules.types import ToolCall, Turn
 

@@ -27,7 +27,7 @@ from functools import cached_property
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data_modules.messages import shown
+from common.text import shown
 from data_modules.template.reasoning import move_to_field, move_to_tags, remove_reasoning
 from data_modules.types import Conversation, ToolCall, Turn
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from data_modules.messages import shown
+from common.text import shown
 from data_modules.template.marks import (
     PRIVATE,
     TOOLS,

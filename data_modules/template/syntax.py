@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from data_modules.messages import shown
+from common.text import shown
 
 if TYPE_CHECKING:
     import jinja2

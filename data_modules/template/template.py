@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from data_modules.limited import LimitError, ProcessLimits, run_limited
-from data_modules.messages import DataError, Origin
+from common.errors import DataError, Origin
+from common.limited import LimitError, ProcessLimits, run_limited
 from data_modules.template.checks import (
     TEST_CHATS,
     TracedChat,

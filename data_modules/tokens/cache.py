@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.errors import DataError, DiskError
 from data_modules import source
-from data_modules.messages import DataError, DiskError
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,9 @@ class Key:
 def code_version() -> str:
     """Return a hash of the source files that determine a row's tokens."""
     digest = hashlib.sha256()
-    folder = Path(__file__).parents[1]
-    for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.jinja")]):
+    package = Path(__file__).parents[1]
+    files = [*package.rglob("*.py"), *package.rglob("*.jinja"), *package.parent.glob("common/*.py")]
+    for file in sorted(files):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

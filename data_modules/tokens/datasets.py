@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.errors import DataError
+from common.redaction import redact
 from data_modules import source
 from data_modules.audit import Audit, DatasetFacts, RunSettings, audit_documents
 from data_modules.format import sort_unread
-from data_modules.messages import DataError, redact
 from data_modules.packing.mixture import Split, hold_out, only_validation
 from data_modules.settings import (
     DEFAULT_SEQUENCE_LEN,

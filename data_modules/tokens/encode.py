@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import IO, TYPE_CHECKING
 
+from common.errors import MAX_PROBLEMS, DataError, Origin, Problems
+from common.text import percent
 from data_modules import format as formats
 from data_modules import source
 from data_modules.audit.characters import CharacterCheck
-from data_modules.messages import MAX_PROBLEMS, DataError, Origin, Problems, percent
 from data_modules.template import ChatTemplate, RowProblem
 from data_modules.tokens.store import DocumentBuilder, Documents
 from data_modules.types import Conversation, Document, Item, Row

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.errors import DataError, RemoteError
+from common.redaction import redact
+from common.text import printable, reason_of
 from data_modules import source
 from data_modules.audit.characters import CharacterCheck
-from data_modules.messages import DataError, RemoteError, printable, reason_of, redact
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate
 from data_modules.tokens.cache import Key, code_version, open_or_make, read_note

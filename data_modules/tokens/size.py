@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.errors import DataError
+from common.redaction import redact
 from data_modules import source
-from data_modules.messages import DataError, redact
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.tokens.cache import KEY_FILE, Key, is_whole, read_newest, read_note
 from data_modules.tokens.encode import Rejected, chunks_of, find_format, read_chunk

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
-from data_modules.messages import Origin
+from common.errors import Origin
 from data_modules.types import Encoded, Example
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any
 from unittest import mock
 
 from app.config import check_before_start, load_config
-from app.process.errors import DONE
 from app.process.reporting import report
+from common.errors import DONE
 from tests.in_process import VARIABLES_OF_OTHER_RUNS
 
 LONGEST_SECONDS = 20

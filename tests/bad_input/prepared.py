@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from data_modules import DataConfig, DataError, DatasetConfig, check_datasets
+from common.errors import DataError
+from data_modules import DataConfig, DatasetConfig, check_datasets
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.tokens.prepare import Prepared, TokenSpec, hash_of, prepare_dataset
 

@@ -24,10 +24,10 @@ from app.model.architecture import load_architecture
 from app.model.base import ModelConfig, check_described, load_base
 from app.model.hub import check_hub, is_offline
 from app.model.tokenizer import build_tokenizer
-from app.process.errors import TrainingFault, UserError, exit_code
 from app.process.launch import read_launch
-from app.process.untrusted import Limits, limits, read_header, read_json_object, reading
 from app.training.run_documents import read_object
+from common.errors import TrainingFault, UserError, exit_code
+from common.untrusted import Limits, limits, read_header, read_json_object, reading
 from data_modules import DataConfig, DatasetConfig
 from tests.bad_input.opened import End, open_run, settings_for
 from tests.in_process import make_data

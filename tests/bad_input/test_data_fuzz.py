@@ -24,7 +24,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data_modules import DataConfig, DataError
+from common.errors import DataError
+from data_modules import DataConfig
 from data_modules.tokens.encode import Rejected, chunks_of, find_format, read_chunk
 from data_modules.types import Conversation, Document, Item, Tokens
 from tests.bad_input.opened import at_most

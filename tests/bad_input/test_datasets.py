@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from data_modules import DataConfig, DataError, DatasetConfig, PackingConfig, check_datasets
+from common.errors import DataError
+from data_modules import DataConfig, DatasetConfig, PackingConfig, check_datasets
 from data_modules.datamodule import FinetuneDataModule
 from data_modules.tokens.datasets import DataSpec
 from data_modules.types import BatchSpec, ModelSpec

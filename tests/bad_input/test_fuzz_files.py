@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from app.config import load_config, load_run_config, save_config
-from app.process.errors import ROOT, exit_code
+from common.errors import exit_code
+from common.installation import ROOT
 from tests import mutations
 from tests.bad_input.opened import LONGEST_SECONDS, at_most, open_run, settings_for
 from tests.in_process import make_data

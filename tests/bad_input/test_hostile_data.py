@@ -15,7 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data_modules import DataConfig, DataError, check_datasets, open_regular
+from common.errors import DataError
+from data_modules import DataConfig, check_datasets, open_regular
 from data_modules.source import Limits, fingerprint, opening, read_chunks, tables
 from tests.bad_input.prepared import named, prepare, problems_of
 

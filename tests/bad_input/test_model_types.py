@@ -18,7 +18,7 @@ from app.model.base import ModelConfig, load_base
 from app.model.multimodal import HIDDEN_INPUTS, language_model_class
 from app.preflight.base_model import BaseModel, inspect_base
 from app.preflight.files import check_sequence_len
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.multimodal import tiny_multimodal
 from tests.parity.every_family import tiny_config
 from tests.tiny import save_with_tokenizer, tiny_llama

@@ -22,8 +22,9 @@ from app.config import load_run_config
 from app.config.schema import list_settings
 from app.config.verbs import PARTS, TrainConfig
 from app.model.adapter import keep_start
-from app.process.errors import ROOT, UserError
 from app.run.folder import LOCK_FILE, lock_run
+from common.errors import UserError
+from common.installation import ROOT
 from tests.in_process import make_adapter, make_data, make_model, run_command
 from tests.resumed import contents, damage, damage_all, make_run, start
 

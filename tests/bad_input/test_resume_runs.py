@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from app.process.errors import UserError
 from app.run import Run
 from app.training.module import FinetuneModule
+from common.errors import UserError
 from tests.conftest import read_column
 from tests.resumed import contents, go_on
 from tests.runs import MEASURED

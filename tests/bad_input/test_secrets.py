@@ -256,7 +256,7 @@ def test_a_secret_that_was_left_out_is_asked_for(
 def test_the_cache_is_found_whatever_the_signature(
     ended: tuple[Path, Path, str], server: str, tmp_path: Path
 ) -> None:
-    from data_modules.messages import redact
+    from common.redaction import redact
     from data_modules.tokens.cache import Key
 
     _, cache, _ = ended

@@ -10,7 +10,7 @@ from app.config.schema import list_settings
 from app.config.verbs import PARTS, VERBS, TunedConfig
 from app.model.base import ModelConfig
 from app.sweep.parameters import parse_parameters
-from data_modules import hints_of
+from common.facts import hints_of
 
 GROUPS = conf_files.list_groups(conf_files.CONF)
 FAST_MODELS = ("llama8b", "qwen3_30b_a3b", "t5_small", "tiny")

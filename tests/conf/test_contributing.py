@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.process.errors import ROOT
+from common.installation import ROOT
 from tests.conftest import read_column
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -48,7 +48,7 @@ def test_an_optimizer_a_strategy_and_a_format_are_added_in_the_files_that_it_nam
     tmp_path: Path,
 ) -> None:
     """At most four files each, all at once in a copy of the program, which then trains."""
-    for name in ("app", "conf", "data_modules"):
+    for name in ("app", "common", "conf", "data_modules"):
         shutil.copytree(ROOT / name, tmp_path / name)
     app, conf = tmp_path / "app", tmp_path / "conf"
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from app.config import load_config
-from app.process.errors import ROOT
+from common.installation import ROOT
 
 COMPOSED = [
     ["+experiment=quickstart"],

@@ -19,11 +19,12 @@ from app.config import schema
 from app.config.overrides import PLAIN_VALUE, quote_value
 from app.config.verbs import OPTION_ALIASES, PARTS, VERBS
 from app.model.adapter import FullConfig
-from app.process.errors import ROOT, UserError
 from app.process.launch import read_launch
 from app.run import find_run
 from app.run.folder import OutputConfig, decide_run_dir
-from data_modules import hints_of
+from common.errors import UserError
+from common.facts import hints_of
+from common.installation import ROOT
 from tests.in_process import make_adapter, make_data, make_model, run_command
 from tests.processes import LONGEST
 

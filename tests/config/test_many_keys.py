@@ -11,9 +11,9 @@ import pytest
 from app.config.load import compose
 from app.config.overrides import MAX_WORDS
 from app.config.verbs import VERBS, may_be_key, settings_of
-from app.process.errors import UserError
 from app.process.reporting import MAX_PROBLEMS, format_problems
 from app.sweep.parameters import parse_parameters
+from common.errors import UserError
 
 WORDS = {
     "typed": [f"k{i}=1" for i in range(3000)],

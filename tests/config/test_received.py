@@ -18,11 +18,11 @@ from app.config import load_config, load_run_config, words_to_type
 from app.config.received import not_taken
 from app.config.schema import Setting, default_of, list_settings
 from app.config.verbs import GRANTING, PARTS, VERBS, TrainConfig
-from app.process.errors import ROOT
 from app.process.launch import quote_words, resume_words
 from app.sweep import run_sweep
 from app.sweep.slurm import TrialJob
 from app.sweep.trials import LocalJob
+from common.installation import ROOT
 from tests.in_process import make_adapter, make_data, make_model, run_command
 from tests.resumed import make_run
 from tests.sweep.short_trials import short_trials

@@ -17,7 +17,7 @@ from app.config.verbs import PARTS, TYPED_KEYS, VERBS
 from app.preflight import check_devices
 from app.preflight.couplings.devices import MAX_CPU_RANKS
 from app.training.trainer import TrainerConfig
-from data_modules import check_values, describe_values, facts_of, hints_of, setting, takes
+from common.facts import check_values, describe_values, facts_of, hints_of, setting, takes
 from tests.in_process import run_command
 from tools import settings as tool
 

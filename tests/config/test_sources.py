@@ -16,8 +16,8 @@ from app.config import conf_files, load
 from app.config.validation import is_section
 from app.config.verbs import PARTS, VERBS
 from app.model.adapter import FullConfig
-from app.process.errors import UserError
-from data_modules import hints_of
+from common.errors import UserError
+from common.facts import hints_of
 from tests.in_process import make_data, make_model, run_command
 from tests.resumed import make_run
 

@@ -10,7 +10,7 @@ from app.config import load_config
 from app.config.schema import Leaf, element_of
 from app.config.validation import Settings, is_converted_text
 from app.config.verbs import PARTS, VERBS
-from app.process.errors import UserError
+from common.errors import UserError
 
 CONVERTED = ["on", "off", "Yes", "no", "true", "1e5", "0x10", "010", "1_000", "1.50", ".5"]
 KEPT = ["2024", "1.5", "1:30", "1:30.5", "2020-01-01", "y", "'on'", '"1e5"', "v1", "007a"]

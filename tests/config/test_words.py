@@ -20,7 +20,7 @@ from app.config.plain import read_plain
 from app.config.verbs import ALL_VERBS
 from app.doctor.__main__ import DoctorConfig
 from app.init import init
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.conftest import ROOT
 from tests.in_process import make_data, make_model, run_command
 

@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from data_modules.messages import DataError, Problems
+from common.errors import DataError, Problems
 from data_modules.source import MAX_ROW_BYTES, BadRow, Budget, read_chunks
 from data_modules.types import Row
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import Origin
 from data_modules.format import convert_row
-from data_modules.messages import Origin
 from data_modules.source import read_chunks
 from data_modules.source.hub import _stream
 from data_modules.source.slices import check_split

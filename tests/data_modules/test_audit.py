@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules import DataError
+from common.errors import DataError, Origin
 from data_modules.audit import (
     AuditConfig,
     DatasetFacts,
@@ -27,7 +27,6 @@ from data_modules.audit import (
 )
 from data_modules.audit.figures import short_file, short_origins
 from data_modules.audit.overlap import find_overlap, hash_grams
-from data_modules.messages import Origin
 from data_modules.types import Example
 
 STOP = 2

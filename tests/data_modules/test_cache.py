@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from data_modules.messages import DataError, DiskError
+from common.errors import DataError, DiskError
 from data_modules.tokens.cache import Key, open_or_make
 from tests.processes import LONGEST
 

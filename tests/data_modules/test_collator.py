@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import Origin
 from data_modules.collator import Batch, Collator
-from data_modules.messages import Origin
 from data_modules.types import Example
 
 

@@ -14,7 +14,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from data_modules import Batch, DataConfig, DataError, DatasetConfig, DataSpec, PackingConfig
+from common.errors import DataError
+from data_modules import Batch, DataConfig, DatasetConfig, DataSpec, PackingConfig
 from data_modules.datamodule import FinetuneDataModule
 from data_modules.packing.mixture import MixtureConfig
 from data_modules.types import BatchSpec, ModelSpec

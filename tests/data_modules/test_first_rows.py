@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import DataError, Origin
 from data_modules import (
     BatchSpec,
     DataConfig,
@@ -17,7 +18,6 @@ from data_modules import (
     PackingConfig,
     check_datasets,
 )
-from data_modules.messages import DataError, Origin
 from data_modules.source import Limits, opening, read_chunks
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.tokens.encode import BadRows, FirstRows, Rejected

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data_modules.messages import DataError
+from common.errors import DataError
 from data_modules.source import find_files, notes_on_files, read_rows
 from data_modules.source.folders import KINDS, is_set_aside, missing_shards, split_word
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import Origin
 from data_modules.format import (
     FORMATS,
     EmptyAnswerError,
@@ -20,7 +21,6 @@ from data_modules.format import (
     unread_in,
 )
 from data_modules.format.format import format_of
-from data_modules.messages import Origin
 from data_modules.types import Conversation, Document, Row, Tokens
 
 ORIGIN = Origin("rows.json", 7)

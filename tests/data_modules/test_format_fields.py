@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import Origin
 from data_modules.format import convert_row
 from data_modules.format.fields import (
     MissingColumnError,
@@ -23,7 +24,6 @@ from data_modules.format.fields import (
     read_weight,
 )
 from data_modules.format.format import format_of, suggest_settings
-from data_modules.messages import Origin
 from data_modules.types import Conversation, Row
 
 KEYS = st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1, max_size=5)

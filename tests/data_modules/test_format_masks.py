@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from common.errors import Origin
 from data_modules.format import FORMATS, RowError, convert_row
-from data_modules.messages import Origin
 from data_modules.types import Conversation, Document, Item, Row, Tokens
 
 ASK = {"role": "user", "content": "q"}

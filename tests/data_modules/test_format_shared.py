@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from common.errors import Origin
 from data_modules.format import convert_row
 from data_modules.format.format import apply_columns, format_of
-from data_modules.messages import Origin
 from data_modules.types import Conversation, Item, Row
 from tests.data_modules.conftest import SHARED
 

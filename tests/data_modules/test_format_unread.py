@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from common.errors import DataError, Origin
 from data_modules.format import FORMATS, RowError, convert_row, guess_format, unread_in
 from data_modules.format.columns import sort_unread
-from data_modules.messages import DataError, Origin
 from data_modules.types import Conversation, Document, Item, Row
 from tests.data_modules.conftest import SHARED
 

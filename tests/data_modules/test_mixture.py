@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_modules.messages import DataError
+from common.errors import DataError
 from data_modules.packing.mixture import (
     Mixture,
     MixtureConfig,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from data_modules.messages import DataError
+from common.errors import DataError
 from data_modules.settings import DataConfig, DatasetConfig, check_datasets
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.tokens.prepare import Prepared, TokenSpec, hash_of, prepare_dataset

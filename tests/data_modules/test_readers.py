@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.messages import DataError
+from common.errors import DataError
 from data_modules.source import opening
 from data_modules.source.opening import BadRow, Budget, Chunk, ReadOptions
 from data_modules.source.source import count_rows, read_file

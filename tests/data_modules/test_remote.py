@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from app.process.errors import ENVIRONMENT_ERROR, exit_code
 from app.process.reporting import report
-from data_modules.messages import DataError, RemoteError
+from common.errors import ENVIRONMENT_ERROR, DataError, RemoteError, exit_code
 from data_modules.source import Limits, fingerprint, read_chunks
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from data_modules import DataConfig, DataError, DatasetConfig, EpochTokens, estimate_epoch
+from common.errors import DataError
+from data_modules import DataConfig, DatasetConfig, EpochTokens, estimate_epoch
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.tokens.prepare import TokenSpec, hash_of, prepare_dataset
 from data_modules.tokens.size import SAMPLE_BYTES

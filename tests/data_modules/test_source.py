@@ -20,7 +20,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.messages import DataError, reason_of
+from common.errors import DataError
+from common.text import reason_of
 from data_modules.source import (
     BadRow,
     Budget,

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from data_modules import Batch, DataConfig, DataError, DatasetConfig, Example, PackingConfig
+from common.errors import DataError
+from data_modules import Batch, DataConfig, DatasetConfig, Example, PackingConfig
 from data_modules.datamodule import FinetuneDataModule
 from data_modules.packing.mixture import MixtureConfig
 from data_modules.settings import check_datasets

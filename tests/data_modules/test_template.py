@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_modules.limited import ProcessLimits
-from data_modules.messages import DataError, Origin
+from common.errors import DataError, Origin
+from common.limited import ProcessLimits
 from data_modules.template import ChatTemplate, MaskConfig, RowProblem
 from data_modules.template.named_templates import named_template
 from data_modules.types import Conversation, Document, Encoded, Item, Segment, Turn

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from data_modules.messages import Origin
+from common.errors import Origin
 from data_modules.template import TEMPLATE_NAMES, ChatTemplate
 from data_modules.types import Conversation, Document, Segment, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from common.errors import Origin
 from data_modules.format import RowError, convert_row
-from data_modules.messages import Origin
 from data_modules.settings import DataConfig, check_datasets
 from data_modules.template import ChatTemplate
 from data_modules.template.named_templates import named_template, set_defaults

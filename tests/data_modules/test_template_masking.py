@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.messages import Origin
+from common.errors import Origin
 from data_modules.template import (
     TEMPLATE_NAMES,
     TEMPLATES_WITH_TOOLS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data_modules.messages import Origin
+from common.errors import Origin
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.types import Conversation, Document, Encoded, Note, Segment, Tokens, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer

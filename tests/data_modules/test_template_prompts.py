@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from data_modules.messages import DataError, Origin
+from common.errors import DataError, Origin
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.types import Conversation, Turn

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.errors import DataError, Origin
 from data_modules.format import convert_row
-from data_modules.messages import DataError, Origin
 from data_modules.template import ChatTemplate
 from data_modules.template.checks import (
     TEST_CHATS,

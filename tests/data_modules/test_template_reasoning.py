@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from common.errors import Origin
 from data_modules.format import convert_row
-from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.reasoning import split_reasoning

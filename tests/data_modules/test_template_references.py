@@ -8,8 +8,8 @@ from typing import Any
 import jinja2
 import pytest
 
+from common.errors import Origin
 from data_modules.format import convert_row
-from data_modules.messages import Origin
 from data_modules.template import ChatTemplate
 from data_modules.template.named_templates import named_template
 from data_modules.types import Encoded, Row

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from data_modules.messages import Origin
+from common.errors import Origin
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.template.checks import TEST_CHATS, build_test_chat
 from data_modules.template.rendering import UnsupportedTurns, rewrite_turns

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_modules.messages import Origin
+from common.errors import Origin
 from data_modules.template import ChatTemplate, MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.rendering import Chat

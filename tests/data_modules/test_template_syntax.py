@@ -8,7 +8,8 @@ import jinja2
 import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from data_modules import TEMPLATE_NAMES, ChatTemplate, DataError, find_syntax_error
+from common.errors import DataError
+from data_modules import TEMPLATE_NAMES, ChatTemplate, find_syntax_error
 from data_modules.template.named_templates import named_template
 from data_modules.template.syntax import syntax_error
 from tests.data_modules.published import published_templates, tokenizer_for

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_modules.messages import Origin
+from common.errors import Origin
 from data_modules.template import ChatTemplate, encoding
 from data_modules.template.encoding import TextTokenizer
 from data_modules.types import Conversation, Encoded, Turn

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import Origin
 from data_modules.format import RowError, convert_row
-from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, RowProblem
 from data_modules.types import Conversation, Row, Turn
 from tests.data_modules.test_template import encode, template_of

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_modules import DataConfig, DataError, DatasetConfig
+from common.errors import DataError
+from data_modules import DataConfig, DatasetConfig
 from data_modules.settings import check_datasets
 from tests.data_modules.test_datamodule import build
 

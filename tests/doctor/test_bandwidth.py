@@ -31,9 +31,9 @@ from app.doctor.costs import (
 from app.doctor.rows import OK, WARNING
 from app.planning.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 from app.planning.hardware import HardwareConfig
-from app.process.errors import UserError
 from app.process.gpus import Gpu, Machine
 from app.process.launch import read_launch
+from common.errors import UserError
 from tests.conftest import ROOT
 from tests.hosts import Host, hosts
 from tests.processes import environment_of_a_person

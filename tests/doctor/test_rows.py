@@ -20,8 +20,8 @@ from app.doctor.rows import (
     compare_machines,
     list_rows,
 )
-from app.process import installation
 from app.process.gpus import Machine
+from common import installation
 from tests.machines import H100, TWO
 
 TORCH = Package(name="torch", version="2.13.0", required=">=2.10")

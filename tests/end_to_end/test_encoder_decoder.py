@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.conftest import SHARED, TrainRun, read_column
 from tests.reliability.person import Person
 from tests.tiny import (

@@ -10,7 +10,7 @@ import pytest
 
 from app.config import load_config
 from app.evaluate import evaluate
-from app.process.errors import TrainingFault
+from common.errors import TrainingFault
 from tests.tiny import SAMPLES, TINY_BASE, train_into
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from app.config import load_config
 from app.evaluation import conversation
 from app.model.gguf import SCRIPT
 from app.model.merging import BOUNDS
-from app.process.errors import TrainingFault, UserError
+from common.errors import TrainingFault, UserError
 from tests.conftest import ROOT, STORIES, TrainRun
 from tests.killed import killed_at
 from tests.model.test_experts import tiny_mixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_modules import percent
+from common.text import percent
 from tests.conftest import SCREEN
 from tests.reliability.person import Person
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.process.errors import ROOT
+from common.installation import ROOT
 from tests.reliability.person import Person
 from tests.runs import rows_of
 from tests.tiny import small_run

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.processes import LONGEST
 
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "app", "conf", "data_modules")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "app", "common", "conf", "data_modules")
 
 
 @pytest.fixture(scope="module")

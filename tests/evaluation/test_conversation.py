@@ -18,7 +18,8 @@ from app.evaluation.conversation import (
 )
 from app.serving.address import ServeConfig
 from app.serving.application import build_app
-from data_modules import TEMPLATE_NAMES, ChatTemplate, Conversation, Origin, Turn
+from common.errors import Origin
+from data_modules import TEMPLATE_NAMES, ChatTemplate, Conversation, Turn
 from data_modules.template.named_templates import _NEEDED
 from tests.tiny import TINY_BASE
 

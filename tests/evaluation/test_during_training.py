@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from app.assembly import evaluation as during
-from app.process.errors import UserError
 from app.process.signals import DataStalled, MeasurementInterrupted
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics, is_measured_at
+from common.errors import UserError
 from tests.reliability.person import Person
 from tests.runs import check_same_run
 from tests.tiny import SAMPLES, small_run, train_into

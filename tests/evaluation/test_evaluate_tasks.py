@@ -17,8 +17,8 @@ from app.config import load_config
 from app.config.dispatch import check_before_start
 from app.evaluate import evaluate
 from app.evaluation.significance import paired_bootstrap
-from app.process.errors import UserError
-from data_modules import percent
+from common.errors import UserError
+from common.text import percent
 from tests.conftest import ROOT
 from tests.reliability.person import Person
 from tests.tiny import TINY_BASE

@@ -29,6 +29,7 @@ from app.evaluation.generation import (
     answer_prompts,
 )
 from app.model.attention import attention_implementation
+from common.errors import Origin
 from data_modules import (
     BatchSpec,
     DataConfig,
@@ -39,7 +40,6 @@ from data_modules import (
     PackingConfig,
     Prompt,
 )
-from data_modules.messages import Origin
 from tests.tiny import SAMPLES, TINY_BASE, tiny_gpt2, tiny_llama
 
 STOP, PAD = 2, 0

@@ -10,7 +10,8 @@ import torch
 
 from app.evaluation.generation import EvaluationConfig, answer_prompts
 from app.model.attention import attention_implementation
-from data_modules import Origin, Prompt
+from common.errors import Origin
+from data_modules import Prompt
 from tests.tiny import tiny_bart, tiny_t5
 
 STOPS = {2, *range(5, 64, 6)}

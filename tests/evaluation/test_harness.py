@@ -10,7 +10,7 @@ import pytest
 from app.evaluation.generation import EvaluationConfig
 from app.evaluation.tasks.harness import Harness, check_harness
 from app.evaluation.tasks.questions import SAMPLES
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.evaluation.test_evaluate_tasks import run_evaluation
 from tests.tiny import TINY_BASE
 

@@ -36,7 +36,7 @@ from app.evaluation.judge.prompts import (
 )
 from app.evaluation.judge.questions import Question
 from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig, read_key
-from app.process.errors import UserError, exit_code
+from common.errors import UserError, exit_code
 from tools.sample_judge import serving
 
 MATH = Question("1", "math", ("2 + 2?", "And 1 more?"), ("4", "5"))

@@ -11,7 +11,6 @@ import pytest
 from app.evaluation.judge.bench import Bench
 from app.evaluation.judge.questions import Question, read_questions
 from app.evaluation.judge.settings import JudgeConfig
-from app.process.errors import ROOT, UserError
 from app.report.judge_page import (
     AnswerView,
     QuestionView,
@@ -20,6 +19,8 @@ from app.report.judge_page import (
     render_judge_page,
     spokes,
 )
+from common.errors import UserError
+from common.installation import ROOT
 from tools.sample_judge import judge
 
 SAMPLE = ROOT / "data_modules" / "samples" / "mt_bench"

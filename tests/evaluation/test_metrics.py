@@ -16,7 +16,7 @@ from app.evaluation.metrics import (
     is_numeric_match,
     word_f1,
 )
-from app.process.errors import UserError
+from common.errors import UserError
 
 
 def answer(text: str, *, is_finished: bool = True) -> Answer:

@@ -12,8 +12,8 @@ from app.evaluation import evaluator as evaluator_module
 from app.evaluation.comparison import print_samples
 from app.evaluation.evaluator import Evaluator, Predictions
 from app.evaluation.generation import Answer, EvaluationConfig
+from common.errors import Origin
 from data_modules import Prompt
-from data_modules.messages import Origin
 
 PROMPTS = {
     "sums": [

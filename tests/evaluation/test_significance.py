@@ -23,7 +23,7 @@ from app.evaluation.significance import (
     scores_in_lines,
     verdict_line,
 )
-from app.process.errors import TrainingFault, exit_code
+from common.errors import TrainingFault, exit_code
 from tests.evaluation.test_comparison import cells
 
 LOSS = Change(

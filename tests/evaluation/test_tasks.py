@@ -13,7 +13,7 @@ from app.evaluation.likelihood import Likelihood
 from app.evaluation.tasks.forms import FORMS, MMLU_CATEGORIES, boxed, math_answer
 from app.evaluation.tasks.measure import aggregate, program_passes, score_answer, score_likelihoods
 from app.evaluation.tasks.questions import Question, Task, TaskConfig, build_tasks, check_tasks
-from app.process.errors import UserError
+from common.errors import UserError
 
 
 def task_of(name: str, **settings: Any) -> Task:

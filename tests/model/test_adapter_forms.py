@@ -21,7 +21,7 @@ from app.model.adapter import (
     write_origin,
 )
 from app.model.adapter.saved_config import RULES, UNSUPPORTED, WITHOUT_EFFECT, read_adapter_config
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.tiny import tiny_llama
 
 IDS = torch.arange(3, 20)[None]

@@ -33,7 +33,7 @@ from app.model.attention import (
     choose_backend,
 )
 from app.model.attention.inputs import attention_inputs
-from app.process.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
+from common.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
 from tests.model.test_attention_varlen import varlen_2_10, varlen_2_13
 from tests.tiny import tiny_llama, tiny_t5
 

@@ -38,7 +38,7 @@ from app.model.attention import (
 )
 from app.model.attention.attend import attend_by_document
 from app.model.attention.documents import PairGroups, group_pairs
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.tiny import tiny_bart, tiny_t5
 
 SOURCES, TARGETS = [[5, 9, 3, 30], [2, 40]], [[7, 1, 2, 20], [12, 11]]

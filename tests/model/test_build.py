@@ -20,7 +20,7 @@ from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.model.save import save_model
-from app.process.errors import TrainingFault, UserError
+from common.errors import TrainingFault, UserError
 from tests.tiny import move, probe, random_ids, tiny_llama
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -25,11 +25,10 @@ from app.model.attention import attention_implementation
 from app.model.compile import CompiledLayers, num_compiled_graphs
 from app.model.head import fuse_head
 from app.model.recompute import RecomputeConfig, apply_recompute
-from app.process.errors import UserError
 from app.training.callbacks.compilation import Compilation
 from app.training.objective import DatasetSums, batch_loss
+from common.errors import Origin, UserError
 from data_modules.collator import Batch, Collator
-from data_modules.messages import Origin
 from data_modules.types import Example
 from tests.conftest import ROOT, read_column
 from tests.tiny import save_with_tokenizer, small_run, tiny_gpt2, tiny_llama, tiny_t5, train_into

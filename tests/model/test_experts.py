@@ -30,7 +30,7 @@ from app.model.quantization import QuantizationConfig, storage_of, stored_4bit
 from app.preflight.base_model import inspect_base
 from app.preflight.files import check_saved_adapter
 from app.preflight.shapes import modules_of_files
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.parity.every_family import tiny_config
 from tests.tiny import tiny_llama
 

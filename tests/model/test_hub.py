@@ -10,7 +10,7 @@ import pytest
 
 from app.model.base import ModelConfig
 from app.model.hub import check_hub, is_offline, missing_weights
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.local_server import Handler, local_server
 
 ANSWERS = {

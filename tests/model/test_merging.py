@@ -34,7 +34,7 @@ from app.model.base import ModelConfig, load_base
 from app.model.base_files import read_shapes, weight_files
 from app.model.merging import BOUNDS, Difference, MergePlan, measure_difference, merge_weights
 from app.model.quantization import QuantizationConfig
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.families import tiny_family
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import llava_of_the_tiny_base, tiny_multimodal

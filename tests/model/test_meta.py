@@ -15,7 +15,7 @@ from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 LORA = LoraConfig(r=4)

@@ -20,7 +20,7 @@ from app.model.attention import (
 )
 from app.model.attention.mixers import MixerForward, has_isolated_mixers
 from app.model.recompute import RecomputeConfig, apply_recompute
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.families import tiny_family
 from tests.tiny import tiny_llama
 

@@ -24,8 +24,8 @@ from app.model.architecture import load_architecture
 from app.model.base import ModelConfig, load_base
 from app.model.multimodal import tower_modules
 from app.model.shards import write_model
-from app.process.errors import UserError
 from app.training.memory import measure_model
+from common.errors import UserError
 from tests.multimodal import tiny_multimodal, whole_class
 from tests.tiny import move, probe, save_with_tokenizer
 

@@ -32,7 +32,7 @@ from app.model.quantization import (
 )
 from app.model.recompute import RecomputeConfig
 from app.process.environment import configure_libraries
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.in_process import make_data, run_command
 from tests.matrix import matrix
 from tests.tiny import move, probe, random_ids, tiny_llama

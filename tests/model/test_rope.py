@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from app.model.architecture import model_class
 from app.model.attention import attention_inputs, check_isolation, check_padded_rows
 from app.model.rope import describe_rope_factors, fix_rope_factors
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.families import tiny_family
 from tests.parity.every_family import registry, tiny_config
 

@@ -33,7 +33,7 @@ from app.model.architecture import load_architecture
 from app.model.base import ModelConfig, load_base
 from app.model.save import save_model
 from app.model.tokenizer import resize_embeddings
-from app.process.errors import TrainingFault
+from common.errors import TrainingFault
 from tests.matrix import matrix
 from tests.tiny import move, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 

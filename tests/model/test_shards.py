@@ -35,7 +35,7 @@ from app.model.adapter import (
 from app.model.save import save_model
 from app.model.shards import INDEX, WEIGHTS, write_model
 from app.process.collectives import run_on_rank0
-from app.process.errors import TrainingFault
+from common.errors import TrainingFault
 from tests.matrix import matrix
 from tests.tiny import move, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 

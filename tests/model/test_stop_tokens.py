@@ -22,8 +22,8 @@ from app.model.tokenizer import (
     stop_token_ids,
     with_chat_template,
 )
-from app.process.errors import UserError
 from app.training.trainer import resolve_single_device
+from common.errors import UserError
 from data_modules import DataConfig
 from data_modules.template.named_templates import named_template
 from tests.in_process import run_command

@@ -24,7 +24,7 @@ from app.model.adapter import (
 from app.model.adapter.saved import load_adapter
 from app.model.patterns import by_ending, by_expression, by_key
 from app.model.weight_reads import find_bypassed_linears
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.families import tiny_family
 from tests.tiny import tiny_llama
 

@@ -17,7 +17,7 @@ from transformers.models.auto import tokenization_auto as auto
 from app.model.base import ModelConfig
 from app.model.tokenizer import build_tokenizer
 from app.model.tokenizer_file import follow_file, save_tokenizer
-from app.process.errors import UserError
+from common.errors import UserError
 
 TEXT = (
     "Add 123456789 and 12.5%\n\n\tthe  caf\u00e9 cafe\u0301 \ufb01ne \uff11\uff12 \u2460 it's, "

@@ -30,7 +30,7 @@ from app.model.tokenizer import (
     resize_embeddings,
     trained_token_ids,
 )
-from data_modules import DataError
+from common.errors import DataError
 from tests.tiny import (
     TINY_BASE,
     move,

@@ -333,7 +333,7 @@ def outcome(family: str, folder: Path) -> str:
 
     AssertionError if its numbers differ, or if the advice of a refusal does not work.
     """
-    from app.process.errors import UserError
+    from common.errors import UserError
     from tests.parity import first_step
 
     if refused := _opening_error(family, folder):
@@ -375,7 +375,7 @@ def _opening_error(family: str, folder: Path) -> str | None:
     from app.model.architecture import DRAFTS, load_architecture, model_class
     from app.model.base import ModelConfig
     from app.model.multimodal import language_model_class
-    from app.process.errors import UserError
+    from common.errors import UserError
 
     if family in DRAFTS:
         (folder / "config.json").write_text(json.dumps({"model_type": family}))

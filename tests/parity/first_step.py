@@ -24,7 +24,8 @@ from app.model.kernels import unfuse_layers
 from app.strategy.ddp import SingleDevice
 from app.training.module import FinetuneModule
 from app.training.objective import DatasetSums, batch_loss, validate
-from data_modules import Batch, Example, Origin
+from common.errors import Origin
+from data_modules import Batch, Example
 from data_modules.collator import Collator
 
 LENGTHS = [5, 9, 3, 30, 20]

@@ -23,7 +23,7 @@ from app.model.attention import (
     choose_backend,
 )
 from app.model.attention.choice import ModelOnDevice, support_error
-from app.process.errors import UserError
+from common.errors import UserError
 from data_modules import (
     BatchSpec,
     DataConfig,

@@ -25,11 +25,11 @@ from app.planning.memory import PlannedRun, estimate_gpu_memory, fits
 from app.planning.planned import on_hardware, plan_run
 from app.planning.training import detect_hardware
 from app.preflight import check_compatibility
-from app.process.errors import UserError
 from app.run import describe_global_batch
 from app.strategy.settings import FsdpConfig
 from app.training.micro_batch import divisors
 from app.training.trainer import Environment
+from common.errors import UserError
 from tests.planning.test_planned import STRATEGIES
 
 LORA_8B, LORA_70B = "model=llama8b", "model=llama70b"

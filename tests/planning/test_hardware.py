@@ -15,8 +15,8 @@ from app.planning.hardware import (
     known_card,
     split_name,
 )
-from app.process.errors import DeviceError
 from app.process.gpus import Gpu, Machine
+from common.errors import DeviceError
 from tests.in_process import run_command
 
 CARDS = [name for name in list_groups(CONF)["hardware"] if name != "auto"]

@@ -14,7 +14,7 @@ import pytest
 from app.config import load_config
 from app.config.verbs import PlanConfig
 from app.plan import plan
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.conftest import ROOT
 from tests.in_process import make_model
 

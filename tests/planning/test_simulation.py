@@ -22,7 +22,7 @@ from app.planning.model_size import build_planned_model
 from app.planning.planned import on_hardware, plan_run, read_config_json
 from app.planning.simulation import device
 from app.planning.simulation.device import find_obstacle
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.planning.test_planned import STRATEGIES
 
 LLAMA = {

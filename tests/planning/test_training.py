@@ -16,8 +16,8 @@ from app.model.attention.varlen import VarlenKernel
 from app.planning import training
 from app.planning.memory import GIB, estimate_gpu_memory
 from app.planning.training import check_room, estimate_training, plan_training, suggest_overrides
-from app.process.errors import UserError
 from app.training.trainer import Environment
+from common.errors import UserError
 from tests.conftest import TrainRun
 from tests.planning.test_choose import planned
 from tests.planning.test_planned import STRATEGIES

@@ -14,7 +14,7 @@ from app.model.architecture import load_architecture
 from app.model.base import ModelConfig
 from app.model.config_values import RULES, check_keys, check_values
 from app.preflight.base_model import check_config
-from app.process.errors import UserError
+from common.errors import UserError
 from tests.tiny import save_with_tokenizer, tiny_llama
 
 INF, NAN = float("inf"), float("nan")

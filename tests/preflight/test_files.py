@@ -17,7 +17,8 @@ from app.preflight import describe_base, fingerprint
 from app.preflight.base_model import BaseModel
 from app.preflight.files import check_recompute
 from app.preflight.shapes import matrices_of, shapes_of_architecture
-from app.process.errors import ROOT, UserError
+from common.errors import UserError
+from common.installation import ROOT
 from tests.in_process import make_adapter, make_data, make_model, run_command, write_safetensors
 
 TINY_BASE = ROOT / "data_modules" / "samples" / "tiny_base"

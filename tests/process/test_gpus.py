@@ -13,9 +13,9 @@ import torch
 
 import app.preflight.couplings.devices as devices
 from app.process import gpus
-from app.process.errors import DeviceError
 from app.process.gpus import Gpu, Machine, ask_driver, build_for, find_gpu_problems, read_machine
 from app.training.trainer import resolve_accelerator
+from common.errors import DeviceError
 from tests.in_process import make_data, make_model, run_command
 from tests.machines import H100, TWO
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from app.process.errors import ROOT
 from app.process.launch import (
     RANK_VARIABLES,
     check_launch,
@@ -22,6 +21,7 @@ from app.process.launch import (
 )
 from app.process.supervisor import SuperviseConfig
 from app.run.ranks import REQUEUE_SECONDS, requeue
+from common.installation import ROOT
 from tests.in_process import make_data, make_model, run_command
 from tests.processes import LONGEST
 

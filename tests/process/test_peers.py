@@ -22,7 +22,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.process import heartbeat, reporting
-from app.process.errors import TrainingFault, UserError
 from app.process.launch import free_port
 from app.process.peers import (
     DONE,
@@ -37,7 +36,7 @@ from app.process.peers import (
     parse_report,
 )
 from app.training.callbacks.heartbeat import Heartbeat
-from data_modules import RemoteError
+from common.errors import RemoteError, TrainingFault, UserError
 from tests.conftest import ROOT
 from tests.processes import LONGEST, environment_of_a_person
 from tests.reliability.person import Person
@@ -45,7 +44,7 @@ from tests.reliability.person import Person
 RANK = """
 import os, sys, time
 from pathlib import Path
-from app.process.errors import TrainingFault
+from common.errors import TrainingFault
 from app.process.heartbeat import beat, refresh_liveness
 from app.process.peers import Peers, start_peers
 from app.process.reporting import save_reason, report, write_error_file

@@ -32,7 +32,7 @@ from tests.resumed import make_run, open_typed
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from app.process.errors import UserError, TrainingFault
+from common.errors import UserError, TrainingFault
 from app.process.reporting import report
 from app.process.heartbeat import ENDED, beat, refresh_liveness, send_to_supervisor, start_heartbeat
 from app.process.launch import exit_with_parent

@@ -106,7 +106,7 @@ def hash_sources() -> str:
     """Return a hash of the program, its settings and the harness."""
     files = [
         file
-        for folder in ("app", "data_modules", "conf")
+        for folder in ("app", "common", "data_modules", "conf")
         for file in sorted((ROOT / folder).rglob("*"))
         if file.suffix in (".py", ".yaml")
     ]

@@ -23,6 +23,7 @@ from tests.conftest import ROOT
 PARTS = (
     "app",
     "benchmarks",
+    "common",
     "conf",
     "data_modules",
     "docs",
@@ -232,7 +233,7 @@ BUGS = [
     ),
     Bug(
         name="a stopped run ends with exit code 0",
-        file="app/process/errors.py",
+        file="common/errors.py",
         right="super().__init__(128 + signum)",
         wrong="super().__init__(0)",
         test="tests/process/test_signals.py::test_outside_a_step_a_signal_ends_the_program",
@@ -347,7 +348,7 @@ BUGS = [
     ),
     Bug(
         name="an out-of-range number is accepted",
-        file="data_modules/facts.py",
+        file="common/facts.py",
         right="        and all(COMPARISONS[name]",
         wrong="        or all(COMPARISONS[name]",
         test="tests/config/test_settings.py::test_a_field_tells_which_values_it_takes",
@@ -368,10 +369,10 @@ BUGS = [
     ),
     Bug(
         name="a password in a URL is logged",
-        file="data_modules/messages.py",
+        file="common/redaction.py",
         right='        text = _USER_INFO.sub(f"{REDACTED}@", text)\n',
         wrong="        pass\n",
-        test="tests/data_modules/test_redaction.py::test_secrets_are_redacted",
+        test="tests/common/test_redaction.py::test_secrets_are_redacted",
     ),
     Bug(
         name="token rows decay in every step",
@@ -468,7 +469,7 @@ BUGS = [
     ),
     Bug(
         name="a busy machine is not waited for",
-        file="data_modules/limited.py",
+        file="common/limited.py",
         right="receiver.poll(_PATIENCE * limits.seconds)",
         wrong="receiver.poll(limits.seconds)",
         test="tests/data_modules/test_template_limits.py::test_a_busy_machine_is_waited_for",

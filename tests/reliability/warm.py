@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from app.process.installation import CHILD
 from app.process.launch import PARENT_VARIABLE, exit_with_parent
+from common.installation import CHILD
 from tests.reliability.python import attend, take_descriptors, write_python
 
 MOST_BYTES = 1 << 16

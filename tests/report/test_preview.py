@@ -29,7 +29,7 @@ from app.report.preview import (
     escape_control,
 )
 from app.report.preview_page import render_passage
-from data_modules import DataError
+from common.errors import DataError
 from tests.conftest import SHARED
 from tests.data_modules.conftest import build_tokenizer
 from tests.report.test_run_page import OUTSIDE

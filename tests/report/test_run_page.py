@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from app.config import changed_settings, compose, load_config
-from app.process.errors import Interrupted
 from app.report.__main__ import settings_in
 from app.report.chart import MAX_BUCKETS, Chart, Series, draw_svg, frame_around, round_numbers
 from app.report.run_files import choose_predictions, read_run_files
@@ -27,6 +26,7 @@ from app.report.run_page import (
     render_run,
     write_page,
 )
+from common.errors import Interrupted
 from tests.serving.browser import browsing, needs_browser
 from tests.tiny import small_run
 

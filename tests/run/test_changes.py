@@ -10,13 +10,13 @@ import pytest
 
 from app.config import load_config, load_run_config
 from app.config.verbs import TrainConfig
-from app.process.errors import UserError
 from app.process.launch import read_launch
 from app.run import open_run
 from app.run.changes import (
     compare_facts,
     compare_settings,
 )
+from common.errors import UserError
 from tests.in_process import make_data, make_model, run_command
 from tests.resumed import make_run, open_typed
 

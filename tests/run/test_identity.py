@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from app.config import load_config
-from app.process.errors import UserError
 from app.train import train
+from common.errors import UserError
 from tests.resumed import seal, start
 from tests.tiny import small_run, train_into
 

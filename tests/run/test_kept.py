@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from app.assembly.kept import with_checkpoint
 from app.config import load_config
-from app.process.errors import UserError
 from app.run.find import check_selected, select_checkpoint
 from app.training.checkpoint.store import CheckpointStore
 from app.training.trainer import resolve_single_device
+from common.errors import UserError
 from tests.conftest import read_column
 from tests.in_process import run_command
 from tests.tiny import train_into

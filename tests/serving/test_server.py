@@ -19,9 +19,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from app.evaluation.conversation import ConversationConfig, Reply, Responder
-from app.process.errors import UserError
 from app.serving import access, application, server
 from app.serving.address import KEY_VARIABLE, ServeConfig, open_socket, read_key
+from common.errors import UserError
 from data_modules import ChatTemplate, Turn
 from tests.serving.running import (
     NAME,

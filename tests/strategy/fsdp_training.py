@@ -21,13 +21,13 @@ from app.model.kernels import fuse_layers
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.process.errors import UserError
 from app.strategy.build import build_strategy
 from app.strategy.loading import Broadcaster, peak_host_bytes
 from app.strategy.mixin import ShardedTensor
 from app.strategy.settings import FsdpConfig
 from app.training.checkpoint.state import trainable_parameters
 from app.training.nonfinite import StepSkipped, propagate_nonfinite, skip_nonfinite_step
+from common.errors import UserError
 from tests.ranks import prepare_strategy
 from tests.tiny import TINY_BASE
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from app.process.errors import UserError
 from app.strategy.build import build_strategy
 from app.strategy.deepspeed import Zero, check_zero_config
 from app.strategy.deepspeed_config import (
@@ -21,6 +20,7 @@ from app.strategy.deepspeed_config import (
 )
 from app.strategy.settings import ZeroConfig
 from app.training.nonfinite import skip_nonfinite_step
+from common.errors import UserError
 from tests.conftest import read_column
 from tests.processes import type_train
 from tests.ranks import on_ranks, prepare_strategy

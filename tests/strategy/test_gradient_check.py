@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from app.model.adapter import LoraConfig, apply_adapter
-from app.process.errors import UserError
 from app.strategy.build import build_strategy
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from app.training.callbacks.gradient_check import GradientCheck
+from common.errors import UserError
 from tests.ranks import on_ranks
 from tests.strategy.zero_training import SHARD_EVERYTHING
 from tests.tiny import tiny_llama

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from app.process.errors import UserError
 from app.strategy import deepspeed_operators as operators
 from app.strategy.deepspeed_operators import prepare_operator, remove_stale_lock
+from common.errors import UserError
 
 
 class Builder:

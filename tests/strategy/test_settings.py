@@ -12,10 +12,10 @@ from transformers import CONFIG_MAPPING
 from app.preflight.base_model import BaseModel
 from app.preflight.files import WITHOUT_PLAN, check_tensor_parallel
 from app.preflight.shapes import _FAMILIES
-from app.process.errors import UserError
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from app.strategy.tensor_plan import layer_plan
 from app.training.trainer import TrainerConfig, resolve_environment
+from common.errors import UserError
 from tests.in_process import make_data, make_model, run_command
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from app.process.installation import child_command
+from common.installation import child_command
 
 TRIAL = """
 import json, math, pathlib, sys

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from app.process.errors import ROOT
 from app.sweep import run_sweep
+from common.installation import ROOT
 from tests.in_process import CommandResult, make_data, make_model, run_command
 from tests.sweep.short_trials import TRIAL, short_trials
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from app.process.errors import ROOT, UserError
 from app.sweep import run_sweep, slurm, trials
+from common.errors import UserError
+from common.installation import ROOT
 from tests.in_process import CommandResult, make_data, make_model, run_command
 from tests.sweep.short_trials import TRIAL
 

@@ -14,14 +14,14 @@ from unittest import mock
 import pytest
 
 from app.config import conf_files
-from app.process.errors import UserError
-from app.process.installation import verb_command
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep import run_sweep
 from app.sweep.parameters import parse_parameters
 from app.sweep.results import explain_best, print_results
 from app.sweep.run import check_search
 from app.sweep.trials import LocalJob, Trial
+from common.errors import UserError
+from common.installation import verb_command
 from tests.in_process import CommandResult, make_data, make_model, run_command
 from tests.sweep.short_trials import short_trials
 

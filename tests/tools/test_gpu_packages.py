@@ -10,8 +10,8 @@ from functools import cache
 
 import pytest
 
-from app.process.errors import ROOT
 from app.process.gpus import Gpu, Machine
+from common.installation import ROOT
 from tools.gpu_packages import answer, has_gpu
 
 CU126 = "--extra-index-url https://download.pytorch.org/whl/cu126"

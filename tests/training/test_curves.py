@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from app.config import load_run_config, run_verb
-from app.process.errors import TrainingFault
 from app.train import train
 from app.training import machine
 from app.training.log_files import columns
 from app.training.metrics import Metrics, StepRecord
 from app.training.schedule import ScheduleConfig, lr_factor
+from common.errors import TrainingFault
 from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
 from tests.conftest import TrainRun, read_column
 from tests.tiny import NAMES, TINY_BASE, small_run, train_into

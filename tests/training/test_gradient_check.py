@@ -17,9 +17,9 @@ from transformers import (
 
 from app.model.adapter import LoraConfig, adapter_matrices, apply_adapter
 from app.model.patterns import pattern_without
-from app.process.errors import TrainingFault, UserError
 from app.strategy.mixin import StrategyMixin
 from app.training.callbacks.gradient_check import GradientCheck
+from common.errors import TrainingFault, UserError
 from tests.conftest import TrainRun
 from tests.families import SHAPE, tiny_family
 from tests.parity.every_family import tiny_config

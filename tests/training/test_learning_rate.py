@@ -24,7 +24,7 @@ from app.model.adapter import (
 from app.process.logs import LOG_FILE
 from app.training.optimizers import AdamWConfig, OptimizerConfig
 from app.training.schedule import FAR, USUAL_LR, LearningRate, format_lr, resolve_lr
-from data_modules import facts_of
+from common.facts import facts_of
 from tests.conftest import read_column
 from tests.tiny import train_into
 

@@ -14,11 +14,11 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.summary.writer.event_file_writer import AtomicCounter
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from app.process.errors import ENVIRONMENT_ERROR, UserError, exit_code
 from app.training.checkpoint.disk import SaveError
 from app.training.log_files import CsvLogger, TensorBoardLogger
 from app.training.logger import LoggerConfig, build_loggers, drop_rows_after
 from app.training.metrics import Metrics
+from common.errors import ENVIRONMENT_ERROR, UserError, exit_code
 
 
 def rows_in(file: Path) -> list[tuple[str, str]]:

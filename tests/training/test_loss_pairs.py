@@ -11,7 +11,8 @@ import torch
 
 from app.model.attention import attention_implementation
 from app.training.objective import DatasetSums, batch_loss
-from data_modules import Example, Origin
+from common.errors import Origin
+from data_modules import Example
 from data_modules.collator import Collator
 from tests.tiny import random_ids, tiny_bart, tiny_t5
 

@@ -21,7 +21,6 @@ from app.config.verbs import PARTS
 from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
 from app.process import faults
-from app.process.errors import TrainingFault
 from app.strategy.ddp import SingleDevice
 from app.training import nonfinite
 from app.training.checkpoint.optimizer_state import optimizer_state
@@ -33,7 +32,8 @@ from app.training.objective import DatasetSums
 from app.training.optimizers import build_optimizer
 from app.training.schedule import ScheduleConfig
 from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
-from data_modules import Batch, BatchSpec, DataSpec, FinetuneDataModule, ModelSpec, Origin, StepRow
+from common.errors import Origin, TrainingFault
+from data_modules import Batch, BatchSpec, DataSpec, FinetuneDataModule, ModelSpec, StepRow
 from tests.matrix import matrix
 from tests.tiny import random_ids, tiny_llama
 from tests.training.test_loss import make_batch

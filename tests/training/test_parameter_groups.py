@@ -9,7 +9,6 @@ import peft
 import pytest
 
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, trainable_weights
-from app.process.errors import UserError
 from app.process.logs import LOG_FILE
 from app.training.optimizers import (
     AdamWConfig,
@@ -19,6 +18,7 @@ from app.training.optimizers import (
     build_optimizer,
     check_every_weight_is_in_one_group,
 )
+from common.errors import UserError
 from tests.conftest import TrainRun
 from tests.tiny import TINY_BASE, small_run, tiny_bart, tiny_llama
 

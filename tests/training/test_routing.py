@@ -9,9 +9,9 @@ import torch
 
 from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
-from app.process.errors import UserError
 from app.training.objective import DatasetSums, batch_loss
 from app.training.routing import ExpertLoad, RouterBalance, choose_router_aux_loss
+from common.errors import UserError
 from data_modules import Batch
 from tests.model.test_experts import tiny_mixture
 

@@ -14,7 +14,6 @@ from app.config import load_run_config
 from app.config.plain import run_plain_verb
 from app.evaluation.row_runner import PARTIAL, RowRunner
 from app.merge import _read_facts
-from app.process.errors import UserError
 from app.report.__main__ import ReportConfig, report_runs
 from app.report.model_card import render_run_card
 from app.report.run_files import read_run_files, refuse_damaged
@@ -25,6 +24,7 @@ from app.sweep.results import load_results
 from app.sweep.saved import load_words
 from app.sweep.slurm import _read_end
 from app.sweep.trials import Trial, read_curve, read_objective
+from common.errors import UserError
 from tests.report.test_run_page import write_run
 
 WRONG = [None, True, -1, 10**400, "x", [3], [{}], {"a": [1]}]

@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from app.config import load_config, load_run_config
 from app.evaluate import evaluate
 from app.model.adapter import LoraConfig, probe_logits
-from app.process.errors import UserError
-from app.process.files import write_atomically
 from app.run.folder import OutputConfig, decide_run_dir
 from app.run.manifest import git_state
 from app.train import train
+from common.errors import UserError
+from common.files import write_atomically
 from tests.conftest import TrainRun, read_column
 from tests.tiny import SAMPLES, probe, small_base, small_run
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from app.config import load_config
-from app.process.errors import USER_ERROR, UserError
 from app.process.launch import free_port
 from app.training.callbacks import same_on_all_ranks
 from app.training.callbacks.same_on_all_ranks import (
@@ -21,6 +20,7 @@ from app.training.callbacks.same_on_all_ranks import (
     program_values,
     rank_invariant_values,
 )
+from common.errors import USER_ERROR, UserError
 from tests.processes import LONGEST, RUN, start_train
 from tests.reliability.person import Person
 from tests.tiny import SAMPLES, small_run
@@ -110,7 +110,7 @@ def test_other_code_and_other_libraries_are_named_before_what_they_decide(
     compare(values, values, programs=[same, dict(same)])
     with pytest.raises(UserError, match="have different versions of libraries; start"):
         compare(values, other, programs=[same, newer])
-    for package in ("app", "data_modules", "conf"):
+    for package in ("app", "common", "data_modules", "conf"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "one.py").write_text("edited = True\n")
     monkeypatch.setattr(same_on_all_ranks, "ROOT", tmp_path)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data_modules import percent
+from common.text import percent
 from tools.tiny_base.probes import GATE, probe_rows
 
 TINY_BASE = Path(__file__).parents[2] / "data_modules" / "samples" / "tiny_base"

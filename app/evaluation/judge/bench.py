@@ -13,8 +13,9 @@ from app.evaluation.judge.grading import Judgement, judge_answers
 from app.evaluation.judge.questions import QUESTIONS_FILE, Question, read_questions
 from app.evaluation.judge.settings import JudgeConfig, read_key
 from app.evaluation.row_runner import RowRunner
-from app.process.files import write_atomically
-from data_modules import Origin, Prompt, Turn
+from common.errors import Origin
+from common.files import write_atomically
+from data_modules import Prompt, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

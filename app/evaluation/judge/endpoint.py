@@ -24,12 +24,13 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig
-from app.process.errors import UserError
-from app.process.files import write_atomically
 from app.process.launch import is_loopback
 from app.training.checkpoint.schema import COUNT, FLAG, TEXT, Keys
 from app.training.run_documents import find_problem
-from data_modules import printable, redact
+from common.errors import UserError
+from common.files import write_atomically
+from common.redaction import redact
+from common.text import printable
 
 FIRST_WAIT, MAX_WAIT = 1.0, 60.0
 """shortest and longest delay before a retry, in seconds"""

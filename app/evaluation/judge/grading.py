@@ -29,9 +29,9 @@ from app.evaluation.judge.prompts import (
 from app.evaluation.judge.questions import Question
 from app.evaluation.judge.settings import JudgeConfig
 from app.evaluation.significance import VARIANTS, RowScores
-from app.process.errors import UserError
-from app.process.files import open_no_follow
-from data_modules import formatted, printable
+from common.errors import UserError
+from common.files import open_no_follow
+from common.text import formatted, printable
 
 VERDICTS_FILE = "verdicts.jsonl"
 MAX_FAILED = 3

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.process.errors import UserError
+from common.errors import UserError
 from data_modules import open_regular
 
 QUESTIONS_FILE, REFERENCE_FILES = "question.jsonl", "reference_answer*"

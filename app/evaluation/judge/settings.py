@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from app.process.errors import UserError
 from app.process.launch import is_loopback
-from data_modules import setting
+from common.errors import UserError
+from common.facts import setting
 
 KEY_VARIABLE = "LOFT_JUDGE_KEY"
 

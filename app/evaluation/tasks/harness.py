@@ -18,9 +18,10 @@ from app.evaluation.generation import EvaluationConfig, answer_batches
 from app.evaluation.likelihood import Request, encode_pair, first_token, rolling_requests, score
 from app.evaluation.row_runner import RowRunner
 from app.model.hub import is_offline_by_setting, reach_hub
-from app.process.errors import UserError, nearest
-from app.process.installation import install_extra
-from data_modules import Origin, Prompt, redact
+from common.errors import Origin, UserError, nearest
+from common.installation import install_extra
+from common.redaction import redact
+from data_modules import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,7 +25,8 @@ from app.evaluation.likelihood import (
 )
 from app.evaluation.row_runner import RowRunner
 from app.evaluation.tasks.questions import Question, Task
-from data_modules import Prompt, redact
+from common.redaction import redact
+from data_modules import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.tasks.forms import BY_KIND, FORMS, Form, Item
-from app.process.errors import UserError, nearest
-from data_modules import Origin, printable, read_rows, setting
+from common.errors import Origin, UserError, nearest
+from common.facts import setting
+from common.text import printable
+from data_modules import read_rows
 
 if TYPE_CHECKING:
     from app.evaluation.generation import EvaluationConfig

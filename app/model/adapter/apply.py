@@ -22,7 +22,7 @@ from app.model.adapter.settings import (
 from app.model.adapter.wrap import check_token_rows_train, without_bitsandbytes, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import by_ending, is_inside, shortest
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import peft

@@ -20,7 +20,7 @@ from app.model.adapter.settings import ADAPTER_FILE, INITS, ORIGIN_FILE, LoraCon
 from app.model.adapter.wrap import trainable_rows, without_bitsandbytes, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import is_inside, last_parts, shortest
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import peft

@@ -16,8 +16,8 @@ from app.model.adapter.saved_config import load_peft_config
 from app.model.adapter.settings import ADAPTER_FILE, CONFIG_FILE
 from app.model.adapter.weights import WRAPPERS
 from app.model.adapter.wrap import unfuse_adapters, wrap
-from app.process.errors import UserError
-from app.process.untrusted import reading
+from common.errors import UserError
+from common.untrusted import reading
 
 if TYPE_CHECKING:
     import peft

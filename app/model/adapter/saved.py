@@ -15,8 +15,8 @@ from app.model.adapter.wrap import without_bitsandbytes, wrap
 from app.model.eval_mode import eval_mode
 from app.model.patterns import check_patterns, expression_of_key, last_parts
 from app.model.weight_reads import find_bypassed_linears
-from app.process.errors import UserError
-from app.process.untrusted import reading
+from common.errors import UserError
+from common.untrusted import reading
 
 if TYPE_CHECKING:
     import peft

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter.settings import CONFIG_FILE, ORIGIN_FILE, SETTINGS_KEY
-from app.process.errors import UserError, nearest
-from app.process.untrusted import read_json_object
+from common.errors import UserError, nearest
+from common.untrusted import read_json_object
 
 if TYPE_CHECKING:
     import peft

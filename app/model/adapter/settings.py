@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_modules import setting
+from common.facts import setting
 
 CONFIG_FILE = "adapter_config.json"
 ORIGIN_FILE = "base.json"

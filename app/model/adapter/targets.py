@@ -28,7 +28,7 @@ from app.model.patterns import (
     match,
 )
 from app.model.weight_reads import find_bypassed_linears
-from data_modules import percent
+from common.text import percent
 
 THIN = 64
 """aspect ratio above which all-linear skips a matrix whose rank is below adapter.r"""

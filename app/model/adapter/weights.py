@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from app.model.quantization import storage_of
 from app.model.weight_reads import find_bypassed_children
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter.modules import is_quantized, is_tied, name_of
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import peft

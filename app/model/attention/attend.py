@@ -14,7 +14,7 @@ from app.model.attention.documents import (
     place_documents,
     stack_documents,
 )
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch

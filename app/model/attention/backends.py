@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.process.errors import UserError
-from data_modules import setting
+from common.errors import UserError
+from common.facts import setting
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from app.model.attention.backends import (
     AttentionConfig,
 )
 from app.model.multimodal import language_model_class
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from app.model.attention.documents import (
 )
 from app.model.attention.flex import block_mask
 from app.model.attention.mixers import masks_recurrent_layers, mixer_inputs
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch

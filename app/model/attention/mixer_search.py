@@ -23,7 +23,7 @@ from app.model.attention.mixers import (
     use_documents,
 )
 from app.model.eval_mode import eval_mode
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch

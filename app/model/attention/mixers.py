@@ -18,7 +18,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.documents import DocumentGroups, Lengths, group_documents
-from app.process.errors import UserError
+from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch

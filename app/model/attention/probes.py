@@ -15,8 +15,8 @@ from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.mixer_search import isolate_mixers
 from app.model.attention.mixers import has_isolated_mixers
 from app.model.eval_mode import eval_mode
-from app.process.errors import UserError
-from data_modules import percent
+from common.errors import UserError
+from common.text import percent
 
 if TYPE_CHECKING:
     import torch

@@ -27,8 +27,8 @@ from app.planning.simulation.device import (
     install_fake_streams,
 )
 from app.planning.speed import estimate_speed, kernel_seconds
-from app.process.errors import UserError
 from app.strategy.settings import DdpConfig, FsdpConfig, LocalSgdConfig, ZeroConfig
+from common.errors import UserError
 
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig

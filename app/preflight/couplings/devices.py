@@ -6,9 +6,9 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, TypeGuard
 
-from app.process.errors import DeviceError
 from app.process.gpus import find_gpu_problems, num_device_files, num_visible, read_machine
 from app.strategy.settings import FsdpConfig, StrategyConfig, tensor_parallel_size
+from common.errors import DeviceError
 
 if TYPE_CHECKING:
     from app.config.verbs import EvaluateConfig, MergeConfig, TrainConfig, TunedConfig

@@ -25,8 +25,6 @@ from app.preflight.couplings.devices import (
     requested_devices,
 )
 from app.preflight.couplings.unused import find_unused, is_set
-from app.process.errors import nearest
-from app.process.installation import install_extra, verb_command
 from app.strategy.deepspeed_config import conflicting_keys, given_keys, refused_keys
 from app.strategy.settings import (
     FsdpConfig,
@@ -35,7 +33,10 @@ from app.strategy.settings import (
     is_sharding,
     tensor_parallel_size,
 )
-from data_modules import check_values, dataset_names
+from common.errors import nearest
+from common.facts import check_values
+from common.installation import install_extra, verb_command
+from data_modules import dataset_names
 
 if TYPE_CHECKING:
     from app.config.verbs import EvaluateConfig, TrainConfig, TunedConfig

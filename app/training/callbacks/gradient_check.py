@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.model.adapter import TrainableWeight, adapter_matrices
 from app.model.patterns import pattern_without
-from app.process.errors import TrainingFault, UserError
+from common.errors import TrainingFault, UserError
 
 NUMBER = re.compile(r"\d+")
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 import torch
 
-from app.process.errors import ROOT, UserError
+from common.errors import UserError
+from common.installation import ROOT
 
 if TYPE_CHECKING:
     from app.config import TrainConfig
@@ -21,7 +22,7 @@ PER_PROCESS = ("output", "supervise", "resume", "resume_allow", "faults")
 """settings of a single process or start of the run, which may differ"""
 LOCATIONS = ("path", "tokenizer_path", "chat_template", "cache_dir")
 """settings that may differ between machines: files are compared by content, not by path"""
-PACKAGES = ("app", "data_modules", "conf")
+PACKAGES = ("app", "common", "data_modules", "conf")
 """source folders of this program"""
 
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.process.errors import UserError
 from app.training.checkpoint import disk
 from app.training.checkpoint.schema import Json, is_number
 from app.training.checkpoint.tensors import check_tensors, names_in, read_tensors
+from common.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

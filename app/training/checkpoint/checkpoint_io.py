@@ -18,7 +18,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
-from app.process.errors import TrainingFault
 from app.process.launch import is_first_rank
 from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import Checkpoint
@@ -34,6 +33,7 @@ from app.training.checkpoint.documents import (
 from app.training.checkpoint.store import CheckpointStore
 from app.training.checkpoint.tensors import write_share
 from app.training.nonfinite import check_finite
+from common.errors import TrainingFault
 
 STORED_AS_TENSORS = ("state_dict", "optimizer_states")
 DERIVED_FROM_STEP = ("epoch", "global_step", "loops", "lr_schedulers")

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.process import faults, files
+from app.process import faults
 from app.process.heartbeat import refresh_liveness
+from common import files
 
 BLOCK_BYTES = 4 << 20
 """size of one read or write"""

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.process.errors import UserError
 from app.training.checkpoint.schema import (
     AMOUNT,
     COUNT,
@@ -34,6 +33,7 @@ from app.training.checkpoint.schema import (
     format_value,
     is_number,
 )
+from common.errors import UserError
 
 if TYPE_CHECKING:
     from app.training.checkpoint.checkpoint import Checkpoint

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.process.errors import UserError
 from app.strategy.mixin import REPLICATED, ShardedTensor, StateTensor, StrategyMixin
 from app.training.algorithms import MuonWithAdamW
 from app.training.checkpoint.documents import MAX_LISTED
@@ -29,6 +28,7 @@ from app.training.checkpoint.state import (
     trainable_parameters,
     value_range,
 )
+from common.errors import UserError
 
 GROUP_KEYS = ("train_mode", "k", "weight_sum", "lr_max")
 """counters of schedule-free AdamW in a parameter group; everything else in a group comes from the

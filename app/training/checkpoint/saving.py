@@ -12,7 +12,6 @@ import lightning as L
 import torch
 
 from app.process import faults
-from app.process.errors import Interrupted, TrainingFault, UserError
 from app.process.heartbeat import waiting_for_thread
 from app.process.signals import (
     DataStalled,
@@ -37,6 +36,7 @@ from app.training.trainer import (
     TrainerConfig,
     validation_interval,
 )
+from common.errors import Interrupted, TrainingFault, UserError
 
 SAVES_PER_RUN = 10
 """checkpoints per run by default, in addition to those at the ends of epochs"""

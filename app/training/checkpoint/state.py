@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from app.model.adapter import initial_weights, trainable_weights
-from app.process.errors import UserError
 from app.strategy.mixin import REPLICATED, StateTensor, StrategyMixin
 from app.training.checkpoint.schema import Json, printable
+from common.errors import UserError
 
 OTHER_RUN = (
     "resume with the settings of the run that saved the checkpoint (its config.yaml), or start a "

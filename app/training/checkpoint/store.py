@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.process import faults
-from app.process.errors import UserError
 from app.training.checkpoint import disk
 from app.training.checkpoint.checkpoint import (
     DOCUMENT,
@@ -39,6 +38,7 @@ from app.training.checkpoint.checkpoint import (
 from app.training.checkpoint.disk import SaveError, describe_shortage, format_bytes
 from app.training.checkpoint.schema import Json
 from app.training.checkpoint.tensors import file_bytes, write_tensors
+from common.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

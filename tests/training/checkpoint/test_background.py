@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.process.errors import ROOT
 from app.training.checkpoint import checkpoint_io
 from app.training.checkpoint.checkpoint_io import BackgroundWriter
 from app.training.checkpoint.store import CheckpointStore
 from app.training.checkpoint.tensors import read_tensors, write_tensors
+from common.installation import ROOT
 from tests.processes import LONGEST
 
 

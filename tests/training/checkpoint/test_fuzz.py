@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.model.adapter import FullConfig, LoraConfig
-from app.process.errors import ENVIRONMENT_ERROR, USER_ERROR, UserError, exit_code
 from app.run import find_newest_good
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
@@ -46,6 +45,7 @@ from app.training.checkpoint.state import (
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
 from app.training.metrics import Metrics
 from app.training.optimizers import AdamWConfig, ScheduleFreeConfig
+from common.errors import ENVIRONMENT_ERROR, USER_ERROR, UserError, exit_code
 from tests.mutations import (
     dump_json,
     mutate_bytes,

@@ -15,7 +15,6 @@ import torch
 
 from app.config import load_config
 from app.process import faults
-from app.process.errors import Interrupted
 from app.process.signals import DataStalled
 from app.train import train
 from app.training.checkpoint import saving
@@ -25,6 +24,7 @@ from app.training.checkpoint.store import CheckpointStore
 from app.training.module import FinetuneModule
 from app.training.resume import Resume, run_pending_validation
 from app.training.stopping import SignalSync
+from common.errors import Interrupted
 from tests.resumed import contents
 from tests.runs import check_same_run, figures_of
 from tests.tiny import SAMPLES, small_run

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from app.process import heartbeat
-from app.process.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
 from app.process.signals import DataStalled, MeasurementInterrupted
 from app.training.checkpoint import saving
 from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
@@ -29,6 +28,7 @@ from app.training.checkpoint.store import CheckpointStore
 from app.training.log_files import CsvLogger
 from app.training.metrics import Metrics
 from app.training.trainer import CheckpointConfig, TrainerConfig
+from common.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
 from tests.conftest import ROOT, read_column
 from tests.processes import LONGEST
 from tests.tiny import train_into

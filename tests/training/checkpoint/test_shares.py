@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.process import heartbeat
-from app.process.errors import TrainingFault
 from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import load_checkpoint
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
@@ -22,6 +21,7 @@ from app.training.checkpoint.documents import MODEL, OPTIMIZER
 from app.training.checkpoint.store import CheckpointStore
 from app.training.checkpoint.tensors import num_bytes, rank_file_name, write_share, writer_ranks
 from app.training.nonfinite import check_finite
+from common.errors import TrainingFault
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 

@@ -13,7 +13,6 @@ import torch
 
 from app.config.verbs import PARTS
 from app.model.adapter import FullConfig, LoraConfig, apply_adapter
-from app.process.errors import UserError
 from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.checkpoint.documents import unusable_checkpoint
 from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
@@ -27,6 +26,7 @@ from app.training.checkpoint.state import (
 from app.training.checkpoint.tensors import read_tensors, write_tensors
 from app.training.optimizers import AdamWConfig, MuonConfig, build_optimizer
 from app.training.schedule import SHAPES, ScheduleConfig, build_schedule
+from common.errors import UserError
 from tests.tiny import random_ids, tiny_llama
 
 OPTIMIZERS = [schema() for schema in PARTS["optimizer"].values()]

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from app.process.errors import USER_ERROR, UserError, exit_code
 from app.training.checkpoint.checkpoint import DamageError, load_checkpoint
 from app.training.checkpoint.store import CheckpointStore
+from common.errors import USER_ERROR, UserError, exit_code
 from tests.training.checkpoint.saves import is_as_saved, names_in, save
 
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from app.process import faults
-from app.process.errors import ENVIRONMENT_ERROR, exit_code
 from app.training.checkpoint import disk
 from app.training.checkpoint.disk import SaveError, check_space
 from app.training.checkpoint.store import CheckpointStore
+from common.errors import ENVIRONMENT_ERROR, exit_code
 from tests.training.checkpoint.saves import NOT_KILLED, in_a_child, is_as_saved, names_in, save
 
 NUM_POINTS = 20

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.config import load_config
-from app.process.errors import USER_ERROR, UserError, exit_code
 from app.train import train
 from app.training.checkpoint.checkpoint import load_checkpoint
 from app.training.checkpoint.documents import check_documents
+from common.errors import USER_ERROR, UserError, exit_code
 from tests.resumed import seal
 from tests.tiny import small_run, train_into
 

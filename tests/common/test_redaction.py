@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from data_modules import redact, redacted
-from data_modules.messages import REDACTED, DataError, holds_token, redacted_keys
+from common.errors import DataError
+from common.redaction import REDACTED, holds_token, redact, redacted, redacted_keys
 
 SECRET = "Zq7planted0secret9"
 JWT = f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.{SECRET}"

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from app.config.verbs import ALL_VERBS
-from app.process import installation
-from app.process.installation import (
+from common import installation
+from common.installation import (
     CHILD,
+    PACKAGES,
     ROOT,
     SCRIPT_VARIABLE,
     child_command,
@@ -119,9 +120,9 @@ def test_a_child_of_a_checkout_that_is_not_installed_finds_it_first(own_app: Pat
 
 
 def test_every_process_that_is_started_with_a_module_of_this_program_is_a_child() -> None:
-    others = {"app/process/installation.py", "app/process/child.py", "app/config/dispatch.py"}
+    others = {"common/installation.py", "app/process/child.py", "app/config/dispatch.py"}
     others |= {"app/__init__.py"}  # reads how it was started
-    for file in [*ROOT.glob("app/**/*.py"), *ROOT.glob("data_modules/**/*.py")]:
+    for file in [path for part in PACKAGES for path in ROOT.glob(f"{part}/**/*.py")]:
         if file.relative_to(ROOT).as_posix() not in others:
             assert not {"-m"} & {
                 node.value

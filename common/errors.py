@@ -6,11 +6,11 @@ import difflib
 import re
 import signal
 from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import dataclass
 
-from data_modules import DataError, DiskError, RemoteError, printable, redact
+from common.redaction import redact
+from common.text import printable
 
-ROOT = Path(__file__).resolve().parents[2]
 LOST_CONNECTION = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.I)
 """torch's messages after a peer has ended"""
 TAKEN_PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
@@ -25,6 +25,9 @@ error"""
 
 MAX_PROBLEM = 2000
 """maximum length of a problem's text; of a longer one the beginning and the end are printed"""
+
+MAX_PROBLEMS = 20
+"""lines of the problems of a data set, the last of which counts the rest"""
 
 DONE, USER_ERROR, ENVIRONMENT_ERROR, TRAINING_FAULT = 0, 2, 3, 4
 INTERRUPTED, TERMINATED = 130, 143
@@ -43,6 +46,26 @@ def _shortened(problem: str) -> str:
     if len(problem) <= MAX_PROBLEM:
         return problem
     return f"{problem[: MAX_PROBLEM // 2]} ... {problem[-MAX_PROBLEM // 4 :]}"
+
+
+class DataError(ValueError):
+    """What is wrong with the data: all problems of one phase, a line each."""
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        problems = [problems] if isinstance(problems, str) else problems
+        self.problems = [printable(redact(problem)) for problem in problems]
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[DataError], tuple[list[str]]]:
+        return type(self), (self.problems,)
+
+
+class RemoteError(DataError):
+    """A server could not be reached, was too slow or disconnected; the data is not at fault."""
+
+
+class DiskError(DataError):
+    """The disk of the cache is full; the data is not at fault."""
 
 
 class DeviceError(RuntimeError):
@@ -66,6 +89,50 @@ class Interrupted(SystemExit):
 
     def __str__(self) -> str:
         return f"stopped by {signal.Signals(self.signum).name}: {self.message}"
+
+
+class Problems:
+    """Collect problems: at most MAX_PROBLEMS lines, the last of which counts the rest."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, problem: str) -> None:
+        """Keep `problem`, or only count it if there are MAX_PROBLEMS already."""
+        self._count += 1
+        if len(self._kept) < MAX_PROBLEMS:
+            self._kept.append(problem)
+
+    def lines(self) -> list[str]:
+        """Return the lines to print."""
+        if self._count <= MAX_PROBLEMS:
+            return list(self._kept)
+        hidden = self._count - MAX_PROBLEMS + 1
+        return [*self._kept[:-1], f"... and {hidden:,} more like these"]
+
+    def raise_if_any(self) -> None:
+        """Raise DataError if there is a problem."""
+        if self._count:
+            raise DataError(self.lines())
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The place of a row in its file.
+
+    `line` is the row's first line, counted from 1; the row's number in parquet files and in JSON
+    arrays on one line.
+    """
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{printable(self.file)}:{self.line}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -18,11 +18,11 @@ PROGRAM = "loft"
 CONSTRAINTS = "constraints.txt"
 SCRIPT_VARIABLE = "LOFT_SCRIPT"
 """variable with the path of the console script that started this process or its parent"""
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 """the checkout, or the folder into which pip installed the packages"""
 CHILD = str(ROOT / "app" / "process" / "child.py")
 """starts a module of this program without importing from the working folder"""
-PACKAGES = ("app", "data_modules")
+PACKAGES = ("app", "common", "data_modules")
 
 
 def is_checkout() -> bool:

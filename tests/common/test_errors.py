@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from app.process.errors import Interrupted, TrainingFault, UserError, exit_code
 from app.process.reporting import report
 from app.run.folder import OutputConfig, check_output, decide_run_dir
-from data_modules import DataError
+from common.errors import DataError, Interrupted, TrainingFault, UserError, exit_code
 from tests.in_process import make_data, make_model, run_command
 
 GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")

@@ -21,13 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from app.process.errors import (
-    ENVIRONMENT_ERROR,
-    TRAINING_FAULT,
-    TrainingFault,
-    UserError,
-    exit_code,
-)
+from common.errors import ENVIRONMENT_ERROR, TRAINING_FAULT, TrainingFault, UserError, exit_code
 
 LIMITS_VARIABLE = "LOFT_LIMITS"
 MAX_WORDS = 300

@@ -1,0 +1,1 @@
+"""What every room stands on: settings' facts, errors, redaction, files of others, text."""

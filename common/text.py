@@ -1,0 +1,58 @@
+"""Text that a message quotes: printable, short and without secrets; numbers as they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.redaction import redact
+
+MAX_SHOWN = 80
+MAX_LISTED = 20
+
+
+def reason_of(error: Exception) -> str:
+    """Return a library's error message in one line."""
+    strerror = error.strerror if isinstance(error, OSError) else None
+    message = strerror or next(iter(str(error).splitlines()), "") or type(error).__name__
+    # A library may quote an address with its password or token.
+    return redact(message)
+
+
+def unreadable(file: object, error: Exception) -> str:
+    """Return the message that a file cannot be read, and why."""
+    return f"{file}: cannot be read: {reason_of(error)}"
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Return `text` with its control characters escaped: data must not control a terminal.
+
+    Characters in `keep` stay, such as the line ends of a message of several lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def percent(share: float, digits: int = 1, sign: str = "") -> str:
+    """Return a share as text: 12.3 %; `sign="+"` also writes the sign of a positive one."""
+    return formatted(share, f"{sign}.{digits}%")
+
+
+def formatted(value: float, spec: str) -> str:
+    """Return a number by a format spec; for percentages as `percent` does."""
+    return format(value, spec).replace("%", " %")
+
+
+def shown(text: str) -> str:
+    """Return at most 80 printable characters of `text`, to quote in a message."""
+    return printable(text[:MAX_SHOWN])[:MAX_SHOWN]
+
+
+def listed(names: Iterable[object]) -> str:
+    """Format a list of names for a message: the first 20, at most 80 characters each."""
+    names = list(names)
+    first = [str(name)[:MAX_SHOWN] for name in names[:MAX_LISTED]]
+    more = len(names) - len(first)
+    return f"{first}" if not more else f"[{', '.join(map(repr, first))}, and {more:,} more]"
