@@ -23,7 +23,7 @@ ANSWERS = {
 }
 READ = """
 import json, sys
-from data_modules.messages import DataError
+from common.errors import DataError
 from data_modules.source import read_chunks
 messages = {}
 for name in sys.argv[1:]:

@@ -202,7 +202,7 @@ HUB_FILE = b'{"type": "file", "oid": "%s", "size": 9000, "path": "train.jsonl"}'
 HUB_SET = b'{"id": "some/rows", "sha": "%s", "siblings": [{"rfilename": "train.jsonl"}]}' % SHA
 READ_HUB = """
 import sys
-from data_modules.messages import RemoteError
+from common.errors import RemoteError
 from data_modules.source import Limits, read_chunks
 limits = Limits(remote_seconds=1.5, remote_bytes_per_second=1 << 20)
 try:
