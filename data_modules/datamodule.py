@@ -428,7 +428,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         # would wait for all queued work.
         total = torch.full((), number, device=self.trainer.strategy.root_device)
         torch.distributed.all_reduce(total)
-        # Tensor-parallel ranks that share the same data have each counted it.
+        # Ranks that read the same rows have each counted all of them.
         return total * (num_ranks / self.trainer.world_size)
 
     @cached_property

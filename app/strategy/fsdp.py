@@ -90,18 +90,23 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of groups of ranks with different data."""
+        """Number of tensor parallel groups, which get different rows."""
         return self.world_size // self.tensor_size
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's group among the `num_data_ranks`."""
+        """Index of this rank's tensor parallel group."""
         return self.global_rank // self.tensor_size
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments of a distributed sampler for this rank."""
-        return {"num_replicas": self.num_data_ranks, "rank": self.data_rank}
+    def num_averaged_ranks(self) -> int:
+        """Number of replicas times shards; local SGD averages the former in its own steps."""
+        return self.world_size // self.tensor_size
+
+    @property
+    def num_loss_copies(self) -> int:
+        """Number of ranks of a tensor parallel group, which all compute the whole loss."""
+        return self.tensor_size
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

@@ -58,13 +58,31 @@ class StrategyMixin:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of ranks (or tensor parallel groups) that see different data."""
+        """Number of ranks, or groups of ranks, that get different rows."""
         return self.world_size
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank among the `num_data_ranks`."""
+        """Index of this rank, or its group, among the `num_data_ranks`."""
         return self.global_rank
+
+    @property
+    def num_averaged_ranks(self) -> int:
+        """Number of ranks over whose gradients a step takes the mean, which a loss undoes."""
+        return self.world_size
+
+    @property
+    def num_loss_copies(self) -> int:
+        """Number of ranks that count the same loss, by which a sum over all ranks is divided.
+
+        1 if the ranks of a group compute different parts of the loss of their rows.
+        """
+        return 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of a distributed sampler for this rank."""
+        return {"num_replicas": self.num_data_ranks, "rank": self.data_rank}
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

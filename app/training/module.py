@@ -176,8 +176,8 @@ class FinetuneModule(L.LightningModule):
             loss = inject_faults(loss, self.trainer.global_step + 1, batch, self.train_sums)
         self.step_losses.append(loss.detach())
         loss = propagate_nonfinite(loss)
-        # Lightning divides by the accumulation, DDP by the data ranks: both are undone here.
-        return loss * self.trainer.accumulate_grad_batches * self.strategy.num_data_ranks
+        # Lightning divides by the accumulation, the strategy by its ranks: both are undone here.
+        return loss * self.trainer.accumulate_grad_batches * self.strategy.num_averaged_ranks
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the sum of loss times weight, plus the auxiliary loss of trained routers."""
@@ -285,12 +285,12 @@ class FinetuneModule(L.LightningModule):
         self.metrics.flush(self.sum_over_ranks)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over all data ranks."""
-        world_size, num_data_ranks = self.trainer.world_size, self.strategy.num_data_ranks
-        if num_data_ranks == 1:
+        """Sum a tensor over all ranks that do not count the same loss."""
+        copies = self.strategy.num_loss_copies
+        if self.trainer.world_size == copies:
             return tensor
         total: Tensor = self.trainer.strategy.reduce(tensor, reduce_op="sum")
-        return total if world_size == num_data_ranks else total * (num_data_ranks / world_size)
+        return total / copies
 
     def checkpoint_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the model's and the optimizer's tensors of a checkpoint."""

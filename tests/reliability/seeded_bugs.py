@@ -256,7 +256,7 @@ BUGS = [
     Bug(
         name="losses of ranks are averaged instead of summed",
         file=MODULE,
-        right="self.trainer.accumulate_grad_batches * self.strategy.num_data_ranks",
+        right="self.trainer.accumulate_grad_batches * self.strategy.num_averaged_ranks",
         wrong="self.trainer.accumulate_grad_batches",
         test=f"{STEPS}[ddp]",
     ),
@@ -277,8 +277,8 @@ BUGS = [
     Bug(
         name="tokens are counted once per tensor-parallel rank",
         file=MODULE,
-        right="total * (num_data_ranks / world_size)",
-        wrong="total",
+        right="return total / copies",
+        wrong="return total",
         test=f"{STEPS}[fsdp_tp]",
     ),
     Bug(
