@@ -15,7 +15,6 @@ rows, and writes the report. `start` runs `train` in this process, or in one pro
 
 from __future__ import annotations
 
-import copy
 import signal
 import sys
 
@@ -38,7 +37,6 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
 
     `existing` is the run to resume, if it has been compared with `config` already.
     """
-    config = copy.deepcopy(config)  # resolved values are written to this copy
     configure_libraries(offline=is_offline(config.model, config.data))
     run = open_run(config, existing or compare_existing(config, load_run_config))
     if run.is_done:
@@ -56,23 +54,22 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     from app.training.trainer import resolve_environment
 
     # Environment, base and data: every step is planned before any weight is loaded.
-    run.pin_revision()  # a resumed run uses the same commit of the base
+    config = run.config  # of a resumed run: the same commit of the base, the checkpoint's adapter
     env = resolve_environment(config.trainer, config.strategy)
     L.seed_everything(config.seed, verbose=False)
-    config = run.with_kept_adapter(config)  # its checkpoint has the weights of adapter.path
     base = open_base(config, env, config.adapter)
     data = build_data(config, base, env, run)
-    # Replace each `auto` in `config` by a choice that fits; `run.config` keeps it for config.yaml.
+    # Replace each `auto` by a choice that fits; run.typed_config keeps it for config.yaml.
     config, env, estimate = resolve_auto(config, base, data, env, run)
     facts = describe_run(config, base, data, env)
     run.check_unchanged(facts)  # a resumed run needs the same rows, tokens and precision
 
     # Trainer and module: weights are loaded when `fit` starts, so that a strategy can shard them.
-    trainer = build_trainer(run, env, config.strategy, data, facts, estimate)
+    trainer = build_trainer(config, run, env, data, facts, estimate)
     module = build_module(config, base, data, env, trainer)
-    with page_on_failure(run.folder, changed_settings(run.config), trainer.loggers):
+    with page_on_failure(run.folder, changed_settings(run.typed_config), trainer.loggers):
         trainer.fit(module, data, ckpt_path=run.checkpoint_path)
-        return finish(run, module, data, base, estimate)
+        return finish(config, run, module, data, base, estimate)
 
 
 def start(config: TrainConfig, existing: ExistingRun | None = None) -> None:

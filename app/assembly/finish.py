@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.config import changed_settings, words_to_type
+from app.config import TrainConfig, changed_settings, words_to_type
 from app.process.launch import is_first_rank, quote_words
 from app.process.logs import LOG_FILE
 from app.report.model_card import write_card
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 def finish(
+    config: TrainConfig,
     run: Run,
     module: FinetuneModule,
     data: FinetuneDataModule,
@@ -56,12 +57,13 @@ def finish(
     from app.model.tokenizer_file import save_tokenizer
     from app.process.collectives import run_on_rank0
 
-    config, trainer = run.config, module.trainer
+    trainer = module.trainer
     if module.shards is None and not trainer.is_global_zero:
         return None
+    settings = changed_settings(run.typed_config)
     measured = {} if estimate is None else estimate.compare(module)
-    result = restore_result(run, module)
-    saved, model, evaluator, metrics = save_and_compare(run, module, data, base, result)
+    result = restore_result(config, run, module)
+    saved, model, evaluator, metrics = save_and_compare(config, run, module, data, base, result)
     changes = evaluator.changes(trained=data.dataset_names)
     groups = evaluator.group_changes()
     metrics |= change_metrics([*changes, *groups]) | module.metrics.summary() | measured
@@ -74,9 +76,9 @@ def finish(
         write_atomically(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         print_comparison(metrics, data.dataset_names)
         print_changes(changes, groups)
-        write_page(run.folder, changed_settings(config))
-        write_card(saved, run.folder, changed_settings(config))
-        end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))
+        write_page(run.folder, settings)
+        write_card(saved, run.folder, settings)
+        end_loggers(trainer.loggers, run.folder, metrics, settings)
         record_result(run.folder, asdict(result))
         print(f"\nresult: {result}")
         print_next(run, saved)
@@ -90,7 +92,12 @@ def finish(
 
 
 def save_and_compare(
-    run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Base, result: Result
+    config: TrainConfig,
+    run: Run,
+    module: FinetuneModule,
+    data: FinetuneDataModule,
+    base: Base,
+    result: Result,
 ) -> tuple[Path, PreTrainedModel, Evaluator, dict[str, float]]:
     """Save the trained model, reopen and verify it, and measure it and its base.
 
@@ -106,7 +113,6 @@ def save_and_compare(
     from app.model.save import save_model
     from app.model.tokenizer import add_stop_tokens
 
-    config = run.config
     module.release_optimizer()  # verification loads the base as a second model
     progress = Progress(prints_lines=False)
     runner = RowRunner(show=progress.show)
@@ -123,7 +129,7 @@ def save_and_compare(
     with module.trainer.precision_plugin.forward_context(), progress:
         dtype, tuned = None, None
         if saves_whole_model(config.adapter):
-            dtype, tuned = choose_dtype(run, module, evaluator, base.architecture, result)
+            dtype, tuned = choose_dtype(config, run, module, evaluator, base.architecture, result)
         saved, model = save_model(
             module.model,
             config.adapter,
@@ -161,17 +167,17 @@ def print_next(run: Run, saved: Path) -> None:
 
     # The commands must work as printed, also after `make train` without an active environment.
     def command(verb: str) -> str:
-        words = quote_words(f"run={run.folder}", *words_to_type(run.config, verb))
+        words = quote_words(f"run={run.folder}", *words_to_type(run.typed_config, verb))
         return f"{verb_command(verb)} {words}"
 
     commands = [command("evaluate"), command("chat")]
-    if "tensorboard" in (run.config.logger.name, *run.config.logger.also):
+    if "tensorboard" in (run.typed_config.logger.name, *run.typed_config.logger.also):
         # All runs of outputs/NAME/TIME; for another output.dir, the folder that contains it.
         parent = run.folder.parent
         logs = parent.parent if parent.parent.name == OUTPUTS.name else parent
         shown_logs = shlex.quote(printable(str(logs)))
         commands.append(f"{python_command()} -m tensorboard.main --logdir {shown_logs}")
-    elif not saves_whole_model(run.config.adapter):
+    elif not saves_whole_model(run.typed_config.adapter):
         commands.append(command("merge"))
     print("next:")
     for line in commands:
@@ -189,7 +195,7 @@ def print_done(run: Run) -> float | None:
         longer = "trainer.max_steps=N 'resume_allow=[epochs]'"
         if early:
             longer = "trainer.early_stopping_patience=N (larger, or null)"
-        words = quote_words(f"resume={run.folder}", *words_to_type(run.config))
+        words = quote_words(f"resume={run.folder}", *words_to_type(run.typed_config))
         print(f"to continue training: {words} {longer}")
         print(f"run: {shown}")
     loss: float | None = read_document(run.folder / METRICS_FILE, METRICS).get("val/loss")

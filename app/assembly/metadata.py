@@ -99,13 +99,13 @@ class WriteMetadata(L.Callback):
         open_run_log(run.folder)
         # After the checkpoints: a crash in between must not leave checkpoints without their rows.
         drop_rows_after(None if run.checkpoint is None else run.step, list(loggers))
-        if run.with_kept_adapter(run.config) == run.config:  # new, or of an earlier version
-            keep_start(run.config.adapter, run.folder)
-        save_config(run.config, run.folder / CONFIG_FILE)
+        if run.config == run.typed_config:  # new, or of an earlier version
+            keep_start(run.typed_config.adapter, run.folder)
+        save_config(run.typed_config, run.folder / CONFIG_FILE)
         self.data.write_reports(run.folder)
         self._write_manifest()
         for logger in loggers:
-            logger.log_hyperparams(redacted(asdict(run.config)))
+            logger.log_hyperparams(redacted(asdict(run.typed_config)))
         self._batching = self.data.batching
 
     def _write_manifest(self) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
+    from app.config import TrainConfig
     from app.evaluation.evaluator import Evaluator
     from app.training.checkpoint.checkpoint import Checkpoint
     from app.training.module import FinetuneModule
@@ -59,13 +60,13 @@ class Result:
         )
 
 
-def restore_result(run: Run, module: FinetuneModule) -> Result:
+def restore_result(config: TrainConfig, run: Run, module: FinetuneModule) -> Result:
     """Load the weights of the best step into the module, if they are the result of the run.
 
     If weights are sharded, all ranks call this.
     """
     last, metrics = module.trainer.global_step, module.metrics
-    if not run.config.ends_with_best:
+    if not config.ends_with_best:
         return Result(last, last)
     best = _from_rank0(module, lambda: _best_of(run))
     if best is None:
@@ -114,6 +115,7 @@ def _from_rank0(module: FinetuneModule, decide: Callable[[], T]) -> T:
 
 
 def choose_dtype(
+    config: TrainConfig,
     run: Run,
     module: FinetuneModule,
     evaluator: Evaluator,
@@ -127,7 +129,7 @@ def choose_dtype(
     """
     import torch
 
-    asked, model = run.config.output.dtype, module.model
+    asked, model = config.output.dtype, module.model
     trained = trained_dtype(model)
     exact = torch.promote_types(trained, torch.float32)
     if asked == "fp32":

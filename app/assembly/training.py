@@ -20,7 +20,6 @@ from app.run import Run
 from app.run.manifest import installed_versions
 from app.run.ranks import build_peers
 from app.strategy.build import build_strategy
-from app.strategy.settings import StrategyConfig
 from app.training.callbacks.gradient_check import GradientCheck
 from app.training.callbacks.heartbeat import Heartbeat
 from app.training.callbacks.machine_stats_monitor import MachineStatsMonitor
@@ -50,9 +49,9 @@ log = logging.getLogger(__name__)
 
 
 def build_trainer(
+    config: TrainConfig,
     run: Run,
     env: Environment,
-    strategy: StrategyConfig,
     data: FinetuneDataModule,
     facts: Mapping[str, Any],
     estimate: Estimate | None = None,
@@ -62,7 +61,6 @@ def build_trainer(
     `facts`: those of `describe_run`, which must be equal on all ranks. `estimate`: the estimated
     cost of the run.
     """
-    config = run.config
     identity = run.identity(facts)
     last_step = None if run.checkpoint is None else run.step
     loggers = build_loggers(config.logger, run.folder, data.dataset_names, last_step=last_step)
@@ -76,11 +74,13 @@ def build_trainer(
     trainer = build_lightning_trainer(
         config.trainer,
         env=env,
-        strategy=build_strategy(strategy, accelerator=env.accelerator, num_ranks=env.num_ranks),
+        strategy=build_strategy(
+            config.strategy, accelerator=env.accelerator, num_ranks=env.num_ranks
+        ),
         total_steps=data.total_steps,
         loggers=loggers,
         callbacks=[
-            *_build_monitors(run, facts, estimate),
+            *_build_monitors(config, run, facts, estimate),
             build_saver(
                 config.trainer,
                 checkpoints,
@@ -100,20 +100,18 @@ def build_trainer(
 
 
 def _build_monitors(
-    run: Run, facts: Mapping[str, Any], estimate: Estimate | None
+    config: TrainConfig, run: Run, facts: Mapping[str, Any], estimate: Estimate | None
 ) -> list[L.Callback]:
     """Build the callbacks that show progress and check a run; they precede the saver."""
     monitors: list[L.Callback] = [
         ProgressBar(),
-        SameOnAllRanks(
-            rank_invariant_values(run.config, facts), program_values(installed_versions())
-        ),
+        SameOnAllRanks(rank_invariant_values(config, facts), program_values(installed_versions())),
         GradientCheck(),
         MachineStatsMonitor(
             run.folder, None if estimate is None else estimate.peak_tokens_per_second
         ),
     ]
-    if run.config.trainer.compile:
+    if config.trainer.compile:
         # Imported here: importing the compiler takes a second.
         from app.training.callbacks.compilation import Compilation
 

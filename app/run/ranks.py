@@ -204,7 +204,7 @@ def format_torchrun(
 
 def build_peers(run: Run, num_ranks: int) -> Peers:
     """Build the peer-to-peer checks of a run that torchrun or srun has started."""
-    minutes = run.config.supervise.hang_minutes
+    minutes = run.typed_config.supervise.hang_minutes
     has_several_machines = read_launch().num_local_ranks not in (None, num_ranks)
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     is_warned = restarts and has_several_machines and OWN_STORE_VARIABLE not in os.environ

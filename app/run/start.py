@@ -49,7 +49,8 @@ LENGTHENS = ("epochs", "data")
 class Run:
     """An open run: its folder, locked by this process, and the step at which it starts."""
 
-    config: TrainConfig
+    typed_config: TrainConfig
+    """what was typed, for config.yaml and the commands that are printed: each `auto` stays"""
     folder: Path
     checkpoint: Checkpoint | None = None
     """the checkpoint to resume from, None for a new run"""
@@ -78,15 +79,10 @@ class Run:
         """Return the folder of the checkpoint to resume from, None for a new run."""
         return None if self.checkpoint is None else self.checkpoint.folder
 
-    def pin_revision(self) -> None:
-        """Set model.revision to the commit that a resumed run started with, if none is typed."""
-        if self.checkpoint is not None and self.config.model.revision is None:
-            base = read_manifest(self.folder)["base"]
-            if base["path"] == self.config.model.path:
-                self.config.model.revision = base["revision"]
-
-    def with_kept_adapter(self, config: TrainConfig) -> TrainConfig:
-        """Return `config` without the folder adapter.path, if a checkpoint has its weights."""
+    @property
+    def config(self) -> TrainConfig:
+        """Return what is typed, without the folder adapter.path if a checkpoint has its weights."""
+        config = self.typed_config
         if self.checkpoint is None:
             return config
         return replace(config, adapter=resumed_adapter(config.adapter, self.folder))
@@ -120,7 +116,7 @@ class Run:
         if self.checkpoint is None:
             return None
         before = read_manifest(self.folder)["global_batch"]
-        now = describe_global_batch(self.config.trainer, num_data_ranks, before)
+        now = describe_global_batch(self.typed_config.trainer, num_data_ranks, before)
         return now["micro_batch_size"]
 
     def history(self) -> list[dict[str, Any]]:
@@ -227,14 +223,15 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
     if compared.problems:
         raise UserError(compared.problems)
     if compared.is_done:
-        return Run(config=config, folder=folder, is_done=True, manifest=compared.manifest)
+        return Run(typed_config=config, folder=folder, is_done=True, manifest=compared.manifest)
     if is_first_rank():
         lock_run(folder)
         separate_files(folder)
+    checkpoint = None if existing is None else _choose_checkpoint(config, folder)
     run = Run(
-        config=config,
+        typed_config=_with_revision(config, folder, checkpoint),
         folder=folder,
-        checkpoint=None if existing is None else _choose_checkpoint(config, folder),
+        checkpoint=checkpoint,
         manifest=compared.manifest,
         resume_allow=config.resume_allow,
         rewinds=typed_step(config.resume) is not None,
@@ -260,14 +257,25 @@ def _open_as_rank(config: TrainConfig) -> Run:
     """Open the run that the launcher of this rank has chosen."""
     folder = Path(config.output.dir or run_dir() or "")
     step = int(os.environ.get(STEP_VARIABLE, 0))
+    checkpoint = _checkpoint_of_step(folder, step) if step else None
     return Run(
-        config=config,
+        typed_config=_with_revision(config, folder, checkpoint),
         folder=folder,
-        checkpoint=_checkpoint_of_step(folder, step) if step else None,
+        checkpoint=checkpoint,
         manifest=read_manifest(folder) if step and is_first_rank() else {},
         resume_allow=config.resume_allow,
         rewinds=typed_step(config.resume) is not None,
     )
+
+
+def _with_revision(config: TrainConfig, folder: Path, checkpoint: Checkpoint | None) -> TrainConfig:
+    """Return `config` with the commit that a resumed run started with, if none is typed."""
+    if checkpoint is None or config.model.revision is not None:
+        return config
+    base = read_manifest(folder)["base"]
+    if base["path"] != config.model.path:
+        return config
+    return replace(config, model=replace(config.model, revision=base["revision"]))
 
 
 def _choose_checkpoint(config: TrainConfig, folder: Path) -> Checkpoint | None:

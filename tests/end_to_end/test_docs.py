@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from app.config import load_config
-from app.run import Run
 from app.strategy.settings import FAMILIES
 from tests.conftest import ROOT
 from tests.in_process import run_command
@@ -63,10 +62,6 @@ def test_importing_app_does_not_import_torch_or_hydra() -> None:
 def test_train_does_not_change_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from app.train import train
 
-    def pin(run: Run) -> None:  # as a resumed run of a hub base does
-        run.config.model.revision = "0a" * 20
-
-    monkeypatch.setattr(Run, "pin_revision", pin)
     for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
         monkeypatch.delenv(name, raising=False)
     words = small_run("trainer.max_steps=1", "logger=csv", f"output.dir={tmp_path / 'run'}")

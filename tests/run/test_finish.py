@@ -22,6 +22,6 @@ from tests.tiny import small_run
 def test_a_whole_model_is_not_recommended_for_merging(
     words: tuple[str, ...], verbs: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    run = Run(config=load_config("train", small_run(*words)), folder=tmp_path)
+    run = Run(typed_config=load_config("train", small_run(*words)), folder=tmp_path)
     print_next(run, tmp_path / "model")
     assert re.findall(r"app\.(\w+) run=", capsys.readouterr().out) == verbs
