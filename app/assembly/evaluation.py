@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from app.assembly.base import Base
-    from app.strategy.mixin import StrategyMixin
+    from app.strategy.placement import Placement
     from app.training.module import FinetuneModule
 
 SAMPLES = "samples"
@@ -50,7 +50,7 @@ def build_evaluator(
     data: FinetuneDataModule,
     tasks: Sequence[Task],
     *,
-    sharding: StrategyMixin | None = None,
+    sharding: Placement | None = None,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     runner: RowRunner | None = None,
 ) -> Evaluator:

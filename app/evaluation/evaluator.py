@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from app.strategy.mixin import StrategyMixin
+    from app.strategy.placement import Placement
     from data_modules import FinetuneDataModule, Prompt
 
 PREDICTIONS_FILE = "predictions.jsonl"
@@ -63,7 +63,7 @@ class Predictions:
         self,
         variant: str,
         model: PreTrainedModel,
-        sharding: StrategyMixin | None = None,
+        sharding: Placement | None = None,
         runner: RowRunner | None = None,
     ) -> dict[str, float]:
         """Answer every prompt; return `{variant}/<metric>/<data set>` for every metric.
@@ -159,7 +159,7 @@ class Evaluator:
         max_len: int = 2048,
         tasks: Sequence[Task] = (),
         runner: RowRunner | None = None,
-        sharding: StrategyMixin | None = None,
+        sharding: Placement | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.data, self.backend, self.stop_ids = data, backend, stop_ids

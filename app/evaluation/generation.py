@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from app.strategy.mixin import StrategyMixin
+    from app.strategy.placement import Placement
     from data_modules import Prompt
 
 
@@ -85,7 +85,7 @@ def answer_prompts(
     prompts: Sequence[Prompt],
     stop_ids: set[int],
     config: EvaluationConfig,
-    sharding: StrategyMixin | None = None,
+    sharding: Placement | None = None,
 ) -> list[Answer]:
     """Answer each prompt as `answer_batches` does; return the answers in the order of `prompts`."""
     batches = answer_batches(model, tokenizer, prompts, stop_ids, config, sharding)
@@ -99,7 +99,7 @@ def answer_batches(
     prompts: Sequence[Prompt],
     stop_ids: set[int],
     config: EvaluationConfig,
-    sharding: StrategyMixin | None = None,
+    sharding: Placement | None = None,
     stop_texts: Sequence[str] = (),
 ) -> Iterator[list[tuple[int, Answer]]]:
     """Answer each prompt greedily up to the first of `stop_ids`; yield batches of (index, answer).
@@ -147,7 +147,7 @@ def _generate(
     prompts: Sequence[Prompt],
     stop_ids: set[int],
     config: EvaluationConfig,
-    sharding: StrategyMixin | None,
+    sharding: Placement | None,
     stop_texts: Sequence[str],
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """Yield batches of (index, generated tokens) from `model.generate`, for any architecture."""

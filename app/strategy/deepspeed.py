@@ -28,9 +28,11 @@ from app.process.collectives import run_on_ranks
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.deepspeed_operators import prepare_operator
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
-from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
+from app.strategy.mixin import StrategyMixin
+from app.strategy.placement import BuildModel
 from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import TIMEOUT, ZeroConfig
+from app.strategy.state import ShardedTensor, StateTensor
 from common.errors import UserError
 
 if TYPE_CHECKING:

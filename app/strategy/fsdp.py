@@ -32,16 +32,12 @@ from app.model.head import LossHead
 from app.model.layers import decoder_layers
 from app.model.quantization import bind_scales
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
-from app.strategy.mixin import (
-    BuildModel,
-    ShardedTensor,
-    StateTensor,
-    StrategyMixin,
-    clip_in_step,
-    clips_in_step,
-)
+from app.strategy.mixin import StrategyMixin
+from app.strategy.placement import BuildModel
 from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import MAX_UNSHARDED_SHARE, TIMEOUT, FsdpConfig
+from app.strategy.state import ShardedTensor, StateTensor
+from app.strategy.step import clip_in_step, clips_in_step
 from app.strategy.tensor_parallel import TensorParallel
 from common.errors import UserError
 

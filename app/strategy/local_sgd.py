@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from app.model.adapter import trainable_weights
 from app.process.launch import is_first_rank
 from app.strategy.fsdp import Fsdp, local
-from app.strategy.mixin import ShardedTensor, StateTensor
 from app.strategy.settings import LocalSgdConfig
+from app.strategy.state import ShardedTensor, StateTensor
 from common.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class LocalSgd(Fsdp):
     # Evaluation
 
     @torch.no_grad()
-    def use_mean_weights(self) -> None:
+    def load_averaged_weights(self) -> None:
         """Load the mean over the nodes into the model, for evaluation or saving."""
         if self._weights_differ and not self._own_weights:
             weights = {weight: local(weight.detach()) for weight in self._weights()}
@@ -144,7 +144,7 @@ class LocalSgd(Fsdp):
             self._average(weights.values())
 
     @torch.no_grad()
-    def use_own_weights(self) -> None:
+    def load_local_weights(self) -> None:
         """Load this node's own weights into the model again."""
         for weight, own in self._own_weights.items():
             local(weight.detach()).copy_(own)

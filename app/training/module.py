@@ -105,7 +105,7 @@ class FinetuneModule(L.LightningModule):
     @property
     def optimizer(self) -> Any:
         """The optimizer that `build_optimizer` returned."""
-        return self.strategy.unwrap_optimizer(self.optimizers(use_pl_optimizer=False))
+        return self.optimizers(use_pl_optimizer=False)
 
     def configure_model(self) -> None:
         """Build the model once; Lightning calls this before every fit and validate."""
@@ -157,7 +157,7 @@ class FinetuneModule(L.LightningModule):
             self.has_pending_validation = False
             run_pending_validation(self.trainer)
         use_averaged_weights(self.optimizer)
-        self.strategy.use_mean_weights()
+        self.strategy.load_averaged_weights()
         restore_kernel(self.backend)
         unfuse_layers(self.model)
         ungroup_adapters(self.model)
@@ -239,7 +239,7 @@ class FinetuneModule(L.LightningModule):
         """Write the pending steps; the validation does not count as training time."""
         use_averaged_weights(self.optimizer)
         self.metrics.flush(self.sum_over_ranks, pause=True)
-        self.strategy.use_mean_weights()
+        self.strategy.load_averaged_weights()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a micro-batch to the validation sums."""
@@ -255,7 +255,7 @@ class FinetuneModule(L.LightningModule):
             self.metrics.row_losses[self._row_losses_index] = self.sum_over_ranks(rows).cpu()
         sums = self.sum_over_ranks(self.val_sums.take())
         measured = self.measure(self, step) if self.measure is not None else None
-        self.strategy.use_own_weights()
+        self.strategy.load_local_weights()
         self.metrics.add_validation(step, sums, measured)
         if self.stops_early:  # on all ranks alike, since the metrics are
             log.info(

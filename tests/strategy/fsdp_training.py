@@ -23,8 +23,8 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.strategy.build import build_strategy
 from app.strategy.loading import Broadcaster, peak_host_bytes
-from app.strategy.mixin import ShardedTensor
 from app.strategy.settings import FsdpConfig
+from app.strategy.state import ShardedTensor
 from app.training.checkpoint.state import trainable_parameters
 from app.training.nonfinite import StepSkipped, propagate_nonfinite, skip_nonfinite_step
 from common.errors import UserError

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.strategy import mixin
-from app.strategy.mixin import REPLICATED
+from app.strategy import step as interface
+from app.strategy.step import Step
 from app.training.nonfinite import skip_nonfinite_step
 from tests.tiny import train_into
 
@@ -24,7 +24,7 @@ def step(size: float, *, fused: bool = True, limit: float = 1.0) -> tuple[list[T
     optimizer: Any = torch.optim.AdamW(weights, lr=0.1, eps=1.0, fused=fused)
     for weight in weights:
         weight.grad = size * torch.randn(8, 3, generator=random)
-    norm = REPLICATED.clip(optimizer, limit)
+    norm = Step().clip(optimizer, limit)
     skip_nonfinite_step(optimizer, norm, is_scaled=False)
     optimizer.step()
     return [weight.detach() for weight in weights], norm
@@ -35,7 +35,7 @@ def test_clipping_in_the_step_equals_clipping_before(
     size: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, norm_before = step(size)
-    monkeypatch.setattr(mixin, "_is_on_gpu", lambda weight: True)
+    monkeypatch.setattr(interface, "_is_on_gpu", lambda weight: True)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", None)
     within, norm = step(size)
     assert norm.item() == pytest.approx(norm_before.item(), nan_ok=True)
@@ -47,7 +47,7 @@ def test_unfused_optimizers_clip_before_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, _ = step(10.0)
-    monkeypatch.setattr(mixin, "_is_on_gpu", lambda weight: True)
+    monkeypatch.setattr(interface, "_is_on_gpu", lambda weight: True)
     for one, other in zip(plain, step(10.0, fused=False)[0], strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
@@ -57,7 +57,7 @@ def test_without_a_limit_gradients_stay_as_they_are(
     within: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`trainer.max_grad_norm=null`: bit for bit the step of a limit that nothing reaches."""
-    monkeypatch.setattr(mixin, "_is_on_gpu", lambda weight: within)
+    monkeypatch.setattr(interface, "_is_on_gpu", lambda weight: within)
     unclipped, norm = step(100.0, limit=math.inf)
     far, _ = step(100.0, limit=1e9)
     clipped, _ = step(100.0, limit=1.0)

@@ -59,11 +59,11 @@ def train_on_rank(config: LocalSgdConfig, kind: str) -> dict[str, Any]:
         optimizer.zero_grad()
         strategy.end_step(step + 1, is_last=step + 1 == STEPS)
         trainer.global_step = step + 1
-        strategy.use_mean_weights()
+        strategy.load_averaged_weights()
         with torch.no_grad():
             found["validations"].append(compute_loss(model.eval(), ids, loss_weights).item())
         model.train()
-        strategy.use_own_weights()
+        strategy.load_local_weights()
         tensors = model_state(model, strategy) | optimizer_state(model, optimizer, strategy)[0]
         whole = {
             name: t.clone() if isinstance(t, Tensor) else t.gather() for name, t in tensors.items()

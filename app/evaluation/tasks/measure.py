@@ -31,7 +31,7 @@ from data_modules import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from app.strategy.mixin import StrategyMixin
+    from app.strategy.placement import Placement
 
 MIN_CONTEXT = 16
 """minimum number of prompt tokens kept when a prompt and its longest answer exceed the context"""
@@ -65,7 +65,7 @@ class TaskRunner:
         """variant -> task -> result of each question: answer, metrics, logprob, tokens, bytes"""
 
     def measure(
-        self, variant: str, model: Any, runner: RowRunner, sharding: StrategyMixin | None = None
+        self, variant: str, model: Any, runner: RowRunner, sharding: Placement | None = None
     ) -> dict[str, float]:
         """Run all tasks; return `{variant}/<metric>/<task>`, also for each group of a task.
 
@@ -161,7 +161,7 @@ class TaskRunner:
         return groups
 
     def _run_likelihoods(
-        self, task: Task, questions: Sequence[Question], model: Any, sharding: StrategyMixin | None
+        self, task: Task, questions: Sequence[Question], model: Any, sharding: Placement | None
     ) -> Iterator[list[tuple[int, Any]]]:
         """Yield batches of (index of a question, result), by the likelihoods of its choices."""
         requests: list[Request] = []
@@ -201,7 +201,7 @@ class TaskRunner:
             yield finished
 
     def _run_generation(
-        self, task: Task, questions: Sequence[Question], model: Any, sharding: StrategyMixin | None
+        self, task: Task, questions: Sequence[Question], model: Any, sharding: Placement | None
     ) -> Iterator[list[tuple[int, Any]]]:
         """Yield batches of (index of a question, result), by its generated answer."""
         max_new_tokens = min(

@@ -19,7 +19,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from app.process.launch import is_first_rank
-from app.strategy.mixin import ShardedTensor, StateTensor
+from app.strategy.state import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.disk import SaveError
 from app.training.checkpoint.documents import (

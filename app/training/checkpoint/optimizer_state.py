@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.strategy.mixin import REPLICATED, ShardedTensor, StateTensor, StrategyMixin
+from app.strategy.state import REPLICATED, ShardedTensor, State, StateTensor
 from app.training.algorithms import MuonWithAdamW
 from app.training.checkpoint.documents import MAX_LISTED
 from app.training.checkpoint.schema import Json, format_names, format_value, printable
@@ -46,7 +46,7 @@ NON_NEGATIVE = (
 def optimizer_state(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    strategy: StrategyMixin = REPLICATED,
+    strategy: State = REPLICATED,
 ) -> tuple[dict[str, StateTensor], Json]:
     """Return an optimizer's tensors by names such as `exp_avg/WEIGHT NAME`, and the rest as JSON.
 
@@ -85,7 +85,7 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor],
     document: Json,
-    strategy: StrategyMixin = REPLICATED,
+    strategy: State = REPLICATED,
     *,
     step: float = inf,
 ) -> None:
@@ -172,7 +172,7 @@ def _check_states(
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor],
     document: Json,
-    strategy: StrategyMixin,
+    strategy: State,
 ) -> None:
     """Raise StateError if names, shapes or dtypes differ from those of the optimizer."""
     saved_tensors, numbers = _by_weight(tensors), document["numbers"]

@@ -20,7 +20,7 @@ from app.process.signals import (
     restore_handlers,
     suspend_deadline,
 )
-from app.strategy.mixin import ShardedTensor, StateTensor
+from app.strategy.state import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
 from app.training.checkpoint.disk import SaveError, check_space

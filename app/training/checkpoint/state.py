@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from app.model.adapter import initial_weights, trainable_weights
-from app.strategy.mixin import REPLICATED, StateTensor, StrategyMixin
+from app.strategy.state import REPLICATED, State, StateTensor
 from app.training.checkpoint.schema import Json, printable
 from common.errors import UserError
 
@@ -49,9 +49,7 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
     return by_name
 
 
-def model_state(
-    model: torch.nn.Module, strategy: StrategyMixin = REPLICATED
-) -> dict[str, StateTensor]:
+def model_state(model: torch.nn.Module, strategy: State = REPLICATED) -> dict[str, StateTensor]:
     """Return the tensors that a checkpoint holds of a model, without copying them.
 
     These are the trainable parameters, and the start weights that PiSSA and OLoRA subtracted from
@@ -64,7 +62,7 @@ def model_state(
 
 @torch.no_grad()
 def restore_model(
-    model: torch.nn.Module, saved: Mapping[str, Tensor], strategy: StrategyMixin = REPLICATED
+    model: torch.nn.Module, saved: Mapping[str, Tensor], strategy: State = REPLICATED
 ) -> None:
     """Copy `model_state` into a newly built model.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.process.heartbeat import refresh_liveness
-from app.strategy.mixin import ShardedTensor, StateTensor
+from app.strategy.state import ShardedTensor, StateTensor
 from app.training.checkpoint import disk
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from app.process import heartbeat
-from app.strategy.mixin import ShardedTensor, StateTensor
+from app.strategy.state import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import load_checkpoint
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
 from app.training.checkpoint.disk import SaveError
