@@ -17,7 +17,7 @@ from app.planning.advice import (
     smallest_change,
     suggest_larger_changes,
 )
-from app.planning.describe import describe_candidate, describe_run, describe_simulated
+from app.planning.describe import describe_candidate, describe_run
 from app.planning.hardware import (
     HardwareConfig,
     check_hardware,
@@ -34,7 +34,6 @@ from app.planning.planned import (
     read_config_json,
     with_devices_of,
 )
-from app.planning.simulation import check_simulated, simulate
 from app.process.environment import configure_libraries, protect_streams
 from app.process.signals import end_process, install_signal_handlers
 from app.report.plan import plan_lines, render_plan
@@ -55,8 +54,6 @@ def plan(config: PlanConfig) -> Path:
         raise UserError(problems)
     strategies = load_strategies(settings_of)
     run, chosen = plan_run(config, hardware, config_json, strategies=strategies)
-    if config.plan.simulate:
-        check_simulated(config, run)
     candidates = list_candidates(config, hardware, config_json, run.model, strategies)
     change = smallest_change(candidates)
     changes = [] if change is None else [" ".join(change.overrides)]
@@ -71,9 +68,6 @@ def plan(config: PlanConfig) -> Path:
         "to_fit": [] if facts["fits"] else changes,
         "advice": [describe_candidate(each) for each in best_of_each(candidates)],
     }
-    if config.plan.simulate:
-        print("simulating a step; this takes minutes", flush=True)
-        facts["simulated"] = describe_simulated(run, simulate(config, run))
     folder = decide_run_dir(config.output)
     save_config(config, folder / CONFIG_FILE)
     write_atomically(folder / "plan.json", json.dumps(facts, indent=2) + "\n")

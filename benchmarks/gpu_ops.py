@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from app.planning.simulation.device import MEMORY_GIB, find_obstacle
 from benchmarks.fake_device.rates import GPUS
 from benchmarks.fake_device.trace import Job, Numbers, architecture_of, extrapolate
 from benchmarks.figure import Figure
 from benchmarks.training.task import MEDIAN_TOKENS, SPREAD
+from tools.simulate.device import MEMORY_GIB, find_obstacle
 
 SEQUENCE_LEN = 4096
 DEPTHS = (2, 4)

@@ -16,10 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.planning.simulation.device import find_obstacle
 from benchmarks.bare_imports import seconds_to_import
 from benchmarks.figure import Figure
 from benchmarks.planning.tracked import compare
+from tools.simulate.device import find_obstacle
 
 WORDS = ("+experiment=llama70b", "hardware=8xa100_80gb")
 SIMULATED = ("+experiment=llama70b", "hardware=8x8xh100", "trainer.global_batch_size=64")
@@ -32,7 +32,7 @@ def measure() -> list[Figure]:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
         # First, as its memory is the highest of all child processes until then.
-        simulated = _simulate(folder / "simulation")
+        simulated = _simulate()
         rounds = [
             _seconds(WORDS, folder / f"plan-{number}") / seconds_to_import()
             for number in range(RUNS)
@@ -48,15 +48,18 @@ def measure() -> list[Figure]:
     ]
 
 
-def _simulate(folder: Path) -> list[Figure]:
+def _simulate() -> list[Figure]:
     """Return time and memory of simulating 64 ranks, and the estimate's difference from it."""
     if obstacle := find_obstacle():
         print(f"plan: simulation skipped: {obstacle}")
         return []
-    seconds = _seconds((*SIMULATED, "plan.simulate=true"), folder)
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "tools.simulate", *SIMULATED]
+    said = subprocess.run(command, check=True, capture_output=True, cwd=ROOT, text=True).stdout
+    seconds = time.perf_counter() - start
     largest_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     imports = statistics.median(seconds_to_import() for _ in range(RUNS))
-    found = json.loads((folder / "plan.json").read_text())["simulated"]
+    found = json.loads(said.splitlines()[-1])
     return [
         Figure(figure="plan/simulation_of_bare_imports", value=seconds / imports, bar=36.0),
         Figure(figure="plan/simulation_gib", value=largest_gib, bar=8.0),

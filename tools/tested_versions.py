@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "tested_versions.txt"
 MARKER = "pytest.mark.versions"
-DEPENDS_ON = ("constraints.txt", "conf/model", "app/model", "app/planning")
+DEPENDS_ON = ("constraints.txt", "conf/model", "app/model", "app/planning", "tools/simulate")
 
 
 def digest(root: Path = ROOT) -> str:

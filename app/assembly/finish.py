@@ -99,10 +99,7 @@ def save_and_compare(
     base: Base,
     result: Result,
 ) -> tuple[Path, PreTrainedModel, Evaluator, dict[str, float]]:
-    """Save the trained model, reopen and verify it, and measure it and its base.
-
-    Returns the saved folder, the saved model, the evaluator, and the metrics.
-    """
+    """Save the trained model, verify it, and measure it and its base; return all four of them."""
     from app.assembly.evaluation import build_evaluator
     from app.assembly.result import choose_dtype, last_losses
     from app.evaluation.comparison import compare_trained
@@ -115,7 +112,6 @@ def save_and_compare(
 
     module.release_optimizer()  # verification loads the base as a second model
     progress = Progress(prints_lines=False)
-    runner = RowRunner(show=progress.show)
     evaluator = build_evaluator(
         config.evaluation,
         base,
@@ -123,7 +119,7 @@ def save_and_compare(
         build_tasks(config.evaluation),
         sharding=module.shards,
         sum_over_ranks=module.sum_over_ranks,
-        runner=runner,
+        runner=RowRunner(show=progress.show),
     )
     add_stop_tokens(module.model, evaluator.stop_ids)
     with module.trainer.precision_plugin.forward_context(), progress:

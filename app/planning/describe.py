@@ -23,7 +23,6 @@ from app.planning.memory import (
     fits_host,
     usable_bytes,
 )
-from app.planning.simulation import SimulatedStep
 from app.planning.speed import describe_batch, estimate_flops, estimate_speed
 from app.strategy.settings import ZeroConfig
 
@@ -86,7 +85,6 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
         "verdict": speed.verdict,
         "batch": describe_batch(run),
         "tokens_by": tokens_by,
-        "simulated": None,
         **_hours_and_cost(run, tokens, speed.tokens_per_second),
     }
 
@@ -123,30 +121,6 @@ def _settings(run: PlannedRun) -> dict[str, Any]:
         "micro_batch_size": run.micro_batch_size,
         "sequence_len": run.sequence_len,
         "accumulation": run.accumulation,
-    }
-
-
-def describe_simulated(run: PlannedRun, simulated: SimulatedStep) -> dict[str, Any]:
-    """Return the results of a simulation, with the estimates of the same parts."""
-    memory = estimate_gpu_memory(run)
-    estimated = {name: size for name, size in memory.parts.items() if name != "overhead"}
-    # The simulation counts the loss, and copies of weights, as activations.
-    estimated["activations"] = sum(
-        estimated.pop(name, 0.0) for name in ("activations", "copies", "loss")
-    )
-    total, step = sum(estimated.values()), estimate_speed(run).step
-    return {
-        "gpu_gib": {name: size / GIB for name, size in simulated.parts.items()},
-        "arithmetic_gib": {name: size / GIB for name, size in estimated.items() if size},
-        "gpu_total_gib": simulated.total / GIB,
-        "arithmetic_total_gib": total / GIB,
-        "difference": total / simulated.total - 1,
-        "phase": simulated.phase,
-        "overhead_gib": memory.overhead / GIB,
-        "compute_seconds": simulated.compute_seconds,
-        "step_seconds": simulated.step_seconds,
-        "step_difference": step / simulated.step_seconds - 1,
-        "fits": simulated.total + memory.overhead <= usable_bytes(run.hardware),
     }
 
 

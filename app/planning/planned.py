@@ -62,9 +62,6 @@ class PlanningConfig(EnforceConfig):
     tokens: int | None = setting(None, ge=1, shown=True)
     """total tokens of the run, over all epochs; null = trainer.max_steps times the tokens of a
     step, else an estimate from the data if they are on this machine"""
-    simulate: bool = False
-    """run a step of the program's own code on a fake GPU, as one of the ranks, and compare its
-    memory and time with the estimates; takes minutes, and needs a C++ compiler"""
     write: str | None = setting(None, shown=True, grants="write")
     """file to write the fastest fitting variant to, as an experiment for +experiment=FILE.yaml"""
 

@@ -40,7 +40,6 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
         "",
         *_memory_lines(facts),
         "",
-        *_simulated_lines(facts["simulated"]),
         *_speed_lines(facts),
     ]
     if facts["to_fit"]:
@@ -63,8 +62,8 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
         lines.append(f"  {name:<12}{gib:8.2f} GiB  {bar}".rstrip())
     if not facts["is_compared"]:
         lines.append(
-            f"  the estimate of activations is uncertain: it was never compared with a simulated "
-            f"step of model type {facts['model_type']}; plan.simulate=true simulates one"
+            "  the estimate of activations is uncertain: it was never compared with a simulated "
+            f"step of model type {facts['model_type']}"
         )
     host = facts["host_gib"]
     of = f" of {host['memory']:,.0f}" if host["memory"] else ""
@@ -82,35 +81,6 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
             f"{known['gpu']:.1f} GiB per GPU, {known['host']:.1f} per machine"
         )
     return lines
-
-
-def _simulated_lines(simulated: Mapping[str, Any] | None) -> list[str]:
-    """Return the lines that compare a simulation with the estimate, none without a simulation."""
-    if simulated is None:
-        return []
-    verdict = "fits" if simulated["fits"] else "DOES NOT FIT"
-    lines = [
-        f"simulated step, {verdict}: {simulated['gpu_total_gib']:.2f} GiB in the "
-        f"{simulated['phase']} phase, plus {simulated['overhead_gib']:.1f} for CUDA itself",
-        f"  {'':<12}{'simulated':>10}{'estimated':>12}",
-    ]
-    traced, estimated = simulated["gpu_gib"], simulated["arithmetic_gib"]
-    lines += [
-        f"  {name:<12}{traced.get(name, 0.0):10.2f}{estimated.get(name, 0.0):12.2f} GiB"
-        for name in HUES
-        if name in traced or name in estimated
-    ]
-    lines.append(
-        f"  {'total':<12}{simulated['gpu_total_gib']:10.2f}"
-        f"{simulated['arithmetic_total_gib']:12.2f} GiB: the estimate is "
-        f"{percent(simulated['difference'], sign='+')}"
-    )
-    lines.append(
-        f"  a step: {simulated['step_seconds']:.2f} s, of which {simulated['compute_seconds']:.2f} "
-        "for its kernels and the rest for the estimated communication; the estimate is "
-        f"{percent(simulated['step_difference'], 0, sign='+')}"
-    )
-    return [*lines, ""]
 
 
 def _speed_lines(facts: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import logging
 import sys
 import traceback
 
-from app.planning.simulation.device import start
+from tools.simulate.device import start
 
 
 def main() -> None:

@@ -57,10 +57,10 @@ def ours(mode: str) -> Callable[[], None]:
     from app.model import kernels
     from app.model.adapter import LoraConfig, fused, group_adapters
     from app.model.head import run_probe
-    from app.planning.simulation.kernels import install_kernels
     from app.training.objective import DatasetSums, batch_loss
     from benchmarks.gpu.ours import build
     from benchmarks.gpu.task import Part, Task, batches_of
+    from tools.simulate.kernels import install_kernels
 
     install_kernels()
     call_directly()
@@ -108,7 +108,7 @@ def plain(mode: str) -> Callable[[], None]:
 
 def call_directly() -> None:
     """Call the stand-ins as plain functions: Triton has no overhead of PyTorch's operators."""
-    from app.planning.simulation import kernels
+    from tools.simulate import kernels
 
     for operator in vars(kernels).values():
         if isinstance(operator, CustomOpDef):

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from app.planning.simulation.counting import Counted, OperatorCounter
-from app.planning.simulation.step import DEVICE, place, start_fit
+from tools.simulate.counting import Counted, OperatorCounter
+from tools.simulate.step import DEVICE, place, start_fit
 
 if TYPE_CHECKING:
     import lightning as L

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from app.planning.simulation.counting import Counted, OperatorCounter
 from benchmarks.fake_device.ours import DEVICE, place
 from benchmarks.gpu.task import RANK
+from tools.simulate.counting import Counted, OperatorCounter
 
 
 def count(words: Sequence[str], architecture: dict[str, Any], lengths: Sequence[int]) -> Counted:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from app.planning.simulation.counting import Kernel
+    from tools.simulate.counting import Kernel
 
 HALF = ("bfloat16", "float16")
 

@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 if TYPE_CHECKING:
     import torch
 
-    from app.planning.simulation.counting import Counted
+    from tools.simulate.counting import Counted
 
 ROOT = Path(__file__).resolve().parents[2]
 Numbers = dict[str, float]
@@ -63,8 +63,8 @@ def trace(job: Job) -> Numbers:
 
 def summarize(counted: Counted) -> Numbers:
     """Return the counts of a micro-batch by name; those of the optimizer step are `step/...`."""
-    from app.planning.simulation.counting import CLASSES
     from benchmarks.fake_device.rates import GPUS
+    from tools.simulate.counting import CLASSES
 
     tally = counted.tally
     found: Numbers = dict.fromkeys((f"bytes/{kind}" for kind in CLASSES), 0.0)

@@ -8,9 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from app.planning.simulation.device import start
 from benchmarks.fake_device.trace import Job, Numbers, architecture_of, trace
 from benchmarks.gpu_ops import FULL_PACKS, real_lengths, words_of
+from tools.simulate.device import start
 
 LAYERS = 4
 METHODS = {
@@ -78,7 +78,7 @@ def known_program() -> dict[str, object]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from app.planning.simulation.counting import OperatorCounter
+    from tools.simulate.counting import OperatorCounter
 
     count = OperatorCounter(num_pairs=0)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import benchmarks.gpu_ops as bench
-from app.planning.simulation.device import find_obstacle
 from benchmarks.fake_device.trace import extrapolate
 from tests.benchmarks.on_fake_device import DEPTHS, FEWER, LAYERS, METHODS
+from tools.simulate.device import find_obstacle
 
 BUDGETS_GIB = {"lora": 3.7, "qlora": 3.7, "full": 5.0, "selective": 2.3}
 """activations of a micro-batch of 8,192 tokens, full 4,096, in four layers of an 8B or `FEWER`"""

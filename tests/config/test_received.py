@@ -220,7 +220,6 @@ IN_NEW_FOLDERS = {
     "app/model/adapter/settings.py": "the same, and start_adapter/, whose old files are removed",
     "app/model/multimodal.py": "the same",
     "app/model/shards.py": "the same",
-    "app/planning/simulation/step.py": "a temporary folder",
     "app/push.py": "a temporary folder",
     "app/config/completion.py": "a file of the shell, of this user",
     "app/process/reporting.py": "the error file that torchrun names",

@@ -1,4 +1,10 @@
-"""Simulate the steps of a plan: the program's own code on a fake GPU.
+"""Simulate the steps of a plan: the program's own code on a fake GPU, to check the estimates.
+
+    python -m tools.simulate +experiment=llama70b hardware=8x8xh100
+
+Strategy, module, adapter, loss and optimizer are those of a run, as rank 0 of all ranks, but
+tensors have shapes and no data, and nothing is sent. It takes minutes, a C++ compiler and a CPU
+build of PyTorch.
 
     device    the fake GPU: FakeTensors with shapes and storages, but without values
     kernels   replacements of Triton kernels
@@ -20,20 +26,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.planning.memory import PlannedRun
-from app.planning.simulation.device import (
+from app.planning.speed import estimate_speed, kernel_seconds
+from app.strategy.settings import DdpConfig, FsdpConfig, LocalSgdConfig, ZeroConfig
+from common.errors import UserError
+from tools.simulate.device import (
     FakeDeviceError,
     find_obstacle,
     install,
     install_fake_streams,
 )
-from app.planning.speed import estimate_speed, kernel_seconds
-from app.strategy.settings import DdpConfig, FsdpConfig, LocalSgdConfig, ZeroConfig
-from common.errors import UserError
 
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig
-
-FALLBACK = "or remove plan.simulate and use the estimates alone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,22 +66,22 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
         other = "fsdp_grad_op" if strategy.stage < 3 else "fsdp"
         why = (
             "DeepSpeed's engine needs real ranks; type strategy="
-            f"{other}, which shards the same states and can be simulated,"
+            f"{other}, which shards the same states and can be simulated"
         )
     elif isinstance(strategy, DdpConfig) and strategy.compression != "none":
-        why = "gradient compression needs the values of gradients; type strategy=ddp,"
+        why = "gradient compression needs the values of gradients; type strategy=ddp"
     elif isinstance(strategy, LocalSgdConfig) and strategy.uses_outer_optimizer:
-        why = "outer optimizers cannot be simulated; type strategy=fsdp_hybrid,"
+        why = "outer optimizers cannot be simulated; type strategy=fsdp_hybrid"
     elif isinstance(strategy, FsdpConfig) and strategy.offload_parameters:
-        why = "offloaded weights cannot be simulated; type strategy=fsdp,"
+        why = "offloaded weights cannot be simulated; type strategy=fsdp"
     elif run.quantization.method == "int8":
-        why = "int8 weights cannot be simulated; type quantization=nf4,"
+        why = "int8 weights cannot be simulated; type quantization=nf4"
     elif config.trainer.compile:
-        why = "compiled layers cannot be simulated; type trainer.compile=false,"
+        why = "compiled layers cannot be simulated; type trainer.compile=false"
     elif obstacle := find_obstacle():
-        why = f"{obstacle},"
+        why = obstacle
     if why is not None:
-        raise UserError(f"plan.simulate=true: {why} {FALLBACK}")
+        raise UserError(why)
 
 
 def simulate(config: TrainConfig, run: PlannedRun) -> SimulatedStep:
@@ -91,11 +95,10 @@ def simulate(config: TrainConfig, run: PlannedRun) -> SimulatedStep:
         with ProcessPoolExecutor(1, mp_context=spawn) as process:
             return process.submit(_simulate, config, run).result()
     except FakeDeviceError as reason:
-        raise UserError(f"plan.simulate=true: {reason}; {FALLBACK}") from reason
+        raise UserError(str(reason)) from reason
     except BrokenProcessPool as error:
         raise UserError(
-            "plan.simulate=true: the process of the simulation was killed, possibly because host "
-            f"memory ran out; {FALLBACK}"
+            "the process of the simulation was killed, possibly because host memory ran out"
         ) from error
 
 
@@ -105,8 +108,8 @@ def _simulate(config: TrainConfig, run: PlannedRun) -> SimulatedStep:
     hardware = run.hardware
     install(hardware.name, hardware.memory_gib, hardware.gpus_per_node)
     install_fake_streams()
-    from app.planning.simulation.kernels import install_kernels
-    from app.planning.simulation.step import take_steps
+    from tools.simulate.kernels import install_kernels
+    from tools.simulate.step import take_steps
 
     install_kernels()
     steps = take_steps(config, run)

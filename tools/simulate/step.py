@@ -30,8 +30,6 @@ from app.model.build import build_model
 from app.model.hub import newest_cached_file
 from app.model.kernels import FusedGate, unfuse_layers
 from app.planning.memory import PlannedRun
-from app.planning.simulation.device import FakeDeviceError
-from app.planning.simulation.live import LiveMemory
 from app.strategy.build import build_strategy
 from app.strategy.fsdp import Fsdp
 from app.strategy.loading import Broadcaster
@@ -44,6 +42,8 @@ from app.training.optimizers import build_optimizer
 from app.training.prepare import prepare_model
 from app.training.trainer import Environment, build_lightning_trainer
 from data_modules import Batch, DecoderInputs
+from tools.simulate.device import FakeDeviceError
+from tools.simulate.live import LiveMemory
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -82,7 +82,7 @@ def start() -> None:
     except FakeDeviceError as reason:
         print(reason, file=sys.stderr)
         sys.exit(3)
-    from app.planning.simulation.kernels import install_kernels
+    from tools.simulate.kernels import install_kernels
 
     install_kernels()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
-from app.planning.simulation.counting import OperatorCounter
+from tools.simulate.counting import OperatorCounter
 
 ACTIVATIONS = "activations"
 """part for everything that a step computes, including the loss and autocast's copies"""
