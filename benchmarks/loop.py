@@ -133,6 +133,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     from app.training.logger import LoggerConfig, build_loggers
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
+    from app.training.objective import Sft
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
@@ -151,6 +152,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     module = FinetuneModule(
         builder(),
         backend="sdpa",
+        objective=Sft(),
         build_optimizer=partial(
             build_optimizer, config=AdamWConfig(), adapter=LoraConfig(), lr=1e-4, fused=True
         ),

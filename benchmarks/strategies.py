@@ -232,6 +232,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     from app.strategy.build import build_strategy
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
+    from app.training.objective import Sft
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
@@ -262,6 +263,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     module = FinetuneModule(
         builder(folder),
         backend="sdpa",
+        objective=Sft(),
         build_optimizer=partial(
             build_optimizer, config=AdamWConfig(), adapter=LoraConfig(), lr=1e-4, fused=True
         ),
@@ -302,7 +304,7 @@ def by_hand(folder: Path, name: str) -> list[Time]:
     import torch
     import torch.distributed as dist
 
-    from app.training.objective import DatasetSums, batch_loss
+    from app.training.objective import DatasetSums, Sft, batch_loss
 
     class Loss(torch.nn.Module):
         """The model with its loss, as a module for DDP and DeepSpeed to wrap."""
@@ -313,7 +315,7 @@ def by_hand(folder: Path, name: str) -> list[Time]:
             self.sums = DatasetSums(1)
 
         def forward(self, batch: Any) -> Any:
-            return batch_loss(self.model, batch, "sdpa", self.sums) / batch.step_weight
+            return batch_loss(Sft(), self.model, batch, "sdpa", self.sums) / batch.step_weight
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)

@@ -27,6 +27,7 @@ from app.process.signals import (
     suspend_deadline,
 )
 from app.training.metrics import is_measured_at
+from app.training.objective import Objective, Sft
 from app.training.trainer import validation_interval
 from common.errors import UserError, nearest
 from common.files import write_atomically
@@ -49,6 +50,7 @@ def build_evaluator(
     base: Base,
     data: FinetuneDataModule,
     tasks: Sequence[Task],
+    objective: Objective,
     *,
     sharding: Placement | None = None,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
@@ -64,6 +66,7 @@ def build_evaluator(
         base.tokenizer,
         base.stop_ids | data.stop_token_ids,
         base.backend,
+        objective,
         max_len=base.spec.context_len or data.sequence_len,
         tasks=tasks,
         runner=runner,
@@ -182,7 +185,7 @@ def build_training_evaluation(
     if every is not None:
         settings, tasks = small_set(config.evaluation, build_tasks(config.evaluation))
         evaluation = TrainingEvaluation(
-            build_evaluator(settings, base, data, tasks),
+            build_evaluator(settings, base, data, tasks, Sft()),
             folder,
             every_steps=every,
             interval=validation_interval(config.trainer, data.total_steps),

@@ -117,6 +117,7 @@ def save_and_compare(
         base,
         data,
         build_tasks(config.evaluation),
+        module.objective,
         sharding=module.shards,
         sum_over_ranks=module.sum_over_ranks,
         runner=RowRunner(show=progress.show),

@@ -35,6 +35,7 @@ from app.training.metrics import Metrics
 from app.training.micro_batch import probe_micro_batch
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
+from app.training.objective import Sft
 from app.training.optimizers import build_optimizer
 from app.training.routing import choose_router_aux_loss
 from app.training.schedule import resolve_lr
@@ -151,6 +152,7 @@ def build_module(
     return FinetuneModule(
         base.model_builder(config, env),
         backend=base.backend,
+        objective=Sft(),
         build_optimizer=partial(
             build_optimizer,
             config=config.optimizer,

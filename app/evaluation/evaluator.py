@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from app.strategy.placement import Placement
+    from app.training.objective import Objective
     from data_modules import FinetuneDataModule, Prompt
 
 PREDICTIONS_FILE = "predictions.jsonl"
@@ -155,6 +156,7 @@ class Evaluator:
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: set[int],
         backend: str,
+        objective: Objective,
         *,
         max_len: int = 2048,
         tasks: Sequence[Task] = (),
@@ -163,6 +165,7 @@ class Evaluator:
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.data, self.backend, self.stop_ids = data, backend, stop_ids
+        self.objective = objective
         self.sharding, self.sum_over_ranks = sharding, sum_over_ranks
         self.prompts = data.prompts(config.max_rows) if config.answers_prompts else {}
         self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
@@ -186,12 +189,12 @@ class Evaluator:
 
     def measure_losses(self, variant: str, model: Any) -> dict[str, float]:
         """Return the exact validation loss of every data set, empty without validation rows."""
-        from app.training.objective import DocumentSums, validate
+        from app.training.objective import RowSums, validate
 
         names, num_rows = self.data.dataset_names, len(self.data.val_examples)
         if not num_rows:
             return {}
-        documents, is_packed = DocumentSums(), self.data.is_packed
+        sums, is_packed = RowSums(), self.data.is_packed
         sum_over_ranks: Callable[[Tensor], Tensor] | None = self.sum_over_ranks
         if self.sharding is None:
             batches: Any = self.data.whole_val_dataloader(self.runner.num_ranks, self.runner.rank)
@@ -199,6 +202,7 @@ class Evaluator:
         else:
             batches, device = self.data.val_dataloader(), self.sharding.root_device
         losses = validate(
+            self.objective,
             model,
             self._with_progress(f"{variant}-losses", batches, num_rows),
             self.backend,
@@ -206,9 +210,9 @@ class Evaluator:
             device,
             sum_over_ranks,
             is_packed=is_packed,
-            documents=documents,
+            rows=sums,
         )
-        rows = documents.take(self.data.val_order, num_rows)
+        rows = sums.take(self.data.val_order, num_rows)
         self.row_losses[variant] = (rows if sum_over_ranks is None else sum_over_ranks(rows)).cpu()
         return losses
 

@@ -27,7 +27,7 @@ from app.training.nonfinite import (
     propagate_nonfinite,
     skip_nonfinite_step,
 )
-from app.training.objective import DatasetSums, DocumentSums, batch_loss
+from app.training.objective import DatasetSums, Objective, RowSums, batch_loss
 from app.training.optimizers import base_lr
 from app.training.parameter_table import print_parameter_table
 from app.training.prepare import prepare_model
@@ -50,6 +50,7 @@ class FinetuneModule(L.LightningModule):
         build: Callable[[], torch.nn.Module],
         *,
         backend: str,
+        objective: Objective,
         build_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
         schedule: ScheduleConfig,
         total_steps: int,
@@ -64,6 +65,7 @@ class FinetuneModule(L.LightningModule):
         super().__init__()
         self.build = build
         self.backend = backend
+        self.objective = objective
         self.build_optimizer = build_optimizer
         self.schedule_config = schedule
         self.total_steps = total_steps
@@ -82,7 +84,7 @@ class FinetuneModule(L.LightningModule):
         self.balance: RouterBalance | None = None
         self.train_sums = DatasetSums(len(metrics.dataset_names))
         self.val_sums = DatasetSums(len(metrics.dataset_names))
-        self.val_documents = DocumentSums()
+        self.val_rows = RowSums()
         self.step_tokens = 0
         self.step_losses: list[Tensor] = []
         self.grad_norm: Tensor | None = None
@@ -183,12 +185,12 @@ class FinetuneModule(L.LightningModule):
         """Return the sum of loss times weight, plus the auxiliary loss of trained routers."""
         if self.expert_load is None:  # the model was not built by `configure_model`
             self.expert_load = ExpertLoad(self.model)
+        arguments = self.objective, self.model, batch, self.backend, self.train_sums
         with self.expert_load.counting(batch):
             if self.balance is None:
-                return batch_loss(self.model, batch, self.backend, self.train_sums)
+                return batch_loss(*arguments)
             with self.balance.recording():
-                loss = batch_loss(self.model, batch, self.backend, self.train_sums)
-                return loss + self.balance.loss(batch)
+                return batch_loss(*arguments) + self.balance.loss(batch)
 
     def configure_gradient_clipping(
         self,
@@ -243,15 +245,15 @@ class FinetuneModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a micro-batch to the validation sums."""
-        documents = None if self._row_losses_index is None else self.val_documents
-        batch_loss(self.model, batch, self.backend, self.val_sums, documents)
+        rows = None if self._row_losses_index is None else self.val_rows
+        batch_loss(self.objective, self.model, batch, self.backend, self.val_sums, rows)
 
     def on_validation_epoch_end(self) -> None:
         """Write the exact validation loss of every data set; stop if it no longer improves."""
         step = 0 if self.trainer.sanity_checking else self.trainer.global_step
         if self._row_losses_index is not None:
             data: Any = self.trainer.datamodule
-            rows = self.val_documents.take(data.val_order, len(data.val_examples))
+            rows = self.val_rows.take(data.val_order, len(data.val_examples))
             self.metrics.row_losses[self._row_losses_index] = self.sum_over_ranks(rows).cpu()
         sums = self.sum_over_ranks(self.val_sums.take())
         measured = self.measure(self, step) if self.measure is not None else None

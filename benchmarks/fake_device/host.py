@@ -57,7 +57,7 @@ def ours(mode: str) -> Callable[[], None]:
     from app.model import kernels
     from app.model.adapter import LoraConfig, fused, group_adapters
     from app.model.head import run_probe
-    from app.training.objective import DatasetSums, batch_loss
+    from app.training.objective import DatasetSums, Sft, batch_loss
     from benchmarks.gpu.ours import build
     from benchmarks.gpu.task import Part, Task, batches_of
     from tools.simulate.kernels import install_kernels
@@ -79,7 +79,7 @@ def ours(mode: str) -> Callable[[], None]:
     batch, sums = batches_of(task, part)[0], DatasetSums(1)
 
     def micro_batch() -> None:
-        batch_loss(model, batch, "varlen", sums).backward()
+        batch_loss(Sft(), model, batch, "varlen", sums).backward()
 
     return micro_batch
 

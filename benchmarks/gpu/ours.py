@@ -34,6 +34,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     from app.strategy.settings import StrategyConfig
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
+    from app.training.objective import Sft
     from app.training.optimizers import build_optimizer
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
@@ -59,6 +60,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     module = FinetuneModule(
         partial(build, task, part, adapter, recompute, backend, env.precision),
         backend=backend,
+        objective=Sft(),
         build_optimizer=partial(
             build_optimizer, config=optimizer_of(part), adapter=adapter, lr=1e-5, fused=True
         ),

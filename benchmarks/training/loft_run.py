@@ -28,6 +28,7 @@ def main(task: Task) -> None:
     from app.strategy.ddp import SingleDevice
     from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
+    from app.training.objective import Sft
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
@@ -89,6 +90,7 @@ def main(task: Task) -> None:
     module = FinetuneModule(
         partial(build_model, ModelConfig(path=f"{task.folder}/base"), *parts),
         backend="sdpa",
+        objective=Sft(),
         build_optimizer=partial(
             build_optimizer, config=AdamWConfig(), adapter=adapter, lr=task.lr, fused=True
         ),

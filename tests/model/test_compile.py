@@ -26,7 +26,7 @@ from app.model.compile import CompiledLayers, num_compiled_graphs
 from app.model.head import fuse_head
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.training.callbacks.compilation import Compilation
-from app.training.objective import DatasetSums, batch_loss
+from app.training.objective import DatasetSums, Sft, batch_loss
 from common.errors import Origin, UserError
 from data_modules.collator import Batch, Collator
 from data_modules.types import Example
@@ -87,7 +87,7 @@ VALIDATION = [batch_of(33, 31), batch_of(12)]
 
 
 def loss_of(model: Any, batch: Batch) -> torch.Tensor:
-    return batch_loss(model, batch, "sdpa", DatasetSums(1)) / ROW
+    return batch_loss(Sft(), model, batch, "sdpa", DatasetSums(1)) / ROW
 
 
 def validate(model: Any) -> list[float]:

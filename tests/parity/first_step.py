@@ -23,7 +23,7 @@ from app.model.base import ModelConfig, load_base
 from app.model.kernels import unfuse_layers
 from app.strategy.ddp import SingleDevice
 from app.training.module import FinetuneModule
-from app.training.objective import DatasetSums, batch_loss, validate
+from app.training.objective import DatasetSums, Sft, batch_loss, validate
 from common.errors import Origin
 from data_modules import Batch, Example
 from data_modules.collator import Collator
@@ -87,7 +87,7 @@ def our_step(folder: Path, packing: str = "multipack", attention: str = "auto") 
     """Return loss and gradients of a run's first step on the CPU; raises the run's errors."""
     module = open_module(folder, packing, attention)
     batch, sums = batch_of(module), DatasetSums(1)
-    loss = batch_loss(module.model, batch, module.backend, sums) / batch.step_weight
+    loss = batch_loss(Sft(), module.model, batch, module.backend, sums) / batch.step_weight
     loss.backward()
     return loss.item(), gradients_of(module.model)
 
@@ -109,7 +109,7 @@ def module_of(model: Any, backend: str) -> FinetuneModule:
     built: Any = {"build": None, "build_optimizer": None, "schedule": None}
     metrics: Any = SimpleNamespace(dataset_names=["rows"])
     module = FinetuneModule(
-        **built, backend=backend, total_steps=1, is_packed=True, metrics=metrics
+        **built, backend=backend, objective=Sft(), total_steps=1, is_packed=True, metrics=metrics
     )
     module.model = model.train()
     plugin = SimpleNamespace(forward_context=nullcontext)
@@ -150,7 +150,7 @@ def check_two_steps(folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     before = evaluate(module)
     for _ in range(2):
-        loss = batch_loss(model, batch, module.backend, DatasetSums(1)) / batch.step_weight
+        loss = batch_loss(Sft(), model, batch, module.backend, DatasetSums(1)) / batch.step_weight
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -167,7 +167,12 @@ def check_two_steps(folder: Path) -> None:
 
 def evaluate(module: Any) -> float:
     found = validate(
-        module.model, [batch_of(module)], module.backend, ["rows"], is_packed=module.is_packed
+        Sft(),
+        module.model,
+        [batch_of(module)],
+        module.backend,
+        ["rows"],
+        is_packed=module.is_packed,
     )
     module.model.train()
     return found["val/loss"]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from app.config import load_config
 from app.evaluate import evaluate
 from app.model.attention import attention_implementation
-from app.training.objective import DatasetSums, batch_loss
+from app.training.objective import DatasetSums, Sft, batch_loss
 from data_modules import (
     Batch,
     BatchSpec,
@@ -116,7 +116,7 @@ def test_ranks_of_a_stream_share_the_weight_of_a_step(person: Person, tmp_path: 
     model.set_attn_implementation(attention_implementation("sdpa"))
     batches = [batch for rank in range(2) for batch in streamed(lists, rank)]
     weight = sum(batch.step_weight for batch in batches)
-    losses = [batch_loss(model, batch, "sdpa", DatasetSums(1)) for batch in batches]
+    losses = [batch_loss(Sft(), model, batch, "sdpa", DatasetSums(1)) for batch in batches]
     loss = torch.stack(losses).sum() / weight
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()

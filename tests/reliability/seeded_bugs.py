@@ -305,14 +305,14 @@ BUGS = [
     ),
     Bug(
         name="token weights are ignored in the curves",
-        file="app/training/objective.py",
+        file="app/training/objective/sums.py",
         right="[losses * weights, weights,",
         wrong="[losses, weights,",
         test="tests/training/test_loss.py::test_the_loss_of_a_pack_is_that_of_its_documents_alone",
     ),
     Bug(
         name="losses are summed in single precision",
-        file="app/training/objective.py",
+        file="app/training/objective/sums.py",
         right=".to(losses.dtype)]).double()",
         wrong=".to(losses.dtype)]).float()",
         test="tests/training/test_loss.py::test_sums_are_exact_whatever_their_order",

@@ -11,7 +11,8 @@ from app.model.attention import attention_implementation
 from app.model.head import check_head_loss, fuse_head, token_losses
 from app.training.objective import (
     DatasetSums,
-    DocumentSums,
+    RowSums,
+    Sft,
     batch_loss,
     losses_by_dataset,
     validate,
@@ -171,7 +172,7 @@ def test_the_loss_of_a_pack_is_that_of_its_documents_alone(
     if positions == "learned":  # where a document starts shows in these, in rotary ones hardly
         model = tiny_gpt2(attn_implementation=attention_implementation("sdpa"))
     sums = DatasetSums(3)
-    loss = batch_loss(model, batch, "sdpa", sums)
+    loss = batch_loss(Sft(), model, batch, "sdpa", sums)
     tokens = by_hand(model, batch)
     assert len(tokens) == 7
     assert loss.item() == pytest.approx(sum(x * w for _, x, w in tokens), rel=1e-6)
@@ -183,8 +184,8 @@ def test_the_loss_of_a_pack_is_that_of_its_documents_alone(
 
 
 def test_documents_of_a_batch_have_sums_of_their_own(model: Any, batch: Batch) -> None:
-    documents = DocumentSums()
-    batch_loss(model, batch, "sdpa", DatasetSums(3), documents)
+    documents = RowSums()
+    batch_loss(Sft(), model, batch, "sdpa", DatasetSums(3), documents)
     tokens = [(x * w, w) for _, x, w in by_hand(model, batch)]
     expected = [
         [sum(part) for part in zip(*own, strict=True)]
@@ -205,7 +206,7 @@ def test_the_head_on_trained_columns_alone_gives_the_gradients_of_all_columns(
     for columns in (batch.trained_columns, torch.arange(batch.input_ids.shape[1])):
         batch.trained_columns = columns
         model.zero_grad()
-        batch_loss(model, batch, backend, DatasetSums(3)).backward()
+        batch_loss(Sft(), model, batch, backend, DatasetSums(3)).backward()
         found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
     for name, expected in found[1].items():
         assert torch.allclose(found[0][name], expected, rtol=1e-4, atol=1e-6), name
@@ -217,7 +218,7 @@ def test_weights_scale_a_tokens_loss_and_its_gradient(model: Any) -> None:
     for weight in (1.0, 0.5):
         model.zero_grad()
         one = make_batch([ids], [[0, 0, 0, 0, 0, weight]], [0])
-        loss = batch_loss(model, one, "sdpa", DatasetSums(1))
+        loss = batch_loss(Sft(), model, one, "sdpa", DatasetSums(1))
         loss.backward()
         gradients.append((loss.item(), model.lm_head.weight.grad.clone()))
     assert gradients[1][0] == pytest.approx(0.5 * gradients[0][0], rel=1e-6)
@@ -230,7 +231,7 @@ def test_a_batch_without_labels_has_a_loss_of_zero_and_gradients_of_zero(model: 
         sums = DatasetSums(2)
         model.zero_grad()
         empty = make_batch([document], [[0.0] * len(document)], [0])
-        loss = batch_loss(model, empty, "sdpa", sums)
+        loss = batch_loss(Sft(), model, empty, "sdpa", sums)
         loss.backward()
         assert loss.item() == 0.0
         for name, parameter in model.named_parameters():
@@ -242,7 +243,7 @@ def test_a_batch_without_labels_has_a_loss_of_zero_and_gradients_of_zero(model: 
 def test_a_model_that_gave_its_loss_once_gives_logits_again(model: Any, batch: Batch) -> None:
     expected = model(input_ids=batch.input_ids).logits
     fuse_head(model)
-    batch_loss(model, batch, "sdpa", DatasetSums(3))
+    batch_loss(Sft(), model, batch, "sdpa", DatasetSums(3))
     assert torch.equal(model(input_ids=batch.input_ids).logits, expected)
     with pytest.raises(RuntimeError, match="did not call its head"):
         model.get_output_embeddings().pop_loss()
@@ -278,7 +279,7 @@ def test_validation_sums_all_batches_without_dropout_or_gradients(model: Any, ba
             kept_for_backward.append(output[0].requires_grad)
 
     model.register_forward_hook(keep, with_kwargs=True)
-    metrics = validate(model, [batch, batch], "sdpa", ["a", "b", "c"])
+    metrics = validate(Sft(), model, [batch, batch], "sdpa", ["a", "b", "c"])
     assert kept_for_backward == [False, False]
     model.eval()
     tokens = by_hand(model, batch)

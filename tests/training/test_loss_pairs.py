@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from app.model.attention import attention_implementation
-from app.training.objective import DatasetSums, batch_loss
+from app.training.objective import DatasetSums, Sft, batch_loss
 from common.errors import Origin
 from data_modules import Example
 from data_modules.collator import Collator
@@ -71,7 +71,7 @@ def test_sums_are_those_of_documents_alone(
     start = model.config.decoder_start_token_id
     batch = Collator(0, is_packed, start)([[example] for example in EXAMPLES], 1.0)
     sums = DatasetSums(3)
-    loss = batch_loss(model, batch, backend, sums)
+    loss = batch_loss(Sft(), model, batch, backend, sums)
     expected = [found for example in EXAMPLES for found in by_hand(reference, example)]
     assert loss.item() == pytest.approx(sum(nats * w for _, nats, w in expected), rel=1e-5)
     taken = sums.take()

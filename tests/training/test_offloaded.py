@@ -16,7 +16,7 @@ from app.model.attention import attention_implementation, attention_inputs, pair
 from app.model.head import LossHead, fuse_head
 from app.model.kernels import FusedLinear, FusedNorm
 from app.training.module import FinetuneModule
-from app.training.objective import validate
+from app.training.objective import Sft, validate
 from app.training.schedule import ScheduleConfig
 from data_modules import Batch
 from tests.tiny import tiny_llama, tiny_t5
@@ -84,6 +84,7 @@ def test_a_fit_tries_its_model_where_it_computes(
     module = FinetuneModule(
         build,
         backend=backend,
+        objective=Sft(),
         build_optimizer=lambda model: torch.optim.AdamW(model.parameters()),
         schedule=ScheduleConfig(),
         total_steps=1,
@@ -140,6 +141,6 @@ def test_a_model_is_measured_where_it_computes() -> None:
         num_tokens=16,
         trained_columns=torch.arange(16),
     )
-    expected = validate(model, [batch], "sdpa", ["a"])
+    expected = validate(Sft(), model, [batch], "sdpa", ["a"])
     keep_elsewhere(model)
-    assert validate(model, [batch], "sdpa", ["a"], HERE) == expected
+    assert validate(Sft(), model, [batch], "sdpa", ["a"], HERE) == expected

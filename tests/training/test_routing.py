@@ -9,7 +9,7 @@ import torch
 
 from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
-from app.training.objective import DatasetSums, batch_loss
+from app.training.objective import DatasetSums, Sft, batch_loss
 from app.training.routing import ExpertLoad, RouterBalance, choose_router_aux_loss
 from common.errors import UserError
 from data_modules import Batch
@@ -75,7 +75,7 @@ def test_the_routers_loss_is_that_of_each_document(kind: str, accumulates: bool)
     for micro in [[row] for row in rows] if accumulates else [rows]:
         batch = batch_of(micro, num_trained)
         with balance.recording():
-            loss = batch_loss(model, batch, "sdpa", DatasetSums(1)) + balance.loss(batch)
+            loss = batch_loss(Sft(), model, batch, "sdpa", DatasetSums(1)) + balance.loss(batch)
         loss = loss / batch.step_weight
         loss.backward()
         total += loss.detach()
@@ -90,8 +90,8 @@ def test_the_load_of_experts_counts_tokens_and_no_padding() -> None:
     load = ExpertLoad(model)
     batch = batch_of(documents(), 1.0)
     with load.counting(batch):
-        batch_loss(model, batch, "sdpa", DatasetSums(1))
-    batch_loss(model, batch, "sdpa", DatasetSums(1))  # not counted: a validation's
+        batch_loss(Sft(), model, batch, "sdpa", DatasetSums(1))
+    batch_loss(Sft(), model, batch, "sdpa", DatasetSums(1))  # not counted: a validation's
     counts = load.take()
     assert counts is not None and load.take() is None
     by_layer = counts.view(2, 4)

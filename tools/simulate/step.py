@@ -38,6 +38,7 @@ from app.strategy.settings import DdpConfig
 from app.training.algorithms import MuonWithAdamW
 from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
+from app.training.objective import Sft
 from app.training.optimizers import build_optimizer
 from app.training.prepare import prepare_model
 from app.training.trainer import Environment, build_lightning_trainer
@@ -253,6 +254,7 @@ def _module(
     return FinetuneModule(
         partial(_build_placed, build, device),
         backend=backend,
+        objective=Sft(),
         build_optimizer=partial(
             build_optimizer,
             config=config.optimizer,

@@ -1,0 +1,97 @@
+"""What a run minimizes: a batch and the model's head in, the sum to differentiate out.
+
+An objective computes the losses of a micro-batch and never sees a step: the mean over a global
+step is exact because the sum of each micro-batch is divided by the weight of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from app.model.attention import check_isolation, check_padded_rows
+from app.model.head import check_head_loss
+from app.model.quantization import quantize_tokens_independently
+from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
+from data_modules import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The losses of a micro-batch; a unit is what their mean is over: a trained position.
+
+    total        the sum of loss times weight, to differentiate
+    losses       float32 [units], detached
+    weights      float32 [units], 0 if masked
+    dataset_ids  int64 [units]
+    rows         returns the row of each unit, int64 [units], and the number of rows of the batch
+    """
+
+    total: Tensor
+    losses: Tensor
+    weights: Tensor
+    dataset_ids: Tensor
+    rows: Callable[[], tuple[Tensor, int]]
+
+
+class Objective(Protocol):
+    """What a run minimizes."""
+
+    def losses(self, model: Any, batch: Batch, backend: str) -> Losses:
+        """Return the losses of a micro-batch, whose attention is computed by `backend`."""
+
+
+def batch_loss(
+    objective: Objective,
+    model: Any,
+    batch: Batch,
+    backend: str,
+    sums: DatasetSums,
+    rows: RowSums | None = None,
+) -> Tensor:
+    """Return the sum of loss times weight over a micro-batch.
+
+    Adds it to `sums` by data set, and to `rows` by row.
+    """
+    found = objective.losses(model, batch, backend)
+    sums.add(found.losses, found.weights, found.dataset_ids)
+    if rows is not None:
+        rows.add(found.losses, found.weights, *found.rows())
+    return found.total
+
+
+@torch.no_grad()
+def validate(
+    objective: Objective,
+    model: Any,
+    batches: Iterable[Batch],
+    backend: str,
+    dataset_names: list[str],
+    device: torch.device | None = None,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    *,
+    is_packed: bool = False,
+    rows: RowSums | None = None,
+) -> dict[str, float]:
+    """Return exact validation losses over all batches, on `device` or the model's own.
+
+    With `sum_over_ranks` each rank has a share of the batches, and all ranks return equal metrics.
+    `is_packed`: rows may hold several documents, which the model must isolate from each other. The
+    sums of this rank's rows of data are added to `rows`.
+    """
+    sums = DatasetSums(len(dataset_names))
+    device = device or model.device
+    if not model.config.is_encoder_decoder:
+        with quantize_tokens_independently(model):
+            (check_isolation if is_packed else check_padded_rows)(model, backend, device)
+    check_head_loss(model, backend, device)
+    model.eval()
+    for batch in batches:
+        batch_loss(objective, model, batch.to(device, non_blocking=True), backend, sums, rows)
+    taken = sums.take()
+    total = taken if sum_over_ranks is None else sum_over_ranks(taken)
+    return losses_by_dataset(total.cpu(), dataset_names, "val")

@@ -1,0 +1,27 @@
+"""Supervised fine-tuning: the mean cross-entropy of all trained tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from app.model.head import head_loss
+from app.training.objective.forward import document_numbers, head_inputs
+from app.training.objective.objective import Losses
+from data_modules import Batch
+
+
+class Sft:
+    """Cross-entropy of each trained token, times its weight."""
+
+    def losses(self, model: Any, batch: Batch, backend: str) -> Losses:
+        """Return the losses of the trained columns of a micro-batch."""
+        head = head_inputs(model, batch, backend)
+        total, losses = head_loss(model, head.inputs, head.labels, head.weights)
+
+        def rows() -> tuple[Tensor, int]:
+            numbers, num_rows = document_numbers(batch)
+            return numbers[:, head.columns].flatten(), num_rows
+
+        return Losses(total, losses, head.weights.flatten(), head.dataset_ids.flatten(), rows)

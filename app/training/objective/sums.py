@@ -1,0 +1,77 @@
+"""Exact sums of losses over many micro-batches, by data set and by row, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class DatasetSums:
+    """Running sums by data set, on the device: weighted losses, weights, trained tokens."""
+
+    def __init__(self, num_datasets: int) -> None:
+        self.num_datasets = num_datasets
+        self.sums: Tensor | None = None
+
+    def add(self, losses: Tensor, weights: Tensor, dataset_ids: Tensor) -> None:
+        """Add positions; all arguments are [positions], with weight 0 if the loss is masked."""
+        # fp64: the sum of millions of validation losses must not depend on their order.
+        parts = torch.stack([losses * weights, weights, (weights > 0).to(losses.dtype)]).double()
+        if self.sums is None:
+            self.sums = parts.new_zeros(3, self.num_datasets)
+        self.sums.index_add_(1, dataset_ids, parts)
+
+    def scale_losses(self, datasets: Tensor, value: float) -> None:
+        """Multiply the sums of losses of `datasets` [k] by `value`, which may be NaN."""
+        assert self.sums is not None
+        self.sums[0, datasets] *= value
+
+    def take(self) -> Tensor:
+        """Return the sums [3, data sets] and reset them; RuntimeError if nothing was added."""
+        if self.sums is None:
+            raise RuntimeError("no batch was added since the last step")
+        taken, self.sums = self.sums, None
+        return taken
+
+
+class RowSums:
+    """Weighted losses and weights of each validation row, on the device."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def add(self, losses: Tensor, weights: Tensor, rows: Tensor, num_rows: int) -> None:
+        """Add a batch of `num_rows` rows; `rows` [positions] is the row of each loss.
+
+        Losses of `num_rows` are those of padding.
+        """
+        parts = torch.stack([losses * weights, weights]).double()
+        sums = parts.new_zeros(2, num_rows + 1)
+        self._parts.append(sums.index_add_(1, rows, parts)[:, :-1])
+
+    def take(self, places: Sequence[int], num_rows: int) -> Tensor:
+        """Return the sums [2, num_rows] and reset them.
+
+        `places`: index of each added row, in order; rows never added have sums of 0.
+        """
+        added, self._parts = torch.cat(self._parts, dim=1), []
+        sums = added.new_zeros(2, num_rows)
+        sums[:, torch.tensor(places, dtype=torch.long, device=added.device)] = added
+        return sums
+
+
+def losses_by_dataset(sums: Tensor, names: list[str], prefix: str) -> dict[str, float]:
+    """Turn sums [3, data sets] on the host into `PREFIX/loss` and the metrics of data sets.
+
+    Each data set has a loss, tokens and a share; without trained tokens it has no loss.
+    """
+    losses, weights, tokens = sums.tolist()
+    metrics = {f"{prefix}/loss": sum(losses) / sum(weights)} if sum(weights) else {}
+    for name, loss, weight, count in zip(names, losses, weights, tokens, strict=True):
+        if weight:
+            metrics[f"{prefix}/loss/{name}"] = loss / weight
+        metrics[f"{prefix}/tokens/{name}"] = count
+        metrics[f"{prefix}/share/{name}"] = count / max(1.0, sum(tokens))
+    return metrics
