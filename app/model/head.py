@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from app.model.activation_memory import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
 from app.model.attention import attention_inputs, pair_inputs
+from app.model.chunks import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
 from app.model.cpu import fp32 as onednn
 from app.model.eval_mode import eval_mode
 

@@ -20,8 +20,8 @@ from app.planning.memory import (
 from app.planning.planned import check_planned, plan_run
 from app.planning.planned_model import PlannedModel
 from app.planning.speed import Speed, estimate_speed
+from app.planning.states import ModelSize
 from app.strategy.settings import StrategyConfig
-from app.training.memory import ModelSize
 from common.errors import UserError
 
 if TYPE_CHECKING:

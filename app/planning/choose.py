@@ -17,8 +17,8 @@ from app.planning.memory import (
     fits,
     usable_bytes,
 )
+from app.planning.states import ModelSize
 from app.strategy.settings import StrategyConfig
-from app.training.memory import ModelSize
 from app.training.micro_batch import can_probe_micro_batch, divisors
 
 UNTRIED_SHARE = 0.8

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.planning.memory import PlannedRun
+from app.planning.states import ModelSize
 from app.strategy.settings import (
     MAX_UNSHARDED_SHARE,
     DdpConfig,
@@ -15,7 +16,6 @@ from app.strategy.settings import (
     LocalSgdConfig,
     ZeroConfig,
 )
-from app.training.memory import ModelSize
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 QUANTIZED_WEIGHT, QUANTIZED_GRADIENT = 1.0, 0.5
@@ -210,7 +210,7 @@ def _of_tensor_parallel(run: PlannedRun, size: ModelSize) -> list[Collective]:
         Collective(
             what="hidden states of split layers",
             kind=ALL_REDUCE,
-            num_bytes=float(run.tokens * size.width * run.execution.value_bytes),
+            num_bytes=float(run.tokens * run.model.widths.hidden * run.execution.value_bytes),
             times=2 * directions * run.model.num_layers * run.accumulation,
             num_ranks=run.tensor_size,
             overlaps=False,

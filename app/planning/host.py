@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from app.strategy.settings import DdpConfig, FsdpConfig, LocalSgdConfig, ZeroConfig
-from app.training.memory import (
+from app.planning.states import (
     ModelSize,
     feedback_bytes,
     num_shards,
     optimizer_state_bytes,
     outer_state_bytes,
 )
+from app.strategy.settings import DdpConfig, FsdpConfig, LocalSgdConfig, ZeroConfig
 
 if TYPE_CHECKING:
     from app.planning.memory import PlannedRun

@@ -1,38 +1,41 @@
 """Estimate the memory of a run's GPUs by part, at the moments of a step.
 
-Model states and gathered weights come from `app.training.memory`, activations from
-`app.planning.activations`, host memory from `app.planning.host`.
+Model states and gathered weights come from `states`, activations from `activations`, host memory
+from `host`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from app.model.activation_memory import (
+from app.model.attention.backends import MAX_FLASH_HEAD_DIM
+from app.model.quantization import QuantizationConfig
+from app.planning.activations import (
     FP32,
     HALF,
-    MAX_FLASH_HEAD_DIM,
     LayerExecution,
+    autocast_copy_bytes,
+    estimate_activations,
+    estimate_loss,
 )
-from app.model.layer_kind import ALL_EXPERTS
-from app.model.quantization import QuantizationConfig
-from app.planning.activations import autocast_copy_bytes, estimate_activations, estimate_loss
 from app.planning.hardware import HardwareConfig
 from app.planning.host import estimate_host_memory
-from app.planning.planned_model import PlannedModel, dtype_bytes, size_for
+from app.planning.layer_kind import ALL_EXPERTS
+from app.planning.planned_model import PlannedModel, dtype_bytes
+from app.planning.states import (
+    ModelSize,
+    ModelStates,
+    estimate_states,
+    gathered_by_fsdp,
+    num_shards,
+    size_for,
+)
 from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
     StrategyConfig,
     ZeroConfig,
     tensor_parallel_size,
-)
-from app.training.memory import (
-    ModelSize,
-    RankMemory,
-    estimate_memory,
-    gathered_by_fsdp,
-    num_shards,
 )
 
 GIB = 2**30
@@ -235,14 +238,12 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     one of its ends. Lightning frees the previous step's gradients only after the forward pass.
     """
     size = size or run.size
-    states = estimate_memory(
+    states = estimate_states(
         size,
         run.strategy,
         num_ranks=run.num_ranks,
         num_nodes=run.num_nodes,
         optimizer=run.optimizer,
-        tokens=run.tokens,
-        recompute=run.recompute,
         accumulation=run.accumulation,
     )
     execution, copies = (
@@ -283,7 +284,7 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     return [GpuMemory(**defaults | parts, moment=moment) for moment, parts in moments.items()]
 
 
-def _constant_parts(run: PlannedRun, size: ModelSize, states: RankMemory) -> dict[str, float]:
+def _constant_parts(run: PlannedRun, size: ModelSize, states: ModelStates) -> dict[str, float]:
     """Return the parts that stay the same during a step."""
     whole = size.whole.frozen + size.whole.trained
     trained_share = size.whole.trained / max(1.0, whole)

@@ -22,9 +22,9 @@ from app.model.adapter import (
     find_targets,
 )
 from app.model.base import ModelConfig
-from app.model.layer_kind import kind_of_layer, widths_of
 from app.model.patterns import by_key
 from app.model.quantization import QuantizationConfig
+from app.planning.layer_kind import kind_of_layer, widths_of
 from app.planning.planned_model import PlannedModel, Weight, Weights, dtype_bytes
 from app.preflight.shapes import modules_of_architecture
 from app.strategy.tensor_plan import BY_COLUMNS, BY_ROWS

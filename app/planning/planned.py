@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.model.activation_memory import MAX_FLASH_HEAD_DIM
 from app.model.adapter import LoraConfig, saves_whole_model
 from app.model.architecture import text_numbers
+from app.model.attention.backends import MAX_FLASH_HEAD_DIM
 from app.model.base import ModelConfig
 from app.model.hub import newest_cached_file
 from app.planning.choose import (

@@ -8,20 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from app.model.layer_kind import Widths
-from app.model.quantization import QuantizationConfig
-from app.strategy.settings import StrategyConfig, tensor_parallel_size
-from app.training.memory import ModelSize, WeightBytes, WeightLayout, num_shards, sum_weight_bytes
+from app.planning.layer_kind import Widths
 
 
-class Weight:
-    """Shape and dtype size of a weight, with the methods that `sum_weight_bytes` calls."""
+class Weight(NamedTuple):
+    """Shape and dtype size of a weight."""
 
-    __slots__ = ("num_bytes", "requires_grad", "shape")
-
-    def __init__(self, shape: tuple[int, ...], num_bytes: int, requires_grad: bool) -> None:
-        self.shape, self.num_bytes, self.requires_grad = shape, num_bytes, requires_grad
+    shape: tuple[int, ...]
+    num_bytes: int
+    """bytes per element"""
+    requires_grad: bool
 
     @property
     def ndim(self) -> int:
@@ -31,10 +29,6 @@ class Weight:
     def numel(self) -> int:
         """Return the number of elements."""
         return math.prod(self.shape)
-
-    def element_size(self) -> int:
-        """Return the bytes per element."""
-        return self.num_bytes
 
 
 Weights = Mapping[str, Weight]
@@ -161,42 +155,6 @@ class PlannedModel:
 
 def _count(weights: Weights, trained: bool) -> int:
     return sum(each.numel() for each in weights.values() if each.requires_grad == trained)
-
-
-def size_for(
-    model: PlannedModel,
-    precision: str,
-    quantization: QuantizationConfig,
-    strategy: StrategyConfig,
-    *,
-    num_ranks: int,
-    num_nodes: int,
-) -> ModelSize:
-    """Return the sizes of a model on one rank of a strategy, for `estimate_memory`."""
-    tensor_size = tensor_parallel_size(strategy, num_ranks // num_nodes)
-    weight_shards, _, _ = num_shards(strategy, num_ranks, num_nodes)
-    ends = frozenset(id(w) for end in (model.embedding, model.head) for w in end.values())
-    layout = WeightLayout(precision, quantization, weight_shards, tensor_size, ends)
-    plan = model.plan if tensor_size > 1 else {}
-    layers = sum(
-        (sum_weight_bytes(weights, layout, plan) * times for weights, times in model.layers),
-        WeightBytes(),
-    )
-    is_fp32 = any(weight.element_size() == 4 for weight in model.embedding.values())
-    # Same condition as `can_split_head`: a bias would be a second weight.
-    splits_head = len(model.head) == 1 and model.widths.vocabulary % tensor_size == 0
-    head = sum_weight_bytes(model.head, layout, {}) if model.head else WeightBytes()
-    return ModelSize(
-        layer=layers * (1 / model.num_layers),
-        num_layers=model.num_layers,
-        embedding=sum_weight_bytes(model.embedding, layout, {}),
-        head=head * (1 / tensor_size) if splits_head else head,
-        rest=sum_weight_bytes(model.rest, layout, {}) if model.rest else WeightBytes(),
-        width=model.widths.hidden,
-        inner_width=model.widths.feed_forward,
-        vocab_size=model.widths.vocabulary,
-        hidden_bytes=4 if is_fp32 else 2,
-    )
 
 
 def dtype_bytes(precision: str, *, trains: bool) -> int:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from app.planning.communication import Collective, list_collectives, sent_by_node
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
+from app.planning.states import ModelSize, num_shards
 from app.strategy.settings import FsdpConfig, ZeroConfig
-from app.training.memory import ModelSize, num_shards
 from common.text import percent
 
 PRODUCTS, ATTENTION, BANDWIDTH, LINKS = 0.72, 0.45, 0.69, 0.8

@@ -11,8 +11,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from app.strategy.settings import DdpConfig, StrategyConfig
-from app.training.memory import states_of_weights
-from app.training.optimizers import embedding_weights, vocabulary_weights
+from app.training.optimizers import (
+    embedding_weights,
+    states_of_weights,
+    vocabulary_weights,
+)
 
 if TYPE_CHECKING:
     import torch

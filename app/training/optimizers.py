@@ -370,3 +370,23 @@ def check_every_weight_is_in_one_group(
             raise ValueError(f"{weight.module} ({weight.kind}) is in {count} parameter groups")
     if grouped:
         raise ValueError(f"the optimizer holds {len(grouped)} weights that are not trainable")
+
+
+STATES = {"adamw": 2, "schedule_free": 2, "muon": 1, "adafactor": 0, "paged_adamw8bit": 0}
+"""optimizer states per weight, in the weight's dtype and on the device"""
+VOCABULARY_STATES = {"muon": 2}
+"""the same for the weights of embeddings and head, where they differ: AdamW updates them"""
+EIGHT_BIT_STATES = {"adamw8bit": 2}
+"""optimizer states per weight of one byte each, or in fp32 for embeddings"""
+
+
+def states_of_weights(optimizer: str, part: str, num_trained: float, num_bytes: float) -> float:
+    """Return the bytes of the optimizer states that some weights have on the device.
+
+    part: "embedding", "head" or "rest" of the model; num_bytes: what the weights themselves take.
+    """
+    states = STATES.get(optimizer, 0)
+    if part != "rest":
+        states = VOCABULARY_STATES.get(optimizer, states)
+    each = 4 if part == "embedding" else 1
+    return states * num_bytes + EIGHT_BIT_STATES.get(optimizer, 0) * each * num_trained

@@ -68,7 +68,7 @@ def test_an_optimizer_a_strategy_and_a_format_are_added_in_the_files_that_it_nam
     verbs = app / "config/verbs.py"
     put(verbs, "    MuonConfig,\n    OptimizerConfig", "    ToyConfig,\n")
     put(verbs, '        "muon": MuonConfig,', '        "toy": ToyConfig,\n')
-    put(app / "training/memory.py", '"paged_adamw8bit": 0}', '"toy": 0, ')
+    put(optimizers, '"paged_adamw8bit": 0}', '"toy": 0, ')
     (conf / "optimizer/toy.yaml").write_text("name: toy\n")
 
     put(app / "strategy/settings.py", '    "zero2_offload": Zero', '    "toy": DdpConfig,\n')

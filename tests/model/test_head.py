@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from app.model.activation_memory import rows_per_chunk
 from app.model.adapter import LoraConfig, apply_adapter
+from app.model.chunks import rows_per_chunk
 from app.model.head import (
     LossHead,
     check_head_loss,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.model import activation_memory
+from app.model import chunks
 from app.model.head import linear_cross_entropy, linear_log_probs
 
 VOCABULARY, WIDTH = 50, 16
@@ -74,7 +74,7 @@ def by_torch(
 def test_it_equals_the_plain_loss_and_its_gradients(
     chunk: int, has_bias: bool, softcap: float | None, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation_memory, "LOGITS_PER_CHUNK", chunk * VOCABULARY)
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", chunk * VOCABULARY)
     tensors = case(23)
     more: dict[str, Any] = {"softcap": softcap}
     more |= {"bias": torch.randn(VOCABULARY)} if has_bias else {}
@@ -104,7 +104,7 @@ def preference(log_probs: Tensor) -> Tensor:
 def test_log_probabilities_and_gradients_of_a_loss_of_all_of_them(
     chunk: int, has_bias: bool, softcap: float | None, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation_memory, "LOGITS_PER_CHUNK", chunk * VOCABULARY)
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", chunk * VOCABULARY)
     hidden, weight, labels, _ = case(23)
     ones = torch.ones(23)
     bias = torch.randn(VOCABULARY) if has_bias else None
@@ -181,7 +181,7 @@ def test_the_losses_of_positions_carry_no_gradient() -> None:
 
 
 def test_the_whole_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_memory, "LOGITS_PER_CHUNK", 5 * VOCABULARY)
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * VOCABULARY)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -222,7 +222,7 @@ def test_half_precision_rounds_the_products_and_nothing_else(autocast: bool) -> 
 def test_weight_gradients_do_not_lose_small_parts_in_half_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(activation_memory, "LOGITS_PER_CHUNK", VOCABULARY)  # one position a chunk
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", VOCABULARY)  # one position a chunk
     tensors = case(600, dtype=torch.bfloat16)
     ours = gradients(linear_cross_entropy, tensors)[1].float()
     exact = gradients(plain, [tensor.float() for tensor in tensors[:2]] + tensors[2:])[1]

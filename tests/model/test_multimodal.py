@@ -24,7 +24,7 @@ from app.model.architecture import load_architecture
 from app.model.base import ModelConfig, load_base
 from app.model.multimodal import tower_modules
 from app.model.shards import write_model
-from app.training.memory import measure_model
+from app.planning.model_size import model_from_modules
 from common.errors import UserError
 from tests.multimodal import tiny_multimodal, whole_class
 from tests.tiny import move, probe, save_with_tokenizer
@@ -70,10 +70,9 @@ def test_only_the_language_model_is_loaded(family: str, base: Path) -> None:
         names = {name for name, _ in model.named_parameters()}
         assert names == {name for name, _ in whole.named_parameters() if is_of_language_model(name)}
         assert tower_modules(model)
-        size = (
-            measure_model(model, "fp32").whole.frozen + measure_model(model, "fp32").whole.trained
-        )
-        assert size == 4 * sum(weight.numel() for weight in model.parameters())
+        planned = model_from_modules("", model, {})
+        assert planned is not None
+        assert planned.num_weights == sum(weight.numel() for weight in model.parameters())
     assert torch.equal(probe_logits(opened(base), probe()), probe_logits(whole, probe()))
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from app.config import load_config, settings_of
 from app.config.verbs import PlanConfig
-from app.model.activation_memory import FUSED_CHUNKS, layer_bytes, rows_per_chunk
+from app.model.chunks import FUSED_CHUNKS, rows_per_chunk
+from app.planning.activations import layer_bytes
 from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import (
     GIB,

@@ -21,12 +21,13 @@ from app.config import load_config
 from app.model.build import build_model
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
+from app.planning.model_size import model_from_modules
+from app.planning.states import ModelStates, estimate_states, size_for
 from app.preflight.couplings import table
 from app.strategy import fsdp as sharded
 from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.settings import FsdpConfig, ZeroConfig
-from app.training.memory import estimate_memory, measure_model
 from tests.in_process import run_command
 from tests.ranks import on_ranks
 
@@ -85,6 +86,15 @@ def builder_of(config: Any) -> Any:
         )
 
     return build
+
+
+def states_of(model: Any, strategy: Any, num_ranks: int) -> ModelStates:
+    """Return the estimated memory of a rank for a model's states."""
+    planned = model_from_modules("", model, {})
+    assert planned is not None
+    ranks = {"num_ranks": num_ranks, "num_nodes": 1}
+    size = size_for(planned, "bf16", QuantizationConfig(), strategy, **ranks)
+    return estimate_states(size, strategy, **ranks)
 
 
 @pytest.mark.slow
@@ -164,10 +174,7 @@ def shard_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
         model = strategy.build_model(build)
         strategy._shard_weights(model, settings)
     weights: list[Any] = list(model.parameters())
-    size = measure_model(build(), "bf16", None, config.strategy, num_ranks=num_ranks)
-    estimated = estimate_memory(
-        size, config.strategy, num_ranks=num_ranks, tokens=1, recompute="full"
-    )
+    estimated = states_of(build(), config.strategy, num_ranks)
     return {
         "estimated": estimated.weights,
         "bytes": sum(weight.ds_tensor.nbytes for weight in weights),
@@ -242,10 +249,7 @@ def set_up_zero(num_ranks: int) -> dict[str, float]:
         engine.optimizer._optimizer_step(number)
     states = [v for state in optimizer.state.values() for v in state.values() if v.ndim]
     bucket = settings["zero_optimization"]["reduce_bucket_size"] * trained[0].element_size()
-    size = measure_model(build(), "bf16", None, config.strategy, num_ranks=num_ranks)
-    estimate = estimate_memory(
-        size, config.strategy, num_ranks=num_ranks, tokens=1, recompute="full"
-    )
+    estimate = states_of(build(), config.strategy, num_ranks)
     return {
         "weights": sum(weight.ds_tensor.nbytes for weight in model.parameters()) / estimate.weights,
         "gradients": (engine.optimizer.grad_partitions_flat_buffer.nbytes + bucket)

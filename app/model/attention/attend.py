@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.activation_memory import MAX_FLASH_HEAD_DIM
+from app.model.attention.backends import MAX_FLASH_HEAD_DIM
 from app.model.attention.documents import (
     DocumentGroups,
     PairGroups,

@@ -19,6 +19,8 @@ GPU_ONLY = ("flash2", "flash3", "varlen", "flex")
 """backends that can train only on an NVIDIA GPU"""
 HALF_PRECISION_ONLY = ("flash2", "flash3", "varlen")
 """backends that compute in half precision only"""
+MAX_FLASH_HEAD_DIM = 256
+"""largest head dimension of FlashAttention"""
 BACKEND_PACKAGES = {
     "flash2": ("flash_attn", "flash-attn"),
     "flash3": ("flash_attn_interface", "flash-attn-3"),

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.activation_memory import MAX_FLASH_HEAD_DIM
 from app.model.attention.backends import (
     BACKEND_PACKAGES,
     BY_CLASS,
     GPU_ONLY,
     HALF_PRECISION_ONLY,
     IN_TRANSFORMERS,
+    MAX_FLASH_HEAD_DIM,
     SELECTED_TOKENS,
     AttentionConfig,
 )

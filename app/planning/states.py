@@ -1,20 +1,13 @@
-"""Estimate the peak memory of one rank by part, from a meta model and the settings of a run.
-
-Weights, gradients, optimizer states and gathered weights are computed; activations follow a rule of
-thumb.
-"""
+"""Estimate a rank's memory of weights, gradients, optimizer states and gathered weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from app.model.activation_memory import rows_per_chunk
-from app.model.layer_kind import widths_of
-from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
+from app.planning.planned_model import PlannedModel, Weights
 from app.strategy.settings import (
     MAX_UNSHARDED_SHARE,
     DdpConfig,
@@ -24,18 +17,9 @@ from app.strategy.settings import (
     ZeroConfig,
     tensor_parallel_size,
 )
-from app.strategy.tensor_plan import layer_plan, split_dim
-from common.errors import UserError
+from app.strategy.tensor_plan import split_dim
+from app.training.optimizers import states_of_weights
 
-if TYPE_CHECKING:
-    import torch
-
-STATES = {"adamw": 2, "schedule_free": 2, "muon": 1, "adafactor": 0, "paged_adamw8bit": 0}
-"""optimizer states per weight, in the weight's dtype and on the device"""
-VOCABULARY_STATES = {"muon": 2}
-"""the same for the weights of embeddings and head, where they differ: AdamW updates them"""
-EIGHT_BIT_STATES = {"adamw8bit": 2}
-"""optimizer states per weight of one byte each, or in fp32 for embeddings"""
 BITS = {"int8": 8.0, "nf4": 4.5}
 """bits per quantized weight including its scales (arXiv 2305.14314: 32 bits per 64 weights)"""
 DOUBLE_QUANT_SAVED_BITS = 0.373
@@ -76,11 +60,6 @@ class ModelSize:
     """zero if tied to the embedding"""
     rest: WeightBytes
     """weights outside of layers, embedding and head"""
-    width: int
-    """hidden size"""
-    inner_width: int
-    """hidden size of a feed-forward network"""
-    vocab_size: int
     hidden_bytes: int
     """bytes per element of the hidden states between layers"""
 
@@ -91,24 +70,14 @@ class ModelSize:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankMemory:
-    """Peak memory of a rank by part, in bytes; a CUDA context and fragmentation come on top."""
+class ModelStates:
+    """Memory of a rank for the states of its model, in bytes by part."""
 
     weights: float
     gradients: float
     optimizer: float
     gathered: float
     """weights gathered from other ranks at one time"""
-    activations: float
-
-    @property
-    def total(self) -> float:
-        """Sum of all parts, as if all peaked at the same time."""
-        return sum(getattr(self, name) for name in self.__slots__)
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name} {getattr(self, name) / 2**30:.1f}" for name in self.__slots__)
-        return f"{self.total / 2**30:.1f} GiB ({parts})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +85,19 @@ class WeightLayout:
     """Precision, quantization and sharding, which determine the bytes of a weight on a rank."""
 
     precision: str
-    quantization: QuantizationConfig | None = None
-    num_shards: int = 1
+    quantization: QuantizationConfig
+    num_shards: int
     """number of shards that rows are divided into"""
-    tensor_size: int = 1
-    ends: frozenset[int] = frozenset()
-    """ids of the weights of embedding and head, which are never quantized"""
+    tensor_size: int
 
 
-def bytes_per_weight(weight: Any, quantization: QuantizationConfig | None) -> float:
-    """Return the bytes per weight of a frozen matrix, including its scales."""
-    if quantization is None or quantization.method == "none":
-        return float(weight.element_size())
+def bytes_per_weight(num_bytes: int, quantization: QuantizationConfig) -> float:
+    """Return the bytes per weight of a frozen matrix, including its scales.
+
+    `num_bytes`: the bytes of a weight that is not quantized.
+    """
+    if quantization.method == "none":
+        return num_bytes
     saves = (
         DOUBLE_QUANT_SAVED_BITS if quantization.method == "nf4" and quantization.double_quant else 0
     )
@@ -135,20 +105,17 @@ def bytes_per_weight(weight: Any, quantization: QuantizationConfig | None) -> fl
 
 
 def sum_weight_bytes(
-    weights: Mapping[str, Any], layout: WeightLayout, plan: Mapping[str, str]
+    weights: Weights, layout: WeightLayout, plan: Mapping[str, str]
 ) -> WeightBytes:
-    """Sum the bytes of weights that FSDP gathers together, split by the tensor-parallel `plan`.
-
-    `weights`: parameters, or objects with their shape, element_size(), numel() and requires_grad.
-    """
+    """Sum the bytes of weights that FSDP gathers together, split by the tensor-parallel `plan`."""
     part = WeightBytes()
-    in_bf16 = layout.precision == "bf16" and all(w.element_size() == 4 for w in weights.values())
+    in_bf16 = layout.precision == "bf16" and all(w.num_bytes == 4 for w in weights.values())
     for name, weight in weights.items():
         dim = split_dim(plan, name)
         share = 1.0 if dim is None else 1 / layout.tensor_size
-        size = num_bytes = float(weight.element_size())
-        if not weight.requires_grad and weight.ndim >= 2 and id(weight) not in layout.ends:
-            num_bytes = bytes_per_weight(weight, layout.quantization)
+        size = num_bytes = float(weight.num_bytes)
+        if not weight.requires_grad and weight.ndim >= 2:
+            num_bytes = bytes_per_weight(weight.num_bytes, layout.quantization)
         number = weight.numel() * share
         trains = weight.requires_grad
         # A LoRA matrix of rank 16 gives each of 16 ranks one row, and further ranks nothing.
@@ -165,88 +132,55 @@ def sum_weight_bytes(
     return part
 
 
-def measure_model(
-    model: Any,
+def size_for(
+    model: PlannedModel,
     precision: str,
-    quantization: QuantizationConfig | None = None,
-    strategy: StrategyConfig | None = None,
+    quantization: QuantizationConfig,
+    strategy: StrategyConfig,
     *,
-    num_ranks: int = 1,
-    num_nodes: int = 1,
+    num_ranks: int,
+    num_nodes: int,
 ) -> ModelSize:
-    """Return the sizes of a model for one rank of `strategy`, which must be resolved.
-
-    The model must not be quantized yet; it may be on meta.
-    """
-    from app.strategy.tensor_parallel import can_split_head
-
-    strategy = strategy or StrategyConfig(name="single")
+    """Return the sizes of a model on one rank of a strategy, which must be resolved."""
     tensor_size = tensor_parallel_size(strategy, num_ranks // num_nodes)
     weight_shards, _, _ = num_shards(strategy, num_ranks, num_nodes)
-    plan = layer_plan(model) if tensor_size > 1 else {}
-    names = decoder_layers(model)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    ends = {id(weight) for end in (embedding, head) for weight in end.parameters()}
-    layout = WeightLayout(precision, quantization, weight_shards, tensor_size, frozenset(ends))
-
-    def add_up(named: Iterable[tuple[str, torch.nn.Parameter]]) -> WeightBytes:
-        return sum_weight_bytes(dict(named), layout, plan)
-
-    layers = [add_up(model.get_submodule(name).named_parameters()) for name in names]
-    others = {
-        name: weight
-        for name, weight in model.named_parameters()
-        if id(weight) not in ends and not name.startswith(tuple(f"{layer}." for layer in names))
-    }
-    plan = {}
-    head_share = 1 / tensor_size if can_split_head(head, tensor_size) else 1.0
-    widths = widths_of(model.config)
-    if widths is None:
-        raise UserError(
-            "model.path: config.json does not give the width of the layers; the memory estimate "
-            "needs hidden_size, num_hidden_layers and num_attention_heads"
-        )
-    is_fp32 = next(iter(embedding.parameters())).element_size() == 4
-    is_tied = {id(w) for w in embedding.parameters()} == {id(w) for w in head.parameters()}
+    layout = WeightLayout(precision, quantization, weight_shards, tensor_size)
+    of_ends = replace(layout, quantization=QuantizationConfig())  # they are never quantized
+    plan = model.plan if tensor_size > 1 else {}
+    layers = sum(
+        (sum_weight_bytes(weights, layout, plan) * times for weights, times in model.layers),
+        WeightBytes(),
+    )
+    is_fp32 = any(weight.num_bytes == 4 for weight in model.embedding.values())
+    # Same condition as `can_split_head`: a bias would be a second weight.
+    splits_head = len(model.head) == 1 and model.widths.vocabulary % tensor_size == 0
+    head = sum_weight_bytes(model.head, of_ends, {})
     return ModelSize(
-        layer=sum(layers, WeightBytes()) * (1 / len(layers)),
-        num_layers=len(layers),
-        embedding=add_up(embedding.named_parameters()),
-        head=WeightBytes() if is_tied else add_up(head.named_parameters()) * head_share,
-        rest=add_up(others.items()),
-        width=widths.hidden,
-        inner_width=widths.feed_forward,
-        vocab_size=embedding.num_embeddings,
-        # Under autocast an fp32 embedding makes hidden states fp32, unless FSDP gathers it in bf16.
+        layer=layers * (1 / model.num_layers),
+        num_layers=model.num_layers,
+        embedding=sum_weight_bytes(model.embedding, of_ends, {}),
+        head=head * (1 / tensor_size) if splits_head else head,
+        rest=sum_weight_bytes(model.rest, layout, {}),
         hidden_bytes=4 if is_fp32 else 2,
     )
 
 
-KEPT_WIDTHS, KEPT_INNER_WIDTHS = 8, 5
-"""hidden and feed-forward states per token, in bf16, that a layer with LoRA saves for its backward
-pass: 32 layers of a Llama 8B at 8192 tokens were traced to save 46 GiB, 35 with Liger's kernels"""
-GRADIENT_WIDTHS, GRADIENT_INNER_WIDTHS = 2, 3
-"""gradients of such states that exist at the same time in the backward pass of a layer"""
-SELECTIVE_WIDTHS = 6
-"""hidden states per token and layer that recompute=selective saves"""
 LIVE_UNDER_ZERO3 = 1e9
 """number of weights that DeepSpeed keeps gathered (its stage3_max_live_parameters)"""
 ZERO_BUCKET = 5e8
 """number of gradients that DeepSpeed reduces at once (its reduce_bucket_size)"""
 
 
-def estimate_memory(
+def estimate_states(
     size: ModelSize,
     strategy: StrategyConfig,
     *,
     num_ranks: int,
     num_nodes: int = 1,
     optimizer: str = "adamw",
-    tokens: int,
-    recompute: str,
     accumulation: int = 1,
-) -> RankMemory:
-    """Estimate the peak memory of one rank for micro-batches of `tokens`.
+) -> ModelStates:
+    """Estimate the memory of one rank for the states of its model, at the peak of each.
 
     `strategy` must be resolved, and `size` measured for it and the same ranks.
     """
@@ -281,13 +215,7 @@ def estimate_memory(
         gathered = max(gathered_by_fsdp(size, strategy))
         if strategy.offload_parameters:
             held = states = 0.0
-    return RankMemory(
-        weights=held,
-        gradients=gradients,
-        optimizer=states,
-        gathered=gathered,
-        activations=_activations(size, strategy, tokens, recompute),
-    )
+    return ModelStates(weights=held, gradients=gradients, optimizer=states, gathered=gathered)
 
 
 def optimizer_state_bytes(size: ModelSize, optimizer: str) -> float:
@@ -301,18 +229,6 @@ def optimizer_state_bytes(size: ModelSize, optimizer: str) -> float:
         states_of_weights(optimizer, name, part.num_trained, part.trained)
         for name, part in parts.items()
     )
-
-
-def states_of_weights(optimizer: str, part: str, num_trained: float, num_bytes: float) -> float:
-    """Return the bytes of the optimizer states that some weights have on the device.
-
-    part: "embedding", "head" or "rest" of the model; num_bytes: what the weights themselves take.
-    """
-    states = STATES.get(optimizer, 0)
-    if part != "rest":
-        states = VOCABULARY_STATES.get(optimizer, states)
-    each = 4 if part == "embedding" else 1
-    return states * num_bytes + EIGHT_BIT_STATES.get(optimizer, 0) * each * num_trained
 
 
 def _num_weights(part: WeightBytes) -> float:
@@ -372,25 +288,3 @@ def gathered_by_fsdp(size: ModelSize, strategy: FsdpConfig) -> tuple[float, floa
     # Before the first layer comes the embedding, which FSDP gathers even if it is frozen.
     at_first = root + (1 + trained) * layer + ends[0]
     return at_ends, root + 2 * ends[1], max(root + (2 + trained) * layer, 2 * root), at_first
-
-
-def _activations(size: ModelSize, strategy: StrategyConfig, tokens: int, recompute: str) -> float:
-    element_bytes = size.hidden_bytes
-    if isinstance(strategy, FsdpConfig) and strategy.shards_data_parallel:
-        element_bytes = 2
-    one_input = tokens * size.width * element_bytes
-    layer_bytes = 2 * tokens * (KEPT_WIDTHS * size.width + KEPT_INNER_WIDTHS * size.inner_width)
-    working = layer_bytes + 2 * tokens * (
-        GRADIENT_WIDTHS * size.width + GRADIENT_INNER_WIDTHS * size.inner_width
-    )
-    saved = {
-        "none": layer_bytes,
-        "selective": one_input + tokens * 2 * SELECTIVE_WIDTHS * size.width,
-        "offload": 2 * one_input / size.num_layers,
-    }.get(recompute, one_input)
-    rows = min(tokens, rows_per_chunk(size.vocab_size, "cuda"))
-    loss = float(rows * size.vocab_size * (4 + 2 + 2) + 2 * one_input)
-    end = size.head if size.head.gathered else size.embedding
-    if end.trained:  # its gradient in fp32, and the product of one chunk
-        loss += end.num_trained * (4 + 2)
-    return size.num_layers * saved + max(working, loss)

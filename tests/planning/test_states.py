@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -15,14 +14,12 @@ from app.model.adapter import FullConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
+from app.planning.hardware import HardwareConfig
+from app.planning.memory import GIB, GpuMemory, estimate_gpu_memory
+from app.planning.model_size import build_planned_model, model_from_modules
+from app.planning.planned import build_planned_run
+from app.planning.states import optimizer_state_bytes, size_for
 from app.strategy.settings import DdpConfig, StrategyConfig
-from app.training.memory import (
-    ModelSize,
-    RankMemory,
-    estimate_memory,
-    measure_model,
-    optimizer_state_bytes,
-)
 from app.training.micro_batch import allocated_states
 from app.training.optimizers import build_optimizer
 from tests.conftest import ROOT
@@ -39,50 +36,25 @@ NEEDS = re.compile(r"(one|two|\d+) GPUs? of (\d+) GB(?: with (strategy=\w+))?")
 TYPED = re.compile(r"app\.train \+experiment=(\w+)((?: +[\w.]+=[\w.]+)*)")
 NUMBERS = {"one": 1, "two": 2}
 USABLE = 0.93
-"""share of GPU memory left by the CUDA context and fragmentation"""
+"""share of GPU memory left by fragmentation"""
 
 
-@cache
-def size_of(name: str, num_ranks: int, *words: str) -> tuple[Any, StrategyConfig, ModelSize]:
-    """Return an experiment's settings, and the size of its model from one with two layers."""
-    config = load_config("train", [f"+experiment={name}", *words])
-    strategy = config.strategy
-    if strategy.name == "auto":
-        strategy = StrategyConfig(name="single") if num_ranks == 1 else DdpConfig()
-    architecture = dict(config.model.architecture)
-    keys = [key for key in architecture if re.fullmatch(r"(num_(\w+_)?|n_)layers?", key)]
-    built = build_model(
-        replace(
-            config.model,
-            path=None,
-            from_scratch=True,
-            architecture=architecture | dict.fromkeys(keys, 2),
-        ),
-        QuantizationConfig(),
-        "eager",
-        config.adapter,
-        RecomputeConfig(),
-        config.trainer.precision,
-        on_meta=True,
+def memory_of(name: str, num_gpus: int, card: int, *words: str) -> GpuMemory:
+    """Return what an experiment takes of each GPU, with all layers recomputed if that is `auto`."""
+    config: Any = load_config("train", [f"+experiment={name}", *words])
+    precision = config.trainer.precision
+    if config.strategy.name == "auto":
+        strategy = StrategyConfig(name="single") if num_gpus == 1 else DdpConfig()
+        config = replace(config, strategy=strategy)
+    run = build_planned_run(
+        config,
+        HardwareConfig(memory_gib=card, gpus_per_node=num_gpus),
+        build_planned_model(config.model, config.model.architecture, config.adapter, precision),
+        precision=precision,
+        sequence_len=config.data.sequence_len,
+        keeps_scores=config.attention.backend == "eager",
     )
-    size = measure_model(
-        built, config.trainer.precision, config.quantization, strategy, num_ranks=num_ranks
-    )
-    return config, strategy, replace(size, num_layers=sum(architecture[key] for key in keys))
-
-
-def memory_of(name: str, num_ranks: int, *words: str) -> RankMemory:
-    config, strategy, size = size_of(name, num_ranks, *words)
-    mode = config.recompute.mode
-    return estimate_memory(
-        size,
-        strategy,
-        num_ranks=num_ranks,
-        optimizer=config.optimizer.name,
-        tokens=config.trainer.least_micro_batch * config.data.sequence_len,
-        recompute="full" if mode == "auto" else mode,
-        accumulation=8,
-    )
+    return estimate_gpu_memory(replace(run, accumulation=8))
 
 
 @pytest.mark.parametrize(
@@ -98,8 +70,8 @@ def test_an_experiment_fits_on_the_gpus_that_it_says_it_needs(name: str) -> None
     assert needs, "no card is named"
     for number, card, strategy in needs:
         num_gpus = NUMBERS.get(number) or int(number)
-        memory = memory_of(name, num_gpus, *([strategy] if strategy else []))
-        assert memory.total <= USABLE * int(card) * 2**30, f"{number} x {card} GB: {memory}"
+        memory = memory_of(name, num_gpus, int(card), *([strategy] if strategy else []))
+        assert memory.total <= USABLE * int(card) * GIB, f"{number} x {card} GB: {memory}"
 
 
 def test_what_the_readme_types_fits_on_one_large_card() -> None:
@@ -110,8 +82,8 @@ def test_what_the_readme_types_fits_on_one_large_card() -> None:
     ]
     assert len(typed) >= 2
     for name, words in typed:
-        memory = memory_of(name, 1, *(word for word in words if word.startswith("adapter=")))
-        assert memory.total <= USABLE * 80 * 2**30, f"{name} {words}: {memory}"
+        memory = memory_of(name, 1, 80, *(word for word in words if word.startswith("adapter=")))
+        assert memory.total <= USABLE * 80 * GIB, f"{name} {words}: {memory}"
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "bart"])
@@ -127,10 +99,10 @@ def test_families_that_name_no_feed_forward_are_measured(family: str) -> None:
         "fp32",
         on_meta=True,
     )
-    size = measure_model(built, "fp32")
-    assert size.inner_width == 4 * size.width
-    weighed = sum(weight.numel() for weight in built.parameters())
-    assert size.whole.num_trained == pytest.approx(weighed)
+    model = model_from_modules(family, built, {})
+    assert model is not None
+    assert model.widths.feed_forward == 4 * model.widths.hidden
+    assert model.count(trained=True) == sum(weight.numel() for weight in built.parameters())
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon", "schedule_free"])
@@ -152,7 +124,10 @@ def test_the_states_of_an_optimizer_are_those_that_it_allocates(name: str, is_ti
         for value in state.values()
         if isinstance(value, torch.Tensor)
     }
-    size = measure_model(model, "fp32")
+    planned = model_from_modules("", model, {})
+    assert planned is not None
+    single, none = StrategyConfig(name="single"), QuantizationConfig()
+    size = size_for(planned, "fp32", none, single, num_ranks=1, num_nodes=1)
     # Not estimated: scales of 8-bit blocks, and fp32 moments of weights below 4,096 elements.
     assert optimizer_state_bytes(size, name) == pytest.approx(sum(states.values()), rel=0.03)
     assert allocated_states(model, name) == optimizer_state_bytes(size, name)

@@ -1,4 +1,4 @@
-"""Which recompute `auto` takes: by arithmetic that agrees with what autograd keeps."""
+"""What a layer keeps for its backward pass, by arithmetic and as autograd keeps it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from transformers import (
 )
 
 from app.config import load_config
-from app.model.activation_memory import LayerExecution, layer_bytes
 from app.model.adapter import LoraConfig, apply_adapter
-from app.model.layer_kind import Widths, widths_of
-from app.model.recompute import RecomputeConfig, apply_recompute
+from app.planning.activations import LayerExecution, layer_bytes
+from app.planning.layer_kind import Widths, widths_of
 from tests.tiny import random_ids, tiny_llama
 
 LLAMA_8B = Widths(
@@ -112,12 +111,6 @@ def test_widths_are_read_from_configs(config: PretrainedConfig, expected: tuple[
 
 def test_a_config_without_widths_says_so() -> None:
     assert widths_of(PretrainedConfig()) is None
-
-
-def test_what_is_left_to_auto_keeps_everything() -> None:
-    model = tiny_llama()
-    apply_recompute(model, RecomputeConfig())
-    assert not model.is_gradient_checkpointing
 
 
 def test_normalized_queries_and_keys_are_kept_too() -> None:
