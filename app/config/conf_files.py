@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from app.config.overrides import python_keys
+from app.config.overrides import YAML_SUFFIXES, python_keys
 from app.config.schema import as_typed
 from app.config.verbs import OPTION_ALIASES, TYPED_KEYS
 from app.planning.hardware import custom_hardware_advice
@@ -25,7 +25,7 @@ from common.untrusted import limits, over_limit, read_text, reading
 CONF = ROOT / "conf"
 SCHEMA = CONF / "experiment" / "schema.json"
 """the JSON schema by which editors complete experiments"""
-YAML_SUFFIXES = (".yaml", ".yml")
+
 FLOAT = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"
 BASE_60 = r"[-+]?[\d_]+(:[0-5]?\d)+(\.[\d_]*)?$"
 MAX_OPTION_LENGTH = 200

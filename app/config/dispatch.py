@@ -20,6 +20,7 @@ from app.config.verbs import (
     PreviewConfig,
     TrainConfig,
     TunedConfig,
+    may_be_key,
 )
 from app.evaluation.metrics import check_metrics
 from app.evaluation.tasks.harness import check_harness
@@ -92,9 +93,10 @@ def _dispatch(
     set_verbose("--verbose" in words)
     words = [word for word in words if word not in ("-m", "--multirun", "--verbose")]
     shows_settings, words = _pop_cfg_flag(words)
-    if verb in ("train", "preview", "plan") and not words:
-        words = [f"+experiment={DEFAULT_EXPERIMENT}"]
-        print_note(f"no settings given: +experiment={DEFAULT_EXPERIMENT} (--help shows more)")
+    if verb in ("train", "preview", "plan") and _is_quickstart(verb, words):
+        given = "no model and no data given" if words else "no settings given"
+        words = [f"+experiment={DEFAULT_EXPERIMENT}", *words]
+        print_note(f"{given}: +experiment={DEFAULT_EXPERIMENT} (--help shows more)")
     if is_sweep:
         if sweep is None:
             raise UserError(f"-m: {verb} cannot be swept; only train can")
@@ -114,6 +116,15 @@ def _dispatch(
     else:
         function(config, existing)
     return DONE
+
+
+def _is_quickstart(verb: str, words: Sequence[str]) -> bool:
+    """Return whether words are settings that name neither a model nor data, nor a run."""
+    keys = [word.lstrip("+").partition("=")[0] for word in words if "=" in word]
+    names = ("experiment", "model", "data", "data.datasets", "resume")
+    return len(keys) == len(words) and not any(
+        key in names or key.startswith("model.") or not may_be_key(verb, key) for key in keys
+    )
 
 
 def version() -> str:

@@ -58,7 +58,7 @@ from app.config.verbs import (
 from app.model.base import ModelConfig
 from app.process.reporting import MAX_PROBLEMS
 from app.run import NEVER, find_run_to_resume
-from app.run.folder import CONFIG_FILE, NO_URL, expand_home
+from app.run.folder import CONFIG_FILE, NO_URL, VERB_LINE, expand_home
 from app.strategy.deepspeed_config import read_deepspeed_file
 from app.strategy.settings import ZeroConfig
 from common.errors import UserError
@@ -122,7 +122,7 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     for_hydra = [each.for_hydra for each in overrides if each.key != "experiment"]
     try:
         choices = [override for override in overrides if override.key in known]
-        experiment = _check_options(verb, choices, known, conf)
+        experiment = _check_options(verb, choices, typed, known, conf)
         if experiment is None and (run := find_source_run(verb, typed, _read_run)):
             experiment = experiment_from_run(run, _read_run(run), verb, typed.keys())
         for_hydra += [] if experiment is None else [f"+experiment={EXPERIMENT}"]
@@ -189,16 +189,31 @@ def _check_base(
         )
 
 
+def _run_of_experiment(file: Path) -> Path | None:
+    """Return the folder of a run whose config.yaml is typed as an experiment; None otherwise."""
+    if file.name != CONFIG_FILE or not file.is_file():
+        return None
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        return file.parent if VERB_LINE.match(stream.readline()) else None
+
+
 def _check_options(
-    verb: str, typed: Sequence[Override], known: Mapping[str, Sequence[str]], conf: Path
+    verb: str,
+    choices: Sequence[Override],
+    typed: Mapping[str, Any],
+    known: Mapping[str, Sequence[str]],
+    conf: Path,
 ) -> ConfFile | None:
-    """Check that every chosen option exists; return the experiment if one was typed."""
+    """Check that every chosen option exists; return the experiment if one was typed.
+
+    `typed`: all that was typed, which a run's config.yaml as an experiment depends on.
+    """
     groups = [part.name for part in dataclasses.fields(VERBS[verb]) if part.name in known]
     experiment: ConfFile | None = None
     problems = []
     chosen: list[tuple[ConfFile | None, str, Any]] = [
         (None, each.key, each.value if isinstance(each.value, str) else each.typed)
-        for each in typed
+        for each in choices
     ]
     for chosen_in, group, option in chosen:
         is_experiment = group == "experiment" and chosen_in is None
@@ -206,14 +221,17 @@ def _check_options(
             if is_experiment and experiment is not None:
                 raise UserError(f"experiment={option}: only one experiment can be typed")
             if not is_experiment and group not in groups:
-                words = [each.typed for each in typed if chosen_in is None and each.key == group]
+                words = [each.typed for each in choices if chosen_in is None and each.key == group]
                 text = words[0] if words else option
                 hint = only_in(group) or f"; it has {', '.join(groups)}"
                 raise UserError(f"{group}={text}: {verb} has no group {group}{hint}")
             if option is None and chosen_in is not None:
                 continue
             file = find_option(conf, group, option)
-            if is_experiment:
+            if is_experiment and (saved := _run_of_experiment(file)) is not None:
+                experiment = experiment_from_run(saved, _read_run(saved), verb, typed.keys())
+                experiment.values["output"].pop("dir", None)  # a new run
+            elif is_experiment:
                 experiment = read_conf_file(file, package="", is_global=True)
                 if "hydra" in experiment.values:
                     raise UserError(f"{experiment.where('hydra')} unknown key hydra")

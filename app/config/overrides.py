@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from app.config.other_tools import answer_for
 from app.config.schema import suggest
 from app.config.verbs import (
     OPTION_ALIASES,
@@ -41,6 +42,7 @@ REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
 """`${key.of.another.setting}`; a nested one does not match, as it could form a resolver's name"""
 MAX_WORDS = 300
 """maximum number of typed settings, each of which is parsed twice; no verb has as many"""
+YAML_SUFFIXES = (".yaml", ".yml")
 SHORT = 64
 """length up to which a word exceeds no limit"""
 MAX_ITEMS = 4000
@@ -73,6 +75,8 @@ def parse_overrides(
     if any(word.startswith("--") for word in words):
         words, problems = _split_off_dashed(words)
     for word in words:
+        if word.endswith(YAML_SUFFIXES) and "=" not in word:
+            word = f"experiment={word}"
         match = WORD.fullmatch(word)
         if match is None:
             problems.append(f"{word}: expected key=value{_hint_for_bare_word(word, groups)}")
@@ -191,9 +195,10 @@ def _split_off_dashed(words: Sequence[str]) -> tuple[list[str], list[str]]:
             value = "" if remaining[0].startswith("-") else remaining.pop(0)
         typed = f"{word} {value}" if value and not equals else word
         name = name.replace("-", "_")
-        # The nearest setting, or the one that other tools call so.
-        found = re.search(r"(?:did you mean|type) ([^\s?=]+)", suggest(name, [], SETTINGS))
-        advice = f"type {found[1]}={value or 'VALUE'}" if found else "--help shows the settings"
+        if (advice := answer_for(name, value, SETTINGS)) is None:
+            # The nearest setting, or the one that other tools call so.
+            found = re.search(r"(?:did you mean|type) ([^\s?=]+)", suggest(name, [], SETTINGS))
+            advice = f"type {found[1]}={value or 'VALUE'}" if found else "--help shows the settings"
         problems.append(f"{typed}: settings are typed without dashes, as KEY=VALUE; {advice}")
     return others, problems
 

@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import json
+import shlex
 import sys
 import types
 import typing
@@ -220,7 +221,9 @@ def suggest_by_name(name: str, value: str, settings: list[Setting]) -> str:
         known = {setting.typed_key: setting.facts.option_aliases for setting in settings}
         if option := known.get(ours, {}).get(value.lower()):
             return f"; type {ours}={option}"
-        return f"; type {ours}" if "=" in ours else f"; did you mean {ours}?"
+        if "=" in ours:
+            return f"; type {ours}"
+        return f"; type {shlex.quote(f'{ours}={value}')}" if value else f"; did you mean {ours}?"
     same_name = [each.key for each in settings if each.key.rpartition(".")[2] == name]
     return f"; did you mean {same_name[0]}?" if same_name else ""
 

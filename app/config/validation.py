@@ -16,28 +16,16 @@ from typing import Any, TypeGuard
 
 from app.config import schema
 from app.config.conf_files import CONF, ConfFile, list_groups
+from app.config.other_tools import answer_for
 from app.config.overrides import Override, safety_error
 from app.config.verbs import only_in
 from app.process.launch import is_child, is_first_rank
 from common.errors import nearest
 from common.facts import expected, facts_of, hints_of, takes
-from common.installation import verb_command
 from common.redaction import redact
 from common.text import printable
 
 COMMAND_LINE = "command line:"
-FOREIGN_KEYS = {
-    "push_to_hub": "afterwards type {push} run=FOLDER repo=NAME",
-    "hub_model_id": "afterwards type {push} run=FOLDER repo=NAME",
-    "tf32": "leave it out: half precision is trainer.precision=bf16",
-    "wandb_project": "type logger=wandb, and export WANDB_PROJECT=NAME",
-    "method": "training is supervised fine-tuning; leave it out",
-    "run_name": "type output.name=NAME",
-    "local_rank": "leave it out: torchrun and srun set it",
-}
-"""keys of other tools without a setting of the same meaning -> what to do instead;
-{push} is the command of that verb"""
-
 MAX_LISTED = 12
 """maximum number of options listed in a message"""
 
@@ -97,17 +85,32 @@ class Settings:
 
     def _hint_for(self, found: schema.Unknown, key: str, typed: str) -> str:
         """Return what to type instead of an unknown key."""
+        is_of_a_verb = only_in(key)
+        if "." in key and is_of_a_verb:
+            return is_of_a_verb
+        if (answer := self._answer_for(found, key, typed)) is not None:
+            return f"; {answer}"
+        if is_of_a_verb:
+            return is_of_a_verb
         name = key.rpartition(".")[2]
-        for each in (name, found.key.rpartition(".")[2]):
-            if (advice := FOREIGN_KEYS.get(each.lower())) is not None:
-                return f"; {advice.format(push=verb_command('push'))}"
-        if hint := only_in(key):
-            return hint
         siblings, settings = list(hints_of(found.owner or self.verb)), self.all_settings()
         if key != found.key and (hint := schema.suggest_by_name(name, typed, settings)):
             return hint
         hint = schema.suggest(found.key, siblings, settings, typed)
         return hint or f"; expected one of {', '.join(siblings)}"
+
+    def _answer_for(self, found: schema.Unknown, key: str, typed: str) -> str | None:
+        """Return what to type if the key is a word of another tool; None if it is not."""
+        section, _, leaf = found.key.rpartition(".")
+        settings = schema.list_settings(self.verb, self.all_options)
+        for word in dict.fromkeys((key, found.key, key.rpartition(".")[2], leaf)):
+            answer = answer_for(word.lower(), typed, settings)
+            # In a section of ours, a key that is nearly right is not a word of another tool.
+            if answer and found.owner is not None and not answer.startswith(f"type {section}."):
+                answer = None if nearest(leaf, list(hints_of(found.owner))) else answer
+            if answer is not None:
+                return answer
+        return None
 
     def option_with(self, key: str) -> str | None:
         """Return the option of `key`'s group that has a setting which the chosen option lacks."""

@@ -184,7 +184,7 @@ class TrainConfig:
     strategy: StrategyConfig = setting(
         default_factory=StrategyConfig,
         resume="rounding",
-        aliases=("deepspeed=zero2", "fsdp=fsdp", "tensor_model_parallel_size=fsdp_tp"),
+        aliases=("fsdp=fsdp", "tensor_model_parallel_size=fsdp_tp"),
         option_aliases={
             "dp": "ddp",
             "ddp_spawn": "ddp",
@@ -250,7 +250,6 @@ class TrainConfig:
         "never",
         resume="per_start",
         shown=("train",),
-        aliases=("resume_from_checkpoint",),
         grants="write",
     )
     """never; auto = from the newest valid checkpoint of output.dir, else of the newest unfinished

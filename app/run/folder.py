@@ -92,7 +92,6 @@ class TrainOutputConfig(OutputConfig):
         choices=("auto", "best", "last"),
         typed="from",
         resume="free",
-        aliases=("load_best_model_at_end",),
     )
     """whose weights are the result: of the best step by trainer.checkpoint.monitor, or of the last;
     auto = best with early stopping, keep_best or a monitor other than val/loss"""

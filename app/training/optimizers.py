@@ -46,9 +46,7 @@ class OptimizerConfig:
         aliases=("learning_rate",),
     )
     """peak learning rate; null = by adapter: LoRA 2e-4, IA3 3e-3, freeze and full 2e-5"""
-    lr_by_pattern: list[LrPattern] = setting(
-        default_factory=list, resume="lr", aliases=("embedding_lr", "embedding_learning_rate")
-    )
+    lr_by_pattern: list[LrPattern] = setting(default_factory=list, resume="lr")
     """separate learning rates by weight name: [{pattern: '*.embed_tokens.*', ratio: 0.1}]"""
     scale_lr: str = setting("none", choices=("none", "linear", "sqrt"), resume="lr")
     """how `lr` scales with the ratio of the global batch size to `base_batch_size`: none, linear or

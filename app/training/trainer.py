@@ -98,7 +98,7 @@ class TrainerConfig:
         choices=PRECISIONS,
         resume="content",
         shown=("train",),
-        aliases=("bf16=bf16", "fp16=fp16", "mixed_precision"),
+        aliases=("bf16=bf16", "fp16=fp16"),
     )
     """auto, fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (scaled
     loss)"""

@@ -124,9 +124,9 @@ def test_no_name_of_another_tool_means_two_settings() -> None:
 @pytest.mark.parametrize(
     ("word", "meant"),
     [
-        ("learning_rate=1", "did you mean optimizer.lr?"),
-        ("trainer.save_steps=1", "did you mean trainer.checkpoint.every_steps?"),
-        ("trainer.async=true", "did you mean trainer.checkpoint.async?"),
+        ("learning_rate=1", "type optimizer.lr=1"),
+        ("trainer.save_steps=1", "type trainer.checkpoint.every_steps=1"),
+        ("trainer.async=true", "type trainer.checkpoint.async=true"),
         ("gradient_checkpointing=true", "type recompute=full"),
         ("torch_compile=true", "type trainer.compile=true"),
         ("fsdp=full_shard", "type strategy=fsdp"),

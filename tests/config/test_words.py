@@ -14,10 +14,12 @@ import pytest
 import yaml
 
 from app import __main__ as console
-from app.config import load_config
+from app.config import compose, conf_files, load_config, save_config
 from app.config.completion import FILES, completion_script
+from app.config.other_tools import answer_for, read_other_tools
 from app.config.plain import read_plain
-from app.config.verbs import ALL_VERBS
+from app.config.schema import aliases_of, element_of, suggest_by_name
+from app.config.verbs import ALL_VERBS, SETTINGS
 from app.doctor.__main__ import DoctorConfig
 from app.init import init
 from common.errors import UserError
@@ -27,11 +29,11 @@ from tests.in_process import make_data, make_model, run_command
 RUN = "+experiment=quickstart"
 ANSWERS = [
     ("push_to_hub=true", "python -m app.push run=FOLDER"),
-    ("report_to=wandb", "did you mean logger?"),
+    ("report_to=wandb", "type logger=wandb"),
     ("load_in_4bit=true", "type quantization=nf4"),
     ("load_in_8bit=true", "type quantization=int8"),
     ("bf16=true", "type trainer.precision=bf16"),
-    ("save_every_steps=100", "did you mean trainer.checkpoint.every_steps?"),
+    ("save_every_steps=100", "type trainer.checkpoint.every_steps=100"),
     ("deepspeed=x.json", "type strategy=zero2"),
     ("model=meta-llama/Llama-3.1-8B", "type model.path=meta-llama/Llama-3.1-8B"),
     ("model=llama-3-8b", "did you mean llama3_8b?"),
@@ -41,7 +43,7 @@ ANSWERS = [
     ("--what=1", "--help shows the settings"),
     ("attention=flash_attention_2", "type attention=auto"),
     ("flash_attention_2", "type attention=auto"),
-    ("num_gpus=4", "did you mean trainer.devices?"),
+    ("num_gpus=4", "type trainer.devices=4"),
     ("method=dpo", "supervised fine-tuning"),
     ("wandb_project=mine", "logger=wandb"),
     ("sample_packing=true", "unknown key sample_packing=true; type packing=multipack"),
@@ -53,10 +55,16 @@ ANSWERS = [
     ("logger=false", "type logger=csv"),
     ("logger=[]", "type logger=csv"),
     ("report_to=none", "type logger=csv"),
+    ("--config=mine.yaml", "type +experiment=mine.yaml"),
+    ("--deepspeed=ds.json", "type strategy=zero2 strategy.config=ds.json"),
+    ("--dataset=f.jsonl", "type data.datasets=f.jsonl"),
+    ("data.path=f.jsonl", "type data.datasets=f.jsonl"),
+    ("trainer.eval_steps=5", "type trainer.validate_every_steps=5"),
+    ("optimizer.beta=0.9", "did you mean optimizer.beta"),
     ("resume=true", "resume=true: no such folder"),
     ("hardware=8xh100", "hardware=8xh100: train has no group hardware; only plan has it"),
     ("merge.dtype=bf16", "unknown key merge.dtype=bf16; only merge has it"),
-    ("lora.r=8", "unknown key lora.r=8; did you mean adapter.r?"),
+    ("lora.r=8", "unknown key lora.r=8; type adapter.r=8"),
 ]
 
 
@@ -65,6 +73,66 @@ def test_a_word_of_another_tool_is_answered_with_ours(word: str, fragment: str) 
     result = run_command(RUN, word)
     assert result.code == 2 and fragment in result.stderr, result.stderr
     assert len(result.stderr) < 400
+
+
+WORDS_OF_OTHERS = [
+    word
+    for line in Path(__file__).with_name("other_tools.txt").read_text().splitlines()
+    if not line.startswith("#")
+    for word in line.split()
+]
+
+
+def sample_of(key: str) -> str:
+    """Return a value that setting `key` takes, as typed."""
+    setting = next(each for each in SETTINGS if each.typed_key == key)
+    if setting.is_part:
+        return conf_files.list_groups(conf_files.CONF)[key][0]
+    if setting.facts.choices:
+        return str(setting.facts.choices[-1])
+    by_type = {int: "2", float: "0.1", int | float: "0.1", bool: "true", str: "auto", Any: "[a]"}
+    return by_type.get(element_of(setting.hint), "{a: 2}" if "dict" in str(setting.hint) else "[a]")
+
+
+def answered(word: str) -> str | None:
+    key = read_other_tools().keys.get(word) or aliases_of(SETTINGS).get(word, "=")
+    value = "true" if "=" in key else sample_of(key)
+    return answer_for(word, value, SETTINGS) or suggest_by_name(word, value, SETTINGS) or None
+
+
+def test_every_word_of_other_tools_is_answered() -> None:
+    assert len(WORDS_OF_OTHERS) > 500
+    assert [word for word in WORDS_OF_OTHERS if not answered(word)] == []
+
+
+def test_what_an_answer_says_to_type_is_accepted() -> None:
+    """All answers of the table; composing takes a quarter of a second, so settings are joined."""
+    others = read_other_tools()
+    answers = {answered(word) or "" for word in (*WORDS_OF_OTHERS, *others.keys)}
+    files = ("+experiment=VALUE", "strategy=zero2 strategy.config=VALUE", "resume=VALUE")
+    for word, by_value in others.values.items():
+        for value, said in by_value.items():
+            if said not in files:
+                of_key = said.removesuffix("=VALUE")
+                typed_value = value if of_key == said else sample_of(of_key)
+                answers.add(answer_for(word, typed_value, SETTINGS) or "")
+    setting = r"(?<!\S)(?:'[a-z][\w.]*=[^']+'|\+?(?!run=|repo=)[a-z][\w.]*=[^\s,;:)']+)"
+    texts = {
+        text for answer in answers for text in re.findall(rf"{setting}(?: {setting})*", answer)
+    }
+    typed = {tuple(shlex.split(re.sub(r"=N\b", "=1", text))) for text in texts}
+    assert len(typed) > 100
+    remaining = sorted(typed)
+    while remaining:  # composed together if they belong to different groups
+        together: dict[str, tuple[str, ...]] = {}
+        for words in remaining:
+            together.setdefault(re.split(r"[.=]", words[0])[0], words)
+        remaining = [words for words in remaining if words not in together.values()]
+        try:
+            compose("train", [RUN, *(word for words in together.values() for word in words)])
+        except UserError as error:  # what a value means on this machine is not asked here
+            for refusal in ("unknown key", "no such option", "expected"):
+                assert not [each for each in error.problems if refusal in each], together
 
 
 def test_each_word_below_an_unknown_key_is_a_problem_of_its_own() -> None:
@@ -89,6 +157,32 @@ def test_a_whole_number_may_be_typed_with_an_exponent() -> None:
     config: Any = load_config("plan", ["+experiment=llama8b", "plan.tokens=1e9"])
     assert config.plan.tokens == 10**9 and isinstance(config.plan.tokens, int)
     assert "expected a whole number" in run_command(RUN, "trainer.max_steps=1.5").stderr
+
+
+def test_without_a_model_and_data_the_quickstart_runs() -> None:
+    for verb in ("train", "preview", "plan"):
+        result = run_command("trainer.max_steps=12", verb=verb)
+        assert result.code == 0 and result.config.trainer.max_steps == 12
+        assert "no model and no data given: +experiment=quickstart" in result.stderr
+    for words in (["model=nope"], ["data.datasets=nope.jsonl"], ["nope=1"], ["resume=auto"]):
+        assert "quickstart (--help" not in run_command(*words).stderr
+
+
+def test_an_experiment_of_ones_own_needs_no_key(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("# @package _global_\ndefaults: [override /model: tiny]\nseed: 5\n")
+    assert run_command(str(file), "data=skills").config.seed == 5
+    assert "no such file" in run_command(str(tmp_path / "none.yaml")).stderr
+
+
+def test_the_settings_of_a_run_are_an_experiment(tmp_path: Path) -> None:
+    words = (RUN, "adapter.r=16", "data.cache_dir=cache", f"output.dir={tmp_path / 'run'}")
+    config = load_config("train", words)
+    save_config(config, tmp_path / "config.yaml")
+    for verb in ("train", "preview"):
+        again: Any = load_config(verb, [f"{tmp_path / 'config.yaml'}", "seed=3"])
+        assert (again.adapter.r, again.seed, again.output.dir) == (16, 3, None)
+        assert again.data.cache_dir != "cache"  # a folder never decides where to write
 
 
 def test_a_path_alone_is_a_data_set(tmp_path: Path) -> None:

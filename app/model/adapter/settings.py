@@ -70,9 +70,7 @@ class LoraConfig(AdapterConfig):
         aliases=("lora_dropout",),
     )
     """dropout probability of the adapter's input; any value above 0 costs memory and time"""
-    target_modules: Any = setting(
-        "all-linear", shown=("train",), aliases=("lora_target_modules",), grants="nothing"
-    )
+    target_modules: Any = setting("all-linear", shown=("train",), grants="nothing")
     """all-linear, a list of module name endings, or a regular expression over full names"""
     rank_pattern: dict[str, int] = setting(default_factory=dict, grants="nothing")
     """ranks other than r, by module name ending or regular expression, as {down_proj: 32}"""
