@@ -99,7 +99,7 @@ def plain_step_seconds() -> list[float]:
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     seconds = []
-    for batch in list(datamodule().train_dataloader()):
+    for (batch,) in list(datamodule().train_dataloader()):
         started = time.perf_counter()
         ids = batch.input_ids
         inputs = attention_inputs(model, "sdpa", batch.document_lengths, ids)

@@ -19,7 +19,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -242,8 +242,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
             self.ends: list[Time] = []
 
         def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
-            if not trainer.fit_loop._should_accumulate():
-                self.ends.append(now())
+            self.ends.append(now())
 
     L.seed_everything(0, verbose=False)
     num_ranks = 1 if name == "single" else RANKS
@@ -276,7 +275,9 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     trainer = build_lightning_trainer(
         config,
         env=env,
-        strategy=build_strategy(settings, accelerator="cpu", num_ranks=num_ranks),
+        strategy=build_strategy(
+            settings, accelerator="cpu", num_ranks=num_ranks, accumulation=ACCUMULATION
+        ),
         total_steps=STEPS,
         loggers=[],
         callbacks=[clock],
@@ -329,7 +330,7 @@ def by_hand(folder: Path, name: str) -> list[Time]:
     steps = {"ddp": _by_ddp, "fsdp": _by_fsdp}.get(name, _by_deepspeed)
     module, ends = Loss(builder(folder)()), []
     module.train()
-    micro_batches = iter(data.train_dataloader())
+    micro_batches = chain.from_iterable(data.train_dataloader())
     for loss in steps(name, module, micro_batches):
         module.sums.take()
         loss.item()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -291,8 +292,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
             max_steps=batching.max_steps,
         )
 
-    def train_dataloader(self) -> DataLoader[Batch] | StreamedSteps:
-        """Return this rank's micro-batches of all steps from `first_step` on, as one epoch."""
+    def train_dataloader(self) -> PlannedSteps | StreamedSteps:
+        """Return the micro-batches of this rank, by step from `first_step` on, as one epoch."""
         if isinstance(self.plan, StreamPlan):
             if self.first_step:
                 log.info("data: the stream is read again up to step %d", self.first_step)
@@ -302,7 +303,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
                 loader, self.plan, accumulation, self.first_step, self._sum_over_ranks
             )
         sampler = StepSampler(self.plan, self._rank, self.first_step)
-        return self._loader(self.train_examples, sampler)
+        loader = self._loader(self.train_examples, sampler)
+        return PlannedSteps(loader, self._batching.accumulation_steps)
 
     def val_dataloader(self) -> DataLoader[Batch] | list[DataLoader[Batch]]:
         """Return this rank's share of the validation rows, in a fixed order.
@@ -359,9 +361,14 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return found
 
     def transfer_batch_to_device(
-        self, batch: Batch, device: torch.device, dataloader_idx: int
-    ) -> Batch:
-        """Move a batch to the device; to a GPU without waiting for it."""
+        self, batch: Batch | list[Batch], device: torch.device, dataloader_idx: int
+    ) -> Batch | list[Batch]:
+        """Move a validation batch to the device, to a GPU without waiting for it.
+
+        The micro-batches of a step stay on the host until their turn comes.
+        """
+        if isinstance(batch, list):
+            return batch
         return batch.to(device, non_blocking=device.type == "cuda")
 
     @property
@@ -462,6 +469,22 @@ class FinetuneDataModule(lightning.LightningDataModule):
                 f"the trainer has {replica['num_replicas']}"
             )
         return int(replica["rank"])
+
+
+class PlannedSteps:
+    """The steps of a run; a loader reads their micro-batches one by one, ahead of their step."""
+
+    def __init__(self, batches: DataLoader[Batch], accumulation_steps: int) -> None:
+        self._batches, self._accumulation_steps = batches, accumulation_steps
+
+    def __len__(self) -> int:
+        return len(self._batches) // self._accumulation_steps
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of each step."""
+        batches = iter(self._batches)
+        while step := list(itertools.islice(batches, self._accumulation_steps)):
+            yield step
 
 
 class _Batches(Dataset[Batch]):

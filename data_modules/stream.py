@@ -232,10 +232,10 @@ class StreamedSteps:
         self._total = total
 
     def __len__(self) -> int:
-        return (self._num_steps - self._first_step) * self._accumulation_steps
+        return self._num_steps - self._first_step
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the micro-batches; those before the first step are read and skipped."""
+    def __iter__(self) -> Iterator[list[Batch]]:
+        """Yield the micro-batches of each step; earlier steps are read and skipped."""
         batches = iter(self._batches)
         for step in range(self._num_steps):
             window = []
@@ -248,5 +248,4 @@ class StreamedSteps:
             if step < self._first_step:
                 continue
             weight = self._total(sum(batch.step_weight for batch in window))
-            for batch in window:
-                yield dataclasses.replace(batch, step_weight=weight)
+            yield [dataclasses.replace(batch, step_weight=weight) for batch in window]

@@ -76,7 +76,10 @@ def build_trainer(
         config.trainer,
         env=env,
         strategy=build_strategy(
-            config.strategy, accelerator=env.accelerator, num_ranks=env.num_ranks
+            config.strategy,
+            accelerator=env.accelerator,
+            num_ranks=env.num_ranks,
+            accumulation=env.accumulation,
         ),
         total_steps=data.total_steps,
         loggers=loggers,

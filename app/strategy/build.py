@@ -17,15 +17,20 @@ if TYPE_CHECKING:
     from app.strategy.mixin import StrategyMixin
 
 
-def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) -> StrategyMixin:
-    """Build the strategy for `num_ranks` processes; `auto` must already be resolved."""
+def build_strategy(
+    config: StrategyConfig, *, accelerator: str, num_ranks: int, accumulation: int = 1
+) -> StrategyMixin:
+    """Build the strategy for `num_ranks` processes; `auto` must already be resolved.
+
+    `accumulation`: micro-batches of a rank's optimizer step.
+    """
     from app.strategy.ddp import CompressedDdp, Ddp, SingleDevice
 
     use_separate_store()
     if isinstance(config, ZeroConfig):
         from app.strategy.deepspeed import build_zero
 
-        return build_zero(config, accelerator=accelerator)
+        return build_zero(config, accelerator=accelerator, accumulation=accumulation)
     if isinstance(config, LocalSgdConfig):
         from app.strategy.local_sgd import LocalSgd
 

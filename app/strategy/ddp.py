@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,11 @@ class Ddp(StrategyMixin, DDPStrategy):
         """Connect the ranks, over the loopback interface if all are on this machine."""
         connect_ranks(self)
         super().setup_distributed()
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Return DDP's context of backward passes that send no gradients."""
+        context: AbstractContextManager[None] = self.model.no_sync()
+        return context
 
 
 class CompressedDdp(Ddp):

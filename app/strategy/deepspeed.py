@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     import lightning as L
 
 
-def build_zero(config: ZeroConfig, *, accelerator: str) -> StrategyMixin:
+def build_zero(config: ZeroConfig, *, accelerator: str, accumulation: int) -> StrategyMixin:
     """Build the strategy of a ZeRO stage, for GPUs or for CPUs with gloo."""
     # DeepSpeed reads this once, when it is imported.
     os.environ["DS_ACCELERATOR"] = {"gpu": "cuda"}.get(accelerator, accelerator)
-    return Zero(config)
+    return Zero(config, accumulation)
 
 
 def check_zero_config(config: Mapping[str, Any]) -> None:
@@ -70,9 +70,10 @@ class Zero(StrategyMixin, DDPStrategy):
 
     keeps_gradients = False  # the engine takes them during the backward pass
 
-    def __init__(self, config: ZeroConfig) -> None:
+    def __init__(self, config: ZeroConfig, accumulation: int = 1) -> None:
+        """`accumulation`: micro-batches of an optimizer step."""
         super().__init__(timeout=TIMEOUT)
-        self.zero_config = config
+        self.zero_config, self._accumulation = config, accumulation
         self.shards_weights = config.stage == 3
         self.fuses_adapters = not self.shards_weights
         self._zero: Any = None
@@ -139,7 +140,7 @@ class Zero(StrategyMixin, DDPStrategy):
             dtype=trained[0].dtype,
             num_trained=sum(weight.numel() for weight in trained),
             ranks_per_node=self.num_processes,
-            accumulation=trainer.accumulate_grad_batches,
+            accumulation=self._accumulation,
             max_norm=trainer.gradient_clip_val or 0.0,
         )
         check_zero_config(config)
@@ -191,40 +192,13 @@ class Zero(StrategyMixin, DDPStrategy):
             hook = module.register_forward_pre_hook(_release_after_backward, with_kwargs=True)
             offload.backward_hooks.append(hook)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step through the engine."""
-        return self._through_engine("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's validation step through the engine."""
-        return self._through_engine("validation_step", *args, **kwargs)
-
-    def _through_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        assert self.model is not None
-        module: Any = self.lightning_module
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            # In here, since the engine disables an autocast context outside of it.
-            with self.precision_plugin.forward_context():
-                return getattr(module, method)(*args, **kwargs)
-
-        module.forward = forward
-        try:
-            return self.model(*args, **kwargs)
-        finally:
-            del module.forward
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def run_backward(self, loss: Tensor) -> None:
         """Run the engine's backward pass, which reduces gradients as they are computed."""
-        module, engine = self.lightning_module, self.model
-        assert module is not None
-        assert engine is not None
-        loss = self.precision_plugin.pre_backward(closure_loss, module)
-        engine.backward(loss, scale_wrt_gas=False)
-        return self.precision_plugin.post_backward(loss, module)
+        assert self.model is not None
+        self.model.backward(loss, scale_wrt_gas=False)
 
     @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def accumulating(self) -> Iterator[None]:
         """Tell the engine that no optimizer step follows the micro-batches in this context."""
         engine = self.model
         assert engine is not None

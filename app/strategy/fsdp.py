@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -260,7 +260,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     # Step
 
     @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
+    def accumulating(self) -> Iterator[None]:
         """Accumulate gradients locally if they are small enough unsharded, else sharded.
 
         Sharded gradients are reduce-scattered each time, but not all-reduced between replicas.

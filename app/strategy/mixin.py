@@ -10,21 +10,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from app.strategy.placement import Placement
 from app.strategy.state import State
 from app.strategy.step import Step
 
 
-class StrategyMixin(Placement, Step, State):
+class StrategyMixin(Step, State):
     """Makes Lightning's loops and checkpoints use the three interfaces.
 
     Checkpoints hold weights and states by name, in the same format for every strategy.
     """
 
-    lightning_module: Any
-    model: Any
     checkpoint_io: Any
-    precision_plugin: Any
     accelerator: Any
     cluster_environment: Any = None
 
@@ -42,6 +38,19 @@ class StrategyMixin(Placement, Step, State):
         """
         with self.precision_plugin.tensor_init_context():
             yield
+
+    def training_step(self, *args: Any) -> Any:
+        """Run an optimizer step's forward and backward passes, by the module."""
+        return self.lightning_module.training_step(*args)
+
+    def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do nothing: `run_micro_batches` has run the backward passes."""
+        return closure_loss
+
+    def validation_step(self, batch: Any, *args: Any) -> Any:
+        """Run the module's validation step on this rank's part of a micro-batch."""
+        module = self.lightning_module
+        return self.run_forward(module.validation_step, self.shard_batch(batch), *args)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from data_modules import Batch
+
 BuildModel = Callable[..., Any]
 """builds the model on `device` (the CPU by default); `on_meta=True` creates meta tensors and reads
 no weights, `on_host=True` reads the weights into host memory first"""
@@ -41,6 +43,10 @@ class Placement:
     def data_rank(self) -> int:
         """Index of this rank, or its group, among the `num_data_ranks`."""
         return self.global_rank
+
+    def shard_batch(self, batch: Batch) -> Batch:
+        """Return the part of a micro-batch that this rank computes: all of it."""
+        return batch
 
     def build_model(self, build: BuildModel) -> Any:
         """Build the model and place its weights; called before the optimizer is built."""

@@ -5,22 +5,83 @@ Importing it needs neither torch nor Lightning.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+from app.strategy.placement import Placement
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from data_modules import Batch
 
-class Step:
-    """What a step does with gradients. Defaults: every rank holds all of them."""
+
+class Step(Placement):
+    """Forward and backward passes of placed weights and rows, and what becomes of gradients.
+
+    Defaults: one micro-batch after the other, and every rank holds all gradients.
+    """
 
     keeps_gradients = True
     """whether `weight.grad` exists until the optimizer step"""
     norms_differ = False
     """whether ranks may clip by different gradient norms"""
 
-    world_size: int
+    lightning_module: Any
+    model: Any
+    """the module, or a wrapper whose forward and backward synchronize the ranks"""
+    precision_plugin: Any
+
+    def run_micro_batches(
+        self, batches: Sequence[Batch], loss: Callable[[Batch], Tensor]
+    ) -> Tensor:
+        """Run all forward and backward passes of an optimizer step; return the sum of the losses.
+
+        `loss` returns what to differentiate of a micro-batch. Gradients add up in the weights; the
+        last pass synchronizes them between the ranks, which all pass equally many batches.
+        """
+        *earlier, last = batches
+        with self.accumulating() if earlier else nullcontext():
+            losses = [self._run_micro_batch(batch, loss) for batch in earlier]
+        return sum(losses, self._run_micro_batch(last, loss))
+
+    def _run_micro_batch(self, batch: Batch, loss: Callable[[Batch], Tensor]) -> Tensor:
+        # Moved one by one: the device holds the rows of a micro-batch, not those of the step.
+        is_gpu = self.root_device.type == "cuda"
+        part = self.shard_batch(batch).to(self.root_device, non_blocking=is_gpu)
+        value: Tensor = self.run_forward(loss, part)
+        # Lightning's plugin scales the loss of fp16, and calls the hooks around a backward pass.
+        scaled = self.precision_plugin.pre_backward(value, self.lightning_module)
+        self.run_backward(scaled)
+        self.precision_plugin.post_backward(scaled, self.lightning_module)
+        return value.detach()
+
+    def run_forward(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Call `run(*args)` as the forward of the strategy's wrapper, in the autocast of a step."""
+        module = self.lightning_module
+
+        def forward(*args: Any) -> Any:
+            # In here: DeepSpeed's wrapper disables an autocast context outside of it.
+            with self.precision_plugin.forward_context():
+                return run(*args)
+
+        if self.model is module:
+            return forward(*args)
+        module.forward = forward
+        try:
+            return self.model(*args)
+        finally:
+            del module.forward
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Run the backward pass of a micro-batch."""
+        loss.backward()
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Return the context of micro-batches that are not the last one of a step."""
+        return nullcontext()
 
     @property
     def num_averaged_ranks(self) -> int:

@@ -59,16 +59,7 @@ def probe_micro_batch(module: FinetuneModule, optimizer: str) -> None:
                 batching.micro_batch_size,
                 smaller[-1],
             )
-        _set_micro_batch_size(trainer, smaller[-1])
-
-
-def _set_micro_batch_size(trainer: Any, size: int) -> None:
-    """Change the micro-batches of the trainer and its data; the optimizer steps stay the same."""
-    data, accumulation_before = trainer.datamodule, trainer.accumulate_grad_batches
-    data.set_micro_batch_size(size)
-    trainer.accumulate_grad_batches = data.batching.accumulation_steps
-    trainer.val_check_interval *= data.batching.accumulation_steps
-    trainer.val_check_interval //= accumulation_before
+        data.set_micro_batch_size(smaller[-1])
 
 
 def _probe_all_ranks(
@@ -80,7 +71,8 @@ def _probe_all_ranks(
     from app.model.adapter import drop_pending_outputs
 
     strategy = module.strategy
-    failure = _probe(module, batch.to(strategy.root_device), optimizer)
+    part = strategy.shard_batch(batch).to(strategy.root_device)
+    failure = _probe(module, part, optimizer)
     module.zero_grad()
     module.reset_step()
     drop_pending_outputs(module.model)
@@ -97,11 +89,12 @@ def _probe(module: FinetuneModule, batch: Batch, optimizer: str) -> torch.OutOfM
     """Run a step's passes with room for the optimizer states; return this rank's error, if any."""
     import torch
 
+    trainer: Any = module.trainer
     num_bytes = allocated_states(module.model, optimizer)
     try:
         states = torch.empty(num_bytes, dtype=torch.uint8, device=module.strategy.root_device)
         # Twice: from the second micro-batch on, gradients are in memory next to the activations.
-        for _ in range(min(2, module.trainer.accumulate_grad_batches)):
+        for _ in range(min(2, trainer.datamodule.batching.accumulation_steps)):
             with module.trainer.precision_plugin.forward_context():
                 loss = module.loss(batch)
             loss.backward()

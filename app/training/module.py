@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -133,13 +133,13 @@ class FinetuneModule(L.LightningModule):
         """Prepare the model, which Lightning has built and placed by now."""
         prepare_model(self)
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batches: Sequence[Batch], batch_idx: int) -> int | None:
         """Finish the restore of a resumed run, then use the training weights.
 
-        Returns -1, which makes Lightning skip the batch, if the pending validation ended the run.
+        Returns -1, which makes Lightning skip the step, if the pending validation ended the run.
         """
         if self.resume is not None:
-            self.resume.restore_at_first_batch(batch)
+            self.resume.restore_at_first_batch(batches)
             self.resume = None
             if self.has_pending_validation:
                 self.has_pending_validation = False
@@ -147,7 +147,6 @@ class FinetuneModule(L.LightningModule):
                 if self.trainer.should_stop:
                     return -1
         use_training_weights(self.optimizer)
-        faults.fault_point("batch", self.trainer.global_step + 1)
         return None
 
     def on_fit_end(self) -> None:
@@ -169,17 +168,27 @@ class FinetuneModule(L.LightningModule):
         self.optimizer.state.clear()
         self.zero_grad()
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return a loss whose gradients add up, over all micro-batches, to those of the mean."""
+    def training_step(self, batches: Sequence[Batch], batch_idx: int) -> Tensor:
+        """Run forward and backward of an optimizer step; `batches` are its micro-batches."""
         self.metrics.resume_clock()
+        self.optimizer.zero_grad()
+        return self.strategy.run_micro_batches(batches, self.micro_batch_loss)
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        """Do nothing: Lightning calls this after `training_step`, which has set the gradients."""
+
+    def micro_batch_loss(self, batch: Batch) -> Tensor:
+        """Return a loss whose gradients add up, over all micro-batches, to those of the mean."""
+        step = self.trainer.global_step + 1
         self.step_tokens += batch.num_tokens
+        if self.resume is None:
+            faults.fault_point("batch", step)
         loss = self.loss(batch) / batch.step_weight
         if self.resume is None:  # otherwise the gradients of this pass are discarded
-            loss = inject_faults(loss, self.trainer.global_step + 1, batch, self.train_sums)
+            loss = inject_faults(loss, step, batch, self.train_sums)
         self.step_losses.append(loss.detach())
-        loss = propagate_nonfinite(loss)
-        # Lightning divides by the accumulation, the strategy by its ranks: both are undone here.
-        return loss * self.trainer.accumulate_grad_batches * self.strategy.num_averaged_ranks
+        # The strategy averages over its ranks, which is undone here.
+        return propagate_nonfinite(loss) * self.strategy.num_averaged_ranks
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the sum of loss times weight, plus the auxiliary loss of trained routers."""
@@ -232,7 +241,7 @@ class FinetuneModule(L.LightningModule):
         """Return whether a loss scaler checks the gradients."""
         return self.trainer.precision == "16-mixed"
 
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batches: Sequence[Batch], batch_idx: int) -> None:
         """Stop at the last step, which makes Lightning run the last validation."""
         if self.trainer.global_step >= self.total_steps:
             self.trainer.should_stop = True

@@ -7,7 +7,7 @@ the rest at the first batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +59,7 @@ class Resume:
     def loop_state(self) -> dict[str, Any]:
         """Return the state of Lightning's loops after the last step."""
         trainer = self.module.trainer
-        step, accumulation = self.state["step"], trainer.accumulate_grad_batches
-        return {"fit_loop": loop_state_after(trainer.fit_loop, step, accumulation)}
+        return {"fit_loop": loop_state_after(trainer.fit_loop, self.state["step"])}
 
     def restore_model(self, state_dict: Mapping[str, Any]) -> None:
         """Copy `state_dict` into the model; UserError unless it fits completely."""
@@ -84,8 +83,8 @@ class Resume:
             with self._naming_file(random_state_name(rank)):
                 check_random_state(read_random_state(source, rank), module.strategy.root_device)
 
-    def restore_at_first_batch(self, batch: Batch) -> None:
-        """Check that `batch` is the next batch, and restore the random state of the last step."""
+    def restore_at_first_batch(self, batches: Sequence[Batch]) -> None:
+        """Check that `batches` are the next step's, and restore the last step's random state."""
         module, source = self.module, self.source
         step, first_step = module.trainer.global_step, module.trainer.datamodule.first_step
         if not step == first_step == source.step:
@@ -94,7 +93,7 @@ class Resume:
                 f"{step}, the data at step {first_step}"
             )
         if module.trainer.world_size > 2 and isinstance(module.strategy, Ddp):
-            _rebuild_buckets(module, batch)
+            _rebuild_buckets(module, batches[0])
         module.strategy.restore_local_state(module.optimizer, self._local_state())
         if (rank := self._rank_of_random_state()) is not None:
             restore_random_state(read_random_state(source, rank), module.strategy.root_device)
@@ -172,7 +171,7 @@ def _rebuild_buckets(module: FinetuneModule, batch: Batch) -> None:
     became ready. A parameter's position in its bucket decides the order in which the ranks'
     gradients are added, which changes the last bits with three or more ranks.
     """
-    module.trainer.strategy.training_step(batch, 0).backward()
+    module.strategy.run_micro_batches([batch], module.micro_batch_loss)
     module.zero_grad()
     module.reset_step()
 

@@ -310,7 +310,8 @@ def build_lightning_trainer(
 ) -> Trainer:
     """Build the trainer of one run of `total_steps` optimizer steps.
 
-    For Lightning they are one epoch: only the data plan knows where an epoch ends.
+    For Lightning they are one epoch, since only the data plan knows where an epoch ends, of as many
+    batches: the strategy runs the micro-batches of a step.
     """
     import lightning as L
 
@@ -328,11 +329,10 @@ def build_lightning_trainer(
         precision={"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(env.precision, "32-true"),
         max_epochs=1,
         max_steps=total_steps,
-        accumulate_grad_batches=env.accumulation,
         gradient_clip_val=config.max_grad_norm,
         num_sanity_val_steps=-1,  # the whole validation set: step 0 of the metrics
-        val_check_interval=validation_interval(config, total_steps) * env.accumulation,
-        check_val_every_n_epoch=None,  # count batches from the start of the run, also when resumed
+        val_check_interval=validation_interval(config, total_steps),
+        check_val_every_n_epoch=None,  # count steps from the start of the run, also when resumed
         plugins=[checkpoints] if checkpoints is not None else None,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -47,15 +48,15 @@ class Traced:
         from app.model.attention import restore_kernel
         from app.model.kernels import unfuse_layers
 
-        batch = list(self.data.train_dataloader())[number]
+        batch = list(chain.from_iterable(self.data.train_dataloader()))[number]
         count = OperatorCounter(
             num_pairs=float(sum(n * n for row in batch.document_lengths for n in row))
         )
         weights = list(self.module.model.parameters())
         with self.fakes, count, count.watching_modules(), count.without_gradients(weights):
-            moved = self.data.transfer_batch_to_device(batch, DEVICE, 0)
+            moved = batch.to(DEVICE, non_blocking=True)
             with self.trainer.precision_plugin.forward_context():
-                loss = self.module.training_step(moved, 0)
+                loss = self.module.micro_batch_loss(moved)
             count.phase = "backward"
             loss.backward()
             count.phase = "step"
@@ -83,14 +84,14 @@ class Traced:
 
         compiling.BACKEND = "aot_eager"  # Inductor would generate kernels for a real device
         compilation, found = Compilation(), []
-        batches = list(self.data.train_dataloader())
+        batches = list(chain.from_iterable(self.data.train_dataloader()))
         with self.fakes:
             compilation.on_train_start(self.trainer, self.module)
             assert compilation.layers is not None
             for batch in batches:
-                moved = self.data.transfer_batch_to_device(batch, DEVICE, 0)
+                moved = batch.to(DEVICE, non_blocking=True)
                 with self.trainer.precision_plugin.forward_context():
-                    loss = self.module.training_step(moved, 0)
+                    loss = self.module.micro_batch_loss(moved)
                 loss.backward()
                 assert compilation.layers.failure is None, compilation.layers.failure
                 found.append(compiling.num_compiled_graphs())

@@ -82,7 +82,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
             callbacks=[watch(clock), *compilation_of(part)],
             folder=Path(folder),
         )
-        trainer.fit(module, datamodule=data_of(batches))
+        trainer.fit(module, datamodule=data_of(batches, env.accumulation))
     return backend
 
 
@@ -175,7 +175,7 @@ def compilation_of(part: Part) -> list[Any]:
     return [MustCompile()]
 
 
-def data_of(batches: Sequence[Batch]) -> Any:
+def data_of(batches: Sequence[Batch], accumulation: int) -> Any:
     """Return a data module that serves these batches and moves them like ours."""
     import lightning as L
     from torch.utils.data import DataLoader
@@ -185,8 +185,10 @@ def data_of(batches: Sequence[Batch]) -> Any:
     class Prepared(L.LightningDataModule):
         transfer_batch_to_device = FinetuneDataModule.transfer_batch_to_device
 
-        def train_dataloader(self) -> DataLoader[Batch]:
-            return DataLoader(batches, batch_size=None)
+        def train_dataloader(self) -> DataLoader[Any]:
+            starts = range(0, len(batches), accumulation)
+            steps = [batches[start : start + accumulation] for start in starts]
+            return DataLoader(steps, batch_size=None)
 
     return Prepared()
 
@@ -214,9 +216,7 @@ def watch(clock: Clock) -> Any:
         def on_train_batch_end(
             self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any
         ) -> None:
-            clock.micro_batch_done(batch.num_tokens)
-            if trainer.fit_loop._should_accumulate():
-                return
+            clock.micro_batch_done(sum(part.num_tokens for part in batch))
             clock.mark("optimizer")
             clock.step_done()
 

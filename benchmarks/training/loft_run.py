@@ -69,14 +69,8 @@ def main(task: Task) -> None:
     data.setup("fit")
 
     class Watch(L.Callback):
-        tokens = 0
-
         def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
-            self.tokens += rest[2].num_tokens
-            if trainer.fit_loop._should_accumulate():
-                return
-            clock.tokens.append(self.tokens)
-            self.tokens = 0
+            clock.tokens.append(sum(batch.num_tokens for batch in rest[2]))
             clock.step()
 
     class Losses:

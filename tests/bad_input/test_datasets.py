@@ -163,7 +163,7 @@ def test_fewer_packs_than_a_step_has_are_one_whole_step(tmp_path: Path, base: An
     file = write(tmp_path / "d.jsonl", ROWS)
     module = build(file, tokenizer=base, val_set_size=0, accumulation_steps=64)
     assert module.total_steps == 1
-    batches = list(module.train_dataloader())
+    (batches,) = module.train_dataloader()
     assert len(batches) == 64
     learned = sum(float(batch.loss_weights.sum()) for batch in batches)
     assert learned == pytest.approx(batches[0].step_weight) and learned > 0

@@ -19,6 +19,7 @@ from data_modules import Batch, DataConfig, DatasetConfig, DataSpec, PackingConf
 from data_modules.datamodule import FinetuneDataModule
 from data_modules.packing.mixture import MixtureConfig
 from data_modules.types import BatchSpec, ModelSpec
+from tests.batches import micro_batches
 
 
 @pytest.fixture
@@ -91,13 +92,11 @@ def labels(batches: list[Batch]) -> list[tuple[int, int, int]]:
 
 def steps(modules: list[FinetuneDataModule], accumulation: int) -> list[list[Batch]]:
     """Return the micro-batches of all ranks by global step."""
-    loaders = [list(module.train_dataloader()) for module in modules]
-    assert len({len(loader) for loader in loaders}) == 1
-    count = len(loaders[0]) // accumulation
-    return [
-        [b for loader in loaders for b in loader[step * accumulation : (step + 1) * accumulation]]
-        for step in range(count)
-    ]
+    found = []
+    for ranks in zip(*(module.train_dataloader() for module in modules), strict=True):
+        assert {len(batches) for batches in ranks} == {accumulation}
+        found.append([batch for batches in ranks for batch in batches])
+    return found
 
 
 @pytest.mark.parametrize("method", ["multipack", "none"])
@@ -141,7 +140,7 @@ def test_step_weight_excludes_the_first_token_of_a_document(
 def test_packed_and_padded_have_the_same_labels(files: list[DatasetConfig], tokenizer: Any) -> None:
     found = []
     for method in ("multipack", "none"):
-        batches = list(build(files, tokenizer, method=method).train_dataloader())
+        batches = micro_batches(build(files, tokenizer, method=method))
         found.append(labels(batches))
         if method == "multipack":
             assert all(batch.input_ids.shape[0] == 1 for batch in batches)
@@ -187,7 +186,7 @@ def test_weights_of_data_sets(files: list[DatasetConfig], tokenizer: Any) -> Non
     files[0].weight, files[1].weight = 2.0, 0.5
     module = build(files, tokenizer, data={"val_set_size": 0})
     counts = [0, 0, 0]
-    for batch in module.train_dataloader():
+    for batch in micro_batches(module):
         starts = (batch.position_ids == 0) & (batch.input_ids != -1)
         if batch.num_tokens:
             for dataset in batch.dataset_ids[starts].tolist():
@@ -219,10 +218,10 @@ def test_sequence_len_above_the_context(files: list[DatasetConfig], tokenizer: A
 def test_max_steps_and_first_step(files: list[DatasetConfig], tokenizer: Any) -> None:
     module = build(files, tokenizer, max_steps=9, data={"sequence_len": 64})
     assert module.total_steps == 9
-    everything = list(module.train_dataloader())
-    assert len(module.train_dataloader()) == len(everything) == 18
+    everything = micro_batches(module)
+    assert 2 * len(module.train_dataloader()) == len(everything) == 18
     module.first_step = 4
-    rest = list(module.train_dataloader())
+    rest = micro_batches(module)
     assert len(rest) == 10
     for batch, expected in zip(rest, everything[8:], strict=True):
         assert torch.equal(batch.input_ids, expected.input_ids)
@@ -321,7 +320,7 @@ def test_batches_are_pinned_only_for_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for device in ("cuda:0", "cpu"):
         module.trainer.strategy.root_device = torch.device(device)
-        for loader in (module.train_dataloader(), module.val_dataloader()):
+        for loader in (module.train_dataloader()._batches, module.val_dataloader()):
             assert loader.pin_memory is (device != "cpu")
     module.trainer = None  # as in `app.evaluate`
     assert module.whole_val_dataloader().pin_memory
@@ -341,7 +340,9 @@ def test_batches_are_moved_asynchronously_only_to_a_gpu(
     files: list[DatasetConfig], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = build(files, tokenizer)
-    batch = next(iter(module.train_dataloader()))
+    step = next(iter(module.train_dataloader()))
+    assert module.transfer_batch_to_device(step, torch.device("meta"), 0) is step
+    batch = step[0]
     moved = module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
     assert torch.equal(moved.labels, batch.labels)
     requested = []
@@ -458,8 +459,8 @@ def test_audit_and_quarantine_are_written_to_the_run_folder(
 
 
 def test_workers_give_the_same_batches(files: list[DatasetConfig], tokenizer: Any) -> None:
-    alone = list(build(files, tokenizer, max_steps=4).train_dataloader())
-    helped = list(build(files, tokenizer, max_steps=4, data={"num_workers": 1}).train_dataloader())
+    alone = micro_batches(build(files, tokenizer, max_steps=4))
+    helped = micro_batches(build(files, tokenizer, max_steps=4, data={"num_workers": 1}))
     for batch, expected in zip(helped, alone, strict=True):
         assert torch.equal(batch.labels, expected.labels)
         assert batch.document_lengths == expected.document_lengths
@@ -480,7 +481,7 @@ def test_pairs_for_an_encoder_decoder_model(
         model={"decoder_start_token_id": tokenizer.convert_tokens_to_ids("<pad>")},
     )
     seen = []
-    for batch in module.train_dataloader():
+    for batch in micro_batches(module):
         assert batch.decoder is not None
         for row, (sources, targets) in enumerate(
             zip(batch.document_lengths, batch.decoder.document_lengths, strict=True)

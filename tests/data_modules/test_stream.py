@@ -23,6 +23,7 @@ from data_modules.settings import check_datasets
 from data_modules.stream import StreamPlan, TokenStream
 from data_modules.tokens.datasets import DataSpec
 from data_modules.types import BatchSpec, ModelSpec
+from tests.batches import micro_batches
 from tests.reliability.person import Person
 
 
@@ -87,9 +88,9 @@ def stream_of(module: FinetuneDataModule, count: int) -> list[Batch]:
 
 def test_number_and_weight_of_steps_are_exact(tmp_path: Path, tokenizer: Any) -> None:
     module = build([write(tmp_path / "a.jsonl", 200)], tokenizer)
-    batches = list(module.train_dataloader())
-    assert len(batches) == len(module.train_dataloader()) == 12 and module.total_steps == 6
-    for first, second in zip(batches[::2], batches[1::2], strict=True):
+    steps = list(module.train_dataloader())
+    assert len(steps) == len(module.train_dataloader()) == module.total_steps == 6
+    for first, second in steps:
         weight = float(first.loss_weights.sum() + second.loss_weights.sum())
         assert first.step_weight == second.step_weight == weight > 0
 
@@ -114,21 +115,21 @@ def test_ranks_read_different_rows_and_miss_none(tmp_path: Path, tokenizer: Any)
 
 def test_loader_workers_share_the_rows_of_a_rank(tmp_path: Path, tokenizer: Any) -> None:
     module = build([write(tmp_path / "a.jsonl", 200)], tokenizer, num_workers=2, max_steps=8)
-    seen = texts(list(module.train_dataloader()), tokenizer)
+    seen = texts(micro_batches(module), tokenizer)
     assert len(seen) == len(set(seen)) > 50
 
 
 def test_the_order_depends_on_the_seed_and_can_start_later(tmp_path: Path, tokenizer: Any) -> None:
     files = [write(tmp_path / "a.jsonl", 200)]
-    all_steps = list(build(files, tokenizer).train_dataloader())
+    everything = micro_batches(build(files, tokenizer))
     module = build(files, tokenizer)
     module.first_step = 4
-    rest = list(module.train_dataloader())
-    assert len(rest) == len(module.train_dataloader()) == 4
-    for batch, expected in zip(rest, all_steps[8:], strict=True):
+    rest = micro_batches(module)
+    assert len(rest) == 2 * len(module.train_dataloader()) == 4
+    for batch, expected in zip(rest, everything[8:], strict=True):
         assert torch.equal(batch.input_ids, expected.input_ids)
         assert batch.step_weight == expected.step_weight
-    window = texts(all_steps, tokenizer)
+    window = texts(everything, tokenizer)
     assert window != sorted(window, key=lambda text: int(text.split(" ")[0]))
 
 
@@ -143,7 +144,7 @@ def test_ranks_share_the_weight_of_a_step_without_reading_it(
 ) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda number: number.mul_(2))
     module = build([write(tmp_path / "a.jsonl", 200)], tokenizer, num_ranks=2)
-    first, second, *_ = module.train_dataloader()
+    (first, second), *_ = module.train_dataloader()
     own = first.loss_weights.sum() + second.loss_weights.sum()
     assert isinstance(first.step_weight, torch.Tensor)
     assert first.step_weight.device == torch.device("cpu") and first.step_weight.shape == ()
@@ -278,7 +279,7 @@ def test_a_bad_row_is_reported_when_it_is_read(tmp_path: Path, tokenizer: Any) -
     with pytest.raises(DataError, match=r"a\.jsonl:31 prompt"):
         list(build([dataset], tokenizer, max_steps=99).train_dataloader())
     aside = build([dataset], tokenizer, max_steps=99, on_bad_row="quarantine")
-    assert len(list(aside.train_dataloader())) == 198
+    assert len(micro_batches(aside)) == 198
 
 
 def test_too_few_rows_for_the_ranks(tmp_path: Path, tokenizer: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from common.errors import DataError
 from data_modules import DataConfig, DatasetConfig
 from data_modules.settings import check_datasets
+from tests.batches import micro_batches
 from tests.data_modules.test_datamodule import build
 
 NUMBERS = ["one", "two", "three", "one two", "two three"]
@@ -89,7 +90,7 @@ def test_a_stream_leaves_out_validation_rows(
     assert module.val_examples.datasets.tolist() == [1] * 10
     module.audit.check()
     held_out = set(module.val_examples.digests.tolist())
-    batches = iter(module.train_dataloader())
+    batches = iter(micro_batches(module))
     assert len(held_out) == 10
     assert all(set(next(batches).dataset_ids.flatten().tolist()) <= {0} for _ in range(3))
 

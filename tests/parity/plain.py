@@ -67,8 +67,7 @@ def global_steps(
         )
     )
     datamodule.setup("fit")
-    batches = list(datamodule.train_dataloader())
-    return [batches[i : i + ACCUMULATION] for i in range(0, len(batches), ACCUMULATION)]
+    return list(datamodule.train_dataloader())
 
 
 class PlainTraining:

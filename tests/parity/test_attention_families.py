@@ -310,7 +310,7 @@ def test_padding_keeps_gradients_of_gemma_3n_finite(
         )
     )
     datamodule.setup("fit")
-    batch = next(iter(datamodule.train_dataloader()))
+    ((batch,),) = datamodule.train_dataloader()
     assert sum(batch.document_lengths[0]) < batch.input_ids.shape[1]
     ids = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
     inputs = attention_inputs(model, backend, batch.document_lengths, batch.input_ids)

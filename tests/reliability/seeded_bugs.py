@@ -93,17 +93,17 @@ BUGS = [
         test=RESUMED_RUN,
     ),
     Bug(
-        name="a resumed run counts its batches from the wrong accumulation boundary",
+        name="a resumed run counts its steps from the next one",
         file="app/training/checkpoint/state.py",
-        right="num_batches = step * accumulation\n",
-        wrong="num_batches = step * accumulation + 1\n",
+        right="batches.update(dict.fromkeys(batches, step))",
+        wrong="batches.update(dict.fromkeys(batches, step + 1))",
         test=RESUMED_RUN,
     ),
     Bug(
         name="the validation after the saved step is repeated",
         file="app/training/checkpoint/state.py",
-        right="num_batches = step * accumulation\n",
-        wrong="num_batches = (step - 1) * accumulation\n",
+        right="batches.update(dict.fromkeys(batches, step))",
+        wrong="batches.update(dict.fromkeys(batches, step - 1))",
         test=RESUMED_RUN,
     ),
     Bug(
@@ -256,8 +256,8 @@ BUGS = [
     Bug(
         name="losses of ranks are averaged instead of summed",
         file=MODULE,
-        right="self.trainer.accumulate_grad_batches * self.strategy.num_averaged_ranks",
-        wrong="self.trainer.accumulate_grad_batches",
+        right="propagate_nonfinite(loss) * self.strategy.num_averaged_ranks",
+        wrong="propagate_nonfinite(loss)",
         test=f"{STEPS}[ddp]",
     ),
     Bug(

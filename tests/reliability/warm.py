@@ -281,16 +281,18 @@ def record_into(folder: Path) -> None:
             os.write(files[name], b"begin\n")
         os.write(files[name], f"{words}\n".encode())
 
-    begin_batch: Callable[..., None] = FinetuneModule.on_train_batch_start
+    loss: Callable[..., Any] = FinetuneModule.micro_batch_loss
 
-    def noted_batch(module: Any, batch: Any, batch_idx: int) -> None:
-        begin_batch(module, batch, batch_idx)
-        digest = hashlib.sha256(batch.input_ids.numpy().tobytes())
-        digest.update(batch.labels.numpy().tobytes())
-        step = module.trainer.global_step + 1
-        note(f"batches-rank-{module.trainer.global_rank}", f"{step} {digest.hexdigest()[:16]}")
+    def noted_loss(module: Any, batch: Any) -> Any:
+        value = loss(module, batch)
+        if module.resume is None:  # otherwise the pass is discarded
+            digest = hashlib.sha256(batch.input_ids.numpy().tobytes())
+            digest.update(batch.labels.numpy().tobytes())
+            step = module.trainer.global_step + 1
+            note(f"batches-rank-{module.trainer.global_rank}", f"{step} {digest.hexdigest()[:16]}")
+        return value
 
-    FinetuneModule.on_train_batch_start = noted_batch
+    FinetuneModule.micro_batch_loss = noted_loss
     reach, save = faults.fault_point, [0]
 
     def noted_point(point: str, step: int | None = None) -> None:

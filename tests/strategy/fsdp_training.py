@@ -138,7 +138,7 @@ def train(
             is_last = number == accumulation - 1
             quiet = strategy is not None and not is_last
             with (
-                strategy.block_backward_sync() if quiet else nullcontext(),
+                strategy.accumulating() if quiet else nullcontext(),
                 torch.autocast("cpu", torch.bfloat16, enabled=autocast),
             ):
                 loss = compute_loss(model, ids[part], loss_weights[part])
@@ -212,7 +212,7 @@ def has_gradients_by_micro_batch(config: FsdpConfig, kind: str) -> tuple[bool, b
     strategy, model = build_sharded_model(config, model_builder(kind))
     weights = list(trainable_parameters(model).values())
     ids, loss_weights = make_batch(0)
-    with strategy.block_backward_sync():
+    with strategy.accumulating():
         compute_loss(model, ids, loss_weights).backward()
     first = all(weight.grad is not None for weight in weights)
     compute_loss(model, ids, loss_weights).backward()

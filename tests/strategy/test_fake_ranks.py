@@ -166,7 +166,7 @@ def take_step(config: Any, strategy: Any, num_layers: int) -> ModelStates:
         for number in range(2):
             live.peak = 0
             with (
-                strategy.block_backward_sync() if number == 0 else nullcontext(),
+                strategy.accumulating() if number == 0 else nullcontext(),
                 torch.autocast("cpu", torch.bfloat16),
             ):
                 total, _ = head_loss(model, inputs, ids, torch.ones(1, TOKENS))

@@ -57,7 +57,11 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         ids = torch.arange(3, 15).unsqueeze(0) + self.global_rank
-        return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        return self.strategy.run_micro_batches(
+            [ids, ids], lambda rows: self.model(input_ids=rows, labels=rows, use_cache=False).loss
+        )
+
+    def optimizer_zero_grad(self, *args: Any) -> None: ...
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("the step came")
@@ -71,7 +75,6 @@ def first_step(config: StrategyConfig) -> str:
         strategy=build_strategy(config, accelerator="cpu", num_ranks=num_ranks),
         callbacks=[GradientCheck()],
         max_steps=1,
-        accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
@@ -80,7 +83,7 @@ def first_step(config: StrategyConfig) -> str:
         use_distributed_sampler=False,
     )
     try:
-        trainer.fit(Module(), [0, 0])
+        trainer.fit(Module(), [0])
     except UserError as error:
         return str(error)
     return "no error"

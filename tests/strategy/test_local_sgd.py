@@ -52,7 +52,7 @@ def train_on_rank(config: LocalSgdConfig, kind: str) -> dict[str, Any]:
         parts = torch.arange(ROWS).view(MICRO_BATCHES, share, -1)[:, place]
         for number, part in enumerate(parts):
             waits = number < MICRO_BATCHES - 1
-            with strategy.block_backward_sync() if waits else nullcontext():
+            with strategy.accumulating() if waits else nullcontext():
                 (compute_loss(model, ids[part], loss_weights[part]) * share).backward()
         found["norms"].append(strategy.clip(optimizer, CLIP).item())
         optimizer.step()

@@ -81,11 +81,12 @@ class Module(L.LightningModule):
     def configure_optimizers(self) -> Any:
         return adamw(self.model)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        step, micro_batch = divmod(batch_idx, MICRO_BATCHES)
-        rows = make_batch(step, self.global_rank, micro_batch).to(self.device)
-        return compute_loss(
-            self.model, rows, is_bad=step == BAD_STEP and self.bad_rank == self.global_rank
+    def training_step(self, batch: Any, step: int) -> Tensor:
+        rows = [make_batch(step, self.global_rank, number) for number in range(MICRO_BATCHES)]
+        is_bad = step == BAD_STEP and self.bad_rank == self.global_rank
+        strategy: Any = self.trainer.strategy
+        return strategy.run_micro_batches(
+            rows, lambda part: compute_loss(self.model, part, is_bad=is_bad) / MICRO_BATCHES
         )
 
     def configure_gradient_clipping(
@@ -147,9 +148,13 @@ def train(
     trainer = L.Trainer(
         accelerator=accelerator,
         devices=num_ranks,
-        strategy=build_strategy(config, accelerator=accelerator, num_ranks=num_ranks),
+        strategy=build_strategy(
+            config,
+            accelerator=accelerator,
+            num_ranks=num_ranks,
+            accumulation=MICRO_BATCHES,
+        ),
         max_steps=STEPS,
-        accumulate_grad_batches=MICRO_BATCHES,
         gradient_clip_val=CLIP,
         logger=False,
         enable_checkpointing=False,
@@ -157,7 +162,7 @@ def train(
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, [0] * (STEPS * MICRO_BATCHES))
+    trainer.fit(module, [0] * STEPS)
     kept = {name: value.cpu() for name, value in module.kept.items()}
     return {"kept": kept, "norms": module.norms, "built": module.built}
 

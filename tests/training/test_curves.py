@@ -21,6 +21,7 @@ from app.training.metrics import Metrics, StepRecord
 from app.training.schedule import ScheduleConfig, lr_factor
 from common.errors import TrainingFault
 from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
+from tests.batches import micro_batches
 from tests.conftest import TrainRun, read_column
 from tests.tiny import NAMES, TINY_BASE, small_run, train_into
 
@@ -126,7 +127,7 @@ def test_trained_tokens_are_those_of_the_plan(run: Path) -> None:
         )
     )
     datamodule.setup("fit")
-    batches = list(datamodule.train_dataloader())
+    batches = micro_batches(datamodule)
     planned = torch.zeros(2, 4)
     for index, batch in enumerate(batches):
         for dataset in range(2):

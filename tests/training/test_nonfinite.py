@@ -34,6 +34,7 @@ from app.training.schedule import ScheduleConfig
 from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 from common.errors import Origin, TrainingFault
 from data_modules import Batch, BatchSpec, DataSpec, FinetuneDataModule, ModelSpec, StepRow
+from tests.batches import micro_batches
 from tests.matrix import matrix
 from tests.tiny import random_ids, tiny_llama
 from tests.training.test_loss import make_batch
@@ -104,12 +105,11 @@ class StateRecorder(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.fit.save_state(pl_module)
+        self.fit.save_state(pl_module)
 
 
-def batches(accumulation: int) -> list[Batch]:
-    """Return micro-batches for five steps, each with one document of either data set."""
+def steps(accumulation: int) -> list[list[Batch]]:
+    """Return the micro-batches of five steps, each with one document of either data set."""
     ids = random_ids(rows=STEPS * accumulation * 2, tokens=12).tolist()
     made = []
     for number in range(STEPS * accumulation):
@@ -117,7 +117,7 @@ def batches(accumulation: int) -> list[Batch]:
         batch = make_batch(pair, [[0.0] + [1.0] * 11] * 2, [0, 1])
         batch.step_weight = 22.0 * accumulation
         made.append(batch)
-    return made
+    return [made[at : at + accumulation] for at in range(0, len(made), accumulation)]
 
 
 def build_model(device: torch.device | None = None) -> Any:
@@ -175,7 +175,7 @@ def fit(
         folder=folder,
     )
     try:
-        trainer.fit(module, DataLoader(batches(accumulation), batch_size=None))  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(steps(accumulation), batch_size=None))  # type: ignore[arg-type]
     except TrainingFault as fault:
         found.fault = fault
     return found
@@ -634,7 +634,7 @@ def test_the_rows_of_a_step_are_those_that_its_batches_hold() -> None:
     )
     datamodule.setup("fit")
     examples = {str(e.origin): e.input_ids.tolist() for e in datamodule.train_examples}
-    for number, batch in enumerate(datamodule.train_dataloader()):
+    for number, batch in enumerate(micro_batches(datamodule)):
         step, micro_batch = number // 2 + 1, number % 2
         rows = [r for r in datamodule.rows_of_step(step) if r.micro_batch == micro_batch]
         ids = [token for row in rows for token in examples[str(row.origin)]]

@@ -22,9 +22,7 @@ def run_steps(total: int, every_steps: int, *, rank: int = 0) -> None:
     """Take the steps of a run as a trainer would: metrics write the first and every n-th."""
     metrics = Metrics(["a"], [], every_steps)
     bar = ProgressBar()
-    trainer: Any = SimpleNamespace(
-        is_global_zero=rank == 0, accumulate_grad_batches=1, max_steps=total, global_step=0
-    )
+    trainer: Any = SimpleNamespace(is_global_zero=rank == 0, max_steps=total, global_step=0)
     module: Any = SimpleNamespace(metrics=metrics)
     bar.on_fit_start(trainer, module)
     for step in range(1, total + 1):
@@ -70,9 +68,7 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
     monkeypatch.setattr("app.training.callbacks.progress.time.monotonic", lambda: next(clock))
     metrics = Metrics(["a"], [], 10)
     bar = ProgressBar()
-    trainer: Any = SimpleNamespace(
-        is_global_zero=True, accumulate_grad_batches=1, max_steps=1000, global_step=0
-    )
+    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=1000, global_step=0)
     module: Any = SimpleNamespace(metrics=metrics)
     bar.on_fit_start(trainer, module)
     trainer.global_step = 900
@@ -101,9 +97,7 @@ def test_messages_are_above_the_bar_which_shows_how_it_ended(
     monkeypatch.setattr(sys, "stdout", screen)
     metrics, bar = Metrics(["a"], [], 1), ProgressBar()
     bar.console = Console(file=screen, force_terminal=True, width=80)
-    trainer: Any = SimpleNamespace(
-        is_global_zero=True, accumulate_grad_batches=1, max_steps=12000, global_step=0
-    )
+    trainer: Any = SimpleNamespace(is_global_zero=True, max_steps=12000, global_step=0)
     module: Any = SimpleNamespace(metrics=metrics)
     handler = Screen()
     bar.on_fit_start(trainer, module)

@@ -60,7 +60,7 @@ def test_the_average_is_validated_and_saved_while_training_uses_its_own_weights(
 ) -> None:
     words = [*WORDS, "trainer.max_steps=6", "schedule.warmup_steps=0"]
     folder = train_run(*small_run("trainer.validate_every_steps=2"), *words)
-    assert len(seen["training"]) == 12 and all(seen["training"])
+    assert len(seen["training"]) == 6 and all(seen["training"])
     assert len(seen["validation"]) > 3 and not any(seen["validation"])
     saved = load_file(folder / "adapter" / "adapter_model.safetensors")
     in_memory = {name.replace(".default", ""): w for name, w in seen["validated"].items()}

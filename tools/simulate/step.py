@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -281,23 +281,20 @@ def _build_placed(build: Callable[[], Any], place_on: torch.device, **_: Any) ->
 def _take_step(
     module: FinetuneModule, optimizer: Optimizer, batch: Batch, number: int, live: LiveMemory
 ) -> None:
-    """Take one optimizer step, in Lightning's order."""
+    """Take one optimizer step of `number` micro-batches, in the order of a run."""
     strategy: Any = module.trainer.strategy
     weights = _trained(module)
-    moved = batch.to(DEVICE)
-    for index in range(number):
-        live.phase = "forward"
-        is_last = index == number - 1
-        blocks = not is_last and module.trainer.world_size > 1
-        with strategy.block_backward_sync() if blocks else nullcontext():
-            with strategy.precision_plugin.forward_context():
-                loss = strategy.training_step(moved, index)
-            if index == 0:
-                optimizer.zero_grad()
-            live.phase = "backward"
-            loss.backward()
-        del loss
+
+    def loss(part: Batch) -> torch.Tensor:
         live.assign((weight.grad for weight in weights), "gradients")
+        live.phase = "forward"
+        value = module.micro_batch_loss(part)
+        live.phase = "backward"
+        return value
+
+    optimizer.zero_grad()
+    strategy.run_micro_batches([batch.to(DEVICE)] * number, loss)
+    live.assign((weight.grad for weight in weights), "gradients")
     live.phase = "step"
     module.configure_gradient_clipping(optimizer, module.trainer.gradient_clip_val)
     optimizer.step()

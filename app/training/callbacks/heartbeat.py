@@ -48,6 +48,10 @@ class Heartbeat(L.Callback):
         """Send a heartbeat before a step that may hang."""
         beat(trainer.global_step)
 
+    def on_after_backward(self, trainer: L.Trainer, *args: Any) -> None:
+        """Send a heartbeat after each micro-batch."""
+        beat(trainer.global_step)
+
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Send a heartbeat."""
         beat(trainer.global_step)

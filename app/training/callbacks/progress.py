@@ -69,7 +69,7 @@ class ProgressBar(L.Callback):
         batch_idx: int,
     ) -> None:
         """Advance once per optimizer step."""
-        if (batch_idx + 1) % trainer.accumulate_grad_batches or not trainer.is_global_zero:
+        if not trainer.is_global_zero:
             return
         step, total = trainer.global_step, trainer.max_steps
         if self.progress is not None:

@@ -80,8 +80,7 @@ class CheckpointSaver(L.Callback):
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Finish an optimizer step that no validation follows."""
-        is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if is_step and not self.validates_after(trainer.global_step):
+        if not self.validates_after(trainer.global_step):
             self._finish_step(trainer, pl_module)
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:

@@ -130,17 +130,16 @@ def value_range(value: Any) -> tuple[float, float]:
     return float(smallest), float(largest)
 
 
-def loop_state_after(fit_loop: Any, step: int, accumulation: int) -> dict[str, Any]:
+def loop_state_after(fit_loop: Any, step: int) -> dict[str, Any]:
     """Return the state of a new `fit_loop` as if it had done `step` optimizer steps.
 
-    Batches are counted from the resume on, like in the loader, which starts at `step`; only their
-    total, which schedules validations, covers the whole run. The keys are those of Lightning 2.6's
-    loops, which have no public way to start at a step.
+    Lightning's batches, which are our steps, are counted from the resume on, like in the loader,
+    which starts at `step`; only their total, which schedules validations, covers the whole run. The
+    keys are those of Lightning 2.6's loops, which have no public way to start at a step.
     """
     state = copy.deepcopy(fit_loop.state_dict())
-    num_batches = step * accumulation
     batches = state["epoch_loop.batch_progress"]["total"]
-    batches.update(dict.fromkeys(batches, num_batches))
+    batches.update(dict.fromkeys(batches, step))
     steps = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]
     steps.update(dict.fromkeys(steps, step))
     state["epoch_loop.state_dict"]["_batches_that_stepped"] = step

@@ -52,15 +52,15 @@ Ids = list[tuple[int, str]]
 def record_batches(monkeypatch: pytest.MonkeyPatch) -> Ids:
     """Record the step and the hash of the token ids of every micro-batch."""
     ids: Ids = []
-    plain = FinetuneModule.training_step
+    plain = FinetuneModule.micro_batch_loss
 
-    def watched(self: FinetuneModule, batch: Any, batch_idx: int) -> Any:
+    def watched(self: FinetuneModule, batch: Any) -> Any:
         ids.append(
             (self.trainer.global_step, hashlib.sha256(batch.input_ids.cpu().numpy()).hexdigest())
         )
-        return plain(self, batch, batch_idx)
+        return plain(self, batch)
 
-    monkeypatch.setattr(FinetuneModule, "training_step", watched)
+    monkeypatch.setattr(FinetuneModule, "micro_batch_loss", watched)
     return ids
 
 
@@ -187,8 +187,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ids]:
 @pytest.mark.parametrize(
     ("hook", "number"),
     [
-        ("training_step", 1),  # before anything is saved
-        ("training_step", 14),  # between the micro-batches of step 7
+        ("micro_batch_loss", 1),  # before anything is saved
+        ("micro_batch_loss", 14),  # between the micro-batches of step 7
         ("configure_gradient_clipping", 8),  # in the last step
         ("validation_step", 20),
         ("on_validation_epoch_end", 3),  # of step 6, whose row and checkpoint are not there yet
@@ -211,7 +211,7 @@ def test_a_resume_that_fails_before_it_trains_leaves_the_run_as_it_was(
     tmp_path: Path, stop_at: Any
 ) -> None:
     run = tmp_path / "run"
-    stop_at("training_step", 9)
+    stop_at("micro_batch_loss", 9)
     with pytest.raises(Stopped):
         run_into(run, *BETWEEN)
     before = contents(run)
@@ -233,7 +233,7 @@ def test_three_deaths_in_one_epoch_change_nothing(
 ) -> None:
     whole, everything = uninterrupted
     for number in (7, 5, 6):  # of the micro-batches of its process: steps 3, 4 and 6
-        stop_at("training_step", number)
+        stop_at("micro_batch_loss", number)
         with pytest.raises(Stopped):
             run_into(tmp_path / "run", *BETWEEN, "resume=auto")
     resumed = run_into(tmp_path / "run", *BETWEEN, "resume=auto")
