@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from data_modules.audit import Audit as Audit
     from data_modules.collator import Batch as Batch
     from data_modules.collator import DecoderInputs as DecoderInputs
+    from data_modules.collator import SequenceSlice as SequenceSlice
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
     from data_modules.datamodule import StepRow as StepRow
     from data_modules.packing import PackingConfig as PackingConfig
@@ -52,6 +53,7 @@ _HOMES = {
     "DataSpec": "tokens.datasets",
     "DatasetConfig": "settings",
     "DecoderInputs": "collator",
+    "SequenceSlice": "collator",
     "EpochTokens": "tokens.size",
     "Example": "types",
     "FinetuneDataModule": "datamodule",

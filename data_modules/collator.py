@@ -51,6 +51,14 @@ class DecoderInputs:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """The columns [start, stop) of whole rows: the tokens of their documents that a rank holds."""
+
+    start: int
+    stop: int
+
+
 @dataclass(slots=True)
 class Batch:
     """One micro-batch.
@@ -69,6 +77,8 @@ class Batch:
     decoder          the decoder's inputs, for encoder-decoder models: `input_ids`, `position_ids`
                      and `document_lengths` are then the encoder's, and `labels`, `loss_weights`,
                      `dataset_ids` and `trained_columns` [rows, targets] the decoder's
+    sequence         the columns of whole rows that the tensors hold, None for all; positions and
+                     `document_lengths` are those of whole rows
     """
 
     input_ids: torch.Tensor
@@ -81,6 +91,27 @@ class Batch:
     step_weight: float | torch.Tensor
     num_tokens: int
     decoder: DecoderInputs | None = None
+    sequence: SequenceSlice | None = None
+
+    def part(self, sequence: SequenceSlice) -> Batch:
+        """Return the columns that one of several ranks holds of a causal model's batch.
+
+        Sums over all positions of the parts are those of the batch.
+        """
+        if self.decoder is not None or self.sequence is not None:
+            raise ValueError("only whole rows of a causal model can be split")
+        start, stop = sequence.start, sequence.stop
+        by_position = ("input_ids", "position_ids", "labels", "loss_weights", "dataset_ids")
+        columns = self.trained_columns
+        own = columns[(columns >= start) & (columns < stop)] - start
+        ends = [min(sum(lengths), stop) for lengths in self.document_lengths]
+        return replace(
+            self,
+            **{name: getattr(self, name)[:, start:stop] for name in by_position},
+            trained_columns=own if len(own) else own.new_zeros(1),
+            num_tokens=sum(max(0, end - start) for end in ends),
+            sequence=sequence,
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return a copy with its tensors on `device`."""
@@ -98,7 +129,7 @@ class Batch:
         return replace(self, **pinned, decoder=decoder)
 
     def _tensors(self) -> dict[str, Any]:
-        plain = ("document_lengths", "step_weight", "num_tokens", "decoder")
+        plain = ("document_lengths", "step_weight", "num_tokens", "decoder", "sequence")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}
 
 

@@ -45,7 +45,10 @@ class Placement:
         return self.global_rank
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Return the part of a micro-batch that this rank computes: all of it."""
+        """Return the part of a micro-batch that this rank computes: all of it.
+
+        Ranks that split rows return `batch.part(...)` of their `SequenceSlice`.
+        """
         return batch
 
     def build_model(self, build: BuildModel) -> Any:

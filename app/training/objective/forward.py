@@ -56,10 +56,13 @@ def document_numbers(batch: Batch) -> tuple[Tensor, int]:
     rows = (batch if batch.decoder is None else batch.decoder).document_lengths
     last = sum(map(len, rows))
     numbers = torch.full(batch.labels.shape, last)
+    begin = 0 if batch.sequence is None else batch.sequence.start
     first = 0
     for row, lengths in enumerate(rows):
         row_numbers = torch.arange(first, first + len(lengths))
-        numbers[row, : sum(lengths)] = row_numbers.repeat_interleave(torch.tensor(lengths).long())
+        whole = row_numbers.repeat_interleave(torch.tensor(lengths).long())
+        own = whole[begin : begin + numbers.shape[1]]
+        numbers[row, : len(own)] = own
         first += len(lengths)
     return numbers.to(batch.labels.device), last
 
@@ -72,7 +75,8 @@ def _causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
         "logits_to_keep": batch.trained_columns,
     }
     # Single documents get their positions from the model: not every model starts at 0 (RoBERTa).
-    if any(len(lengths) > 1 for lengths in batch.document_lengths):
+    is_packed = any(len(lengths) > 1 for lengths in batch.document_lengths)
+    if is_packed or batch.sequence is not None:
         inputs["position_ids"] = batch.position_ids
     return inputs | attention_inputs(model, backend, batch.document_lengths, batch.input_ids)
 
