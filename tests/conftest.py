@@ -28,40 +28,36 @@ SCREEN = "screen.txt"
 """file next to a run's folder: the output of the command"""
 
 LONGEST_FILES = (
+    "tools/test_simulate.py",
+    "end_to_end/test_merge_and_chat.py",
     "end_to_end/test_two_hosts.py",
     "training/checkpoint/test_resume.py",
-    "reliability/test_chaos.py",
-    "end_to_end/test_terminal.py",
+    "end_to_end/test_readme.py",
     "parity/test_every_family.py",
     "model/test_compile.py",
-    "planning/test_simulation.py",
-    "end_to_end/test_learning.py",
-    "parity/strategies/test_links.py",
+    "reliability/test_chaos.py",
+    "benchmarks/test_gpu_ops.py",
     "strategy/test_sharded.py",
+    "benchmarks/test_gpu_sheet.py",
+    "end_to_end/test_terminal.py",
+    "end_to_end/test_learning.py",
+    "end_to_end/test_qlora_quickstart.py",
+    "parity/test_global_step.py",
+    "parity/strategies/test_links.py",
+    "training/test_no_waste.py",
     "parity/strategies/test_slow_links.py",
-    "end_to_end/test_readme.py",
     "parity/strategies/test_mixtures.py",
+    "parity/strategies/test_steps.py",
+    "bad_input/test_resume_runs.py",
+    "end_to_end/test_signals.py",
     "process/test_peers.py",
     "end_to_end/test_resume.py",
+    "doctor/test_bandwidth.py",
     "training/checkpoint/test_fuzz.py",
-    "end_to_end/test_qlora_quickstart.py",
-    "parity/strategies/test_steps.py",
-    "end_to_end/test_signals.py",
-    "training/test_no_waste.py",
-    "end_to_end/test_merge_and_chat.py",
-    "parity/test_global_step.py",
-    "benchmarks/test_gpu_sheet.py",
-    "evaluation/test_evaluate_tasks.py",
-    "end_to_end/test_multimodal.py",
-    "strategy/test_deepspeed.py",
-    "bad_input/test_secrets.py",
-    "strategy/test_fake_ranks.py",
-    "end_to_end/test_sweep.py",
-    "end_to_end/test_quickstart.py",
+    "training/test_precision.py",
     "end_to_end/test_encoder_decoder.py",
-    "benchmarks/test_gpu_ops.py",
-    "bad_input/test_run_folders.py",
-    "model/test_saved.py",
+    "end_to_end/test_docs.py",
+    "strategy/test_experiments.py",
 )
 """files whose tests take a minute or more in total, longest first"""
 
@@ -169,7 +165,8 @@ def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             with pytest.MonkeyPatch.context() as patch:
                 # Otherwise messages about the cache depend on which worker trained the run.
                 patch.setenv("LOFT_DATA_CACHE", str(parent / "cache"))
-                said = run_verb("train", "+experiment=quickstart", f"output.dir={parent / 'run'}")
+                words = ("+experiment=quickstart", "evaluation.max_rows=80")
+                said = run_verb("train", *words, f"output.dir={parent / 'run'}")
             (parent / SCREEN).write_text(said)
     return parent / "run"
 
