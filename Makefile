@@ -121,7 +121,7 @@ test-slow: WORKERS = 3
 test-slow: $(STAMP)  ## the slow tests: matrices of strategies, kills, whole runs
 	$(PYTEST) -m "slow and not versions" $(ARGS)
 
-test-versions: $(STAMP)  ## sweeps over all model families, which change with constraints.txt, conf/model, app/model and app/planning
+test-versions: $(STAMP)  ## sweeps over model families and simulated GPUs; needed after a change of what tools/tested_versions.py lists
 	$(PYTEST) -m versions
 	$(BIN)/python -m tools.tested_versions record
 

@@ -1,4 +1,4 @@
-"""Whether the sweeps over all model families and templates passed with these versions and files.
+"""Whether the sweeps over model families, and simulated GPUs, passed with these versions and files.
 
 Their results change only with the versions in constraints.txt and with the files in DEPENDS_ON.
 `python -m tools.tested_versions` exits with 1 if any of them changed since the sweeps passed;
@@ -14,7 +14,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "tested_versions.txt"
 MARKER = "pytest.mark.versions"
-DEPENDS_ON = ("constraints.txt", "conf/model", "app/model", "app/planning", "tools/simulate")
+DEPENDS_ON = (
+    "constraints.txt",
+    "conf/model",
+    "conf/experiment",
+    "app/model",
+    "app/planning",
+    "app/strategy",
+    "benchmarks",
+    "tools/simulate",
+)
 
 
 def digest(root: Path = ROOT) -> str:
@@ -23,7 +32,7 @@ def digest(root: Path = ROOT) -> str:
     files += [file for folder in DEPENDS_ON[1:] for file in (root / folder).rglob("*.*")]
     files += [file for file in (root / "tests").rglob("*.py") if MARKER in file.read_text("utf-8")]
     found = hashlib.sha256()
-    for file in sorted(file for file in files if file.suffix in (".txt", ".yaml", ".py")):
+    for file in sorted(file for file in files if file.suffix in (".txt", ".yaml", ".py", ".cpp")):
         found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
     return found.hexdigest()
 

@@ -45,6 +45,7 @@ def printed(*words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_a_program_is_counted_as_by_hand(found: Any) -> None:
     known = found["known"]
@@ -60,11 +61,13 @@ def test_a_program_is_counted_as_by_hand(found: Any) -> None:
     assert known["pageable"] == 1  # the other one is page-locked
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_a_trace_leaves_the_attention_of_the_next_one_alone(found: Any) -> None:
     assert found["attention"] is None
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_micro_batch_and_its_step_wait_for_nothing(found: Any, method: str) -> None:
@@ -73,6 +76,7 @@ def test_a_micro_batch_and_its_step_wait_for_nothing(found: Any, method: str) ->
     assert (numbers["syncs"], numbers["to_host"], numbers["pageable"]) == (0, 0, 0)
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_a_mixture_of_experts_waits_for_nothing_and_computes_nothing_twice(
     found_slowly: Any,
@@ -84,6 +88,7 @@ def test_a_mixture_of_experts_waits_for_nothing_and_computes_nothing_twice(
             assert 0.9 < numbers["product_flops"] / numbers["ideal_flops"] < 1.01, method
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_a_shipped_experiment_takes_as_many_packs_at_once_as_fit(found_slowly: Any) -> None:
     numbers = found_slowly["as shipped"]
@@ -91,18 +96,21 @@ def test_a_shipped_experiment_takes_as_many_packs_at_once_as_fit(found_slowly: A
     assert (numbers["syncs"], numbers["to_host"], numbers["pageable"]) == (0, 0, 0)
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_a_lora_launches_few_kernels(found: Any) -> None:
     # 91 a layer: 11 scales of products were launches of their own.
     assert found["traced"]["lora"]["launches"] <= 91 * FEWER["lora"] + 75
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_stay_within_their_budget(found: Any, method: str) -> None:
     assert found["traced"][method]["peak_bytes"] / 2**30 <= BUDGETS_GIB[method]
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_no_product_is_computed_twice(found: Any, method: str) -> None:
@@ -111,6 +119,7 @@ def test_no_product_is_computed_twice(found: Any, method: str) -> None:
     assert 0.95 < numbers["product_flops"] / numbers["ideal_flops"] < 1.01
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_two_depths_tell_a_third_exactly(found: Any) -> None:
     shallow, deep = (
@@ -121,6 +130,7 @@ def test_two_depths_tell_a_third_exactly(found: Any) -> None:
     assert told == pytest.approx(traced, rel=1e-9)
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_no_graph_is_compiled_after_the_second_batch(found: Any) -> None:
     graphs = found["graphs"]
@@ -158,6 +168,7 @@ def test_the_hosts_time_stands_beside_that_of_a_plain_step() -> None:
     assert [(one.value, one.ok) for one in figures] == [(1.125, True), (0.95, True), (1.3, False)]
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_the_host_is_measured_by_the_paths_of_a_gpu() -> None:
     found = bench.measure_host()

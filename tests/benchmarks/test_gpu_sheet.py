@@ -72,6 +72,7 @@ def measured(folder: Path, capsys: pytest.CaptureFixture[str], **how: Any) -> tu
     return sheet.read_text(), [json.loads(line) for line in printed if line.startswith("{")]
 
 
+@pytest.mark.versions
 def test_every_part_trains_and_stands_in_the_sheet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_every_part_trains_and_stands_in_the_sheet(
     assert "Left out" not in sheet
 
 
+@pytest.mark.versions
 def test_the_compiled_parts_train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +240,7 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(
     [(("none",), ["none", "selective", "selective"]),
      (("none", "selective"), ["none", "selective", "full", "full"])],
 )  # fmt: skip
+@pytest.mark.versions
 def test_where_memory_does_not_suffice_layers_are_recomputed_and_noted(
     too_large: tuple[str, ...],
     rounds: list[str],

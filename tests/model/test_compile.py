@@ -129,6 +129,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert difference <= 1e-5 * torch.linalg.vector_norm(gradient), name
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kind", MAKERS)
 def test_ten_compiled_steps_equal_uncompiled_steps(kind: str, split_only: None) -> None:
     plain, compiled = build(kind), build(kind)
@@ -139,6 +140,7 @@ def test_ten_compiled_steps_equal_uncompiled_steps(kind: str, split_only: None) 
     assert num_compiled_graphs() > 0
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("kind", "adapter"), [("llama", None), ("gpt2", FullConfig())], ids=MAKERS)
 def test_ten_steps_of_real_kernels(kind: str, adapter: AdapterConfig | None) -> None:
     """Of a LoRA, and of a whole model."""
@@ -149,6 +151,7 @@ def test_ten_steps_of_real_kernels(kind: str, adapter: AdapterConfig | None) -> 
     assert layers.failure is None
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("recompute", [{}, {"mode": "full", "every": 2}], ids=["none", "every"])
 def test_nothing_is_compiled_after_the_third_step(
     recompute: dict[str, Any], traced_only: None
@@ -175,6 +178,7 @@ def test_strides_of_a_single_row_cause_no_recompilation() -> None:
     assert found == [(30, 6, 3, 1)] * 3
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("mode", "every", "adapter"),
     [("full", 1, LoraConfig(r=4, dropout=0.0)), ("full", 2, FullConfig()), ("offload", 1, None)],
@@ -190,6 +194,7 @@ def test_recompute_around_compiled_layers(
     assert_close(found, gradients(plain))
 
 
+@pytest.mark.versions
 def test_random_numbers_are_the_same_when_a_layer_is_computed_again(split_only: None) -> None:
     """Gradients with dropout are those of the loss that was computed, by finite differences."""
     model = build(adapter=LoraConfig(r=4, dropout=0.3), mode="full")
@@ -211,6 +216,7 @@ def test_random_numbers_are_the_same_when_a_layer_is_computed_again(split_only: 
     assert (above - below) / 2e-2 == pytest.approx(weight.grad.norm().item(), rel=1e-2)
 
 
+@pytest.mark.versions
 def test_remove_restores_names_and_the_uncompiled_model(traced_only: None) -> None:
     model = build(mode="full", every=2)
     names, expected = list(model.state_dict()), gradients(model)
@@ -240,6 +246,7 @@ def breaking(after: int) -> Any:
     return compile_graph
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("after", "mode"), [(0, "none"), (4, "none"), (1, "full"), (7, "full")])
 def test_a_failed_compilation_is_logged_once_and_the_run_continues(
     after: int, mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -255,6 +262,7 @@ def test_a_failed_compilation_is_logged_once_and_the_run_continues(
     assert layers.failure == cause
 
 
+@pytest.mark.versions
 def test_a_backward_pass_that_cannot_be_compiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -111,6 +111,7 @@ def test_neighbours_do_not_change_a_document(family: str) -> None:
     assert check_family(family) >= len(ROPE_INIT_FUNCTIONS)
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_all_families() -> None:
     counts = {}

@@ -154,10 +154,11 @@ def check(folder: Path, own: Tokenizer, what: str) -> bool:
     return True
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:]]
+SWEPT = (pytest.mark.slow, pytest.mark.versions)
+MORE = [pytest.param(kind, marks=SWEPT) for kind in list(KINDS)[1:]]
 
 
-@pytest.mark.parametrize("kind", ["byte_level", *SLOW])
+@pytest.mark.parametrize("kind", ["byte_level", *MORE])
 def test_all_classes_encode_as_the_file(kind: str, tmp_path: Path) -> None:
     names = fast_classes()
     read = [check(tmp_path, make_folder(tmp_path, kind, name, ""), name) for name in names]
@@ -165,6 +166,7 @@ def test_all_classes_encode_as_the_file(kind: str, tmp_path: Path) -> None:
     assert sum(read) >= 58
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 def test_all_model_types_with_some_of_the_classes_encode_as_the_file(tmp_path: Path) -> None:
     """Each model type with every 20th class, from another one on: all 8,100 pairs take minutes."""

@@ -190,15 +190,16 @@ CASES = [
 ]
 MORE_CASES = [
     Case(("llama70b",), 64, 4),
-    Case(("llama70b", "strategy=fsdp_tp"), 8, 4),
     Case(("llama70b", "adapter=full"), 64),
     Case(("llama70b", "strategy=fsdp_grad_op"), 64, 4),
-    Case(("llama70b",), 8, 4),
 ]
 
 
+SWEPT = (pytest.mark.slow, pytest.mark.versions)
+
+
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
+    "case", [*CASES, *(pytest.param(case, marks=SWEPT) for case in MORE_CASES)], ids=str
 )
 def test_memory_of_an_fsdp_rank_equals_the_estimate(
     fake_ranks: Callable[[Case], Any], case: Case

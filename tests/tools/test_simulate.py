@@ -102,6 +102,7 @@ def one_process(
     monkeypatch.setattr(simulation, "ProcessPoolExecutor", lambda *_, **__: nullcontext(process))
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ def test_simulated_steps_on_fake_ranks(typed: tuple[str, ...]) -> None:
         assert abs(found["step_difference"]) <= 0.5
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_grouped_query_attention_saves_no_fp32_scores() -> None:
@@ -137,6 +139,7 @@ def test_grouped_query_attention_saves_no_fp32_scores() -> None:
     assert abs(found["difference"]) <= 0.05
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
 def test_gradients_at_a_peak_in_the_backward_pass() -> None:
@@ -286,6 +289,7 @@ def test_estimates_and_simulation_of_families_agree(name: str) -> None:
     assert allocated(estimate_gpu_memory(run)) == pytest.approx(found, rel=WITHIN)
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
@@ -312,6 +316,7 @@ def test_estimates_and_simulation_of_70b_parts_agree(typed: tuple[str, ...]) -> 
         assert expected == pytest.approx(traced, rel=0.05, abs=0.012 * steps.total), names
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
 def test_estimates_and_simulation_of_all_layers_agree() -> None:
@@ -335,6 +340,7 @@ NOT_SIMULATED = {
 """experiments that cannot be simulated: DeepSpeed needs real ranks, hybrids need their kernels"""
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", NOT_SIMULATED)

@@ -12,7 +12,7 @@ from tools import tested_versions
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     files = ("constraints.txt", "conf/model/llama.yaml", "app/model/base.py", "app/train.py")
-    for name in (*files, "tests/test_sweep.py", "tests/test_other.py"):
+    for name in (*files, "benchmarks/gpu/fake.cpp", "tests/test_sweep.py", "tests/test_other.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "tests/test_sweep.py").write_text(f"@{tested_versions.MARKER}\n")
@@ -26,6 +26,7 @@ def root(tmp_path: Path) -> Path:
         ("conf/model/llama.yaml", True),
         ("app/model/base.py", True),
         ("tests/test_sweep.py", True),
+        ("benchmarks/gpu/fake.cpp", True),
         ("app/train.py", False),
         ("tests/test_other.py", False),
     ],
