@@ -35,7 +35,6 @@ SETTINGS = [
     "logger=csv",
 ]
 ADAPTERS = {
-    "lora": ["adapter=lora", "adapter.dropout=0"],
     "dora": ["adapter=lora", "adapter.dropout=0", "adapter.use_dora=true"],
     "tokens": ["adapter=lora", "adapter.dropout=0", "adapter.trainable_tokens=[<|im_end|>]"],
     "ia3": ["adapter=ia3"],

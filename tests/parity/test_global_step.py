@@ -53,12 +53,6 @@ SPLITS = {
         "trainer.devices=2",
         "trainer.accelerator=cpu",
     ],
-    "two ranks, by the global batch": [
-        "trainer.micro_batch_size=4",
-        "trainer.global_batch_size=8",
-        "trainer.devices=2",
-        "trainer.accelerator=cpu",
-    ],
 }
 
 
@@ -80,7 +74,7 @@ def of_two_ranks(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.mark.parametrize("split", ["one by one", "two ranks", "two ranks, by the global batch"])
+@pytest.mark.parametrize("split", ["one by one", "two ranks"])
 def test_a_global_step_is_the_same_however_it_is_split(
     split: str, reference: Path, of_two_ranks: Path, person: Person, tmp_path: Path
 ) -> None:
@@ -163,16 +157,6 @@ def test_packed_and_padded_documents_give_the_same_loss_and_gradient(
         assert read_column(packed, column) == pytest.approx(read_column(padded, column), rel=1e-6)
     tokens = "train/tokens/lists_test"
     assert read_column(packed, tokens) == read_column(padded, tokens)
-
-
-def test_the_learning_rate_does_not_depend_on_ranks(person: Person, tmp_path: Path) -> None:
-    folder = tmp_path / "cosine"
-    own = [word for word in SETTINGS if not word.startswith("schedule=")]
-    person.train_into(folder, *own, *SPLITS["two ranks"], "schedule=cosine")
-    rates = list(read_column(folder, "train/lr").values())
-    assert len(rates) == 6
-    assert rates[0] == pytest.approx(1e-3)
-    assert rates == sorted(rates, reverse=True)
 
 
 def test_a_run_on_two_ranks_leaves_one_folder_with_one_adapter(

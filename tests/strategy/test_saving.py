@@ -25,13 +25,11 @@ pytestmark = pytest.mark.slow
 
 STRATEGIES = {
     "fsdp": FsdpConfig(),
-    "fsdp_grad_op": FsdpConfig(name="fsdp_grad_op", reshard_after_forward=False),
     "tp": FsdpConfig(name="tp", tensor_parallel_size=2, shards_data_parallel=False),
 }
 KINDS = ["lora", "dora", "ia3", "full", "head", "top layer"]
 CASES = [
     *(("fsdp", kind) for kind in KINDS),
-    *(("fsdp_grad_op", kind) for kind in ("lora", "full")),
     *(("tp", kind) for kind in ("lora", "ia3", "full")),
 ]
 IDS = [5, 9, 60, 33, 21, 7, 8]

@@ -65,16 +65,16 @@ def assert_same_results(found: dict[str, Any], alone: dict[str, Any], which: str
 
 @pytest.mark.parametrize(
     ("config", "cases"),
-    [(FSDP, CASES + OF_FSDP), (GRAD_OP, CASES), (COPIES, CASES), (TP, CASES + OF_TP)],
-    ids=["fsdp", "grad_op", "copies", "tp"],
+    [(FSDP, CASES + OF_FSDP), (GRAD_OP, CASES[:2]), (TP, CASES + OF_TP)],
+    ids=["fsdp", "grad_op", "tp"],
 )
 def test_two_ranks_train_as_one(config: FsdpConfig, cases: list[Any]) -> None:
     check_cases(2, config, cases)
 
 
-@pytest.mark.parametrize("config", [COPIES, FSDP_TP, TP], ids=["2x2", "fsdp_tp", "tp of two"])
+@pytest.mark.parametrize("config", [COPIES, FSDP_TP], ids=["2x2", "fsdp_tp"])
 def test_four_ranks_train_as_one(config: FsdpConfig) -> None:
-    """Replicated shards, shards of split matrices, and replicated split matrices."""
+    """Replicated shards, and shards of split matrices."""
     check_cases(4, config, [*CASES[:2], OF_TP[0]])
 
 
@@ -84,9 +84,8 @@ def test_gradients_of_the_cases_are_large_enough_to_clip() -> None:
     assert min(norms) > CLIP
 
 
-@pytest.mark.parametrize(("first", "second"), [(FSDP, TP), (TP, COPIES)], ids=["to tp", "from tp"])
-def test_a_run_continues_under_another_strategy(first: FsdpConfig, second: FsdpConfig) -> None:
-    answers = on_ranks(2, fsdp.train_under_two_strategies, first, second, "lora")
+def test_a_run_continues_under_another_strategy() -> None:
+    answers = on_ranks(2, fsdp.train_under_two_strategies, FSDP, TP, "lora")
     alone = fsdp.train(model_builder("lora")())
     for answer in answers:
         assert answer["losses"] == pytest.approx(alone["losses"][2:], abs=1e-5)

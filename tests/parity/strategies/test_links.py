@@ -15,8 +15,6 @@ from tests.parity.strategies.layouts import (
 )
 from tests.runs import check_same_run, rows_of
 
-pytestmark = pytest.mark.slow
-
 TOPK = Layout(
     strategy="ddp_compressed", words=("strategy.compression=topk", "strategy.topk_share=0.05")
 )
@@ -35,13 +33,20 @@ LOCAL = {
 }
 
 
+@pytest.mark.slow
 def test_topk_with_share_1_equals_ddp(runs: Runs) -> None:
     words = ADAPTERS["lora"]
     run = runs.train(TOPK, *words, "strategy.topk_share=1")
     check_same_results(run, runs.train(LAYOUTS["ddp"], *words))
 
 
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize(
+    "asynchronous",
+    [
+        pytest.param("false", marks=pytest.mark.strategies),
+        pytest.param("true", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_topk_run_resumes_bit_for_bit(asynchronous: str, runs: Runs) -> None:
     words = (*ADAPTERS["lora"], f"trainer.checkpoint.async={asynchronous}")
     reference = runs.train(TOPK, *words)
@@ -53,6 +58,7 @@ def test_a_killed_topk_run_resumes_bit_for_bit(asynchronous: str, runs: Runs) ->
     check_same_run(run, reference)
 
 
+@pytest.mark.slow
 def test_a_resume_from_ddp_starts_without_unsent_gradients(runs: Runs) -> None:
     words = ADAPTERS["lora"]
     run = runs.new_folder("fewer")
@@ -62,7 +68,10 @@ def test_a_resume_from_ddp_starts_without_unsent_gradients(runs: Runs) -> None:
     assert "top-k starts without" in runs.person.train_into(run, *again)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(2, marks=pytest.mark.strategies), pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_synchronous_steps_equal_those_of_one_process(ranks: int, runs: Runs) -> None:
     layout = Layout(
         strategy="hsdp_local_sgd",
@@ -76,7 +85,14 @@ def test_synchronous_steps_equal_those_of_one_process(ranks: int, runs: Runs) ->
     check_same_results(runs.train(layout, *words), runs.train(SINGLE, *words))
 
 
-@pytest.mark.parametrize("kind", LOCAL)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("mean", marks=pytest.mark.strategies),
+        pytest.param("outer", marks=pytest.mark.strategies),
+        pytest.param("shards", marks=pytest.mark.slow),  # of replicas with an outer step
+    ],
+)
 def test_local_sgd_resumes_bit_for_bit_between_averages(kind: str, runs: Runs) -> None:
     """The checkpoint is from step 4, between two averages."""
     words = ADAPTERS["lora"]
@@ -89,6 +105,7 @@ def test_local_sgd_resumes_bit_for_bit_between_averages(kind: str, runs: Runs) -
     check_same_run(run, reference)
 
 
+@pytest.mark.slow
 def test_other_strategies_resume_from_the_mean_of_local_sgd(runs: Runs) -> None:
     words = (*ADAPTERS["lora"], "resume=auto", "resume_allow=[precision]")
     run = runs.new_folder("mean")
@@ -103,6 +120,7 @@ def test_other_strategies_resume_from_the_mean_of_local_sgd(runs: Runs) -> None:
     assert "every node starts from the mean" in runs.person.train_into(run, *third)
 
 
+@pytest.mark.strategies
 def test_local_sgd_and_topk_resume_from_each_other(runs: Runs) -> None:
     words = (*ADAPTERS["lora"], "resume=auto", "resume_allow=[precision]")
     words = (*words, "trainer.checkpoint.every_steps=1")

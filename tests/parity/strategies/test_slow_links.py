@@ -22,8 +22,6 @@ from tests.reliability.person import ExitStatus, Person
 from tests.runs import rows_of
 from tests.tiny import SAMPLES, save_with_tokenizer, tiny_llama
 
-pytestmark = pytest.mark.slow
-
 WIDE = {
     "vocab_size": 768,
     "hidden_size": 256,
@@ -194,6 +192,7 @@ def formula_of(layout: Layout, base: Path) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", LAYOUTS)
 def test_two_hosts_train_as_one_and_send_the_planned_bytes(
     strategy: str, host_runs: HostRuns, wide: Path
@@ -212,7 +211,13 @@ def test_two_hosts_train_as_one_and_send_the_planned_bytes(
         assert rows_of(traffic.run) == rows_of(reference)
 
 
-@pytest.mark.parametrize("strategy", ["hsdp_local_sgd", "fsdp_hybrid"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("hsdp_local_sgd", marks=pytest.mark.slow),
+        pytest.param("fsdp_hybrid", marks=pytest.mark.strategies),
+    ],
+)
 def test_steps_on_a_slow_network_are_faster_than_with_full_sharding(
     strategy: str, host_runs: HostRuns
 ) -> None:

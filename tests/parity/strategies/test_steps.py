@@ -22,8 +22,8 @@ from tests.parity.strategies.layouts import (
 
 IN_MAKE_TEST = {"lora": {"ddp", "fsdp"}, "full": set()}
 IN_TEST_ALL = {
-    "lora": set(LAYOUTS) - {"zero1", "zero2_offload", "zero3_offload", "zero3_hpz"},
-    "full": {"zero3", "fsdp"},
+    "lora": {"zero2", "zero3", "tp", "fsdp_tp"},
+    "full": {"fsdp"},
 }
 
 
