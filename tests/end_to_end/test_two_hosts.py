@@ -34,7 +34,7 @@ HANG_SECONDS = 12.0
 """limit of seconds without progress"""
 NOTICED_WITHIN = 4 * HANG_SECONDS
 """seconds within which a rank ends after losing another one, on a busy machine"""
-NUM_KILLS = int(os.environ.get("LOFT_KILLS", "2"))
+NUM_KILLS = int(os.environ.get("LOFT_KILLS", "1"))
 """number of times that a host is killed at a random moment; each takes the time of a start"""
 STEPS_OF_A_CUT, STEPS_OF_KILLS = 20, 20 * NUM_KILLS
 """more steps than a fast machine takes before the connection is cut, or the hosts are killed"""

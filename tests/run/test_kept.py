@@ -31,7 +31,6 @@ RUN = (
 KINDS = {
     "lora": (),
     "full": ("adapter=full", "optimizer.lr=1e-4"),
-    "freeze": ("adapter=freeze", "adapter.layers=top 1", "optimizer.lr=1e-3"),
     "pissa": ("adapter.init=pissa",),
 }
 
@@ -44,7 +43,12 @@ def evaluate_into(folder: Path, *words: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "full")) for kind in KINDS]
+    "kind",
+    [
+        "full",
+        pytest.param("lora", marks=pytest.mark.slow),
+        pytest.param("pissa", marks=pytest.mark.slow),
+    ],
 )
 def test_a_kept_step_is_evaluated_as_it_was_validated(kind: str, tmp_path: Path) -> None:
     words = [word for word in RUN if kind in ("lora", "pissa") or "dropout" not in word]

@@ -59,7 +59,7 @@ from tests.training.checkpoint.test_state import Training
 
 pytestmark = pytest.mark.slow
 
-NUM_CHANGES = 300
+NUM_CHANGES = 100
 """of each kind of file"""
 LONGEST = 20
 """seconds that one of them may take"""
