@@ -214,8 +214,15 @@ except RemoteError as error:
 """
 
 
-@pytest.mark.parametrize("how", ["streaming", "downloading"])
-@pytest.mark.parametrize("name", ["stalls", "drips", "is sound"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("stalls", "streaming"),
+        ("drips", "downloading"),
+        ("is sound", "streaming"),
+        ("is sound", "downloading"),
+    ],
+)
 def test_a_slow_hub_is_given_up(name: str, how: str, tmp_path: Path) -> None:
     """A hub with one data set responds at once, but sends the file slowly."""
 

@@ -206,7 +206,6 @@ def test_two_cpu_ranks_are_measured_and_compared_with_a_step() -> None:
 @pytest.mark.parametrize(
     ("lost", "by", "message"),
     [
-        (0, signal.SIGKILL, "bandwidth: another rank has ended"),
         (1, signal.SIGKILL, "bandwidth: another rank has ended"),
         (1, signal.SIGSTOP, "has not ended after 4 s: a rank hangs, or a link is cut"),
     ],

@@ -27,24 +27,23 @@ RUN = (
 ADAPTER = "adapter/adapter_model.safetensors"
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
-def test_several_ranks_give_the_figures_and_weights_of_one(
-    family: str, person: Person, tmp_path: Path
+@pytest.mark.parametrize(("family", "strategy"), [("qwen3_5_text", "zero3"), ("falcon_h1", "fsdp")])
+def test_two_ranks_give_the_figures_and_weights_of_one(
+    family: str, strategy: str, person: Person, tmp_path: Path
 ) -> None:
-    pytest.importorskip("deepspeed")
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
     base = save_with_tokenizer(
         tiny_family(family, vocab_size=768, max_position_embeddings=256), tmp_path / "base"
     )
     words = (*RUN, f"model.path={base}")
-    one = tmp_path / "one"
+    one, two = tmp_path / "one", tmp_path / "two"
     person.train_into(one, *small_run(*words, "trainer.gradient_accumulation_steps=2"))
     expected, theirs = figures_of(one), load_file(one / ADAPTER)
-    for strategy in ("fsdp", "zero3"):
-        two = tmp_path / strategy
-        ranks = ("trainer.devices=2", "trainer.gradient_accumulation_steps=1")
-        person.train_into(two, *small_run(*words, *ranks, f"strategy={strategy}"))
-        for figure, value in figures_of(two).items():
-            assert value == pytest.approx(expected[figure], rel=1e-5, abs=1e-5), (strategy, figure)
-        mine = load_file(two / ADAPTER)
-        assert mine.keys() == theirs.keys()
-        assert all(torch.allclose(mine[name], theirs[name], atol=1e-4) for name in theirs)
+    ranks = ("trainer.devices=2", "trainer.gradient_accumulation_steps=1")
+    person.train_into(two, *small_run(*words, *ranks, f"strategy={strategy}"))
+    for figure, value in figures_of(two).items():
+        assert value == pytest.approx(expected[figure], rel=1e-5, abs=1e-5), figure
+    mine = load_file(two / ADAPTER)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.allclose(mine[name], theirs[name], atol=1e-4) for name in theirs)

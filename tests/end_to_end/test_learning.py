@@ -93,7 +93,7 @@ class Kind:
 KINDS = {
     "mixture": Kind(
         save=save_mixture,
-        words=("adapter.experts=lora", "trainer.max_steps=120"),
+        words=("adapter.experts=lora", "trainer.max_steps=80"),
         adapts=".experts.",
     ),
     "hybrid": Kind(save=save_hybrid, words=("trainer.max_steps=60",), adapts=".mamba."),
@@ -124,7 +124,7 @@ def test_other_kinds_of_bases_learn_the_lists(
     )
     assert case.says in printed
     # Evaluate reopens the saved model.
-    words = ["evaluation.exact_match=true", "evaluation.max_rows=40"]
+    words = ["evaluation.exact_match=true", "evaluation.max_rows=30"]
     reopened = tmp_path / "evaluated"
     evaluate(load_config("evaluate", [f"run={run}", f"output.dir={reopened}", *words]))
     measured = json.loads((reopened / "metrics.json").read_text())

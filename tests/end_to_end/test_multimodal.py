@@ -41,7 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_with_tokenizer(tiny_multimodal("mistral3"), tmp_path_factory.mktemp("base"))
 
 
-@pytest.fixture(scope="module", params=ADAPTERS)
+@pytest.fixture(scope="module")
 def of_one_rank(
     request: pytest.FixtureRequest,
     base: Path,
@@ -55,7 +55,11 @@ def of_one_rank(
     return request.param, run
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize(
+    ("of_one_rank", "strategy"),
+    [("lora", "zero3"), ("full", "fsdp")],
+    indirect=["of_one_rank"],
+)
 def test_several_ranks_give_the_figures_and_weights_of_one(
     strategy: str, of_one_rank: tuple[str, Path], base: Path, person: Person, tmp_path: Path
 ) -> None:

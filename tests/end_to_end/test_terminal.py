@@ -1,4 +1,4 @@
-"""Output of the first run, in terminals of three widths and through a pipe."""
+"""Output of the first run, in a terminal and through a pipe."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.conftest import SCREEN
 from tests.processes import run_verb
 from tests.reliability.person import Person
 from tests.terminal import CTRL_C, type_in_terminal
+from tests.tiny import small_run
 
 SHORT = ("trainer.max_steps=20", "evaluation.max_rows=4", "evaluation.max_new_tokens=4")
 MOST_LINES = 14
@@ -26,30 +27,26 @@ def lines_before_the_first_step(lines: list[str]) -> list[str]:
     return [line for line in lines[:first] if line]
 
 
-def check_end(lines: list[str], folder: Path, *, logger: str) -> None:
+def check_end(lines: list[str], folder: Path, *, third: str) -> None:
     end = "".join(lines[lines.index("next:") :])  # a narrow terminal wraps the paths
-    third = "tensorboard.main" if logger == "tensorboard" else "app.merge"
     assert re.findall(r" -m ([\w.]+)", end) == ["app.evaluate", "app.chat", third]
     assert end.endswith(f"run: {folder}")
     assert any("base vs tuned" in line for line in lines)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("columns", "logger"), [(80, "csv"), (200, "tensorboard")])
-def test_the_first_run_in_a_terminal(
-    columns: int, logger: str, person: Person, tmp_path: Path
-) -> None:
+def test_the_first_run_in_a_terminal(person: Person, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    words = ["+experiment=quickstart", *SHORT, f"logger={logger}", f"output.dir={folder}"]
-    screen = type_in_terminal(person.python, columns, "app.train", *words)
+    words = ["+experiment=quickstart", *SHORT, f"output.dir={folder}"]
+    screen = type_in_terminal(person.python, 80, "app.train", *words)
     assert screen.code == 0, screen.lines
     assert screen.lines[0] == "loading libraries ..."
     before = lines_before_the_first_step(screen.lines)
     assert len(before) <= MOST_LINES, before
     (bar,) = (line for line in screen.lines if PROGRESS.match(line))
     assert re.match(r"done ━+ 20/20 loss [\d.]+  val [\d.]+  [\d,]+ tok/s", bar)
-    assert len(bar) <= columns
-    check_end(screen.lines, folder, logger=logger)
+    assert len(bar) <= 80
+    check_end(screen.lines, folder, third="tensorboard.main")
     details = (folder / LOG_FILE).read_text()
     assert "parameter groups of AdamW" in details and "chat template:" in details
 
@@ -63,8 +60,9 @@ def test_the_first_run_through_a_pipe(person: Person, tmp_path: Path) -> None:
     assert before[0] == "loading libraries ..." and len(before) <= MOST_LINES
     assert "\x1b" not in "".join(lines)
     assert sum(line.startswith("step ") for line in lines) > 2
-    check_end(lines, folder, logger="csv")
-    verbose = person.train_into(tmp_path / "verbose", *words[:-1], "--verbose")
+    check_end(lines, folder, third="app.merge")
+    short = small_run("trainer.max_steps=1", "logger=csv")
+    verbose = person.train_into(tmp_path / "verbose", *short, "--verbose")
     assert "parameter groups of AdamW" in verbose
 
 
@@ -96,18 +94,6 @@ def test_bars_of_answers_and_validation_are_erased(
 
 
 @pytest.mark.slow
-def test_a_good_run_logs_no_warnings(person: Person, tmp_path: Path) -> None:
-    words = ["+experiment=quickstart", "evaluation.exact_match=false", "logger=csv"]
-    words += ["seed=1", "trainer.max_steps=120"]
-    output = person.train_into(tmp_path / "run", *words)
-    check_no_warnings(output, tmp_path / "run")
-
-
-@pytest.mark.slow
 def test_the_quickstart_logs_no_warnings(default_run: Path) -> None:
-    check_no_warnings((default_run.parent / SCREEN).read_text(), default_run)
-
-
-def check_no_warnings(output: str, run: Path) -> None:
-    log = (run / LOG_FILE).read_text()
+    output, log = (default_run.parent / SCREEN).read_text(), (default_run / LOG_FILE).read_text()
     assert " WARNING " not in log and "warning" not in output + log

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.reliability.person import Person
+
 pytestmark = pytest.mark.slow
 
 
-def run_command(*words: str, verb: str = "train") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"app.{verb}", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_a_run_with_a_validation_file(tmp_path: Path) -> None:
+def test_a_run_with_a_validation_file(person: Person, tmp_path: Path) -> None:
     rows = [{"instruction": f"q {i}", "output": str(2 * i)} for i in range(60)]
     train, val = tmp_path / "train.json", tmp_path / "mine.json"
     train.write_text(json.dumps(rows[:40]))
@@ -30,22 +25,16 @@ def test_a_run_with_a_validation_file(tmp_path: Path) -> None:
         f"data.val_datasets={val}",
         "data.test_datasets=[]",
         "trainer.early_stopping_patience=2",
-        f"output.dir={run}",
     ]
-    trained = run_command(*words, "trainer.max_steps=4")
-    assert trained.returncode == 0, trained.stderr
-    assert "3 of 23 validation documents are also in the training data" in (
-        trained.stdout + trained.stderr
-    )
+    printed = person.train_into(run, *words, "trainer.max_steps=4")
+    assert "3 of 23 validation documents are also in the training data" in printed
     with (run / "metrics.csv").open() as file:
         curve = [float(row["val/loss/mine"]) for row in csv.DictReader(file) if row["val/loss"]]
     assert curve[-1] < curve[0]
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["tuned/val/loss/mine"] < metrics["base/val/loss/mine"]
-    evaluated = run_command(f"run={run}", f"output.dir={tmp_path / 'e'}", verb="evaluate")
-    assert evaluated.returncode == 0, evaluated.stderr
+    person.train_into(tmp_path / "evaluated", f"run={run}", module="app.evaluate")
     val.write_text(json.dumps(rows[36:]))
     longer = ("trainer.max_steps=6", "resume=auto", "resume_allow=[epochs]")
-    changed = run_command(*words, *longer)
-    assert changed.returncode == 2
-    assert "data.val_datasets[0] mine" in changed.stderr
+    printed = person.train_into(run, *words, *longer, code=2)
+    assert "data.val_datasets[0] mine" in printed
