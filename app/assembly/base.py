@@ -20,6 +20,7 @@ from app.model.architecture import (
 from app.model.attention import attention_implementation, choose_backend, packing_error
 from app.model.base import ModelConfig, check_described, load_base
 from app.model.build import build_model, load_tuned, weight_dtype
+from app.model.description import BaseDescription
 from app.model.quantization import QuantizationConfig, stored_quantization
 from app.model.rope import describe_rope_factors
 from app.model.tokenizer import (
@@ -30,7 +31,6 @@ from app.model.tokenizer import (
     trained_token_ids,
 )
 from app.preflight import describe_base
-from app.preflight.base_model import BaseModel
 from app.preflight.files import check_recompute
 from app.training.trainer import Environment
 from common.errors import UserError
@@ -128,7 +128,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     check_described(model, architecture)
     model.revision = base_commit(model) or model.revision  # branches and tags of the hub move
     if isinstance(config, TrainConfig):  # of a base on the hub, nothing was known before
-        known = BaseModel(str(model.path), architecture.to_dict())
+        known = BaseDescription(name=str(model.path), config=architecture.to_dict())
         if problems := check_recompute(config.recompute.every, known):
             raise UserError(problems)
     rope_len = model.rope_len or _longest_sequence(config)

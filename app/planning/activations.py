@@ -1,9 +1,7 @@
 """Estimate the activation memory of a step, and the memory of the loss, on a GPU.
 
 Counts what autograd saves for the backward pass in layers of attention and a feed-forward network,
-in bytes per token and layer, then the moments of a step. The structure of a layer is described in
-`layer_kind`, which also lists the architectures whose estimates were verified. Needs no torch and
-no weights.
+in bytes per token and layer, then the moments of a step. Needs no torch and no weights.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.model.chunks import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
-from app.planning.layer_kind import Widths
+from app.planning.widths import Widths
 from app.strategy.settings import FsdpConfig
 
 if TYPE_CHECKING:
@@ -22,17 +20,6 @@ FP32, HALF = 4, 2
 """bytes per value"""
 LOSS_BYTES = 6
 """bytes per logit of a chunk with PyTorch's operators: one copy in half precision, one in fp32"""
-HALF_SCORES = ("gpt_oss",)
-"""model types whose eager attention saves its probabilities in half precision only"""
-CLAMPED_GATES = ("gpt_oss",)
-"""model types that clamp the gate by separate operators, which save seven tensors in all; this
-cannot be seen in their modules"""
-POST_NORMS = ("bart",)
-"""encoder-decoder model types with norms after each residual sum; their attention has no position
-bias, but their logits have a bias, which requires the full logits"""
-JOINS_ROTATED = ("gpt_neox", "persimmon", "phi", "stablelm")
-"""model types with partial rotary embeddings that concatenate the rotated part of each head with
-the rest: the attention output is then copied back to token order"""
 GELU_OPERATORS = ("gelu_new",)
 """ungated activations made of separate operators, three of which save fp32 tensors"""
 NORM_TEMPORARIES = 5
@@ -153,7 +140,7 @@ def _attention_bytes(widths: Widths, execution: LayerExecution) -> float:
         num_bytes += scores + shared
     elif kind.joins_heads:
         num_bytes += value_bytes * heads
-    elif widths.model_type in JOINS_ROTATED:
+    elif widths.family.joins_rotated:
         num_bytes += value_bytes * widths.query
     return num_bytes
 
@@ -164,7 +151,7 @@ def feed_forward_bytes(widths: Widths, execution: LayerExecution) -> float:
     if not kind.is_gated:
         operators = 3 * FP32 if kind.activation in GELU_OPERATORS else 0
         return float((2 * value_bytes + operators) * widths.feed_forward)
-    of_gate = 7 if widths.model_type in CLAMPED_GATES else 3 if execution.fuses_gate(widths) else 4
+    of_gate = 7 if widths.family.clamps_gate else 3 if execution.fuses_gate(widths) else 4
     features = of_gate * widths.feed_forward + widths.routed_copies * widths.hidden
     return float(value_bytes * features)
 
@@ -175,13 +162,13 @@ def score_bytes(widths: Widths, execution: LayerExecution) -> int:
     These are the probability, in fp32 and in the dtype of the values, and the output of a softcap.
     """
     value_bytes = execution.value_bytes
-    probability = value_bytes if widths.model_type in HALF_SCORES else FP32 + value_bytes
+    probability = value_bytes if widths.family.has_half_scores else FP32 + value_bytes
     return probability + value_bytes * widths.caps_scores
 
 
 def encoder_decoder_layer_bytes(widths: Widths, execution: LayerExecution) -> float:
     """Return the bytes per token of an encoder-decoder's layer, averaged over both stacks."""
-    if widths.model_type in POST_NORMS:
+    if widths.family.has_post_norms:
         return _bart_layer_bytes(widths, execution)
     return _t5_layer_bytes(widths, execution)
 
@@ -235,7 +222,7 @@ def _adapter_bytes(widths: Widths, execution: LayerExecution) -> float:
 
 def bias_bytes(widths: Widths, execution: LayerExecution) -> float:
     """Return the bytes of T5's position bias, which all sequences share."""
-    if widths.model_type in POST_NORMS:
+    if widths.family.has_post_norms:
         return 0.0
     return float(execution.value_bytes * widths.heads * execution.sequence_len**2)
 
@@ -343,7 +330,7 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
     """
     model, hidden = run.model, run.model.widths.hidden
     value_bytes = execution.value_bytes
-    if model.widths.model_type in POST_NORMS:
+    if model.widths.family.has_post_norms:
         states = run.tokens / 2 * hidden * value_bytes
         whole = WHOLE_LOGITS * FP32 * run.tokens / 2 * model.widths.vocabulary
         return 2 * states + whole, states

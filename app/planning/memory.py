@@ -20,7 +20,6 @@ from app.planning.activations import (
 )
 from app.planning.hardware import HardwareConfig
 from app.planning.host import estimate_host_memory
-from app.planning.layer_kind import ALL_EXPERTS
 from app.planning.planned_model import PlannedModel, dtype_bytes
 from app.planning.states import (
     ModelSize,
@@ -168,7 +167,7 @@ class PlannedRun:
             scaled_inputs=self.model.scaled_features(of_inputs=True),
             scaled_outputs=self.model.scaled_features(of_inputs=False),
             adapter_value_bytes=adapter_bytes,
-            merges_experts=self.model.widths.model_type in ALL_EXPERTS
+            merges_experts=self.model.widths.family.computes_all_experts
             and self.model.adapts_experts,
         )
 

@@ -11,6 +11,8 @@ from app.model.adapter import LoraConfig, saves_whole_model
 from app.model.architecture import text_numbers
 from app.model.attention.backends import MAX_FLASH_HEAD_DIM
 from app.model.base import ModelConfig
+from app.model.description import BaseDescription
+from app.model.families import family_of
 from app.model.hub import newest_cached_file
 from app.planning.choose import (
     choose_micro_batch,
@@ -20,10 +22,9 @@ from app.planning.choose import (
 )
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
-from app.planning.model_size import DEFAULT_VALUES, build_planned_model
-from app.planning.planned_model import PlannedModel
+from app.planning.planned_model import PlannedModel, build_planned_model
 from app.preflight import check_compatibility
-from app.preflight.base_model import BaseModel, check_config, inspect_base
+from app.preflight.base_model import check_config, inspect_base
 from app.preflight.files import check_sequence_len, check_tensor_parallel
 from app.strategy.settings import FAMILIES, StrategyConfig, tensor_parallel_size
 from common.errors import UserError
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 NOT_PLANNED = ("auto", "zero3_nvme")
 """strategy names that are resolved before planning, or that are not implemented"""
-NO_KERNEL = ("bloom", "falcon", "gpt_oss")
-"""model types for which attention=auto is eager: they compute attention themselves, or PyTorch's
-kernels do not support their attention sinks"""
 NO_FLASH = ("attention_chunk_size", "attention_dropout", "attn_pdrop")
 """keys of config.json that FlashAttention does not support, and sdpa does"""
 
@@ -85,8 +83,8 @@ def read_config_json(model: ModelConfig) -> Mapping[str, Any]:
         if problems := check_config("model.architecture", model.architecture):
             raise UserError(problems)
         return text_numbers(model.architecture)
-    found = inspect_base(replace(model, tokenizer_path=None)) if model.path else None
-    if found is not None and (missing := [p for p in found.problems if "model.path" in p]):
+    problems = inspect_base(replace(model, tokenizer_path=None))[1] if model.path else []
+    if missing := [problem for problem in problems if "model.path" in problem]:
         raise UserError(missing)
     if (cached := newest_cached_file(str(model.path), "config.json")) is not None:
         config_json, problem = read_json_object(cached)
@@ -103,13 +101,12 @@ def read_config_json(model: ModelConfig) -> Mapping[str, Any]:
 def _read_folder(model: ModelConfig, folder: Path) -> Mapping[str, Any]:
     """Return the config.json of a base's folder; weights may be missing, but not broken."""
     has_weights = any(folder.glob("*.safetensors*"))
-    base = inspect_base(model)
-    problems = base.problems
+    base, problems = inspect_base(model)
     if not has_weights and (folder / "config.json").is_file():
-        problems = check_config(str(folder / "config.json"), base.numbers)
+        problems = check_config(str(folder / "config.json"), base.config)
     if problems:
         raise UserError(problems)
-    return text_numbers(base.numbers)
+    return text_numbers(base.config)
 
 
 def on_hardware(config: PlanConfig, hardware: HardwareConfig) -> HardwareConfig:
@@ -147,7 +144,7 @@ def check_planned(
     """List conflicts between settings, and between settings and the base."""
     placed = with_devices_of(config, hardware)
     problems = check_compatibility(placed, hardware.gpus_per_node, on_this_machine=False)
-    base = BaseModel(config.model.path or "model.architecture", config_json)
+    base = BaseDescription(name=config.model.path or "model.architecture", config=config_json)
     if config.data.sequence_len is not None:
         problems += check_sequence_len(config.data.sequence_len, base)
     size = tensor_parallel_size(config.strategy, hardware.gpus_per_node)
@@ -252,10 +249,9 @@ def is_stored_quantized(config_json: Mapping[str, Any]) -> bool:
 
 def _keeps_scores(backend: str, config_json: Mapping[str, Any]) -> bool:
     """Return whether attention is not one kernel; assumes for `auto` that flash-attn is missing."""
-    lacks_kernel = config_json.get("model_type") in NO_KERNEL or config_json.get(
-        "attn_logit_softcapping"
-    )
-    return backend == "eager" or (backend == "auto" and bool(lacks_kernel))
+    has_kernel = family_of(config_json.get("model_type")).has_attention_kernel
+    has_kernel = has_kernel and not config_json.get("attn_logit_softcapping")
+    return backend == "eager" or (backend == "auto" and not has_kernel)
 
 
 def _groups_documents(
@@ -269,10 +265,10 @@ def _groups_documents(
     backend = config.attention.backend
     if model.is_pair or _keeps_scores(backend, config_json):
         return False
-    known = {**DEFAULT_VALUES.get(str(config_json.get("model_type")), {}), **config_json}
+    base = BaseDescription(config=config_json)
     no_flash = precision == "fp32" or not hardware.has_bf16
     no_flash = no_flash or model.widths.widest_head > MAX_FLASH_HEAD_DIM
-    no_flash = no_flash or any(known.get(name) for name in NO_FLASH)
+    no_flash = no_flash or any(map(base.get, NO_FLASH))
     return backend == "sdpa" or (backend == "auto" and no_flash)
 
 
@@ -290,8 +286,8 @@ def _precision(typed: str, hardware: HardwareConfig) -> str:
 def _sequence_len(config: TrainConfig, config_json: Mapping[str, Any]) -> int:
     if config.data.sequence_len is not None:
         return config.data.sequence_len
-    context = config_json.get("max_position_embeddings", config_json.get("n_positions"))
-    return min(DEFAULT_SEQUENCE_LEN, context) if isinstance(context, int) else DEFAULT_SEQUENCE_LEN
+    context = BaseDescription(config=config_json).context_len
+    return min(DEFAULT_SEQUENCE_LEN, context or DEFAULT_SEQUENCE_LEN)
 
 
 def _accumulation(config: TrainConfig, run: PlannedRun) -> int:

@@ -1,16 +1,43 @@
 """The model of a plan: shapes of its weights, without values, and the widths of its layers.
 
-`model_size` builds it, from a config.json or from modules on the meta device.
+It is a base with its adapter: from config.json alone if the matrices of the model family are known
+without torch; else from the modules on the meta device, which take seconds to import.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from app.planning.layer_kind import Widths
+from app.model.adapter import (
+    AdapterConfig,
+    FreezeConfig,
+    FullConfig,
+    Ia3Config,
+    LoraConfig,
+    Targets,
+    find_targets,
+)
+from app.model.base import ModelConfig
+from app.model.description import INPUT_EMBEDDING, describe_config
+from app.model.patterns import by_key
+from app.model.quantization import QuantizationConfig
+from app.planning.widths import Widths, config_getter, kind_of_layer, widths_of
+from app.strategy.tensor_plan import BY_COLUMNS, BY_ROWS
+from common.errors import UserError
+
+SPLIT = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"), BY_ROWS),
+    **dict.fromkeys(("o_proj", "down_proj", "dense", "fc2"), BY_COLUMNS),
+}
+"""style in which tensor parallelism splits matrices, by the ends of their names, as in
+transformers' plans"""
+SHARED_EXPERTS = re.compile(r"^(?!.*\bexperts\.\d).*\bgate_proj\.(base_layer\.)?weight$")
+"""gate matrices of a layer with experts that do not belong to a single expert"""
 
 
 class Weight(NamedTuple):
@@ -162,3 +189,207 @@ def dtype_bytes(precision: str, *, trains: bool) -> int:
     if precision == "bf16-pure":
         return 2
     return 4 if trains or precision == "fp32" else 2
+
+
+def build_planned_model(
+    config: ModelConfig, config_json: Mapping[str, Any], adapter: AdapterConfig, precision: str
+) -> PlannedModel:
+    """Return the model that a run would build; UserError if the adapter does not match it."""
+    planned = model_from_config_json(
+        config.path or "model.architecture", config_json, adapter, precision
+    )
+    return planned or model_from_meta(config, config_json, adapter, precision)
+
+
+def model_from_config_json(
+    name: str, config_json: Mapping[str, Any], adapter: AdapterConfig, precision: str
+) -> PlannedModel | None:
+    """Return the model from its config.json alone; None if the model family needs torch.
+
+    Biases and norms are left out: less than 0.1 % of the weights.
+    """
+    base = describe_config(name, config_json)
+    widths = widths_of(base.get)
+    if base.linear is None or not base.layers or not base.embeddings or widths is None:
+        return None
+    if base.head is None or base.experts:
+        return None
+    found = find_targets(adapter, base)
+    if found.problems:
+        raise UserError(found.problems)
+    weights_of = _weights_function(adapter, found, precision)
+    layers: dict[str, dict[str, Weight]] = {layer: {} for layer in base.layers}
+    rest: dict[str, Weight] = {}
+    head: dict[str, Weight] = {}
+    for module, shape in base.linear.items():
+        layer = _layer_of(module, layers)
+        if layer is not None:
+            local = module[len(layer) + 1 :]
+            layers[layer] |= weights_of(module, shape, local)
+        elif module == base.head:
+            head = {} if base.is_tied else weights_of(module, shape, module)
+        else:
+            rest |= weights_of(module, shape, module)
+    for table, shape in base.tables.items():  # of learned positions
+        if _layer_of(table, layers) is None and not INPUT_EMBEDDING.search(table):
+            rest |= weights_of(table, shape, table)
+    embedding = base.embeddings[0]
+    return PlannedModel(
+        name=name,
+        layers=_count_kinds(layers.values()),
+        trained_layers=_count_trained(layers.values()),
+        embedding=weights_of(embedding, base.tables[embedding], embedding),
+        head=head,
+        rest=rest,
+        widths=widths,
+        plan=_split_plan(next(iter(layers.values()))),
+        is_pair=base.is_pair,
+    )
+
+
+def _weights_function(
+    adapter: AdapterConfig, found: Targets, precision: str
+) -> Callable[[str, tuple[int, ...], str], dict[str, Weight]]:
+    """Return a function from a module's name, shape and name in its layer to its weights.
+
+    The weights include those of the module's adapter, by their names in the layer.
+    """
+    is_full = isinstance(adapter, FullConfig)
+    frozen, trained = (dtype_bytes(precision, trains=flag) for flag in (is_full, True))
+    ranks = _ranks(adapter, found.matrices)
+    full_modules = tuple(f"{name}." for name in found.full_modules)
+    matrices, vector_inputs = set(found.matrices), set(found.scaled_inputs)
+
+    def weights_of(module: str, shape: tuple[int, ...], local: str) -> dict[str, Weight]:
+        is_whole = is_full or f"{module}.".startswith(full_modules)
+        if is_whole and isinstance(adapter, FreezeConfig):
+            return {f"{local}.weight": Weight(shape, trained, True)}
+        weights = {f"{local}.weight": Weight(shape, frozen, is_full)}
+        if is_whole and not is_full:  # modules_to_save: a trainable copy next to the base's weight
+            weights[f"{local}.modules_to_save.weight"] = Weight(shape, trained, True)
+        if (rank := ranks.get(module)) is not None:
+            rows, columns = shape
+            weights[f"{local}.lora_A.weight"] = Weight((rank, columns), trained, True)
+            weights[f"{local}.lora_B.weight"] = Weight((rows, rank), trained, True)
+            if isinstance(adapter, LoraConfig) and adapter.use_dora:
+                weights[f"{local}.lora_magnitude.weight"] = Weight((rows,), trained, True)
+        elif isinstance(adapter, Ia3Config) and module in matrices:
+            vector = (1, shape[1]) if module in vector_inputs else (shape[0], 1)
+            weights[f"{local}.ia3_l"] = Weight(vector, trained, True)
+        return weights
+
+    return weights_of
+
+
+def _layer_of(module: str, layers: Mapping[str, object]) -> str | None:
+    parts = module.split(".")
+    names = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+    return next((name for name in names if name in layers), None)
+
+
+def _count_kinds(layers: Iterable[Weights]) -> tuple[tuple[Weights, int], ...]:
+    """Return the different layers, and how many there are of each."""
+    kinds = Counter(tuple(weights.items()) for weights in layers)
+    return tuple((dict(weights), number) for weights, number in kinds.items())
+
+
+def _count_trained(layers: Collection[Weights]) -> int:
+    """Return the number of layers from the lowest trainable one to the last."""
+    trains = (any(weight.requires_grad for weight in weights.values()) for weights in layers)
+    return len(layers) - next((number for number, flag in enumerate(trains) if flag), len(layers))
+
+
+def _split_plan(layer: Weights) -> dict[str, str]:
+    paths = {name.removesuffix(".weight") for name in layer if ".lora_" not in name}
+    ends = {path: path.rpartition(".")[2] for path in paths}
+    return {path: SPLIT[end] for path, end in ends.items() if end in SPLIT}
+
+
+def _ranks(adapter: AdapterConfig, matrices: list[str]) -> dict[str, int]:
+    if not isinstance(adapter, LoraConfig):
+        return {}
+    ranks = dict.fromkeys(matrices, adapter.r)
+    for pattern, rank in reversed(adapter.rank_pattern.items()):  # the first match wins, as in peft
+        ranks |= dict.fromkeys(by_key(pattern, matrices), rank)
+    return ranks
+
+
+def model_from_meta(
+    config: ModelConfig, config_json: Mapping[str, Any], adapter: AdapterConfig, precision: str
+) -> PlannedModel:
+    """Return the model by building its modules on the meta device."""
+    from app.model.build import build_model
+    from app.model.recompute import RecomputeConfig
+
+    model = build_model(
+        replace(config, path=None, from_scratch=True, architecture=dict(config_json)),
+        QuantizationConfig(),
+        "eager",  # supported by every model
+        adapter,
+        RecomputeConfig(),
+        precision,
+        on_meta=True,
+    )
+    planned = model_from_modules(config.path or "model.architecture", model, config_json)
+    if planned is None:
+        raise UserError(
+            f"{config.path}: its config.json does not give the sizes of its layers; a plan reads "
+            "hidden_size, num_hidden_layers and num_attention_heads"
+        )
+    return planned
+
+
+def model_from_modules(
+    name: str, model: Any, config_json: Mapping[str, Any]
+) -> PlannedModel | None:
+    """Return the planned model of a model on the meta device, which must not be quantized.
+
+    None if its config does not give the sizes of its layers.
+    """
+    from app.model.layers import decoder_layers
+    from app.strategy.tensor_plan import layer_plan
+
+    get = config_getter(model.config)
+    if widths_of(get) is None:
+        return None
+    names = decoder_layers(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = {id(weight) for end in (embedding, head) for weight in end.parameters()}
+
+    def weights_of(named: Any) -> Weights:
+        return {
+            name: Weight(tuple(weight.shape), weight.element_size(), weight.requires_grad)
+            for name, weight in named
+        }
+
+    layers = [weights_of(model.get_submodule(name).named_parameters()) for name in names]
+    kinds = _count_kinds(layers)
+    most = layers.index(max(kinds, key=lambda kind: kind[1])[0])
+    shared = sum(w.shape[0] for name, w in layers[most].items() if SHARED_EXPERTS.search(name))
+    if not any("experts." in name for name in layers[most]):
+        shared = 0
+    widths = widths_of(get, kind_of_layer(model.get_submodule(names[most]), shared))
+    assert widths is not None
+    inside = tuple(f"{name}." for name in names)
+    is_tied = {id(w) for w in embedding.parameters()} == {id(w) for w in head.parameters()}
+    # transformers ties every T5; FLAN-T5's files have a separate head, which is untied on loading.
+    is_tied = is_tied and config_json.get("tie_word_embeddings") is not False
+    try:
+        plan: Mapping[str, str] = layer_plan(model)
+    except UserError:  # the model cannot be split, which the couplings report
+        plan = {}
+    return PlannedModel(
+        name=name,
+        layers=kinds,
+        trained_layers=_count_trained(layers),
+        embedding=weights_of(embedding.named_parameters()),
+        head={} if is_tied else weights_of(head.named_parameters()),
+        rest=weights_of(
+            (name, weight)
+            for name, weight in model.named_parameters()
+            if id(weight) not in ends and not name.startswith(inside)
+        ),
+        widths=widths,
+        plan=plan,
+        is_pair=bool(model.config.is_encoder_decoder),
+    )

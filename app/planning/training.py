@@ -28,8 +28,8 @@ from app.planning.memory import (
     estimate_gpu_memory,
     usable_bytes,
 )
-from app.planning.model_size import model_from_config_json, model_from_meta, model_from_modules
 from app.planning.planned import build_planned_run, is_stored_quantized
+from app.planning.planned_model import model_from_config_json, model_from_meta, model_from_modules
 from app.planning.speed import estimate_speed, peak_tokens_per_second
 from app.process.environment import host_bytes
 from app.process.launch import is_first_rank

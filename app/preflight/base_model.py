@@ -12,16 +12,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.model.adapter import BaseModules
 from app.model.architecture import check_token_ids, text_numbers
 from app.model.base import ModelConfig
 from app.model.base_files import INDEX, WEIGHTS, check_dtypes, check_head
 from app.model.config_source import check_type
 from app.model.config_values import check_values, shorten
+from app.model.description import LAYER, BaseDescription, describe_config, describe_files
 from app.model.hub import find_offline_problem
 from app.model.quantization import stored_method
 from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file
-from app.preflight.shapes import LAYER, modules_of_architecture, modules_of_files
 from common.untrusted import Header, check_kinds, read_header, read_json_object, read_text
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -39,17 +38,6 @@ TOKENIZER_JSON = (
 TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 
 
-@dataclasses.dataclass(slots=True)
-class BaseModel:
-    """What is known of a base model before it is loaded."""
-
-    name: str
-    numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """content of config.json; empty for a base on the hub"""
-    modules: BaseModules = dataclasses.field(default_factory=BaseModules)
-    problems: list[str] = dataclasses.field(default_factory=list)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Folder:
     """The folder of a base or a tokenizer; each file is read once for all checks."""
@@ -65,84 +53,96 @@ class Folder:
         return self._files[name]
 
 
-def inspect_base(model: ModelConfig) -> BaseModel:
-    """Inspect the base that is named by its folder or hub id, or described by its architecture."""
+def inspect_base(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
+    """Describe the base of a folder, a hub id or an architecture, and list its problems."""
     if model.from_scratch or model.path is None or not Path(model.path).is_dir():
         return _inspect_architecture(model)
     files = Folder(Path(model.path))
     folder = files.path
-    base, config = BaseModel(str(folder)), folder / "config.json"
+    name, config = str(folder), folder / "config.json"
     if not config.exists():
-        base.problems.append(_folder_error(folder))
-        return base
-    numbers, problem = files.read(config.name)
-    base.numbers = numbers
-    base.problems += [problem] if problem else check_config(str(config), numbers)
-    base.problems += check_kinds(folder)
+        return BaseDescription(name=name), [_folder_error(folder)]
+    values, problem = files.read(config.name)
+    problems = [problem] if problem else check_config(str(config), values)
+    problems += check_kinds(folder)
     if (folder / "adapter_config.json").exists():
-        base.problems.append(
+        problems.append(
             f"{folder / 'adapter_config.json'}: an adapter in the folder of a base is applied "
             "whenever the base is loaded; move adapter_config.json and adapter_model.safetensors "
             "to a separate folder (adapter.path=FOLDER continues its training), or remove them"
         )
     if (generation := folder / "generation_config.json").exists():
         ids, problem = files.read(generation.name)
-        base.problems += (
+        problems += (
             [problem]
             if problem
             else check_values(str(generation), ids)
-            + check_token_ids(str(generation), "", ids, numbers)
+            + check_token_ids(str(generation), "", ids, values)
         )
-    base.problems += [
+    problems += [
         f"{config}: {key} selects the attention code of transformers, and can name other code; "
         "remove it (attention=NAME selects it)"
-        for key in numbers
+        for key in values
         if key.startswith(("_attn", "attn_implementation"))
         and key != "_attn_implementation_autoset"  # true or false, written by transformers 4.48
     ]
-    base.problems += _check_code("model.path", files, model)
-    headers, problems = read_headers(folder)
-    tensors = {name: shape for each in headers.values() for name, shape in each.shapes.items()}
-    base.problems += problems or check_layers_of_files(config, numbers, tensors)
-    if not problems:
-        base.problems += check_head(str(config), numbers.get("architectures"), tensors)
-    parts = (numbers, text_numbers(numbers))
-    if not problems and not any(part.get("quantization_config") for part in parts):
-        base.problems += check_dtypes(headers)
-    if not problems:
-        stored = numbers.get("quantization_config")
-        is_packed = isinstance(stored, dict) and stored and stored_method(stored) != "int8"
-        # Which modules of a multimodal model are its language model is known only once it is built.
-        if text_numbers(numbers) is numbers:
-            base.modules = modules_of_files(base.name, numbers, tensors, is_packed=bool(is_packed))
-    base.problems += [each for each in _check_tokenizer(model, files) if each not in base.problems]
-    return base
-
-
-def inspect_tokenizer(model: ModelConfig) -> BaseModel:
-    """Inspect what a preview needs of a base: its tokenizer, and config.json if it exists."""
-    if model.path is None or not Path(model.path).is_dir():
-        base, files = BaseModel(model.path or "model.architecture", model.architecture), None
-        base.problems += _check_missing("model.path", model.path) if model.path else []
+    problems += _check_code("model.path", files, model)
+    headers, damage = read_headers(folder)
+    base = BaseDescription(name=name, config=values)
+    if damage:
+        problems += damage
     else:
-        base, files = BaseModel(model.path), Folder(Path(model.path))
-        base.numbers, problem = files.read("config.json")
-        base.problems += [problem] if problem else []
-        base.problems += _check_code("model.path", files, model)
-    base.problems += _check_tokenizer(model, files)
-    return base
+        base, mismatches = _describe_headers(base, config, headers)
+        problems += mismatches
+    problems += [each for each in _check_tokenizer(model, files) if each not in problems]
+    return base, problems
 
 
-def _inspect_architecture(model: ModelConfig) -> BaseModel:
+def _describe_headers(
+    base: BaseDescription, file: Path, headers: Mapping[Path, Header]
+) -> tuple[BaseDescription, list[str]]:
+    """Return the base with the modules in its weight files, and list where config.json differs."""
+    config, text = base.config, text_numbers(base.config)
+    tensors = {name: shape for each in headers.values() for name, shape in each.shapes.items()}
+    problems = check_layers_of_files(file, config, tensors)
+    problems += check_head(str(file), config.get("architectures"), tensors)
+    if not any(part.get("quantization_config") for part in (config, text)):
+        problems += check_dtypes(headers)
+    stored = config.get("quantization_config")
+    is_packed = isinstance(stored, dict) and stored and stored_method(stored) != "int8"
+    # Which modules of a multimodal model are its language model is known only once it is built.
+    if text is config:
+        base = describe_files(base.name, config, tensors, is_packed=bool(is_packed))
+    return base, problems
+
+
+def inspect_tokenizer(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
+    """Describe what a preview needs of a base: its config.json, if it exists; list problems.
+
+    Those of the tokenizer are among them.
+    """
+    name, files, problems = model.path or "model.architecture", None, []
+    if model.path is None or not Path(model.path).is_dir():
+        config: Mapping[str, Any] = model.architecture
+        problems += _check_missing("model.path", model.path) if model.path else []
+    else:
+        files = Folder(Path(model.path))
+        config, problem = files.read("config.json")
+        problems += [problem] if problem else []
+        problems += _check_code("model.path", files, model)
+    problems += _check_tokenizer(model, files)
+    return BaseDescription(name=name, config=config), problems
+
+
+def _inspect_architecture(model: ModelConfig) -> tuple[BaseDescription, list[str]]:
     """Inspect a base that is initialized randomly, or that is not a folder."""
     name = "model.architecture" if model.from_scratch or model.path is None else model.path
-    base = BaseModel(name, model.architecture, modules_of_architecture(name, model.architecture))
+    problems = []
     if model.from_scratch:
-        base.problems += _check_from_scratch(model)
+        problems += _check_from_scratch(model)
     elif model.path is not None:
-        base.problems += _check_missing("model.path", model.path)
-    base.problems += _check_tokenizer(model)
-    return base
+        problems += _check_missing("model.path", model.path)
+    return describe_config(name, model.architecture), problems + _check_tokenizer(model)
 
 
 def _check_from_scratch(model: ModelConfig) -> list[str]:

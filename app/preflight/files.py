@@ -26,16 +26,15 @@ from app.model.adapter import (
 )
 from app.model.adapter.saved_config import KINDS, read_adapter_config
 from app.model.adapter.settings import CONFIG_FILE
-from app.model.architecture import text_numbers
 from app.model.attention import batching_error
 from app.model.base import ModelConfig
+from app.model.description import BaseDescription
+from app.model.families import Shapes, family_of
 from app.model.hub import COMMIT
 from app.model.layers import compile_error
 from app.model.neftune import find_neftune_problem
 from app.model.quantization import find_quantization_conflict
 from app.preflight.base_model import (
-    NUM_LAYERS,
-    BaseModel,
     current_folder,
     inspect_base,
     inspect_tokenizer,
@@ -48,7 +47,6 @@ from app.preflight.couplings import (
     requested_devices,
 )
 from app.preflight.fingerprint import describe_base, same_form
-from app.preflight.shapes import Shapes
 from app.process.launch import is_first_rank
 from app.strategy.settings import tensor_parallel_size
 from common.errors import UserError, nearest
@@ -60,8 +58,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WITHOUT_PLAN = ("bart", "bloom", "falcon", "gpt2", "phi3", "t5")
-"""model types for which transformers has no usable tensor parallel plan"""
 SETTINGS = {
     "r": "r",
     "alpha": "lora_alpha",
@@ -80,13 +76,12 @@ UNNAMED = ("layers", "init", "trainable_tokens", "experts")
 """settings that peft's file does not hold in the form in which they are typed"""
 
 
-def check_tensor_parallel(size: int, base: BaseModel) -> list[str]:
+def check_tensor_parallel(size: int, base: BaseDescription) -> list[str]:
     """List why `size` ranks cannot split the matrices of this base among them."""
-    numbers = base.numbers
-    model_type = numbers.get("model_type")
+    numbers, model_type = base.config, base.model_type
     if size == 1:
         return []
-    if model_type in WITHOUT_PLAN:
+    if not family_of(model_type).has_tensor_plan:
         return [
             f"strategy.tensor_parallel_size={size}: there is no tensor parallel plan for "
             f"{model_type} models; type strategy=fsdp"
@@ -173,8 +168,8 @@ def _check_model(
     config: TrainConfig | TunedConfig, problems: list[str], *, needs_weights: bool, resumes: bool
 ) -> None:
     """Add to `problems` those of the base, and of the adapters for it."""
-    base = inspect_base(config.model) if needs_weights else inspect_tokenizer(config.model)
-    problems += base.problems
+    base, found = inspect_base(config.model) if needs_weights else inspect_tokenizer(config.model)
+    problems += found
     sequence_len = config.data.sequence_len if has_data(config) else None
     if sequence_len is not None:
         problems += check_sequence_len(sequence_len, base)
@@ -184,9 +179,9 @@ def _check_model(
         for token in config.model.added_tokens
         if not token or token != token.strip()
     ]
-    if reason := batching_error(base.numbers, sequence_len):
+    if reason := batching_error(base.config, sequence_len):
         problems.append(f"{base.name}: {reason}")
-    stored = base.numbers.get("quantization_config")
+    stored = base.config.get("quantization_config")
     if stored and isinstance(stored, dict):
         trains_base = is_training(config) and saves_whole_model(config.adapter)
         problem = find_quantization_conflict(
@@ -210,31 +205,26 @@ def _check_model(
             problems += check_saved_adapter(key, Path(adapter.path), base, config.model)
 
 
-def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
+def _check_training(config: TrainConfig, base: BaseDescription) -> list[str]:
     """List the settings of a training run that do not fit this base."""
     # An adapter that is trained further keeps the settings of its folder.
     is_new = continued_from(config.adapter) is None
-    problems = find_targets(config.adapter, base.modules).problems if is_new else []
+    problems = find_targets(config.adapter, base).problems if is_new else []
     if (alpha := config.adapter.neftune_alpha) is not None:
-        problem = find_neftune_problem(alpha, base.numbers)
+        problem = find_neftune_problem(alpha, base.config)
         problems += [problem] if problem else []
     if config.trainer.compile:
-        problem = compile_error(base.numbers)
+        problem = compile_error(base.config)
         problems += [problem] if problem else []
     problems += check_recompute(config.recompute.every, base)
     size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
     return problems + (check_tensor_parallel(size, base) if size > 1 else [])
 
 
-def check_recompute(every: int, base: BaseModel) -> list[str]:
+def check_recompute(every: int, base: BaseDescription) -> list[str]:
     """Check that recompute.every is at most the number of layers, encoder and decoder together."""
-    numbers = text_numbers(base.numbers)
-    layers = next((numbers[key] for key in NUM_LAYERS if isinstance(numbers.get(key), int)), None)
-    if layers is None:
-        return []
-    if numbers.get("is_encoder_decoder"):
-        layers += numbers.get("num_decoder_layers") or numbers.get("decoder_layers") or layers
-    if every <= layers:
+    layers = base.num_layers
+    if layers is None or every <= layers:
         return []
     return [
         f"recompute.every={every} has no effect: {base.name} has {layers} layers, of which every "
@@ -242,13 +232,10 @@ def check_recompute(every: int, base: BaseModel) -> list[str]:
     ]
 
 
-def check_sequence_len(sequence_len: int, base: BaseModel) -> list[str]:
+def check_sequence_len(sequence_len: int, base: BaseDescription) -> list[str]:
     """Check that data.sequence_len is at most the context length of the base."""
-    numbers = text_numbers(base.numbers)
-    context = numbers.get("max_position_embeddings", numbers.get("n_positions"))
-    if "relative_attention_num_buckets" in numbers:
-        context = None  # T5's relative positions are unlimited, whatever n_positions is
-    if not isinstance(context, int) or sequence_len <= context:
+    context = base.context_len
+    if context is None or sequence_len <= context:
         return []
     return [
         f"data.sequence_len={sequence_len} exceeds the context length of {base.name}, "
@@ -256,7 +243,9 @@ def check_sequence_len(sequence_len: int, base: BaseModel) -> list[str]:
     ]
 
 
-def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelConfig) -> list[str]:
+def check_saved_adapter(
+    key: str, folder: Path, base: BaseDescription, model: ModelConfig
+) -> list[str]:
     """List why the adapter in `folder`, named by setting `key`, cannot be applied to the base."""
     what = f"{key}={folder}"
     if folder.is_file():
@@ -346,7 +335,7 @@ def _same(typed: Any, saved: Any) -> bool:
 
 
 def _check_base(
-    what: str, folder: Path, shapes: Shapes, base: BaseModel, model: ModelConfig
+    what: str, folder: Path, shapes: Shapes, base: BaseDescription, model: ModelConfig
 ) -> list[str]:
     """Compare this base with the one an adapter was trained on: by fingerprint, else by shapes."""
     if not (folder / ORIGIN_FILE).exists():
@@ -425,13 +414,13 @@ def _at(base: Mapping[str, Any]) -> str:
     return f" at {base['revision']}" if base.get("revision") else ""
 
 
-def _check_shapes(what: str, shapes: Shapes, base: BaseModel) -> list[str]:
+def _check_shapes(what: str, shapes: Shapes, base: BaseDescription) -> list[str]:
     """Compare the shapes of each A and B with those of the matrix that they adapt."""
-    matrices = base.modules.linear
+    matrices = base.linear
     if matrices is None:
         return []
     sides_of_experts: dict[str, set[int]] = {}
-    for name, shape in base.modules.experts.items():
+    for name, shape in base.experts.items():
         sides_of_experts.setdefault(name.rpartition(".")[0], set()).update(shape[1:])
     num_found, problems = 0, []
     for name, shape in shapes.items():

@@ -97,7 +97,7 @@ def resolve_recompute(task: Task, part: Part, adapter: AdapterConfig, env: Envir
     from app.planning.choose import choose_recompute
     from app.planning.hardware import HardwareConfig
     from app.planning.memory import PlannedRun
-    from app.planning.model_size import model_from_modules
+    from app.planning.planned_model import model_from_modules
     from app.strategy.settings import StrategyConfig
 
     if env.accelerator == "cpu":

@@ -15,8 +15,9 @@ from packaging.requirements import Requirement
 
 from app.model.architecture import CORRECT_SINCE, DRAFTS, load_architecture, reading_first_forward
 from app.model.base import ModelConfig, load_base
+from app.model.description import BaseDescription
 from app.model.multimodal import HIDDEN_INPUTS, language_model_class
-from app.preflight.base_model import BaseModel, inspect_base
+from app.preflight.base_model import inspect_base
 from app.preflight.files import check_sequence_len
 from common.errors import UserError
 from tests.multimodal import tiny_multimodal
@@ -112,7 +113,7 @@ def test_layers_of_a_language_model_that_would_be_left_out(tmp_path: Path) -> No
     numbers["text_config"]["num_hidden_layers"] = 1
     numbers["text_config"]["layer_types"] = numbers["text_config"]["layer_types"][:1]
     file.write_text(json.dumps(numbers))
-    (problem,) = inspect_base(ModelConfig(path=str(base))).problems
+    _, (problem,) = inspect_base(ModelConfig(path=str(base)))
     assert f"{file}: num_hidden_layers=1, but the weight files have 2 layers" in problem
     with pytest.raises(
         UserError, match=r"tensors in its files would not be used, .*language_model"
@@ -122,7 +123,7 @@ def test_layers_of_a_language_model_that_would_be_left_out(tmp_path: Path) -> No
 
 def test_a_length_beyond_the_context_of_a_language_model(tmp_path: Path) -> None:
     numbers = {"model_type": "gemma3", "text_config": {"max_position_embeddings": 128}}
-    (problem,) = check_sequence_len(129, BaseModel("base", numbers))
+    (problem,) = check_sequence_len(129, BaseDescription(name="base", config=numbers))
     assert problem.endswith("type data.sequence_len=128")
 
 

@@ -93,7 +93,7 @@ def changed(folder: Path, **parts: Any) -> Path:
 def test_endless_expansion_is_refused(name: str, tmp_path: Path) -> None:
     path = str(changed(tmp_path, **BOMBS[name]))
     start = time.process_time()
-    problems = inspect_tokenizer(ModelConfig(path=path)).problems
+    _, problems = inspect_tokenizer(ModelConfig(path=path))
     assert time.process_time() - start < 2
     assert len(problems) == 1
     section = next(iter(BOMBS[name]))
@@ -150,7 +150,7 @@ def test_an_expression_that_takes_exponential_time_is_refused(
     section = ("pre_tokenizer", "normalizer", "decoder")[SLOW.index(expression) % 3]
     path = str(changed(tmp_path, **{section: in_section(section, expression)}))
     start = time.monotonic()
-    (problem,) = inspect_tokenizer(ModelConfig(path=path)).problems
+    _, (problem,) = inspect_tokenizer(ModelConfig(path=path))
     assert time.monotonic() - start < 3
     assert f"tokenizer.json: its {section}: the regular expression {expression} " in problem
     with pytest.raises(UserError, match="without repeats of repeats"):  # as from the hub
@@ -169,14 +169,14 @@ def test_expressions_of_well_known_tokenizers_are_matched_in_a_moment() -> None:
 @pytest.mark.parametrize("name", VALID)
 def test_common_normalizers_are_accepted(name: str, tmp_path: Path) -> None:
     path = str(changed(tmp_path, normalizer=VALID[name]))
-    assert not inspect_tokenizer(ModelConfig(path=path)).problems
+    assert not inspect_tokenizer(ModelConfig(path=path))[1]
 
 
 @pytest.mark.parametrize("dropout", [0.1, 1, 1e-9, -0.5])
 def test_bpe_dropout_is_refused(dropout: float, tmp_path: Path) -> None:
     model = json.loads((TINY_BASE / "tokenizer.json").read_text())["model"]
     path = changed(tmp_path, model=model | {"dropout": dropout})
-    problems = inspect_tokenizer(ModelConfig(path=str(path))).problems
+    _, problems = inspect_tokenizer(ModelConfig(path=str(path)))
     assert problems[0].startswith(
         f"{path / 'tokenizer.json'}: model.dropout={dropout}: BPE dropout"
     )

@@ -24,10 +24,10 @@ from app.config import conf_files, load_config
 from app.model.architecture import context_len, load_architecture, model_class
 from app.model.base import ModelConfig, load_base
 from app.model.build import build_model
+from app.model.description import BaseDescription
+from app.model.families import shapes_of_config
 from app.model.quantization import QuantizationConfig
-from app.preflight.base_model import BaseModel
 from app.preflight.files import check_sequence_len
-from app.preflight.shapes import shapes_of_architecture
 from data_modules import TEMPLATE_NAMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.versions]
@@ -297,7 +297,7 @@ def test_language_models_equal_those_of_multimodal_checkpoints(name: str) -> Non
 
 @pytest.mark.parametrize("name", SHAPES_OF_THE_BUILT)
 def test_shapes_of_irregular_models_are_unknown_before_they_are_built(name: str) -> None:
-    assert shapes_of_architecture(settings(name).architecture) is None
+    assert shapes_of_config(settings(name).architecture) is None
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in SHAPES_OF_THE_BUILT])
@@ -308,20 +308,21 @@ def test_shapes_from_the_architecture_equal_those_of_the_model(name: str) -> Non
         for full_name, parameter in parameters
         if parameter.dim() == 2
     }
-    assert shapes_of_architecture(settings(name).architecture) == matrices
+    assert shapes_of_config(settings(name).architecture) == matrices
 
 
 def test_shapes_are_unknown_if_a_number_is_missing() -> None:
     numbers = settings("flan_t5_xl").architecture
-    assert shapes_of_architecture(numbers | {"model_type": "rwkv"}) is None
+    assert shapes_of_config(numbers | {"model_type": "rwkv"}) is None
     del (fewer := dict(numbers))["d_ff"]
-    assert shapes_of_architecture(fewer) is None
+    assert shapes_of_config(fewer) is None
 
 
 def test_t5_has_no_context_limit() -> None:
     hub_numbers = settings("t5_small").architecture | {"n_positions": 512}
-    assert check_sequence_len(4096, BaseModel("t5", hub_numbers)) == []
-    assert check_sequence_len(4096, BaseModel("gpt2", settings("gpt2").architecture)) != []
+    assert check_sequence_len(4096, BaseDescription(name="t5", config=hub_numbers)) == []
+    gpt2 = BaseDescription(name="gpt2", config=settings("gpt2").architecture)
+    assert check_sequence_len(4096, gpt2) != []
 
 
 @pytest.mark.parametrize("name", ON_THE_HUB)

@@ -17,7 +17,6 @@ from app.model.adapter import (
     apply_adapter,
     find_targets,
     load_adapter,
-    modules_of,
     probe_logits,
     save_adapter,
     trainable_weights,
@@ -25,11 +24,11 @@ from app.model.adapter import (
 )
 from app.model.base import ModelConfig, load_base
 from app.model.base_files import read_shapes, weight_files
+from app.model.description import describe_files, describe_model
 from app.model.experts import RoutingTrace, expert_modules, use_grouped_experts
 from app.model.quantization import QuantizationConfig, storage_of, stored_4bit
 from app.preflight.base_model import inspect_base
 from app.preflight.files import check_saved_adapter
-from app.preflight.shapes import modules_of_files
 from common.errors import UserError
 from tests.parity.every_family import tiny_config
 from tests.tiny import tiny_llama
@@ -215,8 +214,8 @@ def test_file_headers_describe_the_same_experts_as_the_model(kind: str, tmp_path
     model = tiny_mixture(kind)
     model.save_pretrained(tmp_path)
     tensors = read_shapes(weight_files(tmp_path))
-    from_files = modules_of_files("", model.config.to_dict(), tensors)
-    known = modules_of(model)
+    from_files = describe_files("", model.config.to_dict(), tensors)
+    known = describe_model(model)
     assert from_files.experts == known.experts
     assert not [name for name in from_files.linear or {} if ".experts." in name]
     assert set(known.linear or {}) <= set(from_files.linear or {})
@@ -230,7 +229,7 @@ def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
     other = tiny_mixture("qwen3_moe", moe_intermediate_size=40)
     other.save_pretrained(tmp_path / "base")
     config = ModelConfig(path=str(tmp_path / "base"))
-    base = inspect_base(config)
+    base, _ = inspect_base(config)
     (problem,) = check_saved_adapter("adapter_path", tmp_path / "adapter", base, config)
     assert "fits none of the experts' weights" in problem
     with pytest.raises(ValueError, match="this base needs"):
@@ -248,7 +247,7 @@ def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_frozen_experts_are_logged_or_refused(settings: dict[str, Any], reason: str) -> None:
-    modules = modules_of(tiny_mixture("qwen3_moe"))
+    modules = describe_model(tiny_mixture("qwen3_moe"))
     found = find_targets(LoraConfig(r=2, **settings), modules)
     assert not found.problems and not found.experts
     assert reason in found.frozen_experts
@@ -302,14 +301,14 @@ def test_dora_that_stock_peft_could_not_load_is_refused(kind: str, tmp_path: Pat
 
 
 def test_a_base_without_experts_is_refused() -> None:
-    (problem,) = find_targets(LoraConfig(experts="lora"), modules_of(tiny_llama())).problems
+    (problem,) = find_targets(LoraConfig(experts="lora"), describe_model(tiny_llama())).problems
     assert "has no fused experts" in problem
 
 
 def test_few_experts_stay_frozen_and_layers_choose_among_many() -> None:
-    modules = modules_of(tiny_mixture("qwen3_moe", moe_intermediate_size=3))
+    modules = describe_model(tiny_mixture("qwen3_moe", moe_intermediate_size=3))
     assert "they hold 27 % of the weights" in find_targets(LoraConfig(r=2), modules).frozen_experts
-    modules = modules_of(tiny_mixture("qwen3_moe"))
+    modules = describe_model(tiny_mixture("qwen3_moe"))
     (one, other) = find_targets(LoraConfig(r=2, layers="top 1"), modules).experts
     assert one.startswith("model.layers.1.") and other.startswith("model.layers.1.")
 
@@ -327,8 +326,8 @@ def test_4_bit_experts_equal_their_dequantized_weights(kind: str, tmp_path: Path
 
     on_meta = load_base(config, "eager", torch.float32, nf4, on_meta=True)
     plain = load_base(config, "eager", torch.float32)
-    assert modules_of(on_meta).experts == modules_of(quantized).experts
-    assert modules_of(quantized).experts == modules_of(plain).experts
+    assert describe_model(on_meta).experts == describe_model(quantized).experts
+    assert describe_model(quantized).experts == describe_model(plain).experts
     modules = dict(quantized.named_modules())
     for name, weight in plain.named_parameters():
         owner, _, own = name.rpartition(".")

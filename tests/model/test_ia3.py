@@ -17,11 +17,11 @@ from app.model.adapter import (
     apply_adapter,
     find_targets,
     load_adapter,
-    modules_of,
     probe_logits,
     save_adapter,
 )
 from app.model.base import ModelConfig, load_base
+from app.model.description import describe_model
 from app.model.quantization import QuantizationConfig
 from tests.families import on_meta
 from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
@@ -77,7 +77,7 @@ def disturb(model: Any) -> None:
 )
 def test_targets_by_architecture(kind: str, outputs: set[str], inside: set[str]) -> None:
     model = on_meta(kind)
-    found = find_targets(Ia3Config(), modules_of(model))
+    found = find_targets(Ia3Config(), describe_model(model))
     chosen, inner = found.matrices, found.scaled_inputs
     assert {name.rpartition(".")[2] for name in inner} == inside
     assert {name.rpartition(".")[2] for name in set(chosen) - set(inner)} == outputs

@@ -19,11 +19,11 @@ from app.model.adapter import (
     apply_adapter,
     find_targets,
     load_adapter,
-    modules_of,
     probe_logits,
     report_trainable,
     save_adapter,
 )
+from app.model.description import describe_model
 from app.model.recompute import RecomputeConfig, apply_recompute
 from tests.families import on_meta
 from tests.tiny import move, probe, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
@@ -103,7 +103,7 @@ def test_all_linear_targets_every_matrix_but_the_head(
     kind: str, numbers: dict[str, Any], expected: set[str]
 ) -> None:
     model = on_meta(kind, **numbers)
-    chosen = find_targets(LoraConfig(), modules_of(model)).matrices
+    chosen = find_targets(LoraConfig(), describe_model(model)).matrices
     assert {name.rpartition(".")[2] for name in chosen} == expected
     assert "lm_head" not in chosen
     plain = [

@@ -24,7 +24,7 @@ from app.model.architecture import load_architecture
 from app.model.base import ModelConfig, load_base
 from app.model.multimodal import tower_modules
 from app.model.shards import write_model
-from app.planning.model_size import model_from_modules
+from app.planning.planned_model import model_from_modules
 from common.errors import UserError
 from tests.multimodal import tiny_multimodal, whole_class
 from tests.tiny import move, probe, save_with_tokenizer

@@ -12,27 +12,26 @@ import torch
 
 from app.model.adapter import (
     AdapterConfig,
-    BaseModules,
     FreezeConfig,
     Ia3Config,
     LoraConfig,
     Targets,
     apply_adapter,
     find_targets,
-    modules_of,
 )
 from app.model.adapter.saved import load_adapter
+from app.model.description import BaseDescription, describe_model
 from app.model.patterns import by_ending, by_expression, by_key
 from app.model.weight_reads import find_bypassed_linears
 from common.errors import UserError
 from tests.families import tiny_family
 from tests.tiny import tiny_llama
 
-TIED, UNTIED = modules_of(tiny_llama()), modules_of(tiny_llama(tie_word_embeddings=False))
+TIED, UNTIED = describe_model(tiny_llama()), describe_model(tiny_llama(tie_word_embeddings=False))
 KINDS: dict[str, type[Any]] = {"lora": LoraConfig, "ia3": Ia3Config, "freeze": FreezeConfig}
 
 
-def find(kind: str, base: BaseModules = TIED, **settings: Any) -> Targets:
+def find(kind: str, base: BaseDescription = TIED, **settings: Any) -> Targets:
     config: AdapterConfig = KINDS[kind](**settings)
     return find_targets(config, base)
 
@@ -149,7 +148,7 @@ def test_settings_select_these_modules(
 def test_all_linear_skips_the_head_and_thin_matrices() -> None:
     model = tiny_llama(hidden_size=128)
     model.model.layers[0].mlp.gate = torch.nn.Linear(128, 1)
-    base = modules_of(model)
+    base = describe_model(model)
     found = find("lora", base, r=4)
     assert found.thin == ["model.layers.0.mlp.gate"]
     assert "lm_head" not in found.matrices and len(found.matrices) == 14
@@ -163,7 +162,7 @@ def test_all_linear_skips_the_head_and_thin_matrices() -> None:
 def test_a_linear_module_read_by_a_kernel_is_skipped(family: str) -> None:
     """peft refuses LoRA on the weight that Mamba's kernel reads."""
     model = tiny_family(family)
-    base = modules_of(model)
+    base = describe_model(model)
     assert any(name.endswith(".out_proj") for name in base.linear or ())
     adapted = apply_adapter(model, LoraConfig(r=2), half_precision=False)
     names = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
@@ -182,7 +181,7 @@ def test_a_linear_module_that_is_never_called_is_skipped(family: str) -> None:
     assert any(".x_proj." in name for name in trained)
     adapted(input_ids=torch.arange(3, 9)[None], use_cache=False).logits.sum().backward()
     assert all(one.grad is not None for one in trained.values())
-    base = modules_of(tiny_family(family))
+    base = describe_model(tiny_family(family))
     assert all(n.endswith((".dt_proj", ".out_proj")) for n in find("lora", base, r=2).not_plain)
     for kind in ("lora", "ia3"):
         inputs = {"feedforward_modules": []} if kind == "ia3" else {}
@@ -216,7 +215,7 @@ def test_bypassed_linears_by_model_type() -> None:
 
 
 def test_unknown_properties_of_a_base_are_not_checked() -> None:
-    unknown = BaseModules()
+    unknown = BaseDescription()
     for kind, settings, _ in REFUSED:
         found = find(kind, unknown, **settings)
         is_form = any(word in p for p in found.problems for word in ("expected", "expression"))
@@ -228,7 +227,7 @@ def test_unknown_properties_of_a_base_are_not_checked() -> None:
     assert (
         "v_prj" in find("lora", without_layers, layers=[99], target_modules=["v_prj"]).problems[0]
     )
-    nameless = replace(TIED, layers=[], model_type="new")
+    nameless = replace(TIED, layers=[], config={"model_type": "new"})
     assert find("lora", nameless, layers="top 1").problems == [
         "adapter.layers: new models do not declare the class of their layers; "
         "type adapter.layers=all"

@@ -20,7 +20,7 @@ from transformers import (
 from app.config import load_config
 from app.model.adapter import LoraConfig, apply_adapter
 from app.planning.activations import LayerExecution, layer_bytes
-from app.planning.layer_kind import Widths, widths_of
+from app.planning.widths import Widths, config_getter, widths_of
 from tests.tiny import random_ids, tiny_llama
 
 LLAMA_8B = Widths(
@@ -98,7 +98,7 @@ def test_eight_billion_parameters_and_8192_tokens() -> None:
     ],
 )
 def test_widths_are_read_from_configs(config: PretrainedConfig, expected: tuple[int, ...]) -> None:
-    found = widths_of(config)
+    found = widths_of(config_getter(config))
     assert found is not None
     assert (
         found.layers,
@@ -110,13 +110,13 @@ def test_widths_are_read_from_configs(config: PretrainedConfig, expected: tuple[
 
 
 def test_a_config_without_widths_says_so() -> None:
-    assert widths_of(PretrainedConfig()) is None
+    assert widths_of(config_getter(PretrainedConfig())) is None
 
 
 def test_normalized_queries_and_keys_are_kept_too() -> None:
     """Tiny Qwen3s took 5 to 6 % more than was said, where nothing is recomputed."""
     qwen2, qwen3 = (
-        widths_of(AutoConfig.for_model(name, head_dim=128, num_attention_heads=32))
+        widths_of(config_getter(AutoConfig.for_model(name, head_dim=128, num_attention_heads=32)))
         for name in ("qwen2", "qwen3")
     )
     assert qwen2 is not None and qwen3 is not None
@@ -130,7 +130,7 @@ def test_normalized_queries_and_keys_are_kept_too() -> None:
 def test_layers_with_numbers_of_their_own_count_by_their_mean() -> None:
     config = load_config("train", ["model=gemma4_12b", "data=dolly"])
     numbers = dict(config.model.architecture)
-    widths = widths_of(AutoConfig.for_model(numbers.pop("model_type"), **numbers))
+    widths = widths_of(config_getter(AutoConfig.for_model(numbers.pop("model_type"), **numbers)))
     assert widths is not None
     # Heads of 256 in five layers of six, which attend nearby, and of 512 in the sixth.
     assert 16 * 256 < widths.query < 16 * 512

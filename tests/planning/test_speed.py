@@ -13,8 +13,7 @@ from app.model.quantization import QuantizationConfig
 from app.planning.communication import ALL_REDUCE, list_collectives
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
-from app.planning.model_size import model_from_config_json
-from app.planning.planned_model import PlannedModel
+from app.planning.planned_model import PlannedModel, model_from_config_json
 from app.planning.speed import estimate_flops, estimate_speed
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig
 

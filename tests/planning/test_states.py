@@ -16,8 +16,8 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import GIB, GpuMemory, estimate_gpu_memory
-from app.planning.model_size import build_planned_model, model_from_modules
 from app.planning.planned import build_planned_run
+from app.planning.planned_model import build_planned_model, model_from_modules
 from app.planning.states import optimizer_state_bytes, size_for
 from app.strategy.settings import DdpConfig, StrategyConfig
 from app.training.micro_batch import allocated_states

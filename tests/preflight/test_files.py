@@ -13,10 +13,10 @@ import pytest
 from app.config import TrainConfig, load_config
 from app.model.base import ModelConfig
 from app.model.base_files import read_shapes, weight_files
+from app.model.description import BaseDescription, matrices_of
+from app.model.families import shapes_of_config
 from app.preflight import describe_base, fingerprint
-from app.preflight.base_model import BaseModel
 from app.preflight.files import check_recompute
-from app.preflight.shapes import matrices_of, shapes_of_architecture
 from common.errors import UserError
 from common.installation import ROOT
 from tests.in_process import make_adapter, make_data, make_model, run_command, write_safetensors
@@ -440,7 +440,7 @@ def test_an_adapter_folder_is_looked_at(tmp_path: Path, model: Path, words: list
 
 def test_shapes_of_an_architecture_are_those_of_the_real_weights(stories: Path) -> None:
     tensors = read_shapes(weight_files(stories))
-    described = shapes_of_architecture(json.loads((stories / "config.json").read_text()))
+    described = shapes_of_config(json.loads((stories / "config.json").read_text()))
     assert described == {"lm_head": tensors["model.embed_tokens.weight"]} | matrices_of(tensors)
 
 
@@ -457,8 +457,10 @@ def test_shapes_of_an_architecture_are_those_of_the_real_weights(stories: Path) 
 def test_recomputing_every_nth_layer_of_fewer_is_refused(
     numbers: dict[str, Any], layers: int
 ) -> None:
-    base = BaseModel("base", numbers)
-    assert check_recompute(layers, base) == check_recompute(99, BaseModel("hub/id")) == []
+    base = BaseDescription(name="base", config=numbers)
+    assert (
+        check_recompute(layers, base) == check_recompute(99, BaseDescription(name="hub/id")) == []
+    )
     (problem,) = check_recompute(layers + 1, base)
     assert f"recompute.every={layers + 1} has no effect: base has {layers} layers" in problem
 

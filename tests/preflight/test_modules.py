@@ -16,12 +16,11 @@ from app.model.adapter import (
     LoraConfig,
     apply_adapter,
     find_targets,
-    modules_of,
 )
 from app.model.base import ModelConfig
+from app.model.description import describe_config, describe_files, describe_model
 from app.model.patterns import last_parts
 from app.preflight.base_model import inspect_base
-from app.preflight.shapes import modules_of_architecture, modules_of_files
 from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 MODELS = {
@@ -103,13 +102,14 @@ def random_config(random: random.Random, linear: list[str], others: list[str]) -
     [pytest.param(kind, marks=() if kind in IN_MAKE_TEST else pytest.mark.slow) for kind in MODELS],
 )
 def test_what_the_headers_reach_is_what_the_adapter_reaches(kind: str, folders: Path) -> None:
-    base, model = inspect_base(ModelConfig(path=str(folders / kind))), MODELS[kind]
-    linear = list(modules_of(model).linear or ())
+    base, _ = inspect_base(ModelConfig(path=str(folders / kind)))
+    model = MODELS[kind]
+    linear = list(describe_model(model).linear or ())
     others = [name for name, _ in model.named_modules() if name and name not in linear]
     num_accepted = 0
     for seed in range(NUM_CONFIGS):
         config = random_config(random.Random(f"{kind} {seed}"), linear, others)
-        found = find_targets(config, base.modules)
+        found = find_targets(config, base)
         try:
             adapted = apply_adapter(copy.deepcopy(model), config, half_precision=False)
         except ValueError as error:
@@ -120,7 +120,7 @@ def test_what_the_headers_reach_is_what_the_adapter_reaches(kind: str, folders: 
         on, whole = reached(adapted)
         assert on == set(found.matrices), config
         # A tied weight is one parameter of several modules.
-        tied = set(base.modules.embeddings) if len(base.modules.embeddings) > 1 else set()
+        tied = set(base.embeddings) if len(base.embeddings) > 1 else set()
         for name in whole - tied:
             assert any(name == one or name.startswith(f"{one}.") for one in found.full_modules), (
                 config
@@ -131,11 +131,12 @@ def test_what_the_headers_reach_is_what_the_adapter_reaches(kind: str, folders: 
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_files_and_numbers_describe_the_modules_of_the_model(kind: str, folders: Path) -> None:
-    model, files = MODELS[kind], inspect_base(ModelConfig(path=str(folders / kind))).modules
-    loaded, numbers = modules_of(model), modules_of_architecture("", model.config.to_dict())
+def test_files_and_numbers_describe_the_describe_model_the_model(kind: str, folders: Path) -> None:
+    model, (files, _) = MODELS[kind], inspect_base(ModelConfig(path=str(folders / kind)))
+    loaded, numbers = describe_model(model), describe_config("", model.config.to_dict())
     assert files.linear is not None and loaded.linear is not None and files.weighted is not None
     assert files.linear == numbers.linear == loaded.linear
+    assert files.tables == numbers.tables == loaded.tables
     assert files.layers == numbers.layers == loaded.layers
     assert files.head == numbers.head == loaded.head
     assert files.model_type == numbers.model_type == loaded.model_type
@@ -151,8 +152,10 @@ def test_names_that_a_file_leaves_out_are_added() -> None:
         for name, weight in model.state_dict().items()
         if name != "lm_head.weight"
     }
-    assert modules_of_files("", model.config.to_dict(), tensors).linear == modules_of(model).linear
-    unknown = modules_of_files("", {"model_type": "new"}, tensors)
+    assert (
+        describe_files("", model.config.to_dict(), tensors).linear == describe_model(model).linear
+    )
+    unknown = describe_files("", {"model_type": "new"}, tensors)
     assert (unknown.linear, unknown.layers, unknown.weighted) == (None, None, None)
 
 
@@ -160,10 +163,10 @@ def test_of_packed_weights_the_names_are_known_and_the_shapes_from_the_numbers()
     model = tiny_llama()
     packed = {name: (8, 1) for name in model.state_dict() if "norm" not in name}
     for numbers, linear in (
-        (model.config.to_dict(), modules_of(model).linear),
+        (model.config.to_dict(), describe_model(model).linear),
         ({"model_type": "new"}, None),
     ):
-        known = modules_of_files("", numbers, packed, is_packed=True)
+        known = describe_files("", numbers, packed, is_packed=True)
         assert known.linear == linear
         assert known.layers == ["model.layers.0", "model.layers.1"]
         assert "q_proj" in last_parts(known.weighted or ())
@@ -182,4 +185,4 @@ def test_of_packed_weights_the_names_are_known_and_the_shapes_from_the_numbers()
 def test_layers_are_counted_in_forward_order(
     names: list[str], numbers: dict[str, int], layers: list[str] | None
 ) -> None:
-    assert modules_of_files("", numbers, dict.fromkeys(names, (2,))).layers == layers
+    assert describe_files("", numbers, dict.fromkeys(names, (2,))).layers == layers

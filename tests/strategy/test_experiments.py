@@ -21,7 +21,7 @@ from app.config import load_config
 from app.model.build import build_model
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
-from app.planning.model_size import model_from_modules
+from app.planning.planned_model import model_from_modules
 from app.planning.states import ModelStates, estimate_states, size_for
 from app.preflight.couplings import table
 from app.strategy import fsdp as sharded

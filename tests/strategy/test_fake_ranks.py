@@ -32,7 +32,7 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun, estimate_moments
-from app.planning.model_size import model_from_modules
+from app.planning.planned_model import model_from_modules
 from app.planning.states import ModelStates, estimate_states
 from app.strategy import fsdp
 from app.strategy.loading import Broadcaster

@@ -15,8 +15,8 @@ import pytest
 from app.config import conf_files, load_config
 from app.config.verbs import PlanConfig
 from app.planning.memory import GpuMemory, PlannedRun, estimate_gpu_memory
-from app.planning.model_size import build_planned_model
 from app.planning.planned import on_hardware, plan_run, read_config_json
+from app.planning.planned_model import build_planned_model
 from common.errors import UserError
 from tests.planning.test_planned import STRATEGIES
 from tools import simulate as simulation

@@ -12,7 +12,7 @@ import pytest
 from app.config import load_config, settings_of
 from app.model.architecture import load_architecture, text_numbers
 from app.planning.memory import PlannedRun
-from app.planning.model_size import build_planned_model
+from app.planning.planned_model import build_planned_model
 from app.planning.speed import estimate_speed
 from app.planning.training import estimate_training
 from app.strategy.settings import StrategyConfig

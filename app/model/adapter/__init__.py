@@ -9,7 +9,6 @@ from app.model.adapter.lora import (
     save_converted,
 )
 from app.model.adapter.merge import WeightChange, load_weighted_adapters, read_weight_changes
-from app.model.adapter.modules import BaseModules, modules_of
 from app.model.adapter.saved import (
     check_adapter_file,
     check_same_logits,
@@ -56,7 +55,6 @@ __all__ = [
     "DEFAULT_LR",
     "ORIGIN_FILE",
     "AdapterConfig",
-    "BaseModules",
     "FreezeConfig",
     "FullConfig",
     "Ia3Config",
@@ -79,7 +77,6 @@ __all__ = [
     "keep_start",
     "load_adapter",
     "load_weighted_adapters",
-    "modules_of",
     "probe_logits",
     "read_weight_changes",
     "record_initial_weights",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from app.model.adapter import targets
 from app.model.adapter.lora import apply_lora
-from app.model.adapter.modules import is_quantized, modules_of, name_of, sharing_embedding
 from app.model.adapter.saved import load_adapter
 from app.model.adapter.settings import (
     AdapterConfig,
@@ -20,6 +19,7 @@ from app.model.adapter.settings import (
     continued_from,
 )
 from app.model.adapter.wrap import check_token_rows_train, without_bitsandbytes, wrap
+from app.model.description import describe_model, is_quantized, name_of, sharing_embedding
 from app.model.multimodal import tower_modules
 from app.model.patterns import by_ending, is_inside, shortest
 from common.errors import UserError
@@ -42,7 +42,7 @@ def apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
     import peft
     from transformers.pytorch_utils import Conv1D
 
-    found = targets.find_targets(config, modules_of(model))
+    found = targets.find_targets(config, describe_model(model))
     if found.problems:
         raise UserError(found.problems)
     names, inner = found.matrices, found.scaled_inputs
@@ -73,7 +73,7 @@ def apply_freeze(
     Raises UserError if a pattern matches nothing, a chosen weight is quantized, or the rows of
     `token_ids` would stay frozen.
     """
-    found = targets.find_targets(config, modules_of(model))
+    found = targets.find_targets(config, describe_model(model))
     if found.problems:
         raise UserError(found.problems)
     model.requires_grad_(False)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import targets
-from app.model.adapter.modules import is_quantized, modules_of
 from app.model.adapter.saved import load_adapter, probe_logits, sort_sets
 from app.model.adapter.settings import ADAPTER_FILE, INITS, ORIGIN_FILE, LoraConfig
 from app.model.adapter.wrap import trainable_rows, without_bitsandbytes, wrap
+from app.model.description import describe_model, is_quantized
 from app.model.multimodal import tower_modules
 from app.model.patterns import is_inside, last_parts, shortest
 from common.errors import UserError
@@ -174,7 +174,7 @@ def apply_lora(
 
     from app.model.adapter.experts import check_stock_peft_loads
 
-    found = targets.find_targets(config, modules_of(model))
+    found = targets.find_targets(config, describe_model(model))
     if found.problems:
         raise UserError(found.problems)
     for name in found.full_modules:
@@ -335,7 +335,7 @@ def _init_layer_from_base(layer: Any, init: str, dtype: torch.dtype) -> float:
 def _expert_endings(model: PreTrainedModel, found: targets.Targets) -> list[str]:
     """Return the shortest name endings that match exactly the chosen experts' parameters."""
     endings = dict.fromkeys(".".join(name.split(".")[-2:]) for name in found.experts)
-    return shortest(found.experts, endings, modules_of(model).experts)
+    return shortest(found.experts, endings, describe_model(model).experts)
 
 
 def _describe_targets(

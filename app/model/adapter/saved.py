@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.model.adapter.modules import is_tied, sharing_embedding
 from app.model.adapter.saved_config import load_peft_config, read_adapter_config
 from app.model.adapter.settings import ADAPTER_FILE, CONFIG_FILE, ORIGIN_FILE
 from app.model.adapter.wrap import without_bitsandbytes, wrap
+from app.model.description import is_tied, sharing_embedding
 from app.model.eval_mode import eval_mode
 from app.model.patterns import check_patterns, expression_of_key, last_parts
 from app.model.weight_reads import find_bypassed_linears

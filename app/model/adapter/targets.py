@@ -1,7 +1,6 @@
 """Resolve an adapter's settings to modules of a base, equally before and after loading.
 
-`find_targets` needs only names and shapes. Preflight takes these from the headers of a base's files
-or from its config.json, `modules.modules_of` from a loaded model. Needs no torch.
+`find_targets` needs only the names and shapes of a `BaseDescription`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.model.adapter.modules import BaseModules
 from app.model.adapter.settings import AdapterConfig, FreezeConfig, Ia3Config, LoraConfig
+from app.model.description import BaseDescription
+from app.model.families import family_of
 from app.model.layers import layer_numbers, unknown_layers_problem
 from app.model.patterns import (
     Rule,
@@ -40,16 +40,6 @@ EXPERTS_SHARE = 1 / 3
 """share of the layers' weights above which adapter.experts=auto adapts the experts"""
 KEYS_AND_VALUES = (("k_proj", "v_proj"), ("k", "v"))
 """separate key and value matrices: of most models, of T5"""
-FUSED = {
-    "bloom": "query_key_value",
-    "falcon": "query_key_value",
-    "gpt2": "c_attn",
-    "gpt_bigcode": "c_attn",
-    "gpt_neox": "query_key_value",
-    "mpt": "Wqkv",
-    "phi3": "qkv_proj",
-}
-"""model_type -> the matrix that holds query, key and value; IA3 then scales the query too"""
 FEED_FORWARD = (
     "down_proj",
     "fc2",
@@ -59,12 +49,6 @@ FEED_FORWARD = (
     "fc_out",
 )
 """names of a feed-forward's second matrix, whose input IA3 scales"""
-OWN_FORWARD = {
-    **dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), "out_proj"),
-    **dict.fromkeys(("llama4", "llama4_text"), "router"),
-}
-"""model_type -> a linear module on which peft refuses LoRA, since its output is not W x: a kernel
-reads its weight, or its forward returns two tensors"""
 
 
 @dataclass(slots=True)
@@ -92,7 +76,7 @@ class Targets:
     problems: list[str] = field(default_factory=list)
 
 
-def find_targets(config: AdapterConfig, base: BaseModules) -> Targets:
+def find_targets(config: AdapterConfig, base: BaseDescription) -> Targets:
     """Resolve the settings to modules of `base`, as far as these are known."""
     found = Targets()
     found.problems += _check_form(config) or _check_expressions(config, base)
@@ -144,7 +128,7 @@ def _is_names(value: Any) -> bool:
     return is_list and all(isinstance(name, str) and name for name in value)
 
 
-def _check_expressions(config: AdapterConfig, base: BaseModules) -> list[str]:
+def _check_expressions(config: AdapterConfig, base: BaseDescription) -> list[str]:
     """List the regular expressions that are invalid, or take too long on the base's names."""
     expressions: dict[str, list[str]] = {}
     if isinstance(config, LoraConfig):
@@ -162,7 +146,7 @@ def _check_expressions(config: AdapterConfig, base: BaseModules) -> list[str]:
     )
 
 
-def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
+def _find_lora(config: LoraConfig, base: BaseDescription, found: Targets) -> None:
     found.full_modules = _find_modules(
         config.modules_to_save, by_ending, "modules_to_save", base, found
     )
@@ -180,7 +164,7 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
     if base.linear is None or found.problems:
         return
     names = [name for name in names if not is_inside(name, found.full_modules)]
-    own_forward = OWN_FORWARD.get(base.model_type or "")
+    own_forward = family_of(base.model_type).refuses_lora
     if _is_all_linear(config):
         found.not_plain = _not_plain(names, base, own_forward)
         found.own_adapters = [name for name in names if OWN_ADAPTERS.search(name)]
@@ -213,7 +197,9 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
         found.problems += _check_ranks(config, shapes, found.matrices + found.experts)
 
 
-def _not_plain(names: list[str], base: BaseModules, own_forward: str | None = None) -> list[str]:
+def _not_plain(
+    names: list[str], base: BaseDescription, own_forward: str | None = None
+) -> list[str]:
     """Return the linear modules on which an adapter would have no effect.
 
     Their layer reads the weight instead of calling the module. `own_forward`: a further ending, on
@@ -225,7 +211,7 @@ def _not_plain(names: list[str], base: BaseModules, own_forward: str | None = No
     return [name for name in names if name.endswith(endings)]
 
 
-def _refuse(names: list[str], instead: str, base: BaseModules, found: Targets) -> None:
+def _refuse(names: list[str], instead: str, base: BaseDescription, found: Targets) -> None:
     if names:
         found.problems.append(
             f"adapter.target_modules: {', '.join(last_parts(names))} of {base.model_type} models "
@@ -234,7 +220,7 @@ def _refuse(names: list[str], instead: str, base: BaseModules, found: Targets) -
         )
 
 
-def _find_experts(config: LoraConfig, base: BaseModules, found: Targets) -> None:
+def _find_experts(config: LoraConfig, base: BaseDescription, found: Targets) -> None:
     """Choose the experts that get low-rank matrices, or record why they get none."""
     if not base.experts:
         if config.experts == "lora":
@@ -311,7 +297,7 @@ def _check_ranks(
     ]
 
 
-def _find_ia3(config: Ia3Config, base: BaseModules, found: Targets) -> None:
+def _find_ia3(config: Ia3Config, base: BaseDescription, found: Targets) -> None:
     names = _linear_in_layers(config.layers, base, found)
     if base.linear is None or found.problems:
         return
@@ -335,14 +321,14 @@ def _find_ia3(config: Ia3Config, base: BaseModules, found: Targets) -> None:
         )
 
 
-def _ia3_targets_of(base: BaseModules, names: Sequence[str], found: Targets) -> list[str]:
+def _ia3_targets_of(base: BaseDescription, names: Sequence[str], found: Targets) -> list[str]:
     """Return the name endings of keys, values and feed-forward in this architecture."""
 
     def exists(ending: str) -> bool:
         return bool(by_ending(ending, names))
 
     attention = [list(pair) for pair in KEYS_AND_VALUES if all(map(exists, pair))]
-    fused = FUSED.get(base.model_type or "")
+    fused = family_of(base.model_type).queries_and_keys
     if fused is not None and exists(fused):
         attention = [[fused]]
     feed_forward = [ending for ending in FEED_FORWARD if exists(ending)]
@@ -356,13 +342,13 @@ def _ia3_targets_of(base: BaseModules, names: Sequence[str], found: Targets) -> 
     return []
 
 
-def _find_freeze(config: FreezeConfig, base: BaseModules, found: Targets) -> None:
+def _find_freeze(config: FreezeConfig, base: BaseDescription, found: Targets) -> None:
     layers = [] if config.layers == "none" else _chosen_layers(config.layers, base, found)
     modules = _find_modules(config.modules, by_ending_or_expression, "modules", base, found)
     found.full_modules = [*(layers or ()), *modules]
 
 
-def _chosen_layers(setting: Any, base: BaseModules, found: Targets) -> list[str] | None:
+def _chosen_layers(setting: Any, base: BaseDescription, found: Targets) -> list[str] | None:
     """Return the names of the layers that `adapter.layers` selects; None if they are not known."""
     if base.layers is not None and not base.layers:
         found.problems.append(unknown_layers_problem(base.model_type, "adapter.layers=all"))
@@ -375,14 +361,14 @@ def _chosen_layers(setting: Any, base: BaseModules, found: Targets) -> list[str]
     return None if base.layers is None else [base.layers[number] for number in numbers]
 
 
-def _linear_in_layers(setting: Any, base: BaseModules, found: Targets) -> list[str]:
+def _linear_in_layers(setting: Any, base: BaseDescription, found: Targets) -> list[str]:
     names = list(base.linear or ())
     layers = None if setting == "all" else _chosen_layers(setting, base, found)
     return names if layers is None else [name for name in names if is_inside(name, layers)]
 
 
 def _find_linear(
-    patterns: str | list[str], key: str, names: list[str], base: BaseModules, found: Targets
+    patterns: str | list[str], key: str, names: list[str], base: BaseDescription, found: Targets
 ) -> list[str]:
     """Return the linear modules that a list of endings, or one regular expression, matches."""
     if isinstance(patterns, str):
@@ -405,7 +391,7 @@ def _find_linear(
 
 
 def _find_modules(
-    patterns: list[str], rule: Rule, key: str, base: BaseModules, found: Targets
+    patterns: list[str], rule: Rule, key: str, base: BaseDescription, found: Targets
 ) -> list[str]:
     if not patterns or base.weighted is None:
         return []

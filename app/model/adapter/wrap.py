@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from app.model.adapter.modules import is_quantized, is_tied, name_of
+from app.model.description import is_quantized, is_tied, name_of
 from common.errors import UserError
 
 if TYPE_CHECKING:

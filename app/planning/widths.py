@@ -1,84 +1,36 @@
-"""The structure and dimensions of a model's layers, as far as they affect activation memory.
+"""The dimensions and structure of a model's layers, as far as they affect activation memory.
 
-The structure is detected from a layer's modules or, before a layer is built, looked up by model
-type. Needs no torch.
+The structure is detected from a layer's modules or, before a layer is built, taken from the family.
+Needs no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-ALL_EXPERTS = ("llama4_text",)
-"""model types in which every expert computes every token, with weight 0 if it was not chosen"""
+from app.model.families import PLAIN, Family, LayerKind, family_of
+
+Getter = Callable[[str], Any]
+"""returns the value of a key of config.json, None if it has none"""
+
 DROPOUTS = ("resid_pdrop", "hidden_dropout", "dropout")
 """names in config.json of the dropout on the outputs of attention and feed-forward"""
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")
 """names in config.json of the feed-forward's activation function"""
-VERIFIED = (
-    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "olmo3"),
-    *("gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "phi", "phi3"),
-    *("glm4", "glm4_moe", "gpt_oss", "gpt2", "falcon", "bloom", "llama4_text", "deepseek_v3", "t5"),
-    "bart",
-)
-"""model types whose estimates were verified: within 2.5 % of a simulated training step"""
 JOINED = ("qkv_proj",)
 """names of a joint matrix for queries, keys and values whose output is not copied for the values"""
 UNGATED = ("fc1", "fc_in", "c_fc", "dense_h_to_4h")
 """names of the first matrix of an ungated feed-forward"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerKind:
-    """The structure of a layer, as far as it affects activation memory; defaults to Llama's."""
-
-    num_norms: int = 2
-    """norms of hidden states; four if the outputs of attention and feed-forward have norms too"""
-    norms_heads: bool = False
-    """whether queries and keys are normalized"""
-    has_plain_head_norms: bool = False
-    """whether the norms of queries and keys have no weights, so that no kernel replaces them"""
-    norms_values: bool = False
-    """whether values are normalized"""
-    norms_routed: bool = False
-    """whether the router's input is normalized, without weights"""
-    has_rms_norms: bool = True
-    """whether the norms are RMS norms, which a fused kernel may replace"""
-    has_gate: bool = True
-    """whether gate and up projection are separate matrices, so that a fused kernel may be used"""
-    is_gated: bool = True
-    """whether the feed-forward is gated, whatever the layout of its matrices"""
-    joins_heads: bool = False
-    """whether a joint matrix computes queries, keys and values; its output is saved for the values
-    """
-    activation: str = "silu"
-    """activation of the feed-forward, from config.json or the default of the model type"""
-    shared_experts: int = 0
-    """features of the shared experts, or of a dense feed-forward parallel to the experts"""
-
-
-LLAMA_LAYER = LayerKind()
-_UNGATED = LayerKind(has_rms_norms=False, has_gate=False, is_gated=False, activation="gelu")
-KINDS = {
-    "qwen3": LayerKind(norms_heads=True),
-    "gemma": LayerKind(activation="gelu_pytorch_tanh"),
-    "gemma2": LayerKind(num_norms=4, activation="gelu_pytorch_tanh"),
-    "gemma3_text": LayerKind(num_norms=4, norms_heads=True, activation="gelu_pytorch_tanh"),
-    "phi3": LayerKind(has_gate=False, joins_heads=True),
-    "phi": replace(_UNGATED, num_norms=1, activation="gelu_new"),
-    "gpt2": replace(_UNGATED, activation="gelu_new"),
-    **dict.fromkeys(("falcon", "bloom", "bart"), _UNGATED),
-    "t5": LayerKind(has_rms_norms=False, has_gate=False),
-}
-"""structures by model type, for estimates from config.json alone, which does not contain them"""
-
-
-def kind_of_config(config: Any) -> LayerKind:
-    """Return the structure of a model's layers from its config and `KINDS`."""
-    kind = KINDS.get(config.model_type, LLAMA_LAYER)
-    if config.model_type != "falcon" or getattr(config, "new_decoder_architecture", False):
+def _kind_of_type(get: Getter) -> LayerKind:
+    """Return the structure of a model's layers as far as its family tells."""
+    kind = family_of(get("model_type")).layer
+    if get("model_type") != "falcon" or get("new_decoder_architecture"):
         return kind
-    return replace(kind, num_norms=1 if getattr(config, "parallel_attn", True) else 2)
+    return replace(kind, num_norms=1 if get("parallel_attn") else 2)
 
 
 def kind_of_layer(layer: Any, shared_experts: int) -> LayerKind:
@@ -145,13 +97,18 @@ class Widths:
     """largest head dimension of any layer"""
     model_type: str = ""
     """`model_type` of config.json"""
-    kind: LayerKind = LLAMA_LAYER
+    kind: LayerKind = PLAIN.layer
     """structure of the layers"""
+
+    @property
+    def family(self) -> Family:
+        """What is known of the model type."""
+        return family_of(self.model_type)
 
     @property
     def is_compared(self) -> bool:
         """Return whether estimates for these layers were compared with a simulated step."""
-        return self.model_type in VERIFIED and not self.layer_inputs
+        return self.family.is_verified and not self.layer_inputs
 
     @property
     def inputs(self) -> int:
@@ -164,15 +121,15 @@ class Widths:
         return self.query + 2 * self.key_value + 2 * self.hidden + 2 * self.feed_forward
 
 
-def widths_of(architecture: Any, kind: LayerKind | None = None) -> Widths | None:
-    """Return the dimensions of a transformers config; None if it lacks the basic ones.
+def widths_of(get: Getter, kind: LayerKind | None = None) -> Widths | None:
+    """Return the dimensions of a model's layers; None if its config lacks the basic ones.
 
-    `kind`: structure of the layers, if it was detected from built layers.
+    `get`: reads config.json, as `BaseDescription.get` or a `config_getter`. `kind`: structure of
+    the layers, if it was detected from built layers.
     """
-    text = architecture.get_text_config()
 
     def find(*names: str) -> int:
-        found = (_number(text, name) for name in names)
+        found = map(get, names)
         return next((int(number) for number in found if isinstance(number, (int, float))), 0)
 
     hidden, layers = find("hidden_size"), find("num_hidden_layers")
@@ -184,23 +141,26 @@ def widths_of(architecture: Any, kind: LayerKind | None = None) -> Widths | None
     names = ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "ffn_hidden_size")
     # GPT-2's n_inner may be null, which means four times the hidden size.
     dense = find(*names, "n_inner") or 4 * hidden
-    kind = kind or kind_of_config(text)
+    of_type = _kind_of_type(get)
+    kind = kind or of_type
     shared = find("shared_expert_intermediate_size") or kind.shared_experts
-    functions = (_number(text, name) for name in ACTIVATIONS)
-    default = kind_of_config(text).activation
-    function = next((each for each in functions if isinstance(each, str)), default)
-    if text.model_type in ALL_EXPERTS:
+    functions = (each for each in map(get, ACTIVATIONS) if isinstance(each, str))
+    function = next(functions, of_type.activation)
+    model_type = get("model_type")
+    if family_of(model_type).computes_all_experts:
         experts = find("num_local_experts")
     routed = experts * (find("moe_intermediate_size") or dense)
-    shares_all = _number(text, "multi_query") and not _number(text, "new_decoder_architecture")
+    shares_all = get("multi_query") and not get("new_decoder_architecture")
     query, latent = heads * head_dim, 0
     key_value = head_dim if shares_all else (find("num_key_value_heads") or heads) * head_dim
     if rotated := find("qk_rope_head_dim"):  # flash attention pads values to the keys' head size
         query = key_value = heads * (find("qk_nope_head_dim") + rotated)
         latent = 2 * (find("q_lora_rank") + find("kv_lora_rank")) + rotated
         latent += heads * find("v_head_dim")
+    if get("is_encoder_decoder"):
+        layers += find("num_decoder_layers", "decoder_layers")
     return Widths(
-        layers=layers + (find("num_decoder_layers", "decoder_layers") if _is_pair(text) else 0),
+        layers=layers,
         hidden=hidden,
         query=query,
         key_value=key_value,
@@ -210,24 +170,28 @@ def widths_of(architecture: Any, kind: LayerKind | None = None) -> Widths | None
         routed_copies=2 * experts,
         routed_features=routed,
         latent=latent,
-        has_dropout=any(_number(text, name) for name in DROPOUTS),
+        has_dropout=any(map(get, DROPOUTS)),
         caps_scores=bool(find("attn_logit_softcapping")),
         layer_inputs=find("hidden_size_per_layer_input"),
         norms_heads=kind.norms_heads,
         widest_head=max(head_dim, find("global_head_dim")),
-        model_type=text.model_type,
+        model_type=model_type,
         kind=replace(kind, activation="" if kind.is_gated and not kind.has_gate else function),
     )
 
 
-def _number(config: Any, name: str) -> Any:
-    """Return a config value; the mean over layers if each layer has its own (Gemma 4)."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # raised by transformers for values that differ between layers
-        numbers = [getattr(layer, name) for layer in config.per_layer_config]
-        return sum(numbers) / len(numbers)
+def config_getter(architecture: Any) -> Getter:
+    """Return a function that reads the language model's values of a transformers config.
 
+    If each layer has its own value (Gemma 4), it returns their mean.
+    """
+    text = architecture.get_text_config()
 
-def _is_pair(config: Any) -> bool:
-    return bool(config.is_encoder_decoder)
+    def get(name: str) -> Any:
+        try:
+            return getattr(text, name, None)
+        except RuntimeError:  # raised by transformers for values that differ between layers
+            numbers = [getattr(layer, name) for layer in text.per_layer_config]
+            return sum(numbers) / len(numbers)
+
+    return get
