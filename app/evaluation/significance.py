@@ -34,6 +34,7 @@ MAX_UNITS = 10_000
 MIN_CHANGED = 6
 """minimum number of rows with different scores for a verdict of better or worse: with fewer, a sign
 test at the 5 % level never rejects, even if all resamples have the same sign"""
+TOO_FEW_ROWS = "too few rows"
 MIN_DIFFERENCE = 1e-4
 """smallest meaningful difference: batch size and precision change the digits below"""
 MAX_DRAWS = 2**20
@@ -158,6 +159,8 @@ class Change:
     def verdict(self) -> str:
         """The verdict in words."""
         if not (self.is_significant or self.is_broken):
+            if self.num_rows < MIN_CHANGED:
+                return TOO_FEW_ROWS
             return "too few differ" if self.excludes_zero else "no difference"
         if self.is_better:
             return "better"
@@ -308,7 +311,12 @@ def verdict_line(changes: Sequence[Change]) -> str:
         )
         if names
     ]
-    return "; ".join(parts) or "no difference"
+    if parts:
+        return "; ".join(parts)
+    if changes and all(change.num_rows < MIN_CHANGED for change in changes):
+        most = max(change.num_rows for change in changes)
+        return f"{TOO_FEW_ROWS} to tell ({most}; at least {MIN_CHANGED} are compared)"
+    return "no difference"
 
 
 def _list_names(changes: Iterable[Change]) -> str:

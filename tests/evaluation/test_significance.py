@@ -107,9 +107,12 @@ def test_equal_scores_and_rounding_noise_are_no_difference() -> None:
 
 def test_few_rows_are_not_significant_even_if_all_agree() -> None:
     # Every resample has the same sign, but a sign test of five rows has p = 6 %.
-    assert compared([1.0] * 5, [0.0] * 5).verdict == "too few differ"
+    of_five = compared([1.0] * 5, [0.0] * 5)
+    assert of_five.verdict == "too few rows"
+    assert verdict_line([of_five]) == "too few rows to tell (5; at least 6 are compared)"
     assert compared([1.0] * 6, [0.0] * 6).verdict == "better"
     of_many = compared([1.0] * 100, [1.0] * 95 + [0.0] * 5)
+    assert verdict_line([of_five, of_many]) == "no difference"
     assert of_many.verdict == "too few differ"
     assert not (of_many.is_better or of_many.is_worse)
 
