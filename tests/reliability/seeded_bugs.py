@@ -261,6 +261,20 @@ BUGS = [
         test=f"{STEPS}[ddp]",
     ),
     Bug(
+        name="Lightning clears the gradients that a step has just computed",
+        file=MODULE,
+        right="    def optimizer_zero_grad(self, *args: Any) -> None:\n",
+        wrong="    def zero_gradients(self, *args: Any) -> None:\n",
+        test="tests/golden/test_curve.py::test_twenty_steps_of_the_default_give_the_golden_curve",
+    ),
+    Bug(
+        name="a rank that holds the end of a row counts the documents of its start",
+        file="app/training/objective/forward.py",
+        right="whole[begin : begin + numbers.shape[1]]",
+        wrong="whole[: numbers.shape[1]]",
+        test="tests/training/test_sequence_slice.py::test_the_parts_of_rows_add_up",
+    ),
+    Bug(
         name="a rank clips by the norm of its own shards",
         file="app/strategy/fsdp.py",
         right="        dist.all_reduce(squares)\n",
