@@ -58,6 +58,11 @@ def test_config_json_and_modules_agree(words: tuple[str, ...]) -> None:
     compare(config, config.model.architecture | SMALL)
 
 
+def test_a_tied_head_is_counted_once() -> None:
+    config = load_config("train", ["model=llama3b", "data=dolly"])
+    compare(config, config.model.architecture | SMALL)
+
+
 def test_a_token_meets_some_of_the_experts() -> None:
     config = load_config("train", ["model=qwen3_30b_a3b", "data=dolly", "quantization=nf4"])
     numbers = config.model.architecture | SMALL

@@ -131,7 +131,7 @@ def test_what_the_headers_reach_is_what_the_adapter_reaches(kind: str, folders: 
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_files_and_numbers_describe_the_describe_model_the_model(kind: str, folders: Path) -> None:
+def test_files_and_numbers_describe_the_modules_of_the_model(kind: str, folders: Path) -> None:
     model, (files, _) = MODELS[kind], inspect_base(ModelConfig(path=str(folders / kind)))
     loaded, numbers = describe_model(model), describe_config("", model.config.to_dict())
     assert files.linear is not None and loaded.linear is not None and files.weighted is not None

@@ -555,6 +555,73 @@ BUGS = [
         wrong="        if not text:",
         test="tests/bad_input/test_base_files.py::test_a_tokenizer_that_drops_letters",
     ),
+    Bug(
+        name="a layer more than config.json counts is ignored",
+        file="app/preflight/base_model.py",
+        right='if int(found["number"]) >= described)',
+        wrong='if int(found["number"]) > described)',
+        test="tests/bad_input/test_base_files.py::test_layers_that_would_be_left_out",
+    ),
+    Bug(
+        name="a head that is in no file passes for one of its own",
+        file="app/model/description.py",
+        right="for each in (*tables, head) if",
+        wrong="for each in tables if",
+        test="tests/preflight/test_modules.py"
+        "::test_files_and_numbers_describe_the_modules_of_the_model[llama]",
+    ),
+    Bug(
+        name="the last expert of a file is not counted",
+        file="app/model/description.py",
+        right='max(int(single["number"]) + 1, ',
+        wrong='max(int(single["number"]), ',
+        test="tests/model/test_experts.py"
+        "::test_file_headers_describe_the_same_experts_as_the_model[qwen3_moe]",
+    ),
+    Bug(
+        name="a tied head is planned as a second matrix",
+        file="app/planning/planned_model.py",
+        right="head = {} if base.is_tied else weights_of(",
+        wrong="head = weights_of(",
+        test="tests/planning/test_model_size.py::test_a_tied_head_is_counted_once",
+    ),
+    Bug(
+        name="a rank's rows are not rounded up",
+        file="app/planning/states.py",
+        right="* math.ceil(rows / layout.num_shards) / rows",
+        wrong="/ layout.num_shards",
+        test="tests/strategy/test_fake_ranks.py"
+        "::test_memory_of_an_fsdp_rank_equals_the_estimate[llama70b on 64]",
+    ),
+    Bug(
+        name="scales are never quantized",
+        file="app/model/quantization.py",
+        right="bnb_4bit_use_double_quant=config.double_quant",
+        wrong="bnb_4bit_use_double_quant=False",
+        test="tests/model/test_quantization.py::test_double_quantization_saves_bits",
+    ),
+    Bug(
+        name="another method than that of the files is accepted",
+        file="app/model/quantization.py",
+        right='if config.method not in ("none", method):',
+        wrong='if config.method not in ("none", "nf4", "int8"):',
+        test="tests/model/test_quantization.py"
+        "::test_a_method_other_than_that_of_the_files_is_refused",
+    ),
+    Bug(
+        name="weights above a precision's largest number are loaded",
+        file="app/model/base_files.py",
+        right="if not (-most <= smallest and largest <= most):",
+        wrong="if not -most <= smallest:",
+        test="tests/bad_input/test_base_files.py::test_weights_that_a_precision_cannot_hold",
+    ),
+    Bug(
+        name="a bias that the model has not is ignored",
+        file="app/model/base_files.py",
+        right='known and leaf in ("weight", "bias") and',
+        wrong='known and leaf == "weight" and',
+        test="tests/bad_input/test_base_files.py::test_a_bias_that_would_be_left_out",
+    ),
 ]
 
 
