@@ -61,8 +61,13 @@ class DeviceWithoutValues(SingleDevice):
     def model_to_device(self) -> None:
         self.model.to(META)
 
-    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        return super().batch_to_device(batch, META, dataloader_idx)
+    def run_micro_batches(self, batches: Any, loss: Any) -> Any:
+        """Move micro-batches to meta; Lightning reads values on the root device before steps."""
+        before, self._root_device = self._root_device, META
+        try:
+            return super().run_micro_batches(batches, loss)
+        finally:
+            self._root_device = before
 
     def teardown(self) -> None:
         """Leave the weights on meta: they cannot be copied back."""
