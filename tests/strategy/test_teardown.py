@@ -74,9 +74,9 @@ def test_optimizer_states_are_freed_before_the_end(
     modules: list[Any] = []
     own = train.finish
 
-    def finish(run: Any, module: Any, *others: Any) -> Any:
+    def finish(config: Any, run: Any, module: Any, *others: Any) -> Any:
         modules.append(module)
-        return own(run, module, *others)
+        return own(config, run, module, *others)
 
     monkeypatch.setattr(train, "finish", finish)
     train_run(*small_run("trainer.max_steps=1"))
