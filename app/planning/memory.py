@@ -234,7 +234,7 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     """Estimate the memory of the rank that needs the most, at each moment that may be the peak.
 
     During the backward pass activations shrink and gradients grow linearly, so that the peak is at
-    one of its ends. Lightning frees the previous step's gradients only after the forward pass.
+    one of its ends. A step first frees the gradients of the previous one.
     """
     size = size or run.size
     states = estimate_states(
@@ -337,7 +337,7 @@ def _gradients(run: PlannedRun, size: ModelSize, gradients: float) -> _Gradients
     if not accumulates and (strategy.name == "single" or isinstance(strategy, FsdpConfig)):
         share = gradients / max(1.0, whole.trained)
         return _Gradients(
-            at_loss=gradients,
+            at_loss=0.0,
             at_last=share * (end.trained + size.layer.trained),
             at_first=gradients - share * size.embedding.trained,
             at_end=gradients,
