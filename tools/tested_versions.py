@@ -21,6 +21,7 @@ DEPENDS_ON = (
     "app/model",
     "app/planning",
     "app/strategy",
+    "app/training",
     "benchmarks",
     "tools/simulate",
 )

@@ -240,6 +240,17 @@ def test_checkpoints_stand_at_the_ends_of_epochs_and_of_the_run(
 
 
 @pytest.mark.slow
+def test_a_longer_run_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
+    words = ("schedule=constant", "schedule.warmup_steps=0", "adapter.dropout=0.1")
+    words += ("trainer.validate_every_steps=2",)
+    longer = (*words, "trainer.max_steps=10")
+    whole = run_into(tmp_path / "whole", *longer)
+    shorter = run_into(tmp_path / "run", *words)
+    allowed = ("resume=must", "resume_allow=[epochs]")
+    check_same_run(run_into(shorter, *longer, *allowed), whole)
+
+
+@pytest.mark.slow
 def test_a_run_that_died_after_its_last_step_trains_nothing_more(tmp_path: Path, seen: Ids) -> None:
     words = (*FULL, "optimizer=schedule_free")
     for more in ((), ("data.val_set_size=0",)):
