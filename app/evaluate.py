@@ -126,7 +126,7 @@ def measure_models(
     from app.evaluation.progress import Progress
     from app.evaluation.row_runner import build_row_runner, build_sum_over_ranks
     from app.evaluation.tasks.questions import build_tasks
-    from app.training.objective import Sft
+    from app.training.objective.build import build_objective
 
     adapter = adapter_of(config)
     identity = [base.description, describe_tuned(config), env.precision, repr(base.quantization)]
@@ -137,7 +137,7 @@ def measure_models(
             base,
             data,
             build_tasks(config.evaluation),
-            Sft(),
+            build_objective(config.objective),
             runner=runner,
             sum_over_ranks=build_sum_over_ranks(runner),
         )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from data_modules.settings import DatasetConfig as DatasetConfig
     from data_modules.settings import check_datasets as check_datasets
     from data_modules.settings import dataset_names as dataset_names
+    from data_modules.settings import with_format as with_format
     from data_modules.source import explain_refusal as explain_refusal
     from data_modules.source import is_hub_id as is_hub_id
     from data_modules.source import open_regular as open_regular
@@ -66,6 +67,7 @@ _HOMES = {
     "Turn": "types",
     "check_datasets": "settings",
     "dataset_names": "settings",
+    "with_format": "settings",
     "estimate_epoch": "tokens.size",
     "explain_refusal": "source",
     "find_syntax_error": "template.syntax",

@@ -74,6 +74,9 @@ class Batch:
     step_weight      sum of `loss_weights` over the whole global step (all micro-batches, all
                      ranks), a tensor if it was summed over ranks; 1.0 in validation
     num_tokens       tokens in this micro-batch that are not padding
+    pair_weights     float32 [pairs], weight of each preference pair, None if the rows are no pairs.
+                     The documents of all rows, in order, are then the chosen and the rejected
+                     answer of the first pair, of the second, ...
     decoder          the decoder's inputs, for encoder-decoder models: `input_ids`, `position_ids`
                      and `document_lengths` are then the encoder's, and `labels`, `loss_weights`,
                      `dataset_ids` and `trained_columns` [rows, targets] the decoder's
@@ -92,14 +95,15 @@ class Batch:
     num_tokens: int
     decoder: DecoderInputs | None = None
     sequence: SequenceSlice | None = None
+    pair_weights: torch.Tensor | None = None
 
     def part(self, sequence: SequenceSlice) -> Batch:
         """Return the columns that one of several ranks holds of a causal model's batch.
 
         Sums over all positions of the parts are those of the batch.
         """
-        if self.decoder is not None or self.sequence is not None:
-            raise ValueError("only whole rows of a causal model can be split")
+        if any(x is not None for x in (self.decoder, self.sequence, self.pair_weights)):
+            raise ValueError("only whole rows of a causal model, of single answers, can be split")
         start, stop = sequence.start, sequence.stop
         by_position = ("input_ids", "position_ids", "labels", "loss_weights", "dataset_ids")
         columns = self.trained_columns
@@ -112,6 +116,12 @@ class Batch:
             num_tokens=sum(max(0, end - start) for end in ends),
             sequence=sequence,
         )
+
+    @property
+    def own_weight(self) -> float:
+        """The weight of this micro-batch in the step weight."""
+        weights = self.loss_weights if self.pair_weights is None else self.pair_weights
+        return float(weights.sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return a copy with its tensors on `device`."""
@@ -130,7 +140,8 @@ class Batch:
 
     def _tensors(self) -> dict[str, Any]:
         plain = ("document_lengths", "step_weight", "num_tokens", "decoder", "sequence")
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 class Collator:
@@ -158,10 +169,14 @@ class Collator:
 
     def __call__(self, packs: Sequence[Sequence[Example]], step_weight: float) -> Batch:
         """Return the batch of `packs`, one sequence of examples each."""
+        pairs = [example for pack in packs for example in pack if example.rejected_start]
+        documents = [[one for example in pack for one in example.documents()] for pack in packs]
         if self._packed:
-            rows = [[example for pack in packs for example in pack]]
+            rows = [[document for pack in documents for document in pack]]
+        elif pairs:
+            rows = [[document] for pack in documents for document in pack]
         else:
-            rows = [list(pack) for pack in packs]
+            rows = documents
         inputs = _TokenRows(
             [[example.input_ids for example in row] for row in rows],
             self._row_len,
@@ -188,6 +203,9 @@ class Collator:
             step_weight=step_weight,
             num_tokens=inputs.num_tokens + (labelled.num_tokens if decoder else 0),
             decoder=decoder,
+            pair_weights=torch.tensor([float(pair.weights.max()) for pair in pairs])
+            if pairs
+            else None,
         )
 
     def _decoder_inputs(self, targets: _TokenRows, start_token_id: int) -> DecoderInputs:

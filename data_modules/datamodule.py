@@ -32,6 +32,7 @@ from common.text import percent
 from data_modules.audit import Audit
 from data_modules.audit.characters import CharacterCheck
 from data_modules.collator import Batch, Collator
+from data_modules.format import PREFERENCE
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
 from data_modules.packing.plan import (
     MicroBatch,
@@ -112,6 +113,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
             raise DataError(
                 "data.on_long=split: an encoder-decoder model needs question and answer "
                 "together; use drop, truncate_left or truncate_right"
+            )
+        if is_encoder_decoder and any(one.format == PREFERENCE for one in config.loss_datasets):
+            raise DataError(
+                "preference pairs need a causal model; type objective=sft, or another model.path"
             )
         self.template = ChatTemplate.resolve(
             self._spec.tokenizer,

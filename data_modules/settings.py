@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import DataError
@@ -38,8 +38,8 @@ class DatasetConfig:
     """its name in metrics, and the configuration to read if its card declares several;
     null = the file's name without suffix"""
     format: str | None = setting(None, resume="data", grants="nothing")
-    """alpaca, messages, sharegpt, prompt_completion, completion, pretokenized or oasst; null =
-    guessed from columns"""
+    """alpaca, messages, sharegpt, prompt_completion, completion, pretokenized, oasst or preference;
+    null = guessed from columns, preference with objective=dpo"""
     split: str = setting("train", resume="data", grants="nothing")
     """which split of a folder (by its card, or by train, dev, test, ... in the names) or of a hub
     data set, and which slice: train[:90%], train[100:200]"""
@@ -53,6 +53,17 @@ class DatasetConfig:
     columns: dict[str, str] = setting(default_factory=dict, resume="data", grants="nothing")
     """the column of each field of the format, as in {instruction: question, output:
     answers.0.text}; dots select nested fields"""
+
+
+def with_format(config: DataConfig, name: str | None) -> DataConfig:
+    """Return `config` with the format `name` for every data set with a loss that names none."""
+    if name is None:
+        return config
+
+    def given(datasets: list[DatasetConfig]) -> list[DatasetConfig]:
+        return [replace(each, format=each.format or name) for each in datasets]
+
+    return replace(config, datasets=given(config.datasets), val_datasets=given(config.val_datasets))
 
 
 DEFAULT_SEQUENCE_LEN = 2048

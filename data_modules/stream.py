@@ -140,7 +140,7 @@ class TokenStream(IterableDataset[Batch]):
                     micro_batch = range(first, first + self._micro_batch_size)
                     chosen = [[window[i] for i in packs[pack]] for pack in micro_batch]
                     batch = self._collator(chosen, 1.0)
-                    yield dataclasses.replace(batch, step_weight=float(batch.loss_weights.sum()))
+                    yield dataclasses.replace(batch, step_weight=batch.own_weight)
 
     def _take_window(self, examples: Iterator[Example], capacity: int) -> Iterator[Example]:
         limit = max(MIN_WINDOW_PACKS * capacity, MAX_WINDOW_TOKENS)

@@ -116,7 +116,8 @@ class Example:
     `input_ids` int32 [tokens]; `weights` float32 [tokens], the weight of each token as a label
     (0 = masked; the first token is never a label); `dataset` is the index of its data set.
     For encoder-decoder models `target_ids` int32 [targets] are the decoder's labels, and `weights`
-    float32 [targets] are theirs.
+    float32 [targets] are theirs. A preference pair is one example, so that nothing can part it: the
+    document of its chosen answer, then from `rejected_start` on that of its rejected one.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -124,12 +125,23 @@ class Example:
     dataset: int
     origin: Origin
     target_ids: npt.NDArray[np.int32] | None = None
+    rejected_start: int = 0
+    """0 if the example is not a pair"""
 
     @property
     def num_tokens(self) -> int:
         """Return the tokens that it takes in a pack: the longer of input and target."""
         targets = 0 if self.target_ids is None else len(self.target_ids)
         return max(len(self.input_ids), targets)
+
+    def documents(self) -> list[Example]:
+        """Return the documents of the example: itself, or those of both answers of a pair."""
+        if not self.rejected_start:
+            return [self]
+        return [
+            Example(self.input_ids[part], self.weights[part], self.dataset, self.origin)
+            for part in (slice(self.rejected_start), slice(self.rejected_start, None))
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +158,14 @@ class Encoded:
 
     `input_ids` int32 [tokens]; `weights` float32 [tokens], the weight of each token as a label. For
     encoder-decoder models `input_ids` are the encoder's, `target_ids` int32 [targets] the
-    decoder's labels, and `weights` float32 [targets] are theirs.
+    decoder's labels, and `weights` float32 [targets] are theirs. `rejected_start` as in `Example`.
     """
 
     input_ids: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
     target_ids: npt.NDArray[np.int32] | None = None
     notes: tuple[Note, ...] = ()
+    rejected_start: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from app.config import EvaluateConfig, TrainConfig
 from app.model.tokenizer import with_chat_template
 from app.process.launch import is_first_rank
-from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
+from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec, with_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +29,8 @@ def build_datamodule(
     first_rows: int | None = None,
 ) -> FinetuneDataModule:
     """Build the data module of a verb; the caller calls its `setup`."""
-    data = with_chat_template(config.data, config.model, tokenizer)
+    data = with_format(config.data, config.objective.row_format)
+    data = with_chat_template(data, config.model, tokenizer)
     return FinetuneDataModule(
         DataSpec(
             config=data,

@@ -27,7 +27,7 @@ from app.process.signals import (
     suspend_deadline,
 )
 from app.training.metrics import is_measured_at
-from app.training.objective import Objective, Sft
+from app.training.objective.objective import Objective
 from app.training.trainer import validation_interval
 from common.errors import UserError, nearest
 from common.files import write_atomically
@@ -174,6 +174,7 @@ def build_training_evaluation(
     config: TrainConfig,
     base: Base,
     data: FinetuneDataModule,
+    objective: Objective,
     folder: Path,
     poll: Callable[[], int | None],
 ) -> TrainingEvaluation | None:
@@ -185,24 +186,30 @@ def build_training_evaluation(
     if every is not None:
         settings, tasks = small_set(config.evaluation, build_tasks(config.evaluation))
         evaluation = TrainingEvaluation(
-            build_evaluator(settings, base, data, tasks, Sft()),
+            build_evaluator(settings, base, data, tasks, objective),
             folder,
             every_steps=every,
             interval=validation_interval(config.trainer, data.total_steps),
             last=data.total_steps,
             poll=poll,
         )
-    check_monitor(config.trainer.checkpoint.monitor, data, evaluation)
+    check_monitor(config.trainer.checkpoint.monitor, data, evaluation, objective.figures)
     return evaluation
 
 
 def check_monitor(
-    monitor: str, data: FinetuneDataModule, evaluation: TrainingEvaluation | None
+    monitor: str,
+    data: FinetuneDataModule,
+    evaluation: TrainingEvaluation | None,
+    figures: Sequence[str] = (),
 ) -> None:
     """Raise UserError if the monitored metric is not measured during the run."""
     held_out = set(data.val_examples.datasets.tolist())
-    losses = [f"val/loss/{name}" for n, name in enumerate(data.dataset_names) if n in held_out]
-    known = ["val/loss", *losses, *([] if evaluation is None else evaluation.names)]
+    measured = ("loss", *figures)
+    names = [name for number, name in enumerate(data.dataset_names) if number in held_out]
+    own = [f"val/{one}/{name}" for one in measured for name in names]
+    answers = [] if evaluation is None else evaluation.names
+    known = [*(f"val/{one}" for one in measured), *own, *answers]
     if monitor in known:
         return
     name = monitor.removeprefix("val/loss/")

@@ -35,7 +35,8 @@ from app.training.metrics import Metrics
 from app.training.micro_batch import probe_micro_batch
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
-from app.training.objective import Sft
+from app.training.objective.build import build_objective
+from app.training.objective.objective import Objective
 from app.training.optimizers import build_optimizer
 from app.training.routing import choose_router_aux_loss
 from app.training.schedule import resolve_lr
@@ -144,18 +145,20 @@ def build_module(
         config.adapter,
         env.packs_of_rank * env.num_data_ranks,
         from_scratch=config.model.from_scratch,
+        objective=config.objective,
     )
     log.debug("steps: %s", data.plan.line())
     log.info("steps: %s; %s", data.plan.summary(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
+    objective = build_objective(config.objective)
     evaluation = build_training_evaluation(
-        config, base, data, Path(trainer.default_root_dir), signals_of(trainer).poll
+        config, base, data, objective, Path(trainer.default_root_dir), signals_of(trainer).poll
     )
     return FinetuneModule(
         base.model_builder(config, env),
         backend=base.backend,
-        objective=Sft(),
+        objective=objective,
         build_optimizer=partial(
             build_optimizer,
             config=config.optimizer,
@@ -167,7 +170,7 @@ def build_module(
         schedule=config.schedule,
         total_steps=data.total_steps,
         is_packed=data.is_packed,
-        metrics=_build_metrics(config, base, data, trainer, evaluation),
+        metrics=_build_metrics(config, base, data, trainer, objective, evaluation),
         uses_fused_kernels=settings.kernels == "auto" and not settings.compile,
         router_aux_loss=choose_router_aux_loss(
             base.architecture, config.adapter, config.model.router_aux_loss
@@ -185,6 +188,7 @@ def _build_metrics(
     base: Base,
     data: FinetuneDataModule,
     trainer: L.Trainer,
+    objective: Objective,
     evaluation: TrainingEvaluation | None,
 ) -> Metrics:
     """Build the metrics of every step, and the check that they are finite."""
@@ -201,6 +205,7 @@ def _build_metrics(
         settings.log_every_steps,
         watch,
         settings.checkpoint.monitor,
+        objective.figures,
     )
     metrics.add_measurements([] if evaluation is None else evaluation.names)
     return metrics

@@ -36,6 +36,7 @@ from app.run.folder import OutputConfig, TrainOutputConfig
 from app.serving.address import ServeConfig
 from app.strategy.settings import FAMILIES, StrategyConfig
 from app.training.logger import LoggerConfig
+from app.training.objective.settings import OBJECTIVES, ObjectiveConfig
 from app.training.optimizers import (
     AdafactorConfig,
     AdamW8bitConfig,
@@ -141,6 +142,13 @@ class TrainConfig:
         },
     )
     """activation checkpointing: recompute in the backward pass, less memory for more time"""
+    objective: ObjectiveConfig = setting(
+        default_factory=ObjectiveConfig,
+        resume="fixed",
+        aliases=("method", "stage"),
+        option_aliases={"preference": "dpo"},
+    )
+    """what is minimized: learning from answers, or from pairs of a better and a worse one"""
     data: DataConfig = setting(default_factory=DataConfig, resume="data")
     """data sets, chat template, and which tokens are trained on"""
     packing: PackingConfig = setting(
@@ -362,6 +370,8 @@ class TunedConfig:
 class EvaluateConfig(TunedConfig):
     """The settings of an evaluation."""
 
+    objective: ObjectiveConfig = setting(default_factory=ObjectiveConfig)
+    """what the loss on the data sets is"""
     data: DataConfig = setting(default_factory=DataConfig)
     """data sets to evaluate on"""
     packing: PackingConfig = setting(default_factory=PackingConfig)
@@ -454,6 +464,7 @@ PARTS: dict[str, dict[str, type]] = {
         "muon": MuonConfig,
         "schedule_free": ScheduleFreeConfig,
     },
+    "objective": OBJECTIVES,
     "strategy": FAMILIES,
 }
 """groups whose settings depend on the option: group -> option -> schema"""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.evaluator import Evaluator, prefix_metrics
+from app.evaluation.evaluator import Evaluator
 from app.evaluation.metrics import METRICS
 from app.evaluation.significance import MEASURES, VARIANTS
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
@@ -66,7 +66,7 @@ def compare_trained(
         else:  # the first validation did not measure the base of `model`
             with model.disable_adapter():
                 base = evaluator.measure_losses("base", model)
-        metrics |= prefix_metrics("base", base) | prefix_metrics("tuned", tuned)
+        metrics |= evaluator.prefixed("base", base) | evaluator.prefixed("tuned", tuned)
     if not evaluator.measures_answers:
         return metrics
     metrics |= evaluator.measure_answers("tuned", model)

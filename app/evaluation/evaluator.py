@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from app.strategy.placement import Placement
-    from app.training.objective import Objective
+    from app.training.objective.objective import Objective
     from data_modules import FinetuneDataModule, Prompt
 
 PREDICTIONS_FILE = "predictions.jsonl"
@@ -189,7 +189,8 @@ class Evaluator:
 
     def measure_losses(self, variant: str, model: Any) -> dict[str, float]:
         """Return the exact validation loss of every data set, empty without validation rows."""
-        from app.training.objective import RowSums, validate
+        from app.training.objective.objective import validate
+        from app.training.objective.sums import RowSums
 
         names, num_rows = self.data.dataset_names, len(self.data.val_examples)
         if not num_rows:
@@ -222,6 +223,10 @@ class Evaluator:
             self.runner.show(key, num_rows * done // len(batches), num_rows)
             yield batch
         self.runner.show(key, num_rows, num_rows)
+
+    def prefixed(self, variant: str, losses: dict[str, float]) -> dict[str, float]:
+        """Return the losses of a variant as metrics, with the perplexity of likelihoods."""
+        return prefix_metrics(variant, losses, has_perplexity=self.objective.is_likelihood)
 
     def measure_answers(self, variant: str, model: Any) -> dict[str, float]:
         """Return the metrics of answers and tasks, prefixed with `variant`."""
@@ -261,7 +266,7 @@ class Evaluator:
         losses, rows = self.runner.run_once(f"{variant}-losses", content, work)
         if losses:
             self.row_losses[variant] = torch.tensor(rows, dtype=torch.double)
-        return prefix_metrics(variant, losses) | self.measure_answers(variant, model)
+        return self.prefixed(variant, losses) | self.measure_answers(variant, model)
 
     def changes(
         self,
@@ -326,14 +331,16 @@ def _merge_lines(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[s
     }
 
 
-def prefix_metrics(variant: str, metrics: dict[str, float]) -> dict[str, float]:
+def prefix_metrics(
+    variant: str, metrics: dict[str, float], *, has_perplexity: bool = True
+) -> dict[str, float]:
     """Prefix metric names with `base/` or `tuned/`, and add the perplexity of each loss.
 
     The losses of the tuned model are also kept under their own names.
     """
     prefixed = {f"{variant}/{name}": value for name, value in metrics.items()}
     for name, loss in metrics.items():
-        if name.startswith("val/loss"):
+        if has_perplexity and name.startswith("val/loss"):
             perplexity = math.exp(min(loss, 700.0))  # larger numbers overflow
             prefixed[f"{variant}/{name.replace('loss', 'perplexity', 1)}"] = perplexity
     if variant == "tuned":

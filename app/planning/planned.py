@@ -30,7 +30,7 @@ from app.strategy.settings import FAMILIES, StrategyConfig, tensor_parallel_size
 from common.errors import UserError
 from common.facts import setting
 from common.untrusted import read_json_object, reading
-from data_modules import DEFAULT_SEQUENCE_LEN, estimate_epoch
+from data_modules import DEFAULT_SEQUENCE_LEN, estimate_epoch, with_format
 
 if TYPE_CHECKING:
     from app.config.verbs import PlanConfig, TrainConfig
@@ -301,7 +301,7 @@ def estimate_tokens(config: TrainConfig, sequence_len: int) -> tuple[int, str]:
     """Estimate the tokens of all epochs, with a note on how; DataError if that is not possible."""
     file = find_tokenizer(config.model)
     epoch = estimate_epoch(
-        config.data,
+        with_format(config.data, config.objective.row_format),
         sequence_len=sequence_len,
         tokenizer=str(config.model.tokenizer_path or config.model.path),
         count_tokens=count_bytes if file is None else _count_by(file),

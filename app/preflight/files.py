@@ -51,7 +51,13 @@ from app.process.launch import is_first_rank
 from app.strategy.settings import tensor_parallel_size
 from common.errors import UserError, nearest
 from common.untrusted import check_kinds, read_header, read_json_object, read_text, reading
-from data_modules import OWN_TEMPLATE, TEMPLATE_NAMES, check_datasets, find_syntax_error
+from data_modules import (
+    OWN_TEMPLATE,
+    TEMPLATE_NAMES,
+    check_datasets,
+    find_syntax_error,
+    with_format,
+)
 
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig, TunedConfig
@@ -129,7 +135,7 @@ def check_files(
         if config.data.datasets and config.data.chat_template is None:
             problems += check_own_template(model)
     if has_data(config) and (config.data.loss_datasets or config.data.test_datasets):
-        problems += check_datasets(config.data)
+        problems += check_datasets(with_format(config.data, config.objective.row_format))
     return problems
 
 

@@ -63,7 +63,8 @@ class RowView:
     """number of tokens that are trained on"""
     tokens: Passage
     targets: Passage | None
-    """targets of the decoder, None for a decoder-only model"""
+    """targets of the decoder, or the rejected answer of a pair; None for a single document"""
+    targets_are: str = "decoder targets"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +234,15 @@ def _row_view(example: Example, renderer: TokenRenderer) -> RowView:
     import numpy as np
 
     labels = example.weights
+    if example.rejected_start:
+        chosen, rejected = (_row_view(answer, renderer) for answer in example.documents())
+        return replace(
+            chosen,
+            num_tokens=chosen.num_tokens + rejected.num_tokens,
+            num_trained=chosen.num_trained + rejected.num_trained,
+            targets=rejected.tokens,
+            targets_are="rejected",
+        )
     if example.target_ids is None:
         labels = labels.copy()
         labels[:1] = 0  # nothing predicts the first token

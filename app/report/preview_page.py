@@ -50,7 +50,7 @@ def print_preview(preview: Preview, console: Console, max_tokens: int) -> None:
             write(f"-- {row.origin}: {heading}", style="bold")
             write(render_passage(row.tokens.cut(max_tokens), console))
             if row.targets is not None:
-                write("-- decoder targets:")
+                write(f"-- {row.targets_are}:")
                 write(render_passage(row.targets.cut(max_tokens), console))
     write("\npacks: one letter per document, its width in proportion to its length", style="bold")
     for pack in preview.packs:

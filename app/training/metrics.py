@@ -15,7 +15,7 @@ from app.training.checkpoint.schema import format_names
 from app.training.log_files import CsvLogger
 from app.training.machine import MachineStats
 from app.training.nonfinite import StepWatch, nonfinite_metrics
-from app.training.objective import losses_by_dataset
+from app.training.objective.sums import losses_by_dataset
 from app.training.routing import ExpertLoad
 from common.errors import TrainingFault, UserError
 
@@ -56,7 +56,7 @@ class StepRecord:
     lr: float
     grad_norm: Tensor
     sums: Tensor
-    """weighted losses, weights and trained tokens of this rank: [3, data sets]"""
+    """weighted losses, weights, trained tokens and figures of this rank: [3 + k, data sets]"""
     num_tokens: int
     """tokens of this rank, without padding"""
     is_scaled: bool
@@ -85,9 +85,12 @@ class Metrics:
         every_steps: int,
         watch: StepWatch | None = None,
         monitor: str = "val/loss",
+        figures: Sequence[str] = (),
     ) -> None:
         self.dataset_names = dataset_names
         self.loggers = loggers
+        self.figures = figures
+        """names of what the objective measures besides its loss"""
         self.every_steps = every_steps
         self.watch = watch or StepWatch()
         self.pending: list[StepRecord] = []
@@ -114,6 +117,14 @@ class Metrics:
         self._block_started: float | None = None
         self.expert_load: ExpertLoad | None = None
         self.machine: MachineStats | None = None
+        self._add_columns(
+            [
+                "/".join(filter(None, (phase, figure, name)))
+                for phase in ("train", "val")
+                for figure in figures
+                for name in ("", *dataset_names)
+            ]
+        )
 
     def add_machine(self, machine: MachineStats) -> None:
         """Log the machine's statistics in the last row of each block."""
@@ -163,7 +174,7 @@ class Metrics:
         norms = torch.stack([record.grad_norm for record in self.pending])
         if self.pending[0].norm_differs:
             norms = reduce(norms) / self.pending[0].num_ranks
-        num_sums = 3 * len(self.dataset_names)
+        num_sums = self.pending[0].sums.numel()
         block_tokens = int(sums[:, num_sums].sum().item())
         self.num_tokens += block_tokens
         rate = block_tokens / max(seconds, 1e-9)
@@ -171,8 +182,8 @@ class Metrics:
         machine_metrics = {} if self.machine is None else self.machine.metrics(seconds, rate)
 
         for record, row, norm in zip(self.pending, sums, norms.tolist(), strict=True):
-            by_dataset = row[:num_sums].view(3, -1)
-            metrics = losses_by_dataset(by_dataset, self.dataset_names, "train")
+            by_dataset = row[:num_sums].view(-1, len(self.dataset_names))
+            metrics = losses_by_dataset(by_dataset, self.dataset_names, "train", self.figures)
             self.trained_tokens = [
                 count + added
                 for count, added in zip(self.trained_tokens, by_dataset[2].tolist(), strict=True)
@@ -192,12 +203,12 @@ class Metrics:
     def add_validation(
         self, step: int, sums: Tensor, measured: Mapping[str, float] | None = None
     ) -> None:
-        """Write the exact losses of a validation; `sums` [3, data sets] covers all ranks.
+        """Write the exact losses of a validation; `sums` [3 + k, data sets] covers all ranks.
 
         `measured`: metrics of tasks and generations, if they were evaluated. TrainingFault if a
         loss is not finite: no checkpoint could be ranked by it.
         """
-        metrics = losses_by_dataset(sums.cpu(), self.dataset_names, "val")
+        metrics = losses_by_dataset(sums.cpu(), self.dataset_names, "val", self.figures)
         self.validations.append(metrics)
         self.validated_step = step
         self.measured = dict(measured or {})

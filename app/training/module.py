@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -27,7 +28,8 @@ from app.training.nonfinite import (
     propagate_nonfinite,
     skip_nonfinite_step,
 )
-from app.training.objective import DatasetSums, Objective, RowSums, batch_loss
+from app.training.objective.objective import Objective, batch_loss
+from app.training.objective.sums import DatasetSums, RowSums
 from app.training.optimizers import base_lr
 from app.training.parameter_table import print_parameter_table
 from app.training.prepare import prepare_model
@@ -194,12 +196,18 @@ class FinetuneModule(L.LightningModule):
         """Return the sum of loss times weight, plus the auxiliary loss of trained routers."""
         if self.expert_load is None:  # the model was not built by `configure_model`
             self.expert_load = ExpertLoad(self.model)
-        arguments = self.objective, self.model, batch, self.backend, self.train_sums
+        # Before the counting: the tokens of the reference's pass are those of the batch again.
+        reference = self.objective.reference(self.model, batch, self.backend)
+        compute = partial(
+            batch_loss,
+            *(self.objective, self.model, batch, self.backend, self.train_sums),
+            reference=reference,
+        )
         with self.expert_load.counting(batch):
             if self.balance is None:
-                return batch_loss(*arguments)
+                return compute()
             with self.balance.recording():
-                return batch_loss(*arguments) + self.balance.loss(batch)
+                return compute() + self.balance.loss(batch)
 
     def configure_gradient_clipping(
         self,

@@ -16,6 +16,8 @@ from common.facts import setting
 if TYPE_CHECKING:
     import torch
 
+    from app.training.objective.settings import ObjectiveConfig
+
 SHAPES = ("cosine", "linear", "constant", "one_cycle", "wsd")
 USUAL_LR = {
     # Lowest and highest of published recipes: 1e-5 for LoRA on a 70B model (axolotl),
@@ -117,30 +119,33 @@ def resolve_lr(
     global_batch_size: int,
     *,
     from_scratch: bool,
+    objective: ObjectiveConfig | None = None,
 ) -> LearningRate:
     """Resolve the peak learning rate of a run.
 
     `global_batch_size`: packs (rows when not packing) per optimizer step over all ranks. No warning
-    is given for a model trained from scratch.
+    is given for a model trained from scratch. `objective`: None for sft.
     """
-    start = DEFAULT_LR[adapter.name] if optimizer.lr is None else optimizer.lr
+    ratio = 1.0 if objective is None else objective.lr_ratio
+    start = DEFAULT_LR[adapter.name] * ratio if optimizer.lr is None else optimizer.lr
     value, sentence = start, f"lr {format_lr(start)}"
     if optimizer.scale_lr != "none":
-        ratio = global_batch_size / optimizer.base_batch_size
+        growth = global_batch_size / optimizer.base_batch_size
         factor = f"{global_batch_size} / {optimizer.base_batch_size}"
         if optimizer.scale_lr == "sqrt":
-            value, factor = start * math.sqrt(ratio), f"sqrt({factor})"
+            value, factor = start * math.sqrt(growth), f"sqrt({factor})"
         else:
-            value, factor = start * ratio, f"({factor})"
+            value, factor = start * growth, f"({factor})"
         sentence = f"lr {format_lr(start)} x {factor} = {format_lr(value)}"
     if optimizer.lr is None:
-        sentence += f" ({format_lr(start)} is the default of adapter={adapter.name})"
-    warning = None if from_scratch else _warning(value, adapter.name, optimizer.scale_lr)
+        of = "" if objective is None or ratio == 1 else f" with objective={objective.name}"
+        sentence += f" ({format_lr(start)} is the default of adapter={adapter.name}{of})"
+    warning = None if from_scratch else _warning(value, adapter.name, optimizer.scale_lr, ratio)
     return LearningRate(value, sentence, warning)
 
 
-def _warning(value: float, method: str, scale_lr: str) -> str | None:
-    lowest, highest = USUAL_LR[method]
+def _warning(value: float, method: str, scale_lr: str, ratio: float) -> str | None:
+    lowest, highest = (bound * ratio for bound in USUAL_LR[method])
     if lowest / FAR <= value <= highest * FAR:
         return None
     factor, where = (value / highest, "above") if value > highest else (lowest / value, "below")
@@ -148,7 +153,8 @@ def _warning(value: float, method: str, scale_lr: str) -> str | None:
     return (
         f"warning: learning rate {format_lr(value)} is {factor:.0f} times {where} the usual range "
         f"of adapter={method} ({format_lr(lowest)} to {format_lr(highest)}); "
-        f"type optimizer.lr={format_lr(DEFAULT_LR[method])}{unscaled} if that is not intended"
+        f"type optimizer.lr={format_lr(DEFAULT_LR[method] * ratio)}{unscaled} if that is not "
+        "intended"
     )
 
 

@@ -72,6 +72,16 @@ NOTES = {
         "have branches that are longer than data.sequence_len and dropped",
         "set a larger data.sequence_len",
     ),
+    "same_answers": (
+        "chosen and rejected are the same, so nothing can be learned from them; left out",
+        "have the same answer as chosen and rejected, and are left out",
+        "remove them",
+    ),
+    "cut_to_the_same": (
+        "chosen and rejected differ only in what was cut off; left out",
+        "have answers that differ only in what was cut off, and are left out",
+        "set a larger data.sequence_len",
+    ),
     "rewritten_turns": (
         "the chat template rejects some of their turns, which are rewritten",
         "have turns that the chat template rejects, which are rewritten",

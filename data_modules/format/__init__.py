@@ -17,10 +17,12 @@ from data_modules.format.format import (
     unread_in,
 )
 from data_modules.format.meaning import MeaningError
+from data_modules.format.preference import PREFERENCE
 from data_modules.format.turns import ROLES
 
 __all__ = [
     "FORMATS",
+    "PREFERENCE",
     "ROLES",
     "EmptyAnswerError",
     "MeaningError",

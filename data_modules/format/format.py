@@ -40,6 +40,7 @@ from data_modules.format.meaning import (
     may_mean_more,
     suggest_settings,
 )
+from data_modules.format.preference import ANSWERS, PREFERENCE, PROMPTS, read_pair, unused_prompts
 from data_modules.format.tokens import DOCUMENT_IDS, MASKS, PACKED, read_tokens
 from data_modules.format.turns import (
     MEDIA,
@@ -84,6 +85,8 @@ class Format:
     optional: tuple[str, ...]
     read: Callable[[Mapping[str, Any], Origin], list[Item]]
     guessed_by: tuple[str, ...] = ()
+    is_guessed: bool = True
+    """whether rows may be found to be of it; not where only an objective says how they are meant"""
 
     def fields(self) -> list[str]:
         """Return all names that `columns` can map, aliases included."""
@@ -105,7 +108,9 @@ def format_of(columns: Iterable[str]) -> str | None:
     present = set(columns)
     if present >= _FLAT_TREE:
         return None
-    return next((name for name, form in FORMATS.items() if form.fits(present)), None)
+    return next(
+        (name for name, form in FORMATS.items() if form.is_guessed and form.fits(present)), None
+    )
 
 
 def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
@@ -259,7 +264,9 @@ def _columns_read(
         used = [field for field in _by_precedence(names) if field in present]
         read.update(used if name == "pretokenized" else used[:1])
     # The tools of a conversation are not written into plain text.
-    read.update(() if is_text else form.optional)
+    read.update({"prompt"}.intersection(form.optional) if is_text else form.optional)
+    if name == PREFERENCE:
+        read -= unused_prompts(present)
     if has_turns:
         read.add("loss_mask")
     return (
@@ -299,6 +306,11 @@ def _without_aliases(
 
 def _missing(names: tuple[str, ...], columns: Mapping[str, Any]) -> MissingColumnError:
     hint = next((hint for name in names if (hint := typo_hint(name, columns))), "")
+    if not hint and names[0] in ANSWERS:
+        hint = (
+            "; rows of preference pairs have a prompt, chosen and rejected: name their columns in "
+            "data.datasets[].columns, or for rows with one answer type objective=sft"
+        )
     return MissingColumnError(f"missing '{names[0]}'; found {listed(columns)}{hint}", columns)
 
 
@@ -451,5 +463,12 @@ FORMATS: dict[str, Format] = {
         ),
         Format("oasst", (("prompt",),), (_KWARGS,), _read_oasst, guessed_by=("message_tree_id",)),
         Format("completion", (_TEXT_COLUMNS,), (), _read_completion),
+        Format(
+            PREFERENCE,
+            tuple((answer,) for answer in ANSWERS),
+            (*PROMPTS, "input", "system", *TOOLS, _KWARGS),
+            read_pair,
+            is_guessed=False,
+        ),
     )
 }

@@ -54,8 +54,8 @@ def check_meaning(
         settings = settings_for_chosen(values, name)
         fix = f"set {{path: ..., {settings}}}" if settings else "write each as the last turn"
         raise MeaningError(
-            f"{found}: preference pairs (as for DPO) are not supported; to train on the chosen "
-            f"answers, {fix}"
+            f"{found}: preference pairs; to learn from both answers, type objective=dpo; to train "
+            f"on the chosen ones, {fix}"
         )
     if name is None:
         return

@@ -20,7 +20,7 @@ from common.errors import DataError
 from common.redaction import redact
 from data_modules import source
 from data_modules.audit import Audit, DatasetFacts, RunSettings, audit_documents
-from data_modules.format import sort_unread
+from data_modules.format import PREFERENCE, sort_unread
 from data_modules.packing.mixture import Split, hold_out, only_validation
 from data_modules.settings import (
     DEFAULT_SEQUENCE_LEN,
@@ -461,6 +461,8 @@ def read_items(
 ) -> list[Item]:
     """Return the items of the first `max_rows` good rows, or of the rows numbered `wanted`.
 
+    Of a preference pair, that of the chosen answer.
+
     Rows are numbered from 0 in reading order, including bad ones. Raises DataError if a wanted row
     is missing.
     """
@@ -476,7 +478,7 @@ def read_items(
         found = convert(row, format_name or "", dataset)
         if isinstance(found, Rejected):
             continue
-        items += found
+        items += found[:1] if format_name == PREFERENCE else found
         num_found += 1
         if num_found == limit:
             return items

@@ -24,6 +24,7 @@ from common.text import percent
 from data_modules import format as formats
 from data_modules import source
 from data_modules.audit.characters import CharacterCheck
+from data_modules.format import PREFERENCE
 from data_modules.template import ChatTemplate, RowProblem
 from data_modules.tokens.store import DocumentBuilder, Documents
 from data_modules.types import Conversation, Document, Item, Row
@@ -209,7 +210,8 @@ class ChunkEncoder:
                 refused[number] = problem
                 continue
             good = [found for found in results if not isinstance(found, RowProblem)]
-            builder.add(good, number, items[0].origin, counts)
+            add = builder.add_pair if self.format == PREFERENCE else builder.add
+            add(good, number, items[0].origin, counts)
             if self.characters.keeps_all:
                 continue
             lost = set().union(*(self.characters.lost(text) for text in _texts_of(items)))

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from data_modules.tokens.encode import Counts
 
 TOKENS_FILE = "tokens.arrow"
-_COLUMNS = ("rows", "lines", "trained", "label_weights", "digests", "ends_in_stop", "double_bos")
+_COLUMNS = (
+    *("rows", "lines", "trained", "label_weights", "digests", "ends_in_stop", "double_bos"),
+    "rejected_starts",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +44,12 @@ class Documents:
                    including bad rows
     lines          int64 [documents], line of the row in the chunk's file
     trained        int64 [documents], number of labels with a weight
-    label_weights  float64 [documents], sum of the labels' weights
+    label_weights  float64 [documents], weight in the mean over a step: the sum of the labels'
+                   weights, for a pair the largest
     digests        uint64 [documents], hash of the ids
     ends_in_stop   bool [documents], whether the last trained token is a stop token
     double_bos     bool [documents], whether it starts with two BOS tokens
+    rejected_starts int64 [documents], where the rejected answer of a pair starts, 0 without one
     """
 
     file: str
@@ -60,6 +65,7 @@ class Documents:
     digests: npt.NDArray[np.uint64]
     ends_in_stop: npt.NDArray[np.bool_]
     double_bos: npt.NDArray[np.bool_]
+    rejected_starts: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -80,10 +86,11 @@ class Documents:
             borders = np.cumsum(self.target_lengths)[:-1]
             targets = np.split(self.target_ids, borders)
         labels = np.split(self.weights, borders)
-        for ids, weights, target_ids, line in zip(
-            sources, labels, targets, self.lines.tolist(), strict=True
+        rows = zip(self.lines.tolist(), self.rejected_starts.tolist(), strict=True)
+        for ids, weights, target_ids, (line, start) in zip(
+            sources, labels, targets, rows, strict=True
         ):
-            yield Example(ids, weights, dataset, Origin(self.file, line), target_ids)
+            yield Example(ids, weights, dataset, Origin(self.file, line), target_ids, start)
 
     def largest_token(self) -> tuple[int, str]:
         """Return the largest token id and its file:line."""
@@ -166,6 +173,7 @@ class TokenStore:
         self.digests = column("digests")
         self.ends_in_stop = column("ends_in_stop")
         self.double_bos = column("double_bos")
+        self._rejected_starts = column("rejected_starts")
         self.lengths = np.concatenate([part.lengths for part in self._parts])
         """tokens that a document takes in a pack: the longer of input and target"""
 
@@ -190,6 +198,7 @@ class TokenStore:
             dataset=dataset,
             origin=Origin(part.file, int(self.lines[index])),
             target_ids=None if part.target_ids is None else part.target_ids[place],
+            rejected_start=int(self._rejected_starts[index]),
         )
 
     def token_ids(
@@ -392,6 +401,46 @@ class DocumentBuilder:
             if fitting or longest <= self._sequence_len:
                 counts.add_empty(str(origin))
             return
+        self._store(useful, encoded, number, origin, counts)
+
+    def add_pair(
+        self, pair: Sequence[Encoded], number: int, origin: Origin, counts: Counts
+    ) -> None:
+        """Add row `number` of the chunk, a chosen and a rejected answer, as one document.
+
+        A pair is too long if both answers together are; what is cut is the end, or the beginning,
+        of the longer one first.
+        """
+        lengths = [_num_tokens(answer) for answer in pair]
+        counts.add_length(sum(lengths), str(origin))
+        if sum(lengths) > self._sequence_len and self._on_long in ("drop", "error"):
+            counts.dropped += 1
+            counts.lost_tokens += sum(lengths)
+            return
+        cut = [
+            fit(answer, limit, self._on_long, self._template.bos_token_id)[0]
+            for answer, limit in zip(pair, _shared_out(lengths, self._sequence_len), strict=True)
+        ]
+        if lost := sum(lengths) - sum(map(_num_tokens, cut)):
+            counts.truncated += 1
+            counts.lost_tokens += lost
+        is_same = cut[0].input_ids.tolist() == cut[1].input_ids.tolist()
+        if is_same:
+            counts.add_note("cut_to_the_same" if lost else "same_answers", str(origin))
+        if is_same or not all(map(is_trained, cut)):
+            counts.add_empty(str(origin))
+            return
+        self._store([_joined(*cut)], pair, number, origin, counts)
+
+    def _store(
+        self,
+        useful: list[Encoded],
+        encoded: Sequence[Encoded],
+        number: int,
+        origin: Origin,
+        counts: Counts,
+    ) -> None:
+        """Keep the documents of a row, and count the notes on what they were made of."""
         notes = {note.kind: note.seen for item in encoded for note in item.notes}
         for kind, seen in notes.items():
             counts.add_note(kind, f"{origin} {seen}".rstrip())
@@ -421,14 +470,15 @@ class DocumentBuilder:
             trained=np.array(
                 [np.count_nonzero(_labels(document)) for document in pieces], dtype=np.int64
             ),
-            label_weights=np.array(
-                [_labels(document).sum(dtype=np.float64) for document in pieces]
-            ),
+            label_weights=np.array([_step_weight(document) for document in pieces]),
             digests=np.array([_digest(document) for document in pieces], dtype=np.uint64),
             ends_in_stop=np.array(
                 [_ends_in_stop(document, stops, self._template.tail_ids) for document in pieces]
             ),
             double_bos=np.array([self._has_two_bos(document) for document in pieces]),
+            rejected_starts=np.array(
+                [document.rejected_start for document in pieces], dtype=np.int64
+            ),
         )
 
     def _has_two_bos(self, document: Encoded) -> bool:
@@ -474,6 +524,34 @@ def _split(document: Encoded, sequence_len: int, bos: int) -> list[Encoded]:
         )
         for start, end in itertools.pairwise(cuts)
     ]
+
+
+def _shared_out(lengths: Sequence[int], sequence_len: int) -> list[int]:
+    """Return the most tokens of each answer of a pair; the shorter keeps up to half of them."""
+    chosen, rejected = lengths
+    most = min(chosen, max(sequence_len // 2, sequence_len - rejected))
+    return [most, min(rejected, sequence_len - most)]
+
+
+def _joined(chosen: Encoded, rejected: Encoded) -> Encoded:
+    """Return the two answers of a pair as one document, whose first tokens are no labels."""
+    import numpy as np
+
+    weights = np.concatenate([chosen.weights, rejected.weights])
+    start = len(chosen.input_ids)
+    weights[start] = 0  # nothing predicts it
+    return Encoded(
+        np.concatenate([chosen.input_ids, rejected.input_ids]), weights, rejected_start=start
+    )
+
+
+def _step_weight(document: Encoded) -> Any:
+    """Return the weight of a document in the mean over a step: that of its labels, or of a pair."""
+    import numpy as np
+
+    if document.rejected_start:
+        return document.weights.max().astype(np.float64)
+    return _labels(document).sum(dtype=np.float64)
 
 
 def is_trained(document: Encoded) -> bool:

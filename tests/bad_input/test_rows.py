@@ -338,7 +338,7 @@ def test_other_names_of_a_column_are_accepted(answer: str, tmp_path: Path, base:
         ),
         (
             {"prompt": "q", "chosen": "one", "rejected": "two"},
-            "columns .*: preference pairs .*{path: ..., format: prompt_completion, columns: {comp",
+            "columns .*: preference pairs.* objective=dpo.* prompt_completion, columns: {comp",
             {"format": "prompt_completion", "columns": {"completion": "chosen"}},
         ),
         (

@@ -44,7 +44,7 @@ ANSWERS = [
     ("attention=flash_attention_2", "type attention=auto"),
     ("flash_attention_2", "type attention=auto"),
     ("num_gpus=4", "type trainer.devices=4"),
-    ("method=dpo", "supervised fine-tuning"),
+    ("method=dpo", "type objective=dpo"),
     ("wandb_project=mine", "logger=wandb"),
     ("sample_packing=true", "unknown key sample_packing=true; type packing=multipack"),
     ("sample_packing=false", "type packing=none"),

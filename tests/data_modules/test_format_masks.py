@@ -23,6 +23,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "prompt_completion turns": {"prompt": [ASK], "completion": [SAY]},
     "oasst": {"prompt": {"role": "prompter", "text": "q", "replies": [{**SAY, "text": "a"}]}},
     "completion": {"text": "a"},
+    "preference": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "preference turns": {"chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": "b"}]},
 }
 FALSE = [(key, False) for key in ("train", "training", "loss", "loss_scale", "weight")]
 ZERO = [(key, 0) for key in ("train", "training", "loss", "loss_scale", "weight", "loss_weight")]

@@ -42,6 +42,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "prompt_completion turns": {"prompt": CHAT[:2], "completion": CHAT[2:]},
     "oasst": {"prompt": TREE},
     "completion": {"text": "a"},
+    "preference": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "preference turns": {"prompt": CHAT[:2], "chosen": CHAT[2:], "rejected": [CHAT[-1]]},
     "completion segments": {"segments": [{"text": "a"}, {"text": "b", "weight": 0.5}]},
 }
 NAMES = (

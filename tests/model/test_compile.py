@@ -26,7 +26,9 @@ from app.model.compile import CompiledLayers, num_compiled_graphs
 from app.model.head import fuse_head
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.training.callbacks.compilation import Compilation
-from app.training.objective import DatasetSums, Sft, batch_loss
+from app.training.objective.objective import batch_loss
+from app.training.objective.sft import Sft
+from app.training.objective.sums import DatasetSums
 from common.errors import Origin, UserError
 from data_modules.collator import Batch, Collator
 from data_modules.types import Example

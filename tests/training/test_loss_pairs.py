@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from app.model.attention import attention_implementation
-from app.training.objective import DatasetSums, Sft, batch_loss
+from app.training.objective.objective import batch_loss
+from app.training.objective.sft import Sft
+from app.training.objective.sums import DatasetSums
 from common.errors import Origin
 from data_modules import Example
 from data_modules.collator import Collator

@@ -18,7 +18,7 @@ import app.training.module
 from app.run import describe_global_batch
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from app.training.micro_batch import can_probe_micro_batch, probe_micro_batch
-from app.training.objective import batch_loss
+from app.training.objective.objective import batch_loss
 from app.training.trainer import Environment, TrainerConfig
 from data_modules import Batch
 from tests.conftest import TrainRun, read_column

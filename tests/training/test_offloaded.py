@@ -16,7 +16,8 @@ from app.model.attention import attention_implementation, attention_inputs, pair
 from app.model.head import LossHead, fuse_head
 from app.model.kernels import FusedLinear, FusedNorm
 from app.training.module import FinetuneModule
-from app.training.objective import Sft, validate
+from app.training.objective.objective import validate
+from app.training.objective.sft import Sft
 from app.training.schedule import ScheduleConfig
 from data_modules import Batch
 from tests.tiny import tiny_llama, tiny_t5

@@ -5,6 +5,7 @@ Run `python -m tools.tiny_base.write`.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tools.tiny_base.tokenizer import write_base
 
 NUM_ROWS = 1000
 NUM_TEST_ROWS = 200
+NUM_PAIRS = 600
 
 LIST_INSTRUCTIONS = {
     "largest": ("Give the largest number in the list.", "Which number is the biggest?"),
@@ -46,11 +48,12 @@ Made = TypeVar("Made")
 
 
 def write_samples(folder: Path = SAMPLES) -> None:
-    """Write the three data sets, their held-out counterparts and the folder of the tiny base."""
+    """Write the data sets, their held-out counterparts and the folder of the tiny base."""
     for suffix, held_out, num_rows in (("", False, NUM_ROWS), ("_test", True, NUM_TEST_ROWS)):
         write_json(folder / f"lists{suffix}.json", list_rows(num_rows, held_out))
         write_json_lines(folder / f"orders{suffix}.jsonl", order_rows(num_rows, held_out))
         write_json(folder / f"people{suffix}.json", people_rows(num_rows, held_out))
+    write_json(folder / "pairs.json", pair_rows(NUM_PAIRS))
     write_base(folder / "tiny_base")
 
 
@@ -64,6 +67,23 @@ def list_rows(num_rows: int, held_out: bool) -> Iterator[Row]:
             "instruction": rng.choice(LIST_INSTRUCTIONS[operation]),
             "input": " ".join(problem.digits),
             "output": problem.solve(operation),
+        }
+
+
+def pair_rows(num_rows: int) -> Iterator[Row]:
+    """Yield preference pairs: an instruction, a list, the right number and the opposite one."""
+    rng = Random("pairs")
+    opposite = dict(zip(LIST_INSTRUCTIONS, reversed(LIST_INSTRUCTIONS), strict=True))
+    problems = (draw_list(rng, False) for _ in itertools.count())
+    has_two = (problem for problem in problems if len(set(problem.digits)) > 1)
+    for problem, operation in _distinct(
+        lambda: (next(has_two), rng.choice(tuple(LIST_INSTRUCTIONS))), num_rows
+    ):
+        yield {
+            "instruction": rng.choice(LIST_INSTRUCTIONS[operation]),
+            "input": " ".join(problem.digits),
+            "chosen": problem.solve(operation),
+            "rejected": problem.solve(opposite[operation]),
         }
 
 

@@ -43,6 +43,7 @@ from app.model.adapter.weights import (
     trainable_weights,
 )
 from app.model.adapter.wrap import (
+    adapter_disabled,
     drop_pending_outputs,
     group_adapters,
     skip_redundant_casts,
@@ -62,6 +63,7 @@ __all__ = [
     "Targets",
     "TrainableWeight",
     "WeightChange",
+    "adapter_disabled",
     "adapter_matrices",
     "apply_adapter",
     "check_adapter_file",

@@ -22,6 +22,28 @@ if TYPE_CHECKING:
 
 
 @contextmanager
+def adapter_disabled(model: torch.nn.Module) -> Iterator[None]:
+    """Run the base without its adapter in this context; a model without one runs as it is.
+
+    peft's own context also stops the adapter's weights from requiring gradients, which a strategy
+    that shards them would see, and ends an outer context of its kind.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, wrappers)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, was_disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = was_disabled
+
+
+@contextmanager
 def without_bitsandbytes() -> Iterator[None]:
     """Stop peft from importing bitsandbytes, which takes seconds, if no weight is quantized.
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from app.model.adapter import Ia3Config, LoraConfig, saves_whole_model
+from app.model.adapter import Ia3Config, LoraConfig, continued_from, saves_whole_model
 from app.model.attention import BACKEND_PACKAGES, GPU_ONLY, HALF_PRECISION_ONLY
 from app.model.hub import COMMIT
 from app.preflight.couplings.devices import (
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 CHANGE_BASE = ("pissa", "olora")
 """values of adapter.init that subtract the initial adapter from the base's weights"""
+PAIRS = "preference"
+"""format of rows with a chosen and a rejected answer"""
 NEAREST_IN_PYTORCH = {
     "zero1": "fsdp_grad_op",
     "zero2": "fsdp_grad_op",
@@ -84,7 +86,7 @@ def check_compatibility(
     devices = requested_devices(config, num_gpus if on_this_machine else num_gpus or 0)
     conflicts = [*_of_device(config, devices), *_of_base(config)]
     if has_data(config):
-        conflicts += _of_data(config)
+        conflicts += [*_of_data(config), *_of_objective(config)]
     if is_training(config):
         conflicts += [*_of_adapter(config), *_of_trainer(config), *_of_optimizer(config)]
         conflicts += [*_of_sweep(config), *_of_logger(config), *_of_measurements(config)]
@@ -293,6 +295,62 @@ def _of_monitor(config: TrainConfig) -> Iterator[Conflict]:
         yield Conflict(
             f"{key} is measured at the end only",
             "evaluation.every_steps=N, too, to measure it during the run",
+        )
+
+
+def _of_objective(config: TrainConfig | EvaluateConfig) -> Iterator[Conflict]:
+    name, needed, data = config.objective.name, config.objective.row_format, config.data
+    for dataset in data.loss_datasets:
+        if needed is None and dataset.format == PAIRS:
+            yield Conflict(
+                f"format: {PAIRS} of {dataset.path}: objective={name} learns from single answers",
+                "objective=dpo, or format: prompt_completion, columns: {completion: chosen}",
+            )
+        if needed is not None and dataset.format not in (None, needed):
+            yield Conflict(
+                f"format: {dataset.format} of {dataset.path}: objective={name} learns from rows of "
+                f"format {needed}",
+                f"format: {needed} for them, or objective=sft",
+            )
+    if needed is None:
+        return
+    if data.train_on_inputs:
+        yield Conflict(
+            f"data.train_on_inputs=true: with objective={name} the prompt, which both answers "
+            "follow, teaches nothing",
+            "data.train_on_inputs=false",
+        )
+    if data.on_long == "split":
+        yield Conflict(
+            f"data.on_long=split: objective={name} compares whole answers",
+            "data.on_long=drop, truncate_left or truncate_right",
+        )
+    if is_training(config):
+        yield from _of_reference(config)
+
+
+def _of_reference(config: TrainConfig) -> Iterator[Conflict]:
+    """Yield what keeps the model without its adapter from being what the run starts from."""
+    adapter, needs = config.adapter, f"objective={config.objective.name} compares with the base"
+    if saves_whole_model(adapter):
+        yield Conflict(
+            f"adapter={adapter.name} changes the base itself, and {needs}", "adapter=lora"
+        )
+    if (path := continued_from(adapter)) is not None:
+        yield Conflict(
+            f"adapter.path={path}: {needs}, which is then not what the run starts from",
+            f"{verb_command('merge')} adapter_path={path} model.path={config.model.path} "
+            "output.dir=MERGED first, and model.path=MERGED here",
+        )
+    if isinstance(adapter, LoraConfig) and adapter.init in CHANGE_BASE:
+        yield Conflict(
+            f"adapter.init={adapter.init} subtracts the adapter from the base, and {needs}",
+            "adapter.init=default",
+        )
+    if config.trainer.compile:
+        yield Conflict(
+            f"trainer.compile=true compiles the layers with their adapter, and {needs} without it",
+            "trainer.compile=false",
         )
 
 

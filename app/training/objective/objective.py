@@ -6,7 +6,7 @@ step is exact because the sum of each micro-batch is divided by the weight of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from data_modules import Batch
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The losses of a micro-batch; a unit is what their mean is over: a trained position.
+    """The losses of a micro-batch; a unit is what their mean is over: a position, or a pair.
 
     total        the sum of loss times weight, to differentiate
     losses       float32 [units], detached
@@ -36,12 +36,24 @@ class Losses:
     weights: Tensor
     dataset_ids: Tensor
     rows: Callable[[], tuple[Tensor, int]]
+    tokens: Tensor | None = None
+    """trained tokens of each unit [units], None for one"""
+    figures: Sequence[Tensor] = ()
+    """what else is measured of each unit [units], detached"""
 
 
 class Objective(Protocol):
     """What a run minimizes."""
 
-    def losses(self, model: Any, batch: Batch, backend: str) -> Losses:
+    figures: tuple[str, ...]
+    """names of the further figures of its metrics"""
+    is_likelihood: bool
+    """whether its loss is a mean of -log p, of which a perplexity can be told"""
+
+    def reference(self, model: Any, batch: Batch, backend: str) -> Tensor | None:
+        """Return what the model without its adapter says of the batch, None if it is not needed."""
+
+    def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         """Return the losses of a micro-batch, whose attention is computed by `backend`."""
 
 
@@ -52,13 +64,17 @@ def batch_loss(
     backend: str,
     sums: DatasetSums,
     rows: RowSums | None = None,
+    reference: Tensor | None = None,
 ) -> Tensor:
     """Return the sum of loss times weight over a micro-batch.
 
-    Adds it to `sums` by data set, and to `rows` by row.
+    Adds it to `sums` by data set, and to `rows` by row. `reference`: that of the objective, None to
+    compute it here.
     """
-    found = objective.losses(model, batch, backend)
-    sums.add(found.losses, found.weights, found.dataset_ids)
+    if reference is None:
+        reference = objective.reference(model, batch, backend)
+    found = objective.losses(model, batch, backend, reference)
+    sums.add(found.losses, found.weights, found.dataset_ids, found.tokens, found.figures)
     if rows is not None:
         rows.add(found.losses, found.weights, *found.rows())
     return found.total
@@ -94,4 +110,4 @@ def validate(
         batch_loss(objective, model, batch.to(device, non_blocking=True), backend, sums, rows)
     taken = sums.take()
     total = taken if sum_over_ranks is None else sum_over_ranks(taken)
-    return losses_by_dataset(total.cpu(), dataset_names, "val")
+    return losses_by_dataset(total.cpu(), dataset_names, "val", objective.figures)

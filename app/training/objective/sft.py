@@ -15,7 +15,13 @@ from data_modules import Batch
 class Sft:
     """Cross-entropy of each trained token, times its weight."""
 
-    def losses(self, model: Any, batch: Batch, backend: str) -> Losses:
+    figures: tuple[str, ...] = ()
+    is_likelihood = True
+
+    def reference(self, model: Any, batch: Batch, backend: str) -> None:
+        """Return nothing: only the trained model counts."""
+
+    def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         """Return the losses of the trained columns of a micro-batch."""
         head = head_inputs(model, batch, backend)
         total, losses = head_loss(model, head.inputs, head.labels, head.weights)

@@ -9,18 +9,32 @@ from torch import Tensor
 
 
 class DatasetSums:
-    """Running sums by data set, on the device: weighted losses, weights, trained tokens."""
+    """Running sums by data set, on the device: weighted losses, weights, tokens, figures."""
 
     def __init__(self, num_datasets: int) -> None:
         self.num_datasets = num_datasets
         self.sums: Tensor | None = None
 
-    def add(self, losses: Tensor, weights: Tensor, dataset_ids: Tensor) -> None:
-        """Add positions; all arguments are [positions], with weight 0 if the loss is masked."""
+    def add(
+        self,
+        losses: Tensor,
+        weights: Tensor,
+        dataset_ids: Tensor,
+        tokens: Tensor | None = None,
+        figures: Sequence[Tensor] = (),
+    ) -> None:
+        """Add units; all arguments are [units], with weight 0 if the loss is masked.
+
+        `tokens`: trained tokens of each, None for one; `figures`: what is averaged as the loss is.
+        """
+        if tokens is None:
+            tokens = weights > 0
+        columns = [losses * weights, weights, tokens.to(losses.dtype)]
+        columns += [figure * weights for figure in figures]
         # fp64: the sum of millions of validation losses must not depend on their order.
-        parts = torch.stack([losses * weights, weights, (weights > 0).to(losses.dtype)]).double()
+        parts = torch.stack(columns).double()
         if self.sums is None:
-            self.sums = parts.new_zeros(3, self.num_datasets)
+            self.sums = parts.new_zeros(len(parts), self.num_datasets)
         self.sums.index_add_(1, dataset_ids, parts)
 
     def scale_losses(self, datasets: Tensor, value: float) -> None:
@@ -29,7 +43,7 @@ class DatasetSums:
         self.sums[0, datasets] *= value
 
     def take(self) -> Tensor:
-        """Return the sums [3, data sets] and reset them; RuntimeError if nothing was added."""
+        """Return the sums [3 + figures, data sets] and reset them; RuntimeError without any."""
         if self.sums is None:
             raise RuntimeError("no batch was added since the last step")
         taken, self.sums = self.sums, None
@@ -62,16 +76,25 @@ class RowSums:
         return sums
 
 
-def losses_by_dataset(sums: Tensor, names: list[str], prefix: str) -> dict[str, float]:
-    """Turn sums [3, data sets] on the host into `PREFIX/loss` and the metrics of data sets.
+def losses_by_dataset(
+    sums: Tensor, names: list[str], prefix: str, figures: Sequence[str] = ()
+) -> dict[str, float]:
+    """Turn sums [3 + figures, data sets] on the host into `PREFIX/loss` and metrics of data sets.
 
-    Each data set has a loss, tokens and a share; without trained tokens it has no loss.
+    Each data set has a loss, tokens, a share and the means of its figures; without trained tokens
+    it has no loss and no figures.
     """
-    losses, weights, tokens = sums.tolist()
+    losses, weights, tokens, *summed = sums.tolist()
     metrics = {f"{prefix}/loss": sum(losses) / sum(weights)} if sum(weights) else {}
     for name, loss, weight, count in zip(names, losses, weights, tokens, strict=True):
         if weight:
             metrics[f"{prefix}/loss/{name}"] = loss / weight
         metrics[f"{prefix}/tokens/{name}"] = count
         metrics[f"{prefix}/share/{name}"] = count / max(1.0, sum(tokens))
+    for figure, values in zip(figures, summed, strict=True):
+        if sum(weights):
+            metrics[f"{prefix}/{figure}"] = sum(values) / sum(weights)
+        for name, value, weight in zip(names, values, weights, strict=True):
+            if weight:
+                metrics[f"{prefix}/{figure}/{name}"] = value / weight
     return metrics

@@ -1,0 +1,173 @@
+"""Preference pairs: what is read as their prompt, and that both answers stay one document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import Origin
+from data_modules import DataConfig, DatasetConfig, check_datasets, with_format
+from data_modules.collator import Collator
+from data_modules.format import PREFERENCE, RowError, convert_row
+from data_modules.tokens.encode import Counts
+from data_modules.tokens.store import DocumentBuilder, StoreWriter, TokenStore
+from data_modules.types import Conversation, Document, Encoded, Row
+
+ORIGIN = Origin("pairs.jsonl", 7)
+ASK = {"role": "user", "content": "q"}
+GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
+FIRST = [ASK, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]
+CHATS: list[dict[str, Any]] = [
+    {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": [ASK], "chosen": "good", "rejected": "bad"},
+    {"prompt": "q", "chosen": [GOOD], "rejected": [BAD]},
+    {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+    {"prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD], "score_chosen": 7.0},
+    {"instruction": "q", "chosen": "good", "rejected": "bad"},
+    {"question": "q", "chosen": "good", "rejected": "bad"},
+    {"conversations": [{"from": "human", "value": "q"}], "chosen": GOOD, "rejected": BAD},
+    {"messages": [ASK], "chosen": GOOD, "rejected": BAD},
+]
+
+
+def convert(values: dict[str, Any]) -> list[Any]:
+    return convert_row(Row(values, ORIGIN), PREFERENCE, {})
+
+
+@pytest.mark.parametrize("values", CHATS, ids=lambda values: "-".join(values))
+def test_both_answers_follow_the_same_prompt(values: dict[str, Any]) -> None:
+    chosen, rejected = convert(values)
+    for item, answer in ((chosen, "good"), (rejected, "bad")):
+        assert isinstance(item, Conversation)
+        assert [(t.role, t.content) for t in item.turns] == [("user", "q"), ("assistant", answer)]
+        assert item.turns[-1].weight is None
+
+
+def test_texts_with_a_text_as_prompt_are_documents() -> None:
+    chosen, rejected = convert({"prompt": "q", "chosen": " good", "rejected": " bad"})
+    for item, answer in ((chosen, " good"), (rejected, " bad")):
+        assert isinstance(item, Document)
+        assert [(part.text, part.weight) for part in item.segments] == [("q", 0.0), (answer, 1.0)]
+
+
+def test_answers_in_the_prompt_are_masked_and_the_input_is_read() -> None:
+    for values in (
+        {"chosen": [*FIRST, GOOD], "rejected": [*FIRST, BAD]},
+        {"prompt": FIRST, "chosen": "good", "rejected": "bad"},
+    ):
+        weights = [turn.weight for turn in convert(values)[0].turns if turn.role == "assistant"]
+        assert weights == [0.0, None]
+    chosen, _ = convert({"instruction": "q", "input": "i", "chosen": "a", "rejected": "b"})
+    assert chosen.turns[0].content == "q\n\ni"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "p"}, BAD]}, "the same prompt"),
+        ({"prompt": "p", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "the prompt ends with"),
+        ({"chosen": "good", "rejected": "bad"}, "have no prompt before them"),
+        ({"prompt": "q", "chosen": "", "rejected": "bad"}, "chosen is empty"),
+        ({"prompt": "q", "chosen": "good"}, "missing 'rejected'.*objective=sft"),
+        ({"instruction": "q", "output": "a"}, "missing 'chosen'.*objective=sft"),
+        ({"prompt": [ASK], "chosen": [GOOD, ASK], "rejected": [BAD]}, "chosen ends with a turn of"),
+    ],
+)
+def test_pairs_that_are_none_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        convert(values)
+
+
+class Facts:
+    """What the builder asks a template."""
+
+    def __init__(self) -> None:
+        self.bos_token_id = None
+        self.stop_token_ids = {2}
+        self.tail_ids: list[int] = []
+
+
+def encoded(prompt: list[int], answer: list[int], weight: float = 1.0) -> Encoded:
+    weights = [0.0] * len(prompt) + [weight] * len(answer)
+    return Encoded(np.array(prompt + answer, np.int32), np.array(weights, np.float32))
+
+
+def build(
+    *pairs: tuple[Encoded, Encoded], sequence_len: int = 20, on_long: str = "drop"
+) -> tuple[Any, Counts]:
+    counts = Counts()
+    builder = DocumentBuilder("pairs.jsonl", Facts(), sequence_len, on_long)
+    for number, pair in enumerate(pairs):
+        builder.add_pair(pair, number, Origin("pairs.jsonl", number + 1), counts)
+    return builder.build(), counts
+
+
+def test_a_pair_is_stored_and_collated_as_one_example_of_two_documents(tmp_path: Path) -> None:
+    pairs = [
+        (encoded([5, 6], [7, 2], 0.5), encoded([5, 6], [8, 9, 2], 0.5)),
+        (encoded([5], [3, 2]), encoded([5], [4, 2])),
+    ]
+    documents, _ = build(*pairs)
+    assert documents.label_weights.tolist() == [0.5, 1.0]  # of a pair, not of its tokens
+    assert documents.lengths.tolist() == [9, 6] and documents.trained.tolist() == [5, 4]
+    writer = StoreWriter(tmp_path)
+    writer.add(documents)
+    writer.close()
+    store = TokenStore(tmp_path)
+    for examples in ([store.example(i, 0) for i in range(2)], list(documents.examples(0))):
+        for example, pair in zip(examples, pairs, strict=True):
+            for document, answer in zip(example.documents(), pair, strict=True):
+                assert document.input_ids.tolist() == answer.input_ids.tolist()
+                assert document.weights.tolist() == answer.weights.tolist()
+    packed = Collator(0, True)([examples], 1.5)
+    assert packed.document_lengths == [[4, 5, 3, 3]]
+    assert packed.pair_weights is not None and packed.pair_weights.tolist() == [0.5, 1.0]
+    assert packed.own_weight == 1.5
+    # The last position of the chosen answer does not predict the first token of the rejected one.
+    assert packed.labels[0].tolist() == [
+        *(-100, 7, 2, -100), *(-100, 8, 9, 2, -100), *(3, 2, -100), *(4, 2, -100),
+    ]  # fmt: skip
+    padded = Collator(0, False)([[example] for example in examples], 1.5)
+    assert padded.document_lengths == [[4], [5], [3], [3]]
+    assert padded.pair_weights is not None and padded.pair_weights.tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "left"), [(12, 4, (6, 4)), (4, 12, (4, 6)), (9, 8, (5, 5))]
+)
+def test_the_longer_answer_of_a_long_pair_is_cut(
+    chosen: int, rejected: int, left: tuple[int, int]
+) -> None:
+    pair = encoded([1], [3] * (chosen - 1)), encoded([1], [4] * (rejected - 1))
+    documents, counts = build(pair, sequence_len=10, on_long="truncate_right")
+    (example,) = documents.examples(0)
+    assert tuple(len(document.input_ids) for document in example.documents()) == left
+    assert (counts.truncated, counts.lost_tokens) == (1, chosen + rejected - 10)
+    assert build(pair, sequence_len=10)[1].dropped == 1
+
+
+def test_pairs_without_a_difference_are_left_out_and_named() -> None:
+    same = encoded([1], [3, 2]), encoded([1], [3, 2])
+    documents, counts = build(same, same)
+    assert documents is None
+    assert counts.notes == {"same_answers": (2, "pairs.jsonl:1")} and counts.empty == 2
+    late = encoded([1], [3] * 8 + [2]), encoded([1], [3] * 8 + [4, 2])
+    documents, counts = build(late, sequence_len=10, on_long="truncate_right")
+    assert documents is None and counts.notes == {"cut_to_the_same": (1, "pairs.jsonl:1")}
+
+
+def test_the_format_is_said_by_the_objective_and_never_guessed(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(values) + "\n" for values in CHATS))
+    config = DataConfig(datasets=[DatasetConfig(path=str(file))])
+    assert "objective=dpo" in check_datasets(config)[0]
+    assert check_datasets(with_format(config, PREFERENCE)) == []
+    assert with_format(config, None) is config
+    rows = [{"instruction": "q", "output": "a"}]
+    file.write_text("".join(json.dumps(values) + "\n" for values in rows))
+    (problem,) = check_datasets(with_format(config, PREFERENCE))
+    assert problem.startswith(f"{file}:1 missing 'chosen'") and "objective=sft" in problem

@@ -1,0 +1,195 @@
+"""DPO equals plain PyTorch on full logits, however its pairs are packed, padded or split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from torch.nn.functional import log_softmax, logsigmoid
+
+from app.model.attention import attention_implementation
+from app.model.head import fuse_head
+from app.training.objective.dpo import Dpo
+from app.training.objective.objective import batch_loss
+from app.training.objective.settings import DpoConfig
+from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
+from common.errors import Origin
+from data_modules import Batch, Example
+from data_modules.collator import Collator
+from tests.tiny import tiny_llama
+
+BETA = 0.3
+LENGTHS = [(5, 9, 4), (3, 6, 11), (7, 2, 2), (1, 3, 1)]
+"""tokens of the prompt, the chosen and the rejected answer of each pair"""
+WEIGHTS = [1.0, 1.0, 0.5, 1.0]
+
+
+def make_pairs() -> list[Example]:
+    """Return a pair of random tokens for each of LENGTHS."""
+    rng = np.random.default_rng(0)
+    pairs = []
+    for number, (lengths, weight) in enumerate(zip(LENGTHS, WEIGHTS, strict=True)):
+        prompt, chosen, rejected = (rng.integers(3, 60, n).astype(np.int32) for n in lengths)
+        mask = [
+            np.concatenate([np.zeros(len(prompt)), np.full(len(answer), weight)])
+            for answer in (chosen, rejected)
+        ]
+        pairs.append(
+            Example(
+                np.concatenate([prompt, chosen, prompt, rejected]),
+                np.concatenate(mask).astype(np.float32),
+                number % 2,
+                Origin("pairs.jsonl", number + 1),
+                rejected_start=len(prompt) + len(chosen),
+            )
+        )
+    return pairs
+
+
+@pytest.fixture
+def model() -> Any:
+    """A tiny model with a LoRA that has moved, and a fused head."""
+    llama = tiny_llama()
+    llama.set_attn_implementation(attention_implementation("sdpa"))
+    found: Any = peft.get_peft_model(llama, peft.LoraConfig(r=4, target_modules="all-linear"))
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in found.named_parameters():
+        if "lora_B" in name:
+            weight.data = torch.randn(weight.shape, generator=generator) * 0.2
+    fuse_head(found)
+    return found.train()
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradients of a loss by name, and reset them."""
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def batches(pairs: list[Example], sizes: list[int], *, packed: bool) -> list[Batch]:
+    """Return micro-batches of so many pairs each, packed into a row or padded."""
+    collate, found, start = Collator(0, packed), [], 0
+    for size in sizes:
+        own = pairs[start : start + size]
+        found.append(collate([own] if packed else [[pair] for pair in own], sum(WEIGHTS)))
+        start += size
+    return found
+
+
+def answer_log_prob(model: Any, example: Example) -> torch.Tensor:
+    """Return the log-probability of a document's answer, from all logits of it alone."""
+    ids = torch.from_numpy(example.input_ids).long()
+    base = model.get_base_model()
+    head = base.lm_head
+    logits = torch.nn.functional.linear(base.model(input_ids=ids[None])[0], head.weight)[0]
+    log_probs = log_softmax(logits[:-1].double(), -1).gather(1, ids[1:, None]).squeeze(1)
+    return log_probs[torch.from_numpy(example.weights[1:] > 0)].sum()
+
+
+def plain_dpo(model: Any, pairs: list[Example], smoothing: float = 0.0) -> torch.Tensor:
+    """Return the sum of weighted losses by the formula of the paper, in four forward passes."""
+    losses = []
+    for pair, weight in zip(pairs, WEIGHTS, strict=True):
+        chosen, rejected = pair.documents()
+        with torch.no_grad(), model.disable_adapter():
+            before = answer_log_prob(model, chosen) - answer_log_prob(model, rejected)
+        now = answer_log_prob(model, chosen) - answer_log_prob(model, rejected)
+        margin = BETA * (now - before)
+        loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+        losses.append(weight * loss)
+    return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("sizes", [[4], [1, 1, 1, 1], [3, 1]], ids=str)
+def test_loss_and_gradients_are_those_of_the_formula(
+    model: Any, packed: bool, sizes: list[int], smoothing: float
+) -> None:
+    pairs, objective = make_pairs(), Dpo(DpoConfig(beta=BETA, label_smoothing=smoothing))
+    expected = plain_dpo(model, pairs, smoothing)
+    by_name = gradients(model, expected)
+    sums, rows = DatasetSums(2), RowSums()
+    found = [
+        batch_loss(objective, model, batch, "sdpa", sums, rows)
+        for batch in batches(pairs, sizes, packed=packed)
+    ]
+    assert sum(loss.item() for loss in found) == pytest.approx(expected.item(), rel=1e-6)
+    ours = gradients(model, torch.stack(found).sum())
+    assert ours.keys() == by_name.keys()
+    scale = max(grad.abs().max().item() for grad in by_name.values())
+    for name, grad in by_name.items():
+        assert (ours[name] - grad).abs().max() <= 1e-6 * max(1.0, scale), name
+    taken = rows.take(range(4), 4)
+    assert taken[1].tolist() == WEIGHTS
+    assert taken[0].sum().item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_figures_are_means_over_the_pairs_of_each_data_set(model: Any) -> None:
+    pairs, objective, sums = make_pairs(), Dpo(DpoConfig(beta=BETA)), DatasetSums(2)
+    for batch in batches(pairs, [3, 1], packed=True):
+        batch_loss(objective, model, batch, "sdpa", sums)
+    found = losses_by_dataset(sums.take(), ["a", "b"], "val", objective.figures)
+    answers = [pair.documents() for pair in pairs]
+    log_probs = [[answer_log_prob(model, one).item() for one in pair] for pair in answers]
+    with torch.no_grad(), model.disable_adapter():
+        base = [[answer_log_prob(model, one).item() for one in pair] for pair in answers]
+    rewards = BETA * (np.array(log_probs) - np.array(base))
+    margins = rewards[:, 0] - rewards[:, 1]
+    for name, own in (("a", [0, 2]), ("b", [1, 3])):
+        weights = np.array(WEIGHTS)[own]
+        expected = {
+            "accuracy": np.average(margins[own] > 0, weights=weights),
+            "margin": np.average(margins[own], weights=weights),
+            "chosen_reward": np.average(rewards[own, 0], weights=weights),
+            "rejected_reward": np.average(rewards[own, 1], weights=weights),
+            "chosen_log_prob": np.average(np.array(log_probs)[own, 0], weights=weights),
+            "rejected_log_prob": np.average(np.array(log_probs)[own, 1], weights=weights),
+        }
+        for figure, value in expected.items():
+            assert found[f"val/{figure}/{name}"] == pytest.approx(value, rel=1e-5), figure
+        tokens = sum(sum(LENGTHS[index][1:]) for index in own)
+        assert found[f"val/tokens/{name}"] == tokens
+    assert found["val/margin"] == pytest.approx(np.average(margins, weights=WEIGHTS), rel=1e-5)
+
+
+def test_a_new_adapter_has_the_loss_of_chance(model: Any) -> None:
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.zero_()
+    sums = DatasetSums(2)
+    (batch,) = batches(make_pairs(), [4], packed=True)
+    batch_loss(Dpo(DpoConfig()), model, batch, "sdpa", sums)
+    found = losses_by_dataset(sums.take()[:3], ["a", "b"], "train")
+    assert found["train/loss"] == pytest.approx(np.log(2), abs=1e-6)
+
+
+def test_the_reference_leaves_the_adapter_and_an_outer_context_as_they_were(model: Any) -> None:
+    (batch,) = batches(make_pairs(), [4], packed=True)
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    objective = Dpo(DpoConfig())
+    before = objective.reference(model, batch, "sdpa")
+    assert model.training
+    assert trained == {name for name, weight in model.named_parameters() if weight.requires_grad}
+    with model.disable_adapter():
+        objective.reference(model, batch, "sdpa")
+        # Still without the adapter: the model is its own reference.
+        losses = objective.losses(model, batch, "sdpa", before).losses
+    assert torch.allclose(losses, torch.full_like(losses, np.log(2)), atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_a_micro_batch_without_pairs_has_a_loss_and_gradients_of_zero(
+    model: Any, packed: bool
+) -> None:
+    empty = Collator(0, packed)([[]], 1.0)
+    sums = DatasetSums(2)
+    loss = batch_loss(Dpo(DpoConfig()), model, empty, "sdpa", sums)
+    assert loss.item() == 0.0
+    found = gradients(model, loss)
+    assert found and not any(grad.any() for grad in found.values())
+    assert not sums.take().any()
