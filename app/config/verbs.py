@@ -145,7 +145,6 @@ class TrainConfig:
     objective: ObjectiveConfig = setting(
         default_factory=ObjectiveConfig,
         resume="fixed",
-        aliases=("method", "stage"),
         option_aliases={"preference": "dpo"},
     )
     """what is minimized: learning from answers, or from pairs of a better and a worse one"""
