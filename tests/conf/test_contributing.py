@@ -19,6 +19,7 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 AN_EXAMPLE = {
     "conf/model/": "llama8b.yaml",
     "conf/optimizer/": "adamw.yaml",
+    "conf/objective/": "dpo.yaml",
     "conf/adapter/": "lora.yaml",
     "conf/strategy/": "ddp.yaml",
     "conf/": "train.yaml",
