@@ -152,6 +152,8 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
     if group == "model":
         hint = _hint_for_model(option, options)
         raise UserError(f"model={option}: no such option{hint}; --help model lists {len(options)}")
+    if group == "trainer" and (conf / "objective" / f"{option}.yaml").is_file():
+        hint = f"; type objective={option}"
     if group == "data" and not hint:
         hint = f"; for a file type 'data.datasets=[{{path: {option}}}]'"
     if group == "hardware":

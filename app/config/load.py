@@ -189,9 +189,9 @@ def _check_base(
         )
 
 
-def _run_of_experiment(file: Path) -> Path | None:
-    """Return the folder of a run whose config.yaml is typed as an experiment; None otherwise."""
-    if file.name != CONFIG_FILE or not file.is_file():
+def _run_of_saved(file: Path) -> Path | None:
+    """Return the folder of a run, if `file` is its config.yaml; None for another experiment."""
+    if not file.is_file():
         return None
     with file.open(encoding="utf-8", errors="replace") as stream:
         return file.parent if VERB_LINE.match(stream.readline()) else None
@@ -228,7 +228,8 @@ def _check_options(
             if option is None and chosen_in is not None:
                 continue
             file = find_option(conf, group, option)
-            if is_experiment and (saved := _run_of_experiment(file)) is not None:
+            saved = _run_of_saved(file) if is_experiment and file.name == CONFIG_FILE else None
+            if saved is not None:
                 experiment = experiment_from_run(saved, _read_run(saved), verb, typed.keys())
                 experiment.values["output"].pop("dir", None)  # a new run
             elif is_experiment:

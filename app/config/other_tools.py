@@ -44,20 +44,19 @@ def answer_for(word: str, value: str, settings: Iterable[Setting]) -> str | None
     `settings`: those of the verb, to which an answer is limited.
     """
     others = read_other_tools()
-    if (sentence := others.advice.get(word)) is not None:
-        commands = {verb: verb_command(verb) for verb in VERBS_IN_ANSWERS}
-        return sentence.format(upper=word.upper(), **commands)
     by_key = {each.typed_key: each for each in settings}
     if (key := others.keys.get(word)) is not None:
         return _with_value(by_key[key], value) if key in by_key else None
-    by_value = others.values.get(word)
-    typed = by_value and by_value.get(value.lower(), by_value.get(ANY))
-    if not typed:
+    by_value = others.values.get(word, {})
+    if typed := by_value.get(value.lower(), by_value.get(ANY)):
+        first = typed.partition("=")[0].removeprefix("+")
+        if first not in by_key and first != "experiment":
+            return None
+        return f"type {typed.replace(VALUE, shlex.quote(value) if value else VALUE)}"
+    if (sentence := others.advice.get(word)) is None:
         return None
-    first = typed.partition("=")[0].removeprefix("+")
-    if first not in by_key and first != "experiment":
-        return None
-    return f"type {typed.replace(VALUE, shlex.quote(value) if value else VALUE)}"
+    commands = {verb: verb_command(verb) for verb in VERBS_IN_ANSWERS}
+    return sentence.format(upper=word.upper(), **commands)
 
 
 def _with_value(setting: Setting, value: str) -> str:

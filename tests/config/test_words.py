@@ -44,6 +44,10 @@ ANSWERS = [
     ("attention=flash_attention_2", "type attention=auto"),
     ("flash_attention_2", "type attention=auto"),
     ("num_gpus=4", "type trainer.devices=4"),
+    ("trainer=dpo", "type objective=dpo"),
+    ("stage=dpo", "type objective=dpo"),
+    ("rl=kto", "not built: objective=sft and objective=dpo are"),
+    ("dpo_beta=0.2", "type objective=dpo objective.beta=0.2"),
     ("method=dpo", "type objective=dpo"),
     ("wandb_project=mine", "logger=wandb"),
     ("sample_packing=true", "unknown key sample_packing=true; type packing=multipack"),
@@ -83,6 +87,9 @@ WORDS_OF_OTHERS = [
 ]
 
 
+NAMES_OF_FILES = ("+experiment=VALUE", "strategy=zero2 strategy.config=VALUE", "resume=VALUE")
+
+
 def sample_of(key: str) -> str:
     """Return a value that setting `key` takes, as typed."""
     setting = next(each for each in SETTINGS if each.typed_key == key)
@@ -95,7 +102,11 @@ def sample_of(key: str) -> str:
 
 
 def answered(word: str) -> str | None:
-    key = read_other_tools().keys.get(word) or aliases_of(SETTINGS).get(word, "=")
+    others = read_other_tools()
+    key = others.keys.get(word) or aliases_of(SETTINGS).get(word, "=")
+    said = others.values.get(word, {}).get("any", "")
+    if "VALUE" in said and said not in NAMES_OF_FILES:
+        key = said.split()[-1].removesuffix("=VALUE")
     value = "true" if "=" in key else sample_of(key)
     return answer_for(word, value, SETTINGS) or suggest_by_name(word, value, SETTINGS) or None
 
@@ -109,12 +120,11 @@ def test_what_an_answer_says_to_type_is_accepted() -> None:
     """All answers of the table; composing takes a quarter of a second, so settings are joined."""
     others = read_other_tools()
     answers = {answered(word) or "" for word in (*WORDS_OF_OTHERS, *others.keys)}
-    files = ("+experiment=VALUE", "strategy=zero2 strategy.config=VALUE", "resume=VALUE")
     for word, by_value in others.values.items():
         for value, said in by_value.items():
-            if said not in files:
-                of_key = said.removesuffix("=VALUE")
-                typed_value = value if of_key == said else sample_of(of_key)
+            if said not in NAMES_OF_FILES:
+                of_key = said.split()[-1].removesuffix("=VALUE")
+                typed_value = sample_of(of_key) if "VALUE" in said else value
                 answers.add(answer_for(word, typed_value, SETTINGS) or "")
     setting = r"(?<!\S)(?:'[a-z][\w.]*=[^']+'|\+?(?!run=|repo=)[a-z][\w.]*=[^\s,;:)']+)"
     texts = {
