@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 FP32, HALF = 4, 2
 """bytes per value"""
+BATCH_BYTES = 44
+"""bytes of a micro-batch per token: ids, positions, labels and data sets in int64, weights in fp32,
+and the trained columns"""
 LOSS_BYTES = 6
 """bytes per logit of a chunk with PyTorch's operators: one copy in half precision, one in fp32"""
 GELU_OPERATORS = ("gelu_new",)
@@ -287,11 +290,12 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
         working = max(working, scores - feed_forward_bytes(widths, execution))
     unpacked = 0 if run.quantization.method == "none" else HALF * run.model.largest_matrix
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
-    biases = 3 * bias_bytes(widths, execution) if run.model.is_pair else 0.0
+    shared = 3 * bias_bytes(widths, execution) if run.model.is_pair else 0.0
+    shared += BATCH_BYTES * run.tokens
     return Activations(
-        all=tokens * (of_layers + (norm_bytes + value_bytes) * hidden + waiting) + biases,
-        at_last=tokens * (of_layers + again + working) + unpacked + biases,
-        at_first=tokens * (whole + working) + unpacked + biases,
+        all=tokens * (of_layers + (norm_bytes + value_bytes) * hidden + waiting) + shared,
+        at_last=tokens * (of_layers + again + working) + unpacked + shared,
+        at_first=tokens * (whole + working) + unpacked + shared,
         of_stream=float(tokens * stream),
     )
 
