@@ -143,6 +143,7 @@ def test_the_readme_has_the_expected_sections() -> None:
         "Your model, your data",
         "Use the result",
         "Evaluate a run",
+        "Learn from preferences",
         "On a GPU machine",
         "Many GPUs, many machines",
         "Resume",
