@@ -145,7 +145,6 @@ class TrainConfig:
     objective: ObjectiveConfig = setting(
         default_factory=ObjectiveConfig,
         resume="fixed",
-        option_aliases={"preference": "dpo"},
     )
     """what is minimized: learning from answers, or from pairs of a better and a worse one"""
     data: DataConfig = setting(default_factory=DataConfig, resume="data")

@@ -29,16 +29,21 @@ from data_modules import DatasetConfig, dataset_names
 
 
 @cache
-def default() -> config.TrainConfig:
-    loaded = config.load_config("train", ["model=tiny", "data=skills"])
+def default(data: str = "skills") -> config.TrainConfig:
+    loaded = config.load_config("train", ["model=tiny", f"data={data}"])
     assert isinstance(loaded, config.TrainConfig)
     return loaded
 
 
 def settings(words: str = "") -> config.TrainConfig:
-    """Return the default settings with `words`, without the second that composing them takes."""
-    changed = copy.deepcopy(default())
-    for key, _, text in (word.partition("=") for word in shlex.split(words)):
+    """Return the default settings with `words`, without the second that composing them takes.
+
+    A first word `data=NAME` chooses other data.
+    """
+    typed = [word.partition("=")[::2] for word in shlex.split(words)]
+    of_data = [typed.pop(0)[1]] if typed[:1] and typed[0][0] == "data" else []
+    changed = copy.deepcopy(default(*of_data))
+    for key, text in typed:
         *path, name = TYPED_KEYS.get(key, key).split(".")
         value = settings_of(key, text) if key in PARTS else yaml.safe_load(text)
         setattr(reduce(getattr, path, changed), name, value)
@@ -254,6 +259,23 @@ CONFLICTS = [
     (0, "schedule.shape=wsd schedule.decay_ratio=0.9 schedule.warmup_ratio=0.25",
      "schedule.shape=wsd schedule.decay_ratio=0.75 schedule.warmup_ratio=0.25",
      ["are together more than 1; type schedule.decay_ratio=0.75"]),
+    (0, "data=pairs", "data=pairs objective=dpo",
+     ["format: preference of", "objective=sft learns from single answers; type objective=dpo"]),
+    (0, "objective=dpo", "data=pairs objective=dpo",
+     ["objective=dpo learns from rows of format preference; type format: preference for them"]),
+    (0, "data=pairs objective=dpo data.train_on_inputs=true", "data=pairs objective=dpo",
+     ["which both answers follow, teaches nothing; type data.train_on_inputs=false"]),
+    (0, "data=pairs objective=dpo data.on_long=split",
+     "data=pairs objective=dpo data.on_long=truncate_left",
+     ["data.on_long=split: objective=dpo compares whole answers; type data.on_long=drop"]),
+    (0, "data=pairs objective=dpo adapter=full", "data=pairs objective=dpo adapter=ia3",
+     ["adapter=full changes the base itself, and objective=dpo compares with the base"]),
+    (0, "data=pairs objective=dpo adapter.path=old", "data=pairs objective=dpo",
+     ["adapter.path=old: objective=dpo compares with the base", "model.path=MERGED here"]),
+    (0, "data=pairs objective=dpo adapter.init=pissa", "data=pairs objective=dpo",
+     ["subtracts the adapter from the base", "type adapter.init=default"]),
+    (0, "data=pairs objective=dpo trainer.compile=true", "data=pairs objective=dpo",
+     ["compiles the layers with their adapter", "type trainer.compile=false"]),
 ]  # fmt: skip
 
 

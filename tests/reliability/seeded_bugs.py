@@ -327,8 +327,8 @@ BUGS = [
     Bug(
         name="losses are summed in single precision",
         file="app/training/objective/sums.py",
-        right=".to(losses.dtype)]).double()",
-        wrong=".to(losses.dtype)]).float()",
+        right="torch.stack(columns).double()",
+        wrong="torch.stack(columns).float()",
         test="tests/training/test_loss.py::test_sums_are_exact_whatever_their_order",
     ),
     Bug(

@@ -54,12 +54,12 @@ class LimitedDevice:
     def __init__(self, limit: int) -> None:
         self.limit, self.batch_tokens = limit, list[int]()
 
-    def __call__(self, objective: Any, model: Any, batch: Batch, *others: Any) -> Any:
+    def __call__(self, objective: Any, model: Any, batch: Batch, *others: Any, **named: Any) -> Any:
         if torch.is_grad_enabled():
             self.batch_tokens.append(batch.input_ids.numel())
             if self.batch_tokens[-1] > self.limit:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return batch_loss(objective, model, batch, *others)
+        return batch_loss(objective, model, batch, *others, **named)
 
 
 def choose_micro_batch(monkeypatch: pytest.MonkeyPatch, packs: int, limit: int) -> LimitedDevice:
