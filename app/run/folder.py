@@ -80,9 +80,9 @@ UNSET = "is it a variable that is not set? type a folder, or leave it out"
 @dataclass(kw_only=True, slots=True)
 class OutputConfig:
     name: str | None = setting(None, shown=("train",), grants="nothing")
-    """name of the run, part of its folder; null = the experiment's"""
+    """name of the run; null = the experiment's"""
     dir: str | None = setting(None, shown=True, aliases=("output_dir",), grants="write")
-    """folder of this run; null = outputs/<name>/<time>"""
+    """folder of the run; null = outputs/NAME/TIME"""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -55,7 +55,7 @@ class OptimizerConfig:
     """global batch size that `lr` was tuned for, in packs (rows when not packing); only with
     scale_lr"""
     weight_decay: float = setting(0.0, ge=0, le=10, note="0 to 0.1 is usual", shown=("train",))
-    """decoupled decay of matrices; vectors (norms, biases, IA3) and token rows never decay"""
+    """decay of matrices; vectors (norms, biases, IA3) and token rows never decay"""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -69,7 +69,7 @@ class LoraConfig(AdapterConfig):
         shown=("train",),
         aliases=("lora_dropout",),
     )
-    """dropout probability of the adapter's input; any value above 0 costs memory and time"""
+    """dropout of the adapter's input; above 0 it costs memory and time"""
     target_modules: Any = setting("all-linear", shown=("train",), grants="nothing")
     """all-linear, a list of module name endings, or a regular expression over full names"""
     rank_pattern: dict[str, int] = setting(default_factory=dict, grants="nothing")

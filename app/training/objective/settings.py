@@ -32,7 +32,7 @@ class DpoConfig(ObjectiveConfig):
     """
 
     name: str = "dpo"
-    beta: float = setting(0.1, gt=0, le=100, note="0.01 to 0.5 is usual", shown=("train",))
+    beta: float = setting(0.1, gt=0, le=100, note="0.01 to 0.5 is usual")
     """how closely the model stays at the base: higher is closer"""
     label_smoothing: float = setting(0.0, ge=0, lt=0.5)
     """share of pairs whose answers are expected to be exchanged (cDPO)"""
