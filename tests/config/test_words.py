@@ -111,6 +111,12 @@ def answered(word: str) -> str | None:
     return answer_for(word, value, SETTINGS) or suggest_by_name(word, value, SETTINGS) or None
 
 
+def test_a_word_has_one_home() -> None:
+    others = read_other_tools()
+    assert not others.keys.keys() & (others.values.keys() | others.advice.keys())
+    assert not {*others.keys, *others.values, *others.advice} & {*aliases_of(SETTINGS)}
+
+
 def test_every_word_of_other_tools_is_answered() -> None:
     assert len(WORDS_OF_OTHERS) > 500
     assert [word for word in WORDS_OF_OTHERS if not answered(word)] == []
