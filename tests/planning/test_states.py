@@ -74,10 +74,10 @@ def test_an_experiment_fits_on_the_gpus_that_it_says_it_needs(name: str) -> None
         assert memory.total <= USABLE * int(card) * GIB, f"{number} x {card} GB: {memory}"
 
 
-def test_what_the_readme_types_fits_on_one_large_card() -> None:
+def test_what_the_page_on_gpus_types_fits_on_one_large_card() -> None:
     typed = [
         (name, words.split())
-        for name, words in TYPED.findall((ROOT / "README.md").read_text())
+        for name, words in TYPED.findall((ROOT / "docs/gpu.md").read_text())
         if name.startswith("llama8b")
     ]
     assert len(typed) >= 2
