@@ -111,8 +111,8 @@ def verify(
                 f"merged vs {bounded}: {differences[bounded]}"
             )
         del model
-    rounds_inputs = references[CHECKED] and tuned.base.quantization.method == "int8"
-    rounding = "int8" if rounds_inputs else dtype_name
+    method = tuned.base.quantization.method
+    rounding = method if references[CHECKED] and method in ("int8", "fp8") else dtype_name
     bound = BOUNDS[rounding]
     if not differences[bounded].is_within(bound):
         raise TrainingFault(

@@ -167,14 +167,12 @@ def _read_weights(
         raise UserError(problem)
     # Even None would override the files' own quantization_config, and packed bits would be read as
     # values.
-    options: dict[str, Any] = {}
-    if not stored:
-        options["quantization_config"] = quantization_settings(
-            quantization, dtype, architecture.model_type
-        )
-    is_staged = quantization.method == "nf4" and has_experts(architecture)
+    settings = quantization_settings(quantization, dtype, architecture.model_type)
+    options: dict[str, Any] = {} if stored else {"quantization_config": settings}
+    # Experts in 4 bits, and FP8, are quantized after the weights were read.
+    is_staged = quantization.method in (("nf4", "fp8") if has_experts(architecture) else ("fp8",))
     if on_host or is_staged:
-        options["device_map"] = {"": "cpu"}  # experts are quantized after they were read
+        options["device_map"] = {"": "cpu"}
     elif device is not None and (device.type != "cpu" or quantization.method != "none"):
         # Tensor by tensor: the model never fills host memory. Without a map, transformers moves
         # quantized models to a GPU if there is one.
@@ -204,7 +202,7 @@ def _read_weights(
     else:
         quantize_experts(model, quantization, device)
     if stored or quantization.method != "none":
-        prepare_quantized(model, dtype)
+        prepare_quantized(model, quantization, dtype, device)
     if is_staged and not on_host and device is not None:
         model.to(device)
     return model
@@ -300,7 +298,7 @@ def _build_on_meta(
     resize_embeddings(model, new_ids)
     if quantization is not None and quantization.method != "none":
         quantize_on_meta(model, quantization, dtype)
-        prepare_quantized(model, dtype)
+        prepare_quantized(model, quantization, dtype)
     return model
 
 

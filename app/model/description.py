@@ -330,4 +330,7 @@ def is_quantized(module: torch.nn.Module) -> bool:
     """Return whether any weight of a module is quantized, and so cannot train itself."""
     import torch
 
-    return any(type(parameter) is not torch.nn.Parameter for parameter in module.parameters())
+    return any(
+        type(weight) is not torch.nn.Parameter or weight.dtype.itemsize == 1
+        for weight in module.parameters()
+    )

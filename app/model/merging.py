@@ -496,8 +496,9 @@ BOUNDS = {
     "float16": Bound(0.02, 0.002, 0.97),
     "bfloat16": Bound(0.1, 0.01, 0.9),
     "int8": Bound(0.1, 0.01, 0.9),
+    "fp8": Bound(0.3, 0.03, 0.8),
 }
-"""bounds by dtype of the merged weights; int8 if the base was quantized by LLM.int8(), which also
+"""bounds by dtype of the merged weights; int8 and fp8 if the base was quantized so, which also
 rounds the inputs of layers, so that merged weights cannot reproduce it"""
 
 

@@ -1,4 +1,4 @@
-"""Quantize a frozen base to four or eight bits by bitsandbytes.
+"""Quantize a frozen base: to four or eight bits by bitsandbytes, or to FP8.
 
 Embeddings and head are never quantized, nor are the layers that transformers excludes for an
 architecture (`wo` of T5).
@@ -31,6 +31,8 @@ SCALES = "absmax"
 """name of a 4-bit layer's parameter for the scales of its blocks, if a strategy shards them"""
 
 
+QUANTIZED_LAYERS = ("Linear4bit", "Linear8bitLt", "Fp8Linear")
+"""class names of quantized layers"""
 MAX_UNQUANTIZED = 0.1
 """largest share of unquantized weights in a mixture of experts; a base with more is refused, since
 it would need far more memory than the requested quantization"""
@@ -38,9 +40,10 @@ it would need far more memory than the requested quantization"""
 
 @dataclass(kw_only=True, slots=True)
 class QuantizationConfig:
-    method: str = setting("none", choices=("none", "nf4", "int8"))
-    """none, nf4 (QLoRA, 4 bits a weight, arXiv 2305.14314) or int8 (LLM.int8(), 2208.07339; keeps
-    each layer's input for the backward also under recompute)"""
+    method: str = setting("none", choices=("none", "nf4", "int8", "fp8"))
+    """none, nf4 (QLoRA, 4 bits a weight, arXiv 2305.14314), int8 (LLM.int8(), 2208.07339; keeps
+    each layer's input for the backward also under recompute) or fp8 (e4m3, whose products are
+    computed in FP8 too: for GPUs of compute capability 8.9 or newer)"""
     double_quant: bool = True
     """nf4: quantize the scales as well (0.4 bits a weight less)"""
 
@@ -48,14 +51,14 @@ class QuantizationConfig:
 def quantization_settings(
     config: QuantizationConfig, dtype: torch.dtype, model_type: str | None = None
 ) -> transformers.BitsAndBytesConfig | None:
-    """Return the `quantization_config` for `from_pretrained`; None without quantization.
+    """Return the `quantization_config` for `from_pretrained`; None if it is not bitsandbytes'.
 
     `dtype`: of the weights that are not quantized. `model_type`: linear modules whose weight its
     layers read without calling the module are not quantized.
     """
     import transformers
 
-    if config.method == "none":
+    if config.method in ("none", "fp8"):
         return None
     bypassed = find_bypassed_linears(model_type)
     # A list replaces transformers' default, which contains the head.
@@ -164,11 +167,22 @@ def quantize_on_device(device: torch.device | None) -> Iterator[None]:
         functional.quantize_4bit = own
 
 
-def prepare_quantized(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def prepare_quantized(
+    model: PreTrainedModel,
+    config: QuantizationConfig,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> None:
     """Freeze a quantized base and prepare it for training, computing in `dtype`.
 
-    UserError if nothing was quantized, or the experts of a mixture were not.
+    To FP8 it is quantized here, on `device`. UserError if nothing was quantized, or the
+    experts of a mixture were not.
     """
+    if config.method == "fp8":
+        from app.model.fp8 import quantize_to_fp8
+
+        quantize_to_fp8(model, dtype, device)
+        return
     import bitsandbytes
 
     _check_share(model)
@@ -223,6 +237,9 @@ def quantize_on_meta(
     model: PreTrainedModel, config: QuantizationConfig, dtype: torch.dtype
 ) -> None:
     """Replace the layers of a model on `meta` as the loader of weights would."""
+    if config.method == "fp8":
+        prepare_quantized(model, config, dtype)
+        return
     from transformers.quantizers import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(
@@ -240,8 +257,6 @@ def quantized_layers(
 
     The value is True for weights that are quantized transposed: GPT-2 stores matrices as [in, out].
     """
-    import bitsandbytes
-
     from app.model.experts import packed_shapes
 
     with quantizable_layers(model.config.model_type):
@@ -252,11 +267,10 @@ def quantized_layers(
         for name, module in quantized.named_modules()
         for weight in packed_shapes(module)
     }
-    kinds = (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
     return experts | {
         f"{name}.weight": type(model.get_submodule(name)).__name__ == "Conv1D"
         for name, module in quantized.named_modules()
-        if isinstance(module, kinds)
+        if module.__class__.__name__ in QUANTIZED_LAYERS
     }
 
 
@@ -265,9 +279,15 @@ def quantize_dequantize(
 ) -> torch.Tensor:
     """Return a weight, [out, in] or of experts, rounded to its quantized values; same dtype."""
     import torch
-    from bitsandbytes import functional
 
     weight = weight.T.contiguous() if is_transposed else weight
+    if config.method == "fp8":
+        from app.model import fp8
+
+        whole = fp8.dequantize(fp8.quantize_weight(weight), weight.dtype)
+        return whole.T.contiguous() if is_transposed else whole
+    from bitsandbytes import functional
+
     if config.method == "int8":
         packed, scales, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
         whole = (packed * (scales.unsqueeze(1) / 127)).to(weight.dtype)
@@ -432,7 +452,7 @@ class Storage:
 
     num_weights: int
     dtype: str
-    """name of a torch dtype, or nf4, fp4, int8"""
+    """name of a torch dtype, or nf4, fp4, int8, fp8"""
     num_bytes: int
     """including the scales of quantized weights"""
 
@@ -444,7 +464,8 @@ def storage_of(parameter: torch.nn.Parameter) -> Storage:
     num_bytes = parameter.numel() * parameter.element_size()
     dtype = str(parameter.dtype).removeprefix("torch.")
     if type(parameter) is torch.nn.Parameter:
-        return Storage(parameter.numel(), dtype, num_bytes)
+        is_fp8 = parameter.dtype == torch.uint8
+        return Storage(parameter.numel(), "fp8" if is_fp8 else dtype, num_bytes)
     import bitsandbytes
 
     if isinstance(parameter, bitsandbytes.nn.Params4bit):

@@ -288,7 +288,9 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
         scores = SCORE_TEMPORARIES * value_bytes * widths.heads * execution.sequence_len
         # The backward pass of the feed-forward is finished by then.
         working = max(working, scores - feed_forward_bytes(widths, execution))
-    unpacked = 0 if run.quantization.method == "none" else HALF * run.model.largest_matrix
+    # FP8 makes a transposed copy of a matrix, the others one in half precision.
+    copied = {"none": 0, "fp8": 1}.get(run.quantization.method, HALF)
+    unpacked = copied * run.model.largest_matrix
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
     shared = 3 * bias_bytes(widths, execution) if run.model.is_pair else 0.0
     shared += BATCH_BYTES * run.tokens

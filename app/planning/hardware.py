@@ -57,6 +57,8 @@ class HardwareConfig:
     half_tflops: float = setting(0.0, ge=0)
     """peak rate of dense bf16 matrix products (fp16 if the GPU has no bf16), without sparsity, from
     the datasheet"""
+    fp8_tflops: float = setting(0.0, ge=0)
+    """peak rate of dense FP8 matrix products that are summed in fp32; 0 = the GPU has none"""
     fp32_tflops: float = setting(0.0, ge=0)
     """peak rate of fp32 arithmetic outside of tensor cores"""
     has_bf16: bool = True

@@ -216,6 +216,11 @@ def build_planned_run(
     """
     trainer, adapter, mode = config.trainer, config.adapter, config.recompute.mode
     quantization = config.quantization
+    if quantization.method == "fp8" and is_on_gpu and not hardware.fp8_tflops:
+        raise UserError(
+            f"quantization=fp8: {hardware.name} has no FP8 products (hardware.fp8_tflops=0); type "
+            "quantization=nf4 or quantization=none"
+        )
     if fuses_norm_and_gate is None:
         fuses_norm_and_gate = trainer.kernels == "auto" or trainer.compile
     return PlannedRun(

@@ -38,6 +38,14 @@ RECOMPUTED_TRAFFIC = 0.38
 """share of a layer's memory traffic that recomputing it adds, same source"""
 DEQUANTIZED = {"nf4": 0.53 + 2.0, "int8": 1.0 + 2.0}
 """bytes read and written to dequantize one weight"""
+FP8_PRODUCTS = 0.6
+"""share of the datasheet's FP8 rate that products with a scale per row reach: 1,150 to 1,250 TFLOPS
+are published for an H100; not measured"""
+FP8_INPUTS = 3.0
+"""bytes read and written to quantize one value of an activation or a gradient in bf16, by one
+kernel"""
+FP8_TRANSPOSED = 2.0
+"""bytes read and written to transpose one weight for the gradient of the input"""
 OPTIMIZER_PASSES = 7
 """elements that AdamW reads and writes per trainable weight: weight, gradient, two states"""
 ACCUMULATION_PASSES = 3
@@ -52,6 +60,8 @@ class Flops:
     attention: float
     recomputed_products: float
     recomputed_attention: float
+    frozen: float
+    """products with frozen matrices of layers, recomputed ones included; also part of the above"""
     recomputed_scores: float
     """scores that the kernels of attention's backward pass compute again"""
 
@@ -92,6 +102,7 @@ def estimate_flops(run: PlannedRun) -> Flops:
         attention=attention * (1 + 2 * reached),
         recomputed_products=again,
         recomputed_attention=again_attention,
+        frozen=(forward * (1 + reached) + again) * frozen / max(1.0, frozen + trained),
         recomputed_scores=attention * reached * (ATTENTION_BACKWARD - 2),
     )
 
@@ -128,8 +139,7 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     rate, flops = _full_rate(run), estimate_flops(run)
     tokens = run.tokens * run.accumulation
     bandwidth = BANDWIDTH * hardware.memory_gb_per_second * 1e9
-    products = (flops.products + flops.recomputed_products) * tokens / split
-    products /= PRODUCTS * rate
+    products = _product_seconds(run, flops) * tokens / split
     # With few tokens, reading the weights takes longer than the products.
     products = max(products, _weight_reads(run) * run.accumulation / split / bandwidth)
     attention = flops.attention + flops.recomputed_scores + flops.recomputed_attention
@@ -179,6 +189,15 @@ def kernel_seconds(
     return max(flops / rate, num_bytes / bandwidth)
 
 
+def _product_seconds(run: PlannedRun, flops: Flops) -> float:
+    """Return the seconds of a token's matrix products."""
+    whole, rate = flops.products + flops.recomputed_products, PRODUCTS * _full_rate(run)
+    if run.quantization.method != "fp8":
+        return whole / rate
+    of_fp8 = FP8_PRODUCTS * 1e12 * run.hardware.fp8_tflops
+    return (whole - flops.frozen) / rate + flops.frozen / of_fp8
+
+
 def peak_tokens_per_second(run: PlannedRun) -> float:
     """Return the tokens per second of all GPUs at an MFU of 1."""
     return run.num_ranks * _full_rate(run) / estimate_flops(run).model
@@ -213,9 +232,17 @@ def _traffic(run: PlannedRun) -> float:
 
 
 def _dequantized(run: PlannedRun) -> float:
-    """Return the bytes of memory traffic per micro-batch to dequantize the base."""
+    """Return the bytes of memory traffic per micro-batch that quantization of the base adds."""
     if run.quantization.method == "none":
         return 0.0
+    if run.quantization.method == "fp8":
+        # Inputs of attention, o, the feed-forward and down in the forward pass, gradients of the
+        # outputs of all matrices in the backward pass.
+        widths, forwards = run.model.widths, 1 + (run.recompute in ("full", "offload"))
+        inputs = 2 * widths.hidden + widths.query + widths.feed_forward
+        values = run.model.num_layers * (forwards * inputs + widths.outputs)
+        transposed = FP8_TRANSPOSED * run.model.multiplied(trained=False)
+        return transposed + FP8_INPUTS * values * run.tokens
     passes = 3 if run.recompute in ("full", "offload") else 2
     return passes * DEQUANTIZED[run.quantization.method] * run.model.multiplied(trained=False)
 

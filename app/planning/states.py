@@ -20,7 +20,7 @@ from app.strategy.settings import (
 from app.strategy.tensor_plan import split_dim
 from app.training.optimizers import states_of_weights
 
-BITS = {"int8": 8.0, "nf4": 4.5}
+BITS = {"int8": 8.0, "nf4": 4.5, "fp8": 8.0}
 """bits per quantized weight including its scales (arXiv 2305.14314: 32 bits per 64 weights)"""
 DOUBLE_QUANT_SAVED_BITS = 0.373
 """bits per weight that quantized scales save, same source"""

@@ -29,7 +29,7 @@ WHEELS = "https://download.pytorch.org/whl"
 BUILDS = (((13, 0), "cu130", 580), ((12, 0), "cu126", 525))
 """minimum CUDA version of the driver, PyTorch's build for it, and the oldest driver with that CUDA
 version; a driver also runs newer builds of its major version (minor version compatibility)"""
-BF16_CAPABILITY = (8, 0)
+BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 OLDEST_OF_CUDA_13 = (7, 5)
 BLACKWELL, CUDA_OF_BLACKWELL = (10, 0), (12, 8)
 """the first compute capability that earlier CUDA versions have no kernels for, and the version"""
@@ -173,7 +173,9 @@ def _installed_torch() -> tuple[str | None, Version | None]:
     return version and version[1], built and (int(built[1]), int(built[2]))
 
 
-def find_gpu_problems(machine: Machine, wanted: int, precision: str) -> list[str]:
+def find_gpu_problems(
+    machine: Machine, wanted: int, precision: str, *, computes_in_fp8: bool = False
+) -> list[str]:
     """List why a run cannot use the GPUs of `machine`, each with a fix; empty if it can.
 
     `wanted`: number of GPUs that the run uses; `precision`: trainer.precision. Without a device
@@ -182,7 +184,8 @@ def find_gpu_problems(machine: Machine, wanted: int, precision: str) -> list[str
     if not machine.num_files:
         return []
     problems = list(_installation_problems(machine)) or list(_count_problems(machine, wanted))
-    return problems or list(_device_problems(machine, machine.gpus[:wanted], precision))
+    used = machine.gpus[:wanted]
+    return problems or list(_device_problems(machine, used, precision, computes_in_fp8))
 
 
 def _installation_problems(machine: Machine) -> Iterator[str]:
@@ -232,7 +235,9 @@ def _count_problems(machine: Machine, wanted: int) -> Iterator[str]:
         )
 
 
-def _device_problems(machine: Machine, gpus: tuple[Gpu, ...], precision: str) -> Iterator[str]:
+def _device_problems(
+    machine: Machine, gpus: tuple[Gpu, ...], precision: str, computes_in_fp8: bool
+) -> Iterator[str]:
     for gpu in gpus:
         what = f"{gpu.name} has compute capability {gpu.sm}"
         if gpu.capability < OLDEST_OF_CUDA_13 and (machine.torch_cuda or (0, 0)) >= (13, 0):
@@ -250,6 +255,12 @@ def _device_problems(machine: Machine, gpus: tuple[Gpu, ...], precision: str) ->
             return
         if gpu.capability < BF16_CAPABILITY and precision not in HALF_OR_SINGLE:
             yield f"{what}, but bf16 and flash attention need 8.0 or newer; {_older()}"
+            return
+        if computes_in_fp8 and gpu.capability < FP8_CAPABILITY:
+            yield (
+                f"{what}, but quantization=fp8 needs 8.9 or newer (Ada, Hopper, Blackwell); type "
+                "quantization=int8 for as many bytes a weight, or quantization=none"
+            )
             return
     sizes = [gpu.memory_gib for gpu in gpus]
     if sizes and min(sizes) < (1 - MEMORY_TOLERANCE) * max(sizes):

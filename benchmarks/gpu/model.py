@@ -48,8 +48,7 @@ def quantize(model: Any, dtype: Any) -> None:
             layer.weight = weight.to(child.weight.device)
             setattr(module, name, layer)
     # peft and our code recognize a quantized model by these two attributes.
-    model.config.quantization_config = quantization_settings(
-        QuantizationConfig(method="nf4"), dtype
-    )
+    nf4 = QuantizationConfig(method="nf4")
+    model.config.quantization_config = quantization_settings(nf4, dtype)
     model.is_loaded_in_4bit = True
-    prepare_quantized(model, dtype)
+    prepare_quantized(model, nf4, dtype)

@@ -12,7 +12,7 @@ from app.evaluate import evaluate
 from tests.reliability.person import Person
 from tests.tiny import SAMPLES
 
-METHODS = ("none", "nf4", "int8")
+METHODS = ("none", "nf4", "int8", "fp8")
 LISTS, LISTS_TEST = SAMPLES / "lists.json", SAMPLES / "lists_test.json"
 SHORT = (
     f"data.datasets=[{{path: {LISTS}, name: lists}}]",
@@ -49,7 +49,7 @@ def metrics_of(folder: Path) -> dict[str, float]:
 def test_qlora_learns_what_lora_learns(runs: dict[str, tuple[Path, str]]) -> None:
     lora = metrics_of(runs["none"][0])
     assert lora[f"tuned/{EXACT}"] > 0.5
-    for method in ("nf4", "int8"):
+    for method in ("nf4", "int8", "fp8"):
         folder, screen = runs[method]
         measured = metrics_of(folder)
         assert measured[f"tuned/{EXACT}"] > lora[f"tuned/{EXACT}"] - 0.05, method
@@ -59,7 +59,7 @@ def test_qlora_learns_what_lora_learns(runs: dict[str, tuple[Path, str]]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["nf4", "int8"])
+@pytest.mark.parametrize("method", ["nf4", "fp8"])
 def test_evaluate_measures_the_quantized_model_of_the_run(
     runs: dict[str, tuple[Path, str]],
     tmp_path: Path,

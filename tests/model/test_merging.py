@@ -319,19 +319,22 @@ def test_the_part_that_pissa_removed_from_the_base_is_restored(
 
 
 @pytest.mark.slow
-def test_a_merge_onto_int8_weights_is_close_to_the_int8_base(tmp_path: Path) -> None:
-    """Closer than onto original weights, but not equal: int8 layers round their inputs too."""
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+def test_a_merge_onto_rounded_weights_is_close_to_the_rounded_base(
+    tmp_path: Path, method: str
+) -> None:
+    """Closer than onto original weights, but not equal: these layers round their inputs too."""
     base = tmp_path / "base"
     tiny_llama().save_pretrained(base)
-    int8 = QuantizationConfig(method="int8")
-    adapted = apply_adapter(read_base(base, quantization=int8), LORA, half_precision=False)
+    rounding = QuantizationConfig(method=method)
+    adapted = apply_adapter(read_base(base, quantization=rounding), LORA, half_precision=False)
     move(adapted)
     save_adapter(adapted, tmp_path / "adapter")
     adapters = [(tmp_path / "adapter", 1.0)]
-    how = {"quantization": int8, "quantized_from": torch.float32}
+    how = {"quantization": rounding, "quantized_from": torch.float32}
     read = merged(base, adapters, tmp_path / "merged", torch.float32, **how)
     found = difference(adapted.eval(), read)
-    assert found.is_within(BOUNDS["int8"]), str(found)
+    assert found.is_within(BOUNDS[method]), str(found)
     assert not found.is_within(BOUNDS["float32"])
     original = merged(base, adapters, tmp_path / "original", torch.float32)
     assert found.mean < difference(adapted, original).mean

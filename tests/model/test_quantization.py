@@ -387,7 +387,12 @@ ADAPTERS: dict[str, AdapterConfig] = {
 
 @pytest.mark.parametrize(
     ("kind", "method", "precision"),
-    matrix(ADAPTERS, METHODS, DTYPES, fast=lambda _, __, precision: precision == "bf16"),
+    [
+        *matrix(ADAPTERS, METHODS, DTYPES, fast=lambda _, __, precision: precision == "bf16"),
+        *matrix(
+            ["lora", "ia3"], ["fp8"], DTYPES, fast=lambda _, __, precision: precision == "bf16"
+        ),
+    ],
 )
 def test_an_adapter_of_a_quantized_base_is_saved_and_loaded_exactly(
     tmp_path: Path, kind: str, method: str, precision: str

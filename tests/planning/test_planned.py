@@ -21,6 +21,7 @@ from app.planning.memory import (
 )
 from app.planning.planned import on_hardware, plan_run
 from app.strategy.settings import FAMILIES, DdpConfig
+from common.errors import UserError
 
 STRATEGIES = {
     name: settings_of("strategy", name) for name in FAMILIES if name not in ("auto", "zero3_nvme")
@@ -42,6 +43,13 @@ def test_auto_is_resolved_for_the_hardware() -> None:
     small, _ = run_of("+experiment=llama8b", "hardware=rtx4090")
     assert (small.strategy.name, small.recompute) == ("single", "full")
     assert fits(small, estimate_gpu_memory(small))
+
+
+def test_fp8_is_refused_for_a_card_without_fp8_products() -> None:
+    words = ("+experiment=llama8b", "quantization=fp8")
+    with pytest.raises(UserError, match="a100_80gb has no FP8 products"):
+        run_of(*words, "hardware=a100_80gb")
+    assert run_of(*words, "hardware=l40s")[0].quantization.method == "fp8"
 
 
 def test_memory_by_strategy_length_and_recompute() -> None:

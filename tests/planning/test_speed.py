@@ -66,6 +66,17 @@ def test_flops_of_a_token(adapter: str, recompute: str) -> None:
             assert estimate_flops(run).total / 1e9 == pytest.approx(expected, rel=0.015)
 
 
+def test_products_of_a_base_in_fp8_take_less_time_and_its_weights_half_the_bytes() -> None:
+    plain = run_of("llama8b", sequence_len=4096)
+    fast = replace(plain, quantization=QuantizationConfig(method="fp8"))
+    # Six sevenths of the products are those of the base (head and adapter stay in bf16).
+    assert 0.8 < estimate_flops(fast).frozen / estimate_flops(fast).products < 0.95
+    assert estimate_flops(fast).frozen == pytest.approx(4 * 6.979e9, rel=0.01)
+    half, whole = estimate_speed(fast), estimate_speed(plain)
+    assert half.products < 0.7 * whole.products and half.step < whole.step
+    assert fast.size.whole.frozen == pytest.approx(plain.size.whole.frozen - 6.979e9, rel=0.01)
+
+
 def test_layers_below_the_lowest_adapter_get_no_gradients() -> None:
     whole = estimate_flops(run_of("llama8b", "adapter=freeze", "adapter.layers=all"))
     top = estimate_flops(run_of("llama8b", "adapter=freeze", "adapter.layers=top 8"))

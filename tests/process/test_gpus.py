@@ -151,6 +151,13 @@ def test_what_keeps_gpus_from_a_run_is_said_with_what_to_do(name: str) -> None:
     assert any(way in problem for way in ("type", "install", "update")), problem
 
 
+def test_fp8_needs_a_gpu_with_fp8_products() -> None:
+    (problem,) = find_gpu_problems(machine(gpus=(SLICE,)), 1, "auto", computes_in_fp8=True)
+    assert "capability 8.0, but quantization=fp8 needs 8.9" in problem
+    assert "type quantization=int8" in problem
+    assert find_gpu_problems(machine(gpus=(L4,)), 1, "auto", computes_in_fp8=True) == []
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_gpus_that_serve_are_let_through(name: str) -> None:
     assert find_gpu_problems(*GOOD[name]) == []

@@ -15,25 +15,29 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import peft
 import torch
 from torch import Tensor
 
+from app.model import fp8
 from app.model.activation_checkpointing import product_once
 from app.model.cpu import fp32 as onednn
 
 Linear = Callable[..., Tensor]
 """computes x W^T + bias"""
-Dequantize = Callable[[Tensor], Tensor]
-"""stored weight -> matrix"""
+Dequantize = Callable[[Tensor], Any]
+"""stored weight -> matrix, as its `Linear` takes it"""
 
 
 class FusedLoraLinear(peft.tuners.lora.Linear):
     """peft's layer with a fused forward while it trains one plain LoRA on a frozen matrix."""
 
     group: LoraGroup | None = None
+    product: Linear | None = None
+    """computes W x, if not as the small products of A and B"""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return W x + bias + scale B A x; any other case runs peft's own forward."""
@@ -47,11 +51,23 @@ class FusedLoraLinear(peft.tuners.lora.Linear):
             return output
         # Evaluation computes W x as the base does, so that losses compare exactly.
         linear = onednn.linear if self.training else torch.nn.functional.linear
-        return run_fused(self, x, dtype, linear)
+        return run_fused(self, x, dtype, linear, self.product)
 
     def stored_weight(self, dtype: torch.dtype) -> tuple[Tensor, Dequantize]:
         """Return the frozen weight as stored, and the function that makes the matrix of it."""
         return self.base_layer.weight.to(dtype), lambda weight: weight
+
+
+class FusedLoraFp8(FusedLoraLinear):
+    """The same for a matrix in FP8."""
+
+    group: LoraGroup | None = None
+    product = staticmethod(fp8.linear)
+
+    def stored_weight(self, dtype: torch.dtype) -> tuple[Tensor, Dequantize]:
+        """Return the quantized values, and the function that adds their scales."""
+        scales = self.base_layer.scales
+        return self.base_layer.weight, lambda weight: fp8.matrix_of(weight, scales)
 
 
 def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
@@ -80,8 +96,12 @@ def run_fused(
     x: Tensor,
     dtype: torch.dtype,
     linear: Linear = torch.nn.functional.linear,
+    product: Linear | None = None,
 ) -> Tensor:
-    """Return the output of one layer for x [..., features], computed in `dtype`."""
+    """Return the output of one layer for x [..., features], computed in `dtype`.
+
+    `product`: computes W x if not `linear`.
+    """
     name = layer.active_adapters[0]
     weight, dequantize = layer.stored_weight(dtype)
     bias = layer.base_layer.bias
@@ -96,6 +116,7 @@ def run_fused(
         layer.lora_B[name].weight.to(dtype),
         layer.scaling[name],
         linear,
+        product or linear,
         dequantize,
     )
     return output.unflatten(0, x.shape[:-1])
@@ -126,16 +147,31 @@ def matrix_onto_lora(
 
 
 def _lora_onto_matrix(
-    linear: Linear,
+    product: Linear,
     x: Tensor,
-    matrix: Tensor,
+    matrix: Any,
     bias: Tensor | None,
     low: Tensor,
     b: Tensor,
     scale: float,
 ) -> Tensor:
     """Return W x + bias + scale B low; B low is added to the rest."""
-    return linear(x, matrix, bias).addmm_(low, b.T, alpha=scale)
+    return product(x, matrix, bias).addmm_(low, b.T, alpha=scale)
+
+
+def _lora_onto_fp8(
+    quantized: fp8.Rows,
+    x: Tensor,
+    weight: Tensor,
+    dequantize: Dequantize,
+    bias: Tensor | None,
+    low: Tensor,
+    b: Tensor,
+    scale: float,
+) -> Tensor:
+    """Return W x + bias + scale B low, for x that is already quantized."""
+    output = fp8.product(quantized, dequantize(weight), bias, x.dtype)
+    return output.addmm_(low, b.T, alpha=scale)
 
 
 def _merged_matrix(
@@ -175,17 +211,18 @@ class _LoraLinear(torch.autograd.Function):
         b: Tensor,
         scale: float,
         linear: Linear,
+        product: Linear,
         dequantize: Dequantize,
     ) -> Tensor:
-        ctx.scale, ctx.linear, ctx.dequantize = scale, linear, dequantize
+        ctx.scale, ctx.linear, ctx.product, ctx.dequantize = scale, linear, product, dequantize
         ctx.drops = dropped is not x
         is_smaller = onednn.is_faster(x) and len(x) >= max(weight.shape)
-        ctx.is_merged = not ctx.drops and linear is onednn.linear and is_smaller
+        ctx.is_merged = not ctx.drops and product is onednn.linear and is_smaller
         sizes = len(b), x.shape[1]
         if ctx.is_merged:
             ctx.save_for_backward(x, None, weight, a, b)
             return product_once(*sizes, _merged_matrix, linear, x, weight, bias, a, b, scale)
-        if lora_comes_first(x):
+        if lora_comes_first(x) and product is linear:
             low = product_once(*a.shape, torch.nn.functional.linear, dropped, a)
             output = product_once(
                 *sizes, matrix_onto_lora, x, weight, dequantize, bias, low, b, scale
@@ -193,7 +230,9 @@ class _LoraLinear(torch.autograd.Function):
         else:
             low = product_once(*a.shape, linear, dropped, a)
             matrix = dequantize(weight)
-            output = product_once(*sizes, _lora_onto_matrix, linear, x, matrix, bias, low, b, scale)
+            output = product_once(
+                *sizes, _lora_onto_matrix, product, x, matrix, bias, low, b, scale
+            )
         ctx.save_for_backward(dropped, low, weight, a, b)
         return output
 
@@ -214,15 +253,15 @@ class _LoraLinear(torch.autograd.Function):
             matrix = ctx.dequantize(weight)
             if ctx.is_merged:
                 matrix = torch.addmm(matrix, b, a, alpha=ctx.scale)
-            if lora_comes_first(grad) and not ctx.drops:
+            if lora_comes_first(grad) and not ctx.drops and ctx.product is ctx.linear:
                 grad_x = (grad_low @ a).addmm_(grad, matrix)
             else:
-                grad_x = ctx.linear(grad, matrix.T)
+                grad_x = ctx.product(grad, matrix.T)
                 if ctx.drops:
                     grad_dropped = grad_low @ a
                 elif not ctx.is_merged:
                     grad_x.addmm_(grad_low, a)
-        return grad_x, grad_dropped, None, None, grad_a, grad_b, None, None, None
+        return grad_x, grad_dropped, None, None, grad_a, grad_b, None, None, None, None
 
 
 @dataclass(eq=False)
@@ -266,9 +305,11 @@ class LoraGroup:
         stored = [layer.stored_weight(dtype) for layer in self.layers]
         weights, dequantizes = zip(*stored, strict=True)
         biases = [layer.base_layer.bias for layer in self.layers]
+        is_fp8 = isinstance(self.layers[0], FusedLoraFp8)
         outputs = _GroupedLoraLinear.apply(
             x.to(dtype).flatten(0, -2),
             self.layers[0].scaling[name],
+            is_fp8,
             dequantizes,
             torch.cat([layer.lora_A[name].weight for layer in self.layers]).to(dtype),
             *weights,
@@ -286,19 +327,23 @@ class _GroupedLoraLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         scale: float,
+        is_fp8: bool,
         dequantizes: Sequence[Dequantize],
         stacked: Tensor,
         *rest: Any,
     ) -> tuple[Tensor, ...]:
         count = len(dequantizes)
         weights, biases, bs = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        ctx.scale, ctx.dequantizes = scale, dequantizes
+        ctx.scale, ctx.is_fp8, ctx.dequantizes = scale, is_fp8, dequantizes
         low = product_once(*stacked.shape, torch.nn.functional.linear, x, stacked)
         ctx.save_for_backward(x, low, stacked, *weights, *bs)
         lows = low.split([b.shape[1] for b in bs], 1)
         each = zip(weights, dequantizes, biases, lows, bs, strict=True)
+        onto = matrix_onto_lora
+        if is_fp8:  # the layers share one quantized input
+            onto = partial(_lora_onto_fp8, fp8.quantize_rows(x))
         return tuple(
-            product_once(len(b), x.shape[1], matrix_onto_lora, x, *arguments, b, scale)
+            product_once(len(b), x.shape[1], onto, x, *arguments, b, scale)
             for *arguments, b in each
         )
 
@@ -315,7 +360,11 @@ class _GroupedLoraLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = grad_low @ stacked
             for grad, weight, dequantize in zip(outer, weights, ctx.dequantizes, strict=True):
-                grad_x.addmm_(grad, dequantize(weight))
+                matrix = dequantize(weight)
+                if ctx.is_fp8:
+                    grad_x.add_(fp8.linear(grad, matrix.T))
+                else:
+                    grad_x.addmm_(grad, matrix)
         pairs = zip(outer, lows, strict=True)
         grad_bs = [scaled_product(grad.T, low, ctx.scale) for grad, low in pairs]
-        return grad_x, None, None, grad_low.T @ x, *[None] * (2 * count), *grad_bs
+        return grad_x, None, None, None, grad_low.T @ x, *[None] * (2 * count), *grad_bs

@@ -124,14 +124,15 @@ def _restore_dtype(module: Any, inputs: tuple[torch.Tensor], output: torch.Tenso
 
 
 def _fuse_lora(model: torch.nn.Module) -> None:
-    """Give every plain LoRA layer on an unquantized or 4-bit matrix its fused forward."""
+    """Give every plain LoRA layer on an unquantized, 4-bit or FP8 matrix its fused forward."""
     import peft
 
-    from app.model.adapter.fused import FusedLoraLinear
+    from app.model.adapter.fused import FusedLoraFp8, FusedLoraLinear
 
     for module in model.modules():
         if type(module) is peft.tuners.lora.Linear and _is_plain(module):
-            module.__class__ = FusedLoraLinear
+            is_fp8 = is_quantized(module.base_layer)
+            module.__class__ = FusedLoraFp8 if is_fp8 else FusedLoraLinear
         elif _is_in_4_bits(module) and _is_plain(module):
             from app.model.adapter.fused_4bit import FusedLora4bit
 
@@ -146,7 +147,7 @@ def unfuse_adapters(model: torch.nn.Module) -> None:
 
     lora = peft.tuners.lora
     for module in model.modules():
-        if type(module) is FusedLoraLinear:
+        if isinstance(module, FusedLoraLinear):
             module.__class__ = lora.Linear
         elif type(module).__name__ == FUSED_IN_4_BITS:
             module.__class__ = lora.Linear4bit
@@ -164,9 +165,11 @@ def _is_plain(layer: Any) -> bool:
     """Return whether a layer computes W x + bias + scale B A x: one adapter, no DoRA, no Conv1D."""
     import torch
 
+    from app.model.fp8 import Fp8Linear
+
     parts = (*layer.lora_A.values(), *layer.lora_B.values())
     return (
-        (type(layer.base_layer) is torch.nn.Linear or _is_in_4_bits(layer))
+        (type(layer.base_layer) in (torch.nn.Linear, Fp8Linear) or _is_in_4_bits(layer))
         and list(layer.lora_A) == ["default"]
         and not layer.lora_variant
         and not layer.fan_in_fan_out

@@ -91,7 +91,13 @@ def check_gpus(config: TrainConfig | TunedConfig) -> None:
     if config.trainer.accelerator == "cpu":
         return
     wanted = requested_devices(config).ranks_per_node
-    if problems := find_gpu_problems(read_machine(), wanted, config.trainer.precision):
+    problems = find_gpu_problems(
+        read_machine(),
+        wanted,
+        config.trainer.precision,
+        computes_in_fp8=config.quantization.method == "fp8",
+    )
+    if problems:
         raise DeviceError(problems)
 
 

@@ -362,6 +362,18 @@ def _of_adapter(config: TrainConfig) -> Iterator[Conflict]:
             "trains them",
             "quantization=none, or adapter=lora",
         )
+    if method == "fp8" and isinstance(adapter, LoraConfig) and adapter.use_dora:
+        yield Conflict(
+            "adapter.use_dora=true needs the norms of the base's columns, which peft cannot read "
+            "from weights of quantization=fp8",
+            "adapter.use_dora=false, or quantization=nf4",
+        )
+    if method == "fp8" and config.trainer.precision == "fp16":
+        yield Conflict(
+            "trainer.precision=fp16 is for GPUs without bf16, but quantization=fp8 scales by "
+            "numbers that fp16 cannot hold",
+            "trainer.precision=bf16",
+        )
     if model.router_aux_loss and adapter.name != "full":
         yield Conflict(
             f"model.router_aux_loss={model.router_aux_loss:g} balances trainable routers, but "
@@ -566,10 +578,10 @@ def _of_fsdp(config: TrainConfig, strategy: FsdpConfig, devices: Devices) -> Ite
             "are integers with separate scales",
             "quantization=nf4, or strategy=zero2 or ddp",
         )
-    if method == "nf4" and splits_matrices:
+    if method in ("nf4", "fp8") and splits_matrices:
+        why = "packs weights in blocks that cross both" if method == "nf4" else "scales whole rows"
         yield Conflict(
-            f"{name} splits matrices by rows and columns, but quantization=nf4 packs weights in "
-            "blocks that cross both",
+            f"{name} splits matrices by rows and columns, but quantization={method} {why}",
             "strategy=fsdp, or quantization=none",
         )
     if use_dora and splits_matrices:
@@ -674,8 +686,8 @@ def _of_deepspeed(
         yield Conflict(
             f"{name} shards plain weights while they are loaded, but those of "
             f"quantization={method} are packed, with separate scales",
-            "strategy=fsdp (with nf4), strategy=zero2 (each rank holds the whole quantized base), "
-            "or quantization=none",
+            "strategy=fsdp (with nf4 or fp8), strategy=zero2 (each rank holds the whole quantized "
+            "base), or quantization=none",
         )
 
 

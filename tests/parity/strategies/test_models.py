@@ -24,6 +24,9 @@ OTHER_ADAPTERS = [
 ]
 BF16 = 2e-2
 """absolute tolerance of losses of about 6: sums are rounded to 8 bits in another order"""
+FP8 = 0.02
+"""absolute tolerance of losses of about 6: activations between two values of four bits are rounded
+to either"""
 COMPRESSED = 2e-3
 """absolute tolerance of losses if only gradients are rounded"""
 
@@ -44,6 +47,14 @@ def test_untied_head(strategy: str, runs: Runs) -> None:
 def test_nf4_base(strategy: str, runs: Runs) -> None:
     words = (*ADAPTERS["lora"], "quantization=nf4")
     check_same_results(runs.train(LAYOUTS[strategy], *words), runs.train(SINGLE, *words))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_fp8_base(strategy: str, runs: Runs) -> None:
+    """Sums in another order round some activations to another value of four bits."""
+    words = (*ADAPTERS["lora"], "quantization=fp8")
+    run, reference = (runs.train(layout, *words) for layout in (LAYOUTS[strategy], SINGLE))
+    check_same_steps(run, reference, loss=FP8, norm=0.02)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])

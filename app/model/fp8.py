@@ -1,0 +1,244 @@
+"""Products of a frozen base in FP8 (e4m3): weights are quantized once, activations per token.
+
+A weight matrix has one scale per output feature, an activation one per token. For the gradient of
+the input, the weight's scales are multiplied into the incoming gradient before that is quantized
+per token. Adapters, head, embeddings, norms and routers stay in their dtype. The formats, and
+scaling by the largest magnitude: arXiv 2209.05433.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+
+from app.model.weight_reads import find_bypassed_linears
+from common.errors import UserError
+from common.text import percent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""largest finite value of e4m3"""
+SMALLEST = 1e-30
+"""magnitude below which a token or a row of weights counts as zeros"""
+MULTIPLE = 16
+"""FP8 kernels need widths that are multiples of it"""
+MAX_UNQUANTIZED = 0.1
+"""largest share of weights in layers that stays unquantized"""
+ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
+"""names of routers, whose rounding would send tokens to other experts"""
+
+
+class Matrix(NamedTuple):
+    """A quantized matrix [features, width], or its transpose for the gradient of an input."""
+
+    values: Tensor
+    """e4m3 [features, width]"""
+    scales: Tensor
+    """fp32 [features]"""
+    is_transposed: bool = False
+
+    @property
+    def T(self) -> Matrix:
+        return self._replace(is_transposed=not self.is_transposed)
+
+
+class Fp8Linear(torch.nn.Linear):
+    """A frozen linear layer whose weight is e4m3 with one scale per output feature.
+
+    Both are stored as bits in integers, which neither a conversion of the model to another dtype
+    nor a broadcast between ranks changes.
+    """
+
+    weight: torch.nn.Parameter
+    """uint8 [features, width]"""
+    scales: torch.nn.Parameter
+    """int32 [features]"""
+
+    def __init__(self, layer: torch.nn.Linear, matrix: Matrix, dtype: torch.dtype) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        bits = matrix.values.view(torch.uint8), matrix.scales.view(torch.int32)
+        self.weight, self.scales = (torch.nn.Parameter(b, requires_grad=False) for b in bits)
+        self.bias = layer.bias
+        self.compute_dtype = dtype
+        """dtype of an adapter on this layer, by the name under which peft reads it"""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return x W^T + bias for x [..., width], in autocast's dtype or else in that of x."""
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        rows = input.flatten(0, -2)
+        output: Tensor = _Fp8Product.apply(rows, self.weight, self.scales, self.bias)
+        return output.unflatten(0, input.shape[:-1])
+
+
+def matrix_of(weight: Tensor, scales: Tensor) -> Matrix:
+    """Return the matrix of an `Fp8Linear`'s two parameters."""
+    return Matrix(weight.view(E4M3), scales.view(torch.float32))
+
+
+class _Fp8Product(torch.autograd.Function):
+    """rows W^T + bias of a frozen W and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(weight, scales)
+        return linear(rows, matrix_of(weight, scales), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the rows."""
+        matrix = matrix_of(*ctx.saved_tensors)
+        return linear(outer[0], matrix.T) if ctx.needs_input_grad[0] else None, None, None, None
+
+
+class Rows(NamedTuple):
+    """Quantized activations [tokens, width]."""
+
+    values: Tensor
+    """e4m3 [tokens, width]"""
+    scales: Tensor
+    """fp32 [tokens]"""
+
+
+def linear(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
+    """Return rows @ matrix.T + bias in the dtype of `rows` [tokens, width]."""
+    values, scales = matrix.values, matrix.scales
+    if not matrix.is_transposed:
+        return product(quantize_rows(rows), matrix, bias, rows.dtype)
+    quantized = quantize_rows(rows, scales)
+    # Hopper's kernels want the summed dimension contiguous in both matrices.
+    columns = Matrix(values.T.contiguous(), scales.new_ones(values.shape[1]))
+    return product(quantized, columns, bias, rows.dtype)
+
+
+def product(rows: Rows, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return rows @ matrix.T + bias in `dtype`.
+
+    A GPU computes it in bf16: FP8 kernels with a scale per row have no other output.
+    """
+    on_cpu = rows.values.device.type == "cpu"
+    output = scaled_mm(
+        rows.values,
+        matrix.values.T,
+        rows.scales.unsqueeze(1),
+        ScalingType.RowWise,
+        matrix.scales.unsqueeze(0),
+        ScalingType.RowWise,
+        output_dtype=dtype if on_cpu else torch.bfloat16,
+    ).to(dtype)
+    return output if bias is None else output.add_(bias.to(dtype))
+
+
+def quantize_rows(rows: Tensor, factors: Tensor | None = None) -> Rows:
+    """Quantize `rows` [n, width], multiplied by `factors` [width] first; by one kernel on a GPU.
+
+    Rows with an inf or nan become nan.
+    """
+    if rows.device.type == "cuda" and (kernel := _proven_kernel(rows.device)) is not None:
+        return Rows(*kernel(rows, factors, largest=LARGEST, smallest=SMALLEST))
+    return _quantize_rows(rows, factors)
+
+
+@cache
+def _proven_kernel(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return the kernel that quantizes rows; None, with a warning, if its results differ."""
+    rows = torch.linspace(-3, 5, 40 * 160, device=device).view(40, 160).bfloat16()
+    factors = torch.linspace(0.1, 2, 160, device=device)
+    try:
+        from app.model.fp8_kernel import quantize_rows as kernel
+
+        found = kernel(rows, factors, largest=LARGEST, smallest=SMALLEST)
+        both = [
+            dequantize(Matrix(*each), torch.float32)
+            for each in (found, _quantize_rows(rows, factors))
+        ]
+        # Values next to the middle of two may be rounded to either.
+        reason = "" if (both[0] - both[1]).norm() < 0.005 * both[1].norm() else "it differs"
+    except Exception as error:  # noqa: BLE001  kernel compilers raise any type
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if reason:
+        log.warning("fp8: quantized by PyTorch's operators, not by one kernel (%s)", reason)
+        return None
+    return kernel
+
+
+def _quantize_rows(rows: Tensor, factors: Tensor | None = None) -> Rows:
+    rows = rows if factors is None else rows * factors.to(rows.dtype)
+    largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
+    # In the dtype of the rows, so that no fp32 copy of them is made. Rounded up in bf16, the
+    # largest value stays below 464, which still rounds to 448.
+    scale = LARGEST / largest.clamp_min(SMALLEST)
+    return Rows((rows * scale).to(E4M3), 1 / scale.squeeze(1).float())
+
+
+def dequantize(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """Return the values of a quantized matrix."""
+    return (matrix.values.float() * matrix.scales.unsqueeze(1)).to(dtype)
+
+
+def quantize_weight(weight: Tensor) -> Matrix:
+    """Quantize a weight [features, width] with one scale per feature, rounded from fp32."""
+    return Matrix(*_quantize_rows(weight.float()))
+
+
+def quantize_to_fp8(
+    model: PreTrainedModel, dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """Replace the linear layers of a base by quantized ones, and freeze the base.
+
+    Layers stay as they are if a width is no multiple of 16, if they are routers or the head, or if
+    the model reads their weight without calling them. Each is quantized on `device`, and moved back
+    to its own. `dtype`: of adapters. UserError if nothing, or too little of the layers, can be
+    quantized.
+    """
+    model.requires_grad_(False)
+    bypassed = set(find_bypassed_linears(model.config.model_type))
+    head = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        parent, _, child = name.rpartition(".")
+        if (
+            type(layer) is torch.nn.Linear
+            and layer is not head
+            and child not in bypassed
+            and not ROUTER.search(name)
+            and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+        ):
+            weight = layer.weight.data
+            on_device = weight.to(weight.device if device is None or weight.is_meta else device)
+            quantized = Fp8Linear(layer, quantize_weight(on_device), dtype)
+            setattr(model.get_submodule(parent), child, quantized.to(weight.device))
+    _check_share(model)
+
+
+def _check_share(model: PreTrainedModel) -> None:
+    ends = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings())}
+    matrices = [w for w in model.parameters() if w.ndim >= 2 and id(w) not in ends]
+    total = sum(weight.numel() for weight in matrices)
+    quantized = sum(weight.numel() for weight in matrices if weight.dtype == torch.uint8)
+    kind = model.config.model_type
+    if not quantized:
+        raise UserError(
+            f"no layer of this {kind} model can be quantized to FP8 (its linear layers need widths "
+            f"that are multiples of {MULTIPLE}); type quantization=none"
+        )
+    if total - quantized > MAX_UNQUANTIZED * total:
+        raise UserError(
+            f"quantization=fp8 would leave {percent(1 - quantized / total, 0)} of the weights of "
+            f"this {kind} model unquantized; type quantization=nf4, or quantization=none"
+        )

@@ -1,0 +1,152 @@
+"""Products of a frozen base in FP8: values, gradients, what is quantized, and a run of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from app.model import fp8
+from app.model.quantization import (
+    QuantizationConfig,
+    quantize_on_meta,
+    quantized_layers,
+    storage_of,
+)
+from app.model.recompute import RecomputeConfig, apply_recompute
+from common.errors import UserError
+from tests.model.test_experts import tiny_mixture
+from tests.model.test_lora_fused import distance, grouped, num_fused, outcome, pair
+from tests.tiny import tiny_gpt2, tiny_llama
+
+
+def _emulated(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows @ weight.T of values rounded to e4m3 by row, in fp64."""
+    parts = []
+    for each in (rows, weight):
+        scales = each.double().abs().amax(1, keepdim=True) / 448
+        parts.append((each.double() / scales).to(torch.float8_e4m3fn).double() * scales)
+    return parts[0] @ parts[1].T
+
+
+def test_a_product_is_that_of_the_rounded_values() -> None:
+    torch.manual_seed(0)
+    rows, weight = torch.randn(40, 64), torch.randn(48, 64) * torch.logspace(-3, 3, 48)[:, None]
+    found = fp8.linear(rows, fp8.quantize_weight(weight), bias := torch.randn(48))
+    expected = _emulated(rows, weight) + bias
+    assert (found - expected).abs().max() / expected.abs().max() < 1e-3
+    # Rounding to four significant bits, not more.
+    exact = rows @ weight.T + bias
+    assert 0.001 < (found - exact).norm() / exact.norm() < 0.06
+
+
+def test_the_gradient_is_that_of_the_rounded_weight_and_gradient() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 48)
+    quantized = fp8.Fp8Linear(layer, fp8.quantize_weight(layer.weight.data), torch.float32)
+    x = torch.randn(3, 5, 64, requires_grad=True)
+    outer = torch.randn(3, 5, 48)
+    (found,) = torch.autograd.grad(quantized(x), x, outer)
+    (exact,) = torch.autograd.grad(layer(x), x, outer)
+    assert torch.nn.functional.cosine_similarity(found.flatten(), exact.flatten(), 0) > 0.998
+    matrix = fp8.matrix_of(quantized.weight, quantized.scales)
+    scaled, values = outer.flatten(0, 1) * matrix.scales, matrix.values.double()
+    by_row = scaled.double().abs().amax(1, keepdim=True) / 448
+    rounded = (scaled.double() / by_row).to(torch.float8_e4m3fn).double() * by_row
+    expected = (rounded @ values).unflatten(0, (3, 5))
+    assert (found - expected).abs().max() / expected.abs().max() < 1e-3
+
+
+def test_each_token_is_rounded_by_itself_and_zeros_inf_and_nan_stay() -> None:
+    rows = torch.randn(4, 32)
+    rows[1], rows[2, 3], rows[3, 0] = 0, float("inf"), float("nan")
+    values, scales = fp8.quantize_rows(rows)
+    back = values.float() * scales.unsqueeze(1)
+    assert torch.equal(back[1], torch.zeros(32))
+    assert not back[2].isfinite().any() and not back[3].isfinite().any()
+    alone, scale = fp8.quantize_rows(rows[:1])
+    assert torch.equal(alone.view(torch.uint8), values[:1].view(torch.uint8))
+    assert torch.equal(scale, scales[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_value_never_overflows(dtype: torch.dtype) -> None:
+    peaks = torch.linspace(0.1, 7, 20_000).to(dtype).unsqueeze(1)
+    values, scales = fp8.quantize_rows(peaks)
+    back = values.float() * scales.unsqueeze(1)
+    assert ((back - peaks.float()).abs() <= 0.01 * peaks.float()).all()
+
+
+def test_a_conversion_of_the_model_leaves_quantized_weights() -> None:
+    layer = torch.nn.Linear(32, 16)
+    quantized = fp8.Fp8Linear(layer, fp8.quantize_weight(layer.weight.data), torch.float32)
+    before, scales = quantized.weight.clone(), quantized.scales.clone()
+    quantized.to(torch.bfloat16)
+    assert quantized.bias.dtype == torch.bfloat16
+    assert torch.equal(quantized.weight, before) and torch.equal(quantized.scales, scales)
+
+
+def _base(**numbers: Any) -> Any:
+    model = tiny_llama(hidden_size=64, intermediate_size=128, **numbers)
+    fp8.quantize_to_fp8(model, torch.float32)
+    return model
+
+
+def test_layers_are_quantized_but_not_head_routers_and_odd_widths() -> None:
+    base = _base()
+    quantized = {n for n, m in base.named_modules() if isinstance(m, fp8.Fp8Linear)}
+    assert len(quantized) == 14 and not any("lm_head" in name for name in quantized)
+    mixture = tiny_mixture("mixtral", hidden_size=64, intermediate_size=64)
+    with pytest.raises(UserError, match="% of the weights of this mixtral model unquantized"):
+        fp8.quantize_to_fp8(mixture, torch.float32)
+    with pytest.raises(UserError, match="multiples of 16"):
+        fp8.quantize_to_fp8(tiny_gpt2(), torch.float32)
+
+
+def test_a_base_on_meta_has_the_same_tensors() -> None:
+    found, config = _base(), QuantizationConfig(method="fp8")
+    with torch.device("meta"):
+        empty = tiny_llama(hidden_size=64, intermediate_size=128)
+        quantize_on_meta(empty, config, torch.float32)
+    shapes = [{n: (p.shape, p.dtype) for n, p in m.named_parameters()} for m in (found, empty)]
+    assert shapes[0] == shapes[1]
+    assert storage_of(found.model.layers[0].mlp.up_proj.weight).dtype == "fp8"
+    names = quantized_layers(
+        tiny_llama(hidden_size=64, intermediate_size=128), config, torch.float32
+    )
+    assert len(names) == 14
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_a_fused_adapter_gives_what_peft_gives(mode: str) -> None:
+    base = _base()
+    apply_recompute(base, RecomputeConfig(mode=mode))
+    plain, fused = pair(base)
+    assert num_fused(fused) == 14
+    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
+    # The same sums in another order, of which a few round to another value of four bits.
+    assert (logits - expected).norm() < 2e-3 * expected.norm()
+    assert distance(grads, truths) < 0.02
+    single = grads
+    assert grouped(fused) == 4
+    logits, grads = outcome(fused)
+    assert (logits - expected).norm() < 2e-3 * expected.norm()
+    assert distance(grads, single) < 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernel_quantizes_as_pytorch_does_and_products_run() -> None:
+    from app.model.fp8_kernel import quantize_rows as kernel
+
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4096, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(512, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    quantized = fp8.Fp8Linear(layer, fp8.quantize_weight(layer.weight.data), torch.bfloat16)
+    outer = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
+    assert fp8._proven_kernel(rows.device) is kernel
+    for found, exact in ((quantized(rows), layer(rows)),):
+        assert (found - exact).norm() < 0.06 * exact.norm()
+    grads = [torch.autograd.grad(each(rows), rows, outer)[0] for each in (quantized, layer)]
+    assert torch.nn.functional.cosine_similarity(*map(torch.flatten, grads), 0) > 0.998
