@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+    from torch.distributed import ProcessGroup
 
 IGNORED = -100
 Row = list[Example]
@@ -53,10 +54,14 @@ class DecoderInputs:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """The columns [start, stop) of whole rows: the tokens of their documents that a rank holds."""
+    """The columns [start, stop) of whole rows: the tokens of their documents that a rank holds.
+
+    `ranks`: those that hold equal slices of the same rows, in the order of the columns.
+    """
 
     start: int
     stop: int
+    ranks: ProcessGroup | None = None
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -460,7 +461,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             packed,
             self._decoder_start,
             full if has_row_len and batching.pad_packs else None,
-            batching.row_multiple if has_row_len else 1,
+            math.lcm(batching.row_multiple if has_row_len else 1, batching.row_slices),
         )
 
     @property

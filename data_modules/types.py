@@ -194,5 +194,7 @@ class BatchSpec:
     max_steps: int | None = None
     row_multiple: int = 1
     """tokens of a packed row are rounded up to a multiple of this"""
+    row_slices: int = 1
+    """ranks that hold equal slices of a row, whose tokens are rounded up to a multiple of this"""
     pad_packs: bool = False
     """pad every packed row of a causal model to the size of a full one"""

@@ -17,7 +17,12 @@ from app.model.architecture import (
     decoder_start_token_id,
     load_architecture,
 )
-from app.model.attention import attention_implementation, choose_backend, packing_error
+from app.model.attention import (
+    EXCHANGED,
+    attention_implementation,
+    choose_backend,
+    packing_error,
+)
 from app.model.base import ModelConfig, check_described, load_base
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.description import BaseDescription
@@ -31,7 +36,7 @@ from app.model.tokenizer import (
     trained_token_ids,
 )
 from app.preflight import describe_base
-from app.preflight.files import check_recompute
+from app.preflight.files import check_context_parallel, check_recompute
 from app.training.trainer import Environment
 from common.errors import UserError
 from data_modules import DEFAULT_SEQUENCE_LEN, ModelSpec
@@ -129,12 +134,19 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     model.revision = base_commit(model) or model.revision  # branches and tags of the hub move
     if isinstance(config, TrainConfig):  # of a base on the hub, nothing was known before
         known = BaseDescription(name=str(model.path), config=architecture.to_dict())
-        if problems := check_recompute(config.recompute.every, known):
+        problems = check_recompute(config.recompute.every, known)
+        if problems := [*problems, *check_context_parallel(env.context_size, known)]:
             raise UserError(problems)
     rope_len = model.rope_len or _longest_sequence(config)
     if rope := describe_rope_factors(architecture, rope_len):
         log.info("%s", rope)
     attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)
+    if env.context_size > 1 and attention.backend not in EXCHANGED:
+        raise UserError(
+            f"strategy.context_parallel_size={env.context_size} gives each rank a share of the "
+            f"heads, which attention={attention} cannot compute; type attention="
+            f"{' or '.join(EXCHANGED)}, or strategy.context_parallel_size=1"
+        )
     log.info("device: %s, attention %s", env, attention)
     tokenizer = build_tokenizer(model)
     new_ids = new_token_ids(model, tokenizer, num_rows(architecture))

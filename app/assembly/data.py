@@ -54,6 +54,7 @@ def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> F
         num_epochs=trainer.num_epochs,
         max_steps=trainer.max_steps,
         row_multiple=env.row_multiple,
+        row_slices=env.context_size,
         pad_packs=trainer.compile,  # compiled layers need batches of one size
     )
     data = build_datamodule(config, base.tokenizer, base.spec, batching)

@@ -153,6 +153,8 @@ def _topic_page(topic: str, settings: Sequence[Setting]) -> str:
         lines += ["", *_two_columns({f"{topic}=": _names(options[topic], None)}, _width())]
     for title, members in sections(found):
         rows = {setting.typed_key: describe(setting) for setting in members}
+        if len(title) > _width():
+            title = "\n".join(textwrap.wrap(title.replace("|", " | "), _width()))
         lines += ["", title, *_two_columns(rows, _width())]
     return "\n".join(lines[1:])
 

@@ -25,8 +25,17 @@ from app.planning.memory import PlannedRun
 from app.planning.planned_model import PlannedModel, build_planned_model
 from app.preflight import check_compatibility
 from app.preflight.base_model import check_config, inspect_base
-from app.preflight.files import check_sequence_len, check_tensor_parallel
-from app.strategy.settings import FAMILIES, StrategyConfig, tensor_parallel_size
+from app.preflight.files import (
+    check_context_parallel,
+    check_sequence_len,
+    check_tensor_parallel,
+)
+from app.strategy.settings import (
+    FAMILIES,
+    StrategyConfig,
+    context_parallel_size,
+    tensor_parallel_size,
+)
 from common.errors import UserError
 from common.facts import setting
 from common.untrusted import read_json_object, reading
@@ -148,6 +157,7 @@ def check_planned(
     if config.data.sequence_len is not None:
         problems += check_sequence_len(config.data.sequence_len, base)
     size = tensor_parallel_size(config.strategy, hardware.gpus_per_node)
+    problems += check_context_parallel(context_parallel_size(config.strategy), base)
     return problems + check_tensor_parallel(size, base)
 
 

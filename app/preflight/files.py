@@ -26,6 +26,7 @@ from app.model.adapter import (
 )
 from app.model.adapter.saved_config import KINDS, read_adapter_config
 from app.model.adapter.settings import CONFIG_FILE
+from app.model.architecture import text_numbers
 from app.model.attention import batching_error
 from app.model.base import ModelConfig
 from app.model.description import BaseDescription
@@ -48,7 +49,7 @@ from app.preflight.couplings import (
 )
 from app.preflight.fingerprint import describe_base, same_form
 from app.process.launch import is_first_rank
-from app.strategy.settings import tensor_parallel_size
+from app.strategy.settings import context_parallel_size, tensor_parallel_size
 from common.errors import UserError, nearest
 from common.untrusted import check_kinds, read_header, read_json_object, read_text, reading
 from data_modules import (
@@ -77,6 +78,8 @@ SETTINGS = {
     "modules_to_save": "modules_to_save",
 }
 """setting of adapter=lora -> its name in peft's adapter_config.json"""
+ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+"""types of layers that compute attention"""
 ANY_NAME = re.compile("")
 UNNAMED = ("layers", "init", "trainable_tokens", "experts")
 """settings that peft's file does not hold in the form in which they are typed"""
@@ -108,6 +111,32 @@ def check_tensor_parallel(size: int, base: BaseDescription) -> list[str]:
         for what, count in known.items()
         if count % size
     ][:1]
+
+
+def check_context_parallel(size: int, base: BaseDescription) -> list[str]:
+    """List why `size` ranks cannot split the rows of this base among them."""
+    if size == 1:
+        return []
+    name, numbers = f"strategy.context_parallel_size={size}", text_numbers(base.config)
+    if base.config.get("is_encoder_decoder"):
+        return [
+            f"{name} splits the rows of causal models, and {base.model_type} is an encoder-decoder;"
+            " type strategy.context_parallel_size=1"
+        ]
+    kinds = numbers.get("layer_types")
+    if others := sorted({*kinds} - set(ATTENTIONS)) if isinstance(kinds, list) else []:
+        return [
+            f"{name} splits rows for attention, and {base.name} has {', '.join(others)} layers, "
+            "which read a row from its start; type strategy.context_parallel_size=1"
+        ]
+    heads = numbers.get("num_attention_heads") or numbers.get("n_head")
+    if not isinstance(heads, int) or heads % size == 0:
+        return []
+    fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+    return [
+        f"{name} does not divide the {heads} attention heads of {base.name} ({heads} / {size} "
+        f"leaves {heads % size}); type strategy.context_parallel_size={' or '.join(fits)}"
+    ]
 
 
 def check_files(
@@ -224,6 +253,7 @@ def _check_training(config: TrainConfig, base: BaseDescription) -> list[str]:
         problems += [problem] if problem else []
     problems += check_recompute(config.recompute.every, base)
     size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
+    problems += check_context_parallel(context_parallel_size(config.strategy), base)
     return problems + (check_tensor_parallel(size, base) if size > 1 else [])
 
 

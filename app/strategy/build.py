@@ -11,6 +11,7 @@ from app.strategy.settings import (
     LocalSgdConfig,
     StrategyConfig,
     ZeroConfig,
+    context_parallel_size,
 )
 
 if TYPE_CHECKING:
@@ -24,9 +25,17 @@ def build_strategy(
 
     `accumulation`: micro-batches of a rank's optimizer step.
     """
+    use_separate_store()
+    strategy = _build_family(config, accelerator, num_ranks, accumulation)
+    strategy.context_size = context_parallel_size(config)
+    return strategy
+
+
+def _build_family(
+    config: StrategyConfig, accelerator: str, num_ranks: int, accumulation: int
+) -> StrategyMixin:
     from app.strategy.ddp import CompressedDdp, Ddp, SingleDevice
 
-    use_separate_store()
     if isinstance(config, ZeroConfig):
         from app.strategy.deepspeed import build_zero
 

@@ -86,13 +86,13 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of tensor parallel groups, which get different rows."""
-        return self.world_size // self.tensor_size
+        """Number of groups with different rows: tensor parallel or context parallel ones."""
+        return self.world_size // (self.tensor_size * self.context_size)
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's tensor parallel group."""
-        return self.global_rank // self.tensor_size
+        """Index of this rank's group among those with different rows."""
+        return self.global_rank // (self.tensor_size * self.context_size)
 
     @property
     def num_averaged_ranks(self) -> int:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from app.strategy.settings import TIMEOUT
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     from data_modules import Batch
 
@@ -30,6 +34,9 @@ class Placement:
     fuses_adapters = True
     """whether a layer may read its submodules' weights without calling their forward"""
 
+    context_size = 1
+    """neighbouring ranks that hold slices of the same rows"""
+
     world_size: int
     global_rank: int
     root_device: torch.device
@@ -37,19 +44,34 @@ class Placement:
     @property
     def num_data_ranks(self) -> int:
         """Number of ranks, or groups of ranks, that get different rows."""
-        return self.world_size
+        return self.world_size // self.context_size
 
     @property
     def data_rank(self) -> int:
         """Index of this rank, or its group, among the `num_data_ranks`."""
-        return self.global_rank
+        return self.global_rank // self.context_size
+
+    @cached_property
+    def context_ranks(self) -> ProcessGroup | None:
+        """The ranks that hold slices of this rank's rows, None without; all ranks ask together."""
+        if self.context_size == 1:
+            return None
+        import torch.distributed as dist
+
+        # Neighbours, so that the ranks over which weights are sharded need no dimension for them.
+        own, _ = dist.new_subgroups(self.context_size, timeout=TIMEOUT)
+        return own
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Return the part of a micro-batch that this rank computes: all of it.
+        """Return the part of a micro-batch that this rank computes: a slice of its rows, or all."""
+        if (ranks := self.context_ranks) is None:
+            return batch
+        from data_modules import SequenceSlice
 
-        Ranks that split rows return `batch.part(...)` of their `SequenceSlice`.
-        """
-        return batch
+        tokens, left = divmod(batch.input_ids.shape[1], ranks.size())
+        assert not left, "rows are padded to a multiple of context_size"
+        start = ranks.rank() * tokens
+        return batch.part(SequenceSlice(start, start + tokens, ranks))
 
     def build_model(self, build: BuildModel) -> Any:
         """Build the model and place its weights; called before the optimizer is built."""

@@ -25,7 +25,16 @@ class StrategyConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class DdpConfig(StrategyConfig):
+class RanksConfig(StrategyConfig):
+    """A strategy of several ranks."""
+
+    context_parallel_size: int = setting(1, ge=1, le=64)
+    """number of neighbouring ranks that split the tokens of each row, for sequences too long for
+    one device: activations shrink by it; ranks exchange heads for tokens in each layer"""
+
+
+@dataclass(kw_only=True, slots=True)
+class DdpConfig(RanksConfig):
     """Every rank holds all weights; gradients are averaged."""
 
     name: str = setting("ddp", resume="content")
@@ -40,7 +49,7 @@ class DdpConfig(StrategyConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class ZeroConfig(StrategyConfig):
+class ZeroConfig(RanksConfig):
     """DeepSpeed ZeRO: each stage shards more of the model states over the ranks."""
 
     name: str = setting("zero3", resume="content")
@@ -65,7 +74,7 @@ class ZeroConfig(StrategyConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class FsdpConfig(StrategyConfig):
+class FsdpConfig(RanksConfig):
     """PyTorch's own sharding (FSDP2), tensor parallelism, or both."""
 
     name: str = setting("fsdp", resume="content")
@@ -144,3 +153,13 @@ def tensor_parallel_size(config: StrategyConfig, ranks_per_node: int) -> int:
     if not isinstance(config, FsdpConfig):
         return 1
     return config.tensor_parallel_size or ranks_per_node
+
+
+def context_parallel_size(config: StrategyConfig) -> int:
+    """Return the number of ranks that hold slices of the same rows."""
+    return config.context_parallel_size if isinstance(config, RanksConfig) else 1
+
+
+def ranks_per_row(config: StrategyConfig, ranks_per_node: int) -> int:
+    """Return the number of ranks that get the same rows: they split matrices, or the tokens."""
+    return tensor_parallel_size(config, ranks_per_node) * context_parallel_size(config)

@@ -96,6 +96,11 @@ class Step(Placement):
         """
         return 1
 
+    @property
+    def random_rank(self) -> int:
+        """Index of this rank among those that draw different random numbers: by their tokens."""
+        return self.global_rank // self.num_loss_copies
+
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip gradients by their global norm; return the norm before clipping, a device scalar."""
         import torch

@@ -10,7 +10,7 @@ import gc
 import logging
 from typing import TYPE_CHECKING, Any
 
-from app.strategy.settings import DdpConfig, StrategyConfig
+from app.strategy.settings import DdpConfig, StrategyConfig, context_parallel_size
 from app.training.optimizers import (
     embedding_weights,
     states_of_weights,
@@ -34,9 +34,10 @@ def divisors(number: int) -> list[int]:
 def can_probe_micro_batch(strategy: StrategyConfig) -> bool:
     """Return whether a rank may run out of memory in a micro-batch without blocking other ranks.
 
-    It may not if it gathers weights or sends gradients during the pass.
+    It may not if it gathers weights, sends gradients or exchanges heads during the pass.
     """
-    return strategy.name == "single" or isinstance(strategy, DdpConfig)
+    is_whole = strategy.name == "single" or isinstance(strategy, DdpConfig)
+    return is_whole and context_parallel_size(strategy) == 1
 
 
 def probe_micro_batch(module: FinetuneModule, optimizer: str) -> None:

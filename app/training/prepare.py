@@ -18,6 +18,7 @@ from app.model.attention import (
     mixers_run_by_document,
     select_fastest_kernel,
 )
+from app.model.attention.exchange import check_exchange
 from app.model.head import check_head_loss, run_probe
 from app.model.kernels import fuse_layers
 from app.model.quantization import quantize_tokens_independently
@@ -54,7 +55,7 @@ def prepare_model(module: FinetuneModule) -> None:
     if module.probe_micro_batch is not None:
         module.probe_micro_batch(module)
     # 5. From here on only dropout draws random numbers, and each rank must draw different ones.
-    torch.manual_seed(torch.initial_seed() + strategy.data_rank)
+    torch.manual_seed(torch.initial_seed() + strategy.random_rank)
     # 6. The checkpoint's optimizer, last: all before it has run forward and backward passes.
     check_same_step(module.trainer, module.resume)
     if module.resume is not None:
@@ -77,3 +78,5 @@ def verify_attention(module: FinetuneModule, device: torch.device) -> None:
         check_padded_rows(model, backend, device)
     module.strategy.set_leaf_modules(mixers_run_by_document(model))
     check_against_eager(model, backend, device, is_packed=is_packed)
+    if (ranks := module.strategy.context_ranks) is not None:
+        check_exchange(model, backend, device, ranks)

@@ -97,7 +97,7 @@ class Resume:
         module.strategy.restore_local_state(module.optimizer, self._local_state())
         if (rank := self._rank_of_random_state()) is not None:
             restore_random_state(read_random_state(source, rank), module.strategy.root_device)
-        else:  # this run has more data ranks than the checkpoint
+        else:  # this run has more ranks with tokens of their own than the checkpoint
             torch.manual_seed(torch.initial_seed() + SEED_STRIDE * source.step)
 
     def _local_state(self) -> dict[str, Tensor]:
@@ -130,13 +130,16 @@ class Resume:
             ) from error
 
     def _rank_of_random_state(self) -> int | None:
-        """Return the saved rank whose random state this rank continues; None for a new data rank.
+        """Return the saved rank whose random state this rank continues; None for a new one.
 
-        Ranks that see the same data must use the same dropout masks.
+        Ranks that see the same tokens must use the same dropout masks, others must not.
         """
-        data_rank, details = self.module.strategy.data_rank, self.source.details
+        strategy, details = self.module.strategy, self.source.details
         saved: int = details["num_data_ranks"]
-        return data_rank * (details["num_ranks"] // saved) if data_rank < saved else None
+        group = details["num_ranks"] // saved
+        place = strategy.random_rank - strategy.data_rank * strategy.context_size
+        is_new = strategy.data_rank >= saved or place >= group
+        return None if is_new else strategy.data_rank * group + place
 
 
 def check_same_step(trainer: L.Trainer, resume: Resume | None) -> None:

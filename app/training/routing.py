@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from app.model.adapter import AdapterConfig
 from app.model.experts import expert_modules, has_experts
+from app.training.objective.forward import document_numbers
 from common.errors import UserError
 from data_modules import Batch
 
@@ -150,8 +152,11 @@ def balance_loss(logits: list[Tensor], batch: Batch, num_chosen: int) -> Tensor:
     """
     is_real = is_token(batch).flatten()
     num_documents = sum(map(len, batch.document_lengths))
-    starts = (batch.position_ids.flatten() == 0) & is_real
-    documents = starts.cumsum(0).sub(1).where(is_real, num_documents)  # padding counts as one more
+    if batch.sequence is None:
+        starts = (batch.position_ids.flatten() == 0) & is_real
+        documents = starts.cumsum(0).sub(1).where(is_real, num_documents)  # padding is one more
+    else:
+        documents = document_numbers(batch)[0].flatten()
     num_experts = logits[0].shape[-1]
     sizes = logits[0].new_zeros(num_documents + 1, dtype=torch.float32)
     weights = torch.zeros_like(sizes).index_add_(0, documents, batch.loss_weights.flatten())
@@ -167,6 +172,10 @@ def balance_loss(logits: list[Tensor], batch: Batch, num_chosen: int) -> Tensor:
             0, chosen.flatten(), torch.ones_like(chosen, dtype=torch.float32).flatten()
         )
         probability_sum = probability_sum.index_add(0, documents, probabilities)
+    if batch.sequence is not None and batch.sequence.ranks is not None:
+        # Of whole documents; the sum over ranks of what is linear in the probabilities is exact.
+        for counted in (sizes, weights, chosen_sum):
+            dist.all_reduce(counted, group=batch.sequence.ranks)
     rows = (sizes * len(logits)).clamp(min=1).unsqueeze(1)
     shares = chosen_sum.view(-1, num_experts) / rows
     by_document = num_experts * (shares * (probability_sum / rows)).sum(1)

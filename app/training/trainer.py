@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from app.preflight import check_devices, check_global_batch, check_layout, count_gpus
 from app.process.gpus import ON_CPU
-from app.strategy.settings import StrategyConfig, tensor_parallel_size
+from app.strategy.settings import StrategyConfig, context_parallel_size, ranks_per_row
 from common.errors import DeviceError, UserError
 from common.facts import setting
 
@@ -159,12 +159,14 @@ class Environment:
     devices: int
     num_ranks: int
     num_data_ranks: int
-    """ranks that see different data; the ranks of a tensor-parallel group count as one"""
+    """ranks that see different data; those that split matrices or rows count as one"""
     precision: str
     accumulation: int
     """micro-batches that a rank accumulates per optimizer step"""
     micro_batch_size: int = 1
     """packs per micro-batch"""
+    context_size: int = 1
+    """ranks that hold slices of the same rows"""
     probes_micro_batch: bool = False
     """whether to probe the micro-batch size before the first step, halving it until it fits"""
 
@@ -203,7 +205,8 @@ class Environment:
 
     def __str__(self) -> str:
         group = self.num_ranks // self.num_data_ranks
-        split = f" (tensor parallel {group})" if group > 1 else ""
+        kind = "tensor" if self.context_size == 1 else "context"
+        split = f" ({kind} parallel {group})" if group > 1 else ""
         return f"{self.num_ranks} x {self.accelerator}{split}, precision {self.precision}"
 
 
@@ -221,7 +224,7 @@ def resolve_environment(
     problems = check_devices(config, num_gpus) + check_layout(strategy, config, devices)
     if problems:
         raise UserError(problems)
-    num_data_ranks = num_ranks // tensor_parallel_size(strategy, devices)
+    num_data_ranks = num_ranks // ranks_per_row(strategy, devices)
     if problems := check_global_batch(config, num_ranks, num_data_ranks):
         raise UserError(problems)
     accumulation = config.gradient_accumulation_steps
@@ -235,6 +238,7 @@ def resolve_environment(
         precision=resolve_precision(config.precision, accelerator),
         accumulation=accumulation,
         micro_batch_size=config.least_micro_batch,
+        context_size=context_parallel_size(strategy),
     )
 
 

@@ -59,6 +59,7 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "is_installed", lambda module: True)
 
 
+SLICED = "strategy=ddp trainer.devices=2 strategy.context_parallel_size=2"
 CONFLICTS = [
     # GPUs, what was typed, what is right, what must be said
     (0, "sweep.trials=3", "sweep.trials=3 sweep.search=optuna",
@@ -232,9 +233,29 @@ CONFLICTS = [
      "strategy=hsdp_local_sgd trainer.num_nodes=2 trainer.max_steps=11",
      ["strategy.synchronous_steps=10, but trainer.max_steps=10 ends the run before",
       "type strategy.synchronous_steps=2, or strategy=fsdp_hybrid"]),
+    (0, "strategy=fsdp_tp trainer.devices=4 strategy.context_parallel_size=2",
+     "strategy=fsdp trainer.devices=4 strategy.context_parallel_size=2",
+     ["splits rows, and strategy=fsdp_tp matrices", "type strategy=fsdp, or strategy.context_"]),
+    (0, "strategy=hsdp_local_sgd trainer.num_nodes=2 strategy.context_parallel_size=2",
+     "strategy=fsdp_hybrid trainer.num_nodes=2 strategy.context_parallel_size=2",
+     ["nodes that train separately are not built", "type strategy=fsdp_hybrid, or strategy."]),
+    (0, f"{SLICED} attention.backend=eager", f"{SLICED} attention.backend=sdpa",
+     ["a share of the heads, which attention=eager", "type attention=sdpa or varlen, or"]),
+    (0, f"data=pairs objective=dpo {SLICED}", "data=pairs objective=dpo",
+     ["splits rows, and objective=dpo needs whole answers", "type objective=sft, or"]),
+    (0, f"{SLICED} trainer.compile=true", SLICED,
+     ["strategy.context_parallel_size=2 and trainer.compile=true", "type trainer.compile=false"]),
+    (0, f"{SLICED} adapter.neftune_alpha=5", SLICED,
+     ["adapter.neftune_alpha=5 scales its noise", "type adapter.neftune_alpha=null, or"]),
+    (0, f"{SLICED} data.sequence_len=127", f"{SLICED} data.sequence_len=128",
+     ["rows of 127 tokens", "fewer than 64; type data.sequence_len=128, or strategy."]),
+    (0, "strategy=ddp trainer.devices=3 strategy.context_parallel_size=2",
+     "strategy=ddp trainer.devices=4 strategy.context_parallel_size=2",
+     ["does not divide 3 ranks (3 / 2 leaves 1)", "type strategy.context_parallel_size=1 or 3"]),
     (0, "strategy=fsdp_tp trainer.devices=4 trainer.global_batch_size=5",
      "strategy=fsdp_tp trainer.devices=4 trainer.global_batch_size=6",
-     ["micro_batch_size 1 x 2 groups of ranks (4 ranks / 2 that split a matrix) = 2; type", "6"]),
+     ["micro_batch_size 1 x 2 groups of ranks (4 ranks / 2 that get the same rows) = 2",
+      "type trainer.global_batch_size=4 or 6"]),
     (0, "attention.backend=flex", "attention.backend=sdpa",
      ["attention=flex computes gradients on NVIDIA GPUs only",
      "the documents of a pack attend to each"]),

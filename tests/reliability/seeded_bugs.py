@@ -74,8 +74,8 @@ BUGS = [
     Bug(
         name="rank 1 restores the random state of rank 0",
         file=RESUME,
-        right='return data_rank * (details["num_ranks"] // saved) if data_rank < saved else None',
-        wrong="return 0 if data_rank < saved else None",
+        right="return None if is_new else strategy.data_rank * group + place",
+        wrong="return None if is_new else 0",
         test="tests/end_to_end/test_resume.py::test_two_resumed_ranks_equal_two_uninterrupted_ones",
     ),
     Bug(
@@ -537,7 +537,7 @@ BUGS = [
     Bug(
         name="every rank drops out alike",
         file="app/training/prepare.py",
-        right="torch.initial_seed() + strategy.data_rank",
+        right="torch.initial_seed() + strategy.random_rank",
         wrong="torch.initial_seed()",
         test="tests/training/test_prepare_model.py::test_ranks_draw_other_dropout_unless_they_share_rows",
     ),

@@ -7,10 +7,22 @@ from typing import Any
 import pytest
 import torch
 
+from app.strategy.step import Step
 from app.training import prepare
 
 
-def first_number(monkeypatch: pytest.MonkeyPatch, data_rank: int) -> float:
+class Ranks(Step):
+    """A rank, of which `copies` neighbours compute the same loss."""
+
+    def __init__(self, global_rank: int, copies: int) -> None:
+        self.global_rank, self.copies, self.root_device = global_rank, copies, torch.device("cpu")
+
+    @property
+    def num_loss_copies(self) -> int:
+        return self.copies
+
+
+def first_number(monkeypatch: pytest.MonkeyPatch, global_rank: int, copies: int) -> float:
     """Return the first random number that a rank draws after its model is prepared."""
     for name in ("verify_attention", "check_head_loss", "check_same_step"):
         monkeypatch.setattr(prepare, name, lambda *_: None)
@@ -18,7 +30,7 @@ def first_number(monkeypatch: pytest.MonkeyPatch, data_rank: int) -> float:
         monkeypatch.setattr(prepare, name, lambda *_: nullcontext())
     module: Any = SimpleNamespace(
         model=None,
-        strategy=SimpleNamespace(root_device=torch.device("cpu"), data_rank=data_rank),
+        strategy=Ranks(global_rank, copies),
         backend="sdpa",
         uses_fused_kernels=False,
         probe_micro_batch=None,
@@ -31,5 +43,6 @@ def first_number(monkeypatch: pytest.MonkeyPatch, data_rank: int) -> float:
 
 
 def test_ranks_draw_other_dropout_unless_they_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = [first_number(monkeypatch, data_rank) for data_rank in (0, 1, 2, 1)]
-    assert len(set(drawn)) == 3 and drawn[1] == drawn[3]
+    drawn = [first_number(monkeypatch, rank, 1) for rank in (0, 1, 2)]
+    assert len(set(drawn)) == 3
+    assert [first_number(monkeypatch, rank, 2) for rank in (2, 3)] == [drawn[1], drawn[1]]

@@ -9,6 +9,7 @@ from app.model.attention.backends import (
     BACKEND_PACKAGES,
     BY_BOUNDARIES,
     BY_DOCUMENT,
+    EXCHANGED,
     GPU_ONLY,
     HALF_PRECISION_ONLY,
     AttentionConfig,
@@ -16,6 +17,7 @@ from app.model.attention.backends import (
     batching_error,
     check_implementation,
     generation_attention,
+    key_repeats,
     packing_error,
 )
 from app.model.attention.choice import (
@@ -39,6 +41,7 @@ __all__ = [
     "BACKEND_PACKAGES",
     "BY_BOUNDARIES",
     "BY_DOCUMENT",
+    "EXCHANGED",
     "GPU_ONLY",
     "HALF_PRECISION_ONLY",
     "AttentionChoice",
@@ -55,6 +58,7 @@ __all__ = [
     "choose_backend",
     "generation_attention",
     "hide_boundaries_from_mixers",
+    "key_repeats",
     "mixers_run_by_document",
     "packing_error",
     "pair_inputs",

@@ -30,6 +30,8 @@ BY_DOCUMENT = "sdpa_by_document"
 BY_BOUNDARIES = "varlen_by_boundaries"
 BY_BLOCKS = "flex_attention_by_blocks"
 """names under which our attention functions are registered in transformers"""
+EXCHANGED = ("sdpa", "varlen")
+"""backends that can run on a share of the heads, for rows split over ranks"""
 IN_TRANSFORMERS = {
     "eager": "eager",
     "sdpa": BY_DOCUMENT,
@@ -100,15 +102,17 @@ def attention_implementation(backend: str) -> str:
 
     if backend == "sdpa":
         from app.model.attention.attend import attend_by_document, build_mask_rule
+        from app.model.attention.exchange import exchanging
 
-        AttentionInterface.register(BY_DOCUMENT, attend_by_document)
+        AttentionInterface.register(BY_DOCUMENT, exchanging(attend_by_document))
         AttentionMaskInterface.register(BY_DOCUMENT, build_mask_rule)
     elif backend == "varlen":
         from app.model.attention.attend import build_mask_rule
+        from app.model.attention.exchange import exchanging
         from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
 
         attend = partial(attend_by_boundaries, kernel=VarlenKernel.installed())
-        AttentionInterface.register(BY_BOUNDARIES, attend)
+        AttentionInterface.register(BY_BOUNDARIES, exchanging(attend))
         AttentionMaskInterface.register(BY_BOUNDARIES, build_mask_rule)
     elif backend == "flex":
         from app.model.attention.flex import attend_by_blocks
@@ -116,6 +120,15 @@ def attention_implementation(backend: str) -> str:
         # No mask function: the block mask that is built for each batch is complete.
         AttentionInterface.register(BY_BLOCKS, attend_by_blocks)
     return IN_TRANSFORMERS[backend]
+
+
+def key_repeats(heads: int, key_heads: int, size: int) -> int:
+    """Return how often each key head is repeated so that `size` ranks get equally many of them."""
+    return next(
+        times
+        for times in range(1, heads // key_heads + 1)
+        if key_heads * times % size == 0 and heads % (key_heads * times) == 0
+    )
 
 
 def check_implementation(model: PreTrainedModel, implementation: str) -> None:

@@ -20,7 +20,10 @@ from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from data_modules import SequenceSlice
 
 
 def attention_inputs(
@@ -28,16 +31,35 @@ def attention_inputs(
     backend: str,
     document_lengths: Lengths,
     ids: torch.Tensor,
+    sequence: SequenceSlice | None = None,
 ) -> dict[str, Any]:
     """Return the keyword arguments with which a model's forward keeps documents apart.
 
-    Computed once per batch. `ids` [rows, tokens]: the model's input.
+    Computed once per batch. `ids` [rows, tokens]: the model's input, the slice `sequence` of rows
+    whose other slices other ranks hold; None for whole rows.
     """
     _check_batch(model, document_lengths)
+    if sequence is not None and sequence.ranks is not None:
+        return _sliced_inputs(model, backend, document_lengths, ids, sequence.ranks)
     inputs: dict[str, Any] = {"attention_mask": None}
     if has_attention(model):
         inputs = _mask_inputs(model, backend, document_lengths, ids)
     return inputs | mixer_inputs(model, document_lengths, _shape(ids), ids.device)
+
+
+def _sliced_inputs(
+    model: PreTrainedModel,
+    backend: str,
+    document_lengths: Lengths,
+    ids: torch.Tensor,
+    ranks: ProcessGroup,
+) -> dict[str, Any]:
+    """Return the inputs of a slice: its own mask, and the documents of whole rows."""
+    rows, tokens = _shape(ids)
+    whole = ids.new_zeros(()).expand(rows, tokens * ranks.size())
+    inputs = _mask_inputs(model, backend, document_lengths, whole)
+    mask = _placeholder_mask(model, ids)
+    return inputs | {"attention_mask": mask, "exchange": ranks}
 
 
 def has_attention(model: PreTrainedModel) -> bool:

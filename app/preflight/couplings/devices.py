@@ -7,7 +7,13 @@ import os
 from typing import TYPE_CHECKING, TypeGuard
 
 from app.process.gpus import find_gpu_problems, num_device_files, num_visible, read_machine
-from app.strategy.settings import FsdpConfig, StrategyConfig, tensor_parallel_size
+from app.strategy.settings import (
+    FsdpConfig,
+    StrategyConfig,
+    context_parallel_size,
+    ranks_per_row,
+    tensor_parallel_size,
+)
 from common.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -28,7 +34,7 @@ class Devices:
     ranks_per_node: int
     num_ranks: int
     num_data_ranks: int
-    """ranks with different data; with tensor parallelism, groups of ranks"""
+    """ranks with different data; with tensor or context parallelism, groups of ranks"""
 
     def __str__(self) -> str:
         if self.on_gpu:
@@ -49,7 +55,7 @@ def requested_devices(config: TrainConfig | TunedConfig, num_gpus: int | None = 
     if not is_training(config):
         return Devices(num_gpus, on_gpu, per_node, per_node, per_node)
     num_ranks = per_node * config.trainer.num_nodes
-    together = tensor_parallel_size(config.strategy, per_node)
+    together = ranks_per_row(config.strategy, per_node)
     return Devices(num_gpus, on_gpu, per_node, num_ranks, max(num_ranks // together, 1))
 
 
@@ -123,11 +129,18 @@ def check_devices(trainer: TrainerConfig, num_gpus: int | None) -> list[str]:
 def check_layout(
     strategy: StrategyConfig, trainer: TrainerConfig, ranks_per_node: int
 ) -> list[str]:
-    """Check that the ranks divide into tensor-parallel groups, and those into replicas."""
+    """Check that the ranks divide into groups that split rows or matrices, those into replicas."""
+    ranks, context = ranks_per_node * trainer.num_nodes, context_parallel_size(strategy)
+    if ranks % context:
+        fits = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+        return [
+            f"strategy.context_parallel_size={context} does not divide {ranks} rank"
+            f"{'s' * (ranks != 1)} ({ranks} / {context} leaves {ranks % context}); type "
+            f"strategy.context_parallel_size={' or '.join(fits)}, or trainer.devices={context}"
+        ]
     if not isinstance(strategy, FsdpConfig):
         return []
     size = tensor_parallel_size(strategy, ranks_per_node)
-    ranks = ranks_per_node * trainer.num_nodes
     if ranks % size:
         fits = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and n <= ranks_per_node]
         fitting = f"strategy.tensor_parallel_size={' or '.join(fits)}" if fits else "strategy=ddp"
@@ -165,7 +178,7 @@ def check_global_batch(
     together = num_ranks // groups
     who = f"{groups} ranks"
     if together > 1:
-        who = f"{groups} groups of ranks ({num_ranks} ranks / {together} that split a matrix)"
+        who = f"{groups} groups of ranks ({num_ranks} ranks / {together} that get the same rows)"
     return [
         f"trainer.global_batch_size={total} is not a multiple of micro_batch_size "
         f"{trainer.least_micro_batch} x {who} = {packs}; "

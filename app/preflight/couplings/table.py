@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from app.model.adapter import Ia3Config, LoraConfig, continued_from, saves_whole_model
-from app.model.attention import BACKEND_PACKAGES, GPU_ONLY, HALF_PRECISION_ONLY
+from app.model.attention import BACKEND_PACKAGES, EXCHANGED, GPU_ONLY, HALF_PRECISION_ONLY
 from app.model.hub import COMMIT
 from app.preflight.couplings.devices import (
     Devices,
@@ -30,13 +30,14 @@ from app.strategy.settings import (
     FsdpConfig,
     LocalSgdConfig,
     ZeroConfig,
+    context_parallel_size,
     is_sharding,
     tensor_parallel_size,
 )
 from common.errors import nearest
 from common.facts import check_values
 from common.installation import install_extra, verb_command
-from data_modules import dataset_names
+from data_modules import DEFAULT_SEQUENCE_LEN, dataset_names
 
 if TYPE_CHECKING:
     from app.config.verbs import EvaluateConfig, TrainConfig, TunedConfig
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 CHANGE_BASE = ("pissa", "olora")
 """values of adapter.init that subtract the initial adapter from the base's weights"""
+MIN_SLICE_TOKENS = 64
+"""fewest tokens of a row on each of the ranks that split it"""
 PAIRS = "preference"
 """format of rows with a chosen and a rejected answer"""
 NEAREST_IN_PYTORCH = {
@@ -91,6 +94,7 @@ def check_compatibility(
         conflicts += [*_of_adapter(config), *_of_trainer(config), *_of_optimizer(config)]
         conflicts += [*_of_sweep(config), *_of_logger(config), *_of_measurements(config)]
         conflicts += _of_strategy(config, devices)
+        conflicts += _of_context(config, devices)
         if isinstance(config.strategy, FsdpConfig):
             conflicts += _of_fsdp(config, config.strategy, devices)
         if isinstance(config.strategy, LocalSgdConfig):
@@ -552,6 +556,56 @@ def _of_strategy(config: TrainConfig, devices: Devices) -> Iterator[Conflict]:
         yield Conflict(
             f"optimizer={optimizer} cannot update shards of weights, and {name} shards them",
             "optimizer=adamw, or strategy=ddp",
+        )
+
+
+def _of_context(config: TrainConfig, devices: Devices) -> Iterator[Conflict]:
+    """Yield conflicts of rows whose tokens are split over ranks."""
+    strategy, data = config.strategy, config.data
+    size, without = context_parallel_size(strategy), "strategy.context_parallel_size=1"
+    if size == 1:
+        return
+    name = f"strategy.context_parallel_size={size}"
+    if tensor_parallel_size(strategy, devices.ranks_per_node) > 1:
+        yield Conflict(
+            f"{name} splits rows, and strategy={strategy.name} matrices: together they are not "
+            "built yet",
+            f"strategy=fsdp, or {without}",
+        )
+    if isinstance(strategy, LocalSgdConfig):
+        yield Conflict(
+            f"{name} and strategy={strategy.name}: nodes that train separately are not built yet "
+            "for split rows",
+            f"strategy=fsdp_hybrid, or {without}",
+        )
+    if config.attention.backend not in ("auto", *EXCHANGED):
+        yield Conflict(
+            f"{name} gives each rank a share of the heads, which attention="
+            f"{config.attention.backend} cannot compute",
+            f"attention={' or '.join(EXCHANGED)}, or {without}",
+        )
+    if config.objective.name != "sft":
+        yield Conflict(
+            f"{name} splits rows, and objective={config.objective.name} needs whole answers",
+            f"objective=sft, or {without}",
+        )
+    if config.trainer.compile:
+        yield Conflict(
+            f"{name} and trainer.compile=true have not been tested together yet",
+            f"trainer.compile=false, or {without}",
+        )
+    if config.adapter.neftune_alpha is not None:
+        yield Conflict(
+            f"adapter.neftune_alpha={config.adapter.neftune_alpha:g} scales its noise by the "
+            f"length of a document, of which {name} gives a rank a part",
+            f"adapter.neftune_alpha=null, or {without}",
+        )
+    tokens = data.sequence_len or DEFAULT_SEQUENCE_LEN
+    if tokens < size * MIN_SLICE_TOKENS:
+        yield Conflict(
+            f"{name}: rows of {tokens} tokens (data.sequence_len) leave a rank fewer than "
+            f"{MIN_SLICE_TOKENS}",
+            f"data.sequence_len={size * MIN_SLICE_TOKENS}, or {without}",
         )
 
 

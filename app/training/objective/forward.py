@@ -78,7 +78,9 @@ def _causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
     is_packed = any(len(lengths) > 1 for lengths in batch.document_lengths)
     if is_packed or batch.sequence is not None:
         inputs["position_ids"] = batch.position_ids
-    return inputs | attention_inputs(model, backend, batch.document_lengths, batch.input_ids)
+    return inputs | attention_inputs(
+        model, backend, batch.document_lengths, batch.input_ids, batch.sequence
+    )
 
 
 def _decoder_inputs(

@@ -1,0 +1,86 @@
+"""Runs whose ranks hold slices of the same rows have the metrics and files of one process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.parity.strategies.layouts import (
+    ADAPTERS,
+    CLIPPED,
+    LAYOUTS,
+    SHAPE,
+    SINGLE,
+    Layout,
+    Runs,
+    check_same_files,
+    check_same_results,
+    check_same_steps,
+)
+from tests.runs import check_same_run
+from tests.tiny import save_with_tokenizer, tiny_llama
+
+PAIR, FOUR = ("strategy.context_parallel_size=2",), ("strategy.context_parallel_size=4",)
+
+
+def sliced(strategy: str, *, ranks: int = 2, words: tuple[str, ...] = PAIR) -> Layout:
+    """Return a layout of `ranks`, of which neighbours hold slices of the same rows."""
+    whole = LAYOUTS[strategy]
+    groups = ranks // int(words[0].rpartition("=")[2])
+    return replace(whole, ranks=ranks, num_data_ranks=groups, words=(*whole.words, *words))
+
+
+CASES = {
+    "ddp": (sliced("ddp"), "lora"),
+    "fsdp": (sliced("fsdp"), "lora"),
+    "zero3": (sliced("zero3"), "full"),
+    "fsdp 2 x 2": (sliced("fsdp", ranks=4), "full"),
+}
+
+
+@pytest.fixture(scope="module")
+def long_rows(runs: Runs) -> tuple[str, ...]:
+    """Return the words of a base and of rows that are long enough for four ranks."""
+    model = tiny_llama(**SHAPE, max_position_embeddings=256)
+    base = save_with_tokenizer(model, runs.folder / "long")
+    return f"model.path={base}", "data.sequence_len=256"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_slices_train_as_one_process(name: str, long_rows: tuple[str, ...], runs: Runs) -> None:
+    layout, adapter = CASES[name]
+    words = (*ADAPTERS[adapter], CLIPPED, *long_rows)
+    check_same_results(runs.train(layout, *words), runs.train(SINGLE, *words))
+
+
+@pytest.mark.slow
+def test_resumed_with_another_number_of_slices(long_rows: tuple[str, ...], runs: Runs) -> None:
+    run = runs.new_folder("slices")
+    words = (*ADAPTERS["lora"], *long_rows, "trainer.checkpoint.every_steps=1", "resume=auto")
+    chain = [(sliced("ddp"), 2), (SINGLE, 4), (sliced("fsdp", ranks=4, words=FOUR), 6)]
+    for layout, step in chain:
+        killed = runs.typed(layout, *words, f"faults=[rank_killed:0@{step}]")
+        runs.person.train_into(run, *killed, code=layout.code_of_a_kill)
+    runs.person.train_into(run, *runs.typed(sliced("ddp"), *words))
+    reference = runs.train(SINGLE, *ADAPTERS["lora"], *long_rows)
+    check_same_steps(run, reference)
+    check_same_files(run, reference)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bit_for_bit(long_rows: tuple[str, ...], runs: Runs) -> None:
+    words = ("adapter=lora", "adapter.dropout=0.1", "optimizer.lr=1e-3", *long_rows)
+    layout = sliced("ddp")
+    run, reference = runs.new_folder("sliced-killed"), runs.train(layout, *words)
+    killed = runs.typed(layout, *words, "resume=auto", "faults=[rank_killed:0@6]")
+    runs.person.train_into(run, *killed, code=layout.code_of_a_kill)
+    runs.person.train_into(run, *killed)
+    check_same_run(run, reference)
+    states = [
+        json.loads((run / "checkpoints" / "step-8" / f"random-rank-{rank}.json").read_text())
+        for rank in (0, 1)
+    ]
+    assert states[0]["torch"] != states[1]["torch"]  # other tokens, other dropout masks

@@ -1,0 +1,249 @@
+"""A step of two or four ranks that hold slices of a row, and the same step in one process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AttentionInterface
+
+from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
+from app.model.attention.exchange import check_exchange
+from app.model.base import ModelConfig
+from app.model.build import build_model
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig
+from app.strategy.placement import Placement
+from app.training.objective.objective import batch_loss
+from app.training.objective.sft import Sft
+from app.training.objective.sums import DatasetSums
+from app.training.routing import balance_loss
+from common.errors import Origin, UserError
+from data_modules import Batch, Example
+from data_modules.collator import Collator
+
+TOKENS = 256
+HEADS, KEY_HEADS, HEAD_DIM = 8, 2, 8
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": HEADS * HEAD_DIM,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_HEADS,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 128,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": HEADS,
+    "n_positions": 512,
+    "initializer_range": 0.1,
+    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+}
+ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * (HEAD_DIM // 2),
+    "long_factor": [4.0 + i for i in range(HEAD_DIM // 2)],
+    "original_max_position_embeddings": 64,
+}
+PHI3 = LLAMA | {
+    "model_type": "phi3",
+    "rope_parameters": ROPE,
+    "original_max_position_embeddings": 64,
+}
+GEMMA3 = LLAMA | {
+    "model_type": "gemma3_text",
+    "head_dim": HEAD_DIM,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 24,
+}
+LATENT = LLAMA | {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LORA = LoraConfig(r=4, dropout=0.0)
+CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
+    "llama": (LLAMA, FullConfig(), "none"),
+    "one document": (LLAMA, FullConfig(), "none"),
+    "padded rows": (LLAMA, FullConfig(), "none"),
+    "lora": (LLAMA, LORA, "none"),
+    "lora, recompute": (LLAMA, LORA, "full"),
+    "recompute": (LLAMA, FullConfig(), "full"),
+    "selective": (LLAMA, FullConfig(), "selective"),
+    "tied": (LLAMA | {"tie_word_embeddings": True}, FullConfig(), "none"),
+    "qwen3": (LLAMA | {"model_type": "qwen3", "head_dim": HEAD_DIM}, FullConfig(), "none"),
+    "window": (LLAMA | {"model_type": "mistral", "sliding_window": 24}, FullConfig(), "none"),
+    "gpt2": (GPT2, FullConfig(), "none"),
+    "longrope": (PHI3, FullConfig(), "none"),
+    "gemma3": (GEMMA3, FullConfig(), "none"),
+    "latent": (LATENT, FullConfig(), "none"),
+}
+
+
+class Slices(Placement):
+    """Ranks that all hold slices of the same rows."""
+
+    def __init__(self) -> None:
+        self.world_size, self.global_rank = dist.get_world_size(), dist.get_rank()
+        self.context_size = self.world_size
+        self.root_device = torch.device("cpu")
+
+
+def make_batch(case: str) -> Batch:
+    """Return a row of documents up to half as long as a slice of it, or longer than one."""
+    random = np.random.default_rng(0)
+    lengths = [TOKENS - 9] if case == "one document" else [5, 61, 17, 33, 90, 30, 11]
+    documents = [
+        Example(
+            input_ids=random.integers(3, 128, length).astype(np.int32),
+            weights=(np.arange(length) > length // 3).astype(np.float32) / (1 + number % 2),
+            dataset=number % 2,
+            origin=Origin("rows.jsonl", number + 1),
+        )
+        for number, length in enumerate(lengths)
+    ]
+    if case == "padded rows":
+        batch = Collator(0, packed=False, row_multiple=64)([[each] for each in documents], 1.0)
+    else:
+        batch = Collator(0, packed=True, row_multiple=64)([documents], 1.0)
+    batch.step_weight = batch.own_weight
+    return batch
+
+
+def make_model(case: str) -> Any:
+    numbers, adapter, recompute = CASES[case]
+    torch.manual_seed(0)
+    model = build_model(
+        ModelConfig(from_scratch=True, architecture=numbers),
+        QuantizationConfig(),
+        "sdpa",
+        adapter,
+        RecomputeConfig(mode=recompute),
+        "fp32",
+    )
+    random = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=random) * 0.02)
+    return model
+
+
+def step(model: Any, batch: Batch) -> dict[str, Any]:
+    """Return loss, gradients, sums and saved bytes of a pass over `batch`."""
+    weights = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    sums = DatasetSums(2)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = batch_loss(Sft(), model, batch, "sdpa", sums) / batch.step_weight
+    loss.backward()
+    gradients = {name: each.grad for name, each in weights.items() if each.grad is not None}
+    model.zero_grad()
+    return {
+        "loss": loss.detach(),
+        "gradients": gradients,
+        "sums": sums.take(),
+        "saved": sum(saved.values()),
+    }
+
+
+def compare(case: str, counted: dict[str, int]) -> dict[str, float]:
+    """Return how far a step of slices is from one of whole rows, and what it saved and sent."""
+    slices, model, batch = Slices(), make_model(case), make_batch(case)
+    assert slices.context_ranks is not None
+    check_exchange(model, "sdpa", slices.root_device, slices.context_ranks)
+    model.train()
+    whole = step(model, batch)
+    counted.update(calls=0, bytes=0)
+    part = step(model, slices.shard_batch(batch))
+    for tensor in (part["loss"], part["sums"], *part["gradients"].values()):
+        dist.all_reduce(tensor)
+    assert part["gradients"].keys() == whole["gradients"].keys()
+    worst = max(
+        ((part["gradients"][name] - expected).abs().max() / expected.abs().max().clamp(1e-9)).item()
+        for name, expected in whole["gradients"].items()
+    )
+    return {
+        "loss": abs(part["loss"] / whole["loss"] - 1).item(),
+        "sums": (part["sums"] - whole["sums"]).abs().max().item() / whole["sums"].max().item(),
+        "gradients": worst,
+        "saved": part["saved"] / max(1, whole["saved"]),
+        **counted,
+    }
+
+
+def compare_all(cases: list[str]) -> dict[str, dict[str, float]]:
+    """Compare the cases, on a rank of those that hold slices of the same rows."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
+    counted = {"calls": 0, "bytes": 0}
+    send = dist.all_to_all_single
+
+    def count(received: Tensor, sent: Tensor, group: Any = None) -> Any:
+        counted["calls"] += 1
+        counted["bytes"] += sent.nbytes * (group.size() - 1) // group.size()
+        return send(received, sent, group=group)
+
+    dist.all_to_all_single = count
+    return {case: compare(case, counted) for case in cases}
+
+
+def refused_and_balanced() -> tuple[str, float, float]:
+    """Return why a model without the exchange is refused, and the routers' loss of both ways."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]))
+    slices, model = Slices(), make_model("llama")
+    assert slices.context_ranks is not None
+    kind = model.config._attn_implementation
+    AttentionInterface.register(kind, lambda *args, exchange=None, **rest: attend(*args, **rest))
+    try:
+        check_exchange(model, "sdpa", slices.root_device, slices.context_ranks)
+        refusal = ""
+    except UserError as error:
+        refusal = str(error)
+    batch = make_batch("llama")
+    logits = torch.randn(TOKENS, 4, generator=torch.Generator().manual_seed(3))
+    part = slices.shard_batch(batch)
+    assert part.sequence is not None
+    own = balance_loss([logits[part.sequence.start : part.sequence.stop]], part, 2)
+    dist.all_reduce(own)
+    return refusal, own.item(), balance_loss([logits], batch, 2).item()
+
+
+def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any) -> Any:
+    """Attend to a slice alone."""
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True
+    )
+    return output.transpose(1, 2), None
