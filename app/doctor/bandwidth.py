@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from app.planning.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from app.planning.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from app.process.launch import local_rank, read_launch
 from app.strategy.rendezvous import choose_gloo_interface
 from app.training.machine import host_memory
@@ -25,7 +25,6 @@ from common.errors import ENVIRONMENT_ERROR, LOST_CONNECTION, DeviceError, UserE
 if TYPE_CHECKING:
     import torch
 
-ALL_TO_ALL = "all-to-all"
 KINDS = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 MIB = 2**20
 SIZES = tuple(MIB * 4**power for power in range(7))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.model.attention import key_repeats
 from app.planning.memory import PlannedRun
 from app.planning.states import ModelSize
 from app.strategy.settings import (
@@ -18,6 +19,7 @@ from app.strategy.settings import (
 )
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+ALL_TO_ALL = "all-to-all"
 QUANTIZED_WEIGHT, QUANTIZED_GRADIENT = 1.0, 0.5
 """bytes per element that ZeRO++'s qwZ and qgZ send"""
 AVERAGED_WEIGHT = 4.0
@@ -79,11 +81,13 @@ def list_collectives(run: PlannedRun, size: ModelSize | None = None) -> list[Col
     size = size or run.size
     if run.num_ranks == 1:
         return []
+    exchanges = _of_context_parallel(run)
     if isinstance(run.strategy, ZeroConfig):
-        return _of_zero(run, run.strategy, size)
+        return _of_zero(run, run.strategy, size) + exchanges
     if isinstance(run.strategy, FsdpConfig):
-        return [*_of_fsdp(run, run.strategy, size), *_of_tensor_parallel(run, size)]
-    return _of_ddp(run, size)
+        split = [*_of_tensor_parallel(run, size), *exchanges]
+        return [*_of_fsdp(run, run.strategy, size), *split]
+    return _of_ddp(run, size) + exchanges
 
 
 def _of_ddp(run: PlannedRun, size: ModelSize) -> list[Collective]:
@@ -148,7 +152,7 @@ def _of_zero(run: PlannedRun, strategy: ZeroConfig, size: ModelSize) -> list[Col
 
 def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Collective]:
     """List the collectives of FSDP2 among ranks that shard weights, and between replicas."""
-    whole, groups = size.whole, run.num_data_ranks
+    whole, groups = size.whole, run.num_ranks // run.tensor_size
     if not strategy.shards_data_parallel:
         return []
     replicas = min(groups, strategy.replicas or run.num_nodes)
@@ -213,6 +217,28 @@ def _of_tensor_parallel(run: PlannedRun, size: ModelSize) -> list[Collective]:
             num_bytes=float(run.tokens * run.model.widths.hidden * run.execution.value_bytes),
             times=2 * directions * run.model.num_layers * run.accumulation,
             num_ranks=run.tensor_size,
+            overlaps=False,
+        )
+    ]
+
+
+def _of_context_parallel(run: PlannedRun) -> list[Collective]:
+    """List the exchanges of queries, keys, values and outputs; recomputing a layer repeats them."""
+    ranks, widths = run.context_size, run.model.widths
+    if ranks == 1:
+        return []
+    key_heads = max(1, widths.key_value * widths.heads // widths.query)
+    repeats = key_repeats(widths.heads, key_heads, ranks)
+    features = 2 * (widths.query + repeats * widths.key_value)
+    directions = 2 if run.recompute == "none" else 3
+    return [
+        Collective(
+            what="heads of split rows",
+            kind=ALL_TO_ALL,
+            num_bytes=float(run.tokens * features * run.execution.value_bytes),
+            times=directions * run.model.num_layers * run.accumulation,
+            num_ranks=ranks,
+            num_nodes=max(1, ranks // run.hardware.gpus_per_node),
             overlaps=False,
         )
     ]

@@ -34,6 +34,7 @@ from app.strategy.settings import (
     FsdpConfig,
     StrategyConfig,
     ZeroConfig,
+    context_parallel_size,
     tensor_parallel_size,
 )
 
@@ -94,18 +95,24 @@ class PlannedRun:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of ranks (or tensor parallel groups) that see different data."""
-        return max(1, self.num_ranks // self.tensor_size)
+        """Number of ranks, or of groups that split matrices or rows, with different data."""
+        return max(1, self.num_ranks // (self.tensor_size * self.context_size))
+
+    @property
+    def context_size(self) -> int:
+        """Number of ranks that hold slices of the same rows."""
+        return context_parallel_size(self.strategy)
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank; for encoder-decoders those of both sides."""
-        return self.micro_batch_size * self.sequence_len * (2 if self.model.is_pair else 1)
+        row = self.sequence_len * (2 if self.model.is_pair else 1)
+        return self.micro_batch_size * row // self.context_size
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step over all ranks."""
-        return self.tokens * self.accumulation * self.num_data_ranks
+        return self.tokens * self.accumulation * self.num_data_ranks * self.context_size
 
     def with_micro_batch(self, size: int) -> PlannedRun:
         """Return the run with `size` packs per micro-batch and as many packs per step as before."""

@@ -10,9 +10,9 @@ import pytest
 
 from app.config import load_config, settings_of
 from app.model.quantization import QuantizationConfig
-from app.planning.communication import ALL_REDUCE, list_collectives
+from app.planning.communication import ALL_REDUCE, ALL_TO_ALL, list_collectives
 from app.planning.hardware import HardwareConfig
-from app.planning.memory import PlannedRun
+from app.planning.memory import PlannedRun, estimate_gpu_memory
 from app.planning.planned_model import PlannedModel, model_from_config_json
 from app.planning.speed import estimate_flops, estimate_speed
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig
@@ -139,6 +139,26 @@ def test_tensor_parallel_has_two_all_reduces_per_layer_and_pass() -> None:
     (only,) = list_collectives(run)
     assert (only.kind, only.times, only.num_ranks) == (ALL_REDUCE, 4 * 32, 4)
     assert only.num_bytes == 1000 * 4096 * 2
+
+
+def test_context_parallel_splits_a_row_and_exchanges_its_heads_twice_per_layer_and_pass() -> None:
+    whole, split = (
+        run_of(
+            "llama8b",
+            strategy=DdpConfig(context_parallel_size=size),
+            gpus=16,
+            sequence_len=1600,
+        )
+        for size in (1, 16)
+    )
+    assert (split.tokens, split.num_data_ranks) == (100, 1)
+    assert split.tokens_per_step == whole.tokens_per_step / 16  # one row instead of sixteen
+    exchange = list_collectives(split)[-1]
+    assert (exchange.kind, exchange.times, exchange.num_ranks) == (ALL_TO_ALL, 2 * 32, 16)
+    # 8 key heads are repeated to 16: a rank gets one of them, and two of the 32 query heads.
+    assert exchange.num_bytes == 100 * 2 * (32 + 16) * 128 * 2
+    parts = [estimate_gpu_memory(run).activations for run in (split, whole)]
+    assert parts[0] < parts[1] / 12
 
 
 def test_half_precision_halves_ddps_bytes() -> None:
