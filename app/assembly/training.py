@@ -31,7 +31,7 @@ from app.training.callbacks.same_on_all_ranks import (
 )
 from app.training.checkpoint.saving import build_checkpoints, build_saver, signals_of
 from app.training.logger import build_loggers
-from app.training.metrics import Metrics
+from app.training.metrics import FirstLoss, Metrics
 from app.training.micro_batch import probe_micro_batch
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from app.planning.training import Estimate
 
 log = logging.getLogger(__name__)
+
+DROPOUTS = ("_pdrop", "dropout", "_drop")
+"""endings of names of dropout in config.json"""
 
 
 def build_trainer(
@@ -170,7 +173,7 @@ def build_module(
         schedule=config.schedule,
         total_steps=data.total_steps,
         is_packed=data.is_packed,
-        metrics=_build_metrics(config, base, data, trainer, objective, evaluation),
+        metrics=_build_metrics(config, base, data, env, trainer, objective, evaluation),
         uses_fused_kernels=settings.kernels == "auto" and not settings.compile,
         router_aux_loss=choose_router_aux_loss(
             base.architecture, config.adapter, config.model.router_aux_loss
@@ -183,10 +186,26 @@ def build_module(
     )
 
 
+def _first_loss(
+    config: TrainConfig, base: Base, env: Environment, objective: Objective
+) -> FirstLoss | None:
+    """Return the loss that the first step must have; None if the base or noise decide it."""
+    settings = base.architecture.get_text_config().to_dict()
+    has_dropout = any(settings[name] for name in settings if name.endswith(DROPOUTS))
+    if objective.first_loss is None or config.adapter.neftune_alpha or has_dropout:
+        return None
+    return FirstLoss(
+        value=objective.first_loss,
+        tolerance=1e-4 if env.precision == "fp32" else 0.05,
+        of=f"objective={config.objective.name}",
+    )
+
+
 def _build_metrics(
     config: TrainConfig,
     base: Base,
     data: FinetuneDataModule,
+    env: Environment,
     trainer: L.Trainer,
     objective: Objective,
     evaluation: TrainingEvaluation | None,
@@ -206,6 +225,7 @@ def _build_metrics(
         watch,
         settings.checkpoint.monitor,
         objective.figures,
+        _first_loss(config, base, env, objective),
     )
     metrics.add_measurements([] if evaluation is None else evaluation.names)
     return metrics

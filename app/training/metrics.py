@@ -71,6 +71,27 @@ class StepRecord:
     """tokens routed to each expert on this rank: [layers x experts]; None without experts"""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstLoss:
+    """The loss that the first step has if the model still equals the base."""
+
+    value: float
+    tolerance: float
+    """largest difference that rounding explains, relative to the value"""
+    of: str
+    """the setting that it follows from, such as objective=dpo"""
+
+    def check(self, loss: float) -> None:
+        """Raise TrainingFault if the loss of the first step is another one."""
+        if abs(loss - self.value) > self.tolerance * self.value:
+            raise TrainingFault(
+                f"step 1: the loss of {self.of} is {loss:.6g}, but {self.value:.6g} as long as the "
+                "model equals the base: its new adapter changes outputs, or attention, kernels or "
+                "dropout give other results in training; try trainer.kernels=torch attention=sdpa, "
+                "and report it"
+            )
+
+
 class Metrics:
     """Collect steps and write them in blocks: one reduction and one copy to the host per block.
 
@@ -86,8 +107,10 @@ class Metrics:
         watch: StepWatch | None = None,
         monitor: str = "val/loss",
         figures: Sequence[str] = (),
+        first_loss: FirstLoss | None = None,
     ) -> None:
         self.dataset_names = dataset_names
+        self.first_loss = first_loss
         self.loggers = loggers
         self.figures = figures
         """names of what the objective measures besides its loss"""
@@ -198,6 +221,8 @@ class Metrics:
             metrics |= machine_metrics if record is last else {}
             self.write(record.step, metrics)
             self.watch.check(record, metrics, reduce)
+            if record.step == 1 and self.first_loss is not None:
+                self.first_loss.check(metrics["train/loss"])
         self.pending = []
 
     def add_validation(

@@ -297,6 +297,8 @@ CONFLICTS = [
      ["data.on_long=split: objective=dpo compares whole answers; type data.on_long=drop"]),
     (0, "data=pairs objective=dpo adapter=full", "data=pairs objective=dpo adapter=ia3",
      ["adapter=full changes the base itself, and objective=dpo compares with the base"]),
+    (0, "data=pairs objective=ipo adapter=full", "data=pairs objective=orpo adapter=full",
+     ["adapter=full changes the base itself, and objective=ipo compares with the base"]),
     (0, "data=pairs objective=dpo adapter.path=old", "data=pairs objective=dpo",
      ["adapter.path=old: objective=dpo compares with the base", "model.path=MERGED here"]),
     (0, "data=pairs objective=dpo adapter.init=pissa", "data=pairs objective=dpo",

@@ -1,4 +1,4 @@
-"""DPO equals plain PyTorch on full logits, however its pairs are packed, padded or split."""
+"""Objectives of pairs equal plain PyTorch on full logits, packed, padded or split."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from torch.nn.functional import log_softmax, logsigmoid
 
 from app.model.attention import attention_implementation
 from app.model.head import fuse_head
-from app.training.objective.dpo import Dpo
+from app.training.metrics import FirstLoss
+from app.training.objective.build import build_objective
 from app.training.objective.objective import batch_loss
-from app.training.objective.settings import DpoConfig
+from app.training.objective.settings import (
+    DpoConfig,
+    IpoConfig,
+    ObjectiveConfig,
+    OrpoConfig,
+    SimpoConfig,
+)
 from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
-from common.errors import Origin
+from common.errors import Origin, TrainingFault
 from data_modules import Batch, Example
 from data_modules.collator import Collator
 from tests.tiny import tiny_llama
@@ -90,28 +97,70 @@ def answer_log_prob(model: Any, example: Example) -> torch.Tensor:
     return log_probs[torch.from_numpy(example.weights[1:] > 0)].sum()
 
 
-def plain_dpo(model: Any, pairs: list[Example], smoothing: float = 0.0) -> torch.Tensor:
-    """Return the sum of weighted losses by the formula of the paper, in four forward passes."""
+def dpo(now: Any, before: Any, lengths: Any, smoothing: float = 0.0) -> Any:
+    margin = BETA * ((now[0] - before[0]) - (now[1] - before[1]))
+    return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
+
+
+def ipo(now: Any, before: Any, lengths: Any) -> Any:
+    return ((now[0] - before[0]) - (now[1] - before[1]) - 1 / (2 * BETA)) ** 2
+
+
+def ipo_by_token(now: Any, before: Any, lengths: Any) -> Any:
+    gains = [(now[i] - before[i]) / lengths[i] for i in range(2)]
+    return (gains[0] - gains[1] - 1 / (2 * BETA)) ** 2
+
+
+def orpo(now: Any, before: Any, lengths: Any) -> Any:
+    chosen, rejected = (torch.exp(now[i] / lengths[i]) for i in range(2))
+    odds = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
+    return -torch.log(chosen) - BETA * torch.log(torch.sigmoid(torch.log(odds)))
+
+
+def simpo(now: Any, before: Any, lengths: Any) -> Any:
+    chosen, rejected = (now[i] / lengths[i] for i in range(2))
+    return -torch.log(torch.sigmoid(BETA * chosen - BETA * rejected - 0.7))
+
+
+FORMULAS: dict[str, tuple[ObjectiveConfig, Any]] = {
+    "dpo": (DpoConfig(beta=BETA), dpo),
+    "cdpo": (
+        DpoConfig(beta=BETA, label_smoothing=0.2),
+        lambda *given: dpo(*given, smoothing=0.2),
+    ),
+    "rpo": (
+        DpoConfig(beta=BETA, sft_weight=0.5),
+        lambda now, before, lengths: dpo(now, before, lengths) - 0.5 * now[0] / lengths[0],
+    ),
+    "ipo": (IpoConfig(beta=BETA, length_normalized=False), ipo),
+    "ipo by token": (IpoConfig(beta=BETA), ipo_by_token),
+    "orpo": (OrpoConfig(beta=BETA), orpo),
+    "simpo": (SimpoConfig(beta=BETA, margin=0.7), simpo),
+}
+"""settings, and the loss of a pair by the formula of the paper"""
+
+
+def plain_loss(model: Any, pairs: list[Example], formula: Any) -> torch.Tensor:
+    """Return the sum of weighted losses of pairs, in four forward passes each."""
     losses = []
-    for pair, weight in zip(pairs, WEIGHTS, strict=True):
-        chosen, rejected = pair.documents()
+    for number, (pair, weight) in enumerate(zip(pairs, WEIGHTS, strict=True)):
+        answers = pair.documents()
         with torch.no_grad(), model.disable_adapter():
-            before = answer_log_prob(model, chosen) - answer_log_prob(model, rejected)
-        now = answer_log_prob(model, chosen) - answer_log_prob(model, rejected)
-        margin = BETA * (now - before)
-        loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
-        losses.append(weight * loss)
+            before = [answer_log_prob(model, answer) for answer in answers]
+        now = [answer_log_prob(model, answer) for answer in answers]
+        losses.append(weight * formula(now, before, LENGTHS[number][1:]))
     return torch.stack(losses).sum()
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("sizes", [[4], [1, 1, 1, 1], [3, 1]], ids=str)
 def test_loss_and_gradients_are_those_of_the_formula(
-    model: Any, packed: bool, sizes: list[int], smoothing: float
+    model: Any, packed: bool, sizes: list[int], name: str
 ) -> None:
-    pairs, objective = make_pairs(), Dpo(DpoConfig(beta=BETA, label_smoothing=smoothing))
-    expected = plain_dpo(model, pairs, smoothing)
+    config, formula = FORMULAS[name]
+    pairs, objective = make_pairs(), build_objective(config)
+    expected = plain_loss(model, pairs, formula)
     by_name = gradients(model, expected)
     sums, rows = DatasetSums(2), RowSums()
     found = [
@@ -130,7 +179,8 @@ def test_loss_and_gradients_are_those_of_the_formula(
 
 
 def test_figures_are_means_over_the_pairs_of_each_data_set(model: Any) -> None:
-    pairs, objective, sums = make_pairs(), Dpo(DpoConfig(beta=BETA)), DatasetSums(2)
+    pairs, sums = make_pairs(), DatasetSums(2)
+    objective = build_objective(DpoConfig(beta=BETA))
     for batch in batches(pairs, [3, 1], packed=True):
         batch_loss(objective, model, batch, "sdpa", sums)
     found = losses_by_dataset(sums.take(), ["a", "b"], "val", objective.figures)
@@ -149,6 +199,8 @@ def test_figures_are_means_over_the_pairs_of_each_data_set(model: Any) -> None:
             "rejected_reward": np.average(rewards[own, 1], weights=weights),
             "chosen_log_prob": np.average(np.array(log_probs)[own, 0], weights=weights),
             "rejected_log_prob": np.average(np.array(log_probs)[own, 1], weights=weights),
+            "chosen_tokens": np.average(np.array(LENGTHS)[own, 1], weights=weights),
+            "rejected_tokens": np.average(np.array(LENGTHS)[own, 2], weights=weights),
         }
         for figure, value in expected.items():
             assert found[f"val/{figure}/{name}"] == pytest.approx(value, rel=1e-5), figure
@@ -157,21 +209,36 @@ def test_figures_are_means_over_the_pairs_of_each_data_set(model: Any) -> None:
     assert found["val/margin"] == pytest.approx(np.average(margins, weights=WEIGHTS), rel=1e-5)
 
 
-def test_a_new_adapter_has_the_loss_of_chance(model: Any) -> None:
-    for name, weight in model.named_parameters():
-        if "lora_B" in name:
+@pytest.mark.parametrize("name", ["dpo", "cdpo", "ipo", "ipo by token"])
+def test_a_new_adapter_has_the_loss_that_the_first_step_is_checked_for(
+    model: Any, name: str
+) -> None:
+    for parameter, weight in model.named_parameters():
+        if "lora_B" in parameter:
             weight.data.zero_()
     sums = DatasetSums(2)
     (batch,) = batches(make_pairs(), [4], packed=True)
-    batch_loss(Dpo(DpoConfig()), model, batch, "sdpa", sums)
+    objective = build_objective(FORMULAS[name][0])
+    batch_loss(objective, model, batch, "sdpa", sums)
     found = losses_by_dataset(sums.take()[:3], ["a", "b"], "train")
-    assert found["train/loss"] == pytest.approx(np.log(2), abs=1e-6)
+    known = np.log(2) if "dpo" in name else (0.5 / BETA) ** 2
+    assert objective.first_loss == pytest.approx(known)
+    assert found["train/loss"] == pytest.approx(known, rel=1e-6)
+    first = FirstLoss(value=known, tolerance=1e-4, of="objective=dpo")
+    first.check(found["train/loss"])
+    with pytest.raises(TrainingFault, match="step 1: the loss of objective=dpo is"):
+        first.check(1.001 * known)
+
+
+@pytest.mark.parametrize("name", ["rpo", "orpo", "simpo"])
+def test_a_first_loss_that_depends_on_the_base_is_not_checked(name: str) -> None:
+    assert build_objective(FORMULAS[name][0]).first_loss is None
 
 
 def test_the_reference_leaves_the_adapter_and_an_outer_context_as_they_were(model: Any) -> None:
     (batch,) = batches(make_pairs(), [4], packed=True)
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    objective = Dpo(DpoConfig())
+    objective = build_objective(DpoConfig())
     before = objective.reference(model, batch, "sdpa")
     assert model.training
     assert trained == {name for name, weight in model.named_parameters() if weight.requires_grad}
@@ -182,13 +249,14 @@ def test_the_reference_leaves_the_adapter_and_an_outer_context_as_they_were(mode
     assert torch.allclose(losses, torch.full_like(losses, np.log(2)), atol=1e-6)
 
 
+@pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_a_micro_batch_without_pairs_has_a_loss_and_gradients_of_zero(
-    model: Any, packed: bool
+    model: Any, packed: bool, name: str
 ) -> None:
     empty = Collator(0, packed)([[]], 1.0)
     sums = DatasetSums(2)
-    loss = batch_loss(Dpo(DpoConfig()), model, empty, "sdpa", sums)
+    loss = batch_loss(build_objective(FORMULAS[name][0]), model, empty, "sdpa", sums)
     assert loss.item() == 0.0
     found = gradients(model, loss)
     assert found and not any(grad.any() for grad in found.values())

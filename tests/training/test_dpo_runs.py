@@ -84,6 +84,17 @@ def test_a_step_is_the_same_however_it_is_split(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("objective", ["orpo", "simpo"])
+def test_objectives_without_a_reference_train_all_weights(
+    objective: str, person: Person, tmp_path: Path
+) -> None:
+    words = [word for word in RUN if word != "adapter.dropout=0"]
+    person.train_into(tmp_path, *words, *ONE, f"objective={objective}", "adapter=full")
+    losses = read_column(tmp_path, "val/loss")
+    assert losses[3] < losses[0]
+
+
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bit_for_bit(whole: Path, person: Person, tmp_path: Path) -> None:
     cut, words = tmp_path / "cut", [*RUN, *ONE, "trainer.checkpoint.every_steps=1", "resume=auto"]
     person.train_into(cut, *words, "faults=[rank_killed@3]", code=-9)

@@ -329,7 +329,7 @@ def _of_objective(config: TrainConfig | EvaluateConfig) -> Iterator[Conflict]:
             f"data.on_long=split: objective={name} compares whole answers",
             "data.on_long=drop, truncate_left or truncate_right",
         )
-    if is_training(config):
+    if is_training(config) and config.objective.compares_with_base:
         yield from _of_reference(config)
 
 

@@ -49,6 +49,8 @@ class Objective(Protocol):
     """names of the further figures of its metrics"""
     is_likelihood: bool
     """whether its loss is a mean of -log p, of which a perplexity can be told"""
+    first_loss: float | None
+    """its loss as long as the model equals the base; None if that is not known beforehand"""
 
     def reference(self, model: Any, batch: Batch, backend: str) -> Tensor | None:
         """Return what the model without its adapter says of the batch, None if it is not needed."""

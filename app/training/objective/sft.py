@@ -17,6 +17,7 @@ class Sft:
 
     figures: tuple[str, ...] = ()
     is_likelihood = True
+    first_loss: float | None = None
 
     def reference(self, model: Any, batch: Batch, backend: str) -> None:
         """Return nothing: only the trained model counts."""

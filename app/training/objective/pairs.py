@@ -1,0 +1,121 @@
+"""What the objectives of preference pairs share: the log-probabilities of both answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from app.model.adapter import adapter_disabled
+from app.model.eval_mode import eval_mode
+from app.model.head import head_log_probs
+from app.training.objective.forward import document_numbers, head_inputs
+from app.training.objective.objective import Losses
+from data_modules import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """The answers of a micro-batch's pairs, chosen and rejected.
+
+    log_probs   fp64 [pairs, 2], of all trained tokens of an answer
+    num_tokens  fp64 [pairs, 2], trained tokens
+    reference   fp64 [pairs, 2], the base's log-probabilities; None for objectives without one
+    """
+
+    log_probs: Tensor
+    num_tokens: Tensor
+    reference: Tensor | None = None
+
+    @property
+    def means(self) -> Tensor:
+        """Log-probabilities per token."""
+        return self.log_probs / self.num_tokens.clamp_min(1)
+
+    @property
+    def gains(self) -> Tensor:
+        """Log-probabilities minus those of the base."""
+        assert self.reference is not None
+        return self.log_probs - self.reference
+
+
+class PairLoss(Protocol):
+    """The loss of a pair."""
+
+    needs_reference: bool
+    first_loss: float | None
+    """the loss as long as the model equals the base; None if it depends on the base"""
+
+    def losses(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """Return the rewards of the answers [pairs, 2], and the losses of the pairs [pairs]."""
+
+
+class PairObjective:
+    """The mean over pairs of a loss of both answers."""
+
+    figures: tuple[str, ...] = (
+        "accuracy",
+        "margin",
+        "chosen_reward",
+        "rejected_reward",
+        "chosen_log_prob",
+        "rejected_log_prob",
+        "chosen_tokens",
+        "rejected_tokens",
+    )
+    is_likelihood = False
+
+    def __init__(self, loss: PairLoss) -> None:
+        self.loss = loss
+        self.first_loss = loss.first_loss
+
+    def reference(self, model: Any, batch: Batch, backend: str) -> Tensor | None:
+        """Return the base's log-probabilities of the answers [pairs, 2], without their graph."""
+        if not self.loss.needs_reference:
+            return None
+        with eval_mode(model), adapter_disabled(model), torch.no_grad():
+            return answers_of(model, batch, backend).log_probs
+
+    def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
+        """Return the losses of the pairs of a micro-batch; `reference` as from the method."""
+        pairs = answers_of(model, batch, backend, reference)
+        rewards, losses = self.loss.losses(pairs)
+        weights = losses.new_zeros(0) if batch.pair_weights is None else batch.pair_weights
+        chosen, rejected = rewards.detach().unbind(1)
+        margins = chosen - rejected
+        figures = [(margins > 0).to(margins), margins, chosen, rejected]
+        figures += [*pairs.log_probs.detach().unbind(1), *pairs.num_tokens.unbind(1)]
+        return Losses(
+            (losses * weights).sum(),
+            losses.detach(),
+            weights,
+            _datasets_of_pairs(batch),
+            lambda: (torch.arange(len(losses), device=losses.device), len(losses)),
+            pairs.num_tokens.sum(1).long(),
+            figures,
+        )
+
+
+def answers_of(model: Any, batch: Batch, backend: str, reference: Tensor | None = None) -> Pairs:
+    """Compute both answers of each pair of a micro-batch."""
+    head = head_inputs(model, batch, backend)
+    log_probs = head_log_probs(model, head.inputs, head.labels)
+    documents, count = document_numbers(batch)
+    # fp64: the small difference of two sums over hundreds of tokens is what is learned from.
+    sums = log_probs.new_zeros(count + 1, dtype=torch.float64)
+    sums = sums.index_add(0, documents[:, head.columns].flatten(), log_probs.flatten().double())
+    is_trained = (batch.labels >= 0).flatten().double()
+    num_tokens = is_trained.new_zeros(count + 1).index_add_(0, documents.flatten(), is_trained)
+    # Without a pair the padding is left, which has no labels: a sum that is 0, but of the graph.
+    log_probs = (sums[:-1] + 0 * sums[-1]).view(-1, 2)
+    return Pairs(log_probs, num_tokens[:-1].view(-1, 2), reference)
+
+
+def _datasets_of_pairs(batch: Batch) -> Tensor:
+    """Return the data set of each pair, int64 [pairs]."""
+    documents, count = document_numbers(batch)
+    numbers = documents.flatten()
+    datasets = numbers.new_zeros(count + 1).scatter_(0, numbers, batch.dataset_ids.flatten())
+    return datasets[:-1:2]
