@@ -63,8 +63,9 @@ from data_modules.format.weights import (
 )
 from data_modules.types import Conversation, Document, Item, Row, Segment, Turn
 
-_ALPACA_ANSWERS = ("output", "response", "completion")
-_COMPLETIONS = ("completion", "response", "output")
+_ALPACA_QUESTIONS = ("instruction", "question", "query", "problem")
+_ALPACA_ANSWERS = ("output", "response", "completion", "solution", "answer")
+_COMPLETIONS = ("completion", "response", "output", "answer")
 _SHAREGPT = ("conversations", "conversation")
 _TEXT_COLUMNS = ("text", "content", "segments")
 _TURN_FORMATS = ("messages", "sharegpt", "prompt_completion")
@@ -87,6 +88,8 @@ class Format:
     guessed_by: tuple[str, ...] = ()
     is_guessed: bool = True
     """whether rows may be found to be of it; not where only an objective says how they are meant"""
+    unless_mapped: tuple[str, ...] = ()
+    """optional fields that are read only if no `columns` say what a row's columns are"""
 
     def fields(self) -> list[str]:
         """Return all names that `columns` can map, aliases included."""
@@ -154,7 +157,7 @@ def check_guessed(row: Row, columns: Mapping[str, str]) -> None:
 
 def _near_field(columns: Iterable[str]) -> str:
     """Return a hint if a column differs from a required field of a format by one letter."""
-    found = list(columns)
+    found = [name for name in columns if name != "answers"]  # not a slip: a name of its own
     required = (names for form in FORMATS.values() for names in form.required)
     names = [name for aliases in required if not set(aliases) & set(found) for name in aliases]
     return next((hint for name in names if (hint := typo_hint(name, found, _SLIP))), "")
@@ -294,7 +297,7 @@ def _without_aliases(
     values: dict[str, Any], form: Format, columns: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return `values` without the aliases of fields that `columns` maps."""
-    others = {
+    others = {name for name in form.unless_mapped if name not in columns} | {
         name
         for names in form.required
         if not columns.keys().isdisjoint(names)
@@ -329,8 +332,10 @@ def _first_present(values: Mapping[str, Any], names: Iterable[str]) -> tuple[str
 
 
 def _read_alpaca(values: Mapping[str, Any], origin: Origin) -> list[Item]:
-    question, input_start = read_text(values["instruction"], "instruction"), 0
-    if extra := read_optional_text(values, "input").strip():
+    name, question = _first_present(values, _ALPACA_QUESTIONS)
+    question, input_start = read_text(question, name), 0
+    extras = (read_optional_text(values, field).strip() for field in ("input", "context"))
+    if extra := "\n\n".join(filter(None, extras)):
         question, input_start = (
             (f"{question}\n\n{extra}", len(question) + 2) if question else (extra, 0)
         )
@@ -341,7 +346,8 @@ def _read_alpaca(values: Mapping[str, Any], origin: Origin) -> list[Item]:
     ]
     if values.get("history"):
         turns = _read_history(values["history"]) + turns
-    if system := read_optional_text(values, "system"):
+    systems = (read_optional_text(values, field) for field in ("system", "system_prompt"))
+    if system := next(filter(None, systems), ""):
         turns.insert(0, Turn("system", system))
     return [Conversation(tuple(turns), origin, weight=row_weight(values))]
 
@@ -445,9 +451,10 @@ FORMATS: dict[str, Format] = {
         Format("sharegpt", (_SHAREGPT,), ("system", *TOOLS, _KWARGS), _read_sharegpt),
         Format(
             "alpaca",
-            (("instruction",), _ALPACA_ANSWERS),
-            ("input", "system", "history", _KWARGS),
+            (_ALPACA_QUESTIONS, _ALPACA_ANSWERS),
+            ("input", "context", "system", "system_prompt", "history", _KWARGS),
             _read_alpaca,
+            unless_mapped=("context", "system_prompt"),
         ),
         Format(
             "pretokenized",

@@ -27,16 +27,21 @@ _MAX_DEPTH = 3
 TURNS = ("messages", "conversations", "conversation")
 """columns of turns"""
 _CLASSES = ("label", "labels")
+_CHOICES = ("choices", "options", "endings")
 
 
 class MeaningError(RowError):
-    """A row means more than its text: a pair of answers, a verdict or a class."""
+    """A row means more than its text: a pair of answers, a verdict, a class or a choice."""
 
 
 @functools.lru_cache(maxsize=1024)
 def may_mean_more(columns: tuple[str, ...]) -> bool:
     """Return whether a row of these columns may be one that `check_meaning` refuses."""
-    return any(map(_is_rejected, columns)) or not {*VERDICTS, *_CLASSES}.isdisjoint(columns)
+    return any(map(_is_rejected, columns)) or not {
+        *VERDICTS,
+        *_CLASSES,
+        *_CHOICES,
+    }.isdisjoint(columns)
 
 
 def check_meaning(
@@ -44,9 +49,10 @@ def check_meaning(
 ) -> None:
     """Raise MeaningError if a row of the guessed format `name` is not meant to be learned as it is.
 
-    It may be a pair of answers of which one is wrong, an answer with a verdict, or a text with its
-    class. `row` is as in its file, `values` the same after `columns` of the settings is applied. A
-    given format says that the rows are meant so.
+    It may be a pair of answers of which one is wrong, an answer with a verdict, a text with its
+    class, or a question whose answer is the number or letter of a choice. `row` is as in its file,
+    `values` the same after `columns` of the settings is applied. A given format says that the rows
+    are meant so.
     """
     found = f"columns {listed(row)}"
     is_pair = any(_is_rejected(key) and _is_answer(values[key]) for key in values)
@@ -56,6 +62,15 @@ def check_meaning(
         raise MeaningError(
             f"{found}: preference pairs; to learn from both answers, type objective=dpo; to train "
             f"on the chosen ones, {fix}"
+        )
+    choices = next((key for key in _CHOICES if isinstance(values.get(key), (list, dict))), None)
+    answer = values.get("answer")
+    is_text = isinstance(answer, str) and len(answer.strip()) > 1
+    if choices and not columns and not is_text and name in (None, "alpaca", "prompt_completion"):
+        raise MeaningError(
+            f"{found}: questions with '{choices}', of which a number or letter says the right one; "
+            "write the question with its choices in a column 'instruction' and the right one in "
+            "'output'; to measure such answers, evaluation=mmlu or arc"
         )
     if name is None:
         return

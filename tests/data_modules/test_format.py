@@ -187,7 +187,8 @@ def test_completion() -> None:
         (["messages", "text"], "messages"),
         (["prompt", "response"], "prompt_completion"),
         (["text", "id"], "completion"),
-        (["question", "answer"], None),
+        (["question", "answer"], "alpaca"),
+        (["question", "reply"], None),
         (["prompt", "text"], "completion"),
         (["input_ids", "attention_mask", "labels", "text"], "pretokenized"),
         (["input_ids", "labels", "prompt", "completion"], "pretokenized"),
@@ -219,11 +220,11 @@ def test_a_mapped_field_takes_precedence_over_its_aliases() -> None:
 
 def test_missing_column_error_keeps_the_columns_of_its_row_when_pickled() -> None:
     with pytest.raises(MissingColumnError) as caught:
-        convert({"instruction": "i", "answer": "a"}, "alpaca")
+        convert({"instruction": "i", "reply": "a"}, "alpaca")
     # Copies are made like pickles: from the arguments and the attributes.
     for error in (caught.value, copy.copy(caught.value)):
-        assert error.columns == ("instruction", "answer")
-        assert str(error).startswith("missing 'output'; found ['instruction', 'answer']")
+        assert error.columns == ("instruction", "reply")
+        assert str(error).startswith("missing 'output'; found ['instruction', 'reply']")
 
 
 @pytest.mark.parametrize(

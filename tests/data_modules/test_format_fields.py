@@ -163,7 +163,7 @@ def read(values: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("values", "texts"),
     [
-        ({"question": "q", "answer": "a"}, ["q", "a"]),
+        ({"question": "q", "reply": "a"}, ["q", "a"]),
         ({"Question": "q", "Response": "a", "id": "7"}, ["q", "a"]),
         ({"input": "q", "output": "a"}, ["q", "a"]),
         ({"input": "q", "target": "a"}, ["q", "a"]),

@@ -62,7 +62,7 @@ def test_problems_of_all_data_sets_are_reported_together(tmp_path: Path) -> None
     found = problems(
         broken,
         DatasetConfig(path=str(tmp_path / "c.jsonl")),
-        write(tmp_path / "d.jsonl", [{"question": "q", "answer": "a"}]),
+        write(tmp_path / "d.jsonl", [{"question": "q", "reply": "a"}]),
         write(tmp_path / "e.jsonl", [*alpaca("one"), {"x": 1}, {"x": 2}, {"y": 3}]),
     )
     assert [problem.replace(f"{tmp_path}/", "") for problem in found] == [
@@ -75,7 +75,7 @@ def test_problems_of_all_data_sets_are_reported_together(tmp_path: Path) -> None
         "(1 rows are of format alpaca, first e.jsonl:1)",
     ]
     assert "c.jsonl: no such file" in found[1]
-    assert "['question', 'answer']: format not recognized" in found[2]
+    assert "['question', 'reply']: format not recognized" in found[2]
 
 
 @pytest.mark.parametrize(

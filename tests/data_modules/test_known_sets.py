@@ -1,0 +1,151 @@
+"""The columns of public sets that people fine-tune on most, and how their rows are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import DataError, Origin
+from data_modules.format import convert_row, guess_format
+from data_modules.types import Conversation, Document, Row
+
+ORIGIN = Origin("rows.jsonl", 1)
+TURNS = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "say"}]
+VALUES: dict[str, Any] = {
+    "messages": TURNS,
+    "conversations": TURNS,
+    "choices": ["one", "two"],
+    "options": {"A": "one", "B": "two"},
+    "endings": ["one", "two"],
+    "label": 1,
+    "answers": {"text": ["one"], "answer_start": [0]},
+    "translation": {"en": "one", "fr": "un"},
+}
+"""values of columns; the others hold their own name"""
+READ = {
+    "tatsu-lab/alpaca": ("instruction input output text", "instruction+input -> output"),
+    "yahma/alpaca-cleaned": ("output input instruction", "instruction+input -> output"),
+    "vicgalle/alpaca-gpt4": ("instruction input output text", "instruction+input -> output"),
+    "sahil2801/CodeAlpaca-20k": ("output instruction input", "instruction+input -> output"),
+    "iamtarun/python_code_instructions_18k_alpaca": (
+        "instruction input output prompt",
+        "instruction+input -> output",
+    ),
+    "nickrosh/Evol-Instruct-Code-80k-v1": ("output instruction", "instruction -> output"),
+    "theblackcat102/evol-codealpaca-v1": ("output instruction", "instruction -> output"),
+    "WizardLMTeam/WizardLM_evol_instruct_70k": ("instruction output", "instruction -> output"),
+    "TIGER-Lab/MathInstruct": ("source output instruction", "instruction -> output"),
+    "garage-bAInd/Open-Platypus": (
+        "input output instruction data_source",
+        "instruction+input -> output",
+    ),
+    "lavita/ChatDoctor-HealthCareMagic-100k": (
+        "instruction input output",
+        "instruction+input -> output",
+    ),
+    "medalpaca/medical_meadow_medqa": ("input instruction output", "instruction+input -> output"),
+    "databricks/databricks-dolly-15k": (
+        "instruction context response category",
+        "instruction+context -> response",
+    ),
+    "meta-math/MetaMathQA": ("type query original_question response", "query -> response"),
+    "openai/gsm8k": ("question answer", "question -> answer"),
+    "microsoft/orca-math-word-problems-200k": ("question answer", "question -> answer"),
+    "b-mc2/sql-create-context": ("answer question context", "question+context -> answer"),
+    "Open-Orca/OpenOrca": (
+        "id system_prompt question response",
+        "system_prompt | question -> response",
+    ),
+    "hendrycks/competition_math": ("problem level type solution", "problem -> solution"),
+    "ise-uiuc/Magicoder-OSS-Instruct-75K": (
+        "lang raw_index index seed openai_fingerprint problem solution",
+        "problem -> solution",
+    ),
+    "HuggingFaceH4/CodeAlpaca_20K": ("prompt completion", "prompt -> completion"),
+    "nomic-ai/gpt4all-j-prompt-generations": ("prompt response source", "prompt -> response"),
+    "AI-MO/NuminaMath-CoT": ("source problem solution messages", "ask -> say"),
+    "open-r1/OpenR1-Math-220k": ("problem solution answer messages", "ask -> say"),
+    "HuggingFaceH4/ultrachat_200k": ("prompt prompt_id messages", "ask -> say"),
+    "HuggingFaceH4/no_robots": ("prompt prompt_id messages category", "ask -> say"),
+    "allenai/tulu-3-sft-mixture": ("id messages source", "ask -> say"),
+    "HuggingFaceTB/smoltalk": ("messages source", "ask -> say"),
+    "m-a-p/Code-Feedback": ("id messages", "ask -> say"),
+    "Open-Orca/SlimOrca": ("conversations", "ask -> say"),
+    "teknium/OpenHermes-2.5": ("conversations source category", "ask -> say"),
+    "mlabonne/FineTome-100k": ("conversations source score", "ask -> say"),
+    "open-thoughts/OpenThoughts-114k": ("system conversations", "system | ask -> say"),
+    "WizardLMTeam/WizardLM_evol_instruct_V2_196k": ("idx conversations", "ask -> say"),
+    "timdettmers/openassistant-guanaco": ("text", "text"),
+    "roneneldan/TinyStories": ("text", "text"),
+    "Salesforce/wikitext": ("text", "text"),
+    "allenai/c4": ("text timestamp url", "text"),
+}
+"""columns, and the texts that a row becomes"""
+ASKED = {
+    "nvidia/OpenMathInstruct-2": ("problem generated_solution expected_answer", "not recognized"),
+    "FreedomIntelligence/medical-o1-reasoning-SFT": (
+        "Question Complex_CoT Response",
+        "columns: {instruction: Question, output: Response}",
+    ),
+    "keivalya/MedQuad-MedicalQnADataset": (
+        "qtype Question Answer",
+        "columns: {instruction: Question, output: Answer}",
+    ),
+    "rajpurkar/squad": (
+        "id title context question answers",
+        "columns: {instruction: question, input: context, output: answers.text.0}",
+    ),
+    "EdinburghNLP/xsum": ("document summary id", "not recognized"),
+    "Helsinki-NLP/opus_books": ("id translation", "not recognized"),
+    "cais/mmlu": ("question subject choices answer", "questions with 'choices'"),
+    "allenai/ai2_arc": ("id question choices answerKey", "questions with 'choices'"),
+    "Rowan/hellaswag": ("ind activity_label ctx endings label", "questions with 'endings'"),
+    "stanfordnlp/imdb": ("text label", "columns: {instruction: text, output: label}"),
+    "dair-ai/emotion": ("text label", "columns: {instruction: text, output: label}"),
+    "fancyzhx/ag_news": ("text label", "columns: {instruction: text, output: label}"),
+    "Anthropic/hh-rlhf": ("chosen rejected", "objective=dpo"),
+    "HuggingFaceH4/ultrafeedback_binarized": ("prompt chosen rejected messages", "objective=dpo"),
+    "Intel/orca_dpo_pairs": ("system question chosen rejected", "objective=dpo"),
+}
+"""columns whose meaning a person has to say, and words of the answer that helps to say it"""
+
+
+def row_of(columns: str) -> Row:
+    values = {name: VALUES.get(name, name) for name in columns.split()}
+    return Row(values | {"answer": 1} if "choices" in values else values, ORIGIN)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_public_set_is_read_without_columns(name: str) -> None:
+    columns, expected = READ[name]
+    row = row_of(columns)
+    (item,) = convert_row(row, guess_format([row], {}), {})
+    if isinstance(item, Document):
+        assert " -> ".join(segment.text for segment in item.segments) == expected
+        return
+    assert isinstance(item, Conversation)
+    *asked, answer = [turn.content.replace("\n\n", "+") for turn in item.turns]
+    assert f"{' | '.join(asked)} -> {answer}" == expected
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_public_set_of_unclear_meaning_is_answered(name: str) -> None:
+    columns, words = ASKED[name]
+    with pytest.raises(DataError) as refused:
+        guess_format([row_of(columns)], {})
+    assert words in str(refused.value) and "choices.0" not in str(refused.value)
+
+
+def test_a_letter_names_a_choice_and_a_text_is_one() -> None:
+    row = {"question": "q", "options": {"A": "one", "B": "two"}, "answer": "A"}
+    with pytest.raises(DataError, match="questions with 'options'"):
+        guess_format([Row(row, ORIGIN)], {})
+    assert guess_format([Row(row | {"answer": "one"}, ORIGIN)], {}) == "alpaca"
+
+
+def test_columns_that_are_named_are_all_that_is_read() -> None:
+    row = Row({"question": "q", "context": "c", "system_prompt": "s", "answer": "a"}, ORIGIN)
+    (item,) = convert_row(row, "alpaca", {"instruction": "question", "output": "answer"})
+    assert isinstance(item, Conversation)
+    assert [turn.content for turn in item.turns] == ["q", "a"]
