@@ -195,7 +195,7 @@ def convert_row(row: Row, name: str, columns: Mapping[str, str]) -> list[Item]:
             if field in values:
                 break
         else:
-            raise _missing(names, row.values)
+            raise _missing(names, row.values, form)
     try:
         items = form.read(values, row.origin)
     except RowError as error:
@@ -307,8 +307,11 @@ def _without_aliases(
     return {name: value for name, value in values.items() if name not in others}
 
 
-def _missing(names: tuple[str, ...], columns: Mapping[str, Any]) -> MissingColumnError:
-    hint = next((hint for name in names if (hint := typo_hint(name, columns))), "")
+def _missing(
+    names: tuple[str, ...], columns: Mapping[str, Any], form: Format
+) -> MissingColumnError:
+    others = [name for name in columns if name not in form.fields()]  # fields are no misspellings
+    hint = next((hint for name in names if (hint := typo_hint(name, others))), "")
     if not hint and names[0] in ANSWERS:
         hint = (
             "; rows of preference pairs have a prompt, chosen and rejected: name their columns in "
