@@ -130,6 +130,8 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
         unsupported = find_unsupported_feature(settings)
         if unsupported is None and config.quantization.method != "none":
             unsupported = "the quantized base that the adapter was trained on"
+        if unsupported is None and config.model.context_len is not None:
+            unsupported = "the longer context (model.context_len) of the base"
         if unsupported is None:
             model, adapter, rank = str(config.model.path), tuned.folder, int(settings["r"])
         else:

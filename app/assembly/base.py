@@ -27,7 +27,7 @@ from app.model.base import ModelConfig, check_described, load_base
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.description import BaseDescription
 from app.model.quantization import QuantizationConfig, stored_quantization
-from app.model.rope import describe_rope_factors
+from app.model.rope import describe_context, describe_rope_factors
 from app.model.tokenizer import (
     build_tokenizer,
     new_token_ids,
@@ -137,6 +137,8 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
         problems = check_recompute(config.recompute.every, known)
         if problems := [*problems, *check_context_parallel(env.context_size, known)]:
             raise UserError(problems)
+    if extended := describe_context(model, architecture):
+        log.info("%s", extended)
     rope_len = model.rope_len or _longest_sequence(config)
     if rope := describe_rope_factors(architecture, rope_len):
         log.info("%s", rope)

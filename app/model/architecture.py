@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.config_source import newer_transformers
 from app.model.config_values import check_keys, check_values, shorten
 from app.model.multimodal import language_model_class, outermost, tower_modules
+from app.model.rope import DEFAULT_SCALING, extend_context
 from common.errors import UserError
 from common.untrusted import read_json_object, reading
 
@@ -50,6 +51,8 @@ def load_architecture(config: ModelConfig) -> PretrainedConfig:
     with reading_base(config):
         architecture = _load_architecture(config)
     _check_version(config, architecture)
+    if config.context_len is not None:
+        extend_context(architecture, config.context_len, config.rope_scaling or DEFAULT_SCALING)
     if not config.from_scratch:
         file = f"{config.path}/generation_config.json"
         with reading(file, "fix it, or remove it"):

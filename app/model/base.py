@@ -89,6 +89,11 @@ class ModelConfig:
     """longrope and dynamic NTK: tokens of the longest sequence, by which all documents get the
     factors of short or of long texts; null = data.sequence_len of the run, without a run the base's
     context"""
+    context_len: int | None = setting(None, ge=1, resume="content")
+    """tokens of the longest sequence, if that is more than the base's context: its rope is scaled,
+    and the result saved so; null = the base's context"""
+    rope_scaling: str | None = setting(None, choices=("yarn", "llama3", "linear"), resume="content")
+    """how the rope is scaled to model.context_len; null = yarn"""
     wrap_class: str | None = setting(None, resume="rounding", grants="nothing")
     """layer class that sharding strategies wrap; null = the classes the model declares"""
 
@@ -169,6 +174,8 @@ def _read_weights(
     # values.
     settings = quantization_settings(quantization, dtype, architecture.model_type)
     options: dict[str, Any] = {} if stored else {"quantization_config": settings}
+    if config.context_len is not None:
+        options["config"] = architecture
     # Experts in 4 bits, and FP8, are quantized after the weights were read.
     is_staged = quantization.method in (("nf4", "fp8") if has_experts(architecture) else ("fp8",))
     if on_host or is_staged:

@@ -16,10 +16,51 @@ from common.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from app.model.base import ModelConfig
+
 TYPES = ("longrope", "dynamic")
 """rope types whose factors depend on the number of tokens"""
+SCALINGS: dict[str, dict[str, float]] = {
+    "yarn": {},
+    "linear": {},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+"""rope types for sequences beyond the base's context -> their parameters besides the factor: YaRN
+(arXiv 2309.00071), position interpolation (2306.15595), and that of Llama 3.1"""
+DEFAULT_SCALING = "yarn"
 SCALES = ("short_mscale", "long_mscale")
 """scales of PhiMoE, which its layers choose by the number of tokens, too"""
+
+
+def extend_context(architecture: PretrainedConfig, context_len: int, scaling: str) -> None:
+    """Give a base's config a longer context by scaling its rope; transformers computes the factors.
+
+    Of layers that differ, only those of full attention are scaled. UserError if the base has no
+    rope, one that is scaled already, or that context anyway.
+    """
+    config = architecture.get_text_config()
+    original = getattr(config, "max_position_embeddings", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention", parameters)
+    what, kind = f"model.context_len={context_len}", parameters.get("rope_type")
+    if architecture.is_encoder_decoder or kind is None or original is None:
+        raise UserError(
+            f"{what}: {architecture.model_type} models have no rotary embedding that can be "
+            "scaled; leave it out, or take another base"
+        )
+    if context_len <= original:
+        raise UserError(
+            f"{what}: the base has a context of {original} tokens; leave it out, or type more"
+        )
+    if kind != "default":
+        raise UserError(
+            f"{what}: the base's rope is scaled already ({kind}, factor "
+            f"{parameters.get('factor', 'by feature')}, to {original} tokens); leave it out, or "
+            "take a base without rope scaling"
+        )
+    parameters |= {"rope_type": scaling, "factor": context_len / original, **SCALINGS[scaling]}
+    parameters["original_max_position_embeddings"] = original
+    config.max_position_embeddings = context_len
 
 
 def fix_rope_factors(model: PreTrainedModel, num_tokens: int | None) -> None:
@@ -70,6 +111,20 @@ def _fix_scale(module: Any, num_tokens: int | None) -> None:
         is_long = _num_tokens(module.config, num_tokens) > original
         module.config = copy.deepcopy(module.config)
         module.config.rope_parameters |= dict.fromkeys(SCALES, parameters[SCALES[is_long]])
+
+
+def describe_context(model: ModelConfig, architecture: PretrainedConfig) -> str | None:
+    """Return how `model.context_len` extends the context; None without."""
+    if model.context_len is None:
+        return None
+    for parameters in _rope_parameters(architecture.get_text_config()):
+        if parameters.get("rope_type") == (model.rope_scaling or DEFAULT_SCALING):
+            return (
+                f"context: {parameters['original_max_position_embeddings']:,} -> "
+                f"{model.context_len:,} tokens ({parameters['rope_type']}, factor "
+                f"{parameters['factor']:g})"
+            )
+    return None
 
 
 def describe_rope_factors(architecture: PretrainedConfig, num_tokens: int | None) -> str | None:

@@ -155,7 +155,7 @@ def check_planned(
     problems = check_compatibility(placed, hardware.gpus_per_node, on_this_machine=False)
     base = BaseDescription(name=config.model.path or "model.architecture", config=config_json)
     if config.data.sequence_len is not None:
-        problems += check_sequence_len(config.data.sequence_len, base)
+        problems += check_sequence_len(config.data.sequence_len, base, config.model.context_len)
     size = tensor_parallel_size(config.strategy, hardware.gpus_per_node)
     problems += check_context_parallel(context_parallel_size(config.strategy), base)
     return problems + check_tensor_parallel(size, base)

@@ -207,7 +207,7 @@ def _check_model(
     problems += found
     sequence_len = config.data.sequence_len if has_data(config) else None
     if sequence_len is not None:
-        problems += check_sequence_len(sequence_len, base)
+        problems += check_sequence_len(sequence_len, base, config.model.context_len)
     problems += [
         f"model.added_tokens: {token!r} is not a token; expected text without leading or trailing "
         "spaces, such as <|im_start|>"
@@ -268,14 +268,17 @@ def check_recompute(every: int, base: BaseDescription) -> list[str]:
     ]
 
 
-def check_sequence_len(sequence_len: int, base: BaseDescription) -> list[str]:
-    """Check that data.sequence_len is at most the context length of the base."""
-    context = base.context_len
+def check_sequence_len(
+    sequence_len: int, base: BaseDescription, extended: int | None = None
+) -> list[str]:
+    """Check that data.sequence_len is at most the context length of the base, or `extended`."""
+    context = base.context_len if extended is None else extended
     if context is None or sequence_len <= context:
         return []
+    longer = "" if base.is_pair else f", or model.context_len={sequence_len} to scale its rope"
     return [
         f"data.sequence_len={sequence_len} exceeds the context length of {base.name}, "
-        f"{context} tokens; type data.sequence_len={context}"
+        f"{context} tokens; type data.sequence_len={context}{longer}"
     ]
 
 

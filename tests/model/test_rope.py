@@ -14,7 +14,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from app.model.architecture import model_class
 from app.model.attention import attention_inputs, check_isolation, check_padded_rows
-from app.model.rope import describe_rope_factors, fix_rope_factors
+from app.model.rope import (
+    SCALINGS,
+    describe_rope_factors,
+    extend_context,
+    fix_rope_factors,
+)
 from common.errors import UserError
 from tests.families import tiny_family
 from tests.parity.every_family import registry, tiny_config
@@ -165,3 +170,52 @@ def test_the_choice_is_named() -> None:
     assert "long factors" in str(describe_rope_factors(config, ORIGINAL + 1))
     assert "up to 128 tokens" in str(describe_rope_factors(config, None))
     assert describe_rope_factors(tiny_family("llama").config, 64) is None
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_a_longer_context_is_that_of_transformers(family: str, scaling: str) -> None:
+    extended, by_hand = (tiny_config(family) for _ in range(2))
+    original = extended.max_position_embeddings
+    extend_context(extended, 4 * original, scaling)
+    own = by_hand.rope_parameters.get("full_attention", by_hand.rope_parameters)
+    own |= {"rope_type": scaling, "factor": 4.0, "original_max_position_embeddings": original}
+    own |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if scaling == "llama3" else {}
+    by_hand.max_position_embeddings = 4 * original
+    plain = tiny_config(family)
+    logits = []
+    for config in (extended, by_hand, plain):
+        torch.manual_seed(0)
+        model = model_class(config).from_config(config).eval()
+        ids = torch.arange(24).unsqueeze(0) % config.vocab_size
+        logits.append(model(input_ids=ids).logits)
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("gpt2", {}, "no rotary embedding"),
+        ("t5", {}, "no rotary embedding"),
+        ("llama", {"max_position_embeddings": 4096}, "has a context of 4096 tokens; leave it out"),
+        ("phi3", {}, None),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            r"scaled already \(linear, factor 2.0",
+        ),
+    ],
+)
+def test_a_context_that_cannot_be_extended_is_refused(
+    family: str, change: dict[str, Any], said: str | None
+) -> None:
+    config = tiny_config(family)
+    for name, value in change.items():
+        setattr(config, name, value)
+    if said is None:
+        extend_context(config, 4096, "yarn")
+        assert config.max_position_embeddings == 4096
+        return
+    with pytest.raises(UserError, match=said):
+        extend_context(config, 4096, "yarn")
