@@ -47,6 +47,7 @@ def test_a_wheel_contains_every_file_that_is_read(wheel: Path) -> None:
         "conf/**/*.yaml",
         "data_modules/**/*.jinja",
         "data_modules/samples/tiny_base/*",
+        "*/py.typed",
     ):
         needed = {file.relative_to(ROOT).as_posix() for file in ROOT.glob(pattern)}
         assert needed <= held

@@ -130,6 +130,9 @@ def test_intervals_stay_within_the_possible_difference() -> None:
 def test_rows_are_weighted_by_their_tokens() -> None:
     change = compared([1.0, 3.0], [2.0, 3.0], [3.0, 1.0])
     assert (change.base, change.tuned, change.difference) == (1.5, 2.25, 0.75)
+    differences, tokens = np.repeat([1.0, 0.0], 20), np.repeat([3.0, 1.0], 20)
+    low, high = paired_bootstrap(differences, tokens)
+    assert low < 0.75 < high and (low + high) / 2 == pytest.approx(0.75, abs=0.05)
 
 
 @pytest.mark.usefixtures("few_resamples")

@@ -12,6 +12,7 @@ from transformers.masking_utils import (
 
 from app.model.attention.attend import MaskRule, attend_by_document, build_mask_rule
 from app.model.attention.documents import group_documents
+from app.model.attention.inputs import _dense_mask
 from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
 from tests.model.test_attention_varlen import varlen_2_13
 
@@ -96,3 +97,15 @@ def test_varlen_supports_only_the_layers_own_window() -> None:
             attend_by_boundaries(
                 LAYER, query, key, value, rule(kind, 4), sliding_window=window, kernel=KERNEL
             )
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+def test_a_dense_mask_is_that_of_each_document(window: int | None) -> None:
+    shape, device = (1, sum(LENGTHS[0])), torch.device("cpu")
+    mask = _dense_mask(LENGTHS, shape, device, torch.float32, window=window)
+    blocks = []
+    for length in LENGTHS[0]:
+        number = torch.arange(length)
+        distance = number.unsqueeze(1) - number
+        blocks.append((distance >= 0) & (distance < (window or length)))
+    assert torch.equal(mask[0, 0] == 0, torch.block_diag(*blocks).bool())

@@ -97,6 +97,10 @@ def test_layers_are_quantized_but_not_head_routers_and_odd_widths() -> None:
     base = _base()
     quantized = {n for n, m in base.named_modules() if isinstance(m, fp8.Fp8Linear)}
     assert len(quantized) == 14 and not any("lm_head" in name for name in quantized)
+    routed = tiny_llama(hidden_size=64, intermediate_size=128)
+    routed.model.layers[0].mlp.gate = torch.nn.Linear(64, 16)
+    fp8.quantize_to_fp8(routed, torch.float32)
+    assert type(routed.model.layers[0].mlp.gate) is torch.nn.Linear
     mixture = tiny_mixture("mixtral", hidden_size=64, intermediate_size=64)
     with pytest.raises(UserError, match="% of the weights of this mixtral model unquantized"):
         fp8.quantize_to_fp8(mixture, torch.float32)
