@@ -356,6 +356,7 @@ UNUSED = [
     ("quantization.method=int8 quantization.double_quant=false", "quantization.method=nf4"),
     ("recompute.mode=none recompute.every=2", "recompute.mode=full"),
     ("data.train_on_inputs=true data.roles_to_train=[user]", "data.train_on_inputs=false"),
+    ("model.rope_scaling=linear", "model.context_len=9999"),
     ("data.train_on_inputs=true data.last_turn_only=true", "data.train_on_inputs=false"),
     ("data.mixture.temperature=2.0", None),
     ("data.mixture.stop=first", None),

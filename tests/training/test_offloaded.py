@@ -76,7 +76,11 @@ def test_a_fit_tries_its_model_where_it_computes(
     model.set_attn_implementation(attention_implementation(backend))
     fuse_head(model)
     strategy = SimpleNamespace(
-        root_device=HERE, gathered=keep_elsewhere(model), fuses_adapters=True, data_rank=0
+        root_device=HERE,
+        gathered=keep_elsewhere(model),
+        fuses_adapters=True,
+        random_rank=0,
+        context_ranks=None,
     )
     gathered_from: list[torch.device] = []
     strategy.set_leaf_modules = list
