@@ -66,6 +66,9 @@ class StreamPlan:
         """Return whether a tenth of the run ends here: a stream has no epochs."""
         return step % math.ceil(self.num_steps / 10) == 0
 
+    def epoch_at(self, step: int) -> None:
+        """Return None: a stream has no epochs."""
+
 
 class TokenStream(IterableDataset[Batch]):
     """Yield micro-batches endlessly from this rank's and this worker's shard of the rows.

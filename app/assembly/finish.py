@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 from app.config import TrainConfig, changed_settings, words_to_type
 from app.process.launch import is_first_rank, quote_words
 from app.process.logs import LOG_FILE
+from app.process.status import FINISHED, end_status
 from app.report.model_card import write_card
 from app.report.run_page import end_loggers, write_page
 from app.run import Run
 from app.run.folder import METRICS_FILE, OUTPUTS
 from app.run.manifest import record_result
 from app.training.run_documents import METRICS, read_document
+from common.errors import DONE
 from common.files import write_atomically
 from common.installation import python_command, verb_command
 from common.text import printable
@@ -80,6 +82,7 @@ def finish(
         write_card(saved, run.folder, settings)
         end_loggers(trainer.loggers, run.folder, metrics, settings)
         record_result(run.folder, asdict(result))
+        end_status(run.folder, FINISHED, DONE)
         print(f"\nresult: {result}")
         print_next(run, saved)
 

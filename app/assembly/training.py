@@ -29,6 +29,7 @@ from app.training.callbacks.same_on_all_ranks import (
     program_values,
     rank_invariant_values,
 )
+from app.training.callbacks.status_file import StatusFile
 from app.training.checkpoint.saving import build_checkpoints, build_saver, signals_of
 from app.training.logger import build_loggers
 from app.training.metrics import FirstLoss, Metrics
@@ -98,6 +99,7 @@ def build_trainer(
                 loss_names=[f"val/loss/{name}" for name in data.dataset_names],
             ),
             WriteMetadata(run, identity, facts, data),
+            StatusFile(run.folder, data.plan.epoch_at, checkpoints.store),
         ],
         folder=run.folder,
         checkpoints=checkpoints,

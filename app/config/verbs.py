@@ -427,6 +427,7 @@ ALL_VERBS = {
         "measure loss, metrics of answers and tasks (MMLU, GSM8K, ...); base vs tuned",
         EvaluateConfig,
     ),
+    "status": Verb("show what a run is doing: step, loss, time left; its exit code is for scripts"),
     "report": Verb("write the report page of a run, or compare several runs"),
     "preview": Verb(
         "show what a run would train on: rows, loss mask, packs, audit; needs a tokenizer",

@@ -15,6 +15,7 @@ from app.process.heartbeat import LOST, PORT_TAKEN, send_to_supervisor
 from app.process.launch import is_first_on_machine, is_first_rank, run_dir
 from app.process.peers import watched_peers
 from app.process.signals import signal_received
+from app.process.status import FAILED, STOPPED, end_status
 from common.errors import (
     DEAD_WORKER,
     ENVIRONMENT_ERROR,
@@ -55,6 +56,8 @@ def report(error: BaseException) -> int:
     elif isinstance(error, Interrupted):
         if is_first_rank():
             print(f"\n{error}", file=sys.stderr)
+            if (folder := run_dir()) is not None:
+                end_status(folder, STOPPED, code, str(error))
     elif code == INTERRUPTED:
         if is_first_rank():
             print("\ninterrupted", file=sys.stderr)
@@ -65,7 +68,7 @@ def report(error: BaseException) -> int:
         write_error_file(message)
         if lost:
             save_reason(message)
-        if is_first_on_machine() if lost else _claim_message(error, message):
+        if is_first_on_machine() if lost else _claim_message(error, message, code):
             print(message, file=sys.stderr)
     return code
 
@@ -94,19 +97,20 @@ def write_error_file(message: str) -> None:
 
 
 def save_reason(message: str) -> None:
-    """Save the message in the run's folder, unless another rank has already saved one."""
+    """Save why another rank was lost in the run's folder, unless a rank has saved a reason."""
     if (folder := run_dir()) is not None:
         with contextlib.suppress(OSError):
-            _write_reason(folder, message)
+            _write_reason(folder, message, ENVIRONMENT_ERROR)
 
 
-def _write_reason(folder: Path, message: str) -> None:
+def _write_reason(folder: Path, message: str, code: int) -> None:
     reason = folder / REASON_FILE
     with reason.open("x", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"{message}\n")
+    end_status(folder, FAILED, code, message)
 
 
-def _claim_message(error: BaseException, message: str) -> bool:
+def _claim_message(error: BaseException, message: str, code: int) -> bool:
     """Return whether this rank prints the run's one message, after saving it in the run's folder.
 
     Any rank may do so: an error on one rank is reported there, and the other ranks are then ended.
@@ -123,7 +127,7 @@ def _claim_message(error: BaseException, message: str) -> bool:
     if not is_first_rank() and LOST_CONNECTION.search(str(error)):
         return False
     try:
-        _write_reason(folder, message)
+        _write_reason(folder, message, code)
     except FileExistsError:
         return False
     except OSError:  # the message may be about this disk

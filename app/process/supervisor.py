@@ -31,6 +31,7 @@ from app.process.heartbeat import (
 from app.process.launch import PARENT_VARIABLE, PIPE_VARIABLE, STEP_VARIABLE, free_port
 from app.process.reporting import REASON_FILE
 from app.process.signals import EXITS_WITHIN, HANDLED, defer_signals, signal_received
+from app.process.status import FAILED, end_status, restart_status
 from common.errors import DONE, ENVIRONMENT_ERROR, TRAINING_FAULT, USER_ERROR
 from common.facts import setting
 from common.files import open_no_follow
@@ -112,7 +113,7 @@ class Supervisor:
         while True:
             ending = self._run_once()
             if ending.message:
-                self._report(ending.message)
+                self._report(ending.message, ending.code)
             if ending.code == DONE or ending.by_signal or ending.code in FINAL_CODES:
                 return ending.code
             if last is not None and ending.step == last.step:
@@ -135,6 +136,7 @@ class Supervisor:
         for _ in range(MAX_PORTS):
             environment = {STEP_VARIABLE: str(self.resume_step)}
             (self.folder / REASON_FILE).unlink(missing_ok=True)
+            restart_status(self.folder, self.resume_step)
             if self.chooses_port:
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             ranks = Ranks(command=self.command, environment=environment, folder=self.folder)
@@ -239,9 +241,10 @@ class Supervisor:
             return message
         return "\n  ".join([f"{message}; its last lines:", *rank.last_lines])
 
-    def _report(self, message: str) -> None:
+    def _report(self, message: str, code: int) -> None:
         """Print the error, and save it in the run's folder."""
         print_to_stderr(f"{PREFIX}{message}")
+        end_status(self.folder, FAILED, code, redact(f"{PREFIX}{message}"))
         with contextlib.suppress(OSError):  # the message may be about this disk
             reason = self.folder / REASON_FILE
             with open_no_follow(reason, "w", encoding="utf-8", errors="backslashreplace") as file:

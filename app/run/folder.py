@@ -30,6 +30,7 @@ from app.process.launch import (
 )
 from app.process.logs import LOG_FILE
 from app.process.reporting import REASON_FILE, is_reason
+from app.process.status import STATUS_FILE
 from common.errors import UserError
 from common.facts import setting
 from common.files import open_no_follow, special_entries, write_atomically
@@ -44,12 +45,15 @@ CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.json"
 VERB_LINE = re.compile(r"# settings of loft (\w+)\n")
 """first line of config.yaml, with the verb; earlier versions wrote none"""
 LOCK_FILE = "run.lock"
+UNUSED = (LOCK_FILE, REASON_FILE, STATUS_FILE)
+"""what a process that was refused leaves in its new folder"""
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 """errors of a file system without locks"""
 PROBE = ".writable-"
 """prefix of a temporary file that tests whether the folder is writable"""
 LEFT_BY_REFUSED = re.compile(
     rf"{re.escape(LOCK_FILE)}|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
+    rf"\.?{re.escape(STATUS_FILE)}(\.\d+)?|"
     rf"{re.escape(PROBE)}.*|faults-fired|checkpoints|partial|(adapter|model)-step-\d+(\.\d+)?|"
     r"unfinished"
 )
@@ -343,8 +347,8 @@ def discard_unused() -> None:
     if folder is None or is_child() or folder.parent.parent != OUTPUTS.resolve():
         return
     with contextlib.suppress(OSError):  # another process may be using it
-        if {entry.name for entry in folder.iterdir()} <= {LOCK_FILE, REASON_FILE}:
-            for name in (LOCK_FILE, REASON_FILE):
+        if {entry.name for entry in folder.iterdir()} <= set(UNUSED):
+            for name in UNUSED:
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.adapter import resumed_adapter
 from app.preflight import describe_base, requested_devices
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
+from app.process.status import begin_status
 from app.run.changes import (
     check_changes,
     check_global_batch,
@@ -249,6 +250,8 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
     elif config.resume != NEVER:
         log.info("RESUME: fresh start, no checkpoint in %s", folder)
     share_with_ranks(folder)
+    if is_first_rank():
+        begin_status(folder, run.step)
     os.environ[STEP_VARIABLE] = str(run.step)
     return run
 

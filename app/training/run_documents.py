@@ -120,6 +120,17 @@ TRIALS = ListOf(
 END = Keys({"exit_code": COUNT, "seconds": FIGURE}, {}, allows_others=True)
 """end.json, which the job of a trial leaves"""
 
+STATUS = Keys(
+    {"state": TEXT, "step": COUNT, "written": FIGURE, "host": TEXT, "pid": COUNT},
+    {
+        **dict.fromkeys(("steps", "exit_code"), NULLABLE_COUNT),
+        **dict.fromkeys(("checkpoint", "message"), NULLABLE_TEXT),
+        **dict.fromkeys(("epoch", "loss", "val_loss", "hours_left"), or_null(FIGURE)),
+        **dict.fromkeys(("tokens_per_second", "seconds_per_step"), or_null(FIGURE)),
+    },
+    allows_others=True,
+)
+"""status.json"""
 RESULT = Keys({"stamp": TEXT, "row": COUNT, "result": ANYTHING}, {})
 """a line of what a killed evaluation has measured"""
 

@@ -139,6 +139,11 @@ class StepPlan:
             self._count_another_epoch()
         return step in self._first_steps[1:]
 
+    def epoch_at(self, step: int) -> float:
+        """Return how many epochs `step` steps are, by the length of the first one."""
+        self.ends_epoch(1)  # counts the steps of the first epoch
+        return step / self._first_steps[1]
+
     def micro_batches(self, step: int, rank: int) -> list[MicroBatch]:
         """Return the `accumulation_steps` micro-batches of `rank` in a global step."""
         epoch, index = self._locate(step)

@@ -32,7 +32,7 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*) ?([\w-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VERB = re.compile(r"(?:^|\s)(?:-m app\.|loft )(\w+)(.*)")
-PLAIN = {"init", "push", "report"}
+PLAIN = {"init", "push", "report", "status"}
 """verbs without Hydra"""
 ASSIGNED = re.compile(r'\b([A-Z_]+)=("[^"]*"|\S+)')
 BASE = "model.path=data_modules/samples/tiny_base"

@@ -7,6 +7,7 @@ second.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from app.process import supervisor as supervisor_module
 from app.process.launch import free_port
 from app.process.reporting import REASON_FILE
 from app.process.signals import SAME_SIGNAL_SECONDS_OF_RANK
+from app.process.status import STATUS_FILE, begin_status
 from app.process.supervisor import SuperviseConfig, Supervisor
 from app.run import ranks as ranks_module
 from app.training.checkpoint.store import CheckpointStore
@@ -121,8 +123,9 @@ def test_ranks_that_succeed_end_the_run(supervise: Supervise) -> None:
 
 
 def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(
-    supervise: Supervise,
+    supervise: Supervise, tmp_path: Path
 ) -> None:
+    begin_status(tmp_path, 0)
     run = supervise(
         "if rank == 0: wait()",
         "wait_for_both()",
@@ -137,6 +140,9 @@ def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(
     assert run.stderr.count("error") == 1
     assert run.seconds < GONE_WITHIN and not run.has_live_ranks()
     assert (run.folder / REASON_FILE).read_text() in run.stderr
+    status = json.loads((run.folder / STATUS_FILE).read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 3)
+    assert "rank 1 was killed" in status["message"]
 
 
 def test_an_unexplained_exit_is_named(supervise: Supervise) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from app.evaluation.comparison import print_comparison
 from app.process.reporting import REASON_FILE
+from app.process.status import STATUS_FILE
 from app.run.folder import LOCK_FILE, OutputConfig, decide_run_dir, discard_unused
 
 
@@ -17,7 +18,7 @@ def test_a_folder_of_a_lock_and_an_error_alone_goes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = decide_run_dir(OutputConfig(name="refused"))
-    for name in filter(None, (LOCK_FILE, REASON_FILE, more)):
+    for name in filter(None, (LOCK_FILE, REASON_FILE, STATUS_FILE, more)):
         (folder / name).write_text("x")
     discard_unused()
     assert folder.exists() == bool(more)

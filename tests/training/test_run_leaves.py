@@ -27,6 +27,7 @@ from app.model.adapter import LoraConfig, probe_logits
 from app.run.folder import OutputConfig, decide_run_dir
 from app.run.manifest import git_state
 from app.train import train
+from app.training.run_documents import CSV_FILE, read_curves
 from common.errors import UserError
 from common.files import write_atomically
 from tests.conftest import TrainRun, read_column
@@ -98,10 +99,16 @@ def test_the_run_folder_has_exactly_the_documented_files(run: Run) -> None:
         "predictions.jsonl",
         "report.html",
         "run.lock",
+        "status.json",
         "tensorboard",
         "train.log",
         "training_curves.png",
     }
+    status = json.loads((run.folder / "status.json").read_text())
+    assert (status["state"], status["step"], status["steps"]) == ("finished", 16, 16)
+    assert status["checkpoint"] == "checkpoints/step-16" and status["exit_code"] == 0
+    last = next(row for step, row in read_curves(run.folder / CSV_FILE) if step == 16)
+    assert status["loss"] == last["train/loss"] and status["epoch"] > 0
     page = (run.folder / "report.html").read_text()
     assert "finished after step 16" in page and "loss: capital" in page and "Prague" in page
 

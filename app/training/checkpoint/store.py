@@ -198,6 +198,10 @@ class CheckpointStore:
             sentences[-1] += "; no undamaged checkpoint is left"
         return good, sentences
 
+    def newest_step(self) -> int | None:
+        """Return the step of the newest finished save, None without one; no file is read."""
+        return next((step for step, _ in reversed(self._folders())), None)
+
     def _folders(self) -> list[tuple[int, Path]]:
         """Return step and folder of each finished save, oldest first, damaged ones included."""
         found: dict[int, Path] = {}

@@ -1,0 +1,71 @@
+"""status.json in a run's folder: what the run is doing, for schedulers, dashboards and scripts.
+
+Whoever knows of a change writes it: the first rank, the rank that reports an error, the supervisor.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from common.files import write_atomically
+from common.untrusted import read_json_object
+
+STATUS_FILE = "status.json"
+STARTING, TRAINING, EVALUATING, FINISHED = "starting", "training", "evaluating", "finished"
+STOPPED, FAILED = "stopped", "failed"
+"""states of a run that has ended before its last step: by a signal, or by an error"""
+FIELDS = {
+    "step": None,
+    "steps": None,
+    "epoch": None,
+    "loss": None,
+    "val_loss": None,
+    "tokens_per_second": None,
+    "seconds_per_step": None,
+    "hours_left": None,
+    "checkpoint": None,
+    "exit_code": None,
+    "message": None,
+}
+"""what is known at the start of a run, besides its state"""
+
+
+def begin_status(folder: Path, step: int) -> None:
+    """Write the status of a training run that starts after `step` optimizer steps."""
+    _write(folder, FIELDS | {"state": STARTING, "step": step})
+
+
+def restart_status(folder: Path, step: int) -> None:
+    """Begin anew if `folder` is that of a training run: its ranks are started again."""
+    if _read(folder):
+        begin_status(folder, step)
+
+
+def update_status(folder: Path, **changed: Any) -> None:
+    """Change the status of a run, unless an error or a signal has ended it."""
+    if (status := _read(folder)) and status.get("state") not in (STOPPED, FAILED):
+        _write(folder, status | changed)
+
+
+def end_status(folder: Path, state: str, exit_code: int, message: str | None = None) -> None:
+    """Record how a run ended; nothing if `folder` is not that of a training run."""
+    if status := _read(folder):
+        ending = {"state": state, "exit_code": exit_code, "message": message, "hours_left": None}
+        _write(folder, status | ending)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    return read_json_object(folder / STATUS_FILE)[0]
+
+
+def _write(folder: Path, status: dict[str, Any]) -> None:
+    status |= {"written": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+    with contextlib.suppress(OSError):  # a run does not end for it; the disk may be full
+        write_atomically(folder / STATUS_FILE, json.dumps(status, indent=2) + "\n")
