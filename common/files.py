@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,23 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def file_system_of(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the type of the file system that has `folder`, which need not exist yet.
+
+    Such as ext4, tmpfs or nfs4; empty if this system does not list its mounts.
+    """
+    place, found = folder.resolve(), (-1, "")
+    if not mounts.exists():
+        return ""
+    for line in mounts.read_text(errors="replace").splitlines():
+        mount, _, rest = line.partition(" - ")
+        # Spaces, tabs, newlines and backslashes in a path are written as octal numbers.
+        point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount.split()[4])
+        if place.is_relative_to(point):
+            found = max(found, (len(point), rest.split()[0]), key=lambda each: each[0])
+    return found[1]
 
 
 def open_no_follow(file: Path, mode: str, **options: Any) -> IO[Any]:

@@ -20,6 +20,7 @@ from app.run import Run
 from app.run.manifest import installed_versions
 from app.run.ranks import build_peers
 from app.strategy.build import build_strategy
+from app.strategy.settings import states_folder
 from app.training.callbacks.gradient_check import GradientCheck
 from app.training.callbacks.heartbeat import Heartbeat
 from app.training.callbacks.machine_stats_monitor import MachineStatsMonitor
@@ -160,6 +161,7 @@ def build_module(
     evaluation = build_training_evaluation(
         config, base, data, objective, Path(trainer.default_root_dir), signals_of(trainer).poll
     )
+    folder = states_folder(config.strategy, Path(trainer.default_root_dir))
     return FinetuneModule(
         base.model_builder(config, env),
         backend=base.backend,
@@ -171,6 +173,7 @@ def build_module(
             lr=lr.value,
             # Lightning refuses fused optimizers with a loss scaler, although we clip gradients.
             fused=env.precision != "fp16",
+            states_folder=folder,
         ),
         schedule=config.schedule,
         total_steps=data.total_steps,
@@ -180,7 +183,9 @@ def build_module(
         router_aux_loss=choose_router_aux_loss(
             base.architecture, config.adapter, config.model.router_aux_loss
         ),
-        probe_micro_batch=partial(probe_micro_batch, optimizer=config.optimizer.name)
+        probe_micro_batch=partial(
+            probe_micro_batch, optimizer=config.optimizer.name if folder is None else None
+        )
         if env.probes_micro_batch
         else None,
         measure=None if evaluation is None else evaluation.measure,

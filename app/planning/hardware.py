@@ -74,8 +74,8 @@ class HardwareConfig:
     host_link_gb_per_second: float = setting(0.0, ge=0)
     """bandwidth between a GPU and host memory, in one direction"""
     nvme_gib: float = setting(0.0, ge=0)
-    """disk space of a machine for checkpoints and the result; 0 = not checked. Nothing is offloaded
-    to disk (--help strategy)"""
+    """disk space of a machine for checkpoints, the result and strategy.offload_optimizer=disk; 0 =
+    not checked"""
     price_per_hour: float | None = setting(None, gt=0)
     """price of one GPU per hour, in any currency; if set, a plan includes the cost of the run"""
 

@@ -38,7 +38,8 @@ def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> Host
     size = size or run.size
     whole, strategy = size.whole, run.strategy
     per_node, nodes = run.hardware.gpus_per_node, run.num_nodes
-    all_states = _state_bytes(run, size) + whole.trained
+    on_disk = strategy.offload_optimizer == "disk"
+    all_states = whole.trained + (0.0 if on_disk else _state_bytes(run, size))
     loading = offloaded = 0.0
     if isinstance(strategy, FsdpConfig) or (
         isinstance(strategy, ZeroConfig) and strategy.stage == 3
@@ -65,7 +66,7 @@ def _state_bytes(run: PlannedRun, size: ModelSize) -> float:
 
 
 def estimate_disk(run: PlannedRun, size: ModelSize | None = None) -> float:
-    """Estimate the bytes of all checkpoints and of the result on disk.
+    """Estimate the bytes of all checkpoints, of the result, and of a machine's states on disk.
 
     While a checkpoint is written, there is one more than are kept.
     """
@@ -78,4 +79,7 @@ def estimate_disk(run: PlannedRun, size: ModelSize | None = None) -> float:
     if isinstance(run.strategy, DdpConfig) and run.strategy.compression == "topk":
         checkpoint += run.num_ranks * feedback_bytes(size, run.strategy)  # of each rank
     result = trained + (size.whole.frozen if run.trains_base else 0.0)
+    if run.strategy.offload_optimizer == "disk":
+        _, _, shares = num_shards(run.strategy, run.num_ranks, run.num_nodes)
+        result += _state_bytes(run, size) / shares * run.hardware.gpus_per_node
     return checkpoint * (run.num_checkpoints + 1) + result

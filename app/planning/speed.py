@@ -48,6 +48,9 @@ FP8_TRANSPOSED = 2.0
 """bytes read and written to transpose one weight for the gradient of the input"""
 OPTIMIZER_PASSES = 7
 """elements that AdamW reads and writes per trainable weight: weight, gradient, two states"""
+LINK_PASSES = {"none": 0, "cpu": 3, "disk": 4}
+"""elements per trainable weight between GPU and host in a step, by strategy.offload_optimizer: two
+states to the device and back with disk"""
 ACCUMULATION_PASSES = 3
 """elements read and written per trainable weight to add a micro-batch's gradient to the sum"""
 
@@ -133,7 +136,7 @@ class Speed:
 
 
 def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
-    """Estimate the time of an optimizer step."""
+    """Estimate the time of an optimizer step; that of a disk of optimizer states is not known."""
     size = size or run.size
     hardware, split = run.hardware, run.tensor_size
     rate, flops = _full_rate(run), estimate_flops(run)
@@ -150,8 +153,8 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     summed = size.whole.trained / of_gradients * (run.accumulation - 1)
     traffic += ACCUMULATION_PASSES * summed / bandwidth
     stepped = size.whole.trained / of_states
-    offloads = isinstance(run.strategy, ZeroConfig) and run.strategy.offload_optimizer != "none"
-    if not offloads:
+    offload = run.strategy.offload_optimizer
+    if offload != "cpu":
         traffic += OPTIMIZER_PASSES * stepped / bandwidth
     collectives = list_collectives(run, size)
     messages = sum(_seconds(run, each) for each in collectives)
@@ -160,7 +163,7 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     copied = _host_copies(run, size)
     host = copied / link if link else 0.0
     computes = products + attention + traffic
-    waits = 3 * stepped / link if offloads and link else 0.0
+    waits = LINK_PASSES[offload] * stepped / link if link else 0.0
     step = max(computes, overlapping, host) + (messages - overlapping) + waits
     speed = run.tokens_per_step / step
     return Speed(

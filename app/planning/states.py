@@ -10,6 +10,7 @@ from app.model.quantization import QuantizationConfig
 from app.planning.planned_model import PlannedModel, Weights
 from app.strategy.settings import (
     MAX_UNSHARDED_SHARE,
+    STATE_BLOCK_BYTES,
     DdpConfig,
     FsdpConfig,
     LocalSgdConfig,
@@ -191,6 +192,8 @@ def estimate_states(
     states = optimizer_state_bytes(size, optimizer)
     states += whole.num_trained * outer_state_bytes(strategy)
     states = states / state_shards + feedback_bytes(size, strategy)
+    if strategy.offload_optimizer == "disk":  # the moments' blocks, whatever the shards
+        states = min(states, 2.0 * STATE_BLOCK_BYTES)
     gathered = 0.0
     if isinstance(strategy, ZeroConfig):
         states += whole.trained / state_shards  # its copy of the weights of its shard
@@ -211,7 +214,8 @@ def estimate_states(
         else:
             gradients = whole.held_trained
         held = whole.held
-        states *= whole.held_trained * state_shards / max(whole.trained, 1.0)
+        if strategy.offload_optimizer == "none":
+            states *= whole.held_trained * state_shards / max(whole.trained, 1.0)
         gathered = max(gathered_by_fsdp(size, strategy))
         if strategy.offload_parameters:
             held = states = 0.0

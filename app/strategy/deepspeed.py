@@ -32,7 +32,7 @@ from app.strategy.mixin import StrategyMixin
 from app.strategy.placement import BuildModel
 from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import TIMEOUT, ZeroConfig
-from app.strategy.state import ShardedTensor, StateTensor
+from app.strategy.state import Allocate, ShardedTensor, StateTensor
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ class Zero(StrategyMixin, DDPStrategy):
         optimizer: torch.optim.Optimizer,
         weight: torch.nn.Parameter,
         states: Mapping[str, Tensor],
-        allocate: Callable[[str, Tensor], Tensor],
+        allocate: Allocate,
     ) -> None:
         """Restore this rank's shards of full states."""
         shard = self._shard_of(weight)

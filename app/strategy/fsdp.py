@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,12 +31,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from app.model.head import LossHead
 from app.model.layers import decoder_layers
 from app.model.quantization import bind_scales
+from app.strategy.disk_states import AdamWOnDisk, DiskTensor
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
 from app.strategy.mixin import StrategyMixin
 from app.strategy.placement import BuildModel
 from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import MAX_UNSHARDED_SHARE, TIMEOUT, FsdpConfig
-from app.strategy.state import ShardedTensor, StateTensor
+from app.strategy.state import Allocate, ShardedTensor, StateTensor, local
 from app.strategy.step import clip_in_step, clips_in_step
 from app.strategy.tensor_parallel import TensorParallel
 from common.errors import UserError
@@ -349,11 +350,28 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     ) -> dict[str, Any]:
         """Return the optimizer state of a weight by key."""
         states = optimizer.state.get(weight, {})
+        return {key: self._state_of(weight, value) for key, value in states.items()}
+
+    def _state_of(self, weight: torch.nn.Parameter, value: Any) -> Any:
         dim = self._split_dims.get(weight)
-        return {
-            key: self._as_state(value, dim) if _is_like(value, weight) else value
-            for key, value in states.items()
-        }
+        if isinstance(value, DiskTensor):
+            gather = partial(self._gather_from_disks, weight, value, dim)
+            return ShardedTensor(self._full_shape(weight, dim), value.dtype, gather)
+        return self._as_state(value, dim) if _is_like(value, weight) else value
+
+    def _gather_from_disks(self, weight: Tensor, value: DiskTensor, dim: int | None) -> Tensor:
+        """Gather a state of which each rank has the part of its shard of `weight` on its disk."""
+        part = value.read()
+        if isinstance(weight, DTensor):
+            placement = weight.device_mesh, weight.placements
+            part = DTensor.from_local(
+                part.to(self.root_device),
+                *placement,
+                run_check=False,
+                shape=weight.shape,
+                stride=weight.stride(),
+            )
+        return self._full(part, dim)
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
         """Copy this rank's shard of a full tensor into a weight."""
@@ -364,16 +382,18 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         optimizer: torch.optim.Optimizer,
         weight: torch.nn.Parameter,
         states: Mapping[str, Tensor],
-        allocate: Callable[[str, Tensor], Tensor],
+        allocate: Allocate,
     ) -> None:
         """Restore this rank's shards of full optimizer states."""
         shape = self._full_shape(weight, self._split_dims.get(weight))
         for key, value in states.items():
-            if value.shape == shape:
+            is_like = value.shape == shape
+            part = self._shard_of(weight, value) if is_like else value
+            if is_like and not isinstance(optimizer, AdamWOnDisk):
                 state = torch.zeros_like(weight, dtype=value.dtype, requires_grad=False)
-                local(state).copy_(self._shard_of(weight, value))
+                local(state).copy_(part)
             else:
-                state = allocate(key, value).copy_(value)
+                state = allocate(key, value).copy_(part)
             optimizer.state[weight][key] = state
 
     def _as_state(self, tensor: Tensor, dim: int | None) -> StateTensor:
@@ -441,11 +461,6 @@ def _reshard_without_grad(module: Any, inputs: Any, output: Any) -> None:
     """Reshard the weights after a forward pass that no backward pass follows."""
     if not torch.is_grad_enabled():
         module.reshard()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_like(value: Any, weight: Tensor) -> bool:

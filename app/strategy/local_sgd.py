@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from app.model.adapter import trainable_weights
 from app.process.launch import is_first_rank
-from app.strategy.fsdp import Fsdp, local
+from app.strategy.fsdp import Fsdp
 from app.strategy.settings import LocalSgdConfig
-from app.strategy.state import ShardedTensor, StateTensor
+from app.strategy.state import ShardedTensor, StateTensor, local
 from common.errors import UserError
 
 log = logging.getLogger(__name__)

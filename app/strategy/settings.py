@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from common.facts import setting
@@ -18,10 +19,20 @@ MAX_UNSHARDED_SHARE = 0.1
 """largest trainable share of a model for which FSDP accumulates unsharded gradients"""
 
 
+STATE_BLOCK_BYTES = 64 << 20
+"""bytes of each of AdamW's two moments that are in memory at one time, if they are on a disk; a
+multiple of pages and of the vectors of the fused kernels, so that steps are bit-identical"""
+
+
 @dataclass(kw_only=True, slots=True)
 class StrategyConfig:
     name: str = setting("auto", resume="content", grants="nothing")
     """name of the strategy; auto chooses one and logs the reason"""
+    offload_optimizer: str = setting("none", choices=("none", "disk"), resume="rounding")
+    """where the optimizer states are: none (on the training device), disk (in a file of
+    offload_dir, of which a step maps a block at a time: hardly any memory, slower steps)"""
+    offload_dir: str | None = setting(None, is_path=True, resume="free", grants="write")
+    """folder on a local disk for the states of offload_optimizer=disk; null: the run's folder"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +66,7 @@ class ZeroConfig(RanksConfig):
     name: str = setting("zero3", resume="content")
     stage: int = setting(3, choices=(1, 2, 3))
     """states that are sharded: 1 = optimizer states, 2 = gradients too, 3 = weights too"""
-    offload_optimizer: str = setting("none", choices=OFFLOAD_DEVICES)
+    offload_optimizer: str = setting("none", choices=OFFLOAD_DEVICES, note="fsdp takes disk, too")
     """device that keeps and steps the optimizer states: none (the training device), cpu"""
     offload_parameters: str = setting("none", choices=OFFLOAD_DEVICES)
     """device that keeps weights while no layer uses them: none (the training device), cpu; stage 3
@@ -141,6 +152,13 @@ FAMILIES: dict[str, type[StrategyConfig]] = {
     "fsdp_tp": FsdpConfig,
 }
 """settings class of each strategy name; the values are in conf/strategy"""
+
+
+def states_folder(config: StrategyConfig, run_folder: Path) -> Path | None:
+    """Return the folder whose disk has the optimizer states; None if they are in memory."""
+    if config.offload_optimizer != "disk":
+        return None
+    return Path(config.offload_dir or run_folder).expanduser()
 
 
 def is_sharding(config: StrategyConfig) -> bool:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from app.strategy.disk_states import DiskTensor
+
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
@@ -26,6 +28,8 @@ class ShardedTensor:
 
 StateTensor: TypeAlias = "Tensor | ShardedTensor"
 """a tensor of a checkpoint, sharded or not"""
+Allocate: TypeAlias = "Callable[[str, Tensor], Tensor | DiskTensor]"
+"""returns an empty tensor for a state, by its key and its value in a checkpoint"""
 
 
 class State:
@@ -47,7 +51,8 @@ class State:
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
         """Return the optimizer state of a weight by key; empty before the first step."""
-        return dict(optimizer.state.get(weight, {}))
+        states = optimizer.state.get(weight, {})
+        return {key: _read_late(value) for key, value in states.items()}
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
         """Copy a full tensor into a weight; all ranks call it for all weights, in one order."""
@@ -58,7 +63,7 @@ class State:
         optimizer: torch.optim.Optimizer,
         weight: torch.nn.Parameter,
         states: Mapping[str, Tensor],
-        allocate: Callable[[str, Tensor], Tensor],
+        allocate: Allocate,
     ) -> None:
         """Restore a weight's optimizer state from full tensors.
 
@@ -84,3 +89,17 @@ class State:
 
 REPLICATED = State()
 """the state of models that have no trainer"""
+
+
+def _read_late(value: Any) -> Any:
+    """Return a state as it is, or one on a disk as a tensor that is read when it is gathered."""
+    from app.strategy.disk_states import DiskTensor
+
+    return value.as_state() if isinstance(value, DiskTensor) else value
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, without a copy."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,7 +10,12 @@ import gc
 import logging
 from typing import TYPE_CHECKING, Any
 
-from app.strategy.settings import DdpConfig, StrategyConfig, context_parallel_size
+from app.strategy.settings import (
+    STATE_BLOCK_BYTES,
+    DdpConfig,
+    StrategyConfig,
+    context_parallel_size,
+)
 from app.training.optimizers import (
     embedding_weights,
     states_of_weights,
@@ -40,11 +45,11 @@ def can_probe_micro_batch(strategy: StrategyConfig) -> bool:
     return is_whole and context_parallel_size(strategy) == 1
 
 
-def probe_micro_batch(module: FinetuneModule, optimizer: str) -> None:
+def probe_micro_batch(module: FinetuneModule, optimizer: str | None) -> None:
     """Run the fullest micro-batch forward and backward; halve its size until all ranks have room.
 
-    Memory is reserved for the states that `optimizer` allocates in its first step. The gradients
-    are discarded. Raises OutOfMemoryError if a single pack does not fit.
+    Memory is reserved for the states that `optimizer` allocates in its first step; None if they are
+    on a disk. The gradients are discarded. Raises OutOfMemoryError if a single pack does not fit.
     """
     trainer: Any = module.trainer
     data = trainer.datamodule
@@ -64,7 +69,7 @@ def probe_micro_batch(module: FinetuneModule, optimizer: str) -> None:
 
 
 def _probe_all_ranks(
-    module: FinetuneModule, batch: Batch, optimizer: str
+    module: FinetuneModule, batch: Batch, optimizer: str | None
 ) -> torch.OutOfMemoryError | None:
     """Return an error on every rank if any rank runs out of memory; None if `batch` fits."""
     import torch
@@ -86,12 +91,15 @@ def _probe_all_ranks(
     return failure or torch.OutOfMemoryError("another rank has no room for a micro-batch")
 
 
-def _probe(module: FinetuneModule, batch: Batch, optimizer: str) -> torch.OutOfMemoryError | None:
+def _probe(
+    module: FinetuneModule, batch: Batch, optimizer: str | None
+) -> torch.OutOfMemoryError | None:
     """Run a step's passes with room for the optimizer states; return this rank's error, if any."""
     import torch
 
     trainer: Any = module.trainer
-    num_bytes = allocated_states(module.model, optimizer)
+    on_disk = 2 * STATE_BLOCK_BYTES
+    num_bytes = on_disk if optimizer is None else allocated_states(module.model, optimizer)
     try:
         states = torch.empty(num_bytes, dtype=torch.uint8, device=module.strategy.root_device)
         # Twice: from the second micro-batch on, gradients are in memory next to the activations.

@@ -17,6 +17,7 @@ from app.model.adapter import ungroup_adapters
 from app.model.attention import restore_kernel
 from app.model.kernels import unfuse_layers
 from app.process import faults
+from app.strategy.disk_states import AdamWOnDisk
 from app.strategy.mixin import StrategyMixin
 from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.checkpoint.optimizer_state import optimizer_state
@@ -168,6 +169,8 @@ class FinetuneModule(L.LightningModule):
     def release_optimizer(self) -> None:
         """Free gradients and optimizer states; call it after the last checkpoint."""
         self.optimizer.state.clear()
+        if isinstance(self.optimizer, AdamWOnDisk):
+            self.optimizer.close()
         self.zero_grad()
 
     def training_step(self, batches: Sequence[Batch], batch_idx: int) -> Tensor:

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, LoraConfig, TrainableWeight, trainable_weights
@@ -123,11 +124,12 @@ def build_optimizer(
     *,
     lr: float,
     fused: bool,
+    states_folder: Path | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the trainable parameters; no group is ever empty.
 
     Each group has a `name` and, as `lr_ratio`, the ratio of its learning rate to `lr`. Only AdamW
-    reads `fused`.
+    reads `fused`, and `states_folder`: the folder whose disk has its states, or None.
     """
     weights = trainable_weights(model)
     check_patterns(weights, config.lr_by_pattern)
@@ -141,7 +143,7 @@ def build_optimizer(
             weight_decay=config.weight_decay,
             patterns=config.lr_by_pattern,
         )
-        optimizer = _build(model, weights, groups, config, fused)
+        optimizer = _build(model, weights, groups, config, fused, states_folder)
     check_every_weight_is_in_one_group(weights, optimizer.param_groups)
     return optimizer
 
@@ -152,6 +154,7 @@ def _build(
     groups: list[dict[str, Any]],
     config: OptimizerConfig,
     fused: bool,
+    states_folder: Path | None,
 ) -> torch.optim.Optimizer:
     from app.training.algorithms import build_adafactor, build_schedule_free
 
@@ -173,6 +176,10 @@ def _build(
             eps=config.eps,
             is_paged=isinstance(config, PagedAdamW8bitConfig),
         )
+    if states_folder is not None:
+        from app.strategy.disk_states import AdamWOnDisk
+
+        return AdamWOnDisk(groups, states_folder, betas=betas, eps=config.eps)
     return _build_adamw(groups, config, fused)
 
 

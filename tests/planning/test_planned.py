@@ -20,7 +20,8 @@ from app.planning.memory import (
     fits,
 )
 from app.planning.planned import on_hardware, plan_run
-from app.strategy.settings import FAMILIES, DdpConfig
+from app.planning.speed import estimate_speed
+from app.strategy.settings import FAMILIES, STATE_BLOCK_BYTES, DdpConfig
 from common.errors import UserError
 
 STRATEGIES = {
@@ -77,6 +78,22 @@ def test_local_sgd_adds_outer_states_and_files_per_node() -> None:
     anchor_and_momentum = 8 * apart.model.num_weights / 8  # over the 8 ranks of a node
     assert states[2] - states[1] == pytest.approx(anchor_and_momentum, rel=0.01)
     assert estimate_disk(apart) > 2 * estimate_disk(together)
+
+
+def test_states_on_disk_leave_the_memory_for_the_disk() -> None:
+    words = ("+experiment=llama8b", "adapter=full", "hardware=8xh100")
+    for strategy, shards in (("ddp", 1), ("fsdp", 8), ("fsdp_offload", 8)):
+        run, _ = run_of(*words, f"strategy={strategy}")
+        disk = replace(run, strategy=replace(run.strategy, offload_optimizer="disk"))
+        states = 8.0 * run.model.num_weights
+        assert estimate_gpu_memory(disk).optimizer <= 2 * STATE_BLOCK_BYTES
+        assert estimate_gpu_memory(disk).trainable == estimate_gpu_memory(run).trainable
+        added = estimate_disk(disk) - estimate_disk(run)
+        assert added == pytest.approx(8 * states / shards, rel=1e-3)
+        offloads = strategy == "fsdp_offload"
+        host = estimate_host_memory(run).offloaded - estimate_host_memory(disk).offloaded
+        assert host == pytest.approx(states * offloads, rel=1e-3)
+        assert estimate_speed(disk).step > estimate_speed(run).step
 
 
 def test_unsent_gradients_of_compression_are_counted() -> None:

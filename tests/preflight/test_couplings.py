@@ -59,6 +59,7 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "is_installed", lambda module: True)
 
 
+ON_DISK = "strategy.offload_optimizer=disk strategy.offload_dir=/var/tmp"
 SLICED = "strategy=ddp trainer.devices=2 strategy.context_parallel_size=2"
 CONFLICTS = [
     # GPUs, what was typed, what is right, what must be said
@@ -165,8 +166,21 @@ CONFLICTS = [
      "type strategy=fsdp"]),
     (0, "strategy=zeropp", "strategy=zero3_hpz", ["strategy=zeropp quantizes",
      "the CPU (no GPU was found)", "type strategy=zero3_hpz"]),
-    (1, "strategy=zero3_nvme", "strategy=zero3_offload",
-     ["would keep weights and optimizer states on a disk", "type strategy=zero3_offload"]),
+    (1, "strategy=zero3_nvme", f"strategy=fsdp {ON_DISK}",
+     ["would have DeepSpeed keep weights and optimizer states on a disk", "strategy=fsdp "
+      "strategy.offload_optimizer=disk, or strategy=zero3_offload"]),
+    (0, f"{ON_DISK} optimizer=muon", ON_DISK, ["not optimizer=muon", "type optimizer=adamw, or"]),
+    (1, f"{ON_DISK} trainer.precision=fp16", f"{ON_DISK} trainer.precision=bf16",
+     ["take no loss scaler", "type trainer.precision=bf16, or strategy.offload_optimizer=none"]),
+    (0, f"{ON_DISK} trainer.checkpoint.async=true", "trainer.checkpoint.async=true",
+     ["never has all of them", "type trainer.checkpoint.async=false, or"]),
+    (0, f"strategy=hsdp_local_sgd trainer.num_nodes=2 {ON_DISK}",
+     f"strategy=fsdp_hybrid trainer.num_nodes=2 {ON_DISK}",
+     ["averages optimizer states over the nodes", "type strategy=fsdp_hybrid, or strategy."]),
+    (0, "strategy.offload_optimizer=disk strategy.offload_dir=/dev/shm", ON_DISK,
+     ["/dev/shm is on tmpfs, which is in memory itself", "FOLDER on a local disk"]),
+    (0, "strategy.offload_dir=/var/tmp", ON_DISK,
+     ["strategy.offload_dir=/var/tmp has no effect with strategy.offload_optimizer=none"]),
     (0, "strategy=zero2_offload strategy.offload_parameters=cpu",
      "strategy=zero2_offload strategy.offload_parameters=cpu strategy.stage=3",
      ["strategy.offload_parameters=cpu moves sharded weights", "stage=2", "strategy.stage=3"]),

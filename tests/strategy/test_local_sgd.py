@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.strategy.fsdp import local
 from app.strategy.settings import LocalSgdConfig
+from app.strategy.state import local
 from app.training.checkpoint.optimizer_state import optimizer_state
 from app.training.checkpoint.state import model_state, trainable_parameters
 from tests.ranks import on_ranks

@@ -32,10 +32,12 @@ from app.strategy.settings import (
     ZeroConfig,
     context_parallel_size,
     is_sharding,
+    states_folder,
     tensor_parallel_size,
 )
 from common.errors import nearest
 from common.facts import check_values
+from common.files import file_system_of
 from common.installation import install_extra, verb_command
 from data_modules import DEFAULT_SEQUENCE_LEN, dataset_names
 
@@ -49,6 +51,12 @@ MIN_SLICE_TOKENS = 64
 """fewest tokens of a row on each of the ranks that split it"""
 PAIRS = "preference"
 """format of rows with a chosen and a rejected answer"""
+MEMORY_FILES = ("tmpfs", "ramfs")
+REMOTE_FILES = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs"),
+    *("9p", "afs"),
+)
+"""file systems that optimizer states are not kept on; `fuse.NAME` are taken for remote, too"""
 NEAREST_IN_PYTORCH = {
     "zero1": "fsdp_grad_op",
     "zero2": "fsdp_grad_op",
@@ -530,6 +538,8 @@ def _of_strategy(config: TrainConfig, devices: Devices) -> Iterator[Conflict]:
             f"strategy=single runs on one device, but {devices.num_ranks} ranks were requested",
             "strategy=ddp, or trainer.devices=1 trainer.num_nodes=1",
         )
+    if strategy.offload_optimizer == "disk":
+        yield from _of_disk_states(config)
     if not is_sharding(strategy):
         return
     if trainer.precision == "fp16":
@@ -556,6 +566,43 @@ def _of_strategy(config: TrainConfig, devices: Devices) -> Iterator[Conflict]:
         yield Conflict(
             f"optimizer={optimizer} cannot update shards of weights, and {name} shards them",
             "optimizer=adamw, or strategy=ddp",
+        )
+
+
+def _of_disk_states(config: TrainConfig) -> Iterator[Conflict]:
+    """Yield conflicts of optimizer states that are on a disk."""
+    strategy, trainer, name = config.strategy, config.trainer, "strategy.offload_optimizer=disk"
+    without = "strategy.offload_optimizer=none"
+    if config.optimizer.name != "adamw":
+        yield Conflict(
+            f"{name} steps AdamW with fp32 states, not optimizer={config.optimizer.name}",
+            f"optimizer=adamw, or {without}",
+        )
+    if trainer.precision == "fp16":
+        yield Conflict(
+            f"{name} and trainer.precision=fp16: its fused steps take no loss scaler",
+            f"trainer.precision=bf16, or {without}",
+        )
+    if trainer.checkpoint.asynchronous:
+        yield Conflict(
+            "trainer.checkpoint.async=true copies the optimizer states to host memory, where "
+            f"{name} never has all of them",
+            f"trainer.checkpoint.async=false, or {without}",
+        )
+    if isinstance(strategy, LocalSgdConfig):
+        yield Conflict(
+            f"strategy={strategy.name} averages optimizer states over the nodes, which is not "
+            f"built for {name}",
+            f"strategy=fsdp_hybrid, or {without}",
+        )
+    folder = states_folder(strategy, Path(config.output.dir or "."))
+    kind = "" if folder is None else file_system_of(folder)
+    if kind in MEMORY_FILES or kind in REMOTE_FILES or kind.startswith("fuse."):
+        why = "is in memory itself" if kind in MEMORY_FILES else "may be remote, and slow or lost"
+        yield Conflict(
+            f"{name}: {folder} is on {kind}, which {why}",
+            f"strategy.offload_dir=FOLDER on a local disk, or {without}",
+            is_of_machine=True,
         )
 
 
@@ -712,9 +759,9 @@ def _of_deepspeed(
         )
     if strategy.name == "zero3_nvme":
         yield Conflict(
-            "strategy=zero3_nvme would keep weights and optimizer states on a disk, which is not "
-            "implemented yet",
-            "strategy=zero3_offload, which keeps them in host memory",
+            "strategy=zero3_nvme would have DeepSpeed keep weights and optimizer states on a disk, "
+            "which is not built; fsdp keeps the states there",
+            "strategy=fsdp strategy.offload_optimizer=disk, or strategy=zero3_offload",
         )
     is_quantized = strategy.quantized_weights or strategy.quantized_gradients
     if stage < 3 and (strategy.partition_within_node or is_quantized):

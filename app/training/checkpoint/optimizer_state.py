@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.strategy.disk_states import AdamWOnDisk, DiskTensor
 from app.strategy.state import REPLICATED, ShardedTensor, State, StateTensor
 from app.training.algorithms import MuonWithAdamW
 from app.training.checkpoint.documents import MAX_LISTED
@@ -69,7 +70,7 @@ def optimizer_state(
                     numbers.setdefault(name, {})[key] = value
     has_state = {*numbers, *(name.partition("/")[2] for name in tensors)}
     return tensors, {
-        "class": type(optimizer).__name__,
+        "class": _kind_of(optimizer).__name__,
         "groups": [
             {"name": group["name"]} | {key: group[key] for key in GROUP_KEYS if key in group}
             for group in optimizer.param_groups
@@ -128,8 +129,10 @@ def _allocate(
     on_host: Iterable[str],
     key: str,
     value: Tensor,
-) -> Tensor:
+) -> Tensor | DiskTensor:
     """Allocate a tensor like `value` on the device where the optimizer keeps it."""
+    if isinstance(part, AdamWOnDisk) and key != STEP:
+        return part.reserve(weight)
     if type(part).__name__ == "AdamW8bit":
         # Imported here, because bitsandbytes takes seconds to import.
         from app.training.eight_bit import MOMENTS
@@ -148,6 +151,11 @@ def _parts_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.optim.Optimize
     return optimizer.parts if isinstance(optimizer, MuonWithAdamW) else (optimizer,)
 
 
+def _kind_of(optimizer: torch.optim.Optimizer) -> type:
+    """Return an optimizer's class; where its states are is no part of a checkpoint."""
+    return torch.optim.AdamW if isinstance(optimizer, AdamWOnDisk) else type(optimizer)
+
+
 def _by_weight(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     by_weight: dict[str, dict[str, Tensor]] = {}
     for full_name, value in tensors.items():
@@ -158,7 +166,10 @@ def _by_weight(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def _check_same_optimizer(optimizer: torch.optim.Optimizer, document: Json) -> None:
     saved_class, saved_groups = document["class"], [group["name"] for group in document["groups"]]
-    own_class, own_groups = type(optimizer).__name__, [g["name"] for g in optimizer.param_groups]
+    own_class, own_groups = (
+        _kind_of(optimizer).__name__,
+        [g["name"] for g in optimizer.param_groups],
+    )
     if (own_class, own_groups) != (saved_class, saved_groups):
         raise UserError(
             f"resume: the checkpoint's optimizer is {printable(saved_class)} with the groups "
@@ -221,7 +232,7 @@ def _expected_state(
     weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     weight.grad = torch.empty_like(weight)
     options = {key: value for key, value in META_OPTIONS.items() if key in group}
-    build: Any = type(part)
+    build: Any = _kind_of(part)
     twin = build([{**group, **options, "params": [weight]}])
     if build.__name__ == "AdamW8bit":  # its kernels have no `meta` implementation
         twin.init_state(twin.param_groups[0], weight, 0, 0)

@@ -222,7 +222,7 @@ class CheckpointSaver(L.Callback):
                 add_random_state()
         except (SaveError, TrainingFault) as error:
             failure = error
-        is_sharded = any(
+        is_sharded = num_ranks > 1 and any(
             isinstance(tensor, ShardedTensor)
             for named in tensors.values()
             for tensor in named.values()

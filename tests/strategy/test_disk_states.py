@@ -1,0 +1,286 @@
+"""AdamW with its states on a disk takes the steps of AdamW in memory, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.preflight.couplings import table
+from app.strategy import disk_states
+from app.strategy.disk_states import AdamWOnDisk
+from app.strategy.settings import FsdpConfig
+from app.training.checkpoint.documents import MODEL, OPTIMIZER
+from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
+from app.training.checkpoint.store import CheckpointStore
+from app.training.checkpoint.tensors import read_tensors, write_tensors
+from common.errors import DiskError
+from common.files import file_system_of
+from tests.conftest import ROOT
+from tests.preflight.test_couplings import problems_of
+from tests.processes import RUN
+from tests.ranks import on_ranks
+from tests.reliability.person import Person
+from tests.runs import figures_of, rows_of
+from tests.strategy import fsdp_training as fsdp
+from tests.tiny import small_run
+
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6}
+SIZES = (1, 1023, 1024, 5000)
+"""numbers of weights: less than a block, almost one, one, several"""
+DONE, NO_ENVIRONMENT, KILLED = 0, 3, -9
+
+
+@pytest.fixture
+def states() -> Iterator[Path]:
+    """Return a folder on a disk; the tests' own may be in memory."""
+    if file_system_of(Path("/var/tmp")) in table.MEMORY_FILES:
+        pytest.skip("/var/tmp is in memory")
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_states, "STATE_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(disk_states, "MEASURED_BYTES", 1 << 16)
+
+
+class Net(torch.nn.Module):
+    """Weights of every size, the last of which never has a gradient."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+        for size in (*SIZES, 7):
+            weight = torch.randn(size, generator=random).to(dtype)
+            self.register_parameter(f"w{size}", torch.nn.Parameter(weight))
+
+    def groups(self) -> list[dict[str, Any]]:
+        first, *others = self.parameters()
+        return [
+            {"params": others, "weight_decay": 0.1, "name": "matrices"},
+            {"params": [first], "weight_decay": 0.0, "name": "no decay"},
+        ]
+
+    def take_steps(self, optimizer: Any, steps: range, *, skipped: int = -1) -> None:
+        for step in steps:
+            random = torch.Generator().manual_seed(step)
+            for weight in list(self.parameters())[:-1]:
+                weight.grad = torch.randn(len(weight), generator=random).to(weight.dtype)
+            optimizer.found_inf = torch.tensor(float(step == skipped))
+            optimizer.step()
+
+    def bits(self) -> list[bytes]:
+        return [w.detach().view(torch.uint8).numpy().tobytes() for w in self.parameters()]
+
+
+def in_memory(net: Net) -> torch.optim.AdamW:
+    return torch.optim.AdamW(net.groups(), fused=True, **OPTIONS)
+
+
+def on_disk(net: Net, folder: Path) -> AdamWOnDisk:
+    return AdamWOnDisk(net.groups(), folder, **OPTIONS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_and_states_equal_those_in_memory_bit_for_bit(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    mine, plain = Net(dtype), Net(dtype)
+    states = []
+    for net, optimizer in ((mine, on_disk(mine, tmp_path)), (plain, in_memory(plain))):
+        net.take_steps(optimizer, range(4), skipped=2)
+        tensors, document = optimizer_state(net, optimizer)
+        write_tensors(tmp_path / "states", tensors)
+        states.append(((tmp_path / "states").read_bytes(), document))
+        (tmp_path / "states").unlink()
+    assert mine.bits() == plain.bits()
+    assert states[0] == states[1]
+
+
+def test_a_checkpoint_is_resumed_from_disk_and_from_memory(tmp_path: Path) -> None:
+    whole = Net()
+    whole.take_steps(in_memory(whole), range(6))
+    for makes in (lambda net: on_disk(net, tmp_path), in_memory):
+        first = Net()
+        optimizer = on_disk(first, tmp_path)
+        first.take_steps(optimizer, range(3))
+        tensors, document = optimizer_state(first, optimizer)
+        write_tensors(tmp_path / "states", tensors)
+        resumed = Net()
+        resumed.load_state_dict(first.state_dict())
+        other = makes(resumed)
+        restore_optimizer(resumed, other, read_tensors(tmp_path / "states"), document)
+        resumed.take_steps(other, range(3, 6))
+        assert resumed.bits() == whole.bits()
+        (tmp_path / "states").unlink()
+
+
+@pytest.mark.parametrize("block", [0, 1, 3, 8, 17])
+def test_a_kill_within_a_step_leaves_no_file(tmp_path: Path, block: int) -> None:
+    if not (child := os.fork()):
+        count, mapped = iter(range(99)), disk_states.StateFile.map
+
+        def map_or_die(*args: Any) -> Any:
+            if next(count) == block:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return mapped(*args)
+
+        disk_states.StateFile.map = map_or_die  # type: ignore[method-assign]
+        net = Net()
+        net.take_steps(on_disk(net, tmp_path), range(4))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
+    assert list(tmp_path.iterdir()) == []
+
+
+LIMITED = """
+import resource, sys, torch
+from pathlib import Path
+from app.strategy.disk_states import AdamWOnDisk
+weights = [torch.nn.Parameter(torch.ones(1 << 25)) for _ in range(2)]
+for weight in weights:
+    weight.grad = torch.ones_like(weight)
+torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], fused=True)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (192 << 20),) * 2)  # as `ulimit -v`
+if sys.argv[1] == "disk":
+    optimizer = AdamWOnDisk([{"params": weights}], Path(sys.argv[2]), lr=1e-3)
+else:
+    optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=True)
+for _ in range(2):
+    optimizer.step()
+print(float(weights[1][-1]))
+"""
+
+
+def test_states_larger_than_the_limit_of_memory_are_stepped_on_the_disk(states: Path) -> None:
+    """512 MiB of states within 192 MiB, of which one step maps 128 MiB."""
+    for where, is_done in (("disk", True), ("memory", False)):
+        command = [sys.executable, "-c", LIMITED, where, str(states)]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert (ended.returncode == 0) is is_done, ended.stderr
+        if is_done:
+            assert float(ended.stdout) < 1
+        else:
+            assert "allocate memory" in ended.stderr
+
+
+def test_a_full_disk_is_told_with_what_is_needed_and_free(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match=r"rank need 2097152\.00 GiB, and [\d.]+ GiB are free"):
+        disk_states.StateFile(tmp_path, 1 << 51)
+    with pytest.raises(DiskError, match=r"type strategy\.offload_dir=FOLDER"):
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
+        try:
+            disk_states.StateFile(tmp_path, 2 << 20)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "nfs4", "fuse.sshfs", "ext4"])
+def test_states_are_not_kept_in_memory_or_on_a_remote_disk(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(table, "file_system_of", lambda folder: kind)
+    problems = problems_of(0, "strategy.offload_optimizer=disk strategy.offload_dir=/states")
+    assert len(problems) == (kind != "ext4")
+    for problem in problems:
+        assert f"/states is on {kind}, which" in problem
+        assert "type strategy.offload_dir=FOLDER on a local disk" in problem
+
+
+def test_the_file_system_of_a_folder_is_that_of_its_longest_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        f"22 21 0:5 / {tmp_path}/a\\040b rw,nosuid shared:3 - tmpfs tmpfs rw\n"
+        f"23 22 0:6 / {tmp_path}/a\\040b/deep rw - nfs4 host:/x rw\n"
+    )
+    found = {
+        name: file_system_of(tmp_path / name, mounts)
+        for name in ("a b", "a b/new/er", "a b/deep/er", "a")
+    }
+    assert found == {"a b": "tmpfs", "a b/new/er": "tmpfs", "a b/deep/er": "nfs4", "a": "ext4"}
+    assert file_system_of(Path("/dev/shm")) in ("tmpfs", "")
+
+
+def train_sharded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train under FSDP with states on the disk and in memory, of which the first is resumed."""
+    found = []
+    for is_on_disk in (True, False):
+        strategy, model = fsdp.build_sharded_model(FsdpConfig(), fsdp.model_builder("full"))
+
+        def build(model: Any = model, is_on_disk: bool = is_on_disk) -> Any:
+            group = fsdp.make_optimizer(model).param_groups[0]["params"]
+            options: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
+            if is_on_disk:
+                return AdamWOnDisk([{"params": group, "name": "all"}], folder, **options)
+            return torch.optim.AdamW([{"params": group, "name": "all"}], fused=True, **options)
+
+        optimizer = build()
+        fsdp.train(model, strategy, steps=2, optimizer=optimizer)
+        tensors, document = optimizer_state(model, optimizer, strategy)
+        states = fsdp._gather_all(tensors)
+        if is_on_disk:
+            optimizer = build()
+            restore_optimizer(model, optimizer, states, document, strategy)
+        found.append(
+            fsdp.train(model, strategy, begins=2, optimizer=optimizer) | {"states": states}
+        )
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+def test_two_ranks_shard_the_states_over_their_files(tmp_path: Path) -> None:
+    for mine, plain in on_ranks(2, train_sharded, tmp_path):
+        assert (mine["losses"], mine["norms"]) == (plain["losses"], plain["norms"])
+        for key in ("weights", "states"):
+            assert mine[key].keys() == plain[key].keys()
+            assert all(torch.equal(mine[key][name], plain[key][name]) for name in mine[key])
+    assert list(tmp_path.iterdir()) == []
+
+
+FEW_KILLS = ("rank_killed@3", "ckpt:after_file@4", "ckpt:after_manifest@6")
+MANY_KILLS = (
+    *(f"rank_killed@{step}" for step in range(1, 9)),
+    *(f"ckpt:after_{point}@{n}" for n in (2, 4, 6, 8) for point in ("begin", "file", "manifest")),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "kills"), [("single", MANY_KILLS), ("ddp", FEW_KILLS), ("fsdp", FEW_KILLS)]
+)
+def test_a_killed_run_on_disk_equals_an_uninterrupted_one_in_memory(
+    person: Person, tmp_path: Path, states: Path, strategy: str, kills: tuple[str, ...]
+) -> None:
+    ranks = 1 if strategy == "single" else 2
+    where = (f"trainer.devices={ranks}", "trainer.accelerator=cpu", f"strategy={strategy}")
+    words = small_run(*RUN, *where)
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    disk = ("strategy.offload_optimizer=disk", f"strategy.offload_dir={states}")
+    killed = (*words, *disk, "resume=auto", f"faults=[{','.join(kills)}]")
+    for code in (*[KILLED if ranks == 1 else NO_ENVIRONMENT] * len(kills), DONE):
+        person.train_into(run, *killed, code=code)
+        assert list(states.iterdir()) == []
+    person.train_into(whole, *words)
+    assert rows_of(run) == rows_of(whole)
+    assert figures_of(run) == figures_of(whole)
+    mine, plain = (CheckpointStore(of / "checkpoints").checkpoints()[-1] for of in (run, whole))
+    for name in (MODEL, OPTIMIZER):  # under ddp the ranks share the writing of states on disks
+        found, expected = mine.tensors(name), plain.tensors(name)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in found)
