@@ -31,7 +31,7 @@ class StrategyConfig:
     offload_optimizer: str = setting("none", choices=("none", "disk"), resume="rounding")
     """where the optimizer states are: none (on the training device), disk (in a file of
     offload_dir, of which a step maps a block at a time: hardly any memory, slower steps)"""
-    offload_dir: str | None = setting(None, is_path=True, resume="free", grants="write")
+    offload_dir: str | None = setting(None, resume="free", grants="write")
     """folder on a local disk for the states of offload_optimizer=disk; null: the run's folder"""
 
 

@@ -60,6 +60,7 @@ def test_what_is_never_taken_from_a_run() -> None:
         "evaluation.allow_code": "code",
         "evaluation.harness_dir": "code",
         "data.cache_dir": "write",
+        "strategy.offload_dir": "write",
         "data.datasets": "host",
         "data.val_datasets": "host",
         "data.test_datasets": "host",
@@ -72,6 +73,7 @@ GRANTED = {
     "evaluation.allow_code": "true",
     "evaluation.harness_dir": "tasks",
     "data.cache_dir": "elsewhere",
+    "strategy.offload_dir": "elsewhere",
     "data.datasets": "[{path: 'https://example.org/rows.jsonl'}]",
     "data.val_datasets": "[{path: 'gs://bucket/rows.jsonl'}]",
     "data.test_datasets": "[{path: 's3://bucket/rows.jsonl'}]",
@@ -271,6 +273,7 @@ def test_a_granting_setting_knows_its_default() -> None:
 WHOLE = {
     "evaluation.metric": ["evaluation.allow_code=true"],
     "evaluation.harness_dir": ["evaluation.allow_code=true", "evaluation.harness=[own]"],
+    "strategy.offload_dir": ["strategy.offload_optimizer=disk"],
 }
 
 
@@ -281,10 +284,11 @@ def test_the_commands_that_are_printed_work_as_typed(
     """What a folder never grants is in the command that resumes, evaluates or merges the run."""
     monkeypatch.setattr("app.config.dispatch.check_files", lambda *_, **__: [])  # contacts hosts
     monkeypatch.setattr("app.config.dispatch.check_harness", lambda _: [])  # needs a package
+    monkeypatch.setattr("app.preflight.couplings.table.file_system_of", lambda _: "ext4")
     run = make_run(tmp_path / "a run", *words, f"{key}={GRANTED[key]}", *WHOLE.get(key, ()))
     config = load_run_config(run)
     monkeypatch.setattr("app.process.launch._typed_again", words_to_type(config))
-    assert run_command(f"resume={run}").code == (0 if key == "data.cache_dir" else 2)
+    assert run_command(f"resume={run}").code == (0 if GRANTING[key].facts.grants == "write" else 2)
     result = run_command(*shlex.split(resume_words(run)))
     assert (result.code, result.stderr) == (0, "")
     owner, name = key.split(".")
@@ -297,7 +301,7 @@ def test_the_commands_that_are_printed_work_as_typed(
     make_adapter(run / "adapter")
     for verb in ("evaluate", "chat", "merge", "serve"):
         typed = shlex.split(quote_words(f"run={run}", *words_to_type(config, verb)))
-        assert len(typed) > 1 or key.split(".")[0] in ("data", "evaluation")
+        assert len(typed) > 1 or key.split(".")[0] in ("data", "evaluation", "strategy")
         result = run_command(*typed, verb=verb)
         assert (result.code, result.stderr) == (0, ""), (verb, typed)
 
