@@ -42,7 +42,7 @@ def check_type(where: str, numbers: Mapping[str, Any]) -> list[str]:
     model_type = numbers.get("model_type")
     if not isinstance(model_type, str) or "auto_map" in numbers:
         return []
-    if not _is_known(model_type):
+    if not any(f'"{model_type}"' in _read(name) for name in _NAMES):
         return [
             f"{where}: transformers {importlib.metadata.version('transformers')} does not know "
             f"its model_type {model_type!r}; {newer_transformers(numbers)}, or take another base"
@@ -89,10 +89,6 @@ def newer_transformers(numbers: Mapping[str, Any]) -> str:
         f"its config.json was written by transformers {written_by}: "
         f"type pip install 'transformers>={written_by}'"
     )
-
-
-def _is_known(model_type: str) -> bool:
-    return any(f'"{model_type}"' in _read(name) for name in _NAMES)
 
 
 def _config_source(model_type: str) -> ConfigSource | None:

@@ -348,7 +348,8 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
     for module in model.modules():
         attributes, children = vars(module), module._modules
         eps = attributes.get("variance_epsilon", attributes.get("eps"))
-        if not _takes_one_tensor(module):
+        # As its replacement takes one argument; a gated norm takes a second, possibly optional.
+        if len(inspect.signature(module.forward).parameters) != 1:
             continue
         if (
             "RMSNorm" in type(module).__name__
@@ -361,14 +362,6 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
             yield module.gate_proj.in_features, [FusedGate(kernels.gate, module)]
         elif kernels.linear and type(module) is torch.nn.Linear and module.weight.requires_grad:
             yield module.in_features, [FusedLinear(kernels.linear, module)]
-
-
-def _takes_one_tensor(module: torch.nn.Module) -> bool:
-    """Return whether a module's forward takes exactly one argument, as its replacement does.
-
-    A gated norm takes a second one, possibly optional.
-    """
-    return len(inspect.signature(module.forward).parameters) == 1
 
 
 def is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -110,7 +110,8 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
             changes.append(Change(what, before[name], now[name], rule, undo))
     if "precision" in both and before["precision"] != now["precision"]:
         was, new = before["precision"], now["precision"]
-        rule = _rule_of_precision(was, new)
+        # All other precisions keep trainable parameters in fp32.
+        rule = "fixed" if "bf16-pure" in (was, new) else "precision"
         changes.append(Change("the precision", was, new, rule, f"type trainer.precision={was}"))
     if "strategy" in both and before["strategy"] != now["strategy"]:
         was, new = before["strategy"], now["strategy"]
@@ -199,11 +200,6 @@ def _compare_data(
         elif not is_known and old["path"] != new["path"]:
             changes.append(Change(f"{what}: path", old["path"], new["path"], "data", undo))
     return changes
-
-
-def _rule_of_precision(before: str, now: str) -> ResumeRule:
-    # All other precisions keep trainable parameters in fp32.
-    return "fixed" if "bf16-pure" in (before, now) else "precision"
 
 
 def _typed_key(key: str) -> str:

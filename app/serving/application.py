@@ -20,7 +20,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from app.evaluation.conversation import ConversationConfig, Responder
-from app.serving.access import AccessMiddleware
 from app.serving.address import ServeConfig
 from app.serving.completions import CompletionQueue
 from app.serving.requests import (
@@ -31,6 +30,7 @@ from app.serving.requests import (
     parse_json,
     parse_text_request,
 )
+from app.serving.server import AccessMiddleware
 from common.text import printable
 
 if TYPE_CHECKING:

@@ -22,7 +22,15 @@ from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
 from app.process.launch import quote_words
 from app.run.folder import OUTPUTS, UNSET, into_folder, lock_run, separate_files
-from app.sweep.parameters import Parameter, format_overrides, varied
+from app.sweep.parameters import (
+    SWEEP_FILE,
+    Parameter,
+    Words,
+    format_overrides,
+    load_words,
+    save_words,
+    varied,
+)
 from app.sweep.results import (
     PAGE_FILE,
     RESULTS_FILE,
@@ -33,7 +41,6 @@ from app.sweep.results import (
     save_results,
     write_page,
 )
-from app.sweep.saved import SWEEP_FILE, Words, load_words, save_words
 from app.sweep.search import Grid, OptunaSearch, Search
 from app.sweep.slurm import SlurmLauncher, check_jobs, check_slurm
 from app.sweep.trials import Launcher, LocalLauncher, RunningTrial, Trial

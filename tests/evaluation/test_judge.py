@@ -27,14 +27,14 @@ from app.evaluation.judge.grading import (
     judge_table,
     print_judgement,
 )
-from app.evaluation.judge.prompts import (
+from app.evaluation.judge.questions import (
     REMINDER,
+    Question,
     choosing_messages,
     grading_messages,
     read_choice,
     read_grade,
 )
-from app.evaluation.judge.questions import Question
 from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig, read_key
 from common.errors import UserError, exit_code
 from tools.sample_judge import serving

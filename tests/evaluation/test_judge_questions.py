@@ -97,7 +97,7 @@ def test_mt_benchs_own_files_are_read() -> None:
 
 
 def test_the_sample_judge_replies_in_the_requested_format() -> None:
-    from app.evaluation.judge.prompts import (
+    from app.evaluation.judge.questions import (
         choosing_messages,
         grading_messages,
         read_choice,

@@ -717,14 +717,14 @@ BUGS = [
     ),
     Bug(
         name="a request of another site is answered",
-        file="app/serving/access.py",
+        file="app/serving/server.py",
         right="if origin is not None and origin not in",
         wrong="if origin is None and origin not in",
         test="tests/serving/test_server.py::test_foreign_hosts_and_origins_are_refused",
     ),
     Bug(
         name="any key opens the server",
-        file="app/serving/access.py",
+        file="app/serving/server.py",
         right='if scheme.lower() != "bearer" or not hmac.compare_digest(*digests):',
         wrong='if scheme.lower() != "bearer":',
         test="tests/serving/test_server.py::test_other_addresses_require_a_key_which_is_compared_in_constant_time",

@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from app.evaluation.conversation import ConversationConfig, Reply, Responder
-from app.serving import access, application, server
+from app.serving import application, server
 from app.serving.address import KEY_VARIABLE, ServeConfig, open_socket, read_key
 from common.errors import UserError
 from data_modules import ChatTemplate, Turn
@@ -179,9 +179,9 @@ def test_other_addresses_require_a_key_which_is_compared_in_constant_time(
     monkeypatch.setenv(KEY_VARIABLE, " s3cret\n")
     assert read_key(ServeConfig(host="0.0.0.0")) == "s3cret"
     compared = []
-    real = access.hmac.compare_digest
+    real = server.hmac.compare_digest
     monkeypatch.setattr(
-        access.hmac, "compare_digest", lambda *pair: compared.append(pair) or real(*pair)
+        server.hmac, "compare_digest", lambda *pair: compared.append(pair) or real(*pair)
     )
     with serving(ScriptedResponder("yes"), key="s3cret") as address:
         assert make_client(address, "s3cret").chat.completions.create(**REQUEST)  # type: ignore[call-overload]

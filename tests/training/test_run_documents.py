@@ -20,8 +20,8 @@ from app.report.run_files import read_run_files, refuse_damaged
 from app.report.run_page import render_run
 from app.run.changes import compare_facts
 from app.run.manifest import read_manifest
+from app.sweep.parameters import load_words
 from app.sweep.results import load_results
-from app.sweep.saved import load_words
 from app.sweep.slurm import _read_end
 from app.sweep.trials import Trial, read_curve, read_objective
 from common.errors import UserError

@@ -18,15 +18,15 @@ from pathlib import Path
 from statistics import fmean
 
 from app.evaluation.judge.endpoint import Endpoint, JudgeError, Message, Reply
-from app.evaluation.judge.prompts import (
+from app.evaluation.judge.questions import (
     LOWEST,
     REMINDER,
+    Question,
     choosing_messages,
     grading_messages,
     read_choice,
     read_grade,
 )
-from app.evaluation.judge.questions import Question
 from app.evaluation.judge.settings import JudgeConfig
 from app.evaluation.significance import VARIANTS, RowScores
 from common.errors import UserError
