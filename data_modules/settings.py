@@ -39,7 +39,7 @@ class DatasetConfig:
     null = the file's name without suffix"""
     format: str | None = setting(None, resume="data", grants="nothing")
     """alpaca, messages, sharegpt, prompt_completion, completion, pretokenized, oasst or preference;
-    null = guessed from columns, preference with objective=dpo"""
+    null = guessed from columns, preference with an objective of pairs (dpo, ipo, simpo, orpo)"""
     split: str = setting("train", resume="data", grants="nothing")
     """which split of a folder (by its card, or by train, dev, test, ... in the names) or of a hub
     data set, and which slice: train[:90%], train[100:200]"""

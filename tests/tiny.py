@@ -40,6 +40,7 @@ SMALL_RUN = {
     "trainer.max_steps": "4",
     "trainer.gradient_accumulation_steps": "2",
     "trainer.precision": "fp32",
+    "evaluation.show_answers": "0",
 }
 
 

@@ -55,10 +55,11 @@ def build_evaluator(
     sharding: Placement | None = None,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     runner: RowRunner | None = None,
+    num_shown: int = 0,
 ) -> Evaluator:
     """Build the evaluator of a model on the held-out rows of `data` and on `tasks`.
 
-    `sharding`, `sum_over_ranks` and `runner` as for `Evaluator`.
+    `sharding`, `sum_over_ranks`, `runner` and `num_shown` as for `Evaluator`.
     """
     return Evaluator(
         config,
@@ -72,6 +73,7 @@ def build_evaluator(
         runner=runner,
         sharding=sharding,
         sum_over_ranks=sum_over_ranks,
+        num_shown=num_shown,
     )
 
 

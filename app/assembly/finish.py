@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from app.config import TrainConfig, changed_settings, words_to_type
 from app.process.launch import is_first_rank, quote_words
-from app.process.logs import LOG_FILE
+from app.process.logs import LOG_FILE, show
 from app.process.status import FINISHED, end_status
 from app.report.model_card import write_card
 from app.report.run_page import end_loggers, write_page
@@ -52,8 +52,13 @@ def finish(
     compared with the measured memory and speed.
     """
     from app.assembly.result import restore_result
-    from app.evaluation.comparison import print_comparison
-    from app.evaluation.significance import change_metrics, check_regression, print_changes
+    from app.evaluation.comparison import print_comparison, print_samples
+    from app.evaluation.significance import (
+        change_metrics,
+        check_regression,
+        print_changes,
+        write_verdict,
+    )
     from app.model.adapter import saves_whole_model
     from app.model.tokenizer import save_stop_tokens
     from app.model.tokenizer_file import save_tokenizer
@@ -73,9 +78,11 @@ def finish(
     def write() -> None:
         save_tokenizer(base.tokenizer, saved)
         evaluator.write_predictions(run.folder)
+        write_verdict(run.folder, changes)
         if not saves_whole_model(config.adapter):
             save_stop_tokens(model, saved)
         write_atomically(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+        print_samples(evaluator, config.evaluation.show_answers)
         print_comparison(metrics, data.dataset_names)
         print_changes(changes, groups)
         write_page(run.folder, settings)
@@ -83,7 +90,7 @@ def finish(
         end_loggers(trainer.loggers, run.folder, metrics, settings)
         record_result(run.folder, asdict(result))
         end_status(run.folder, FINISHED, DONE)
-        print(f"\nresult: {result}")
+        show(f"\nresult: {result}")
         print_next(run, saved)
 
     if module.shards is None:
@@ -124,6 +131,8 @@ def save_and_compare(
         sharding=module.shards,
         sum_over_ranks=module.sum_over_ranks,
         runner=RowRunner(show=progress.show),
+        # Sharded weights answer slowly, and ranks would not agree on a limit of time.
+        num_shown=config.evaluation.show_answers if module.shards is None else 0,
     )
     add_stop_tokens(module.model, evaluator.stop_ids)
     with module.trainer.precision_plugin.forward_context(), progress:
@@ -161,9 +170,9 @@ def print_next(run: Run, saved: Path) -> None:
     from app.model.adapter import saves_whole_model
 
     shown = printable(str(run.folder))
-    print(f"\n{shown}/:")
-    print(f"  {saved.name}/, report.html, metrics.csv, metrics.json, {LOG_FILE}")
-    print("  config.yaml, manifest.json")
+    show(f"\n{shown}/:")
+    show(f"  {saved.name}/, report.html, metrics.csv, metrics.json, {LOG_FILE}")
+    show("  config.yaml, manifest.json")
 
     # The commands must work as printed, also after `make train` without an active environment.
     def command(verb: str) -> str:
@@ -179,10 +188,10 @@ def print_next(run: Run, saved: Path) -> None:
         commands.append(f"{python_command()} -m tensorboard.main --logdir {shown_logs}")
     elif not saves_whole_model(run.typed_config.adapter):
         commands.append(command("merge"))
-    print("next:")
+    show("next:")
     for line in commands:
-        print(f"  {line}")
-    print(f"run: {shown}")
+        show(f"  {line}")
+    show(f"run: {shown}")
 
 
 def print_done(run: Run) -> float | None:

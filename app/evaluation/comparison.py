@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.evaluator import Evaluator
+from app.evaluation.evaluator import Evaluator, without_failing
 from app.evaluation.metrics import METRICS
 from app.evaluation.significance import MEASURES, VARIANTS
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
+from app.process.logs import show
 from common.text import formatted, printable
 
 if TYPE_CHECKING:
@@ -69,17 +71,18 @@ def compare_trained(
         metrics |= evaluator.prefixed("base", base) | evaluator.prefixed("tuned", tuned)
     if not evaluator.measures_answers:
         return metrics
-    metrics |= evaluator.measure_answers("tuned", model)
-    if not is_whole:
-        with model.disable_adapter():
-            metrics |= evaluator.measure_answers("base", model)
-    elif evaluator.sharding is not None:
-        log.info(
-            "evaluation: answers of the base are not measured: it would not fit into memory next "
-            "to the sharded model"
-        )
-    elif load_base is not None:
-        metrics |= evaluator.measure_answers("base", load_base().to(model.device))
+    with without_failing() if evaluator.only_shows_answers else nullcontext():
+        metrics |= evaluator.measure_answers("tuned", model)
+        if not is_whole:
+            with model.disable_adapter():
+                metrics |= evaluator.measure_answers("base", model)
+        elif evaluator.sharding is not None:
+            log.info(
+                "evaluation: answers of the base are not measured: it would not fit into memory "
+                "next to the sharded model"
+            )
+        elif load_base is not None:
+            metrics |= evaluator.measure_answers("base", load_base().to(model.device))
     return metrics
 
 
@@ -155,16 +158,14 @@ def _names_after(prefix: str, metrics: dict[str, float]) -> list[str]:
 
 def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
     """Print the tables of `metrics` that have a row, or why nothing is compared."""
-    from rich.console import Console
-
     if not any(name.startswith(VARIANTS) for name in metrics):
-        print("\nbase and tuned are not compared: no rows were held out (data.val_set_size)")
+        show("\nbase and tuned are not compared: no rows were held out (data.val_set_size)")
         return
     tables = [comparison_table(metrics, dataset_names), task_table(metrics)]
     for table in tables:
         if table.row_count:
             print()
-            Console(highlight=False).print(table)
+            show(table)
 
 
 def print_samples(evaluator: Evaluator, count: int = 3) -> None:
@@ -172,20 +173,18 @@ def print_samples(evaluator: Evaluator, count: int = 3) -> None:
 
     Each text is shortened to one line.
     """
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
     by_dataset: dict[str, list[dict[str, Any]]] = {}
     for line in evaluator.prediction_lines():
         if len(lines := by_dataset.setdefault(line["data_set"], [])) < count:
             lines.append(line)
     in_turn = itertools.chain.from_iterable(itertools.zip_longest(*by_dataset.values()))
     for line in itertools.islice(filter(None, in_turn), count):
-        console.print(Text(f"\n{line['data_set']} ({line['source']})"), soft_wrap=True)
+        shown = [f"\n{printable(line['data_set'])} ({printable(line['source'])})"]
         for name in ("prompt", "reference", *VARIANTS):
             if line.get(name) is not None:
                 text = " ".join(str(line[name]).split())
                 if len(text) > MAX_SAMPLE_LENGTH:
                     text = f"...{text[3 - MAX_SAMPLE_LENGTH :]}"
-                console.print(Text(f"  {name}: {printable(text)}"), soft_wrap=True)
+                is_cut = not line.get("finished", {}).get(name, True)
+                shown.append(f"  {name}: {printable(text)}{' [cut off]' * is_cut}")
+        show("\n".join(shown))

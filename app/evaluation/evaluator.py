@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from app.evaluation.tasks.measure import TaskRunner
 from app.evaluation.tasks.questions import Task
 from common.files import write_atomically
 from common.redaction import redact
+from common.text import printable, reason_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
     from data_modules import FinetuneDataModule, Prompt
 
 PREDICTIONS_FILE = "predictions.jsonl"
+SHOWN_SECONDS = 20.0
+"""time for the answers of a model that are only shown"""
+MAX_SHOWN_TOKENS = 2048
+"""longest prompt that is answered only to be shown"""
 log = logging.getLogger(__name__)
 
 
@@ -52,10 +58,14 @@ class Predictions:
         prompts: Mapping[str, Sequence[Prompt]],
         stop_ids: set[int],
         config: EvaluationConfig,
+        seconds: float = math.inf,
     ) -> None:
+        """`seconds`: after this time, answers of a data set are cut off."""
+        self._seconds = seconds
         self._tokenizer, self._stop_ids, self._config = tokenizer, stop_ids, config
         self._prompts = {name: list(rows) for name, rows in prompts.items() if rows}
         self._metrics = build_metrics(config) if self._prompts else []
+        self.is_measured = bool(self._metrics)
         self._answers: dict[str, dict[str, list[Answer]]] = {}
         self._scores: dict[tuple[str, str, str], list[float]] = {}
         """(variant, metric, data set) -> score of each row"""
@@ -75,18 +85,25 @@ class Predictions:
         def work(numbers: list[int], prompts: list[Prompt]) -> Iterator[list[tuple[int, Any]]]:
             chosen = [prompts[number] for number in numbers]
             yield from answer_batches(
-                model, self._tokenizer, chosen, self._stop_ids, self._config, sharding
+                model,
+                self._tokenizer,
+                chosen,
+                self._stop_ids,
+                self._config,
+                sharding,
+                seconds=self._seconds,
             )
 
-        self._answers[variant] = {}
+        found: dict[str, list[Answer]] = {}
         for name, prompts in self._prompts.items():
             content = [self._config.max_new_tokens, [prompt.input_ids for prompt in prompts]]
             key = f"{variant}-answers-{name}"
             answers = (runner or RowRunner()).run(
                 key, content, len(prompts), partial(work, prompts=prompts)
             )
-            self._answers[variant][name] = [Answer(*answer) for answer in answers]
-        for name, answers in self._answers[variant].items():
+            found[name] = [Answer(*answer) for answer in answers]
+        self._answers[variant] = found
+        for name, answers in found.items():
             if num_empty := sum(not answer.text.strip() for answer in answers):
                 log.warning(
                     "%s: %d of %d answers of %s are empty", name, num_empty, len(answers), variant
@@ -147,6 +164,7 @@ class Evaluator:
 
     `sharding`: the strategy that shards the weights, None if each rank holds the whole model.
     `sum_over_ranks` is needed if several ranks evaluate together, each a share of the rows.
+    `num_shown`: number of held-out prompts that are answered if `config` measures no answers.
     """
 
     def __init__(
@@ -163,12 +181,16 @@ class Evaluator:
         runner: RowRunner | None = None,
         sharding: Placement | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        num_shown: int = 0,
     ) -> None:
         self.data, self.backend, self.stop_ids = data, backend, stop_ids
         self.objective = objective
         self.sharding, self.sum_over_ranks = sharding, sum_over_ranks
-        self.prompts = data.prompts(config.max_rows) if config.answers_prompts else {}
-        self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
+        is_measured = config.answers_prompts
+        prompts = data.prompts(config.max_rows) if is_measured else choose_prompts(data, num_shown)
+        self.prompts = {name: rows for name, rows in prompts.items() if rows}
+        seconds = math.inf if is_measured else SHOWN_SECONDS / max(1, len(self.prompts))
+        self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config, seconds)
         self.row_losses: dict[str, Tensor] = {}
         """variant -> weighted loss and weight of every validation row [2, rows]"""
         self.runner = runner or RowRunner()
@@ -186,6 +208,11 @@ class Evaluator:
     def measures_answers(self) -> bool:
         """Whether anything besides the validation loss is measured."""
         return bool(self.prompts or self.tasks.tasks or self.harness)
+
+    @property
+    def only_shows_answers(self) -> bool:
+        """Whether answers are for a reader, and nothing is measured by them."""
+        return not (self.predictions.is_measured or self.tasks.tasks or self.harness)
 
     def measure_losses(self, variant: str, model: Any) -> dict[str, float]:
         """Return the exact validation loss of every data set, empty without validation rows."""
@@ -314,6 +341,26 @@ class Evaluator:
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.prediction_lines()]
         if lines:
             write_atomically(folder / PREDICTIONS_FILE, "".join(lines))
+
+
+def choose_prompts(data: FinetuneDataModule, count: int) -> dict[str, list[Prompt]]:
+    """Return about `count` short held-out prompts, of each data set in turn; maybe none."""
+    found: dict[str, list[Prompt]] = {}
+    if count:
+        with without_failing():
+            prompts = data.prompts(math.ceil(count / len(data.dataset_names)))
+            for name in list(prompts)[:count]:
+                found[name] = [p for p in prompts[name] if len(p.input_ids) <= MAX_SHOWN_TOKENS]
+    return found
+
+
+@contextmanager
+def without_failing() -> Iterator[None]:
+    """Report that prompts could not be answered, if they are only shown: a run does not need it."""
+    try:
+        yield
+    except Exception as problem:  # noqa: BLE001  whatever it is, the run itself is complete
+        log.warning("answers are not shown: %s", printable(reason_of(problem)))
 
 
 def _merge_lines(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -77,6 +79,9 @@ class TrainEvaluationConfig(EvaluationConfig):
     null = only at the end"""
     during_rows: int = setting(50, ge=1)
     """maximum number of rows of each task and data set to evaluate during training (the first)"""
+    show_answers: int = setting(3, ge=0)
+    """held-out prompts whose answers by base and tuned are printed at the end of a run; also
+    answered, for at most 20 s per model, if nothing else measures answers; 0 = none"""
 
 
 def answer_prompts(
@@ -101,13 +106,15 @@ def answer_batches(
     config: EvaluationConfig,
     sharding: Placement | None = None,
     stop_texts: Sequence[str] = (),
+    seconds: float = math.inf,
 ) -> Iterator[list[tuple[int, Answer]]]:
     """Answer each prompt greedily up to the first of `stop_ids`; yield batches of (index, answer).
 
     `sharding`: the strategy that shards the weights, None if each rank holds the whole model; all
     ranks must then answer the same prompts. Generation also ends after one of `stop_texts`, which
-    stays in the answer.
+    stays in the answer, and cuts off answers after `seconds`, which ranks do not agree on.
     """
+    until = time.monotonic() + seconds
     with eval_mode(model), generation_attention(model):
         if sharding is None and GreedyDecoder.supports(model):
             decoder = GreedyDecoder(
@@ -115,11 +122,15 @@ def answer_batches(
                 stop_ids=frozenset(stop_ids),
                 max_new_tokens=config.max_new_tokens,
                 batch_size=config.batch_size,
-                is_done=lambda tokens: _has_one_of(stop_texts, tokens, tokenizer),
+                is_done=lambda tokens: (
+                    time.monotonic() > until or _has_one_of(stop_texts, tokens, tokenizer)
+                ),
             )
             generated = decoder.answers([prompt.input_ids for prompt in prompts])
         else:
-            generated = _generate(model, tokenizer, prompts, stop_ids, config, sharding, stop_texts)
+            generated = _generate(
+                model, tokenizer, prompts, stop_ids, config, sharding, stop_texts, seconds
+            )
         for batch in generated:
             answers = []
             for number, tokens in batch:
@@ -149,8 +160,12 @@ def _generate(
     config: EvaluationConfig,
     sharding: Placement | None,
     stop_texts: Sequence[str],
+    seconds: float,
 ) -> Iterator[list[tuple[int, list[int]]]]:
-    """Yield batches of (index, generated tokens) from `model.generate`, for any architecture."""
+    """Yield batches of (index, generated tokens) from `model.generate`, for any architecture.
+
+    Each batch is cut off after `seconds`.
+    """
     import torch
     from transformers import StoppingCriteriaList
 
@@ -172,6 +187,7 @@ def _generate(
                     input_ids=torch.tensor(padded, device=device),
                     attention_mask=torch.tensor(mask, device=device),
                     stopping_criteria=StoppingCriteriaList(until),
+                    max_time=None if seconds == math.inf else seconds,
                     # Ranks may choose different tokens when two logits are almost equal. A rank
                     # that has finished keeps stepping: the others need its shard of the weights.
                     synced_gpus=sharding is not None,

@@ -7,14 +7,18 @@ sorted before they are resampled: the same rows give the same interval in any or
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
+from app.process.logs import show
 from common.errors import TrainingFault
+from common.files import write_atomically
 from common.text import formatted, percent, printable
 
 if TYPE_CHECKING:
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
+VERDICT_FILE = "verdict.json"
 VARIANTS = ("base", "tuned")
 """the compared models, as named in metrics.json and predictions.jsonl"""
 NUM_RESAMPLES, SEED = 10_000, 0
@@ -126,11 +131,7 @@ class Change:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the interval excludes zero and enough rows differ."""
-        return self.excludes_zero and self.num_changed >= MIN_CHANGED
-
-    @property
-    def excludes_zero(self) -> bool:
+        """Whether the interval excludes zero, for which enough rows must differ."""
         return max(self.low, -self.high) > MIN_DIFFERENCE / 2
 
     @property
@@ -161,7 +162,8 @@ class Change:
         if not (self.is_significant or self.is_broken):
             if self.num_rows < MIN_CHANGED:
                 return TOO_FEW_ROWS
-            return "too few differ" if self.excludes_zero else "no difference"
+            reaches_zero = self.num_changed and 0.0 in (self.low, self.high)
+            return "too few differ" if reaches_zero else "no difference"
         if self.is_better:
             return "better"
         return "worse" if self.is_trained is not False else "forgotten"
@@ -243,6 +245,9 @@ def _compare(
         )
     weights = np.ones_like(before) if base.weights is None else np.asarray(base.weights, np.float64)
     low, high = paired_bootstrap(after - before, weights, confidence)
+    num_changed = int(np.count_nonzero(before != after))
+    if num_changed < MIN_CHANGED:
+        low, high = min(low, 0.0), max(high, 0.0)
     limit = MEASURES.get(measure, OTHER).max_difference
     return Change(
         measure=measure,
@@ -252,7 +257,7 @@ def _compare(
         low=max(low, -limit),
         high=min(high, limit),
         num_rows=len(before),
-        num_changed=int(np.count_nonzero(before != after)),
+        num_changed=num_changed,
         is_trained=is_trained,
     )
 
@@ -297,6 +302,18 @@ def change_metrics(changes: Iterable[Change]) -> dict[str, float]:
     return {name: value for change in changes for name, value in change.metrics().items()}
 
 
+def write_verdict(folder: Path, changes: Sequence[Change]) -> None:
+    """Write `verdict.json`, the changes and their table; nothing without changes."""
+    if changes:
+        listed = [asdict(change) | {"verdict": change.verdict} for change in changes]
+        document = {
+            "verdict": verdict_line(changes),
+            "changes": listed,
+            "table": change_cells(changes),
+        }
+        write_atomically(folder / VERDICT_FILE, json.dumps(document, indent=2) + "\n")
+
+
 def verdict_line(changes: Sequence[Change]) -> str:
     """Summarize in one line what became better, what became worse, and what was forgotten."""
     better = _list_names(change for change in changes if change.is_better)
@@ -326,6 +343,18 @@ def _list_names(changes: Iterable[Change]) -> str:
     return ", ".join(f"{name} ({', '.join(measures)})" for name, measures in by_name.items())
 
 
+def change_cells(changes: Iterable[Change]) -> list[list[str]]:
+    """Return headings, and the texts of each change: its difference, interval and verdict."""
+    cells = [["data set", "measure", "rows", "change", "interval", "verdict"]]
+    for change in changes:
+        signed = f"+{change.spec.number_format}"
+        low, high = (formatted(end, signed) for end in (change.low, change.high))
+        difference = formatted(change.difference, signed)
+        words = [change.name, change.heading, f"{change.num_rows:,}", difference]
+        cells.append([*words, f"{low} to {high}", change.verdict])
+    return cells
+
+
 def changes_table(changes: Sequence[Change], title: str = "from base to tuned") -> Table:
     """Return a table with a row for each change: its difference, interval and verdict."""
     from rich.markup import escape
@@ -334,21 +363,12 @@ def changes_table(changes: Sequence[Change], title: str = "from base to tuned") 
     table = Table(
         title=f"{title}: simultaneous {percent(CONFIDENCE, 0)} intervals", title_justify="left"
     )
-    for heading in ("data set", "measure"):
-        table.add_column(heading)
-    for heading in ("rows", "change", "interval"):
-        table.add_column(heading, justify="right")
-    table.add_column("verdict")
-    for change in changes:
-        signed = f"+{change.spec.number_format}"
-        table.add_row(
-            escape(change.name),
-            escape(change.heading),
-            f"{change.num_rows:,}",
-            formatted(change.difference, signed),
-            f"{formatted(change.low, signed)} to {formatted(change.high, signed)}",
-            change.verdict,
-        )
+    headings, *rows = change_cells(changes)
+    for heading in headings:
+        is_text = heading in ("data set", "measure", "verdict")
+        table.add_column(heading, justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
 
 
@@ -359,15 +379,13 @@ def print_changes(changes: Sequence[Change], groups: Sequence[Change] = ()) -> N
     """
     if not changes:
         return
-    from rich.console import Console
-
-    Console(highlight=False).print(changes_table(changes))
+    show(changes_table(changes))
     if groups:
         differing = [change for change in groups if change.is_significant or change.is_broken]
         if differing:
-            Console(highlight=False).print(changes_table(differing, "groups of tasks that differ"))
-        print(f"groups of tasks: {len(differing)} of {len(groups)} differ; metrics.json has all")
-    print(f"verdict: {printable(verdict_line(changes))}")
+            show(changes_table(differing, "groups of tasks that differ"))
+        show(f"groups of tasks: {len(differing)} of {len(groups)} differ; metrics.json has all")
+    show(f"verdict: {printable(verdict_line(changes))}")
 
 
 def check_regression(changes: Iterable[Change], max_regression: float | None) -> None:

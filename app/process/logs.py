@@ -1,23 +1,30 @@
 """Logging: a summary on the screen, everything in the run's folder.
 
 The screen shows messages of level INFO and above, and with `--verbose` also DEBUG; `train.log` has
-both.
+both, and all that `show` prints.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.process.launch import is_first_rank
 from common.files import open_no_follow
 from common.redaction import redact
 from common.text import printable
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 LOG_FILE = "train.log"
 """file in a run's folder with all messages of the run and their times"""
+WIDE = 1000
+"""width of a table that nothing cuts, in characters"""
 OWN_LOGGERS = ("app", "common", "data_modules")
 """loggers whose DEBUG messages are logged; those of libraries are not"""
 NOISY_LOGGERS = ("bitsandbytes", "httpx", "httpx2")
@@ -116,6 +123,37 @@ def open_run_log(folder: Path) -> None:
     """Write the log of this process into the `folder` of its run, on rank 0."""
     if is_first_rank():
         _run_log.write_into(folder)
+
+
+def show(what: RenderableType) -> None:
+    """Print a text or a table, and write it into the run's log; only a terminal cuts its width."""
+    if isinstance(what, str):
+        print(what, flush=True)
+        record(what)
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, Console(width=WIDE).measure(what).maximum)
+    console.print(what)
+    record(laid_out(what))
+
+
+def laid_out(what: RenderableType) -> str:
+    """Return the lines of a table as wide as it needs: those of a log may have any width."""
+    from rich.console import Console
+
+    wide = Console(file=io.StringIO(), width=WIDE, highlight=False)
+    with wide.capture() as lines:
+        wide.print(what)
+    return lines.get()
+
+
+def record(text: str) -> None:
+    """Write a text into the run's log only."""
+    if text.strip():
+        _run_log.emit(logging.makeLogRecord({"msg": text.strip("\n"), "levelname": "INFO"}))
 
 
 def print_loading() -> None:

@@ -22,6 +22,7 @@ from app.training.run_documents import (
     OBJECT,
     SHOWN_CONFIG,
     SHOWN_MANIFEST,
+    VERDICT,
     find_problem,
     read_curves,
     read_lines,
@@ -47,6 +48,8 @@ class RunFiles:
     """column of metrics.csv -> its (step, value)"""
     predictions: Sequence[Mapping[str, Any]] = ()
     """some lines of predictions.jsonl"""
+    verdict: Mapping[str, Any] = field(default_factory=dict)
+    """verdict.json, which a run has whose base and tuned model were compared"""
     mixture: Sequence[Mapping[str, Any]] = ()
     audit: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -100,6 +103,7 @@ def read_run_files(folder: Path) -> RunFiles:
         metrics={k: v for k, v in read("metrics.json", METRICS).items() if _is_number(v)},
         curves=curves,
         predictions=choose_predictions(read_lines(folder / "predictions.jsonl")),
+        verdict=read("verdict.json", VERDICT),
         mixture=read("mixture.json", MIXTURE) or [],
         audit=read("audit.json", OBJECT),
         error=_read_text(folder / "error.txt"),

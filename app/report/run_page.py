@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,13 +130,17 @@ def write_page(folder: Path, settings: Sequence[Setting] = (), *, error: str = "
 def render_run(run: RunFiles, settings: Sequence[Setting] = ()) -> str:
     """Return the page of one run."""
     sections = [
-        Section(title="Base vs tuned", tables=[comparison_cells(run.metrics)]),
-        Section(title="Curves", charts=learned_charts({"": run})),
         Section(
             title="Predictions",
             description="Answers of the base and the tuned model to held-out prompts.",
             predictions=[shown_prediction(line) for line in run.predictions],
         ),
+        Section(
+            title="Base vs tuned",
+            lines=verdict_lines(run),
+            tables=[verdict_cells(run), comparison_cells(run)],
+        ),
+        Section(title="Curves", charts=learned_charts({"": run})),
         Section(
             title="Speed and hardware",
             lines=bottleneck_lines(run),
@@ -281,14 +285,32 @@ def title_of_column(name: str) -> str:
     return known or (f"{TITLES.get(metric, metric)}: {dataset}" if dataset else metric)
 
 
-def comparison_cells(metrics: Mapping[str, float]) -> Cells:
-    """Return a row for each metric, with its values for base and tuned."""
+def verdict_lines(run: RunFiles) -> list[str]:
+    """Return the verdict on base and tuned in words."""
+    return [f"verdict: {printable(run.verdict['verdict'])}"] if run.verdict else []
+
+
+def verdict_cells(run: RunFiles) -> Cells:
+    """Return a row for each measure that was compared row by row: change, interval, verdict."""
+    return [list(map(printable, row)) for row in run.verdict.get("table", ())]
+
+
+def datasets_of(names: Iterable[str]) -> set[str]:
+    """Return the data sets that have a validation loss among these metrics."""
+    losses = (name.partition("val/loss/")[2] for name in names)
+    return {name for name in losses if name}
+
+
+def comparison_cells(run: RunFiles) -> Cells:
+    """Return a row for each metric of base and tuned; one data set has no row of all of them."""
+    metrics = run.metrics
+    overall = ("val/loss", "val/perplexity") if len(datasets_of(metrics)) == 1 else ()
     cells = [["metric", "base", "tuned", "difference"]]
     for name in metrics:
         variant, _, metric = name.partition("/")
         if variant not in ("base", "tuned") or (variant == "tuned" and f"base/{metric}" in metrics):
             continue
-        if any(part in name for part in NOT_DRAWN):
+        if metric in overall or any(part in name for part in NOT_DRAWN):
             continue
         before, after = metrics.get(f"base/{metric}"), metrics.get(f"tuned/{metric}")
         difference = "-" if before is None or after is None else f"{after - before:+.4g}"

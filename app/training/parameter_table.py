@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import report_trainable, trainable_weights
+from app.process.logs import laid_out, show
 from app.training.schedule import format_lr
 from common.text import percent
 
@@ -257,8 +257,6 @@ def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimiz
 
     ValueError if the groups do not hold all trainable parameters.
     """
-    from rich.console import Console
-
     report = report_trainable(model)
     if (grouped := num_grouped(optimizer)) != report.num_trainable:
         raise ValueError(
@@ -267,11 +265,7 @@ def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimiz
         )
     patterns = trained_patterns(model, optimizer)
     for table in (trainable_table(patterns), groups_table(optimizer)):
-        # Lines of a log file may have any width.
-        wide = Console(file=io.StringIO(), width=1000, highlight=False)
-        with wide.capture() as laid_out:
-            wide.print(table)
-        log.debug("%s", laid_out.get().rstrip())
+        log.debug("%s", laid_out(table))
     trainable, memory = describe_parameters(report)
     shared = shared_settings(patterns)
     texts = [
@@ -280,8 +274,4 @@ def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimiz
     ]
     log.info("%s", ", ".join([trainable, *texts]))
     log.info("%s", memory)
-    console = Console(highlight=False)
-    table = brief_table(patterns)
-    if not console.is_terminal:
-        console.width = max(console.width, Console(width=1000).measure(table).maximum)
-    console.print(table)
+    show(brief_table(patterns))

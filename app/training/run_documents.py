@@ -102,6 +102,16 @@ METRICS = MapOf(or_null(FIGURE))
 _MIXED = ("rows", "tokens", "rows_seen", "epochs", "share_of_rows", "share_of_tokens")
 MIXTURE = ListOf(Keys({}, dict.fromkeys(_MIXED, or_null(FIGURE)), allows_others=True))
 """mixture.json"""
+VERDICT = Keys(
+    {
+        "verdict": TEXT,
+        "changes": ListOf(Keys({"measure": TEXT, "name": TEXT}, {}, allows_others=True)),
+        "table": ListOf(ListOf(TEXT)),
+    },
+    {},
+    allows_others=True,
+)
+"""verdict.json: base and tuned compared row by row"""
 TRIALS = ListOf(
     Keys(
         {

@@ -128,6 +128,19 @@ def test_the_text_of_an_unfinished_answer_is_kept() -> None:
     assert answers == [Answer("xxxx", is_finished=False)]
 
 
+@pytest.mark.parametrize("is_split", [True, False])
+def test_answers_are_cut_off_when_their_time_is_over(
+    is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GreedyDecoder, "supports", lambda model: is_split)
+    config = EvaluationConfig(max_new_tokens=32)
+    batches = answer_batches(
+        chain_model(CHAIN), Spelled(), [prompt("x"), prompt("a")], {STOP}, config, seconds=0.0
+    )
+    answers = dict(pair for batch in batches for pair in batch)
+    assert answers == {0: Answer("x", is_finished=False), 1: Answer("b", is_finished=False)}
+
+
 def test_exact_match_is_the_share_of_correct_answers_per_data_set() -> None:
     prompts = {
         "mixed": [prompt("a", "bcd"), prompt("b", " cd\n"), prompt("a", "bc"), prompt("x", "x")],

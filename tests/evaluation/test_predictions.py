@@ -33,7 +33,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *variants: str) -> Predictions:
     monkeypatch.setattr(
         evaluator_module,
         "answer_batches",
-        lambda model, *_: iter([list(enumerate(ANSWERS[model]))]),
+        lambda model, *_, **__: iter([list(enumerate(ANSWERS[model]))]),
     )
     config = EvaluationConfig(exact_match=True, metrics=["numeric"])
     predictions = Predictions(TOKENIZER, PROMPTS, {2}, config)

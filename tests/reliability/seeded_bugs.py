@@ -732,8 +732,8 @@ BUGS = [
     Bug(
         name="few rows make a verdict",
         file="app/evaluation/significance.py",
-        right="return self.excludes_zero and self.num_changed >= MIN_CHANGED",
-        wrong="return self.excludes_zero",
+        right="    if num_changed < MIN_CHANGED:",
+        wrong="    if num_changed < 0:",
         test="tests/evaluation/test_significance.py::test_few_rows_are_not_significant_even_if_all_agree",
     ),
     Bug(

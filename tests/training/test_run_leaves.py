@@ -103,6 +103,7 @@ def test_the_run_folder_has_exactly_the_documented_files(run: Run) -> None:
         "tensorboard",
         "train.log",
         "training_curves.png",
+        "verdict.json",
     }
     status = json.loads((run.folder / "status.json").read_text())
     assert (status["state"], status["step"], status["steps"]) == ("finished", 16, 16)
@@ -110,6 +111,10 @@ def test_the_run_folder_has_exactly_the_documented_files(run: Run) -> None:
     last = next(row for step, row in read_curves(run.folder / CSV_FILE) if step == 16)
     assert status["loss"] == last["train/loss"] and status["epoch"] > 0
     page = (run.folder / "report.html").read_text()
+    verdict = run.json("verdict.json")
+    assert verdict["verdict"] in page and all(cell in page for cell in verdict["table"][1])
+    log = (run.folder / "train.log").read_text()
+    assert all(line.strip() in log for line in run.printed.splitlines())
     assert "finished after step 16" in page and "loss: capital" in page and "Prague" in page
 
 
@@ -365,7 +370,7 @@ def test_held_out_files_alone_can_be_evaluated(run: Run, tmp_path: Path) -> None
         "base/exact_match/capital": 0.0,
         "tuned/exact_match/capital": 1.0,
         change: 1.0,
-        f"{change}/low": 1.0,
+        f"{change}/low": 0.0,  # four rows: a sign test would not reject
         f"{change}/high": 1.0,
     }
 

@@ -29,6 +29,7 @@ from app.evaluation.judge.questions import (
 )
 from app.evaluation.judge.settings import JudgeConfig
 from app.evaluation.significance import VARIANTS, RowScores
+from app.process.logs import show
 from common.errors import UserError
 from common.files import open_no_follow
 from common.text import formatted, printable
@@ -303,7 +304,6 @@ def judge_table(judged: Judgement) -> list[list[str]]:
 
 def print_judgement(judged: Judgement, config: JudgeConfig, page: str) -> None:
     """Print the table of grades, the cost, and the path of the page with all verdicts."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -313,14 +313,14 @@ def print_judgement(judged: Judgement, config: JudgeConfig, page: str) -> None:
         table.add_column(heading, justify="right" if number else "left")
     for row in rows:
         table.add_row(*map(Text, row))
-    Console(highlight=False).print(table)
-    print(f"judge: {judged.state()}; {judged.cost(config)}")
+    show(table)
+    show(f"judge: {judged.state()}; {judged.cost(config)}")
     if num_inconsistent := judged.num_inconsistent():
-        print(
+        show(
             f"judge: {num_inconsistent} comparisons changed when the order was swapped, and count "
             "as ties"
         )
-    print(f"judge: {printable(page)}")
+    show(f"judge: {printable(page)}")
 
 
 def _requests(

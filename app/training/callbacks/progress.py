@@ -10,6 +10,8 @@ import lightning as L
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from app.process.logs import record, show
+
 if TYPE_CHECKING:
     from app.training.metrics import Metrics
 
@@ -26,7 +28,7 @@ STATUSES = ("validate", "train", "done", "stopped")
 
 
 class ProgressBar(L.Callback):
-    """Show a live bar on a terminal; print ten lines per run and its last step to a file."""
+    """Show a live bar on a terminal; ten lines per run and its last step in a file and the log."""
 
     def __init__(self) -> None:
         self.console = Console(file=sys.stdout)
@@ -75,11 +77,11 @@ class ProgressBar(L.Callback):
         if self.progress is not None:
             shown = figures(pl_module.metrics, self._room(total))
             self.progress.update(self.task, completed=step, what="train", figures=shown)
-        elif pl_module.metrics.latest_step == step and self.next_line <= step < total:
+        if pl_module.metrics.latest_step == step and self.next_line <= step < total:
             self.next_line = step + total / LINES_PER_RUN
             seconds = (time.monotonic() - self.started) / max(1, step - self.first_step)
             left = f"{seconds * (total - step):.0f} s left"
-            print(f"step {step}/{total}  {figures(pl_module.metrics)}  {left}", flush=True)
+            self._write(f"step {step}/{total}  {figures(pl_module.metrics)}  {left}")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Show that a validation is running."""
@@ -89,14 +91,18 @@ class ProgressBar(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Close the bar; in a file, print the last step with its validation."""
         step, total = trainer.global_step, trainer.max_steps
-        if trainer.is_global_zero and self.progress is None and step:
+        if trainer.is_global_zero and step:
             outcome = "done" if step >= total else "stopped early"
-            print(f"step {step}/{total}  {figures(pl_module.metrics)}  {outcome}", flush=True)
+            self._write(f"step {step}/{total}  {figures(pl_module.metrics)}  {outcome}")
         self._close("done" if step >= total else "stopped")
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Close the bar before an error is printed."""
         self._close("stopped")
+
+    def _write(self, line: str) -> None:
+        """Write a line into the run's log, and print it where no bar shows the same."""
+        record(line) if self.progress else show(line)
 
     def _room(self, total: int) -> int:
         """Return the width that the rest of the bar leaves for metrics, in characters."""
