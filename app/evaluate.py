@@ -57,12 +57,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     from app.assembly.kept import with_checkpoint
     from app.assembly.tuned import adapter_of, trained_datasets
     from app.evaluation.comparison import print_comparison, print_samples
-    from app.evaluation.significance import (
-        change_metrics,
-        check_regression,
-        print_changes,
-        write_verdict,
-    )
+    from app.evaluation.significance import change_metrics, check_regression, report_changes
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 
@@ -90,12 +85,11 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     write_atomically(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
     save_config(config, folder / CONFIG_FILE)
     runner.remove_partial_results()
-    write_verdict(folder, changes)
     print_samples(evaluator)
     print_comparison(metrics, data.dataset_names)
     if verdicts is not None:
         print_judgement(verdicts, judged, str(folder / JUDGE_PAGE))
-    print_changes(changes, groups)
+    report_changes(changes, groups, folder)
     write_page(folder, changed_settings(config))
     print(f"run: {printable(str(folder))}")
     if verdicts is not None:

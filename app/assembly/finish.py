@@ -53,12 +53,7 @@ def finish(
     """
     from app.assembly.result import restore_result
     from app.evaluation.comparison import print_comparison, print_samples
-    from app.evaluation.significance import (
-        change_metrics,
-        check_regression,
-        print_changes,
-        write_verdict,
-    )
+    from app.evaluation.significance import change_metrics, check_regression, report_changes
     from app.model.adapter import saves_whole_model
     from app.model.tokenizer import save_stop_tokens
     from app.model.tokenizer_file import save_tokenizer
@@ -78,13 +73,12 @@ def finish(
     def write() -> None:
         save_tokenizer(base.tokenizer, saved)
         evaluator.write_predictions(run.folder)
-        write_verdict(run.folder, changes)
         if not saves_whole_model(config.adapter):
             save_stop_tokens(model, saved)
         write_atomically(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         print_samples(evaluator, config.evaluation.show_answers)
         print_comparison(metrics, data.dataset_names)
-        print_changes(changes, groups)
+        report_changes(changes, groups, run.folder)
         write_page(run.folder, settings)
         write_card(saved, run.folder, settings)
         end_loggers(trainer.loggers, run.folder, metrics, settings)
@@ -121,7 +115,6 @@ def save_and_compare(
     from app.model.tokenizer import add_stop_tokens
 
     module.release_optimizer()  # verification loads the base as a second model
-    progress = Progress(prints_lines=False)
     evaluator = build_evaluator(
         config.evaluation,
         base,
@@ -130,9 +123,8 @@ def save_and_compare(
         module.objective,
         sharding=module.shards,
         sum_over_ranks=module.sum_over_ranks,
-        runner=RowRunner(show=progress.show),
-        # Sharded weights answer slowly, and ranks would not agree on a limit of time.
-        num_shown=config.evaluation.show_answers if module.shards is None else 0,
+        runner=RowRunner(show=(progress := Progress(prints_lines=False)).show),
+        num_shown=config.evaluation.show_answers,
     )
     add_stop_tokens(module.model, evaluator.stop_ids)
     with module.trainer.precision_plugin.forward_context(), progress:

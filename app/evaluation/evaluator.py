@@ -187,6 +187,8 @@ class Evaluator:
         self.objective = objective
         self.sharding, self.sum_over_ranks = sharding, sum_over_ranks
         is_measured = config.answers_prompts
+        # Sharded weights answer slowly, and ranks would not agree on a limit of time.
+        num_shown = num_shown if sharding is None else 0
         prompts = data.prompts(config.max_rows) if is_measured else choose_prompts(data, num_shown)
         self.prompts = {name: rows for name, rows in prompts.items() if rows}
         seconds = math.inf if is_measured else SHOWN_SECONDS / max(1, len(self.prompts))

@@ -302,18 +302,6 @@ def change_metrics(changes: Iterable[Change]) -> dict[str, float]:
     return {name: value for change in changes for name, value in change.metrics().items()}
 
 
-def write_verdict(folder: Path, changes: Sequence[Change]) -> None:
-    """Write `verdict.json`, the changes and their table; nothing without changes."""
-    if changes:
-        listed = [asdict(change) | {"verdict": change.verdict} for change in changes]
-        document = {
-            "verdict": verdict_line(changes),
-            "changes": listed,
-            "table": change_cells(changes),
-        }
-        write_atomically(folder / VERDICT_FILE, json.dumps(document, indent=2) + "\n")
-
-
 def verdict_line(changes: Sequence[Change]) -> str:
     """Summarize in one line what became better, what became worse, and what was forgotten."""
     better = _list_names(change for change in changes if change.is_better)
@@ -372,13 +360,16 @@ def changes_table(changes: Sequence[Change], title: str = "from base to tuned") 
     return table
 
 
-def print_changes(changes: Sequence[Change], groups: Sequence[Change] = ()) -> None:
-    """Print the table and the verdict, nothing without changes.
+def report_changes(changes: Sequence[Change], groups: Sequence[Change], folder: Path) -> None:
+    """Print the table and the verdict, and write them to `verdict.json`; nothing without changes.
 
     Only those `groups` of tasks that differ are printed; the others are counted.
     """
     if not changes:
         return
+    listed = [asdict(change) | {"verdict": change.verdict} for change in changes]
+    verdict = {"verdict": verdict_line(changes), "changes": listed, "table": change_cells(changes)}
+    write_atomically(folder / VERDICT_FILE, json.dumps(verdict, indent=2) + "\n")
     show(changes_table(changes))
     if groups:
         differing = [change for change in groups if change.is_significant or change.is_broken]

@@ -19,7 +19,9 @@ MAX_WEIGHT = 3.4e38
 SKIP_EMPTY = "or skip such rows with data.drop_empty=true or data.on_bad_row=quarantine"
 """the fix for an empty answer, besides changing the row"""
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_CONTROLS = bytes(code for code in range(32) if chr(code) not in "\t\n\r")
+_ALLOWED = "\t\n\r\f"
+"""control characters of text; a form feed starts a page"""
+_CONTROLS = bytes(code for code in range(32) if chr(code) not in _ALLOWED)
 _ROLE_NAMES = ("role", "from")
 
 
@@ -121,15 +123,15 @@ def is_blank(text: str) -> bool:
 def check_text(text: str, where: str) -> str:
     """Return `text`; raise RowError if it has characters that must not be tokenized.
 
-    These are unpaired surrogates, which UTF-8 cannot encode, and control characters other than tab,
-    newline and carriage return.
+    These are unpaired surrogates, which UTF-8 cannot encode, and control characters other than
+    `_ALLOWED`.
     """
     try:
         encoded = text.encode()
     except UnicodeEncodeError as error:
         _raise_bad_character(text, error.start, "an unpaired surrogate", where)
     if len(encoded.translate(None, _CONTROLS)) != len(encoded):
-        start = next(i for i, c in enumerate(text) if c < " " and c not in "\t\n\r")
+        start = next(i for i, c in enumerate(text) if c < " " and c not in _ALLOWED)
         _raise_bad_character(text, start, "a control character", where)
     return text
 

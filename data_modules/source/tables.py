@@ -10,9 +10,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +38,9 @@ from data_modules.source.opening import (
 from data_modules.types import Row, Struct
 
 _MAX_CHUNK_ROWS = 4000
+_SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
+"""what may separate the cells of a row, and its name"""
+_QUOTED = re.compile('"[^"]*"?')
 _END_OF_STREAM_BYTES = 64
 """what an arrow file may have between its last batch and its footer: a marker, aligned"""
 
@@ -451,6 +455,15 @@ class _CsvLines:
     _rest: bytearray = field(default_factory=bytearray)
     _lines: list[bytes] = field(default_factory=list)
 
+    def first(self) -> str:
+        """Return the first line that is not blank, which is read again as a row; maybe none."""
+        read: list[bytes] = []
+        with suppress(StopIteration):
+            while not read or not read[-1].strip():
+                read.append(self._next_line())
+        self._lines += reversed(read)
+        return read[-1].decode(errors="replace") if read else ""
+
     def start_row(self) -> None:
         """Reset the state of the current row."""
         self.row_bytes, self.bad = 0, None
@@ -489,7 +502,7 @@ class _CsvLines:
 
 
 def read_csv(file: File, options: ReadOptions) -> Iterator[Chunk]:
-    """Yield the rows of a csv file."""
+    """Yield the rows of a csv file, whose header may show another separator than a comma."""
     with open_text(file, options.budget, options.limits) as data:
         yield from grouped(_csv_rows(data, ",", options), str(file))
 
@@ -509,6 +522,7 @@ def _csv_rows(
     header: list[str] | None = None
     start = 1
     try:
+        delimiter = _separator(lines.first(), delimiter)
         for cells in csv.reader(lines, strict=True, delimiter=delimiter):
             size, bad, origin = lines.row_bytes, lines.bad, Origin(file, start)
             lines.start_row()
@@ -517,7 +531,7 @@ def _csv_rows(
                 continue
             if header is None:
                 header = cells
-                _check_header(header, delimiter, file, bad, options.limits)
+                _check_header(header, file, bad, options.limits)
             elif bad is not None:
                 yield size, bad
             elif cells == header and len(header) > 1:
@@ -526,7 +540,7 @@ def _csv_rows(
             elif len(cells) == len(header):
                 yield size, Row(dict(zip(header, cells, strict=True)), origin)
             else:
-                mark = "comma" if delimiter == "," else "tab"
+                mark = _SEPARATORS[delimiter]
                 reason = f"{len(cells)} cells, the header has {len(header)} ({_names(header)})"
                 raw = delimiter.join(cells)[:MAX_RAW]
                 yield size, BadRow(origin, f"{reason}; quote cells that hold a {mark}", raw)
@@ -543,9 +557,16 @@ def _csv_rows(
         ) from error
 
 
-def _check_header(
-    header: list[str], delimiter: str, file: str, bad: BadRow | None, limits: Limits
-) -> None:
+def _separator(header: str, expected: str) -> str:
+    """Return the separator of a header line: the expected one, else the one that it has most of."""
+    unquoted = _QUOTED.sub("", header)
+    if expected in unquoted:
+        return expected
+    found = max(_SEPARATORS, key=unquoted.count)
+    return found if found in unquoted else expected
+
+
+def _check_header(header: list[str], file: str, bad: BadRow | None, limits: Limits) -> None:
     if bad is not None:
         raise DataError(bad.problem)
     if problem := names_error(header, limits):
@@ -556,12 +577,6 @@ def _check_header(
         raise DataError(
             f"{file}:1 column '{shown(twice)}' is twice in the header ({_names(header)}); "
             "rename one of them"
-        )
-    other = next((mark for mark in ",;\t|" if mark != delimiter and mark in header[0]), None)
-    if len(header) == 1 and other is not None:
-        fix = "name it .tsv" if other == "\t" else "save it with commas, as .csv"
-        raise DataError(
-            f"{file}:1 has one column, '{shown(header[0])}'; is {other!r} its separator? {fix}"
         )
 
 

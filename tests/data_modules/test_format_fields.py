@@ -92,7 +92,7 @@ def test_column_with_a_dot_in_its_name_takes_precedence_over_a_path() -> None:
 
 @given(st.text())
 def test_control_characters_are_an_error_with_their_position(text: str) -> None:
-    bad = [(i, c) for i, c in enumerate(text) if ord(c) < 32 and c not in "\t\n\r"]
+    bad = [(i, c) for i, c in enumerate(text) if ord(c) < 32 and c not in "\t\n\r\f"]
     if not bad:
         assert check_text(text, "output") == text
         return

@@ -105,6 +105,28 @@ def test_every_format_is_read_plain_and_compressed(
     assert count_rows(file, ReadOptions()) == 3
 
 
+@pytest.mark.parametrize("name", ["d.csv", "d.tsv"])
+@pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("head", ["a{}b", '\n"a"{}"b"', 'a{}"b"'])
+def test_the_separator_of_a_table_is_that_of_its_header(
+    tmp_path: Path, name: str, mark: str, head: str
+) -> None:
+    file = tmp_path / name
+    cell = '"; , | "'
+    file.write_text(f"{head.format(mark)}\n{cell}{mark}2\n3{mark}")
+    (first, second) = read(file)
+    assert isinstance(first, Row) and first.values == {"a": "; , | ", "b": "2"}
+    assert isinstance(second, Row) and second.values == {"a": "3", "b": ""}
+    assert second.origin.line == head.count("\n") + 3
+
+
+def test_a_quoted_name_with_separators_is_one_column(tmp_path: Path) -> None:
+    file = tmp_path / "d.csv"
+    file.write_text('"a; b, c"\nfirst; second\n')
+    (row,) = read(file)
+    assert isinstance(row, Row) and row.values == {"a; b, c": "first; second"}
+
+
 def test_compressed_files_of_several_frames_are_read_to_the_end(tmp_path: Path) -> None:
     for name, pack in (("d.jsonl.gz", gzip.compress), ("d.jsonl.zst", zst)):
         file = tmp_path / name
@@ -123,8 +145,11 @@ def test_compressed_files_of_several_frames_are_read_to_the_end(tmp_path: Path) 
         ("d.csv", b"PK\x03\x04....", "d.csv: is a zip archive; unpack it"),
         ("d.jsonl", '{"a": 1}'.encode("utf-16-le"), "d.jsonl: is UTF-16; save it as UTF-8"),
         ("d.csv", b"a,b\r1,2\r", "d.csv: has CR line endings; save it with LF"),
-        ("d.csv", b"a\tb\n1\t2\n", "d.csv:1 has one column, 'a\\tb'; is '\\t' its separator?"),
-        ("d.tsv", b"a,b\n1,2\n", "d.tsv:1 has one column, 'a,b'; is ',' its separator?"),
+        (
+            "d.csv",
+            b"a;b\n1\n",
+            "d.csv:2 1 cells, the header has 2 (a, b); quote cells that hold a semi",
+        ),
         ("d.csv", b"a,b,a\n1,2,3\n", "d.csv:1 column 'a' is twice in the header (a, b, a)"),
         ("d.tsv", b"a\tb\n1\n", "d.tsv:2 1 cells, the header has 2 (a, b); quote cells that hold"),
         ("d.csv", b'a,b\n1,2\n"x"y,2\n', "d.csv:3 broken CSV: ',' expected after '\"'; is a quote"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from app.evaluation.significance import (
     check_regression,
     compare_rows,
     paired_bootstrap,
-    print_changes,
+    report_changes,
     scores_in_lines,
     verdict_line,
 )
@@ -211,7 +212,7 @@ def test_a_model_with_nonfinite_scores_is_worse() -> None:
 
 
 def test_the_table_has_signs_and_escaped_names(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     task = replace(LOSS, measure="task/points", name="old[new]", base=0.7, tuned=0.4)
     table = cells(changes_table([LOSS, replace(task, low=-0.4, high=-0.2)]))
@@ -219,7 +220,7 @@ def test_the_table_has_signs_and_escaped_names(
         ["orders", "loss", "100", "+0.5000", "+0.4000 to +0.6000", "forgotten"],
         ["old[new]", "task/points", "100", "-0.3000", "-0.4000 to -0.2000", "forgotten"],
     ]
-    print_changes([])
-    assert capsys.readouterr().out == ""
-    print_changes([LOSS])
+    report_changes([], [], tmp_path)
+    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
+    report_changes([LOSS], [], tmp_path)
     assert "verdict: forgot orders (loss), not trained on" in capsys.readouterr().out
