@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from app.config import PlanConfig, run_verb, save_config, settings_of, write_experiment
 from app.planning.advice import (
@@ -48,6 +49,23 @@ def plan(config: PlanConfig) -> Path:
     """Estimate memory, speed and cost of `config`, print them with advice; return the folder."""
     if config.plan.write is not None:
         check_written(Path(config.plan.write))
+    facts, candidates, hardware = make_plan(config)
+    folder = decide_run_dir(config.output)
+    save_config(config, folder / CONFIG_FILE)
+    write_atomically(folder / "plan.json", json.dumps(facts, indent=2) + "\n")
+    write_atomically(folder / "plan.html", render_plan(facts))
+    for line in plan_lines(facts):
+        print(printable(line))
+    if config.plan.write is not None:
+        write_best(config, candidates, hardware, Path(config.plan.write))
+    shown = printable(str(folder))
+    print(f"\n{shown}/plan.html, plan.json: this plan with more details")
+    print(f"run: {shown}")
+    return folder
+
+
+def make_plan(config: PlanConfig) -> tuple[dict[str, Any], list[Candidate], HardwareConfig]:
+    """Return the figures of a plan, its alternatives, the fastest first, and the hardware."""
     hardware = on_hardware(config, find_hardware(config.hardware))
     config_json = read_config_json(config.model)
     if problems := check_planned(config, hardware, config_json):
@@ -68,18 +86,7 @@ def plan(config: PlanConfig) -> Path:
         "to_fit": [] if facts["fits"] else changes,
         "advice": [describe_candidate(each) for each in best_of_each(candidates)],
     }
-    folder = decide_run_dir(config.output)
-    save_config(config, folder / CONFIG_FILE)
-    write_atomically(folder / "plan.json", json.dumps(facts, indent=2) + "\n")
-    write_atomically(folder / "plan.html", render_plan(facts))
-    for line in plan_lines(facts):
-        print(printable(line))
-    if config.plan.write is not None:
-        write_best(config, candidates, hardware, Path(config.plan.write))
-    shown = printable(str(folder))
-    print(f"\n{shown}/plan.html, plan.json: this plan with more details")
-    print(f"run: {shown}")
-    return folder
+    return facts, candidates, hardware
 
 
 def find_hardware(config: HardwareConfig) -> HardwareConfig:

@@ -16,6 +16,7 @@ from app.config.verbs import (
     PARTS,
     VERBS,
     EvaluateConfig,
+    LaunchConfig,
     PlanConfig,
     PreviewConfig,
     TrainConfig,
@@ -103,7 +104,7 @@ def _dispatch(
         if shows_settings:
             raise UserError("--cfg job prints the settings of one run: remove -m and value lists")
         return sweep(words)
-    prefixes = ("sweep.", "launcher=", "launcher.")
+    prefixes = ("sweep.", *(() if verb == "launch" else ("launcher=", "launcher.")))
     if sweep_words := [word for word in words if word.lstrip("+").startswith(prefixes)]:
         raise UserError(f"{sweep_words[0]}: sweep settings have no effect in a single run; add -m")
     if shows_settings:
@@ -156,6 +157,7 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
     is_preview = isinstance(config, PreviewConfig)
     training = config if isinstance(config, TrainConfig) and not is_preview else None
     resumes = isinstance(config, TrainConfig) and config.resume != NEVER
+    resumes = resumes or isinstance(config, LaunchConfig)
     problems = _check_required(config) + check_output(config.output, resumes=resumes)
     problems += check_paths(config)
     if isinstance(config, TunedConfig):

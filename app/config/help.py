@@ -33,6 +33,11 @@ USAGE = {
         ("python -m app.preview +experiment=NAME [GROUP=OPTION] [KEY=VALUE] ...", ""),
         ("python -m app.preview model.path=TOKENIZER_DIR 'data.datasets=[{path: FILE}]'", ""),
     ),
+    "launch": (
+        ("python -m app.launch launcher=slurm hardware=2x8xh100 +experiment=NAME", "two nodes"),
+        ("python -m app.launch launcher=kubernetes launch.image=NAME hardware=8xh100 ...", ""),
+        ("python -m app.launch ... launch.submit=false", "only write the job file, and print it"),
+    ),
     "plan": (
         ("python -m app.plan +experiment=llama70b hardware=8xa100_80gb", ""),
         ("python -m app.plan +experiment=NAME hardware=2x8xh100 plan.tokens=50000000", "two nodes"),
@@ -88,7 +93,7 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     for command, meaning in USAGE[verb]:
         typed = command.replace(f"python -m app.{verb}", verb_command(verb))
         lines.append(f"  {typed:<44}  {meaning}".rstrip())
-    if verb in ("train", "preview", "plan"):
+    if verb in ("train", "preview", "plan", "launch"):
         lines += ["", "complete runs: +experiment=NAME"]
         runs = {name: _what(conf / "experiment" / f"{name}.yaml") for name in options["experiment"]}
         lines += _two_columns(runs, width)

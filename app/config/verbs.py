@@ -71,26 +71,44 @@ class SweepConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LauncherConfig:
-    """Choose where the trials of a sweep run: on this machine, or each as a SLURM job.
+    """Choose what starts a run elsewhere (`loft launch`), or the trials of a sweep.
 
-    All settings but `name` are those of SLURM jobs.
+    kubernetes, sky and ray start a run; a sweep's trials run locally or as SLURM jobs.
     """
 
-    name: str = setting("local", choices=("local", "slurm"))
-    """local = processes on this machine; slurm = one single-node job per trial, through submitit"""
+    name: str = setting("local", choices=("local", "slurm", "kubernetes", "sky", "ray"))
+    """local = processes on this machine; slurm = a job of sbatch, for a sweep one single-node job
+    per trial, through submitit; kubernetes = a JobSet; sky = a managed job of SkyPilot; ray = Ray
+    Train"""
     partition: str | None = setting(None, grants="nothing")
     """SLURM partition of a job; null = the cluster's default"""
     account: str | None = setting(None, grants="nothing")
     """SLURM account that is billed; null = the cluster's default"""
     minutes: int = setting(1440, ge=10)
-    """time limit of a job, in minutes; a trial that reaches it saves a checkpoint and is requeued,
-    up to three times"""
+    """time limit of a SLURM job, in minutes; a run that reaches it saves a checkpoint and is
+    requeued, a trial up to three times"""
     gpus: int | None = setting(None, ge=0, le=64)
-    """GPUs of a job; null = trainer.devices if that is a number, else 1"""
+    """GPUs of a trial's job; null = trainer.devices if that is a number, else 1"""
     cpus: int | None = setting(None, ge=1)
-    """CPU cores of a job; null = the cluster's default"""
+    """CPU cores of a trial's job, of a rank of a SLURM job, or of a pod or machine; null = the
+    cluster's default, for a rank 8"""
     memory_gib: int | None = setting(None, ge=1)
-    """host memory of a job, in GiB; null = the cluster's default"""
+    """host memory of a job, pod or machine, in GiB; null = the cluster's default"""
+
+
+@dataclass(kw_only=True, slots=True)
+class LaunchSettings:
+    """How a run is started elsewhere, with launcher=slurm, kubernetes, sky or ray."""
+
+    submit: bool = setting(True, shown=True)
+    """whether to submit the job; false = only write its file, and print it"""
+    watch: bool = setting(False, shown=True)
+    """whether to print the job's log until it ends, and to end with the exit code of the run"""
+    image: str | None = setting(None, shown=True, grants="nothing")
+    """container image with this program in /loft (`make image` builds one); kubernetes needs one;
+    slurm runs NAME or FILE.sqsh by pyxis, and docker://NAME or FILE.sif by apptainer"""
+    volume: str = setting("shared", shown=True, grants="nothing")
+    """kubernetes: the volume claim (ReadWriteMany), sky: the volume, that is mounted at /shared"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -300,6 +318,14 @@ class PlanConfig(TrainConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class LaunchConfig(PlanConfig):
+    """The settings of a run that starts elsewhere: those of its plan, and of its job."""
+
+    launch: LaunchSettings = setting(default_factory=LaunchSettings)
+    """the job of the run"""
+
+
+@dataclass(kw_only=True, slots=True)
 class DeviceConfig:
     """Precision and accelerator of verbs that use a model in one process, on one device."""
 
@@ -426,6 +452,10 @@ ALL_VERBS = {
     "evaluate": Verb(
         "measure loss, metrics of answers and tasks (MMLU, GSM8K, ...); base vs tuned",
         EvaluateConfig,
+    ),
+    "launch": Verb(
+        "start a run on SLURM, Kubernetes, SkyPilot or Ray: writes and submits its job",
+        LaunchConfig,
     ),
     "status": Verb("show what a run is doing: step, loss, time left; its exit code is for scripts"),
     "report": Verb("write the report page of a run, or compare several runs"),

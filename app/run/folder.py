@@ -54,7 +54,7 @@ PROBE = ".writable-"
 LEFT_BY_REFUSED = re.compile(
     rf"{re.escape(LOCK_FILE)}|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
     rf"\.?{re.escape(STATUS_FILE)}(\.\d+)?|"
-    rf"{re.escape(PROBE)}.*|faults-fired|checkpoints|partial|(adapter|model)-step-\d+(\.\d+)?|"
+    rf"{re.escape(PROBE)}.*|faults-fired|checkpoints|partial|job\.(sbatch|yaml|json|log)|slurm-\d+\.txt|(adapter|model)-step-\d+(\.\d+)?|"
     r"unfinished"
 )
 """files left by a process that was refused before training, or killed during an evaluation or a

@@ -50,7 +50,7 @@ def test_the_first_page_has_whole_descriptions_of_runs_and_sweeps() -> None:
 def test_help_names_the_verb_that_has_a_setting() -> None:
     for topic in ("hardware", "hardware.memory_gib"):
         result = run_command("--help", topic)
-        assert (result.code, "only plan has it" in result.stderr) == (2, True)
+        assert (result.code, "only launch and plan have it" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("verb", VERBS)

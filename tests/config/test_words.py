@@ -68,7 +68,10 @@ ANSWERS = [
     ("trainer.eval_steps=5", "type trainer.validate_every_steps=5"),
     ("optimizer.beta=0.9", "did you mean optimizer.beta"),
     ("resume=true", "resume=true: no such folder"),
-    ("hardware=8xh100", "hardware=8xh100: train has no group hardware; only plan has it"),
+    (
+        "hardware=8xh100",
+        "hardware=8xh100: train has no group hardware; only launch and plan have it",
+    ),
     ("merge.dtype=bf16", "unknown key merge.dtype=bf16; only merge has it"),
     ("lora.r=8", "unknown key lora.r=8; type adapter.r=8"),
 ]

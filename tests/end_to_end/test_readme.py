@@ -38,7 +38,7 @@ ASSIGNED = re.compile(r'\b([A-Z_]+)=("[^"]*"|\S+)')
 BASE = "model.path=data_modules/samples/tiny_base"
 OTHERS = {"source", "seq", "hf", "export", "printf", "echo", "read", "for", "pip"}
 """other programs that occur in blocks"""
-SCHEDULERS = {"kubectl", "sky", "ray"}
+SCHEDULERS = {"kubectl"}
 """programs that are called with a file of docs/clusters"""
 
 

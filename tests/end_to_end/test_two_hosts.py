@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from app.config import LauncherConfig
+from app.launch import jobs as launch
 from app.process.peers import REPORT_SECONDS
 from app.run.ranks import OWN_STORE_VARIABLE
 from app.training.checkpoint.store import CheckpointStore
@@ -278,12 +280,12 @@ if [[ $1 == show ]]; then printf 'node1\\nnode2\\n'; else echo "$@" >>"$JOB/requ
 
 
 class Job:
-    """The batch script of the docs with a small run and fake SLURM commands."""
+    """The batch script of `app.launch` with a small run and fake SLURM commands."""
 
     def __init__(self, pair: tuple[Host, Host], folder: Path, person: Person, *words: str) -> None:
         self.folder = folder
         self.python = Path(person.python)
-        self.words = shlex.join(small_run(*RUN, "trainer.accelerator=cpu", *words))
+        self.words = small_run(*RUN, "trainer.accelerator=cpu", *words)
         starts = [
             f'SLURM_PROCID={rank} SLURM_NODEID={rank} {shlex.join(host.command())} "$@" &\n'
             "pids+=($!)"
@@ -299,19 +301,22 @@ class Job:
 
     def run(self) -> tuple[int, str]:
         """Run the script as SLURM does; return its exit code and output."""
-        text = (ROOT / "docs" / "clusters" / "slurm.sbatch").read_text()
-        for before, now in (
-            ("+experiment=llama70b", self.words),
-            ("trainer.devices=8", "trainer.devices=1"),
-            ("/shared/runs/llama70b", str(self.folder / "run")),
-        ):
-            assert before in text
-            text = text.replace(before, now)
-        (self.folder / "script").write_text(text)
+        job = launch.Job(
+            name="run",
+            folder=str(self.folder / "run"),
+            words=[*self.words, "resume=auto"],
+            nodes=2,
+            ranks_per_node=1,
+            card=None,
+            launcher=LauncherConfig(name="slurm"),
+        )
+        (self.folder / "script").write_text(launch.slurm_script(job))
         own = {
             "SLURM_JOB_ID": "77",
             "SLURM_JOB_NODELIST": "node[1-2]",
             "SLURM_CPUS_PER_TASK": "1",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_NTASKS_PER_NODE": "1",
             "JOB": str(self.folder),
             "PATH": f"{self.folder / 'bin'}:{self.python.parent}:{os.environ['PATH']}",
         }

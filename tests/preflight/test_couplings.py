@@ -73,6 +73,8 @@ CONFLICTS = [
      ["launcher.minutes=60 has no effect with launcher=local", "launcher=slurm"]),
     (0, "launcher.name=slurm trainer.num_nodes=2 strategy=ddp", "launcher.name=slurm",
      ["launcher=slurm runs each trial on one node", "trainer.num_nodes=1"]),
+    (0, "launcher.name=sky", "launcher.name=local",
+     ["launcher=sky starts one run (app.launch)", "launcher=slurm"]),
     (0, "trainer.precision=fp16", "trainer.precision=bf16", ["fp16 needs a GPU", "the CPU",
      "type trainer.precision=fp32"]),
     (2, "trainer.precision=fp16 trainer.accelerator=cpu", "trainer.precision=fp16",

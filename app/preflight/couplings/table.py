@@ -470,6 +470,11 @@ def _of_sweep(config: TrainConfig) -> Iterator[Conflict]:
             "sweep.search=optuna, or leave it out",
         )
     launcher = config.launcher
+    if launcher.name not in ("local", "slurm"):
+        yield Conflict(
+            f"launcher={launcher.name} starts one run (app.launch), not the trials of a sweep",
+            "launcher=slurm, or launcher=local",
+        )
     if launcher.name == "slurm" and config.trainer.num_nodes > 1:
         yield Conflict(
             f"trainer.num_nodes={config.trainer.num_nodes}, but launcher=slurm runs each trial on "

@@ -1,0 +1,250 @@
+"""Launch: start a run on SLURM, Kubernetes, SkyPilot or Ray.
+
+`python -m app.launch launcher=slurm hardware=2x8xh100 +experiment=llama70b`. The run is planned and
+checked, its job file is written into a folder and submitted by the scheduler's own program. The
+same command resumes the run after a preemption.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from app.config import LaunchConfig, load_run_config, run_verb
+from app.config.verbs import LauncherConfig, TrainConfig
+from app.launch.jobs import SHARED, Job, job_name
+from app.launch.schedulers import SCHEDULERS, Scheduler, Submission, missing_program, submit, watch
+from app.plan import make_plan
+from app.preflight import check_compatibility, check_files
+from app.process.environment import configure_libraries, protect_streams
+from app.process.signals import end_process, install_signal_handlers
+from app.run import AUTO, compare_existing
+from app.run.folder import CONFIG_FILE, OUTPUTS, into_folder
+from app.sweep.slurm import SLURM_NAME
+from common.errors import DONE, UserError
+from common.files import write_atomically
+from common.installation import ROOT, is_checkout, verb_command
+from common.redaction import redacted
+from common.text import printable
+
+SAMPLES = ROOT / "data_modules" / "samples"
+"""data that comes with this program"""
+NOT_OF_RUN = ("launch.", "launcher", "hardware", "plan.tokens=", "plan.write=")
+DECIDED = ("trainer.num_nodes=", "trainer.devices=", "output.dir=", "output_dir=")
+"""overrides that the job file states itself"""
+LAUNCHED = "launched"
+"""folder of a launched run under outputs/NAME: the same each time, so that the run resumes"""
+JOB_FILE = "job.json"
+OF_SLURM = ("partition", "account", "minutes", "gpus")
+"""settings of the launcher that only SLURM's jobs have"""
+
+
+def launch(config: LaunchConfig, words: Sequence[str]) -> None:
+    """Write the job of a run, submit it, and watch it, as `launch` says; print how to go on.
+
+    `words`: the overrides of the command line.
+    """
+    name = config.output.name or "train"
+    scheduler = SCHEDULERS.get(config.launcher.name)
+    if scheduler is None:
+        raise UserError(
+            f"launcher=local: `{verb_command('train')}` starts a run on this machine; type "
+            f"launcher={' or '.join(SCHEDULERS)}"
+        )
+    here = Path(config.output.dir or OUTPUTS / name / LAUNCHED).expanduser()
+    folder = str(here.absolute())
+    if not scheduler.shares_folder:
+        here, folder = OUTPUTS / name / LAUNCHED, config.output.dir or f"{SHARED}/runs/{name}"
+    problems = list(check_launch(config, scheduler, words, folder))
+    if problems:
+        raise UserError(problems)
+    job = build_job(config, words, folder, job_name(name))
+    if scheduler.shares_folder:
+        check_here(config, folder)
+    with into_folder(here):
+        here.mkdir(parents=True, exist_ok=True)
+    submission = Submission(scheduler=scheduler, job=job, file=here / scheduler.file)
+    write_atomically(submission.file, text := scheduler.write(job))
+    print(printable(f"\n{text}", keep="\n"))
+    if config.launch.submit:
+        submission = replace(submission, id=submit(submission))
+        record = {"launcher": config.launcher.name, "id": submission.id, "folder": folder}
+        write_atomically(here / JOB_FILE, json.dumps(record) + "\n")
+        print(f"submitted: {submission.id}")
+    for line in next_steps(submission, words):
+        print(line)
+    print(f"run: {printable(folder)}", flush=True)
+    if config.launch.submit and config.launch.watch:
+        code, said = watch(submission, here / "job.log")
+        print(f"job {submission.id}: {printable(said)}")
+        sys.exit(code)
+
+
+def check_launch(
+    config: LaunchConfig, scheduler: Scheduler, words: Sequence[str], folder: str
+) -> Iterator[str]:
+    """Yield what keeps this run from starting elsewhere, as far as its settings say."""
+    launcher, name = config.launcher, config.launcher.name
+    for key in ("partition", "account"):
+        value = getattr(launcher, key)
+        if value is not None and not SLURM_NAME.fullmatch(value):
+            yield f"launcher.{key}={value!r}: expected letters, digits, and any of _.,:@+-"
+    defaults = LauncherConfig()
+    for key in OF_SLURM if name != "slurm" else ("gpus",):
+        if getattr(launcher, key) != getattr(defaults, key):
+            fix = "hardware=8xh100" if key == "gpus" else "launcher=slurm, or leave it out"
+            yield f"launcher.{key}={getattr(launcher, key)} has no effect here; type {fix}"
+    if name == "kubernetes" and config.launch.image is None:
+        yield "launcher=kubernetes: pods need an image with this program: type launch.image=NAME"
+    if name == "sky" and config.launch.image is None and not is_checkout():
+        yield "launcher=sky: start it in the checkout, which is uploaded, or type launch.image=NAME"
+    if config.launch.submit and (program := missing_program(scheduler)) is not None:
+        yield (
+            f"launcher={name}: the program {program} was not found: {scheduler.install}; "
+            "launch.submit=false writes the job file without it"
+        )
+    if "\n" in f"{folder}{Path.cwd()}":
+        yield f"output.dir={folder!r}: the name has a line break, which job files cannot hold"
+    if redacted(list(words)) != list(words):
+        yield (
+            "the overrides contain a secret, which would be written to the job file: leave it out, "
+            "and put it into the environment of the cluster's jobs"
+        )
+    if scheduler.shares_folder:
+        return
+    if not folder.startswith("/"):
+        yield (
+            f"output.dir={folder}: with launcher={name} it is a folder of the machines that train: "
+            f"type one on their shared volume, as output.dir={SHARED}/runs/mine"
+        )
+    for key, path in local_paths(config, words):
+        if not reaches(path, scheduler):
+            yield (
+                f"{key}={path}: exists only on this machine, not where launcher={name} trains: "
+                f"copy it to the volume ({SHARED}/...), or type a URL (https://, s3://, gs://) or "
+                "a name of the hub"
+            )
+
+
+def local_paths(config: TrainConfig, words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield key and path of what the run reads from this machine's disk."""
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        if key == "experiment" and value.endswith((".yaml", ".yml")):
+            yield word.partition("=")[0], value
+    data, model = config.data, config.model
+    named = [("model.path", model.path), ("model.tokenizer_path", model.tokenizer_path)]
+    for group in ("datasets", "val_datasets", "test_datasets"):
+        sets = enumerate(getattr(data, group))
+        named += [(f"data.{group}[{number}].path", one.path) for number, one in sets]
+    for key, path in named:
+        if path is not None and Path(path).expanduser().exists():
+            yield key, path
+
+
+def reaches(path: str, scheduler: Scheduler) -> bool:
+    """Return whether the machines of a scheduler see a path of this machine."""
+    resolved = Path(path).expanduser().resolve()
+    if resolved.is_relative_to(SAMPLES):
+        return True
+    return scheduler.uploads and resolved.is_relative_to(Path.cwd().resolve())
+
+
+def check_here(config: LaunchConfig, folder: str) -> None:
+    """Check the files of a run and the run in its folder, which the machines of the cluster see."""
+    problems = check_files(config, needs_weights=True)
+    if (Path(folder) / CONFIG_FILE).exists():
+        resumed = replace(config, resume=AUTO, output=replace(config.output, dir=folder))
+        existing = compare_existing(resumed, load_run_config)
+        problems += [] if existing is None else existing.problems
+    if problems:
+        raise UserError(problems)
+
+
+def build_job(config: LaunchConfig, words: Sequence[str], folder: str, name: str) -> Job:
+    """Return the job of a run that was planned for its hardware; UserError if it does not fit."""
+    trainer, card = config.trainer, None
+    planned = replace(config, launcher=LauncherConfig())
+    if trainer.accelerator == "cpu":  # plans are for GPUs
+        if problems := check_compatibility(planned, on_this_machine=False):
+            raise UserError(problems)
+        devices = trainer.devices if isinstance(trainer.devices, int) else 1
+        nodes = trainer.num_nodes
+    else:
+        facts, _, hardware = make_plan(planned)
+        check_fits(config, facts)
+        card, nodes, devices = hardware.name, hardware.num_nodes, hardware.gpus_per_node
+        for line in plan_lines(facts, config.launcher):
+            print(line)
+    left_out = (*NOT_OF_RUN, *DECIDED, "-")
+    typed = [word for word in words if not word.lstrip("+").startswith(left_out)]
+    if not any(word.lstrip("+").startswith("resume=") for word in typed):
+        typed.append("resume=auto")
+    return Job(
+        name=name,
+        folder=folder,
+        words=typed,
+        nodes=nodes,
+        ranks_per_node=devices,
+        card=card,
+        launcher=config.launcher,
+        image=config.launch.image,
+        volume=config.launch.volume,
+    )
+
+
+def check_fits(config: LaunchConfig, facts: dict[str, Any]) -> None:
+    """Raise UserError, with what would fit, if the plan says that the run does not."""
+    if config.plan.enforce != "error" or (facts["fits"] and facts["fits_host"]):
+        return
+    where = "a GPU" if not facts["fits"] else "a machine's memory"
+    change = f"; try {facts['to_fit'][0]}" if facts["to_fit"] else ""
+    raise UserError(
+        f"the run does not fit {where} of {facts['hardware']}: it needs "
+        f"{facts['gpu_total_gib']:.1f} of {facts['gpu_usable_gib']:.1f} GiB a GPU{change}; "
+        f"{verb_command('plan')} shows more, plan.enforce=off starts it anyway"
+    )
+
+
+def plan_lines(facts: dict[str, Any], launcher: LauncherConfig) -> Iterator[str]:
+    """Yield hardware, memory, speed, hours and price of a plan."""
+    yield (
+        f"{facts['hardware']}: {facts['gpu_total_gib']:.1f} of {facts['gpu_usable_gib']:.1f} GiB a "
+        f"GPU, {facts['tokens_per_second']:,.0f} tokens/s (estimates)"
+    )
+    if (hours := facts["hours"]) is not None:
+        cost = "" if facts["cost"] is None else f", price {facts['cost']:,.2f}"
+        jobs = -(-hours * 60 // launcher.minutes)
+        limit = f"; {jobs:.0f} times the job's limit" if launcher.name == "slurm" else ""
+        yield f"{hours:.1f} hours{cost}{limit}"
+
+
+def next_steps(submission: Submission, words: Sequence[str]) -> Iterator[str]:
+    """Yield the commands to go on with."""
+    scheduler = submission.scheduler
+    if submission.id is None:
+        yield f"  {submission.show(scheduler.submit)}   # submits it"
+        return
+    yield f"  {submission.show(scheduler.log)}   # its log"
+    yield f"  {submission.show(scheduler.state)}   # whether it runs"
+    if scheduler.shares_folder:
+        yield f"  {verb_command('status')} run={printable(submission.job.folder)}   # its progress"
+    yield f"  {submission.show(scheduler.stop)}   # stops it"
+    yield "  the same command again   # resumes it from its newest checkpoint"
+
+
+def start(config: LaunchConfig) -> int:
+    """Launch what this process's command line says."""
+    launch(config, sys.argv[1:])
+    return DONE
+
+
+if __name__ == "__main__":
+    protect_streams()
+    configure_libraries(offline=False)
+    install_signal_handlers()
+    end_process(run_verb("launch", start))

@@ -1,0 +1,230 @@
+"""The programs by which a job is submitted, watched and stopped; each is the scheduler's own."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.launch.jobs import Job, kubernetes_file, ray_file, sky_file, slurm_script
+from common.errors import DONE, ENVIRONMENT_ERROR
+from common.files import open_no_follow
+from common.redaction import redact
+from common.text import printable
+
+POLL_SECONDS = 5.0
+SETTLED_POLLS = 2
+"""polls in a row that must see the end of a job, which may be about to be requeued"""
+ENDED_RUN = re.compile(r"\b(finished|stopped|failed)  step .*exit code (\d+)\s*$", re.MULTILINE)
+"""the line of app.status at the end of every job; a scheduler may write the pod before it"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheduler:
+    """How one launcher is talked to; {name}, {id}, {file} and {folder} stand for the job's."""
+
+    write: Callable[[Job], str]
+    file: str
+    """name of the job file"""
+    programs: tuple[str, ...]
+    install: str
+    """what to type if a program is missing"""
+    submit: str
+    job_id: re.Pattern[str] | None
+    """where the submission prints the job's id; None: the name is the id"""
+    state: str
+    """command that prints whether the job still runs"""
+    ended: str
+    """pattern, in what `state` prints, of a job that has ended"""
+    succeeded: str
+    log: str
+    stop: str
+    forget: str | None = None
+    """command that removes an ended job of this name, whose name could not be used again"""
+    shares_folder: bool = False
+    """whether the machines see the folders of the machine that submits"""
+    uploads: bool = False
+    """whether the files of the working folder are sent along"""
+
+
+SCHEDULERS = {
+    "slurm": Scheduler(
+        write=slurm_script,
+        file="job.sbatch",
+        programs=("sbatch", "sacct", "scancel"),
+        install="start it on a login node, where SLURM jobs can be submitted",
+        submit="sbatch {file}",
+        job_id=re.compile(r"Submitted batch job (\d+)"),
+        state="sacct --allocations --parsable2 --format=JobID,State,ExitCode --jobs={id}",
+        ended=r"^{id}\|(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_ME|BOOT_FAIL|DEADLINE)",
+        succeeded=r"^{id}\|COMPLETED",
+        log="tail --lines=+1 --follow=name --retry {folder}/slurm-{id}.txt",
+        stop="scancel {id}",
+        shares_folder=True,
+    ),
+    "kubernetes": Scheduler(
+        write=kubernetes_file,
+        file="job.yaml",
+        programs=("kubectl",),
+        install="install kubectl (kubernetes.io/docs/tasks/tools), and JobSet in the cluster",
+        submit="kubectl apply -f {file}",
+        job_id=None,
+        state="kubectl get jobset {name} --output=jsonpath={{.status.terminalState}}",
+        ended="Completed|Failed",
+        succeeded="Completed",
+        log="kubectl logs --follow --selector=jobset.sigs.k8s.io/jobset-name={name} --prefix "
+        "--tail=-1 --max-log-requests=64 --pod-running-timeout=10m",
+        stop="kubectl delete jobset {name}",
+        forget="kubectl delete jobset {name} --ignore-not-found",
+    ),
+    "sky": Scheduler(
+        write=sky_file,
+        file="job.yaml",
+        programs=("sky",),
+        install="pip install 'skypilot[aws]' (or gcp, azure, kubernetes), then sky check",
+        submit="sky jobs launch --yes --detach-run --name {name} {file}",
+        job_id=None,
+        state="sky jobs queue",
+        # The newest job of this name is the first row that names it.
+        ended=r"\A(?:(?!\b{name}\b)[\s\S])*\b{name}\b.*\b(SUCCEEDED|FAILED\w*|CANCELLED)\b",
+        succeeded=r"\A(?:(?!\b{name}\b)[\s\S])*\b{name}\b.*\bSUCCEEDED\b",
+        log="sky jobs logs --name {name}",
+        stop="sky jobs cancel --yes --name {name}",
+        uploads=True,
+    ),
+    "ray": Scheduler(
+        write=ray_file,
+        file="job.yaml",
+        programs=("ray",),
+        install="pip install 'ray[train]', and set RAY_API_SERVER_ADDRESS=http://HEAD:8265",
+        submit="ray job submit --no-wait --submission-id {name} --working-dir . "
+        "--runtime-env {file} -- python -m app.launch.ray_train",
+        job_id=None,
+        state="ray job status {name}",
+        ended="succeeded|failed|was stopped",
+        succeeded="succeeded",
+        log="ray job logs --follow {name}",
+        stop="ray job stop {name}",
+        forget="ray job delete {name}",
+        uploads=True,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission:
+    """A job of one scheduler; `id` is None before it is submitted."""
+
+    scheduler: Scheduler
+    job: Job
+    file: Path
+    id: str | None = None
+
+    def command(self, template: str) -> list[str]:
+        """Return a command of this job."""
+        names = {"name": self.job.name, "id": self.id or self.job.name}
+        places = {"file": str(self.file), "folder": self.job.folder}
+        return [word.format(**names, **places) for word in template.split()]
+
+    def show(self, template: str) -> str:
+        """Return a command of this job as it is typed."""
+        return printable(shlex.join(self.command(template)))
+
+
+def missing_program(scheduler: Scheduler) -> str | None:
+    """Return the scheduler's first program that is not found here; None if all are."""
+    return next((name for name in scheduler.programs if shutil.which(name) is None), None)
+
+
+def submit(submission: Submission) -> str:
+    """Submit a job, after one of its name that has ended is removed; return its id.
+
+    OSError with the scheduler's own words if it refuses, or if the job still runs.
+    """
+    scheduler = submission.scheduler
+    if scheduler.forget is not None and _run(submission.command(scheduler.state))[0] == DONE:
+        if _ended(submission) is None:
+            raise OSError(
+                f"job {submission.job.name} has not ended: wait for it, or stop it by "
+                f"{submission.show(scheduler.stop)}; another output.name starts a second one"
+            )
+        _run(submission.command(scheduler.forget))
+    command = submission.command(scheduler.submit)
+    code, output = _run(command)
+    if code != DONE:
+        raise OSError(f"{command[0]} ended with {code}: {redact(output.strip())}")
+    if scheduler.job_id is None:
+        return submission.job.name
+    if (found := scheduler.job_id.search(output)) is None:
+        raise OSError(f"{command[0]} printed no id of a job: {redact(output.strip())}")
+    return found[1]
+
+
+def watch(submission: Submission, log: Path) -> tuple[int, str]:
+    """Print a job's log until it ends, also to file `log`; return the run's exit code, and a word.
+
+    3 if the job ended without a word of the run: it was cancelled, or never started.
+    """
+    ended_polls, ended = 0, None
+    with open_no_follow(log, "wb") as written:
+        reader = _start_log(submission, written.fileno())
+        printed = 0
+        try:
+            while ended_polls < SETTLED_POLLS:
+                time.sleep(POLL_SECONDS)
+                ended = _ended(submission)
+                ended_polls = ended_polls + 1 if ended else 0
+                if not ended and reader.poll() is not None:  # a pod was started again
+                    reader = _start_log(submission, written.fileno())
+                printed = _print_from(log, printed)
+        finally:
+            reader.terminate()
+            reader.wait()
+    _print_from(log, printed)
+    said = ENDED_RUN.findall(log.read_text(encoding="utf-8", errors="replace"))
+    if said:
+        return int(said[-1][1]), str(said[-1][0])
+    assert ended is not None
+    has_succeeded = re.search(_filled(submission, submission.scheduler.succeeded), ended, re.M)
+    return (DONE if has_succeeded else ENVIRONMENT_ERROR), ended.strip().splitlines()[-1]
+
+
+def _ended(submission: Submission) -> str | None:
+    """Return what the scheduler says of a job that has ended; None while it may still run."""
+    code, output = _run(submission.command(submission.scheduler.state))
+    is_over = re.search(_filled(submission, submission.scheduler.ended), output, re.MULTILINE)
+    return output if code == DONE and is_over else None
+
+
+def _filled(submission: Submission, pattern: str) -> str:
+    name, number = re.escape(submission.job.name), re.escape(submission.id or "")
+    return pattern.replace("{name}", name).replace("{id}", number)
+
+
+def _start_log(submission: Submission, output: int) -> subprocess.Popen[bytes]:
+    command = submission.command(submission.scheduler.log)
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL)
+
+
+def _print_from(log: Path, start: int) -> int:
+    """Print the whole lines of a file from byte `start` on; return where the rest begins."""
+    with log.open("rb") as stream:
+        stream.seek(start)
+        text = stream.read()
+    whole = text[: text.rfind(b"\n") + 1]
+    sys.stdout.write(printable(whole.decode(errors="replace"), keep="\n"))
+    sys.stdout.flush()
+    return start + len(whole)
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return done.returncode, done.stdout

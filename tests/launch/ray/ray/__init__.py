@@ -1,0 +1,1 @@
+"""Stands in for Ray, which is not installed."""

@@ -1,0 +1,307 @@
+"""`app.launch` writes jobs that their schedulers accept, submits them, and ends as the run does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from app.config import load_config, run_verb
+from app.launch import schedulers
+from app.launch.__main__ import launch
+from app.launch.jobs import GRACE_SECONDS, IMAGE_HOME, RAY_VARIABLE, SHARED, SHUTDOWN_SECONDS
+from app.launch.schedulers import SCHEDULERS
+from app.preflight import requested_devices
+from app.run.ranks import RENDEZVOUS_SECONDS
+from tests.conftest import ROOT
+from tests.in_process import make_data, make_model
+
+NODES, GPUS = 3, 5
+EXPERIMENTS = (
+    "llama70b", "llama8b", "llama8b_dpo", "mistral7b", "qwen7b", "gpt_oss_20b",
+)  # fmt: skip
+PROGRAMS = (
+    "sbatch", "srun", "sacct", "scancel", "scontrol", "kubectl", "sky", "ray", "torchrun",
+)  # fmt: skip
+ON_GPUS = (f"hardware={NODES}x{GPUS}xh100", "trainer.global_batch_size=null", "plan.tokens=1000000")
+SMALL = ("trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=2", "strategy=ddp")
+
+
+@pytest.fixture
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The schedulers' programs as scripts; return the folder of what they keep."""
+    bin_folder, jobs = tmp_path / "bin", tmp_path / "jobs"
+    bin_folder.mkdir()
+    jobs.mkdir()
+    for name in PROGRAMS:
+        call = f"sys.exit(programs.{name}(sys.argv[1:]))"
+        lines = (f"#!{sys.executable}", "import sys", "from tests.launch import programs", call)
+        (bin_folder / name).write_text("\n".join(lines))
+        (bin_folder / name).chmod(0o755)
+    (bin_folder / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+    (bin_folder / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("LOFT_JOBS", str(jobs))
+    monkeypatch.setattr(schedulers, "POLL_SECONDS", 0.01)
+    return jobs
+
+
+def start(*words: str) -> int:
+    return run_verb("launch", lambda config: launch(config, words), words=words)
+
+
+def write(name: str, *words: str) -> str:
+    """Return the job file that a command writes."""
+    code = start(f"launcher={name}", "launch.submit=false", "launch.image=ours:1", *words)
+    assert code == 0
+    (file,) = Path.cwd().glob(f"outputs/*/launched/{SCHEDULERS[name].file}")
+    return file.read_text()
+
+
+def words_of(script: str, **variables: str) -> list[str]:
+    """Return the overrides of the training command in a shell script, its variables replaced."""
+    joined = script.replace("\\\n", " ")
+    (line,) = [line for line in joined.splitlines() if re.search(r"app\.train|loft train", line)]
+    for key, value in variables.items():
+        line = line.replace(f'"${key}"', value).replace(f"${key}", value)
+    assert "$" not in line.partition("train ")[2], line
+    return shlex.split(line.partition("train ")[2].removesuffix(" &"))
+
+
+def check_train(words: list[str], devices: int | str = GPUS) -> None:
+    """Check that these overrides start a resumable run on all machines."""
+    config = load_config("train", words)
+    assert (config.trainer.num_nodes, config.trainer.devices) == (NODES, devices)
+    assert config.resume == "auto" and config.output.dir is not None
+    if devices == GPUS:
+        assert requested_devices(config, GPUS).num_ranks == NODES * GPUS
+
+
+def check_torchrun(script: str, first: str) -> None:
+    from torch.distributed.run import get_args_parser
+
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    joined = script.replace("\\\n", " ").replace("$NUM_NODES", str(NODES)).replace("$RANKS", "gpu")
+    (line,) = [line for line in joined.splitlines() if "/torchrun " in line]
+    line = line.removesuffix(" &").replace('$(echo "$SKYPILOT_NODE_IPS" | head -n 1)', first)
+    options = get_args_parser().parse_args(shlex.split(line)[1:])
+    assert (options.nnodes, options.nproc_per_node) == (str(NODES), "gpu")
+    assert options.module and options.training_script == "app.train"
+    assert options.rdzv_endpoint == f"{first}:29500"
+    assert options.rdzv_conf == f"read_timeout={RENDEZVOUS_SECONDS}"
+    check_train(options.training_script_args, "auto")
+
+
+def check_slurm(text: str) -> None:
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    option = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+    assert (option["nodes"], option["gpus-per-node"]) == (str(NODES), str(GPUS))
+    assert option["signal"].startswith("USR1@") and "requeue" in option
+    assert option["ntasks-per-node"] == option["gpus-per-node"]
+    variables = {"SLURM_JOB_NUM_NODES": str(NODES), "SLURM_NTASKS_PER_NODE": str(GPUS)}
+    words = words_of(text, **variables)
+    check_train(words)
+    assert load_config("train", words).supervise.requeue
+    # Only the scheduler's own request has the numbers.
+    assert f"num_nodes={NODES}" not in text and f"devices={GPUS}" not in text
+
+
+def check_kubernetes(text: str) -> None:
+    content = yaml.safe_load(text)
+    assert (content["apiVersion"], content["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    name, (replicated,) = content["metadata"]["name"], content["spec"]["replicatedJobs"]
+    assert re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", name)
+    assert replicated["replicas"] == NODES
+    of_job = replicated["template"]["spec"]
+    assert of_job["backoffLimit"] == 0 and of_job["completions"] == of_job["parallelism"] == 1
+    pod = of_job["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # required by a podFailurePolicy
+    assert SHUTDOWN_SECONDS < GRACE_SECONDS == pod["terminationGracePeriodSeconds"]
+    (container,) = pod["containers"]
+    assert (
+        container["name"] == of_job["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"]
+    )
+    assert container["image"] == "ours:1" and container["command"] == ["bash", "-c"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": GPUS}
+    assert all(isinstance(one["name"], str) for one in container["env"])
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    assert mounts[SHARED]["persistentVolumeClaim"]["claimName"] == "shared"
+    (script,) = container["args"]
+    assert container["workingDir"] == IMAGE_HOME and f"{IMAGE_HOME}/.venv/bin/torchrun" in script
+    check_torchrun(script.replace("$$(", "$("), f"{name}-node-0-0.{name}")
+
+
+def check_sky(text: str) -> None:
+    task = yaml.safe_load(text)
+    assert task["num_nodes"] == NODES and SHARED in task["volumes"]
+    assert task["resources"]["accelerators"] == f"H100:{GPUS}"
+    assert task["resources"]["image_id"] == "docker:ours:1"
+    check_torchrun(task["run"], "10.0.0.1")
+
+
+def check_ray(text: str) -> None:
+    content = yaml.safe_load(text)
+    job = json.loads(content["env_vars"][RAY_VARIABLE])
+    assert (job["nodes"], job["ranks_per_node"], job["uses_gpus"]) == (NODES, GPUS, True)
+    assert content["working_dir"] == "." and job["max_failures"] > 0
+    check_train([*job["words"], f"trainer.num_nodes={NODES}", f"trainer.devices={GPUS}"])
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_job_files_are_valid(
+    name: str, experiment: str, cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.launch.__main__.check_files", lambda *_, **__: [])  # bases of the hub
+    monkeypatch.setenv("HF_TOKEN", "hf_planted0123456789abcdefghijklmnop")
+    text = write(name, f"+experiment={experiment}", *ON_GPUS)
+    assert "planted" not in text and str(ROOT) not in text.replace(str(cwd), "")
+    for number in (str(NODES), str(GPUS)):
+        assert len(re.findall(rf"(?<![\w.]){number}(?![\w.])", text)) <= 2
+    globals()[f"check_{name}"](text)
+
+
+ENDINGS: list[tuple[str | None, int, str | None, int]] = [
+    ("finished", 0, None, 0),
+    ("failed", 2, "error: no such column", 2),
+    ("failed", 3, "error (the environment): no room on the disk", 3),
+    ("failed", 4, "error (training stopped): loss is nan", 4),
+    ("stopped", 143, "stopped by SIGTERM: step 3 is saved", 143),
+    ("stopped", 130, "stopped by SIGINT: step 3 is saved", 130),
+    ("training", 137, None, 3),
+    (None, 137, None, 3),
+]
+"""state, exit code and message of a run, and the exit code of a launch that watches it: 3 if it was
+killed without a word"""
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: f"{ending[0]}-{ending[1]}")
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_exit_code_and_message_of_a_run_survive_its_launcher(
+    name: str,
+    ending: tuple[str | None, int, str | None, int],
+    cwd: Path,
+    programs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    state, code, message, expected = ending
+    asked = {"state": state, "code": code, "message": message}
+    monkeypatch.setenv("LOFT_ENDING", json.dumps(asked))
+    folder = cwd / "runs" / "one"
+    model, data = make_model(cwd / "model"), make_data(cwd / "data.jsonl")
+    words = [f"launcher={name}", "launch.watch=true", *SMALL, f"output.dir={folder}"]
+    words += [f"model.path={model}", f"data.datasets=[{{path: {data}, format: alpaca}}]"]
+    if name in ("kubernetes", "sky"):
+        words.append("launch.image=ours:1")
+        monkeypatch.setattr("app.launch.__main__.reaches", lambda *_: True)
+    assert start(*words) == expected
+    out = capsys.readouterr().out
+    assert message is None or message in out
+    given = json.loads((programs / "words.json").read_text())
+    assert {"trainer.num_nodes=2", "trainer.devices=2", "resume=auto"} <= set(given)
+    assert not [word for word in given if word.startswith("launch")]
+
+
+@pytest.mark.parametrize("name", ["kubernetes", "ray"])
+def test_a_job_that_still_runs_is_not_submitted_again(
+    name: str, cwd: Path, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (programs / "mine.job").write_text(json.dumps({"code": None, "log": "none"}))
+    words = [f"launcher={name}", "+experiment=quickstart", "output.name=mine", *SMALL]
+    assert start(*words, "launch.image=ours:1") == 3
+    assert "job mine has not ended" in capsys.readouterr().err
+    assert not (programs / "words.json").exists()
+
+
+def test_a_scheduler_that_refuses_is_quoted(
+    cwd: Path, programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (programs.parent / "bin" / "sbatch").write_text("#!/bin/bash\necho no such partition; exit 1\n")
+    words = ["launcher=slurm", "launcher.partition=gpu", "+experiment=quickstart", *SMALL]
+    assert start(*words) == 3
+    assert "sbatch ended with 1: no such partition" in capsys.readouterr().err
+
+
+REFUSED: list[tuple[str, str]] = [
+    ("launcher=local", "launcher=slurm or kubernetes"),
+    ("launcher=slurm launcher.partition='a b'", "launcher.partition='a b'"),
+    ("launcher=slurm launcher.gpus=2", "hardware=8xh100"),
+    ("launcher=sky launcher.minutes=60 launch.image=i", "launcher.minutes=60 has no effect"),
+    ("launcher=kubernetes", "launch.image=NAME"),
+    ("launcher=ray output.dir=runs/mine", "output.dir=runs/mine"),
+    ("launcher=slurm", "the program sbatch was not found"),
+    ("launcher=sky launch.image=i", "pip install 'skypilot"),
+    ("launcher=kubernetes launch.image=i data.datasets=[{path: DATA}]", "exists only on this"),
+    ("launcher=ray model.path=MODEL", "model.path"),
+    ("launcher=kubernetes launch.image=i +experiment=mine.yaml", "+experiment=mine.yaml"),
+    ("launcher=slurm data.datasets=[{path: 'https://me:Zq7password@host/a.jsonl'}]", "a secret"),
+]
+
+
+@pytest.mark.parametrize(("typed", "fragment"), REFUSED, ids=[typed for typed, _ in REFUSED])
+def test_what_cannot_run_there_is_refused_before_it_is_submitted(
+    typed: str,
+    fragment: str,
+    cwd: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    elsewhere = tmp_path / "elsewhere"
+    data = make_data(tmp_path / "data.jsonl")
+    model = make_model(elsewhere / "model")
+    (cwd / "mine.yaml").write_text("# @package _global_\nseed: 3\n")
+    typed = typed.replace("DATA", str(data)).replace("MODEL", str(model))
+    words = re.findall(r"(?:\[.*?\]|'.*?'|\S)+", typed)
+    first = [] if "experiment" in typed else ["+experiment=quickstart"]
+    named = ["model=tiny"] if first == [] else []
+    assert start(*first, *named, *SMALL, *words) == 2
+    assert fragment in capsys.readouterr().err
+    assert not list(cwd.glob("**/job.*"))
+
+
+def test_what_does_not_fit_is_refused_with_what_would(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launcher=slurm", "launch.submit=false", "+experiment=llama70b"]
+    assert start(*words, "hardware=1xrtx3090") == 2
+    err = capsys.readouterr().err
+    assert "does not fit a GPU" in err and "quantization=nf4" in err
+    assert start(*words, "hardware=8xh100", "trainer.devices=9") == 2
+    assert "hardware=9xh100" in capsys.readouterr().err
+
+
+def test_the_same_command_resumes_in_the_same_folder(
+    cwd: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOFT_ENDING", json.dumps({"state": "stopped", "code": 143, "message": ""}))
+    words = ["launcher=slurm", "+experiment=quickstart", *SMALL]
+    folders = []
+    for number in (1, 2):
+        assert start(*words) == 0
+        given: list[str] = json.loads((programs / "words.json").read_text())
+        folders += [word for word in given if word.startswith("output.dir=")]
+        job: dict[str, Any] = json.loads((cwd / "outputs/quickstart/launched/job.json").read_text())
+        assert job["id"] == str(number)
+    assert len(set(folders)) == 1
