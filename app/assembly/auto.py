@@ -22,6 +22,7 @@ from app.planning.memory import PlannedRun
 from app.planning.planned import load_strategies
 from app.planning.training import (
     Estimate,
+    check_disk,
     check_room,
     detect_hardware,
     estimate_training,
@@ -30,7 +31,7 @@ from app.planning.training import (
 )
 from app.preflight import check_compatibility
 from app.process.launch import is_first_rank
-from app.strategy.settings import StrategyConfig, ZeroConfig
+from app.strategy.settings import StrategyConfig, states_folder, with_states_of
 from app.training.micro_batch import can_probe_micro_batch
 from app.training.trainer import Environment
 from common.errors import UserError
@@ -69,6 +70,8 @@ def resolve_auto(
         return config, env, None
     mode = config.recompute.mode
     plan = replace(plan, recompute="none" if mode == "auto" else mode)
+    if config.strategy.offload_optimizer == "disk":
+        check_disk(plan, states_folder(config.strategy, run.folder))
     return config, env, check_plan(config, base, data, plan)
 
 
@@ -78,7 +81,7 @@ def resolve_strategy(
     """Return the strategy of `config`; `auto` becomes one whose memory fits a GPU."""
     if config.strategy.name != "auto":
         return config.strategy
-    known = load_strategies(settings_of)
+    known = with_states_of(config.strategy, load_strategies(settings_of))
     if plan is None and env.num_ranks > 1:
         name = "ddp" if env.accelerator == "cpu" else "fsdp"
         choice = Choice(name, "the sizes of the model's layers are unknown")
@@ -87,13 +90,12 @@ def resolve_strategy(
     else:
         choice = choose_strategy(
             plan,
-            {name: _with_disk(config.strategy, each) for name, each in known.items()},
+            known,
             recompute_modes(config.recompute.mode, compiles=config.trainer.compile),
             is_stored=stored_quantization(base.architecture) is not None,
-            has_deepspeed=find_spec("deepspeed") is not None
-            and config.strategy.offload_optimizer == "none",
+            has_deepspeed=find_spec("deepspeed") is not None,
         )
-    chosen = _with_disk(config.strategy, known[choice.name])
+    chosen = known[choice.name]
     before = check_compatibility(config)
     found = check_compatibility(replace(config, strategy=chosen))
     if problems := [problem for problem in found if problem not in before]:
@@ -101,13 +103,6 @@ def resolve_strategy(
     if is_first_rank():
         log.log(logging.DEBUG if choice.name == "single" else logging.INFO, "strategy: %s", choice)
     return chosen
-
-
-def _with_disk(typed: StrategyConfig, each: StrategyConfig) -> StrategyConfig:
-    """Return a strategy with optimizer states on the disk, if `typed` has them there."""
-    if typed.offload_optimizer == "none" or isinstance(each, ZeroConfig):
-        return each
-    return replace(each, offload_optimizer=typed.offload_optimizer, offload_dir=typed.offload_dir)
 
 
 def resolve_micro_batch(

@@ -21,7 +21,7 @@ from app.planning.planned import check_planned, plan_run
 from app.planning.planned_model import PlannedModel
 from app.planning.speed import Speed, estimate_speed
 from app.planning.states import ModelSize
-from app.strategy.settings import StrategyConfig
+from app.strategy.settings import StrategyConfig, ZeroConfig, with_states_of
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def list_candidates(
     one that is about as fast as any. Variants that fit come first, then by speed.
     """
     found = []
+    strategies = with_states_of(config.strategy, strategies)
     if hardware.num_gpus == 1:
         strategies = {
             name: strategy
@@ -194,8 +195,18 @@ def suggest_larger_changes(
     strategies: Mapping[str, StrategyConfig],
     sequence_len: int,
 ) -> list[str]:
-    """Return overrides for a run of which no variant fits: shorter sequences, and more GPUs."""
+    """Return overrides for a run of which no variant fits.
+
+    These are optimizer states on a disk, shorter sequences, and more GPUs.
+    """
     found = []
+    is_zero = isinstance(config.strategy, ZeroConfig)
+    if config.strategy.offload_optimizer == "none" and not is_zero:
+        strategy = replace(config.strategy, offload_optimizer="disk")
+        on_disk = replace(config, strategy=strategy)
+        candidates = list_candidates(on_disk, hardware, config_json, model, strategies)
+        if (change := smallest_change(candidates)) is not None:
+            found.append(" ".join((*change.overrides, "strategy.offload_optimizer=disk")))
     length = sequence_len // 2
     while length >= 128:
         shorter = replace(config, data=replace(config.data, sequence_len=length))

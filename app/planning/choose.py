@@ -70,6 +70,7 @@ def choose_strategy(
     `modes`: recompute modes that may be used. `is_stored`: whether the base's files are quantized.
     The strategy of `run` itself is ignored.
     """
+    has_deepspeed = has_deepspeed and "zero2" in strategies
     ranks, nodes, method = run.num_ranks, run.num_nodes, run.quantization.method
     if ranks == 1:
         return Choice("single", "1 process")

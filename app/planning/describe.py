@@ -65,6 +65,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
         },
         "deepspeed_states_gib": estimate_deepspeed_states(run),
         "disk_gib": disk_gib,
+        "has_disk_states": run.strategy.offload_optimizer == "disk",
         "nvme_gib": hardware.nvme_gib,
         "fits_disk": not hardware.nvme_gib or disk_gib <= hardware.nvme_gib,
         "messages": _messages(run),

@@ -79,7 +79,13 @@ def estimate_disk(run: PlannedRun, size: ModelSize | None = None) -> float:
     if isinstance(run.strategy, DdpConfig) and run.strategy.compression == "topk":
         checkpoint += run.num_ranks * feedback_bytes(size, run.strategy)  # of each rank
     result = trained + (size.whole.frozen if run.trains_base else 0.0)
-    if run.strategy.offload_optimizer == "disk":
-        _, _, shares = num_shards(run.strategy, run.num_ranks, run.num_nodes)
-        result += _state_bytes(run, size) / shares * run.hardware.gpus_per_node
+    result += estimate_disk_states(run, size)
     return checkpoint * (run.num_checkpoints + 1) + result
+
+
+def estimate_disk_states(run: PlannedRun, size: ModelSize | None = None) -> float:
+    """Estimate the bytes of a machine's optimizer states that are on a disk."""
+    if run.strategy.offload_optimizer != "disk":
+        return 0.0
+    _, _, shares = num_shards(run.strategy, run.num_ranks, run.num_nodes)
+    return _state_bytes(run, size or run.size) / shares * run.hardware.gpus_per_node

@@ -35,6 +35,7 @@ from app.strategy.settings import (
     StrategyConfig,
     context_parallel_size,
     tensor_parallel_size,
+    with_states_of,
 )
 from common.errors import UserError
 from common.facts import setting
@@ -173,6 +174,7 @@ def plan_run(
 
     `strategies`: settings of the strategies that `auto` chooses from, by name.
     """
+    strategies = with_states_of(config.strategy, strategies)
     precision = _precision(config.trainer.precision, hardware)
     model = model or build_planned_model(config.model, config_json, config.adapter, precision)
     run = build_planned_run(

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.architecture import text_numbers
@@ -20,7 +21,7 @@ from app.planning.hardware import (
     known_card,
     with_local_host,
 )
-from app.planning.host import estimate_host_memory
+from app.planning.host import estimate_disk_states, estimate_host_memory
 from app.planning.memory import (
     GIB,
     GpuMemory,
@@ -34,7 +35,8 @@ from app.planning.speed import estimate_speed, peak_tokens_per_second
 from app.process.environment import host_bytes
 from app.process.launch import is_first_rank
 from app.strategy.settings import StrategyConfig
-from common.errors import UserError
+from app.training.checkpoint.disk import free_bytes
+from common.errors import DiskError, UserError
 from common.installation import verb_command
 
 if TYPE_CHECKING:
@@ -260,6 +262,19 @@ def check_room(
         )
     if is_first_rank():
         log.warning("memory: this run may not fit: %s; %s", problem, suggest())
+
+
+def check_disk(run: PlannedRun, folder: Path | None) -> None:
+    """Check that the disk of `folder` has room for a machine's optimizer states; None: no check.
+
+    DiskError before weights are loaded; the first step's file is allocated in full later.
+    """
+    need = estimate_disk_states(run) / GIB
+    if folder is not None and need > (free := free_bytes(folder) / GIB):
+        raise DiskError(
+            f"{folder}: the optimizer states need {need:.2f} GiB of its disk, and {free:.2f} GiB "
+            "are free; type strategy.offload_dir=FOLDER on a disk with room"
+        )
 
 
 def suggest_overrides(

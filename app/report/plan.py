@@ -74,7 +74,10 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
     )
     verdict = "" if facts["fits_disk"] else "DOES NOT FIT: "
     of = f" of {facts['nvme_gib']:,.0f}" if facts["nvme_gib"] else ""
-    lines.append(f"{verdict}disk: {facts['disk_gib']:.1f} GiB of checkpoints and the result{of}")
+    states = ", and optimizer states" if facts["has_disk_states"] else ""
+    lines.append(
+        f"{verdict}disk: {facts['disk_gib']:.1f} GiB of checkpoints and the result{states}{of}"
+    )
     if (known := facts["deepspeed_states_gib"]) is not None:
         lines.append(
             f"DeepSpeed's estimator, with fp32 states, half-precision weights and no activations: "

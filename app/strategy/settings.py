@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,22 @@ def states_folder(config: StrategyConfig, run_folder: Path) -> Path | None:
     if config.offload_optimizer != "disk":
         return None
     return Path(config.offload_dir or run_folder).expanduser()
+
+
+def with_states_of(
+    typed: StrategyConfig, strategies: Mapping[str, StrategyConfig]
+) -> dict[str, StrategyConfig]:
+    """Return the strategies with optimizer states on the disk, if `typed` has them there.
+
+    Those of DeepSpeed are then left out.
+    """
+    if typed.offload_optimizer != "disk":
+        return dict(strategies)
+    return {
+        name: replace(each, offload_optimizer="disk", offload_dir=typed.offload_dir)
+        for name, each in strategies.items()
+        if not isinstance(each, ZeroConfig)
+    }
 
 
 def is_sharding(config: StrategyConfig) -> bool:

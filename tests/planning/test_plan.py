@@ -236,6 +236,26 @@ def test_one_gpu_gets_only_single_gpu_strategies(tmp_path: Path) -> None:
     assert not any("micro_batch_size" in row["type"] for row in facts["advice"])
 
 
+def test_states_on_a_disk_are_named_where_they_fit_nowhere_else(tmp_path: Path) -> None:
+    words = ("model=llama3b", "adapter=full", "hardware=a100_40gb", "data=dolly")
+    facts, _ = plan_of(tmp_path, *words, "hardware.host_memory_gib=24")
+    change, more_gpus = facts["to_fit"]
+    assert change.endswith(" strategy.offload_optimizer=disk")
+    assert more_gpus.startswith("hardware=2xa100_40gb")
+    fitting, _ = plan_of(tmp_path / "fits", *words, "hardware.host_memory_gib=24", *change.split())
+    assert fitting["fits"] and fitting["disk_gib"] > facts["disk_gib"]
+
+
+def test_auto_keeps_the_states_on_the_disk(tmp_path: Path) -> None:
+    words = ("model=llama3b", "adapter=full", "hardware=2xl40s", "data=dolly")
+    facts, _ = plan_of(tmp_path, *words, "strategy.offload_optimizer=disk")
+    assert facts["settings"]["strategy"] == "fsdp_grad_op"
+    assert facts["gpu_gib"]["optimizer"] == 0.125
+    plain, _ = plan_of(tmp_path / "plain", *words)
+    assert plain["settings"]["strategy"] == "fsdp_grad_op"
+    assert plain["gpu_gib"]["optimizer"] > 10
+
+
 @pytest.mark.parametrize(
     ("file", "message"),
     [

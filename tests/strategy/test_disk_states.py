@@ -9,12 +9,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from app.planning import training
+from app.planning.memory import GIB
+from app.planning.training import check_disk
 from app.preflight.couplings import table
 from app.strategy import disk_states
 from app.strategy.disk_states import AdamWOnDisk
@@ -26,6 +31,7 @@ from app.training.checkpoint.tensors import read_tensors, write_tensors
 from common.errors import DiskError
 from common.files import file_system_of
 from tests.conftest import ROOT
+from tests.planning.test_planned import run_of
 from tests.preflight.test_couplings import problems_of
 from tests.processes import RUN
 from tests.ranks import on_ranks
@@ -188,6 +194,19 @@ def test_a_full_disk_is_told_with_what_is_needed_and_free(tmp_path: Path) -> Non
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_room_is_checked_before_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, _ = run_of("+experiment=llama8b", "adapter=full", "hardware=2xh100", "strategy=ddp")
+    planned = replace(planned, strategy=replace(planned.strategy, offload_optimizer="disk"))
+    need = 2 * 8 * planned.model.num_weights / GIB
+    for free, fits in ((need + 1, True), (need - 1, False)):
+        monkeypatch.setattr(training, "free_bytes", lambda _, free=free: free * GIB)
+        check_disk(planned, None)
+        with nullcontext() if fits else pytest.raises(DiskError, match=f"need {need:.2f} GiB"):
+            check_disk(planned, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "nfs4", "fuse.sshfs", "ext4"])

@@ -55,6 +55,7 @@ def refused(*typed: str) -> str:
         ("strategy=zero2", "strategy=fsdp_grad_op"),
         ("strategy=ddp_compressed", "strategy=ddp"),
         ("strategy=fsdp_offload", "strategy=fsdp"),
+        ("strategy=fsdp strategy.offload_optimizer=disk", "strategy.offload_optimizer=none"),
         ("strategy=hsdp_local_sgd strategy.outer_momentum=0.3", "strategy=fsdp_hybrid"),
         ("quantization=int8", "quantization=nf4"),
         ("trainer.compile=true", "trainer.compile=false"),

@@ -74,6 +74,8 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
         why = "outer optimizers cannot be simulated; type strategy=fsdp_hybrid"
     elif isinstance(strategy, FsdpConfig) and strategy.offload_parameters:
         why = "offloaded weights cannot be simulated; type strategy=fsdp"
+    elif strategy.offload_optimizer == "disk":
+        why = "states on a disk cannot be simulated; type strategy.offload_optimizer=none"
     elif run.context_size > 1:
         why = "slices of rows cannot be simulated; type strategy.context_parallel_size=1"
     elif config.objective.row_format is not None:
