@@ -1,4 +1,7 @@
-"""Killed runs resumed by the same command, on the same and on another number of ranks."""
+"""Killed runs of several ranks resumed by the same command, on the same and on another number.
+
+One process: training/checkpoint/test_resume.py, and killed at any time reliability/test_chaos.py.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,6 @@ def train(person: Person, tmp_path: Path) -> Train:
         return run
 
     return type_train
-
-
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(train: Train) -> None:
-    words = ("resume=auto", "faults=[rank_killed@5,ckpt:after_marker@6]")
-    for _ in range(2):
-        train("run", *words, code=KILLED)
-    check_same_run(train("run", *words), train("whole"))
 
 
 def test_two_resumed_ranks_equal_two_uninterrupted_ones(train: Train) -> None:

@@ -90,7 +90,6 @@ def resume_from(run: Path, step: int, *words: str, total: int = 8) -> Path:
 CASES = {
     "lora packed": ("adapter.dropout=0.1",),
     "stream by workers": (*STREAM, "data.num_workers=2", "adapter.dropout=0.1"),
-    "averaged weights": (*FULL, "optimizer=schedule_free"),
     "two optimizers in one, in bf16": (*FULL, "optimizer=muon", "trainer.precision=bf16-pure"),
     "8 bits, no validation": (*FULL, "optimizer=adamw8bit", "data.val_set_size=0"),
     "dora with new tokens in bf16": (
@@ -110,7 +109,7 @@ CASES = {
 }
 QUICK = ("lora packed", "several at once")
 BETWEEN_VALIDATIONS, BEHIND_ONE = 4, 6
-TWICE = ("lora packed", "averaged weights", "stream by workers")
+TWICE = ("lora packed", "stream by workers")
 """in which a validation could leave other weights, rows or random numbers to the next step"""
 
 
