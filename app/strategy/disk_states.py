@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from app.process.heartbeat import refresh_liveness
 from app.process.launch import is_first_rank
 from app.strategy.settings import STATE_BLOCK_BYTES
 from app.strategy.state import ShardedTensor, local
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MEASURED_BYTES = 64 << 20
+"""bytes by which the speed of a disk is measured"""
 GIB = 1 << 30
 
 
@@ -41,6 +43,7 @@ class StateFile:
         """Raise DiskError, with the bytes that are needed and free, if the disk lacks room."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self.mb_per_second = measure_disk(folder, num_bytes)
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             if num_bytes:
                 # Now, since a page of a sparse file that finds no room ends the process by SIGBUS.
@@ -115,8 +118,8 @@ class AdamWOnDisk(torch.optim.AdamW):
         self._describe(folder)
 
     def _describe(self, folder: Path) -> None:
-        """Log the size of the states and the speed of their disk; all ranks measure at once."""
-        written, read = measure_disk(folder)
+        """Log the size of the states and the time that their disk takes in a step."""
+        written, read = self._file.mb_per_second
         seconds = self.num_bytes / 1e6 / written + self.num_bytes / 1e6 / read
         if is_first_rank():
             log.info(
@@ -156,6 +159,7 @@ class AdamWOnDisk(torch.optim.AdamW):
             step = state["step"].clone()  # each block takes the same step
             self._step_block(group, *pair, [state[key].block(number) for key in MOMENTS], step)
         state["step"] = step
+        refresh_liveness()  # a step of a large model takes minutes
 
     def _step_block(
         self,
@@ -198,9 +202,13 @@ def _padded(num_bytes: int) -> int:
     return math.ceil(num_bytes / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
-def measure_disk(folder: Path) -> tuple[float, float]:
-    """Return the MB/s at which files in `folder` are written to and read from the disk itself."""
-    content = os.urandom(MEASURED_BYTES)  # a file system may compress zeros
+def measure_disk(folder: Path, num_bytes: int) -> tuple[float, float]:
+    """Return the MB/s at which the disk of `folder` writes and reads, without the page cache.
+
+    All ranks measure at once, as they step, with at most `num_bytes`, for which it has room.
+    """
+    size = min(MEASURED_BYTES, max(num_bytes, 1))
+    content = os.urandom(size)  # a file system may compress zeros
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         start = time.perf_counter()
         file.write(content)
@@ -208,6 +216,6 @@ def measure_disk(folder: Path) -> tuple[float, float]:
         written = time.perf_counter()
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
-        file.readinto(bytearray(MEASURED_BYTES))
+        file.readinto(bytearray(size))
         seconds = written - start, time.perf_counter() - written
-    return MEASURED_BYTES / 1e6 / seconds[0], MEASURED_BYTES / 1e6 / seconds[1]
+    return size / 1e6 / seconds[0], size / 1e6 / seconds[1]

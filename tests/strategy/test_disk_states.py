@@ -64,11 +64,11 @@ def blocks_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
 class Net(torch.nn.Module):
     """Weights of every size, the last of which never has a gradient."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         super().__init__()
         random = torch.Generator().manual_seed(0)
         for size in (*SIZES, 7):
-            weight = torch.randn(size, generator=random).to(dtype)
+            weight = torch.randn(size, generator=random).to(device, dtype)
             self.register_parameter(f"w{size}", torch.nn.Parameter(weight))
 
     def groups(self) -> list[dict[str, Any]]:
@@ -82,12 +82,13 @@ class Net(torch.nn.Module):
         for step in steps:
             random = torch.Generator().manual_seed(step)
             for weight in list(self.parameters())[:-1]:
-                weight.grad = torch.randn(len(weight), generator=random).to(weight.dtype)
-            optimizer.found_inf = torch.tensor(float(step == skipped))
+                weight.grad = torch.randn(len(weight), generator=random).to(weight)
+            optimizer.found_inf = torch.tensor(float(step == skipped), device=weight.device)
+            optimizer.grad_scale = torch.tensor(1.0 + step, device=weight.device)
             optimizer.step()
 
     def bits(self) -> list[bytes]:
-        return [w.detach().view(torch.uint8).numpy().tobytes() for w in self.parameters()]
+        return [w.detach().cpu().view(torch.uint8).numpy().tobytes() for w in self.parameters()]
 
 
 def in_memory(net: Net) -> torch.optim.AdamW:
@@ -98,11 +99,12 @@ def on_disk(net: Net, folder: Path) -> AdamWOnDisk:
     return AdamWOnDisk(net.groups(), folder, **OPTIONS)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_and_states_equal_those_in_memory_bit_for_bit(
-    tmp_path: Path, dtype: torch.dtype
+    tmp_path: Path, dtype: torch.dtype, device: str
 ) -> None:
-    mine, plain = Net(dtype), Net(dtype)
+    mine, plain = Net(dtype, device), Net(dtype, device)
     states = []
     for net, optimizer in ((mine, on_disk(mine, tmp_path)), (plain, in_memory(plain))):
         net.take_steps(optimizer, range(4), skipped=2)
@@ -154,6 +156,8 @@ LIMITED = """
 import resource, sys, torch
 from pathlib import Path
 from app.strategy.disk_states import AdamWOnDisk
+from app.strategy.state import REPLICATED
+from app.training.checkpoint.tensors import write_tensors
 weights = [torch.nn.Parameter(torch.ones(1 << 25)) for _ in range(2)]
 for weight in weights:
     weight.grad = torch.ones_like(weight)
@@ -166,12 +170,18 @@ else:
     optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=True)
 for _ in range(2):
     optimizer.step()
+states = {
+    f"{index}": state
+    for index, weight in enumerate(weights)
+    for state in [REPLICATED.optimizer_state_of(optimizer, weight)["exp_avg_sq"]]
+}
+write_tensors(Path(sys.argv[2]) / "saved", states)
 print(float(weights[1][-1]))
 """
 
 
 def test_states_larger_than_the_limit_of_memory_are_stepped_on_the_disk(states: Path) -> None:
-    """512 MiB of states within 192 MiB, of which one step maps 128 MiB."""
+    """512 MiB of states are stepped and saved in 192 MiB, of which either maps 128 MiB."""
     for where, is_done in (("disk", True), ("memory", False)):
         command = [sys.executable, "-c", LIMITED, where, str(states)]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -602,8 +602,8 @@ def _of_disk_states(config: TrainConfig) -> Iterator[Conflict]:
         )
     folder = states_folder(strategy, Path(config.output.dir or "."))
     kind = "" if folder is None else file_system_of(folder)
-    if kind in MEMORY_FILES or kind in REMOTE_FILES or kind.startswith("fuse."):
-        why = "is in memory itself" if kind in MEMORY_FILES else "may be remote, and slow or lost"
+    why = "is in memory itself" if kind in MEMORY_FILES else "may be remote, and slow or lost"
+    if kind in (*MEMORY_FILES, *REMOTE_FILES) or kind.startswith("fuse."):
         yield Conflict(
             f"{name}: {folder} is on {kind}, which {why}",
             f"strategy.offload_dir=FOLDER on a local disk, or {without}",

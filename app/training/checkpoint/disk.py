@@ -49,6 +49,7 @@ def write_file(file: Path, blocks: Iterable[bytes | memoryview]) -> WrittenFile:
             while rest.nbytes:
                 faults.fault_point("disk.write")
                 rest = rest[stream.write(rest) or 0 :]
+            del block, rest  # a view of a gathered tensor, which is freed before the next is there
             refresh_liveness()
         faults.fault_point("disk.fsync")
         os.fsync(stream.fileno())
