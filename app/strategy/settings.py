@@ -29,7 +29,7 @@ multiple of pages and of the vectors of the fused kernels, so that steps are bit
 class StrategyConfig:
     name: str = setting("auto", resume="content", grants="nothing")
     """name of the strategy; auto chooses one and logs the reason"""
-    offload_optimizer: str = setting("none", choices=("none", "disk"), resume="rounding")
+    offload_optimizer: str = setting("none", choices=("none", "disk"), resume="free")
     """where the optimizer states are: none (on the training device), disk (in a file of
     offload_dir, of which a step maps a block at a time: hardly any memory, slower steps)"""
     offload_dir: str | None = setting(None, resume="free", grants="write")
