@@ -126,9 +126,13 @@ def measure_models(
     from app.evaluation.progress import Progress
     from app.evaluation.row_runner import build_row_runner, build_sum_over_ranks
     from app.evaluation.tasks.questions import build_tasks
+    from app.model.adapter import saves_whole_model
     from app.training.objective.build import build_objective
+    from app.training.objective.cached import reference_identity
 
-    adapter = adapter_of(config)
+    adapter, source = adapter_of(config), config.objective.reference_source
+    # A model whose weights were all trained does not contain its base.
+    is_stored = source == "cached" or (source == "base" and saves_whole_model(adapter))
     identity = [base.description, describe_tuned(config), env.precision, repr(base.quantization)]
     with Progress() as progress:
         runner = build_row_runner(folder, identity, progress.show, on_gpu=env.accelerator == "gpu")
@@ -147,6 +151,8 @@ def measure_models(
         def measure(variant: str, model: Any) -> dict[str, float]:
             placed = place_as_trained(model, adapter, env)
             with env.autocast():
+                if variant == "base" and is_stored:
+                    evaluator.measure_references(placed, reference_identity(base, env.precision))
                 if bench is not None and is_first_rank():
                     stops, limit = evaluator.stop_ids, base.spec.context_len
                     one_rank = replace(runner, rank=0, num_ranks=1, gather=lambda own: [own])

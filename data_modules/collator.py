@@ -82,6 +82,8 @@ class Batch:
     pair_weights     float32 [pairs], weight of each preference pair, None if the rows are no pairs.
                      The documents of all rows, in order, are then the chosen and the rejected
                      answer of the first pair, of the second, ...
+    reference        float64 [pairs, 2], the base's log-probabilities of both answers, None if they
+                     are not stored
     decoder          the decoder's inputs, for encoder-decoder models: `input_ids`, `position_ids`
                      and `document_lengths` are then the encoder's, and `labels`, `loss_weights`,
                      `dataset_ids` and `trained_columns` [rows, targets] the decoder's
@@ -101,6 +103,7 @@ class Batch:
     decoder: DecoderInputs | None = None
     sequence: SequenceSlice | None = None
     pair_weights: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
 
     def part(self, sequence: SequenceSlice) -> Batch:
         """Return the columns that one of several ranks holds of a causal model's batch.
@@ -196,6 +199,7 @@ class Collator:
             labelled = _TokenRows([[_targets(example) for example in row] for row in rows])
             labels, weights = _target_labels(labelled, rows)
             decoder = self._decoder_inputs(labelled, self._decoder_start)
+        stored = [pair.reference for pair in pairs if pair.reference is not None]
         columns = np.flatnonzero((labels != IGNORED).any(axis=0))
         return Batch(
             input_ids=torch.from_numpy(ids),
@@ -211,6 +215,7 @@ class Collator:
             pair_weights=torch.tensor([float(pair.weights.max()) for pair in pairs])
             if pairs
             else None,
+            reference=torch.from_numpy(np.stack(stored)) if stored else None,
         )
 
     def _decoder_inputs(self, targets: _TokenRows, start_token_id: int) -> DecoderInputs:

@@ -48,6 +48,7 @@ from data_modules.template import ChatTemplate, MaskConfig, Prompt
 from data_modules.tokens.datasets import DataSpec, PreparedData
 from data_modules.tokens.encode import ChunkEncoder, chunks_of, find_format
 from data_modules.tokens.prepare import hash_of
+from data_modules.tokens.reference import ReferenceStore, Values
 from data_modules.tokens.store import Examples
 from data_modules.types import BatchSpec
 
@@ -87,6 +88,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self.dataset_names = dataset_names(spec.config.loss_datasets)
         self.first_step = 0
         self._data: PreparedData | None = None
+        self._references: ReferenceStore | None = None
         self._prompts: dict[int, dict[str, list[Prompt]]] = {}
         self.val_order: list[int] = []
         """indices of the validation rows, in the order of the last validation loader's batches"""
@@ -323,11 +325,48 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     def whole_val_dataloader(self, num_ranks: int = 1, rank: int = 0) -> DataLoader[Batch]:
         """Return a loader of all validation rows, or of one of `num_ranks` equal shares."""
-        method, lengths = self._spec.packing.method, self.val_examples.lengths
-        packs = pack_documents(lengths, self.sequence_len, self._spec.seed, 0, method)
+        loader, self.val_order = self.ordered_loader(self.val_examples, num_ranks, rank)
+        return loader
+
+    def ordered_loader(
+        self, examples: Examples, num_ranks: int = 1, rank: int = 0
+    ) -> tuple[DataLoader[Batch], list[int]]:
+        """Return a loader of a share of `examples`, and their indices in the order of its batches.
+
+        All ranks get equally many batches.
+        """
+        method = self._spec.packing.method
+        packs = pack_documents(examples.lengths, self.sequence_len, self._spec.seed, 0, method)
         batches = shard_packs(packs, self._batching.micro_batch_size, num_ranks, rank)
-        self.val_order = [int(row) for batch in batches for pack in batch.packs for row in pack]
-        return self._loader(self.val_examples, batches)
+        order = [int(row) for batch in batches for pack in batch.packs for row in pack]
+        return self._loader(examples, batches), order
+
+    def read_references(self, identity: str) -> bool:
+        """Give each pair its stored log-probabilities of the base; return whether there are any.
+
+        `identity`: everything besides the tokens that determines them.
+        """
+        root = Path(self._config.cache_dir).expanduser()
+        self._references = ReferenceStore(root, self._ready.datasets, identity)
+        values = self._references.read()
+        if values is not None:
+            self._take_references(values)
+        return values is not None
+
+    def referenced_examples(self) -> Examples:
+        """Return all pairs whose log-probabilities `store_references` expects, in its order."""
+        assert self._references is not None
+        stores = [ready.data.store for ready in self._ready.datasets]
+        return Examples(stores, self._references.places)
+
+    def store_references(self, values: Values) -> None:
+        """Store the base's log-probabilities [pairs, 2] in the cache; each pair gets its own."""
+        assert self._references is not None
+        self._take_references(self._references.write(values))
+
+    def _take_references(self, values: Sequence[Values]) -> None:
+        for examples in (self.train_examples, self.val_examples):
+            examples.take_references(values)
 
     def rows_of_step(self, step: int) -> Iterator[StepRow]:
         """Yield the rows that all ranks train on in global step `step`, counted from 1.

@@ -127,6 +127,8 @@ class Example:
     target_ids: npt.NDArray[np.int32] | None = None
     rejected_start: int = 0
     """0 if the example is not a pair"""
+    reference: npt.NDArray[np.float64] | None = None
+    """the base's log-probabilities of both answers of a pair [2]; None if they are not stored"""
 
     @property
     def num_tokens(self) -> int:

@@ -38,6 +38,7 @@ from app.training.micro_batch import probe_micro_batch
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
 from app.training.objective.build import build_objective
+from app.training.objective.cached import open_references
 from app.training.objective.objective import Objective
 from app.training.optimizers import build_optimizer
 from app.training.routing import choose_router_aux_loss
@@ -188,6 +189,7 @@ def build_module(
         )
         if env.probes_micro_batch
         else None,
+        store_references=open_references(config.objective, data, base, env.precision),
         measure=None if evaluation is None else evaluation.measure,
         patience=settings.early_stopping_patience,
     )

@@ -216,6 +216,23 @@ class Evaluator:
         """Whether answers are for a reader, and nothing is measured by them."""
         return not (self.predictions.is_measured or self.tasks.tasks or self.harness)
 
+    def measure_references(self, base: Any, identity: str) -> None:
+        """Give each validation pair the log-probabilities of `base`, stored or computed now."""
+        from app.training.objective.cached import measure_references
+        from app.training.objective.pairs import base_log_probs
+
+        examples, ranks = self.data.val_examples, self.runner.num_ranks
+        if self.data.read_references(identity) or not len(examples):
+            return
+        loader, order = self.data.ordered_loader(examples, ranks, self.runner.rank)
+        examples.references = measure_references(
+            loader,
+            order,
+            len(examples),
+            lambda batch: base_log_probs(base, batch.to(base.device), self.backend),
+            self.sum_over_ranks if ranks > 1 else None,
+        )
+
     def measure_losses(self, variant: str, model: Any) -> dict[str, float]:
         """Return the exact validation loss of every data set, empty without validation rows."""
         from app.training.objective.objective import validate

@@ -142,7 +142,7 @@ def _of_zero(run: PlannedRun, strategy: ZeroConfig, size: ModelSize) -> list[Col
         num_ranks=run.hardware.gpus_per_node,
     )
     return [
-        _over_all(run, "weights, forward", ALL_GATHER, forward, steps),
+        _over_all(run, "weights, forward", ALL_GATHER, forward, steps * (1 + run.runs_base)),
         within
         if strategy.partition_within_node
         else _over_all(run, "weights, backward", ALL_GATHER, backward, steps),
@@ -164,7 +164,7 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Col
     reduced = 1 if few else run.accumulation
     found = []
     if shards > 1:
-        gathers = run.accumulation * (2 if strategy.reshard_after_forward else 1)
+        gathers = run.accumulation * (2 + run.runs_base if strategy.reshard_after_forward else 1)
         for what, kind, num_bytes, times in (
             ("weights", ALL_GATHER, whole.gathered, gathers),
             ("gradients", REDUCE_SCATTER, whole.trained, reduced),

@@ -74,6 +74,8 @@ class PlannedRun:
     """whether attention copies the tensors of each document, as for sdpa"""
     repeats_heads: bool = False
     """whether attention needs keys and values repeated for each query head"""
+    runs_base: bool = False
+    """whether the base computes each micro-batch, too, in a forward pass without its adapter"""
     num_checkpoints: int = 2
     """number of checkpoints that are kept on disk"""
     is_on_gpu: bool = True

@@ -254,6 +254,7 @@ def build_planned_run(
         fuses_loss=trainer.kernels == "auto" and not trainer.compile,
         keeps_scores=keeps_scores,
         groups_documents=groups_documents,
+        runs_base=config.objective.reference_source == "base",
         num_checkpoints=trainer.checkpoint.keep_last + trainer.checkpoint.keep_best,
         is_on_gpu=is_on_gpu,
     )

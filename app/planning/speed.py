@@ -62,6 +62,7 @@ class Flops:
     products: float
     attention: float
     recomputed_products: float
+    """those of recompute, and of the base's own forward pass where an objective has one"""
     recomputed_attention: float
     frozen: float
     """products with frozen matrices of layers, recomputed ones included; also part of the above"""
@@ -100,12 +101,13 @@ def estimate_flops(run: PlannedRun) -> Flops:
     elif run.recompute == "selective":
         wide = 2.0 * widths.hidden * widths.feed_forward * layers
         again = 2.0 * wide * every
+    of_base = 2.0 * frozen if run.runs_base else 0.0
     return Flops(
         products=products,
         attention=attention * (1 + 2 * reached),
-        recomputed_products=again,
-        recomputed_attention=again_attention,
-        frozen=(forward * (1 + reached) + again) * frozen / max(1.0, frozen + trained),
+        recomputed_products=again + of_base + head * run.runs_base,
+        recomputed_attention=again_attention + attention * run.runs_base,
+        frozen=of_base + (forward * (1 + reached) + again) * frozen / max(1.0, frozen + trained),
         recomputed_scores=attention * reached * (ATTENTION_BACKWARD - 2),
     )
 
@@ -215,7 +217,7 @@ def _full_rate(run: PlannedRun) -> float:
 def _weight_reads(run: PlannedRun) -> float:
     """Return the bytes of weights that the products of a micro-batch must read."""
     number = run.model.multiplied(trained=False) + run.model.multiplied(trained=True)
-    passes = 3 if run.recompute in ("full", "offload") else 2
+    passes = run.runs_base + (3 if run.recompute in ("full", "offload") else 2)
     return passes * 2.0 * (number + run.model.head_weights)
 
 
@@ -228,8 +230,8 @@ def _traffic(run: PlannedRun) -> float:
     rotated = widths.query + widths.key_value
     layer += rates["rope"] * rotated + rates["gate"] * widths.feed_forward
     layer += rates["lora"] * widths.outputs * has_lora
-    if run.recompute != "none":
-        layer *= 1 + RECOMPUTED_TRAFFIC / run.recompute_every
+    again = 0.0 if run.recompute == "none" else 1 / run.recompute_every
+    layer *= 1 + RECOMPUTED_TRAFFIC * (again + run.runs_base)
     layers = model.num_layers / (2 if model.is_pair else 1)
     return layer * layers + LOSS_TRAFFIC * widths.vocabulary
 
@@ -241,12 +243,15 @@ def _dequantized(run: PlannedRun) -> float:
     if run.quantization.method == "fp8":
         # Inputs of attention, o, the feed-forward and down in the forward pass, gradients of the
         # outputs of all matrices in the backward pass.
-        widths, forwards = run.model.widths, 1 + (run.recompute in ("full", "offload"))
+        widths, forwards = (
+            run.model.widths,
+            1 + run.runs_base + (run.recompute in ("full", "offload")),
+        )
         inputs = 2 * widths.hidden + widths.query + widths.feed_forward
         values = run.model.num_layers * (forwards * inputs + widths.outputs)
         transposed = FP8_TRANSPOSED * run.model.multiplied(trained=False)
         return transposed + FP8_INPUTS * values * run.tokens
-    passes = 3 if run.recompute in ("full", "offload") else 2
+    passes = run.runs_base + (3 if run.recompute in ("full", "offload") else 2)
     return passes * DEQUANTIZED[run.quantization.method] * run.model.multiplied(trained=False)
 
 

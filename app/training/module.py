@@ -62,6 +62,7 @@ class FinetuneModule(L.LightningModule):
         uses_fused_kernels: bool = True,
         router_aux_loss: float = 0.0,
         probe_micro_batch: Callable[[FinetuneModule], None] | None = None,
+        store_references: Callable[[FinetuneModule], None] | None = None,
         measure: Callable[[FinetuneModule, int], dict[str, float]] | None = None,
         patience: int | None = None,
     ) -> None:
@@ -78,6 +79,8 @@ class FinetuneModule(L.LightningModule):
         self.router_aux_loss = router_aux_loss
         self.probe_micro_batch = probe_micro_batch
         """probes the micro-batch size before the first step; None if the size is fixed"""
+        self.store_references = store_references
+        """stores what the base says of the pairs before the first step; None if that is not used"""
         self.patience = patience
         """measurements of the monitored metric without improvement that end the run; None: never"""
         self.measure = measure

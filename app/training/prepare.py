@@ -51,12 +51,15 @@ def prepare_model(module: FinetuneModule) -> None:
             fuse_layers(model, strategy.gathered, device, run)
             if device.type == "cuda":  # results on a CPU must not change
                 group_adapters(model, run)
-    # 4. The micro-batch, measured with the layers that will train.
+    # 4. The base's log-probabilities, by the layers that will train.
+    if module.store_references is not None:
+        module.store_references(module)
+    # 5. The micro-batch, measured with these layers, too.
     if module.probe_micro_batch is not None:
         module.probe_micro_batch(module)
-    # 5. From here on only dropout draws random numbers, and each rank must draw different ones.
+    # 6. From here on only dropout draws random numbers, and each rank must draw different ones.
     torch.manual_seed(torch.initial_seed() + strategy.random_rank)
-    # 6. The checkpoint's optimizer, last: all before it has run forward and backward passes.
+    # 7. The checkpoint's optimizer, last: all before it has run forward and backward passes.
     check_same_step(module.trainer, module.resume)
     if module.resume is not None:
         module.resume.restore_optimizer()

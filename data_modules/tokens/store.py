@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
@@ -282,9 +282,20 @@ class Examples(Sequence[Example]):
         self.digests = column("digests", np.uint64)
         self.ends_in_stop = column("ends_in_stop", np.bool_)
         self.double_bos = column("double_bos", np.bool_)
+        self.references: npt.NDArray[np.float64] | None = None
+        """the base's log-probabilities of the answers of each pair [n, 2], None if not stored"""
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def take_references(self, values: Sequence[npt.NDArray[np.float64]]) -> None:
+        """Set `references` from those of each store's documents, each [documents, 2]."""
+        import numpy as np
+
+        self.references = np.empty((len(self), 2))
+        for number, of_store in enumerate(values):
+            own = self.datasets == number
+            self.references[own] = of_store[self._places[own]]
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -294,7 +305,10 @@ class Examples(Sequence[Example]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         place, dataset = int(self._places[index]), int(self.datasets[index])
-        return self._stores[dataset].example(place, dataset)
+        example = self._stores[dataset].example(place, dataset)
+        if self.references is None:
+            return example
+        return replace(example, reference=self.references[index])
 
     def __iter__(self) -> Iterator[Example]:
         return (self[index] for index in range(len(self)))

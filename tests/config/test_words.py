@@ -50,6 +50,7 @@ ANSWERS = [
     ("rl=orpo", "type objective=orpo"),
     ("simpo_gamma=0.5", "type objective=simpo objective.margin=0.5"),
     ("dpo_beta=0.2", "type objective=dpo objective.beta=0.2"),
+    ("precompute_ref_log_probs=true", "type objective=dpo objective.reference=cached"),
     ("method=dpo", "type objective=dpo"),
     ("wandb_project=mine", "logger=wandb"),
     ("sample_packing=true", "unknown key sample_packing=true; type packing=multipack"),

@@ -9,13 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.model.base import ModelConfig
+from app.model.tokenizer import build_tokenizer
 from common.errors import Origin
-from data_modules import DataConfig, DatasetConfig, check_datasets, with_format
+from data_modules import (
+    DataConfig,
+    DatasetConfig,
+    FinetuneDataModule,
+    check_datasets,
+    with_format,
+)
 from data_modules.collator import Collator
 from data_modules.format import PREFERENCE, RowError, convert_row
 from data_modules.tokens.encode import Counts
 from data_modules.tokens.store import DocumentBuilder, StoreWriter, TokenStore
 from data_modules.types import Conversation, Document, Encoded, Row
+from tests.data_modules.test_datamodule import build as build_module
+from tests.tiny import SAMPLES, TINY_BASE
 
 ORIGIN = Origin("pairs.jsonl", 7)
 ASK = {"role": "user", "content": "q"}
@@ -134,6 +144,39 @@ def test_a_pair_is_stored_and_collated_as_one_example_of_two_documents(tmp_path:
     padded = Collator(0, False)([[example] for example in examples], 1.5)
     assert padded.document_lengths == [[4], [5], [3], [3]]
     assert padded.pair_weights is not None and padded.pair_weights.tolist() == [0.5, 1.0]
+
+
+def test_stored_references_stay_with_their_pairs_whatever_is_held_out(
+    tmp_path: Path,
+) -> None:
+    tokenizer = build_tokenizer(ModelConfig(path=str(TINY_BASE)))
+
+    def made(seed: int, **dataset: Any) -> FinetuneDataModule:
+        pairs = DatasetConfig(path=str(SAMPLES / "pairs.json"), format="preference", **dataset)
+        settings = {"val_set_size": 20, "cache_dir": str(tmp_path)}
+        return build_module(
+            [pairs], tokenizer, data=settings, seed=seed, model={"context_len": 1024}
+        )
+
+    module = made(0)
+    assert not module.read_references("base")
+    pairs = module.referenced_examples()
+    lines = np.array([example.origin.line for example in pairs], dtype=float)
+    module.store_references(np.stack([lines, -lines], axis=1))
+    again = made(1)
+    assert again.read_references("base") and not made(1).read_references("another base")
+    assert not made(0, max_rows=50).read_references("base")
+    for one in (module, again):
+        for examples in (one.train_examples, one.val_examples):
+            for example in examples:
+                line = example.origin.line
+                assert example.reference is not None
+                assert example.reference.tolist() == [line, -line]
+        (batch, *_) = one.val_dataloader()
+        rows = [one.val_examples[row].origin.line for row in one.val_order]
+        assert batch.reference is not None
+        assert batch.reference[:, 0].tolist() == rows[: len(batch.reference)]
+    assert module.val_order and module.val_examples[0].origin != again.val_examples[0].origin
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,23 @@ def test_layers_below_the_lowest_adapter_get_no_gradients() -> None:
     assert top.total < 0.6 * whole.total
 
 
+def test_the_base_s_own_pass_is_a_forward_pass_of_the_frozen_products() -> None:
+    alone = run_of("llama8b", sequence_len=4096)
+    run = replace(alone, runs_base=True)
+    added = estimate_flops(run).total - estimate_flops(alone).total
+    attention = 2 * 32 * 4096 * 4096
+    assert added == pytest.approx(2 * (6.979e9 + 0.525e9) + attention, rel=0.01)
+    assert estimate_flops(run).model == estimate_flops(alone).model
+    assert 1.2 < estimate_speed(run).step / estimate_speed(alone).step < 1.6
+    for name, more in (("fsdp", 1.5), ("zero3", 1.5)):
+        sharded = run_of("llama8b", strategy=settings_of("strategy", name), gpus=8)
+        gathers = [
+            sum(each.sent for each in list_collectives(one) if "weights" in each.what)
+            for one in (sharded, replace(sharded, runs_base=True))
+        ]
+        assert gathers[1] / gathers[0] == pytest.approx(more)
+
+
 @pytest.mark.parametrize("nodes", [2, 4, 16])
 def test_zero3_between_nodes_by_the_rule_of_thumb(nodes: int) -> None:
     """48 x M / N bits per node and step: three collectives of M 16-bit weights on N nodes."""

@@ -311,6 +311,17 @@ CONFLICTS = [
      ["data.on_long=split: objective=dpo compares whole answers; type data.on_long=drop"]),
     (0, "data=pairs objective=dpo adapter=full", "data=pairs objective=dpo adapter=ia3",
      ["adapter=full changes the base itself, and objective=dpo compares with the base"]),
+    (0, "data=pairs objective=dpo adapter=full", "data=pairs adapter=full "
+     "objective=dpo objective.reference=cached",
+     ["type objective.reference=cached, or adapter=lora"]),
+    (0, "data=pairs objective=dpo objective.reference=cached data.streaming=true "
+     "data.val_set_size=0 trainer.max_steps=9",
+     "data=pairs objective=dpo objective.reference=cached",
+     ["data.streaming=true does not know its pairs", "type data.streaming=false"]),
+    (0, "data=pairs objective=dpo adapter=full objective.reference=cached "
+     "model.from_scratch=true",
+     "data=pairs objective=dpo adapter=full objective.reference=none model.from_scratch=true",
+     ["model.from_scratch=true has no base", "type objective.reference=none"]),
     (0, "data=pairs objective=ipo adapter=full", "data=pairs objective=orpo adapter=full",
      ["adapter=full changes the base itself, and objective=ipo compares with the base"]),
     (0, "data=pairs objective=dpo adapter.path=old", "data=pairs objective=dpo",

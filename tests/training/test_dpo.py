@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from app.model.attention import attention_implementation
 from app.model.head import fuse_head
 from app.training.metrics import FirstLoss
 from app.training.objective.build import build_objective
+from app.training.objective.cached import measure_references
 from app.training.objective.objective import batch_loss
+from app.training.objective.pairs import base_log_probs
 from app.training.objective.settings import (
     DpoConfig,
     IpoConfig,
@@ -132,6 +135,10 @@ FORMULAS: dict[str, tuple[ObjectiveConfig, Any]] = {
         DpoConfig(beta=BETA, sft_weight=0.5),
         lambda now, before, lengths: dpo(now, before, lengths) - 0.5 * now[0] / lengths[0],
     ),
+    "dpo alone": (
+        DpoConfig(beta=BETA, reference="none"),
+        lambda now, before, lengths: dpo(now, [0, 0], lengths),
+    ),
     "ipo": (IpoConfig(beta=BETA, length_normalized=False), ipo),
     "ipo by token": (IpoConfig(beta=BETA), ipo_by_token),
     "orpo": (OrpoConfig(beta=BETA), orpo),
@@ -176,6 +183,42 @@ def test_loss_and_gradients_are_those_of_the_formula(
     taken = rows.take(range(4), 4)
     assert taken[1].tolist() == WEIGHTS
     assert taken[0].sum().item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("of", [DpoConfig, IpoConfig])
+def test_a_stored_reference_is_that_of_the_base_however_it_was_packed(
+    model: Any, packed: bool, of: type[DpoConfig] | type[IpoConfig]
+) -> None:
+    pairs = make_pairs()
+    alone = batches(pairs, [1, 1, 1, 1], packed=not packed)
+    order = [2, 0, 3, 1]
+    stored = measure_references(
+        [alone[number] for number in order],
+        order,
+        len(pairs),
+        lambda batch: base_log_probs(model, batch, "sdpa"),
+    )
+    known = [replace(pair, reference=row) for pair, row in zip(pairs, stored, strict=True)]
+    found = []
+    for source, own in (("base", pairs), ("cached", known)):
+        objective, sums = build_objective(of(beta=BETA, reference=source)), DatasetSums(2)
+        losses = [
+            batch_loss(objective, model, batch, "sdpa", sums)
+            for batch in batches(own, [3, 1], packed=packed)
+        ]
+        found.append((sums.take(), gradients(model, torch.stack(losses).sum())))
+    (sums_of_base, by_base), (sums_of_stored, by_stored) = found
+    assert torch.allclose(sums_of_base, sums_of_stored, rtol=1e-5, atol=1e-6)
+    scale = max(grad.abs().max().item() for grad in by_base.values())
+    for name, grad in by_base.items():
+        assert (by_stored[name] - grad).abs().max() <= 1e-5 * max(1.0, scale), name
+
+
+def test_what_is_not_stored_is_never_taken_from_the_trained_weights(model: Any) -> None:
+    (batch,) = batches(make_pairs(), [4], packed=True)
+    with pytest.raises(RuntimeError, match="nothing is stored"):
+        build_objective(DpoConfig(reference="cached")).reference(model, batch, "sdpa")
 
 
 def test_figures_are_means_over_the_pairs_of_each_data_set(model: Any) -> None:
@@ -230,7 +273,7 @@ def test_a_new_adapter_has_the_loss_that_the_first_step_is_checked_for(
         first.check(1.001 * known)
 
 
-@pytest.mark.parametrize("name", ["rpo", "orpo", "simpo"])
+@pytest.mark.parametrize("name", ["rpo", "dpo alone", "orpo", "simpo"])
 def test_a_first_loss_that_depends_on_the_base_is_not_checked(name: str) -> None:
     assert build_objective(FORMULAS[name][0]).first_loss is None
 

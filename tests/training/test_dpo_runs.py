@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,88 @@ def test_a_step_is_the_same_however_it_is_split(
             ours = read_column(split, f"{phase}/{figure}")
             assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5), figure
     assert read_column(whole, "train/loss")[1] == pytest.approx(0.693147, abs=1e-6)
+
+
+CACHED = ["objective.reference=cached", "adapter=full"]
+FULL = [word for word in RUN if word != "adapter.dropout=0"] + CACHED
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"data.cache_dir={tmp_path_factory.mktemp('cache')}"
+
+
+@pytest.fixture(scope="module")
+def full(person: Person, tmp_path_factory: pytest.TempPathFactory, cache: str) -> Path:
+    folder = tmp_path_factory.mktemp("full") / "whole"
+    printed = person.train_into(folder, *FULL, *ONE, cache)
+    assert "objective.reference=cached: computed for 600 pairs" in printed
+    return folder
+
+
+@pytest.mark.slow
+def test_a_stored_reference_trains_as_the_base_does_and_is_found_again(
+    whole: Path, full: Path, person: Person, tmp_path: Path, cache: str
+) -> None:
+    printed = person.train_into(tmp_path / "lora", *RUN, *ONE, CACHED[0], cache)
+    assert "objective.reference=cached: found in the cache" in printed
+    for column in ("train/loss", "val/loss", "val/margin", "val/chosen_reward"):
+        expected = read_column(whole, column)
+        assert read_column(tmp_path / "lora", column) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert read_column(full, "val/loss")[3] < read_column(full, "val/loss")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_ranks_share_the_pass_of_the_base(
+    strategy: str, full: Path, person: Person, tmp_path: Path
+) -> None:
+    words = ["trainer.micro_batch_size=2", "trainer.devices=2", f"strategy={strategy}"]
+    printed = person.train_into(
+        tmp_path / "split", *FULL, *ONE, *words, f"data.cache_dir={tmp_path / 'cache'}"
+    )
+    assert "objective.reference=cached: computed for 600 pairs" in printed
+    for column in ("train/loss", "val/loss", "val/margin", "val/rejected_log_prob"):
+        expected = read_column(full, column)
+        ours = read_column(tmp_path / "split", column)
+        assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_reads_the_stored_reference_and_never_computes_it(
+    full: Path, person: Person, tmp_path: Path
+) -> None:
+    cut, own = tmp_path / "cut", tmp_path / "cache"
+    words = [*FULL, *ONE, f"data.cache_dir={own}", "trainer.checkpoint.every_steps=1"]
+    person.train_into(cut, *words, "faults=[rank_killed@3]", code=-9)
+    kept = tmp_path / "kept"
+    shutil.move(own, kept)
+    said = person.train_into(cut, *words, "resume=auto", code=2)
+    assert "are gone from data.cache_dir" in said and "type resume=never" in said
+    shutil.rmtree(own)
+    shutil.move(kept, own)
+    said = person.train_into(cut, *words, "resume=auto")
+    assert "objective.reference=cached: found in the cache" in said
+    for column in ("train/loss", "train/margin", "val/loss", "val/accuracy"):
+        assert read_column(cut, column)[3] == read_column(full, column)[3]
+    before, after = (load_file(run / "model" / "model.safetensors") for run in (full, cut))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["cached", "base"])
+def test_a_model_trained_whole_is_evaluated_against_its_base(
+    reference: str, full: Path, person: Person, tmp_path: Path
+) -> None:
+    words = [word for word in RUN if word.startswith(("data.", "objective", "trainer.acc"))]
+    words += [f"run={full}", "trainer.precision=fp32", f"objective.reference={reference}"]
+    words += [f"data.cache_dir={tmp_path / 'cache'}"]
+    person.train_into(tmp_path / "found", *words, module="app.evaluate")
+    found = json.loads((tmp_path / "found" / "metrics.json").read_text())
+    assert found["base/val/loss"] == pytest.approx(0.693147, abs=1e-6)
+    for figure in ("loss", "margin", "chosen_reward"):
+        expected = read_column(full, f"val/{figure}")[3]
+        assert found[f"tuned/val/{figure}"] == pytest.approx(expected, rel=1e-5), figure
 
 
 @pytest.mark.slow

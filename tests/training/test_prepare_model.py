@@ -33,6 +33,7 @@ def first_number(monkeypatch: pytest.MonkeyPatch, global_rank: int, copies: int)
         strategy=Ranks(global_rank, copies),
         backend="sdpa",
         uses_fused_kernels=False,
+        store_references=None,
         probe_micro_batch=None,
         resume=None,
         trainer=SimpleNamespace(precision_plugin=SimpleNamespace(forward_context=nullcontext)),

@@ -339,14 +339,28 @@ def _of_objective(config: TrainConfig | EvaluateConfig) -> Iterator[Conflict]:
         )
     if is_training(config) and config.objective.compares_with_base:
         yield from _of_reference(config)
+    if is_training(config) and config.objective.reference_source == "cached":
+        if data.streaming:
+            yield Conflict(
+                "data.streaming=true does not know its pairs before the first step, when "
+                "objective.reference=cached computes what the base says of them",
+                "data.streaming=false, or objective.reference=base",
+            )
+        if config.model.from_scratch:
+            yield Conflict(
+                "model.from_scratch=true has no base whose log-probabilities objective.reference="
+                "cached could store",
+                "objective.reference=none",
+            )
 
 
 def _of_reference(config: TrainConfig) -> Iterator[Conflict]:
     """Yield what keeps the model without its adapter from being what the run starts from."""
     adapter, needs = config.adapter, f"objective={config.objective.name} compares with the base"
-    if saves_whole_model(adapter):
+    if saves_whole_model(adapter) and config.objective.reference_source == "base":
         yield Conflict(
-            f"adapter={adapter.name} changes the base itself, and {needs}", "adapter=lora"
+            f"adapter={adapter.name} changes the base itself, and {needs}",
+            "objective.reference=cached, or adapter=lora",
         )
     if (path := continued_from(adapter)) is not None:
         yield Conflict(

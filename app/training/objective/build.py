@@ -21,9 +21,9 @@ from app.training.objective.simpo import Simpo
 def build_objective(config: ObjectiveConfig) -> Objective:
     """Build the objective that `config` chooses."""
     if isinstance(config, DpoConfig):
-        return PairObjective(Dpo(config))
+        return PairObjective(Dpo(config), config.reference)
     if isinstance(config, IpoConfig):
-        return PairObjective(Ipo(config))
+        return PairObjective(Ipo(config), config.reference)
     if isinstance(config, OrpoConfig):
         return PairObjective(Orpo(config))
     if isinstance(config, SimpoConfig):

@@ -18,12 +18,11 @@ class Dpo:
     `sft_weight`, plus that times the chosen answer's cross-entropy per token (arXiv 2404.19733).
     """
 
-    needs_reference = True
-
     def __init__(self, config: DpoConfig) -> None:
         self.beta, self.label_smoothing = config.beta, config.label_smoothing
         self.sft_weight = config.sft_weight
-        self.first_loss = None if config.sft_weight else math.log(2)
+        is_known = config.compares_with_base and not config.sft_weight
+        self.first_loss = math.log(2) if is_known else None
 
     def losses(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Return the rewards beta r [pairs, 2], and the losses [pairs]."""

@@ -15,11 +15,9 @@ class Ipo:
     advised: answers of a hundred tokens otherwise differ by more than the margin from the start.
     """
 
-    needs_reference = True
-
     def __init__(self, config: IpoConfig) -> None:
         self.beta, self.length_normalized = config.beta, config.length_normalized
-        self.first_loss: float | None = (0.5 / config.beta) ** 2
+        self.first_loss = (0.5 / config.beta) ** 2 if config.compares_with_base else None
 
     def losses(self, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Return the rewards beta r [pairs, 2], and the losses [pairs]."""

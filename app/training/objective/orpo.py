@@ -19,7 +19,6 @@ class Orpo:
     Equations 4 to 7 of arXiv 2403.07691; p: probability per token, a geometric mean.
     """
 
-    needs_reference = False
     first_loss: float | None = None
 
     def __init__(self, config: OrpoConfig) -> None:

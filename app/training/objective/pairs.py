@@ -22,7 +22,7 @@ class Pairs:
 
     log_probs   fp64 [pairs, 2], of all trained tokens of an answer
     num_tokens  fp64 [pairs, 2], trained tokens
-    reference   fp64 [pairs, 2], the base's log-probabilities; None for objectives without one
+    reference   fp64 [pairs, 2], the base's log-probabilities; None: they count as 0
     """
 
     log_probs: Tensor
@@ -37,14 +37,12 @@ class Pairs:
     @property
     def gains(self) -> Tensor:
         """Log-probabilities minus those of the base."""
-        assert self.reference is not None
-        return self.log_probs - self.reference
+        return self.log_probs if self.reference is None else self.log_probs - self.reference
 
 
 class PairLoss(Protocol):
     """The loss of a pair."""
 
-    needs_reference: bool
     first_loss: float | None
     """the loss as long as the model equals the base; None if it depends on the base"""
 
@@ -67,16 +65,24 @@ class PairObjective:
     )
     is_likelihood = False
 
-    def __init__(self, loss: PairLoss) -> None:
-        self.loss = loss
+    def __init__(self, loss: PairLoss, source: str = "none") -> None:
+        """`source`: where the base's log-probabilities come from, as `objective.reference`."""
+        self.loss, self.source = loss, source
         self.first_loss = loss.first_loss
 
     def reference(self, model: Any, batch: Batch, backend: str) -> Tensor | None:
-        """Return the base's log-probabilities of the answers [pairs, 2], without their graph."""
-        if not self.loss.needs_reference:
-            return None
-        with eval_mode(model), adapter_disabled(model), torch.no_grad():
-            return answers_of(model, batch, backend).log_probs
+        """Return the base's log-probabilities of the answers [pairs, 2], without their graph.
+
+        They are those of the batch if they are stored. RuntimeError if they should be, and are not.
+        """
+        if self.source == "none" or batch.reference is not None:
+            return batch.reference
+        if self.source == "cached":
+            # No pass for a batch without pairs: ranks that shard the weights have passes in common.
+            if batch.pair_weights is None:
+                return None
+            raise RuntimeError("objective.reference=cached: nothing is stored for these pairs")
+        return base_log_probs(model, batch, backend)
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         """Return the losses of the pairs of a micro-batch; `reference` as from the method."""
@@ -96,6 +102,12 @@ class PairObjective:
             pairs.num_tokens.sum(1).long(),
             figures,
         )
+
+
+def base_log_probs(model: Any, batch: Batch, backend: str) -> Tensor:
+    """Compute log-probabilities of both answers [pairs, 2] without the adapter of the model."""
+    with eval_mode(model), adapter_disabled(model):
+        return answers_of(model, batch, backend).log_probs
 
 
 def answers_of(model: Any, batch: Batch, backend: str, reference: Tensor | None = None) -> Pairs:

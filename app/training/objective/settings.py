@@ -30,6 +30,11 @@ class ObjectiveConfig:
         """Whether it needs the base beside the trained model."""
         return False
 
+    @property
+    def reference_source(self) -> str:
+        """Where the base's log-probabilities come from: base, cached or none."""
+        return "base" if self.compares_with_base else "none"
+
 
 @dataclass(kw_only=True, slots=True)
 class PairConfig(ObjectiveConfig):
@@ -52,7 +57,27 @@ class PairConfig(ObjectiveConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class DpoConfig(PairConfig):
+class ReferencedConfig(PairConfig):
+    """What the objectives share that compare with the base."""
+
+    reference: str = setting("base", choices=("base", "cached", "none"))
+    """log-probabilities of the base: base (the adapter switched off, a forward pass at each step);
+    cached (computed once before the first step and stored in data.cache_dir, also for
+    adapter=full); none (they count as 0)"""
+
+    @property
+    def compares_with_base(self) -> bool:
+        """Whether log-probabilities count relative to those of the base."""
+        return self.reference != "none"
+
+    @property
+    def reference_source(self) -> str:
+        """As the setting says."""
+        return self.reference
+
+
+@dataclass(kw_only=True, slots=True)
+class DpoConfig(ReferencedConfig):
     """Direct preference optimization (arXiv 2305.18290): chosen answers above rejected ones, by
     their log-probabilities relative to the base, which is the model without its adapter.
     """
@@ -67,7 +92,7 @@ class DpoConfig(PairConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class IpoConfig(PairConfig):
+class IpoConfig(ReferencedConfig):
     """Identity preference optimization (arXiv 2310.12036): as dpo, up to a fixed margin, so that
     few or noisy pairs are not learned by heart.
     """

@@ -15,7 +15,6 @@ class Simpo:
     Equation 6 of arXiv 2405.14734.
     """
 
-    needs_reference = False
     first_loss: float | None = None
 
     def __init__(self, config: SimpoConfig) -> None:
