@@ -19,7 +19,7 @@ from app.process.environment import configure_libraries, protect_streams
 from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
-from app.strategy.settings import StrategyConfig, context_parallel_size, ranks_per_row
+from app.strategy.settings import StrategyConfig, describe_split, ranks_per_row
 from app.training.trainer import TrainerConfig
 from common.files import write_atomically
 from common.redaction import redact
@@ -125,9 +125,8 @@ def describe_ranks(trainer: TrainerConfig, strategy: StrategyConfig, num_ranks: 
     """Return the number of ranks for which steps are planned, and the settings that decide it."""
     if isinstance(trainer.devices, int):
         typed = f"trainer.devices={trainer.devices}, trainer.num_nodes={trainer.num_nodes}"
-        if (together := ranks_per_row(strategy, trainer.devices)) > 1:
-            kind = "tensor" if context_parallel_size(strategy) == 1 else "context"
-            typed += f"; strategy={strategy.name}: {kind} parallel {together}"
+        if split := describe_split(strategy, trainer.devices):
+            typed += f"; strategy={strategy.name}: {split}"
         return f"ranks: {num_ranks}, as set ({typed})"
     return (
         f"ranks: {num_ranks}, assuming 1 device for trainer.devices={trainer.devices}; type the "

@@ -150,7 +150,7 @@ def resolve_recompute(
     """
     if config.recompute.mode != "auto" or env.accelerator == "cpu":
         return config
-    choice = Choice("full", "the sizes of the model's layers are unknown")
+    choice = Choice("full", "the memory of this run cannot be planned")
     if plan is not None:
         choice, _ = choose_recompute(plan, compiles=config.trainer.compile)
     if is_first_rank():

@@ -36,7 +36,7 @@ from app.model.tokenizer import (
     trained_token_ids,
 )
 from app.preflight import describe_base
-from app.preflight.files import check_context_parallel, check_recompute
+from app.preflight.files import check_context_parallel, check_pipeline, check_recompute
 from app.training.trainer import Environment
 from common.errors import UserError
 from data_modules import DEFAULT_SEQUENCE_LEN, ModelSpec
@@ -135,7 +135,8 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     if isinstance(config, TrainConfig):  # of a base on the hub, nothing was known before
         known = BaseDescription(name=str(model.path), config=architecture.to_dict())
         problems = check_recompute(config.recompute.every, known)
-        if problems := [*problems, *check_context_parallel(env.context_size, known)]:
+        problems += check_context_parallel(env.context_size, known)
+        if problems := [*problems, *check_pipeline(config.strategy, known)]:
             raise UserError(problems)
     if extended := describe_context(model, architecture):
         log.info("%s", extended)

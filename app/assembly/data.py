@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from app.config import EvaluateConfig, TrainConfig
 from app.model.tokenizer import with_chat_template
 from app.process.launch import is_first_rank
+from app.strategy.settings import pipeline_parallel_size
 from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec, with_format
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> F
         max_steps=trainer.max_steps,
         row_multiple=env.row_multiple,
         row_slices=env.context_size,
-        pad_packs=trainer.compile,  # compiled layers need batches of one size
+        # Compiled layers need batches of one size, as do messages between pipeline stages.
+        pad_packs=trainer.compile or pipeline_parallel_size(config.strategy) > 1,
     )
     data = build_datamodule(config, base.tokenizer, base.spec, batching)
     data.first_step = run.step

@@ -236,9 +236,10 @@ class TrainConfig:
             "tensor_parallel": "tp",
             "model_parallel": "fsdp_tp",
             "2d": "fsdp_tp",
-            "pp": "fsdp (there is no pipeline parallelism yet)",
-            "pipeline": "fsdp (there is no pipeline parallelism yet)",
-            "pipeline_parallel": "fsdp (there is no pipeline parallelism yet)",
+            "pp": "fsdp_pp",
+            "pipeline": "fsdp_pp",
+            "pipeline_parallel": "fsdp_pp",
+            "3d": "fsdp_pp strategy.tensor_parallel_size=2",
         },
     )
     """distributed strategy: how a run is spread over several devices"""

@@ -351,6 +351,8 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
         # As its replacement takes one argument; a gated norm takes a second, possibly optional.
         if len(inspect.signature(module.forward).parameters) != 1:
             continue
+        if any(weight.is_meta for weight in module.parameters()):
+            continue  # weights of another rank's stage
         if (
             "RMSNorm" in type(module).__name__
             and eps is not None

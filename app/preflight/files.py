@@ -49,7 +49,13 @@ from app.preflight.couplings import (
 )
 from app.preflight.fingerprint import describe_base, same_form
 from app.process.launch import is_first_rank
-from app.strategy.settings import context_parallel_size, tensor_parallel_size
+from app.strategy.settings import (
+    PIPELINED,
+    StrategyConfig,
+    context_parallel_size,
+    num_stages,
+    tensor_parallel_size,
+)
 from common.errors import UserError, nearest
 from common.untrusted import check_kinds, read_header, read_json_object, read_text, reading
 from data_modules import (
@@ -136,6 +142,24 @@ def check_context_parallel(size: int, base: BaseDescription) -> list[str]:
     return [
         f"{name} does not divide the {heads} attention heads of {base.name} ({heads} / {size} "
         f"leaves {heads % size}); type strategy.context_parallel_size={' or '.join(fits)}"
+    ]
+
+
+def check_pipeline(strategy: StrategyConfig, base: BaseDescription) -> list[str]:
+    """List why the layers of this base cannot be divided into the stages of a pipeline."""
+    if (stages := num_stages(strategy)) == 1:
+        return []
+    if base.model_type not in PIPELINED:
+        return [
+            f"strategy=fsdp_pp: stages of {base.model_type} models are not tested yet, but those "
+            f"of {', '.join(PIPELINED)}; type strategy=fsdp"
+        ]
+    if base.num_layers is None or base.num_layers >= stages:
+        return []
+    return [
+        f"strategy=fsdp_pp has {stages} stages, and {base.name} only {base.num_layers} layers; "
+        f"type strategy.pipeline_parallel_size={base.num_layers} or less with "
+        "strategy.schedule=1f1b, or strategy=fsdp"
     ]
 
 
@@ -254,6 +278,7 @@ def _check_training(config: TrainConfig, base: BaseDescription) -> list[str]:
     problems += check_recompute(config.recompute.every, base)
     size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
     problems += check_context_parallel(context_parallel_size(config.strategy), base)
+    problems += check_pipeline(config.strategy, base)
     return problems + (check_tensor_parallel(size, base) if size > 1 else [])
 
 

@@ -9,6 +9,7 @@ from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
     LocalSgdConfig,
+    PipelineConfig,
     StrategyConfig,
     ZeroConfig,
     context_parallel_size,
@@ -40,6 +41,10 @@ def _build_family(
         from app.strategy.deepspeed import build_zero
 
         return build_zero(config, accelerator=accelerator, accumulation=accumulation)
+    if isinstance(config, PipelineConfig):
+        from app.strategy.pipeline import Pipeline
+
+        return Pipeline(config)
     if isinstance(config, LocalSgdConfig):
         from app.strategy.local_sgd import LocalSgd
 

@@ -88,17 +88,22 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
     @property
     def num_data_ranks(self) -> int:
         """Number of groups with different rows: tensor parallel or context parallel ones."""
-        return self.world_size // (self.tensor_size * self.context_size)
+        return self._stage_ranks // (self.tensor_size * self.context_size)
 
     @property
     def data_rank(self) -> int:
         """Index of this rank's group among those with different rows."""
-        return self.global_rank // (self.tensor_size * self.context_size)
+        return self.global_rank % self._stage_ranks // (self.tensor_size * self.context_size)
+
+    @property
+    def _stage_ranks(self) -> int:
+        """Number of ranks that hold the same stages, or the whole model."""
+        return self.world_size // self.pipeline_size
 
     @property
     def num_averaged_ranks(self) -> int:
         """Number of replicas times shards; local SGD averages the former in its own steps."""
-        return self.world_size // self.tensor_size
+        return self._stage_ranks // self.tensor_size
 
     @property
     def num_loss_copies(self) -> int:
@@ -119,10 +124,11 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
 
     def _init_mesh(self) -> None:
         replicas, shards = self._divide()
+        sizes = {"replicate": replicas, "shard": shards, "tensor": self.tensor_size}
+        if self.pipeline_size > 1:
+            sizes = {"pipe": self.pipeline_size} | sizes
         self._device_mesh = init_device_mesh(
-            self.root_device.type,
-            (replicas, shards, self.tensor_size),
-            mesh_dim_names=("replicate", "shard", "tensor"),
+            self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
         )
         # NCCL's default timeout is 10 minutes. Private, tested with torch 2.13: a mesh creates its
         # own groups and takes no timeout.
@@ -130,7 +136,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
             _set_pg_timeout(self._timeout, group)
 
     def _divide(self) -> tuple[int, int]:
-        tensor, ranks = self.tensor_size, self.world_size
+        tensor, ranks = self.tensor_size, self._stage_ranks
         if ranks % tensor:
             raise UserError(
                 f"strategy.tensor_parallel_size={tensor} does not divide the {ranks} ranks; type a "
@@ -208,6 +214,8 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         is_whole = self.device_mesh["shard"].size() == 1 and not offloads
         if is_whole or not (self.config.reshard_after_forward and reshard_after_forward):
             options["reshard_after_forward"] = False
+        if elsewhere := {weight for weight in module.parameters() if weight.is_meta}:
+            options["ignored_params"] = elsewhere
         if offloads:
             options["offload_policy"] = CPUOffloadPolicy()
         if self._computes_in_bf16(module):
@@ -333,7 +341,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         num_parts = self.tensor_size if weight in self._split_dims else 1
         if isinstance(weight, DTensor):
             num_parts *= self.device_mesh["shard"].size()
-        return self.world_size // num_parts
+        return self._stage_ranks // num_parts
 
     # State
 

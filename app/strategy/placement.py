@@ -37,6 +37,9 @@ class Placement:
     context_size = 1
     """neighbouring ranks that hold slices of the same rows"""
 
+    pipeline_size = 1
+    """ranks that hold stages of the same copy of the model"""
+
     world_size: int
     global_rank: int
     root_device: torch.device

@@ -131,6 +131,30 @@ class LocalSgdConfig(FsdpConfig):
         return self.outer_lr != 1 or self.outer_momentum > 0
 
 
+@dataclass(kw_only=True, slots=True)
+class PipelineConfig(FsdpConfig):
+    """Stages of the model's layers on different ranks, through which micro-batches pass."""
+
+    name: str = setting("fsdp_pp", resume="content")
+    pipeline_parallel_size: int = setting(2, ge=2, le=64)
+    """number of ranks that hold stages of the model's layers; a step needs at least as many
+    micro-batches (trainer.gradient_accumulation_steps)"""
+    schedule: str = setting("1f1b", choices=("1f1b", "interleaved"))
+    """order of forward and backward passes: 1f1b (a stage a rank), interleaved (several stages a
+    rank: less idle time, more messages)"""
+    stages_per_rank: int = setting(2, ge=2, le=16, note="2 to 4 is usual")
+    """number of stages of each rank with schedule=interleaved: more = less idle time"""
+
+    @property
+    def stages_of_rank(self) -> int:
+        """Number of stages of each rank."""
+        return self.stages_per_rank if self.schedule == "interleaved" else 1
+
+
+PIPELINED = (
+    *("gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"),
+)
+"""model types whose stages are tested against one process"""
 FAMILIES: dict[str, type[StrategyConfig]] = {
     "auto": StrategyConfig,
     "single": StrategyConfig,
@@ -151,6 +175,7 @@ FAMILIES: dict[str, type[StrategyConfig]] = {
     "hsdp_local_sgd": LocalSgdConfig,
     "tp": FsdpConfig,
     "fsdp_tp": FsdpConfig,
+    "fsdp_pp": PipelineConfig,
 }
 """settings class of each strategy name; the values are in conf/strategy"""
 
@@ -195,6 +220,29 @@ def context_parallel_size(config: StrategyConfig) -> int:
     return config.context_parallel_size if isinstance(config, RanksConfig) else 1
 
 
+def pipeline_parallel_size(config: StrategyConfig) -> int:
+    """Return the number of ranks that hold stages of the same copy of the model."""
+    return config.pipeline_parallel_size if isinstance(config, PipelineConfig) else 1
+
+
+def num_stages(config: StrategyConfig) -> int:
+    """Return the number of stages that the layers are divided into, 1 without a pipeline."""
+    if not isinstance(config, PipelineConfig):
+        return 1
+    return config.pipeline_parallel_size * config.stages_of_rank
+
+
+def describe_split(config: StrategyConfig, ranks_per_node: int) -> str:
+    """Return how ranks that get the same rows share the work, as `tensor parallel 2`; else ''."""
+    sizes = {
+        "pipeline": pipeline_parallel_size(config),
+        "context": context_parallel_size(config),
+        "tensor": tensor_parallel_size(config, ranks_per_node),
+    }
+    return ", ".join(f"{kind} parallel {size}" for kind, size in sizes.items() if size > 1)
+
+
 def ranks_per_row(config: StrategyConfig, ranks_per_node: int) -> int:
-    """Return the number of ranks that get the same rows: they split matrices, or the tokens."""
-    return tensor_parallel_size(config, ranks_per_node) * context_parallel_size(config)
+    """Return the number of ranks that get the same rows: they split matrices, tokens or layers."""
+    split = tensor_parallel_size(config, ranks_per_node) * context_parallel_size(config)
+    return split * pipeline_parallel_size(config)

@@ -97,6 +97,11 @@ class Step(Placement):
         return 1
 
     @property
+    def holds_loss(self) -> bool:
+        """Whether this rank computes the loss of its rows; others add 0 to sums over ranks."""
+        return True
+
+    @property
     def random_rank(self) -> int:
         """Index of this rank among those that draw different random numbers: by their tokens."""
         return self.global_rank // self.num_loss_copies

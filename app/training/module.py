@@ -29,6 +29,7 @@ from app.training.nonfinite import (
     propagate_nonfinite,
     skip_nonfinite_step,
 )
+from app.training.objective.forward import head_inputs
 from app.training.objective.objective import Objective, batch_loss
 from app.training.objective.sums import DatasetSums, RowSums
 from app.training.optimizers import base_lr
@@ -180,7 +181,14 @@ class FinetuneModule(L.LightningModule):
         """Run forward and backward of an optimizer step; `batches` are its micro-batches."""
         self.metrics.resume_clock()
         self.optimizer.zero_grad()
+        if not self.strategy.holds_loss:
+            self.train_sums.add_nothing(3 + len(self.metrics.figures), self.strategy.root_device)
+            self.step_losses = [torch.zeros((), device=self.strategy.root_device)] * len(batches)
         return self.strategy.run_micro_batches(batches, self.micro_batch_loss)
+
+    def run_layers(self, batch: Batch) -> None:
+        """Run the model on a micro-batch, for a stage that has no head and so no loss."""
+        self.model(**head_inputs(self.model, batch, self.backend).inputs)
 
     def optimizer_zero_grad(self, *args: Any) -> None:
         """Do nothing: Lightning calls this after `training_step`, which has set the gradients."""
@@ -312,6 +320,8 @@ class FinetuneModule(L.LightningModule):
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks that do not count the same loss."""
         copies = self.strategy.num_loss_copies
+        if not self.strategy.holds_loss:
+            tensor = torch.zeros_like(tensor)
         if self.trainer.world_size == copies:
             return tensor
         total: Tensor = self.trainer.strategy.reduce(tensor, reduce_op="sum")

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 from app.preflight import check_devices, check_global_batch, check_layout, count_gpus
 from app.process.gpus import ON_CPU
-from app.strategy.settings import StrategyConfig, context_parallel_size, ranks_per_row
+from app.strategy.settings import (
+    StrategyConfig,
+    context_parallel_size,
+    describe_split,
+    ranks_per_row,
+)
 from common.errors import DeviceError, UserError
 from common.facts import setting
 
@@ -167,6 +172,8 @@ class Environment:
     """packs per micro-batch"""
     context_size: int = 1
     """ranks that hold slices of the same rows"""
+    split: str = ""
+    """how ranks that get the same rows share the work"""
     probes_micro_batch: bool = False
     """whether to probe the micro-batch size before the first step, halving it until it fits"""
 
@@ -204,9 +211,7 @@ class Environment:
         return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
     def __str__(self) -> str:
-        group = self.num_ranks // self.num_data_ranks
-        kind = "tensor" if self.context_size == 1 else "context"
-        split = f" ({kind} parallel {group})" if group > 1 else ""
+        split = f" ({self.split})" if self.split else ""
         return f"{self.num_ranks} x {self.accelerator}{split}, precision {self.precision}"
 
 
@@ -239,6 +244,7 @@ def resolve_environment(
         accumulation=accumulation,
         micro_batch_size=config.least_micro_batch,
         context_size=context_parallel_size(strategy),
+        split=describe_split(strategy, devices),
     )
 
 

@@ -19,14 +19,12 @@ from app.planning.memory import (
     estimate_moments,
     fits,
 )
-from app.planning.planned import on_hardware, plan_run
+from app.planning.planned import NOT_PLANNED, on_hardware, plan_run
 from app.planning.speed import estimate_speed
 from app.strategy.settings import FAMILIES, STATE_BLOCK_BYTES, DdpConfig
 from common.errors import UserError
 
-STRATEGIES = {
-    name: settings_of("strategy", name) for name in FAMILIES if name not in ("auto", "zero3_nvme")
-}
+STRATEGIES = {name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED}
 
 
 def run_of(*words: str) -> tuple[PlannedRun, list[str]]:

@@ -60,6 +60,7 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ON_DISK = "strategy.offload_optimizer=disk strategy.offload_dir=/var/tmp"
+STAGED = "strategy=fsdp_pp trainer.devices=2 trainer.gradient_accumulation_steps=4"
 SLICED = "strategy=ddp trainer.devices=2 strategy.context_parallel_size=2"
 CONFLICTS = [
     # GPUs, what was typed, what is right, what must be said
@@ -263,6 +264,36 @@ CONFLICTS = [
      ["adapter.neftune_alpha=5 scales its noise", "type adapter.neftune_alpha=null, or"]),
     (0, f"{SLICED} data.sequence_len=127", f"{SLICED} data.sequence_len=128",
      ["rows of 127 tokens", "fewer than 64; type data.sequence_len=128, or strategy."]),
+    (0, f"{STAGED} packing.method=none", STAGED,
+     ["sends hidden states of one shape", "type packing=multipack, or strategy=fsdp"]),
+    (0, f"{STAGED} data.streaming=true trainer.max_steps=9 data.val_set_size=0",
+     f"{STAGED} trainer.max_steps=9",
+     ["strategy=fsdp_pp has not been tested with data.streaming=true", "data.streaming=false, or"]),
+    (0, f"data=pairs objective=dpo {STAGED}", "data=pairs objective=dpo",
+     ["in its last stage; objective=dpo is not built yet", "type objective=sft, or"]),
+    (0, f"{STAGED} quantization.method=nf4", STAGED,
+     ["not been tested with quantization=nf4 yet", "type quantization=none, or strategy=fsdp"]),
+    (0, "strategy=fsdp_pp trainer.devices=4 trainer.gradient_accumulation_steps=4 "
+     "strategy.context_parallel_size=2",
+     "strategy=fsdp trainer.devices=4 strategy.context_parallel_size=2",
+     ["splits rows, and strategy=fsdp_pp layers", "type strategy.context_parallel_size=1, or"]),
+    (0, f"{STAGED} strategy.replicas=null", STAGED,
+     ["strategy.replicas and strategy.shards_data_parallel", "are not built yet; type strategy="]),
+    (0, f"{STAGED} adapter=full {ON_DISK}", STAGED,
+     ["strategy.offload_optimizer, strategy.replicas and", "are not built yet; type strategy="]),
+    (0, f"{STAGED} adapter.neftune_alpha=5", STAGED,
+     ["adapter.neftune_alpha=5 adds noise to an embedding", "type adapter.neftune_alpha=null"]),
+    (0, "strategy=fsdp_pp trainer.devices=2 trainer.global_batch_size=1", STAGED,
+     ["at least 2 micro-batches in a step", "would be 1; type trainer.global_batch_size=2"]),
+    (0, f"{STAGED} strategy.schedule=interleaved trainer.gradient_accumulation_steps=5",
+     f"{STAGED} strategy.schedule=interleaved trainer.gradient_accumulation_steps=4",
+     ["in rounds of 2, which do not divide the 5 of a step",
+      "type trainer.gradient_accumulation_steps=4, or strategy.schedule=1f1b"]),
+    (0, "strategy=fsdp_pp trainer.devices=3 trainer.gradient_accumulation_steps=4", STAGED,
+     ["strategy.pipeline_parallel_size=2 does not divide 3 ranks (3 / 2 leaves 1)",
+      "type strategy.pipeline_parallel_size=3, or trainer.devices=2"]),
+    (0, f"{STAGED} optimizer=schedule_free schedule.shape=constant", STAGED,
+     ["optimizer=schedule_free cannot update shards", "strategy=fsdp_pp shards them"]),
     (0, "strategy=ddp trainer.devices=3 strategy.context_parallel_size=2",
      "strategy=ddp trainer.devices=4 strategy.context_parallel_size=2",
      ["does not divide 3 ranks (3 / 2 leaves 1)", "type strategy.context_parallel_size=1 or 3"]),
@@ -398,6 +429,7 @@ UNUSED = [
     ("output.from=last trainer.checkpoint.monitor=val/loss/lists", "output.from=auto"),
     ("strategy=ddp_compressed strategy.topk_share=0.05", "strategy.compression=topk"),
     ("strategy=ddp_compressed strategy.powersgd_rank=8", "strategy.compression=powersgd"),
+    (f"{STAGED} strategy.stages_per_rank=4", "strategy.schedule=interleaved"),
     ("strategy=tp trainer.devices=2 strategy.reshard_after_forward=false",
      "strategy.shards_data_parallel=true"),
     ("strategy=tp trainer.devices=2 strategy.replicas=2", "strategy.shards_data_parallel=true "

@@ -11,6 +11,7 @@ from app.strategy.settings import (
     FsdpConfig,
     StrategyConfig,
     context_parallel_size,
+    pipeline_parallel_size,
     ranks_per_row,
     tensor_parallel_size,
 )
@@ -138,8 +139,17 @@ def check_layout(
             f"{'s' * (ranks != 1)} ({ranks} / {context} leaves {ranks % context}); type "
             f"strategy.context_parallel_size={' or '.join(fits)}, or trainer.devices={context}"
         ]
+    if ranks % (pipe := pipeline_parallel_size(strategy)):
+        fits = [str(n) for n in range(2, ranks + 1) if ranks % n == 0]
+        return [
+            f"strategy.pipeline_parallel_size={pipe} does not divide {ranks} rank"
+            f"{'s' * (ranks != 1)} ({ranks} / {pipe} leaves {ranks % pipe}); type "
+            + (f"strategy.pipeline_parallel_size={' or '.join(fits)}, or " if fits else "")
+            + f"trainer.devices={pipe}"
+        ]
     if not isinstance(strategy, FsdpConfig):
         return []
+    ranks //= pipe
     size = tensor_parallel_size(strategy, ranks_per_node)
     if ranks % size:
         fits = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and n <= ranks_per_node]

@@ -29,9 +29,11 @@ from app.strategy.deepspeed_config import conflicting_keys, given_keys, refused_
 from app.strategy.settings import (
     FsdpConfig,
     LocalSgdConfig,
+    PipelineConfig,
     ZeroConfig,
     context_parallel_size,
     is_sharding,
+    num_stages,
     states_folder,
     tensor_parallel_size,
 )
@@ -105,6 +107,8 @@ def check_compatibility(
         conflicts += _of_context(config, devices)
         if isinstance(config.strategy, FsdpConfig):
             conflicts += _of_fsdp(config, config.strategy, devices)
+        if isinstance(config.strategy, PipelineConfig):
+            conflicts += _of_pipeline(config, config.strategy, devices)
         if isinstance(config.strategy, LocalSgdConfig):
             conflicts += _of_local_sgd(config, config.strategy)
         if isinstance(config.strategy, ZeroConfig):
@@ -579,7 +583,8 @@ def _of_strategy(config: TrainConfig, devices: Devices) -> Iterator[Conflict]:
             "trainer.checkpoint.async=false, or strategy=ddp",
         )
     elementwise, per_node = ["adamw"], devices.ranks_per_node
-    if isinstance(strategy, FsdpConfig) and tensor_parallel_size(strategy, per_node) == 1:
+    is_whole = tensor_parallel_size(strategy, per_node) == num_stages(strategy) == 1
+    if isinstance(strategy, FsdpConfig) and is_whole:
         elementwise.append("schedule_free")
     if optimizer not in elementwise:
         yield Conflict(
@@ -715,6 +720,74 @@ def _of_fsdp(config: TrainConfig, strategy: FsdpConfig, devices: Devices) -> Ite
             f"adapter.use_dora=true needs the norms of the base's columns while it is built, but "
             f"{name} builds it with its 4-bit weights on rank 0 only",
             "adapter.use_dora=false, or strategy=ddp",
+        )
+
+
+def _of_pipeline(
+    config: TrainConfig, strategy: PipelineConfig, devices: Devices
+) -> Iterator[Conflict]:
+    """Yield conflicts of layers that are divided into stages."""
+    name, trainer, size = "strategy=fsdp_pp", config.trainer, strategy.pipeline_parallel_size
+    if config.packing.method == "none":
+        yield Conflict(
+            f"{name} sends hidden states of one shape, and rows of packing=none differ in length",
+            "packing=multipack, or strategy=fsdp",
+        )
+    if config.data.streaming:
+        yield Conflict(
+            f"{name} has not been tested with data.streaming=true yet",
+            "data.streaming=false, or strategy=fsdp",
+        )
+    if config.objective.name != "sft":
+        yield Conflict(
+            f"{name} computes the loss of objective=sft in its last stage; objective="
+            f"{config.objective.name} is not built yet",
+            "objective=sft, or strategy=fsdp",
+        )
+    if config.quantization.method != "none":
+        yield Conflict(
+            f"{name} has not been tested with quantization={config.quantization.method} yet",
+            "quantization=none, or strategy=fsdp",
+        )
+    if strategy.context_parallel_size > 1:
+        yield Conflict(
+            f"strategy.context_parallel_size={strategy.context_parallel_size} splits rows, and "
+            f"{name} layers: together they are not built yet",
+            "strategy.context_parallel_size=1, or strategy=fsdp",
+        )
+    offloads = strategy.offload_parameters or strategy.offload_optimizer != "none"
+    if offloads or strategy.replicas != 1 or not strategy.shards_data_parallel:
+        yield Conflict(
+            f"{name} shards a stage over all ranks that hold it, on their devices: "
+            "strategy.offload_parameters, strategy.offload_optimizer, strategy.replicas and "
+            "strategy.shards_data_parallel are not built yet",
+            "strategy=fsdp_pp without them, or strategy=fsdp_hybrid",
+        )
+    if config.adapter.neftune_alpha is not None:
+        yield Conflict(
+            f"adapter.neftune_alpha={config.adapter.neftune_alpha:g} adds noise to an embedding, "
+            f"which {name} computes on one rank of several; together they are not tested yet",
+            "adapter.neftune_alpha=null, or strategy=fsdp",
+        )
+    batches = trainer.gradient_accumulation_steps
+    if trainer.global_batch_size is not None:
+        batches = trainer.global_batch_size // (trainer.least_micro_batch * devices.num_data_ranks)
+    least = max(1, round(batches / size)) * size
+    typed = f"trainer.gradient_accumulation_steps={least}"
+    if trainer.global_batch_size is not None:
+        packs = least * trainer.least_micro_batch * devices.num_data_ranks
+        typed = f"trainer.global_batch_size={packs}"
+    if batches < size:
+        yield Conflict(
+            f"strategy.pipeline_parallel_size={size} needs at least {size} micro-batches in a "
+            f"step, to keep all stages busy, and there would be {batches}",
+            typed,
+        )
+    elif strategy.schedule == "interleaved" and batches % size:
+        yield Conflict(
+            f"strategy.schedule=interleaved passes micro-batches through {size} ranks in rounds "
+            f"of {size}, which do not divide the {batches} of a step",
+            f"{typed}, or strategy.schedule=1f1b",
         )
 
 

@@ -87,6 +87,8 @@ IN_TRAINING = (
     _Unused("strategy.offload_dir", lambda c: c.strategy.offload_optimizer != "disk",
             "with strategy.offload_optimizer={0.strategy.offload_optimizer}",
             "strategy.offload_optimizer=disk, too"),
+    _Unused("strategy.stages_per_rank", lambda c: c.strategy.schedule != "interleaved",
+            "with strategy.schedule={0.strategy.schedule}", "strategy.schedule=interleaved"),
     _Unused("strategy.reshard_after_forward", lambda c: not c.strategy.shards_data_parallel,
             "with strategy.shards_data_parallel=false", "strategy=fsdp_tp"),
     _Unused("strategy.replicas", lambda c: not c.strategy.shards_data_parallel,

@@ -37,6 +37,10 @@ class DatasetSums:
             self.sums = parts.new_zeros(len(parts), self.num_datasets)
         self.sums.index_add_(1, dataset_ids, parts)
 
+    def add_nothing(self, num_sums: int, device: torch.device) -> None:
+        """Begin with zeros, on a rank whose rows are counted by another one."""
+        self.sums = torch.zeros(num_sums, self.num_datasets, dtype=torch.double, device=device)
+
     def scale_losses(self, datasets: Tensor, value: float) -> None:
         """Multiply the sums of losses of `datasets` [k] by `value`, which may be NaN."""
         assert self.sums is not None

@@ -1,0 +1,326 @@
+"""Pipeline parallelism: ranks hold stages of the model, and pass micro-batches through them.
+
+The schedules are PyTorch's (1F1B, arXiv 2006.09503; interleaved, arXiv 2104.04473). The mesh of
+FSDP has one more dimension, the outermost: a stage may itself be sharded over its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from app.strategy.fsdp import Fsdp, local
+from app.strategy.placement import BuildModel
+from app.strategy.settings import PipelineConfig
+from app.strategy.stages import Section, Stages
+from app.strategy.state import ShardedTensor, StateTensor
+from data_modules import Batch
+
+Described = dict[str, tuple[torch.Size, torch.dtype]]
+"""shape and dtype of each optimizer state of a weight"""
+
+
+class Pipeline(Fsdp):
+    """Stages of a model, each on a rank of a pipeline, or on the ranks that shard it.
+
+    All ranks hold all modules; weights of other stages are on `meta`, and have no gradients. Names,
+    parameter groups and checkpoints are therefore those of one process.
+    """
+
+    def __init__(self, config: PipelineConfig) -> None:
+        super().__init__(config)
+        self.pipeline_size = config.pipeline_parallel_size
+        self._stages_per_rank = config.stages_of_rank
+        self._is_interleaved = config.schedule == "interleaved"
+        self.stages: Stages
+        self._sources: dict[torch.nn.Parameter, int] = {}
+        """rank of the pipeline that holds a weight; of a tied one, the first"""
+        self._tied: list[torch.nn.Parameter] = []
+        """weights of both the first and the last stage"""
+        self._described: dict[torch.nn.Parameter, Described] = {}
+        """optimizer states of the weights of other stages"""
+        self._schedules: dict[tuple[int, torch.Size], Any] = {}
+        self._step: tuple[Sequence[Batch], Callable[[Batch], Tensor]]
+        """micro-batches of the current step, and their loss"""
+
+    @property
+    def holds_loss(self) -> bool:
+        """Whether this rank computes the last stage."""
+        return self.stages.has_last
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self.device_mesh["pipe"].get_group()
+        return group
+
+    # Model
+
+    def build_model(self, build: BuildModel) -> Any:
+        """Build the model and keep the weights of this rank's stages, read layer by layer."""
+
+        def build_stages(**options: Any) -> Any:
+            model = build(**options)
+            embedding = model.get_input_embeddings()
+            # Layers add to the hidden states of the embedding, in its dtype.
+            casts = self._shards_stages and self._computes_in_bf16(embedding)
+            dtype = torch.bfloat16 if casts else embedding.weight.dtype
+            self.stages = Stages(model, self._group, self._stages_per_rank, dtype)
+            return model
+
+        model = super().build_model(build_stages)
+        for module, rank in self.stages.sources():
+            for weight in module.parameters():
+                self._sources.setdefault(weight, rank)
+        first, last = (
+            {weight for end in ends for weight in end.parameters()}
+            for ends in (self.stages.first_ends, self.stages.last_ends)
+        )
+        self._tied = [weight for weight in model.parameters() if weight in first & last]
+        return model
+
+    def _shard(self, module: Any, *, reshard_after_forward: bool = True) -> None:
+        """Free the weights of other stages; shard the others."""
+        stages = self.stages
+        if module is stages.model:  # last: all weights have arrived, and tied ones are one object
+            kept = {w for end in stages.own_ends() for w in end.parameters()}
+            freed: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+            for end in (*stages.first_ends, *stages.last_ends):
+                _free_weights(end, kept, freed)
+        elif module in stages.foreign_modules():
+            if module in stages.layers:
+                _free_weights(module, set(), {})
+            return
+        super()._shard(module, reshard_after_forward=reshard_after_forward)
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Set up optimizers as Lightning does, which would allocate all weights on `meta`."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    # Step
+
+    def run_micro_batches(
+        self, batches: Sequence[Batch], loss: Callable[[Batch], Tensor]
+    ) -> Tensor:
+        """Run the schedule of an optimizer step; return the sum of the losses of the last stage.
+
+        Other ranks return 0. All micro-batches of a step have the same shape.
+        """
+        shape = batches[0].input_ids.shape
+        assert all(batch.input_ids.shape == shape for batch in batches), "packs are padded"
+        schedule = self._schedule(len(batches), shape)
+        self._step = batches, loss
+        for section in self.stages.own:
+            self._set_last_backward(section, is_last=False)
+        numbers = torch.arange(len(batches))
+        first = [torch.zeros(len(batches), 1)] if self.stages.has_first else []
+        losses: list[Tensor] = []
+        options = {"target": numbers, "losses": losses} if self.holds_loss else {}
+        schedule.step(*first, **options, return_outputs=False, number=numbers)
+        total = torch.zeros((), device=self.root_device)
+        return sum((each.detach().squeeze() for each in losses), total)
+
+    def _schedule(self, num_batches: int, shape: torch.Size) -> Any:
+        """Return the schedule of steps of `num_batches` micro-batches of token ids `shape`."""
+        key = num_batches, shape
+        if key not in self._schedules:
+            stages = [self._stage(section, shape) for section in self.stages.own]
+            build: Any = ScheduleInterleaved1F1B if self._is_interleaved else Schedule1F1B
+            parts = stages if self._is_interleaved else stages[0]
+            # Gradients of a step add up: by default, PyTorch would divide them by their number.
+            self._schedules[key] = build(parts, num_batches, loss_fn=_loss, scale_grads=False)
+        return self._schedules[key]
+
+    def _stage(self, section: Section, shape: torch.Size) -> PipelineStage:
+        """Return PyTorch's stage of a section, with the shapes that it receives and sends.
+
+        Without them PyTorch would run a further pass to see them, which draws random numbers and
+        keeps its activations for good.
+        """
+        count = len(self.stages.sections)
+        hidden = torch.empty(*shape, self.stages.width, dtype=self.stages.dtype, device="meta")
+        is_first, is_last = section.number == 0, section.number == count - 1
+        trains_before = self.stages.trains_before(section.first)
+        trains = self.stages.trains_before(section.stop)
+        given = torch.empty(1, 1, device="meta")
+        taken = torch.empty(1, device="meta", requires_grad=True)
+        return PipelineStage(
+            _Stage(partial(self._run_section, section)),
+            *(section.number, count, self.root_device),
+            input_args=(given if is_first else hidden.clone().requires_grad_(trains_before),),
+            output_args=(taken if is_last else hidden.clone().requires_grad_(trains),),
+            input_grads=(None if is_first or not trains_before else hidden,),
+            output_grads=(None if is_last or not trains else hidden,),
+            group=self._group,
+        )
+
+    def _run_section(self, section: Section, hidden: Tensor, number: int) -> Tensor:
+        """Return what a section makes of a micro-batch: hidden states, or the loss [1]."""
+        batches, loss = self._step
+        batch = batches[number].to(self.root_device, non_blocking=True)
+        with self.stages.running(section, hidden):
+            if section == self.stages.sections[-1]:
+                output = self.run_forward(loss, batch).reshape(1)
+            else:
+                self.run_forward(self.lightning_module.run_layers, batch)
+                output = self.stages.take_output()
+        if number == len(batches) - 1 and output.requires_grad:
+            output.register_hook(lambda _: self._set_last_backward(section, is_last=True))
+        self.precision_plugin.post_backward(output, self.lightning_module)  # a sign of life
+        return output
+
+    def _set_last_backward(self, section: Section, *, is_last: bool) -> None:
+        """Have FSDP reduce a section's gradients in its last backward pass of a step only.
+
+        Until then they are unsharded, and so are its weights.
+        """
+        for end in self.stages.modules_of(section):
+            owner = self._owners.get(end)
+            for module in {owner, *end.modules()}:
+                if isinstance(module, FSDPModule):
+                    module.set_requires_gradient_sync(is_last, recurse=False)
+                    reshards = is_last or self.config.reshard_after_forward
+                    module.set_reshard_after_backward(reshards, recurse=False)
+        if isinstance(self.model_root, FSDPModule):
+            self.model_root.set_is_last_backward(is_last)
+
+    @property
+    def _shards_stages(self) -> bool:
+        return self._gradient_mesh.size() > 1
+
+    @torch.no_grad()
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip by the norm over all stages; gradients of tied weights are summed before."""
+        ends = self.stages.sections[0].rank, self.stages.sections[-1].rank
+        if self._group.rank() in ends:
+            other = ends[self._group.rank() == ends[0]]
+            for gradient in (w.grad for w in self._tied if w.grad is not None):
+                own = local(gradient)
+                theirs = torch.empty_like(own)
+                sent = dist.P2POp(dist.isend, own, group=self._group, group_peer=other)
+                came = dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=other)
+                for work in dist.batch_isend_irecv([sent, came]):
+                    work.wait()
+                own += theirs
+        return super().clip(optimizer, max_norm)
+
+    def _num_copies(self, weight: Tensor) -> int:
+        is_tied = any(weight is each for each in self._tied)
+        return super()._num_copies(weight) * (1 + is_tied)
+
+    def end_step(self, step: int, *, is_last: bool) -> None:
+        """Tell the other stages the states of this one's weights, once there are any."""
+        if self._described:
+            return
+        trained = [w for w in self.lightning_module.model.parameters() if w.requires_grad]
+        optimizer = self.lightning_module.optimizer
+        own = {
+            number: {
+                key: (value.shape, value.dtype)
+                for key, value in super(Pipeline, self).optimizer_state_of(optimizer, w).items()
+            }
+            for number, w in enumerate(trained)
+            if w in optimizer.state
+        }
+        found: list[dict[int, Described]] = [{} for _ in range(self.pipeline_size)]
+        dist.all_gather_object(found, own, group=self._group)
+        for number, described in (pair for each in found for pair in each.items()):
+            self._described.setdefault(trained[number], described)
+
+    # State
+
+    def full_tensor(self, weight: Tensor) -> Tensor:
+        """Return the full tensor of a weight, on all stages."""
+        return self._gather(self._sources[weight], super().weight_state(weight))
+
+    def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
+        """Return a weight for a checkpoint, which its stage sends to the others."""
+        return self._from_stage(weight, super().weight_state(weight))
+
+    def optimizer_state_of(
+        self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
+    ) -> dict[str, Any]:
+        """Return the optimizer state of a weight by key, which its stage sends to the others."""
+        states: Mapping[str, StateTensor] = super().optimizer_state_of(optimizer, weight)
+        if weight.is_meta:
+            states = {
+                key: torch.empty(shape, dtype=dtype, device="meta")
+                for key, (shape, dtype) in self._described.get(weight, {}).items()
+            }
+        return {key: self._from_stage(weight, value) for key, value in states.items()}
+
+    def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
+        """Copy this rank's part of a full tensor into a weight of its stages."""
+        if not weight.is_meta:
+            super().restore_weight(weight, value)
+
+    def restore_optimizer_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        weight: torch.nn.Parameter,
+        states: Mapping[str, Tensor],
+        allocate: Callable[[str, Tensor], Tensor],
+    ) -> None:
+        """Restore the states of a weight of this rank's stages; note those of others."""
+        self._described[weight] = {key: (v.shape, v.dtype) for key, v in states.items()}
+        if not weight.is_meta:
+            super().restore_optimizer_state(optimizer, weight, states, allocate)
+
+    def _from_stage(self, weight: torch.nn.Parameter, value: StateTensor) -> ShardedTensor:
+        gather = partial(self._gather, self._sources[weight], value)
+        return ShardedTensor(value.shape, value.dtype, gather)
+
+    def _gather(self, source: int, value: StateTensor) -> Tensor:
+        """Return the full tensor that the rank `source` of each pipeline holds."""
+        if self._group.rank() == source:
+            full = value.gather() if isinstance(value, ShardedTensor) else value
+            full = full.detach().to(self.root_device).contiguous()
+        else:
+            full = torch.empty(value.shape, dtype=value.dtype, device=self.root_device)
+        dist.broadcast(full, group=self._group, group_src=source)
+        return full
+
+
+class _Stage(torch.nn.Module):
+    """A section as a module of PyTorch's schedules, without the model as a submodule."""
+
+    def __init__(self, run: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
+        return self.run(hidden, int(number))
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return the loss that the last stage has computed already."""
+    return output.sum()
+
+
+def _free_weights(
+    root: torch.nn.Module,
+    kept: set[torch.nn.Parameter],
+    freed: dict[torch.nn.Parameter, torch.nn.Parameter],
+) -> None:
+    """Replace weights by ones on `meta`, except those in `kept`; tied ones stay tied by `freed`."""
+    for module in root.modules():
+        for name, weight in list(module._parameters.items()):
+            if weight is None or weight in kept:
+                continue
+            if weight not in freed:
+                meta = weight.detach().to("meta")
+                freed[weight] = torch.nn.Parameter(meta, requires_grad=weight.requires_grad)
+            module.register_parameter(name, freed[weight])

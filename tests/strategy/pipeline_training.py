@@ -1,0 +1,286 @@
+"""Steps of ranks that hold stages of a model, and the same steps in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import schedules
+
+from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
+from app.model.base import ModelConfig
+from app.model.build import build_model
+from app.model.eval_mode import eval_mode
+from app.model.kernels import fuse_layers
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig
+from app.strategy.build import build_strategy
+from app.strategy.fsdp import local
+from app.strategy.settings import PipelineConfig
+from app.training.checkpoint.optimizer_state import optimizer_state
+from app.training.checkpoint.state import model_state, trainable_parameters
+from app.training.objective.forward import head_inputs
+from app.training.objective.objective import batch_loss
+from app.training.objective.sft import Sft
+from app.training.objective.sums import DatasetSums
+from common.errors import Origin
+from data_modules import Batch, Example
+from data_modules.collator import Collator
+from tests.ranks import prepare_strategy
+from tests.strategy.fsdp_training import gradient
+
+TOKENS, STEPS, CLIP = 64, 2, 0.5
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+TIED = LLAMA | {"tie_word_embeddings": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "tied": TIED,
+    "qwen2": LLAMA | {"model_type": "qwen2"},
+    "qwen3": LLAMA | {"model_type": "qwen3"},
+    "mistral": LLAMA | {"model_type": "mistral", "sliding_window": 12},
+    "gemma3": TIED
+    | {
+        "model_type": "gemma3_text",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 12,
+    },
+    "olmo2": LLAMA | {"model_type": "olmo2"},
+    "phi3": LLAMA | {"model_type": "phi3"},
+    "granite": LLAMA | {"model_type": "granite", "logits_scaling": 2.0},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 128,
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 128,
+        "initializer_range": 0.2,
+        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+    },
+}
+LORA = LoraConfig(r=2, dropout=0.0)
+ADAPTERS: dict[str, AdapterConfig] = {
+    "full": FullConfig(),
+    "lora": LORA,
+    "top layers": LoraConfig(r=2, dropout=0.0, layers="top 2"),
+    "dora": LoraConfig(r=2, dropout=0.0, use_dora=True),
+}
+Case = tuple[str, str, str]
+"""family, adapter, recompute mode"""
+
+
+def builder(case: Case) -> Callable[..., Any]:
+    """Return what builds the model of a case, as a run passes it to its module."""
+    family, adapter, recompute = case
+
+    def build(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
+        torch.manual_seed(0)
+        return build_model(
+            ModelConfig(from_scratch=True, architecture=FAMILIES[family]),
+            QuantizationConfig(),
+            "sdpa",
+            ADAPTERS[adapter],
+            RecomputeConfig(mode=recompute),
+            "fp32",
+            on_meta=on_meta,
+            on_host=on_host,
+            device=device,
+        )
+
+    return build
+
+
+def make_batches(step: int, count: int) -> list[Batch]:
+    """Return packed micro-batches of one length, with the weight of their step."""
+    random = np.random.default_rng(step)
+    collate = Collator(0, packed=True, row_len=TOKENS)
+    batches = []
+    for lengths in random.permuted(np.tile([5, 21, 17, 12], (count, 1)), axis=1):
+        documents = [
+            Example(
+                input_ids=random.integers(3, 128, length).astype(np.int32),
+                weights=(np.arange(length) > length // 3).astype(np.float32),
+                dataset=number % 2,
+                origin=Origin("rows.jsonl", number + 1),
+            )
+            for number, length in enumerate(lengths)
+        ]
+        batches.append(collate([documents], 1.0))
+    weight = sum(batch.own_weight for batch in batches)
+    for batch in batches:
+        batch.step_weight = weight
+    return batches
+
+
+class Module:
+    """What a strategy asks of the module that it trains."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.sums = model, DatasetSums(2)
+        self.calls, self.times = 0, 1
+        weights = list(trainable_parameters(model).values())
+        groups = [{"params": weights, "name": "all"}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, fused=True)
+
+    def loss(self, batch: Batch) -> Tensor:
+        self.calls += 1
+        total = batch_loss(Sft(), self.model, batch, "sdpa", self.sums)
+        return total / batch.step_weight * self.times
+
+    def run_layers(self, batch: Batch) -> None:
+        self.calls += 1
+        self.model(**head_inputs(self.model, batch, "sdpa").inputs)
+
+
+class Saved:
+    """Bytes of tensors that are saved for backward passes, and not yet released."""
+
+    def __init__(self, weights: Any) -> None:
+        own = (local(each) for each in weights if not each.is_meta)
+        self.own = {each.untyped_storage().data_ptr() for each in own}
+        self.now = self.peak = 0
+        self._counts: dict[int, int] = {}
+
+    def hooks(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(
+            self._Held.of(self), lambda held: held.tensor
+        )
+
+    class _Held:
+        def __init__(self, saved: Saved, tensor: Tensor) -> None:
+            storage = tensor.untyped_storage()
+            self.saved, self.tensor, self.key = saved, tensor, storage.data_ptr()
+            self.size = 0 if self.key in saved.own else storage.nbytes()
+            if not saved._counts.setdefault(self.key, 0):
+                saved.now += self.size
+                saved.peak = max(saved.peak, saved.now)
+            saved._counts[self.key] += 1
+
+        @classmethod
+        def of(cls, saved: Saved) -> Callable[[Tensor], Any]:
+            return lambda tensor: cls(saved, tensor)
+
+        def __del__(self) -> None:
+            self.saved._counts[self.key] -= 1
+            if not self.saved._counts[self.key]:
+                self.saved.now -= self.size
+
+
+def gradients_of(model: Any, strategy: Any) -> dict[str, Tensor]:
+    """Return the full gradients of the weights of this rank's stages."""
+    return {
+        name: (weight.grad if strategy is None else gradient(strategy, weight)).clone()
+        for name, weight in trainable_parameters(model).items()
+        if weight.grad is not None
+    }
+
+
+def steps(module: Module, strategy: Any, count: int) -> dict[str, Any]:
+    """Take steps; return losses, sums, norms, the first gradients and what was saved."""
+    saved = Saved(module.model.parameters())
+    found: dict[str, Any] = {"losses": [], "norms": [], "sums": [], "logits": None}
+    for step in range(STEPS):
+        batches = make_batches(step, count)
+        module.optimizer.zero_grad()
+        with saved.hooks():
+            if strategy is None:
+                loss = torch.zeros(())
+                for batch in batches:
+                    part = module.loss(batch)
+                    part.backward()
+                    loss += part.detach()
+                    del part
+            else:
+                own = batches[strategy.data_rank :: strategy.num_data_ranks]
+                loss = strategy.run_micro_batches(own, module.loss)
+                loss = strategy.reduce(loss, reduce_op="sum")
+                loss /= strategy.num_averaged_ranks * strategy.num_loss_copies
+        if step == 0:
+            found["gradients"] = gradients_of(module.model, strategy)
+        if strategy is None:
+            weights = list(trainable_parameters(module.model).values())
+            norm = torch.nn.utils.clip_grad_norm_(weights, CLIP)
+        else:
+            norm = strategy.clip(module.optimizer, CLIP)
+        if step == 0:
+            found["clipped"] = gradients_of(module.model, strategy)
+        module.optimizer.step()
+        if strategy is not None:
+            strategy.end_step(step + 1, is_last=False)
+        found["losses"].append(loss.item())
+        found["norms"].append(norm.item())
+        if module.sums.sums is not None:
+            found["sums"].append(module.sums.take())
+    with eval_mode(module.model):
+        batch = make_batches(9, 1)[0]
+        found["logits"] = module.model(**head_inputs(module.model, batch, "sdpa").inputs).logits
+        found["validation"] = module.loss(batch).item() / module.times
+    return found | {"peak": saved.peak, "left": saved.now, "calls": module.calls}
+
+
+def train_alone(case: Case, count: int) -> dict[str, Any]:
+    """Take the steps of a case in one process."""
+    module = Module(builder(case)())
+    fuse_layers(module.model)
+    found = steps(module, None, count)
+    tensors, _ = optimizer_state(module.model, module.optimizer)
+    return found | {"weights": model_state(module.model), "states": tensors}
+
+
+def train_cases(config: PipelineConfig, cases: list[tuple[Case, int]]) -> list[dict[str, Any]]:
+    """Take the steps of each case, on a rank of a pipeline."""
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    sent, results = _count_sent(), []
+    for case, count in cases:
+        strategy = build_strategy(config, accelerator="cpu", num_ranks=num_ranks)
+        results.append(_train(prepare_strategy(strategy), case, count, sent))
+    return results
+
+
+def _train(strategy: Any, case: Case, count: int, sent: dict[str, int]) -> dict[str, Any]:
+    model = strategy.build_model(builder(case))
+    if strategy.fuses_adapters:
+        fuse_layers(model, strategy.gathered, strategy.root_device)
+    module = Module(model)
+    module.times = strategy.num_averaged_ranks
+    strategy._lightning_module = strategy.model = module
+    strategy.precision_plugin.post_backward = lambda *_: None  # there is no trainer with callbacks
+    sent["bytes"] = 0
+    found = steps(module, strategy, count) | {"sent": sent["bytes"]}
+    states, _ = optimizer_state(model, module.optimizer, strategy)
+    for name, tensors in (("weights", model_state(model, strategy)), ("states", states)):
+        found[name] = {key: tensor.gather().clone() for key, tensor in sorted(tensors.items())}
+    return found
+
+
+def _count_sent() -> dict[str, int]:
+    """Count the bytes of hidden states and their gradients that this rank sends."""
+    counted, send = {"bytes": 0}, schedules._batch_p2p
+
+    def count(ops: Any, desc: str | None = None) -> Any:
+        for each in ops:
+            if each.op is torch.distributed.isend:
+                counted["bytes"] += each.tensor.nbytes
+        return send(ops, desc)
+
+    schedules._batch_p2p = count
+    return counted
