@@ -52,6 +52,10 @@ from common.facts import setting
 from data_modules import DataConfig, PackingConfig
 
 
+FSDP_PP = "fsdp_pp trainer.devices=2 trainer.gradient_accumulation_steps=8"
+"""what to type for the names of pipeline parallelism in other tools"""
+
+
 @dataclass(kw_only=True, slots=True)
 class SweepConfig:
     """Choose which trials a sweep (`-m`) runs, and how many at a time."""
@@ -236,10 +240,10 @@ class TrainConfig:
             "tensor_parallel": "tp",
             "model_parallel": "fsdp_tp",
             "2d": "fsdp_tp",
-            "pp": "fsdp_pp",
-            "pipeline": "fsdp_pp",
-            "pipeline_parallel": "fsdp_pp",
-            "3d": "fsdp_pp strategy.tensor_parallel_size=2",
+            "pp": FSDP_PP,
+            "pipeline": FSDP_PP,
+            "pipeline_parallel": FSDP_PP,
+            "3d": FSDP_PP,
         },
     )
     """distributed strategy: how a run is spread over several devices"""

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from app.strategy.fsdp import Fsdp, local
+from app.strategy.fsdp import Fsdp
 from app.strategy.placement import BuildModel
 from app.strategy.settings import PipelineConfig
 from app.strategy.stages import Section, Stages
-from app.strategy.state import ShardedTensor, StateTensor
+from app.strategy.state import Allocate, ShardedTensor, StateTensor, local
 from data_modules import Batch
 
 Described = dict[str, tuple[torch.Size, torch.dtype]]
@@ -272,7 +272,7 @@ class Pipeline(Fsdp):
         optimizer: torch.optim.Optimizer,
         weight: torch.nn.Parameter,
         states: Mapping[str, Tensor],
-        allocate: Callable[[str, Tensor], Tensor],
+        allocate: Allocate,
     ) -> None:
         """Restore the states of a weight of this rank's stages; note those of others."""
         self._described[weight] = {key: (v.shape, v.dtype) for key, v in states.items()}

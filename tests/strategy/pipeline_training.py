@@ -19,8 +19,8 @@ from app.model.kernels import fuse_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.strategy.build import build_strategy
-from app.strategy.fsdp import local
 from app.strategy.settings import PipelineConfig
+from app.strategy.state import local
 from app.training.checkpoint.optimizer_state import optimizer_state
 from app.training.checkpoint.state import model_state, trainable_parameters
 from app.training.objective.forward import head_inputs
