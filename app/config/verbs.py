@@ -51,7 +51,6 @@ from app.training.trainer import ACCELERATORS, DEFAULT_MONITOR, PRECISIONS, Trai
 from common.facts import setting
 from data_modules import DataConfig, PackingConfig
 
-
 FSDP_PP = "fsdp_pp trainer.devices=2 trainer.gradient_accumulation_steps=8"
 """what to type for the names of pipeline parallelism in other tools"""
 
