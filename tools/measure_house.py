@@ -40,6 +40,13 @@ AIMS = {
     "files of its checks before the start": 20,
     "files of a row to its batch": 18,
 }
+MOST = {
+    "modules": 314,
+    "lines that are not blank": 64_500,
+    LONG_FUNCTIONS: 0,
+    "modules with one importer": 76,
+}
+"""what no change may exceed: lower these after a cut, raise them only for a capability"""
 
 
 def measure_sizes() -> dict[str, int]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.measure_house import AIMS, LONG_FUNCTIONS, measure_sizes, measure_steps
+from tools.measure_house import AIMS, LONG_FUNCTIONS, MOST, measure_sizes, measure_steps
 
 REACHED = (
     "functions of load_config of the quickstart",
@@ -13,8 +13,9 @@ REACHED = (
 """the aims that the tree reaches, and is held to"""
 
 
-def test_no_function_is_long() -> None:
-    assert measure_sizes()[LONG_FUNCTIONS] <= AIMS[LONG_FUNCTIONS]
+def test_the_house_does_not_grow() -> None:
+    figures = measure_sizes()
+    assert {name: figures[name] for name in MOST if figures[name] > MOST[name]} == {}
 
 
 @pytest.mark.slow
