@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import resource
 import signal
@@ -13,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -39,6 +41,7 @@ from tests.reliability.person import Person
 from tests.runs import figures_of, rows_of
 from tests.strategy import fsdp_training as fsdp
 from tests.tiny import small_run
+from tools.simulate.device import find_obstacle
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6}
 SIZES = (1, 1023, 1024, 5000)
@@ -190,6 +193,61 @@ def test_states_larger_than_the_limit_of_memory_are_stepped_on_the_disk(states: 
             assert float(ended.stdout) < 1
         else:
             assert "allocate memory" in ended.stderr
+
+
+ON_A_GPU = """
+import sys
+from collections import Counter
+from pathlib import Path
+from tools.simulate.device import install
+install("h100", 80.0, 1)
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from app.strategy import disk_states
+
+class Count(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        tensors = torch.utils._pytree.tree_leaves((args, kwargs, out))
+        devices = {each.device.type for each in tensors if isinstance(each, torch.Tensor)}
+        counts[function.overloadpacket.__name__, "-".join(sorted(devices))] += 1
+        return out
+
+def map_as_fake(*where):
+    with _disable_current_modes():
+        mapped = own(*where)
+    return fake.from_tensor(mapped)
+
+disk_states.STATE_BLOCK_BYTES = 4096
+own, disk_states.StateFile.map = disk_states.StateFile.map, map_as_fake
+counts, fake = Counter(), FakeTensorMode(allow_non_fake_inputs=True)
+with fake:
+    weight = torch.nn.Parameter(torch.ones(5000, device="cuda"))
+    weight.grad = torch.ones_like(weight)
+    optimizer = disk_states.AdamWOnDisk([{"params": [weight]}], Path(sys.argv[1]), lr=1e-3)
+    optimizer.found_inf = torch.zeros((), device="cuda")
+    optimizer.grad_scale = torch.ones((), device="cuda")
+    with Count():
+        optimizer.step()
+print(sorted(item for item in counts.items() if "cpu" in item[0][1] or "adam" in item[0][0]))
+"""
+
+
+@pytest.mark.slow
+def test_a_gpu_steps_blocks_that_are_copied_there_and_back(tmp_path: Path) -> None:
+    """On the fake device: five blocks of two moments, and nothing else leaves it."""
+    if (obstacle := find_obstacle()) is not None:
+        pytest.skip(obstacle)
+    command = [sys.executable, "-c", ON_A_GPU, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ast.literal_eval(ended.stdout.splitlines()[-1]) == [
+        (("_fused_adamw_", "cuda"), 5),
+        (("_to_copy", "cpu-cuda"), 10),
+        (("copy_", "cpu-cuda"), 10),
+        (("device", "cpu"), ANY),
+    ]
 
 
 def test_a_full_disk_is_told_with_what_is_needed_and_free(tmp_path: Path) -> None:
