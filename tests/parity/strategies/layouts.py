@@ -59,7 +59,6 @@ LAYOUTS = {
         Layout(strategy="fsdp_hybrid", ranks=4, num_data_ranks=4, words=("strategy.replicas=2",)),
         Layout(strategy="tp", num_data_ranks=1),
         Layout(strategy="fsdp_tp", ranks=4),
-        Layout(strategy="fsdp_pp", num_data_ranks=1),
     )
 }
 """all strategies that run on a CPU and send gradients and weights unrounded"""

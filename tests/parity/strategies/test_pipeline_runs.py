@@ -1,0 +1,60 @@
+"""Runs whose ranks hold stages of the model have the metrics and files of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.parity.strategies.layouts import (
+    ADAPTERS,
+    CLIPPED,
+    LAYOUTS,
+    SINGLE,
+    Layout,
+    Runs,
+    check_same_files,
+    check_same_results,
+    check_same_steps,
+)
+from tests.runs import check_same_run
+
+PAIR = Layout(strategy="fsdp_pp", num_data_ranks=1)
+FOUR = replace(PAIR, ranks=4, num_data_ranks=2)
+CASES = {
+    "lora": (PAIR, "lora", "tied"),
+    "full": (PAIR, "full", "tied"),
+    "top layer": (PAIR, "top layer", "untied"),
+    "sharded stages": (FOUR, "full", "untied"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_stages_train_as_one_process(name: str, runs: Runs) -> None:
+    layout, adapter, base = CASES[name]
+    words = (*ADAPTERS[adapter], CLIPPED, f"model.path={runs.bases[base]}")
+    check_same_results(runs.train(layout, *words), runs.train(SINGLE, *words))
+
+
+@pytest.mark.slow
+def test_resumed_under_other_strategies(runs: Runs) -> None:
+    run = runs.new_folder("stages")
+    words = (*ADAPTERS["lora"], "trainer.checkpoint.every_steps=1", "resume=auto")
+    for layout, step in [(PAIR, 2), (LAYOUTS["ddp"], 4), (FOUR, 6)]:
+        killed = runs.typed(layout, *words, f"faults=[rank_killed:0@{step}]")
+        runs.person.train_into(run, *killed, code=layout.code_of_a_kill)
+    runs.person.train_into(run, *runs.typed(PAIR, *words))
+    reference = runs.train(SINGLE, *ADAPTERS["lora"])
+    check_same_steps(run, reference)
+    check_same_files(run, reference)
+
+
+@pytest.mark.slow
+def test_a_run_whose_last_stage_is_killed_resumes_bit_for_bit(runs: Runs) -> None:
+    words = ("adapter=lora", "adapter.dropout=0.1", "optimizer.lr=1e-3")
+    run, reference = runs.new_folder("stage-killed"), runs.train(PAIR, *words)
+    killed = runs.typed(PAIR, *words, "resume=auto", "faults=[rank_killed:1@6]")
+    runs.person.train_into(run, *killed, code=PAIR.code_of_a_kill)
+    runs.person.train_into(run, *killed)
+    check_same_run(run, reference)
