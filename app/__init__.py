@@ -36,8 +36,8 @@ def __getattr__(name: str) -> Any:
 
         return load_config
     if name == "train":
-        from app.train import train
+        from app.python import train
 
-        globals()["train"] = train  # the import has set this name to the module
+        globals()["train"] = train  # the import has set this name to the module of the verb
         return train
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from app.assembly.finish import finish, print_done
 from app.config import TrainConfig, changed_settings, load_run_config, run_verb, words_to_type
@@ -31,11 +33,19 @@ from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks
 from app.sweep import run_sweep
 from common.errors import Interrupted
 
+if TYPE_CHECKING:
+    import lightning as L
 
-def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | None:
+
+def train(
+    config: TrainConfig,
+    existing: ExistingRun | None = None,
+    callbacks: Sequence[L.Callback] = (),
+) -> float | None:
     """Fine-tune as `config` says, on this rank; return the validation loss, None on ranks above 0.
 
-    `existing` is the run to resume, if it has been compared with `config` already.
+    `existing` is the run to resume, if it has been compared with `config` already. `callbacks`:
+    further ones of Lightning, from Python.
     """
     configure_libraries(offline=is_offline(config.model, config.data))
     run = open_run(config, existing or compare_existing(config, load_run_config))
@@ -66,6 +76,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
 
     # Trainer and module: weights are loaded when `fit` starts, so that a strategy can shard them.
     trainer = build_trainer(config, run, env, data, facts, estimate)
+    trainer.callbacks.extend(callbacks)
     module = build_module(config, base, data, env, trainer)
     with page_on_failure(run.folder, changed_settings(run.typed_config), trainer.loggers):
         trainer.fit(module, data, ckpt_path=run.checkpoint_path)

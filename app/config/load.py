@@ -36,6 +36,7 @@ from app.config.overrides import (
     parse_overrides,
     refuse_unknown,
     safety_error,
+    words_of,
 )
 from app.config.run_config import experiment_from_run, find_source_run
 from app.config.validation import (
@@ -80,11 +81,14 @@ NUMBERS = (bool, int, float)
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
-def load_config(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
+def load_config(verb: str, words: Sequence[str] | Mapping[str, Any], conf: Path = CONF) -> Config:
     """Compose the settings of a verb, and make existing paths absolute; UserError as `compose`.
 
-    `words`: overrides as on the command line, e.g. `["+experiment=quickstart", "seed=1"]`.
+    `words`: overrides as on the command line, e.g. `["+experiment=quickstart", "seed=1"]`, or a
+    mapping, `{"experiment": "quickstart", "trainer": {"max_steps": 20}, "optimizer.lr": 2e-3}`.
     """
+    if isinstance(words, Mapping):
+        words = words_of(words, hints_of(VERBS[verb]))
     config = compose(verb, words, conf)
     resolve_paths(config)
     return config

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from app.config.other_tools import answer_for
 from app.config.schema import suggest
@@ -29,6 +29,8 @@ from common.redaction import REDACTED, holds_token
 from common.untrusted import LIMITS_VARIABLE, limits
 
 WORD = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
+UNQUOTED = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z/][\w/.-]*", re.IGNORECASE)
+"""a text that needs no quotes, and that Hydra does not read as another type"""
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./@:+*%?|$-]*")
 NUMBERED_ELEMENT = re.compile(r"\[|\.\d+(\.|$)")
 HYDRA_KEYS = re.compile(r"hydra(\.|$)|.*[/@]", re.DOTALL)
@@ -293,6 +295,10 @@ def quote_value(value: str) -> str:
 def _quoted(scalar: str) -> str:
     if not scalar or scalar[0] in "'\"" or PLAIN_VALUE.fullmatch(scalar):
         return scalar
+    return _in_quotes(scalar)
+
+
+def _in_quotes(scalar: str) -> str:
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", scalar)
     trailing = len(escaped) - len(escaped.rstrip("\\"))
     return f"'{escaped}{chr(92) * trailing}'"
@@ -336,3 +342,27 @@ def safety_error(key: str, value: Any, name: str | None = None) -> str | None:
         parts = [*value.items()] if isinstance(value, dict) else [("", part) for part in value]
     refusals = (safety_error(key, part, str(inner)) for inner, part in parts)
     return next(filter(None, refusals), None)
+
+
+def words_of(values: Mapping[str, Any], hints: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the values of a mapping as words of a command line; sections may be nested."""
+    words: list[str] = []
+    for name, value in values.items():
+        hint = hints.get(name)
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(hint):
+            words += words_of(value, hints_of(cast("type", hint)), f"{prefix}{name}.")
+        else:
+            words.append(f"{prefix}{name}={_text_of(value)}")
+    return words
+
+
+def _text_of(value: Any) -> str:
+    """Return a value as Hydra's grammar reads it back, a text in quotes unless it is one word."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_text_of(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text_of, value))}]"
+    if value is None or isinstance(value, (bool, int, float)):
+        return "null" if value is None else str(value).lower()
+    text = str(value)
+    return text if UNQUOTED.fullmatch(text) else _in_quotes(text)

@@ -24,7 +24,7 @@ from app.config.verbs import (
 )
 from app.run import find_run, find_run_to_resume
 from app.run.find import FINAL
-from app.run.folder import CONFIG_FILE, verb_line
+from app.run.folder import CONFIG_FILE, NAME_PATTERN, verb_line
 from common.errors import UserError
 from common.facts import facts_of, hints_of, is_settings
 from common.files import write_atomically
@@ -185,7 +185,10 @@ def experiment_from_run(
     if verb == "train":
         values["output"] = run_values["output"] | {"dir": str(run)}
     else:
-        values["output"] = {"name": f"{config.output.name or 'run'}-{verb}"}
+        # outputs/NAME/TIME, or the folder that a person has named.
+        named = config.output.name if run.parent.name == config.output.name else run.name
+        is_name = NAME_PATTERN.fullmatch(f"{named}-{verb}")
+        values["output"] = {"name": f"{named if is_name else config.output.name or 'run'}-{verb}"}
         for part in {"trainer", "evaluation"} & values.keys():
             known = {field.name for field in dataclasses.fields(hints_of(VERBS[verb])[part])}
             inherited = known & set(INHERITED_FROM_TRAINER) if part == "trainer" else known

@@ -113,10 +113,16 @@ def start_logging() -> None:
     logging.basicConfig(level=level, handlers=handlers, force=True)
     for name in OWN_LOGGERS:
         logging.getLogger(name).setLevel(logging.DEBUG if is_first else logging.NOTSET)
+    logging.getLogger("DeepSpeed").addFilter(_is_of_the_person)
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     # torch does this only at the end of its import: a signal before that would print statistics.
     logging.getLogger("torch").setLevel(logging.WARNING)
+
+
+def _is_of_the_person(record: logging.LogRecord) -> bool:
+    """Leave out what DeepSpeed says of a machine without GPU whenever a library imports it."""
+    return "Setting accelerator to CPU" not in str(record.msg)
 
 
 def open_run_log(folder: Path) -> None:

@@ -60,7 +60,7 @@ LEFT_BY_REFUSED = re.compile(
 """files left by a process that was refused before training, or killed during an evaluation or a
 merge"""
 WRITTEN_WHILE_EVALUATED = re.compile(
-    r"(predictions|judge_answers|verdicts)\.jsonl|judge\.html|metrics\.json|config\.yaml"
+    r"(predictions|judge_answers|verdicts)\.jsonl|judge\.html|(metrics|verdict)\.json|config\.yaml"
 )
 """files left next to `partial` by an evaluation that was killed after its measurements"""
 UNFINISHED, MOVED_FILE = "unfinished", ".moved.json"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from app import config as door
 from app.config import schema
-from app.config.overrides import PLAIN_VALUE, quote_value
+from app.config.overrides import PLAIN_VALUE, quote_value, words_of
 from app.config.verbs import OPTION_ALIASES, PARTS, VERBS
 from app.model.adapter import FullConfig
 from app.process.launch import read_launch
@@ -481,6 +481,9 @@ def test_evaluate_starts_from_the_newest_run(finished: Path) -> None:
     config = result.config
     assert (config.seed, config.evaluation.max_rows) == (7, 3)
     assert config.output.name == "train-evaluate"  # outputs/<name of the run>-<verb>
+    mine = finished.rename(finished.parents[1] / "mine")
+    assert run_command("run=outputs/mine", verb="evaluate").config.output.name == "mine-evaluate"
+    mine.rename(finished)
     assert run_command("output.name=mine", verb="evaluate").config.output.name == "mine"
     assert (config.trainer.micro_batch_size, config.trainer.precision) == (3, "fp32")
     assert Path(config.tuned_path).resolve() == finished / "adapter"
@@ -619,3 +622,28 @@ def test_as_a_person_types_it(words: list[str], code: int) -> None:
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert json.dumps(done.stdout if code == 0 else done.stderr) != '""'
+
+
+@pytest.mark.parametrize(
+    "path", ["null", "1.5", "a b.json", "it's=[x],{y}:#.json", "back\\slash", "C:\\", "$ö", "True"]
+)
+def test_a_mapping_gives_the_same_settings_as_its_words(path: str) -> None:
+    values = {
+        "experiment": "quickstart",
+        "adapter": "lora",
+        "adapter.rank_pattern": {"q_proj": 4},
+        "data": {
+            "datasets": [{"path": path, "columns": {"instruction": "a b"}, "weight": 0.5}],
+            "val_set_size": 0.1,
+        },
+        "trainer": {"checkpoint": {"keep_last": 2}, "max_steps": 5, "validate_every_steps": None},
+        "evaluation.exact_match": False,
+    }
+    config = door.compose("train", words_of(values, hints_of(VERBS["train"])))
+    (dataset,) = config.data.datasets
+    assert (dataset.path, dataset.columns) == (path, {"instruction": "a b"})
+    assert dataset.weight == 0.5 and config.data.val_set_size == 0.1
+    assert config.adapter.rank_pattern == {"q_proj": 4}
+    assert (config.trainer.checkpoint.keep_last, config.trainer.max_steps) == (2, 5)
+    assert not config.evaluation.exact_match and config.trainer.validate_every_steps is None
+    assert door.load_config("train", values).data.val_set_size == 0.1

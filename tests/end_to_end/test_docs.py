@@ -11,11 +11,16 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import app
+from app import python
 from app.config import compose, load_config
+from app.process import launch
 from app.strategy.settings import FAMILIES
+from common.errors import UserError
 from tests.conftest import ROOT
 from tests.tiny import small_run
 
@@ -53,9 +58,9 @@ def python_blocks() -> list[str]:
 
 def short(blocks: list[str]) -> list[str]:
     """Return the blocks with fewer steps and answers."""
-    words = '"trainer.max_steps=20"'
-    assert words in blocks[0]
-    less = '"trainer.max_steps=2", "evaluation.max_rows=4"'
+    words = '"trainer": {"max_steps": 20}'
+    assert words in blocks[0] and len(blocks) == 6
+    less = '"trainer": {"max_steps": 2}, "evaluation": {"max_rows": 4}'
     return [block.replace(words, less) for block in blocks]
 
 
@@ -80,6 +85,27 @@ def test_train_does_not_change_its_config(tmp_path: Path, monkeypatch: pytest.Mo
     assert config == before
     for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
         os.environ.pop(name, None)
+
+
+def test_the_blocks_of_the_python_page_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(vars(app), "train", python.train)  # as `from app import train` in a script
+    monkeypatch.setattr(launch, "_own_run_dir", None)
+    monkeypatch.setenv("LOFT_RUN_DIR", "")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in short(python_blocks()):
+        exec(block, names)  # noqa: S102
+    run = names["run"]
+    assert run.folder == tmp_path / "outputs/from_python" and names["steps"].seen == 2
+    assert [row["step"] for row in run.rows if "val/loss" in row] == [0, 1, 2]
+    assert run.report.is_file() and len(run.generate(["2 1"], {"chat.max_new_tokens": 1})) == 1
+    assert names["metrics"]["tuned/val/loss"] == pytest.approx(run.metrics["val/loss"], rel=1e-4)
+    assert (names["folder"] / "model.safetensors").is_file()
+    assert "verdict" in json.loads((run.folder / "verdict.json").read_text())
+    with pytest.raises(UserError, match="max_rows"):
+        run.evaluate({"output": {"dir": "x"}, "evaluation.max_row": 3})
 
 
 @pytest.mark.slow
