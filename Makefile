@@ -102,6 +102,16 @@ GPUS = $(wildcard /dev/nvidia[0-9] /dev/nvidia[0-9][0-9])
 bandwidth: $(STAMP)  ## bandwidth between RANKS=2 ranks of this machine (or one per GPU); ARGS="+experiment=llama8b strategy=fsdp"
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) -m app.doctor $(ARGS)
 
+BUILDER = $(firstword $(foreach name,docker podman buildah,$(if $(shell command -v $(name)),$(name))))
+TARGET ?= gpu
+IMAGE ?= loft:$(TARGET)
+image:  ## an image of this checkout for launch.image=, by docker, podman or buildah; TARGET=cpu without CUDA
+	@test -n "$(BUILDER)" || { echo "error: install docker, podman or buildah first" >&2; exit 3; }
+	$(BUILDER) build --target $(TARGET) --tag $(IMAGE) --file Dockerfile \
+		--build-arg VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml) \
+		--build-arg COMMIT=$$(git rev-parse --short HEAD) .
+	@$(BUILDER) image inspect $(IMAGE) --format '$(IMAGE): {{.Size}} bytes' 2>/dev/null || true
+
 tiny-base: $(STAMP)  ## rebuild the shipped base: train from random weights, probe, install
 	$(BIN)/python -m tools.tiny_base.write
 	$(BIN)/python -m app.train +experiment=tiny_base output.dir=outputs/tiny_base/newest

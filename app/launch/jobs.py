@@ -41,6 +41,8 @@ CLOUD_NAMES = {
     "rtx4090": "RTX4090",
 }
 """option of conf/hardware -> SkyPilot's name of the card, if it is not the same in capitals"""
+_LAST_LINES = ("said=$?", '[ "$said" = 0 ] && said=${code:-0}', 'exit "$said"')
+"""after app.status: a job ends with the exit code of its run"""
 NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 
 
@@ -106,15 +108,15 @@ def slurm_script(job: Job) -> str:
         "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a node",
         "export MASTER_ADDR MASTER_PORT",
         "",
-        "# A failed rank ends the others; srun returns the highest exit code, and does not take",
-        "# --cpus-per-task from #SBATCH since 22.05.",
+        "# A failed rank ends the others. Since 22.05 srun does not inherit --cpus-per-task.",
         'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \\',
         f"    {verb_words(job, 'train')} {job.train_words} \\",
         '    trainer.num_nodes="$SLURM_JOB_NUM_NODES" trainer.devices="$SLURM_NTASKS_PER_NODE" \\',
         "    supervise.requeue=true",
         "code=$?",
+        # Its own code: that of srun may be of the ranks that were ended with the one that failed.
         f"srun --nodes=1 --ntasks=1 {verb_words(job, 'status')} {shlex.quote(f'run={job.folder}')}",
-        'exit "$code"',
+        *_LAST_LINES,
     ]
     return "\n".join(lines) + "\n"
 
@@ -257,9 +259,7 @@ def _torchrun_script(job: Job, programs: str, first: str) -> str:
             # A signal ends `wait` before torchrun has ended.
             'until wait "$child"; do code=$?; kill -0 "$child" 2>/dev/null || break; code=0; done',
             f"{programs}/python -m app.status {shlex.quote(f'run={job.folder}')}",
-            "said=$?",
-            '[ "$said" = 0 ] && said=${code:-0}',
-            'exit "$said"',
+            *_LAST_LINES,
             "",
         ]
     )

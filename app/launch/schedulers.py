@@ -19,6 +19,8 @@ from common.redaction import redact
 from common.text import printable
 
 POLL_SECONDS = 5.0
+FORGOTTEN = "Invalid job id"
+"""words of SLURM for a job that ended minutes ago"""
 SETTLED_POLLS = 2
 """polls in a row that must see the end of a job, which may be about to be requeued"""
 ENDED_RUN = re.compile(r"\b(finished|stopped|failed)  step .*exit code (\d+)\s*$", re.MULTILINE)
@@ -57,13 +59,13 @@ SCHEDULERS = {
     "slurm": Scheduler(
         write=slurm_script,
         file="job.sbatch",
-        programs=("sbatch", "sacct", "scancel"),
+        programs=("sbatch", "scontrol", "scancel"),
         install="start it on a login node, where SLURM jobs can be submitted",
         submit="sbatch {file}",
         job_id=re.compile(r"Submitted batch job (\d+)"),
-        state="sacct --allocations --parsable2 --format=JobID,State,ExitCode --jobs={id}",
-        ended=r"^{id}\|(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_ME|BOOT_FAIL|DEADLINE)",
-        succeeded=r"^{id}\|COMPLETED",
+        state="scontrol --oneliner show job {id}",  # sacct needs a database
+        ended="JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_ME|BOOT_FAIL|DEADLINE)",
+        succeeded="JobState=COMPLETED",
         log="tail --lines=+1 --follow=name --retry {folder}/slurm-{id}.txt",
         stop="scancel {id}",
         shares_folder=True,
@@ -76,7 +78,7 @@ SCHEDULERS = {
         submit="kubectl apply -f {file}",
         job_id=None,
         state="kubectl get jobset {name} --output=jsonpath={{.status.terminalState}}",
-        ended="Completed|Failed",
+        ended="^(Completed|Failed)$",
         succeeded="Completed",
         log="kubectl logs --follow --selector=jobset.sigs.k8s.io/jobset-name={name} --prefix "
         "--tail=-1 --max-log-requests=64 --pod-running-timeout=10m",
@@ -199,7 +201,8 @@ def _ended(submission: Submission) -> str | None:
     """Return what the scheduler says of a job that has ended; None while it may still run."""
     code, output = _run(submission.command(submission.scheduler.state))
     is_over = re.search(_filled(submission, submission.scheduler.ended), output, re.MULTILINE)
-    return output if code == DONE and is_over else None
+    is_forgotten = FORGOTTEN in output
+    return output if is_forgotten or (code == DONE and is_over) else None
 
 
 def _filled(submission: Submission, pattern: str) -> str:

@@ -76,13 +76,6 @@ def srun(words: list[str]) -> int:
     return subprocess.run(words).returncode
 
 
-def sacct(words: list[str]) -> int:
-    number = words[-1].partition("=")[2]
-    code = (job(number) or {})["code"]
-    print(f"JobID|State|ExitCode\n{number}|{'FAILED' if code else 'COMPLETED'}|{code}:0")
-    return 0
-
-
 def torchrun(words: list[str]) -> int:
     return bool(train(words[words.index("app.train") + 1 :]))
 
@@ -140,5 +133,12 @@ def ray(words: list[str]) -> int:
 
 
 def scontrol(words: list[str]) -> int:
-    print("node1\nnode2")
+    if words[0] == "show":
+        print("node1\nnode2")
+        return 0
+    if (kept := job(words[-1])) is None:
+        print("slurm_load_jobs error: Invalid job id specified")
+        return 1
+    state = "FAILED" if kept["code"] else "COMPLETED"
+    print(f"JobId={words[-1]} JobName=one JobState={state} ExitCode={kept['code']}:0")
     return 0

@@ -29,7 +29,7 @@ EXPERIMENTS = (
     "llama70b", "llama8b", "llama8b_dpo", "mistral7b", "qwen7b", "gpt_oss_20b",
 )  # fmt: skip
 PROGRAMS = (
-    "sbatch", "srun", "sacct", "scancel", "scontrol", "kubectl", "sky", "ray", "torchrun",
+    "sbatch", "srun", "scancel", "scontrol", "kubectl", "sky", "ray", "torchrun",
 )  # fmt: skip
 ON_GPUS = (f"hardware={NODES}x{GPUS}xh100", "trainer.global_batch_size=null", "plan.tokens=1000000")
 SMALL = ("trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=2", "strategy=ddp")

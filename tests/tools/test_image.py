@@ -1,0 +1,63 @@
+"""The Dockerfile stays in step with `make install`, and puts no secret into an image."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from app.launch.jobs import IMAGE_HOME, SHARED
+from tests.conftest import ROOT
+
+DOCKERFILE = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text())
+INSTALLS = re.compile(r"python\)? -m pip install ((?:(?!&&).)*)")
+
+
+def pip_words(text: str) -> list[list[str]]:
+    """Return the words of each pip install, without those that only images or checkouts need."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    found = [found.replace('"', "").split() for found in INSTALLS.findall(joined)]
+    return [[word for word in words if word != "--no-cache-dir"] for words in found]
+
+
+def test_the_packages_are_those_of_make_install() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = makefile[makefile.index("$(STAMP): ") : makefile.index("\ninstall:")]
+    recipe = re.sub(r"\$\$\(.*?index\) ", "", recipe.replace("$(BIN)/python", "python"))
+    torch, program = pip_words(recipe)
+    *_, of_cpu, of_gpu = DOCKERFILE.split("\nFROM ")
+    assert pip_words(of_gpu)[0] == torch
+    for target in (of_cpu, of_gpu):
+        words = pip_words(target)[1]
+        assert words[:-1] == program[: program.index("--editable") + 1]
+    assert "--index-url" in pip_words(of_cpu)[0] and pip_words(of_cpu)[0][-1] == "torch"
+
+
+def test_the_extras_exist_and_need_no_compiler_of_cuda() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    extras = re.findall(r"^(\w+) = \[", pyproject[pyproject.index("optional-dep") :], re.MULTILINE)
+    named = re.findall(r"EXTRAS=(\S+)", DOCKERFILE) + re.findall(r'"\.\[([\w,]+)\]"', DOCKERFILE)
+    assert len(named) == 2
+    used = {extra for names in named for extra in names.split(",")}
+    assert used <= set(extras) and not used & {"flash2", "dev"}
+
+
+def test_an_image_has_a_user_a_check_and_no_secret() -> None:
+    assert re.search(r"^USER loft$", DOCKERFILE, re.M) and "useradd" in DOCKERFILE
+    assert re.search(r'^HEALTHCHECK .*\["loft", "doctor"\]$', DOCKERFILE, re.M)
+    assert f"WORKDIR {IMAGE_HOME}\n" in DOCKERFILE and f"{IMAGE_HOME} {SHARED}" in DOCKERFILE
+    assert f"PATH={IMAGE_HOME}/.venv/bin:" in DOCKERFILE
+    assert not re.search(r"(?i)token|password|secret|_key", DOCKERFILE)
+    assert DOCKERFILE.count("--no-cache-dir") == DOCKERFILE.count("pip install") == 4
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv*", "outputs", ".env"} <= set(ignored)
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_make_image_builds_the_target_with_version_and_commit(target: str) -> None:
+    words = ["make", "--dry-run", "image", f"TARGET={target}", "BUILDER=podman"]
+    command = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"podman build --target {target} --tag loft:{target}" in command
+    assert "VERSION=" in command and "COMMIT=" in command
+    assert re.search(rf"^FROM base AS {target}$", DOCKERFILE, re.M)
