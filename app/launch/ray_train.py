@@ -12,8 +12,9 @@ import sys
 from typing import Any
 
 from app.launch.jobs import RAY_VARIABLE
+from app.process.reporting import report as report_error
 from app.status import StatusConfig, status
-from common.errors import DONE, ENVIRONMENT_ERROR
+from common.errors import ENVIRONMENT_ERROR, DataError, TrainingFault, UserError
 
 
 def train_rank(loop_config: dict[str, Any]) -> None:
@@ -23,36 +24,42 @@ def train_rank(loop_config: dict[str, Any]) -> None:
     from app.config import TrainConfig, load_config
     from app.train import train
 
-    config = load_config("train", loop_config["words"])
+    # As Ray has placed the workers, which may be fewer machines than asked for.
+    ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    devices = [f"trainer.num_nodes={ranks // here}", f"trainer.devices={here}"]
+    config = load_config("train", [*loop_config["words"], *devices])
     assert isinstance(config, TrainConfig)
-    loss = train(config)
+    try:
+        loss = train(config)
+    except (UserError, DataError, TrainingFault) as error:
+        report_error(error)  # Ray would start all ranks again, only to fail in the same way
+        return
     report({} if loss is None else {"val/loss": loss})
 
 
 def main() -> int:
     """Train what the job's environment says; return the exit code of the run."""
+    from ray.exceptions import RayError
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     job = json.loads(os.environ[RAY_VARIABLE])
-    devices = [f"trainer.num_nodes={job['nodes']}", f"trainer.devices={job['ranks_per_node']}"]
     trainer = TorchTrainer(
         train_rank,
-        train_loop_config={"words": [*job["words"], *devices]},
+        train_loop_config={"words": job["words"]},
         scaling_config=ScalingConfig(
             num_workers=job["nodes"] * job["ranks_per_node"],
             use_gpu=job["uses_gpus"],
-            placement_strategy="PACK",
+            placement_strategy="PACK" if job["ranks_per_node"] > 1 else "SPREAD",
         ),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=job["max_failures"])),
     )
     try:
         trainer.fit()
-    except RuntimeError as error:  # Ray's TrainingFailedError
+    except (RayError, RuntimeError) as error:  # TrainingFailedError was one, and is the other
         print(error, file=sys.stderr)
         return status(StatusConfig(run=job["folder"])) or ENVIRONMENT_ERROR
-    status(StatusConfig(run=job["folder"]))
-    return DONE
+    return status(StatusConfig(run=job["folder"]))
 
 
 if __name__ == "__main__":

@@ -105,15 +105,14 @@ SCHEDULERS = {
         file="job.yaml",
         programs=("ray",),
         install="pip install 'ray[train]', and set RAY_API_SERVER_ADDRESS=http://HEAD:8265",
-        submit="ray job submit --no-wait --submission-id {name} --working-dir . "
-        "--runtime-env {file} -- python -m app.launch.ray_train",
-        job_id=None,
-        state="ray job status {name}",
+        submit="ray job submit --no-wait --working-dir . --runtime-env {file} "
+        "-- python -m app.launch.ray_train",
+        job_id=re.compile(r"Job '(\S+)' submitted"),
+        state="ray job status {id}",
         ended="succeeded|failed|was stopped",
         succeeded="succeeded",
-        log="ray job logs --follow {name}",
-        stop="ray job stop {name}",
-        forget="ray job delete {name}",
+        log="ray job logs --follow {id}",
+        stop="ray job stop {id}",
         uploads=True,
     ),
 }

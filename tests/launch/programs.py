@@ -116,10 +116,11 @@ def sky(words: list[str]) -> int:
 
 def ray(words: list[str]) -> int:
     if words[1] == "submit":
-        name, file = words[4], words[8]
+        name, file = "raysubmit_1", words[6]
         variables = yaml.safe_load(Path(file).read_text())["env_vars"]
         variables["PYTHONPATH"] = f"{Path(__file__).parent / 'ray'}:{os.environ['PYTHONPATH']}"
-        run(name, shlex.join(words[10:]), JOBS / f"{name}.log", **variables)
+        run(name, shlex.join(words[8:]), JOBS / f"{name}.log", **variables)
+        print(f"Job '{name}' submitted successfully")
     elif words[1] == "status":
         if (kept := job(words[2])) is None:
             return 1
@@ -127,8 +128,6 @@ def ray(words: list[str]) -> int:
         print(f"Job '{words[2]}' {state}")
     elif words[1] == "logs":
         print(Path((job(words[3]) or {})["log"]).read_text())
-    else:
-        (JOBS / f"{words[2]}.job").unlink()
     return 0
 
 

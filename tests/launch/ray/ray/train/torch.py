@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ray.exceptions import RayError
+
 
 class TorchTrainer:
     def __init__(self, function: Any, *, train_loop_config: Any, **options: Any) -> None:
@@ -11,4 +13,4 @@ class TorchTrainer:
         from tests.launch.programs import train
 
         if train(self.config["words"]):
-            raise RuntimeError("a worker has failed")
+            raise RayError("a worker has failed")

@@ -1,0 +1,5 @@
+"""The base of Ray's errors."""
+
+
+class RayError(Exception):
+    pass
