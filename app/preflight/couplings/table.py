@@ -108,7 +108,8 @@ def check_compatibility(
         if isinstance(config.strategy, FsdpConfig):
             conflicts += _of_fsdp(config, config.strategy, devices)
         if isinstance(config.strategy, PipelineConfig):
-            conflicts += _of_pipeline(config, config.strategy, devices)
+            conflicts += _of_pipeline(config, config.strategy)
+            conflicts += _of_schedule(config, config.strategy, devices)
         if isinstance(config.strategy, LocalSgdConfig):
             conflicts += _of_local_sgd(config, config.strategy)
         if isinstance(config.strategy, ZeroConfig):
@@ -723,11 +724,9 @@ def _of_fsdp(config: TrainConfig, strategy: FsdpConfig, devices: Devices) -> Ite
         )
 
 
-def _of_pipeline(
-    config: TrainConfig, strategy: PipelineConfig, devices: Devices
-) -> Iterator[Conflict]:
+def _of_pipeline(config: TrainConfig, strategy: PipelineConfig) -> Iterator[Conflict]:
     """Yield conflicts of layers that are divided into stages."""
-    name, trainer, size = "strategy=fsdp_pp", config.trainer, strategy.pipeline_parallel_size
+    name = f"strategy={strategy.name}"
     if config.packing.method == "none":
         yield Conflict(
             f"{name} sends hidden states of one shape, and rows of packing=none differ in length",
@@ -769,6 +768,13 @@ def _of_pipeline(
             f"which {name} computes on one rank of several; together they are not tested yet",
             "adapter.neftune_alpha=null, or strategy=fsdp",
         )
+
+
+def _of_schedule(
+    config: TrainConfig, strategy: PipelineConfig, devices: Devices
+) -> Iterator[Conflict]:
+    """Yield conflicts of the micro-batches that pass through the stages in a step."""
+    trainer, size = config.trainer, strategy.pipeline_parallel_size
     batches = trainer.gradient_accumulation_steps
     if trainer.global_batch_size is not None:
         batches = trainer.global_batch_size // (trainer.least_micro_batch * devices.num_data_ranks)
