@@ -115,11 +115,13 @@ def test_a_stored_reference_trains_as_the_base_does_and_is_found_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize(
+    ("strategy", "packs"), [("ddp", 2), ("fsdp", 2), ("zero2", 2), ("zero3", 2), ("tp", 4)]
+)
 def test_ranks_share_the_pass_of_the_base(
-    strategy: str, full: Path, person: Person, tmp_path: Path
+    strategy: str, packs: int, full: Path, person: Person, tmp_path: Path
 ) -> None:
-    words = ["trainer.micro_batch_size=2", "trainer.devices=2", f"strategy={strategy}"]
+    words = [f"trainer.micro_batch_size={packs}", "trainer.devices=2", f"strategy={strategy}"]
     printed = person.train_into(
         tmp_path / "split", *FULL, *ONE, *words, f"data.cache_dir={tmp_path / 'cache'}"
     )
