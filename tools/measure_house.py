@@ -41,10 +41,10 @@ AIMS = {
     "files of a row to its batch": 18,
 }
 MOST = {
-    "modules": 314,
-    "lines that are not blank": 64_500,
+    "modules": 318,
+    "lines that are not blank": 65_500,
     LONG_FUNCTIONS: 0,
-    "modules with one importer": 76,
+    "modules with one importer": 84,
 }
 """what no change may exceed: lower these after a cut, raise them only for a capability"""
 
