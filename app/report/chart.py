@@ -169,7 +169,7 @@ def draw_svg(chart: Chart) -> Markup:
     rule = Markup('<line x1="{:.1f}" x2="{:.1f}" y1="{:.1f}" y2="{:.1f}"/>')
     label = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     line = Markup('<polyline points="{}" class="h{}{}"><title>{}</title></polyline>')
-    dot = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.5" class="h{}"/>')
+    dot = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.5" class="h{}"><title>{}</title></circle>')
     elements = []
     for y, text in frame.value_ticks:
         elements.append(rule.format(frame.left, frame.right, y, y))
@@ -185,7 +185,10 @@ def draw_svg(chart: Chart) -> Markup:
         elements.append(line.format(frame.polyline(points), color, sparse, series.name))
         has_dots = series.is_sparse and len(points) <= MAX_BUCKETS // 4
         if has_dots or len(points) == 1:
-            elements += [dot.format(*frame.to_xy(*point), color) for point in points]
+            elements += [
+                dot.format(*frame.to_xy(*point), color, f"step {point[0]:g}: {point[1]:.4g}")
+                for point in points
+            ]
     head = Markup('<svg viewBox="0 0 {:g} {:g}" role="img" aria-label="{}">')
     parts = [head.format(WIDTH, HEIGHT, f"{chart.title} over steps"), *elements, Markup("</svg>")]
     return Markup("").join(parts)

@@ -31,8 +31,8 @@ from common.errors import UserError
 
 MAX_PREDICTIONS = 10
 """number of predictions that a page shows"""
-NOT_DRAWN = ("/tokens/", "/share/", "experts/")
-"""substrings of metric names that have no chart: shares of the mixture, and metrics per layer"""
+NOT_DRAWN = ("/tokens/", "/share/", "experts/", "/disk_left")
+"""substrings of metric names that have no chart: shares of a mixture, figures per layer, disk"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,11 +49,12 @@ TITLES = {
     "machine/gpu_memory_gib": "GPU memory",
     "machine/host_memory_gib": "host memory of the first rank",
     "machine/host_left_gib": "free host memory",
-    "machine/disk_left_gib": "free disk space",
 }
 """column of metrics.csv, without train/ or val/ -> title of its chart"""
 MACHINE_PREFIXES = ("speed/", "machine/")
 """prefixes of the metrics in the section on speed and hardware"""
+LOSSES = "loss per data set"
+"""title of the chart with the losses of a few data sets"""
 BY_PHASE = re.compile("(train|val)/(.+)")
 PHASES = {"train": "training", "val": "validation"}
 FOLDERS = re.compile(r"""(?<![\w./:~-])[~/](?:[^\s/'"\[\]{},;:()<>|]*/)*(?=[^\s/])""")
@@ -251,12 +252,27 @@ def _is_of_machine(name: str) -> bool:
 
 
 def _charts(runs: Mapping[str, RunFiles]) -> list[tuple[Chart, str]]:
-    """Return a chart for each column of metrics.csv, with the column's name without its phase."""
+    """Return a chart for each column of metrics.csv, with the column's name without its phase.
+
+    Losses of a few data sets of one run are in one chart; that of a single one is the loss.
+    """
     groups: dict[str, list[Series]] = {}
     for number, (run_name, run) in enumerate(runs.items()):
+        datasets = sorted(datasets_of(run.curves)) if len(runs) == 1 else []
         for column, points in run.curves.items():
             match = BY_PHASE.fullmatch(column)
             phase, name = match.groups() if match else ("", column)
+            dataset = name.partition("loss/")[2] if name.startswith("loss/") else ""
+            if dataset in datasets and len(datasets) <= len(COLORS):
+                if len(datasets) > 1:
+                    series = Series(
+                        name=printable(f"{dataset}, {PHASES[phase]}"),
+                        points=points,
+                        color_index=datasets.index(dataset),
+                        is_sparse=phase == "val",
+                    )
+                    groups.setdefault(LOSSES, []).append(series)
+                continue
             words = [run_name, PHASES.get(phase, "")] if len(runs) > 1 else [PHASES.get(phase, "")]
             series = Series(
                 name=printable(" ".join(filter(None, words)) or title_of_column(name)),

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def test_a_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
     assert not {"script", "img", "link", "iframe", "object"} & set(page.tags)
     assert all(link.startswith("#") for link in page.links)
     assert page.text.count(HOSTILE) > 20 and "\x1b" not in page.text
-    assert page.tags.count("svg") == 5  # loss, two data sets, tokens per second, data wait
+    assert page.tags.count("svg") == 4  # loss, that of two data sets, tokens per second, data wait
     assert (run / CURVES_FILE).read_bytes().startswith(b"\x89PNG")
     for text in (
         "finished after step 20",
@@ -128,11 +129,32 @@ def test_a_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
     assert "matplotlib" not in sys.modules
 
 
-def test_training_and_validation_of_a_data_set_share_a_chart(tmp_path: Path) -> None:
-    page = render_run(read_run_files(write_run(tmp_path / "run")))
-    figure = re.search(r"<h3>loss: orders</h3>(.*?)</figure>", page, re.DOTALL)
-    assert figure is not None and figure[1].count("<polyline") == 2
-    assert "training</title>" in figure[1] and "validation</title>" in figure[1]
+def test_losses_of_data_sets_share_a_chart_with_values_to_hover_over(tmp_path: Path) -> None:
+    run = read_run_files(write_run(tmp_path / "run"))
+    page = render_run(run)
+    figure = re.search(r"<h3>loss per data set</h3>(.*?)</figure>", page, re.DOTALL)
+    names = {name.partition("/loss/")[2] for name in run.curves if "/loss/" in name}
+    assert len(names) == 2 and figure is not None and figure[1].count("<polyline") == 4
+    assert "orders, training</title>" in figure[1] and "orders, validation</title>" in figure[1]
+    step, value = run.curves["val/loss/orders"][-1]
+    assert f"<title>step {step:g}: {value:.4g}</title>" in figure[1]
+
+
+def test_one_data_set_is_not_shown_twice(tmp_path: Path) -> None:
+    run = read_run_files(write_run(tmp_path / "run"))
+    curves = {name: points for name, points in run.curves.items() if "/loss/" not in name}
+    curves |= {f"{phase}/loss/orders": curves[f"{phase}/loss"] for phase in ("train", "val")}
+    metrics = {
+        f"{who}/val/loss{name}": 1.0 for who in ("base", "tuned") for name in ("", "/orders")
+    }
+    page = render_run(replace(run, curves=curves, metrics=metrics))
+    assert "<h3>loss</h3>" in page and "loss per data set" not in page and "loss: " not in page
+    assert ">val/loss/orders</td>" in page and ">val/loss</td>" not in page
+
+
+def test_the_free_disk_has_no_chart(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,val/loss,machine/disk_left_gib\n1,2,3\n")
+    assert set(read_run_files(tmp_path).curves) == {"val/loss"}
 
 
 @pytest.mark.parametrize(
