@@ -45,10 +45,9 @@ from data_modules.packing.plan import (
 from data_modules.settings import dataset_names
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate, MaskConfig, Prompt
-from data_modules.tokens.datasets import DataSpec, PreparedData
+from data_modules.tokens.datasets import DataSpec, PreparedData, ReferenceStore, Values
 from data_modules.tokens.encode import ChunkEncoder, chunks_of, find_format
 from data_modules.tokens.prepare import hash_of
-from data_modules.tokens.reference import ReferenceStore, Values
 from data_modules.tokens.store import Examples
 from data_modules.types import BatchSpec
 
