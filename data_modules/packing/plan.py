@@ -20,6 +20,8 @@ from common.text import percent
 from data_modules.packing.mixture import seeded_generator
 
 Indices = npt.NDArray[np.int64]
+MIN_STEPS = 10
+"""steps of an epoch that small data should have"""
 LIKE_LENGTH_WINDOW = 2000
 """number of shuffled documents that `like_length` sorts by length"""
 BLOCK_PACKS = 256
@@ -125,10 +127,12 @@ class StepPlan:
     def _remarks(self) -> str:
         packs, remarks = len(self._epoch(0).packs), ""
         if packs < self.packs_per_step:
-            remarks += (
-                f"; {_count(packs, 'pack')} for a global batch of {self.packs_per_step:,}: "
-                "lower trainer.global_batch_size"
-            )
+            remarks += f"; {_count(packs, 'pack')} for a global batch of {self.packs_per_step:,}"
+            fewer = max(1, packs // (MIN_STEPS * self.micro_batch_size * self.world_size))
+            if fewer < self.accumulation_steps:
+                remarks += f": type trainer.gradient_accumulation_steps={fewer}"
+            elif self.micro_batch_size > 1:
+                remarks += ": type trainer.micro_batch_size=1"
         if (idle := self.world_size - packs) > 0:
             remarks += f"; {_count(idle, 'rank')} of {self.world_size} will have nothing to do"
         return remarks

@@ -212,9 +212,16 @@ def test_the_summary_has_documents_packs_steps_and_epochs() -> None:
     )
     few = make_plan([48] * 3, micro_batch_size=1, world_size=4, num_epochs=1).line()
     assert few.endswith(
-        "3 packs for a global batch of 8: lower trainer.global_batch_size; 1 rank of 4 will have "
-        "nothing to do"
+        "3 packs for a global batch of 8: type trainer.gradient_accumulation_steps=1; "
+        "1 rank of 4 will have nothing to do"
     )
+    many = make_plan([48] * 60, micro_batch_size=1, accumulation_steps=64, num_epochs=1)
+    assert many.line().endswith(": type trainer.gradient_accumulation_steps=6")
+    assert (
+        make_plan([48] * 60, micro_batch_size=1, accumulation_steps=6, num_epochs=1).num_steps == 10
+    )
+    large = make_plan([48] * 3, micro_batch_size=4, accumulation_steps=1, num_epochs=1).line()
+    assert large.endswith("3 packs for a global batch of 4: type trainer.micro_batch_size=1")
 
 
 def test_last_step_of_an_epoch_is_filled_with_empty_packs() -> None:
