@@ -57,7 +57,7 @@ def merge(config: MergeConfig) -> Difference | None:
     from app.assembly.tuned import open_tuned
     from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify
     from app.model.merging import merge_weights, plan_merge
-    from app.model.tokenizer import add_stop_tokens
+    from app.model.tokenizer import set_ends
     from app.model.tokenizer_file import save_tokenizer
     from app.training.trainer import resolve_single_device
 
@@ -66,7 +66,7 @@ def merge(config: MergeConfig) -> Difference | None:
     adapters[0] = Path(str(config.tuned_path)), adapters[0][1]
     tuned = open_tuned(config, env)
     model, plan = plan_merge(config.merge, tuned.base, adapters, len(tuned.tokenizer))
-    add_stop_tokens(model, tuned.stop_ids)
+    set_ends(model, tuned.stop_ids, tuned.tokenizer)
     unfinished = open_unfinished(folder)
     dtype = merge_weights(model, plan, unfinished)
     save_tokenizer(tuned.tokenizer, unfinished)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from data_modules.settings import DatasetConfig as DatasetConfig
     from data_modules.settings import check_datasets as check_datasets
     from data_modules.settings import dataset_names as dataset_names
+    from data_modules.settings import found_labels as found_labels
     from data_modules.settings import with_format as with_format
     from data_modules.source import explain_refusal as explain_refusal
     from data_modules.source import is_hub_id as is_hub_id
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from data_modules.tokens.datasets import DataSpec as DataSpec
     from data_modules.tokens.size import EpochTokens as EpochTokens
     from data_modules.tokens.size import estimate_epoch as estimate_epoch
+    from data_modules.tokens.store import padding_id as padding_id
     from data_modules.types import BatchSpec as BatchSpec
     from data_modules.types import Conversation as Conversation
     from data_modules.types import Example as Example
@@ -67,12 +69,14 @@ _HOMES = {
     "Turn": "types",
     "check_datasets": "settings",
     "dataset_names": "settings",
+    "found_labels": "settings",
     "with_format": "settings",
     "estimate_epoch": "tokens.size",
     "explain_refusal": "source",
     "find_syntax_error": "template.syntax",
     "is_hub_id": "source",
     "open_regular": "source",
+    "padding_id": "tokens.store",
     "read_rows": "source",
 }
 

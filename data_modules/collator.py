@@ -5,6 +5,7 @@ Decides positions, labels and padding. Never decides which documents share a pac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -79,9 +80,13 @@ class Batch:
     step_weight      sum of `loss_weights` over the whole global step (all micro-batches, all
                      ranks), a tensor if it was summed over ranks; 1.0 in validation
     num_tokens       tokens in this micro-batch that are not padding
-    pair_weights     float32 [pairs], weight of each preference pair, None if the rows are no pairs.
-                     The documents of all rows, in order, are then the chosen and the rejected
-                     answer of the first pair, of the second, ...
+    unit_weights     float32 [units], weight of each preference pair, or of each document with a
+                     label; None for rows of trained positions. The documents of all rows, in
+                     order, are the chosen and the rejected answer of the first pair, of the
+                     second, ...; or a unit each
+    unit_labels      float32 [units]: a class, a number, or 1 for an answer that is wanted and 0 for
+                     another one; NaN for none
+    others           the same prompts with answers of other rows, None without verdicts
     reference        float64 [pairs, 2], the base's log-probabilities of both answers, None if they
                      are not stored
     decoder          the decoder's inputs, for encoder-decoder models: `input_ids`, `position_ids`
@@ -102,7 +107,9 @@ class Batch:
     num_tokens: int
     decoder: DecoderInputs | None = None
     sequence: SequenceSlice | None = None
-    pair_weights: torch.Tensor | None = None
+    unit_weights: torch.Tensor | None = None
+    unit_labels: torch.Tensor | None = None
+    others: Batch | None = None
     reference: torch.Tensor | None = None
 
     def part(self, sequence: SequenceSlice) -> Batch:
@@ -110,7 +117,7 @@ class Batch:
 
         Sums over all positions of the parts are those of the batch.
         """
-        if any(x is not None for x in (self.decoder, self.sequence, self.pair_weights)):
+        if any(x is not None for x in (self.decoder, self.sequence, self.unit_weights)):
             raise ValueError("only whole rows of a causal model, of single answers, can be split")
         start, stop = sequence.start, sequence.stop
         by_position = ("input_ids", "position_ids", "labels", "loss_weights", "dataset_ids")
@@ -128,7 +135,7 @@ class Batch:
     @property
     def own_weight(self) -> float:
         """The weight of this micro-batch in the step weight."""
-        weights = self.loss_weights if self.pair_weights is None else self.pair_weights
+        weights = self.loss_weights if self.unit_weights is None else self.unit_weights
         return float(weights.sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
@@ -138,16 +145,18 @@ class Batch:
             for name, tensor in self._tensors().items()
         }
         decoder = None if self.decoder is None else self.decoder.to(device, non_blocking)
-        return replace(self, **moved, decoder=decoder)
+        others = None if self.others is None else self.others.to(device, non_blocking)
+        return replace(self, **moved, decoder=decoder, others=others)
 
     def pin_memory(self) -> Batch:
         """Return a copy with its tensors in page-locked memory."""
         pinned = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
         decoder = None if self.decoder is None else self.decoder.pin_memory()
-        return replace(self, **pinned, decoder=decoder)
+        others = None if self.others is None else self.others.pin_memory()
+        return replace(self, **pinned, decoder=decoder, others=others)
 
     def _tensors(self) -> dict[str, Any]:
-        plain = ("document_lengths", "step_weight", "num_tokens", "decoder", "sequence")
+        plain = ("document_lengths", "step_weight", "num_tokens", "decoder", "sequence", "others")
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -159,7 +168,7 @@ class Collator:
     `row_multiple` if given. Padded (`packed=False`, one document a pack): [packs, tokens of the
     longest], padded on the right. A micro-batch without documents is padding without labels.
     `decoder_start_token_id` starts each document of an encoder-decoder model's decoder; None for
-    causal models.
+    causal models. `has_verdicts`: examples are an answer with a verdict and that of another row.
     """
 
     def __init__(
@@ -169,19 +178,47 @@ class Collator:
         decoder_start_token_id: int | None = None,
         row_len: int | None = None,
         row_multiple: int = 1,
+        *,
+        has_verdicts: bool = False,
     ) -> None:
         self._pad_token_id = pad_token_id
+        self._has_verdicts = has_verdicts
         self._packed = packed
         self._decoder_start = decoder_start_token_id
         self._row_len, self._row_multiple = row_len or 1, row_multiple
 
     def __call__(self, packs: Sequence[Sequence[Example]], step_weight: float) -> Batch:
         """Return the batch of `packs`, one sequence of examples each."""
-        pairs = [example for pack in packs for example in pack if example.rejected_start]
-        documents = [[one for example in pack for one in example.documents()] for pack in packs]
+        documents = [[example.documents() for example in pack] for pack in packs]
+        units = [one for pack in packs for one in pack if one.is_unit]
+        weights = torch.tensor([float(unit.weights.max()) for unit in units])
+        labels = torch.tensor([math.nan if one.label is None else one.label for one in units])
+        if not self._has_verdicts:
+            whole = [[one for each in pack for one in each] for pack in documents]
+            batch = self._collate(whole, step_weight, one_by_row=bool(units))
+            stored = [unit.reference for unit in units if unit.reference is not None]
+            reference = torch.from_numpy(np.stack(stored)) if stored else None
+            if not units:
+                return batch
+            return replace(batch, unit_weights=weights, unit_labels=labels, reference=reference)
+        own, others = (
+            self._collate([[each[side] for each in pack] for pack in documents], step_weight)
+            for side in (0, 1)
+        )
+        return replace(
+            own,
+            num_tokens=own.num_tokens + others.num_tokens,
+            unit_weights=weights,
+            unit_labels=labels,
+            others=others,
+        )
+
+    def _collate(
+        self, documents: list[Row], step_weight: float, *, one_by_row: bool = False
+    ) -> Batch:
         if self._packed:
             rows = [[document for pack in documents for document in pack]]
-        elif pairs:
+        elif one_by_row:
             rows = [[document] for pack in documents for document in pack]
         else:
             rows = documents
@@ -199,7 +236,6 @@ class Collator:
             labelled = _TokenRows([[_targets(example) for example in row] for row in rows])
             labels, weights = _target_labels(labelled, rows)
             decoder = self._decoder_inputs(labelled, self._decoder_start)
-        stored = [pair.reference for pair in pairs if pair.reference is not None]
         columns = np.flatnonzero((labels != IGNORED).any(axis=0))
         return Batch(
             input_ids=torch.from_numpy(ids),
@@ -212,10 +248,6 @@ class Collator:
             step_weight=step_weight,
             num_tokens=inputs.num_tokens + (labelled.num_tokens if decoder else 0),
             decoder=decoder,
-            pair_weights=torch.tensor([float(pair.weights.max()) for pair in pairs])
-            if pairs
-            else None,
-            reference=torch.from_numpy(np.stack(stored)) if stored else None,
         )
 
     def _decoder_inputs(self, targets: _TokenRows, start_token_id: int) -> DecoderInputs:

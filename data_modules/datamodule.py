@@ -33,7 +33,7 @@ from common.text import percent
 from data_modules.audit import Audit
 from data_modules.audit.characters import CharacterCheck
 from data_modules.collator import Batch, Collator
-from data_modules.format import PREFERENCE
+from data_modules.format import KTO
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
 from data_modules.packing.plan import (
     MicroBatch,
@@ -46,7 +46,7 @@ from data_modules.settings import dataset_names
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate, MaskConfig, Prompt
 from data_modules.tokens.datasets import DataSpec, PreparedData, ReferenceStore, Values
-from data_modules.tokens.encode import ChunkEncoder, chunks_of, find_format
+from data_modules.tokens.encode import PAIRED, ChunkEncoder, chunks_of, find_format
 from data_modules.tokens.prepare import hash_of
 from data_modules.tokens.store import Examples
 from data_modules.types import BatchSpec
@@ -116,9 +116,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
                 "data.on_long=split: an encoder-decoder model needs question and answer "
                 "together; use drop, truncate_left or truncate_right"
             )
-        if is_encoder_decoder and any(one.format == PREFERENCE for one in config.loss_datasets):
+        if is_encoder_decoder and any(one.format in PAIRED for one in config.loss_datasets):
             raise DataError(
-                "preference pairs need a causal model; type objective=sft, or another model.path"
+                "preferences need a causal model; type objective=sft, or another model.path"
             )
         self.template = ChatTemplate.resolve(
             self._spec.tokenizer,
@@ -137,8 +137,22 @@ class FinetuneDataModule(lightning.LightningDataModule):
         data = PreparedData(self._spec, self.template)
         self.train_examples, self.val_examples = data.train_examples, data.val_examples
         self._data, self.report = data, data.report()
+        self._check_verdicts()
         if len(mixture := self.mixture_report()) > 1:
             self.report.mixture = describe_mixture(mixture)
+
+    def _check_verdicts(self) -> None:
+        """Raise DataError if all answers with a verdict are wanted, or none is."""
+        if not self._has_verdicts or self._config.streaming:
+            return
+        num_rows, num_wanted = len(self.train_examples), int(self.train_examples.row_labels.sum())
+        if num_wanted in (0, num_rows):
+            verdict = "true" if num_wanted else "false"
+            other = "false, or type objective=sft" if num_wanted else "true"
+            raise DataError(
+                f"all {num_rows:,} rows to train on have the label {verdict}: objective=kto learns "
+                f"from both kinds of answers; add rows with the label {other}"
+            )
 
     def summary(self) -> list[str]:
         """Return the lines that a run prints about its data at start: a table and the warnings."""
@@ -190,6 +204,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
             digest, examples = hashlib.sha256(), self.train_examples
             for column in (examples.digests, examples.label_weights, examples.datasets):
                 digest.update(column.tobytes())
+            if self._has_verdicts:
+                digest.update(examples.row_labels.tobytes())
             found["tokens_sha256"] = digest.hexdigest()
         return found
 
@@ -467,6 +483,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
                 characters=CharacterCheck(self.template.tokenizer),
                 sequence_len=self.sequence_len,
                 on_long=config.on_long,
+                labels=self._spec.model.labels,
             )
             for dataset in config.datasets
         ]
@@ -500,7 +517,12 @@ class FinetuneDataModule(lightning.LightningDataModule):
             self._decoder_start,
             full if has_row_len and batching.pad_packs else None,
             math.lcm(batching.row_multiple if has_row_len else 1, batching.row_slices),
+            has_verdicts=self._has_verdicts,
         )
+
+    @property
+    def _has_verdicts(self) -> bool:
+        return any(dataset.format == KTO for dataset in self._config.loss_datasets)
 
     @property
     def _rank(self) -> int:

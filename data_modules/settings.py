@@ -19,6 +19,7 @@ from data_modules import source
 from data_modules.audit import AuditConfig
 from data_modules.packing.mixture import MixtureConfig
 from data_modules.tokens.encode import BadRows, Rejected, chunks_of, find_format, read_chunk
+from data_modules.types import Tokens
 
 CHECKED_BYTES = 16 << 20
 """read limit of the check of the rows, over all files together: it must be quick"""
@@ -38,8 +39,8 @@ class DatasetConfig:
     """its name in metrics, and the configuration to read if its card declares several;
     null = the file's name without suffix"""
     format: str | None = setting(None, resume="data", grants="nothing")
-    """alpaca, messages, sharegpt, prompt_completion, completion, pretokenized, oasst or preference;
-    null = guessed from columns, preference with an objective of pairs (dpo, ipo, simpo, orpo)"""
+    """alpaca, messages, sharegpt, prompt_completion, completion, pretokenized, oasst, preference,
+    kto or classification; null = the objective's, or guessed"""
     split: str = setting("train", resume="data", grants="nothing")
     """which split of a folder (by its card, or by train, dev, test, ... in the names) or of a hub
     data set, and which slice: train[:90%], train[100:200]"""
@@ -95,8 +96,8 @@ class DataConfig:
     """maximum tokens of a document and of a pack; null = the smaller of 2048 and the model's
     context"""
     val_set_size: int | float = setting(0.05, ge=0, shown=("train",))
-    """validation rows of each data set: a share below 1, else a number of rows (1 = one row); not
-    with data.val_datasets"""
+    """validation rows of each data set: a share below 1, else a number (1 = one row); not with
+    data.val_datasets"""
     train_on_inputs: bool = setting(False, shown=("preview",))
     """train on prompts too, not only on answers"""
     roles_to_train: list[str] = setting(
@@ -374,6 +375,19 @@ def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
             name = f"{base}-{numbers[base] + 1}"
         names[name] = None
     return list(names)
+
+
+def found_labels(config: DataConfig) -> list[str]:
+    """Return the labels in the first rows of the files of data sets with a loss, sorted."""
+    found: set[str] = set()
+    for dataset in config.loss_datasets:
+        if source.is_remote(dataset.path) or source.is_generated(dataset.path):
+            continue
+        for chunk in chunks_of(dataset, config, source.Budget(CHECKED_BYTES)):
+            for items in read_chunk(chunk, formats.CLASSIFICATION, dataset):
+                if not isinstance(items, Rejected) and not isinstance(items[0], Tokens):
+                    found.add(str(items[0].label))
+    return sorted(found, key=lambda label: (int(label) if label.isdecimal() else -1, label))
 
 
 def _check_first_rows(dataset: DatasetConfig, data: DataConfig, budget: source.Budget) -> list[str]:

@@ -70,7 +70,8 @@ class Conversation:
     """The turns and tools that the chat template renders.
 
     `weight` multiplies the weight of every trained token of the row; `template_kwargs` are the
-    row's own arguments of the template.
+    row's own arguments of the template. `label` is the verdict on the last answer, 1 or 0, or the
+    class of the whole text, by its name.
     """
 
     turns: tuple[Turn, ...]
@@ -78,6 +79,7 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()
     weight: float = 1.0
     template_kwargs: Mapping[str, Any] | None = None
+    label: float | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Raw text without a chat template; the tokenizer's EOS is appended."""
+    """Raw text without a chat template; the tokenizer's EOS is appended. `label` as of a chat."""
 
     segments: tuple[Segment, ...]
     origin: Origin
+    label: float | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,9 @@ class Example:
     (0 = masked; the first token is never a label); `dataset` is the index of its data set.
     For encoder-decoder models `target_ids` int32 [targets] are the decoder's labels, and `weights`
     float32 [targets] are theirs. A preference pair is one example, so that nothing can part it: the
-    document of its chosen answer, then from `rejected_start` on that of its rejected one.
+    document of its chosen answer, then from `rejected_start` on that of its rejected one; an answer
+    with a verdict `label`, 1 or 0, is one with the same prompt and the answer of another row. The
+    `label` of a single document is its class or its number; that of a pair, its margin.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -127,8 +132,14 @@ class Example:
     target_ids: npt.NDArray[np.int32] | None = None
     rejected_start: int = 0
     """0 if the example is not a pair"""
+    label: float | None = None
     reference: npt.NDArray[np.float64] | None = None
     """the base's log-probabilities of both answers of a pair [2]; None if they are not stored"""
+
+    @property
+    def is_unit(self) -> bool:
+        """Return whether it has one loss, not one per token: a pair, or a row with a label."""
+        return bool(self.rejected_start) or self.label is not None
 
     @property
     def num_tokens(self) -> int:
@@ -180,6 +191,8 @@ class ModelSpec:
     """rows of the embedding; a token id beyond them is an error"""
     decoder_start_token_id: int | None = None
     """token that starts the decoder's input; None for a causal model"""
+    labels: tuple[str, ...] = ()
+    """names of the classes that its head tells apart, one for a number; none of a language model"""
     packing_error: str | None = None
     """why the model cannot keep the documents of a pack apart; None if it can"""
 

@@ -73,7 +73,7 @@ def finish(
     def write() -> None:
         save_tokenizer(base.tokenizer, saved)
         evaluator.write_predictions(run.folder)
-        if not saves_whole_model(config.adapter):
+        if not saves_whole_model(config.adapter) and not config.model.labels:
             save_stop_tokens(model, saved)
         write_atomically(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         print_samples(evaluator, config.evaluation.show_answers)
@@ -112,7 +112,7 @@ def save_and_compare(
     from app.evaluation.tasks.questions import build_tasks
     from app.model.adapter import saves_whole_model
     from app.model.save import save_model
-    from app.model.tokenizer import add_stop_tokens
+    from app.model.tokenizer import set_ends
 
     module.release_optimizer()  # verification loads the base as a second model
     evaluator = build_evaluator(
@@ -126,7 +126,7 @@ def save_and_compare(
         runner=RowRunner(show=(progress := Progress(prints_lines=False)).show),
         num_shown=config.evaluation.show_answers,
     )
-    add_stop_tokens(module.model, evaluator.stop_ids)
+    set_ends(module.model, evaluator.stop_ids, base.tokenizer)
     with module.trainer.precision_plugin.forward_context(), progress:
         dtype, tuned = None, None
         if saves_whole_model(config.adapter):
@@ -171,7 +171,8 @@ def print_next(run: Run, saved: Path) -> None:
         words = quote_words(f"run={run.folder}", *words_to_type(run.typed_config, verb))
         return f"{verb_command(verb)} {words}"
 
-    commands = [command("evaluate"), command("chat")]
+    writes_text = not run.typed_config.model.labels
+    commands = [command("evaluate"), *([command("chat")] if writes_text else [])]
     if "tensorboard" in (run.typed_config.logger.name, *run.typed_config.logger.also):
         # All runs of outputs/NAME/TIME; for another output.dir, the folder that contains it.
         parent = run.folder.parent

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_SAMPLE_LENGTH = 160
 """characters of a sample text that are shown in the terminal"""
-SHOWN = {name: MEASURES[name] for name in ("val/loss", "val/perplexity", *METRICS)}
+SHOWN = {name: MEASURES[name] for name in ("val/loss", "val/perplexity", "val/accuracy", *METRICS)}
 """metrics in the table of data sets; those of a judge and of tasks have their own tables"""
 TASK_MEASURES = {
     "accuracy": ("accuracy", ".1%"),

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,6 +160,22 @@ class Predictions:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class ShownBatches:
+    """Batches whose iteration is shown as an estimated number of rows."""
+
+    batches: Any
+    key: str
+    num_rows: int
+    show: Callable[[str, int, int], None]
+
+    def __iter__(self) -> Iterator[Any]:
+        for done, batch in enumerate(self.batches):
+            self.show(self.key, self.num_rows * done // len(self.batches), self.num_rows)
+            yield batch
+        self.show(self.key, self.num_rows, self.num_rows)
+
+
 class Evaluator:
     """Evaluates models on the same held-out rows: loss per data set, metrics of answers, tasks.
 
@@ -251,7 +268,7 @@ class Evaluator:
         losses = validate(
             self.objective,
             model,
-            self._with_progress(f"{variant}-losses", batches, num_rows),
+            ShownBatches(batches, f"{variant}-losses", num_rows, self.runner.show),
             self.backend,
             names,
             device,
@@ -262,13 +279,6 @@ class Evaluator:
         rows = sums.take(self.data.val_order, num_rows)
         self.row_losses[variant] = (rows if sum_over_ranks is None else sum_over_ranks(rows)).cpu()
         return losses
-
-    def _with_progress(self, key: str, batches: Any, num_rows: int) -> Iterator[Any]:
-        """Yield batches, and show the progress as an estimated number of rows."""
-        for done, batch in enumerate(batches):
-            self.runner.show(key, num_rows * done // len(batches), num_rows)
-            yield batch
-        self.runner.show(key, num_rows, num_rows)
 
     def prefixed(self, variant: str, losses: dict[str, float]) -> dict[str, float]:
         """Return the losses of a variant as metrics, with the perplexity of likelihoods."""

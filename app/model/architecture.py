@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.model.classifier import classifier_class, describe_outputs
 from app.model.config_source import newer_transformers
 from app.model.config_values import check_keys, check_values, shorten
 from app.model.multimodal import language_model_class, outermost, tower_modules
@@ -53,6 +54,8 @@ def load_architecture(config: ModelConfig) -> PretrainedConfig:
     _check_version(config, architecture)
     if config.context_len is not None:
         extend_context(architecture, config.context_len, config.rope_scaling or DEFAULT_SCALING)
+    if config.labels:
+        describe_outputs(architecture, config.labels)
     if not config.from_scratch:
         file = f"{config.path}/generation_config.json"
         with reading(file, "fix it, or remove it"):
@@ -98,6 +101,7 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     architecture = AutoConfig.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
+    architecture.problem_type = None  # that of a classifier is of the head that model.labels names
     if (
         not config.trust_remote_code
         and language_model_class(architecture) is None
@@ -224,10 +228,13 @@ def check_token_ids(
 def model_class(architecture: PretrainedConfig) -> Any:
     """Return the class that loads an architecture.
 
-    AutoModel's for causal models and encoder-decoders, or a multimodal class without its towers.
+    AutoModel's for causal models and encoder-decoders, a multimodal class without its towers, or
+    one with a head for classes.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+    if (classifier := classifier_class(architecture)) is not None:
+        return classifier
     if (language_model := language_model_class(architecture)) is not None:
         return language_model
     return AutoModelForSeq2SeqLM if architecture.is_encoder_decoder else AutoModelForCausalLM

@@ -28,6 +28,7 @@ from app.model.base_files import (
     read_shapes,
     weight_files,
 )
+from app.model.classifier import HEAD, init_head, is_classifier
 from app.model.multimodal import record_tower_files
 from app.model.quantization import (
     QuantizationConfig,
@@ -94,6 +95,9 @@ class ModelConfig:
     and the result saved so; null = the base's context"""
     rope_scaling: str | None = setting(None, choices=("yarn", "llama3", "linear"), resume="content")
     """how the rope is scaled to model.context_len; null = yarn"""
+    labels: list[str] = setting(default_factory=list, resume="content", grants="nothing")
+    """objective=classify and reward: outputs of a head in place of the language model's: the names
+    of the classes, or one name for a number"""
     wrap_class: str | None = setting(None, resume="rounding", grants="nothing")
     """layer class that sharding strategies wrap; null = the classes the model declares"""
 
@@ -132,6 +136,8 @@ def load_base(
             )
             check_implementation(model, implementation)
             resize_embeddings(model, new_ids)
+            if is_classifier(model):
+                init_head(model)
         elif on_meta:
             model = _build_on_meta(
                 config, architecture, implementation, dtype, quantization, new_ids
@@ -148,7 +154,8 @@ def load_base(
                 device=device,
             )
         fix_rope_factors(model, config.rope_len)
-        fuse_head(model)
+        if not is_classifier(model):
+            fuse_head(model)
         use_grouped_experts(model)
         return model
 
@@ -170,11 +177,10 @@ def _read_weights(
     stored = stored_quantization(architecture)
     if stored and (problem := find_quantization_conflict(stored, quantization, config.path)):
         raise UserError(problem)
-    # Even None would override the files' own quantization_config, and packed bits would be read as
-    # values.
+    # Even None would override the files' quantization_config: packed bits read as values.
     settings = quantization_settings(quantization, dtype, architecture.model_type)
     options: dict[str, Any] = {} if stored else {"quantization_config": settings}
-    if config.context_len is not None:
+    if config.context_len is not None or config.labels:
         options["config"] = architecture
     # Experts in 4 bits, and FP8, are quantized after the weights were read.
     is_staged = quantization.method in (("nf4", "fp8") if has_experts(architecture) else ("fp8",))
@@ -188,8 +194,8 @@ def _read_weights(
     shapes = read_shapes(weight_files(folder)) if folder.is_dir() else {}
     if shapes and not stored:
         check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
-    quantizer_device = device if on_host or is_staged else None
-    with quantizable_layers(architecture.model_type), quantize_on_device(quantizer_device):
+    at = device if on_host or is_staged else None
+    with quantizable_layers(architecture.model_type), quantize_on_device(at):
         model, loading = model_class(architecture).from_pretrained(
             config.path,
             revision=config.revision,
@@ -201,6 +207,7 @@ def _read_weights(
             **options,
         )
     check_implementation(model, implementation)
+    _draw_missing_head(model, loading["missing_keys"])
     _check_loaded(config, model, loading, shapes, None if stored else dtype)
     _untie_in_config(model)
     resize_embeddings(model, new_ids)
@@ -215,6 +222,14 @@ def _read_weights(
     return model
 
 
+def _draw_missing_head(model: PreTrainedModel, missing: set[str]) -> None:
+    """Draw a classifier's head if its base is a language model, and take it off `missing`."""
+    name = f"{HEAD}.weight"
+    if is_classifier(model) and name in missing:
+        missing.remove(name)
+        init_head(model)
+
+
 def check_described(config: ModelConfig, architecture: PretrainedConfig) -> None:
     """Raise UserError if config.json describes a different model from the weights next to it.
 
@@ -227,7 +242,8 @@ def check_described(config: ModelConfig, architecture: PretrainedConfig) -> None
         files = weight_files(folder)
         if all(file.is_file() for file in files) and (shapes := read_shapes(files)):
             where = f"{config.path}/config.json"
-            if problems := check_head(where, architecture.architectures, shapes):
+            problems = check_head(where, architecture.architectures, shapes)
+            if problems and not config.labels:
                 raise UserError(problems)
             check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
 
@@ -297,7 +313,8 @@ def _build_on_meta(
             attn_implementation=implementation,
             dtype=dtype,
         )
-    model.generation_config = generation_config(config) or model.generation_config
+    if not is_classifier(model):
+        model.generation_config = generation_config(config) or model.generation_config
     if has_own_head(model, base_folder(config)):
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(torch.empty_like(head.weight))

@@ -331,6 +331,8 @@ def _find_equal_forwards(
     model.eval()  # dropout would make the two results differ
     for width, candidates in _candidates(model, kernels):
         with gathered(candidates[0].module):
+            if any(weight.is_meta for weight in candidates[0].module.parameters()):
+                continue  # of another rank's stage
             equal = (each for each in candidates if is_equal(each, width, dtype, device))
             forward = next(equal, None)
         if forward is not None:
@@ -351,8 +353,6 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
         # As its replacement takes one argument; a gated norm takes a second, possibly optional.
         if len(inspect.signature(module.forward).parameters) != 1:
             continue
-        if any(weight.is_meta for weight in module.parameters()):
-            continue  # weights of another rank's stage
         if (
             "RMSNorm" in type(module).__name__
             and eps is not None

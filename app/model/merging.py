@@ -17,6 +17,7 @@ from app.model.architecture import base_folder
 from app.model.attention import attention_implementation
 from app.model.base import load_base
 from app.model.base_files import has_own_head, read_shapes, weight_files
+from app.model.classifier import HEAD, is_classifier
 from app.model.multimodal import record_tower_files
 from app.model.quantization import (
     QuantizationConfig,
@@ -249,6 +250,8 @@ def _check_shared(
 
 Location = tuple[Path, str, tuple[int, ...]]
 """file of the base, key and shape of a tensor in it"""
+NOT_IN_BASE = ""
+"""key of a weight that the base does not have"""
 
 
 class _Merger:
@@ -276,7 +279,11 @@ class _Merger:
         self.locations = {
             name: _find_tensor(name, tied_names.get(self.names.get(name, ""), ()), prefix, shapes)
             for name in files.on_disk
+            if not (is_classifier(model) and name == f"{HEAD}.weight")
         }
+        if is_classifier(model):  # its head is new: the adapter holds all of it
+            shape = tuple(files.on_disk[f"{HEAD}.weight"].shape)
+            self.locations[f"{HEAD}.weight"] = (plan.base_files[-1], NOT_IN_BASE, shape)
         base_shapes = {self.names.get(name): shape for name, (*_, shape) in self.locations.items()}
         self.added_rows = added_rows(model, plan.new_ids, base_shapes)
         self.rounded: Mapping[str, bool] = {}
@@ -393,9 +400,12 @@ class _Merger:
         return whole.view(shape)
 
     def _read_base(self, name: str) -> Tensor:
+        import torch
         from safetensors import safe_open
 
-        file, key, _ = self.locations[name]
+        file, key, shape = self.locations[name]
+        if key == NOT_IN_BASE:
+            return torch.zeros(shape)
         # Open for one tensor: pages of a mapped file count as used memory until it is closed.
         with safe_open(file, framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(key).clone()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from app.model.base_files import INDEX, WEIGHTS
+from app.model.classifier import is_classifier
 from app.model.multimodal import copy_processors, read_towers
 from app.process.collectives import all_gather_list, broadcast_from_rank0, is_rank0, run_on_rank0
 
@@ -307,7 +308,8 @@ def _shape_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         shape = own(config)
     for parameter in shape.parameters():
         parameter.data = parameter.data.to(dtype)
-    shape.generation_config = model.generation_config
+    if not is_classifier(model):
+        shape.generation_config = model.generation_config
     return shape
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, LoraConfig
+from app.model.classifier import is_classifier
 from app.model.tokenizer_checks import (
     SET_TOKENIZER_PATH,
     TOKENIZER_FILE,
@@ -19,6 +20,7 @@ from app.model.tokenizer_checks import (
 from app.model.tokenizer_file import follow_file
 from common.errors import UserError
 from common.untrusted import collect_later, read_json_object, reading, short_message
+from data_modules import padding_id
 
 if TYPE_CHECKING:
     import torch
@@ -252,6 +254,12 @@ def resize_embeddings(model: PreTrainedModel, new_ids: Sequence[int]) -> None:
     """
     if not new_ids:
         return
+    if is_classifier(model):
+        raise UserError(
+            f"model.labels: {len(new_ids)} tokens need new rows in the embedding, which is not "
+            "built yet beside a head of its own; type model.added_tokens=[] and "
+            "data.chat_template=plain, or train with objective=sft first"
+        )
     rows = model.get_input_embeddings().num_embeddings
     needed = max(new_ids) + 1
     if needed > rows:
@@ -344,6 +352,17 @@ def with_chat_template(
     if data.chat_template is not None or tokenizer.chat_template or model.chat_template is None:
         return data
     return replace(data, chat_template=model.chat_template)
+
+
+def set_ends(model: Any, stop_ids: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the stop tokens of training to a model; to a classifier, the padding it rates no text at.
+
+    transformers' own class rates a text at its last token that is not padding.
+    """
+    if is_classifier(model):
+        model.config.pad_token_id = padding_id(tokenizer)
+    else:
+        add_stop_tokens(model, stop_ids)
 
 
 def add_stop_tokens(model: Any, stop_ids: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,7 @@ from data_modules import (
     TEMPLATE_NAMES,
     check_datasets,
     find_syntax_error,
+    found_labels,
     with_format,
 )
 
@@ -71,6 +72,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_LABELS = 20
+"""most labels that a message names"""
 SETTINGS = {
     "r": "r",
     "alpha": "lora_alpha",
@@ -188,8 +191,23 @@ def check_files(
         if config.data.datasets and config.data.chat_template is None:
             problems += check_own_template(model)
     if has_data(config) and (config.data.loss_datasets or config.data.test_datasets):
-        problems += check_datasets(with_format(config.data, config.objective.row_format))
+        data = with_format(config.data, config.objective.row_format)
+        of_rows = check_datasets(data)
+        problems += of_rows
+        if config.objective.name == "classify" and not config.model.labels and not of_rows:
+            problems.append(_missing_labels(found_labels(data)))
     return problems
+
+
+def _missing_labels(found: Sequence[str]) -> str:
+    shown = found[:MAX_LABELS]
+    names = ", ".join(shown) + ", ..." * (len(found) > len(shown)) if found else "NAME, NAME, ..."
+    rows = f", and the first rows have {len(found):,}" if found else ""
+    return (
+        "objective=classify needs the names of the classes, in the order of the head's outputs"
+        f"{rows}; type 'model.labels=[{names}]', or model.labels=[NAME] if labels are numbers to "
+        "predict"
+    )
 
 
 def check_template(key: str, name: str | None) -> list[str]:

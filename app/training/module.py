@@ -182,8 +182,13 @@ class FinetuneModule(L.LightningModule):
         self.metrics.resume_clock()
         self.optimizer.zero_grad()
         if not self.strategy.holds_loss:
-            self.train_sums.add_nothing(3 + len(self.metrics.figures), self.strategy.root_device)
+            self.train_sums.add_nothing(
+                3 + 2 * len(self.metrics.figures), self.strategy.root_device
+            )
             self.step_losses = [torch.zeros((), device=self.strategy.root_device)] * len(batches)
+        self.objective.begin(
+            self.model, batches, self.backend, self.strategy.root_device, self.sum_over_ranks
+        )
         return self.strategy.run_micro_batches(batches, self.micro_batch_loss)
 
     def run_layers(self, batch: Batch) -> None:
@@ -273,6 +278,16 @@ class FinetuneModule(L.LightningModule):
         use_averaged_weights(self.optimizer)
         self.metrics.flush(self.sum_over_ranks, pause=True)
         self.strategy.load_averaged_weights()
+        data: Any = self.trainer.datamodule
+        with self.trainer.precision_plugin.forward_context():
+            # A loader of its own: Lightning has begun to iterate over that of the validation.
+            self.objective.begin(
+                self.model,
+                data.val_dataloader(),
+                self.backend,
+                self.strategy.root_device,
+                self.sum_over_ranks,
+            )
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a micro-batch to the validation sums."""

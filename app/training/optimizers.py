@@ -55,7 +55,7 @@ class OptimizerConfig:
     base_batch_size: int = setting(8, ge=1, resume="lr")
     """global batch size that `lr` was tuned for, in packs (rows when not packing); only with
     scale_lr"""
-    weight_decay: float = setting(0.0, ge=0, le=10, note="0 to 0.1 is usual", shown=("train",))
+    weight_decay: float = setting(0.0, ge=0, le=10, note="0 to 0.1 is usual")
     """decay of matrices; vectors (norms, biases, IA3) and token rows never decay"""
 
 

@@ -19,6 +19,7 @@ from app.model.attention import (
     select_fastest_kernel,
 )
 from app.model.attention.exchange import check_exchange
+from app.model.classifier import hidden_as_logits
 from app.model.head import check_head_loss, run_probe
 from app.model.kernels import fuse_layers
 from app.model.quantization import quantize_tokens_independently
@@ -42,7 +43,7 @@ def prepare_model(module: FinetuneModule) -> None:
         if module.uses_fused_kernels:
             select_fastest_kernel(backend, model.config, device)
         # 2. Attention and head against their definitions, while all layers are still the base's.
-        with reading_first_forward(model):
+        with reading_first_forward(model), hidden_as_logits(model):
             verify_attention(module, device)
             check_head_loss(model, backend, device)
         # 3. Fused layers, each verified against the layer that it replaces.

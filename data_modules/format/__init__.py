@@ -16,12 +16,15 @@ from data_modules.format.format import (
     guess_format,
     unread_in,
 )
+from data_modules.format.labels import CLASSIFICATION, KTO, label_of, with_other_answers
 from data_modules.format.meaning import MeaningError
 from data_modules.format.preference import PREFERENCE
 from data_modules.format.turns import ROLES
 
 __all__ = [
+    "CLASSIFICATION",
     "FORMATS",
+    "KTO",
     "PREFERENCE",
     "ROLES",
     "EmptyAnswerError",
@@ -34,6 +37,8 @@ __all__ = [
     "convert_row",
     "find_kwargs_problems",
     "guess_format",
+    "label_of",
     "sort_unread",
     "unread_in",
+    "with_other_answers",
 ]

@@ -19,7 +19,7 @@ from typing import Any
 
 from common.errors import DataError, Origin
 from common.text import listed
-from data_modules.format.columns import find_unread
+from data_modules.format.columns import VERDICTS, find_unread
 from data_modules.format.fields import (
     MissingColumnError,
     RowError,
@@ -33,6 +33,14 @@ from data_modules.format.fields import (
     read_weight,
     type_of,
     typo_hint,
+)
+from data_modules.format.labels import (
+    CLASS_COLUMNS,
+    CLASSIFICATION,
+    KTO,
+    read_class,
+    read_verdict,
+    with_verdict,
 )
 from data_modules.format.meaning import (
     MeaningError,
@@ -228,7 +236,7 @@ def _check_text_row(form: Format, values: Mapping[str, Any], item: Item) -> None
     """Raise RowError if a row of text has a mask of tokens, or images that belong to its text."""
     if _OF_OTHER_ROWS.isdisjoint(values):
         return
-    check_no_token_mask(values, has_turns=_has_turns(form, item))
+    check_no_token_mask(values, has_turns=_has_turns(form, values, item))
     if isinstance(item, Conversation):
         check_no_media(values, text="\n".join(turn.content for turn in item.turns))
     elif isinstance(item, Document):
@@ -237,9 +245,16 @@ def _check_text_row(form: Format, values: Mapping[str, Any], item: Item) -> None
         check_no_media(values, text=text, needs_mark=form.name == "completion")
 
 
-def _has_turns(form: Format, item: Item) -> bool:
+def _has_turns(form: Format, columns: Iterable[str], item: Item) -> bool:
     """Return whether turns of the row's own stand in its columns."""
-    return form.name in _TURN_FORMATS and isinstance(item, Conversation)
+    name = _answered_by(columns) if form.name == KTO else form.name
+    return name in _TURN_FORMATS and isinstance(item, Conversation)
+
+
+def _answered_by(columns: Iterable[str]) -> str | None:
+    """Return the format of the prompt and the answer beside a verdict."""
+    rest = [column for column in columns if column not in VERDICTS]
+    return next((name for name in _ANSWERED if FORMATS[name].fits(rest)), None)
 
 
 def unread_in(row: Row, name: str, columns: Mapping[str, str], items: Sequence[Item]) -> set[str]:
@@ -251,7 +266,7 @@ def unread_in(row: Row, name: str, columns: Mapping[str, str], items: Sequence[I
     values = row.values
     if columns:
         values = _without_aliases(apply_columns(values, columns), form, columns)
-    has_turns = _has_turns(form, item)
+    has_turns = _has_turns(form, values, item)
     read, others = _columns_read(name, tuple(values), isinstance(item, Document), has_turns)
     return find_unread(row.values, values, columns, read, others, has_turns=has_turns)
 
@@ -261,6 +276,15 @@ def _columns_read(
     name: str, present: tuple[str, ...], is_text: bool, has_turns: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return which of the columns that are present a format reads, and the others."""
+    if name == KTO:
+        rest = tuple(column for column in present if column not in VERDICTS)
+        verdict = next(column for column in VERDICTS if column in present)
+        _, others = _columns_read(_answered_by(rest) or "", rest, is_text, has_turns)
+        unread = {*others, *VERDICTS} - {verdict}
+        return (
+            tuple(column for column in present if column not in unread),
+            tuple(column for column in present if column in unread),
+        )
     form = FORMATS[name]
     read = {*WEIGHTS, "loss_scale"}
     for names in form.required:
@@ -268,6 +292,10 @@ def _columns_read(
         read.update(used if name == "pretokenized" else used[:1])
     # The tools of a conversation are not written into plain text.
     read.update({"prompt"}.intersection(form.optional) if is_text else form.optional)
+    if name == CLASSIFICATION:
+        read -= {*_CLASSIFIED, *CLASS_COLUMNS}
+        for names in (_CLASSIFIED, CLASS_COLUMNS):
+            read.update([each for each in names if each in present][:1])
     if name == PREFERENCE:
         read -= unused_prompts(present)
     if has_turns:
@@ -312,6 +340,16 @@ def _missing(
 ) -> MissingColumnError:
     others = [name for name in columns if name not in form.fields()]  # fields are no misspellings
     hint = next((hint for name in names if (hint := typo_hint(name, others))), "")
+    if not hint and names == CLASS_COLUMNS:
+        hint = (
+            "; rows of objective=classify have a text and a label: name its column in "
+            "data.datasets[].columns, or for rows without one type objective=sft"
+        )
+    if not hint and names == VERDICTS:
+        hint = (
+            "; rows of objective=kto have a prompt, an answer and a label: name its column in "
+            "data.datasets[].columns, or for rows without one type objective=sft"
+        )
     if not hint and names[0] in ANSWERS:
         hint = (
             "; rows of preference pairs have a prompt, chosen and rejected: name their columns in "
@@ -445,6 +483,43 @@ def _read_oasst(values: Mapping[str, Any], origin: Origin) -> list[Item]:
     return [*read_tree(values["prompt"], origin, row_weight(values))]
 
 
+def _read_kto(values: Mapping[str, Any], origin: Origin) -> list[Item]:
+    verdict = read_verdict(values)
+    row = {name: value for name, value in values.items() if name not in VERDICTS}
+    name = _answered_by(row)
+    if name is None:
+        raise RowError(
+            f"columns {listed(row)}: no prompt with an answer beside the verdict; name their "
+            "columns in data.datasets[].columns, as in {prompt: question, completion: answer}"
+        )
+    (item,) = FORMATS[name].read(row, origin)
+    return [with_verdict(item, verdict, only_last=name != "prompt_completion")]
+
+
+def _read_classification(values: Mapping[str, Any], origin: Origin) -> list[Item]:
+    label, weight = read_class(values), row_weight(values)
+    name = next((each for each in _CLASSIFIED if each in values), None)
+    if name is None:
+        raise RowError(
+            f"columns {listed(values)}: no text beside the label; name its column in "
+            "data.datasets[].columns, as in {text: review}"
+        )
+    if not is_turns(values[name]):
+        return [Document((Segment(read_text(values[name], name), weight),), origin, label)]
+    turns = normalize_turns(read_turns(values[name], name), name)
+    if any(turn.weight is not None for turn in turns):
+        raise RowError(
+            f"{name} has turns with a weight, but the class is that of the whole text; give the "
+            "row a column 'weight', or leave it out"
+        )
+    read = tuple(replace(turn, weight=1.0) for turn in turns)
+    return [Conversation(read, origin, read_tools(values), weight, label=label)]
+
+
+_CLASSIFIED = ("text", "messages", "conversations", "content", "sentence", "prompt")
+"""columns of a text with a class, in the order in which they are looked for"""
+_ANSWERED = ("messages", "sharegpt", "alpaca", "prompt_completion")
+"""formats of rows with an answer to a prompt"""
 _OF_OTHER_ROWS = frozenset((*TOKEN_MASKS, *TURN_MASKS, *MEDIA))
 _KWARGS = "chat_template_kwargs"
 FORMATS: dict[str, Format] = {
@@ -476,9 +551,30 @@ FORMATS: dict[str, Format] = {
         Format(
             PREFERENCE,
             tuple((answer,) for answer in ANSWERS),
-            (*PROMPTS, "input", "system", *TOOLS, _KWARGS),
+            (*PROMPTS, "input", "system", "margin", *TOOLS, _KWARGS),
             read_pair,
             is_guessed=False,
         ),
     )
 }
+FORMATS[KTO] = Format(
+    KTO,
+    (VERDICTS,),
+    tuple(
+        dict.fromkeys(
+            field
+            for name in _ANSWERED
+            for field in FORMATS[name].fields()
+            if field not in (*VERDICTS, "weight")
+        )
+    ),
+    _read_kto,
+    is_guessed=False,
+)
+FORMATS[CLASSIFICATION] = Format(
+    CLASSIFICATION,
+    (CLASS_COLUMNS,),
+    (*_CLASSIFIED, *TOOLS, _KWARGS),
+    _read_classification,
+    is_guessed=False,
+)

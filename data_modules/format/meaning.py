@@ -77,18 +77,18 @@ def check_meaning(
     verdict = next((key for key in VERDICTS if is_flag(values.get(key))), None)
     if verdict and name not in ("completion", "pretokenized"):
         raise MeaningError(
-            f"{found}: answers that are wanted or not (as for KTO) are not supported; to train "
-            f"on those whose '{verdict}' is true, set {{path: ..., columns: {{weight: {verdict}}}}}"
-            f"; to train on all of them, format: {name}"
+            f"{found}: answers that are wanted or not; to learn from both, type objective=kto; to "
+            f"train on those whose '{verdict}' is true, set {{path: ..., columns: {{weight: "
+            f"{verdict}}}}}; to train on all of them, format: {name}"
         )
     label = next((key for key in _CLASSES if _is_class(values.get(key))), None)
     text = next((key for key in ("text", "content") if key in values), None)
     if label and text and name == "completion":
         raise MeaningError(
-            f"{found}: texts with their class (classification) are not supported; to train the "
-            f"model to answer '{text}' with '{label}', set {{path: ..., format: alpaca, columns: "
-            f"{{instruction: {text}, output: {label}}}}} (the classes as words); to train on "
-            f"'{text}' alone, format: completion"
+            f"{found}: texts with their class (classification); to train a head that tells the "
+            f"classes apart, type objective=classify; to train the model to answer '{text}' with "
+            f"'{label}', set {{path: ..., format: alpaca, columns: {{instruction: {text}, output: "
+            f"{label}}}}} (classes as words); to train on '{text}' alone, format: completion"
         )
 
 

@@ -6,6 +6,7 @@ begin with the same prompt, of which nothing is trained on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from common.errors import Origin
 from data_modules.format.fields import (
     RowError,
     is_turns,
+    quote,
     read_answer,
     read_optional_text,
     read_text,
@@ -57,7 +59,7 @@ def read_pair(values: Mapping[str, Any], origin: Origin) -> list[Item]:
             raise RowError(f"{answer} ends with a turn of the {own[-1].role}, not with an answer")
     # An answer of the prompt is the same for both: nothing can be learned from it.
     masked = [replace(turn, weight=0.0) if turn.role == "assistant" else turn for turn in before]
-    weight, tools = row_weight(values), read_tools(values)
+    weight, tools, margin = row_weight(values), read_tools(values), _read_margin(values)
     system = read_optional_text(values, "system")
     return [
         Conversation(
@@ -65,6 +67,7 @@ def read_pair(values: Mapping[str, Any], origin: Origin) -> list[Item]:
             origin,
             tools,
             weight,
+            label=margin,
         )
         for answer in ANSWERS
     ]
@@ -73,8 +76,24 @@ def read_pair(values: Mapping[str, Any], origin: Origin) -> list[Item]:
 def _document(values: Mapping[str, Any], answer: str, origin: Origin) -> Document:
     prompt = Segment(read_text(values["prompt"], "prompt"), 0.0)
     return Document(
-        (prompt, Segment(read_answer(values[answer], answer), row_weight(values))), origin
+        (prompt, Segment(read_answer(values[answer], answer), row_weight(values))),
+        origin,
+        _read_margin(values),
     )
+
+
+def _read_margin(values: Mapping[str, Any]) -> float | None:
+    """Return by how much the chosen answer is better, None if the row does not say."""
+    margin = values.get("margin")
+    if margin in (None, ""):
+        return None
+    try:
+        number = float(margin)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RowError(f"margin is {quote(margin)}; write a number, or leave the column out")
+    return number
 
 
 def _answer_turns(value: Any, name: str) -> list[Turn]:

@@ -42,7 +42,7 @@ from data_modules.tokens.encode import (
 )
 from data_modules.tokens.prepare import REJECTED_FILE, Prepared, TokenSpec, hash_of, prepare_dataset
 from data_modules.tokens.store import Examples
-from data_modules.types import BatchSpec, Item, ModelSpec
+from data_modules.types import BatchSpec, Item, ModelSpec, Tokens
 
 if TYPE_CHECKING:
     import transformers
@@ -321,6 +321,7 @@ class PreparedData:
             sequence_len=self._spec.sequence_len,
             tokenizer_hash=hash_of(self._spec.tokenizer),
             tokenizer=str(self._spec.tokenizer.name_or_path),
+            labels=self._spec.model.labels,
             first_rows=self._spec.first_rows,
         )
 
@@ -536,7 +537,7 @@ def read_items(
 ) -> list[Item]:
     """Return the items of the first `max_rows` good rows, or of the rows numbered `wanted`.
 
-    Of a preference pair, that of the chosen answer.
+    Of a preference pair, that of the chosen answer; none of an answer that is not wanted.
 
     Rows are numbered from 0 in reading order, including bad ones. Raises DataError if a wanted row
     is missing.
@@ -553,10 +554,14 @@ def read_items(
         found = convert(row, format_name or "", dataset)
         if isinstance(found, Rejected):
             continue
-        items += found[:1] if format_name == PREFERENCE else found
+        items += found[:1] if format_name == PREFERENCE else filter(_is_wanted, found)
         num_found += 1
         if num_found == limit:
             return items
     if wanted is not None:
         raise DataError(f"{dataset.path}: changed since it was tokenized; start again")
     return items
+
+
+def _is_wanted(item: Item) -> bool:
+    return isinstance(item, Tokens) or item.label != 0

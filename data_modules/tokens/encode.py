@@ -14,7 +14,7 @@ import re
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import IO, TYPE_CHECKING
@@ -24,10 +24,10 @@ from common.text import percent
 from data_modules import format as formats
 from data_modules import source
 from data_modules.audit.characters import CharacterCheck
-from data_modules.format import PREFERENCE
+from data_modules.format import KTO, PREFERENCE
 from data_modules.template import ChatTemplate, RowProblem
-from data_modules.tokens.store import DocumentBuilder, Documents
-from data_modules.types import Conversation, Document, Item, Row
+from data_modules.tokens.store import DocumentBuilder, Documents, padding_id, without_ends
+from data_modules.types import Conversation, Document, Encoded, Item, Row, Tokens
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -56,6 +56,8 @@ MAX_FIRST = 5
 MAX_UNREAD = 200
 """number of names of what nothing reads that are counted one by one"""
 OTHER_NAMES = "other names"
+PAIRED = (PREFERENCE, KTO)
+"""formats whose rows are two documents, which nothing may part"""
 OF_ONE_ROW = re.compile(r"`.*?`|\(turns: .*?\)|\d+", re.DOTALL)
 """parts of the reason why a template refuses a row that differ between rows"""
 
@@ -188,6 +190,8 @@ class ChunkEncoder:
     characters: CharacterCheck
     sequence_len: int
     on_long: str
+    labels: Sequence[str] = ()
+    """names of the classes of rows with a label"""
 
     def __call__(self, chunk: source.Chunk) -> EncodedChunk:
         """Return the documents of the rows of `chunk`, the counts, and the rejected rows."""
@@ -199,10 +203,15 @@ class ChunkEncoder:
                 rejected.append(found)
             else:
                 rows[number] = found
+        if self.format == KTO:
+            rows = formats.with_other_answers(rows)
         counts.chats = sum(isinstance(items[0], Conversation) for items in rows.values())
         encoded = iter(self.template.encode([item for items in rows.values() for item in items]))
         refused: dict[int, RowProblem] = {}
-        builder = DocumentBuilder(chunk.file, self.template, self.sequence_len, self.on_long)
+        builder = DocumentBuilder(
+            *(chunk.file, self.template, self.sequence_len, self.on_long),
+            has_verdicts=self.format == KTO,
+        )
         for number, items in rows.items():
             results = [next(encoded) for _ in items]
             problem = next((found for found in results if isinstance(found, RowProblem)), None)
@@ -210,8 +219,11 @@ class ChunkEncoder:
                 refused[number] = problem
                 continue
             good = [found for found in results if not isinstance(found, RowProblem)]
-            add = builder.add_pair if self.format == PREFERENCE else builder.add
-            add(good, number, items[0].origin, counts)
+            try:
+                self._add(builder, good, number, items[0], counts)
+            except formats.RowError as error:
+                refused[number] = RowProblem(items[0].origin, str(error))
+                continue
             if self.characters.keeps_all:
                 continue
             lost = set().union(*(self.characters.lost(text) for text in _texts_of(items)))
@@ -226,6 +238,31 @@ class ChunkEncoder:
             counts.largest_token = documents.largest_token()
             counts.unknown_tokens = documents.count_token(self.characters.unknown_id)
         return EncodedChunk(documents, counts, rejected, num_rows, chunk.num_bytes)
+
+    def _add(
+        self,
+        builder: DocumentBuilder,
+        encoded: Sequence[Encoded],
+        number: int,
+        item: Item,
+        counts: Counts,
+    ) -> None:
+        """Add a row by its format; RowError if its label is none of `labels`."""
+        label = None if isinstance(item, Tokens) else item.label
+        if self.labels:
+            # As transformers rates a text: at its last token that is no padding. Nobody would write
+            # an EOS behind a text to classify.
+            ends = {padding_id(self.template.tokenizer)}
+            if isinstance(label, str) and isinstance(item, Document):
+                ends.add(self.template.tokenizer.eos_token_id)
+            encoded = [without_ends(each, ends) for each in encoded]
+        if isinstance(label, str):
+            value = formats.label_of(label, self.labels)
+            builder.add_labelled(encoded[0], number, item.origin, counts, value)
+        elif self.format in PAIRED:
+            builder.add_pair(encoded, number, item.origin, counts, label)
+        else:
+            builder.add(encoded, number, item.origin, counts)
 
 
 def _texts_of(items: Iterable[Item]) -> Iterator[str]:

@@ -87,6 +87,8 @@ class TokenSpec:
     tokenizer_hash: str
     tokenizer: str = ""
     """path or hub id of the tokenizer, by which a plan finds the tokens"""
+    labels: tuple[str, ...] = ()
+    """names of the classes of rows with a label"""
     first_rows: int | None = None
     """read only this many rows; None: all"""
 
@@ -161,6 +163,7 @@ def _key(dataset: DatasetConfig, spec: TokenSpec, sha256: str) -> Key:
         "columns": dict(dataset.columns),
         "revision": dataset.revision,
         "sequence_len": spec.sequence_len,
+        "labels": list(spec.labels),
         "encoder_decoder": template.is_encoder_decoder,
         "limits": {name: getattr(data.limits, name) for name in ROW_LIMITS},
     }
@@ -195,6 +198,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
         characters=CharacterCheck(spec.template.tokenizer),
         sequence_len=spec.sequence_len,
         on_long=data.on_long,
+        labels=spec.labels,
     )
     counts, writer = Counts(), StoreWriter(folder)
     num_proc = data.num_proc or len(os.sched_getaffinity(0))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, overload
@@ -27,6 +28,7 @@ TOKENS_FILE = "tokens.arrow"
 _COLUMNS = (
     *("rows", "lines", "trained", "label_weights", "digests", "ends_in_stop", "double_bos"),
     "rejected_starts",
+    "row_labels",
 )
 
 
@@ -49,7 +51,8 @@ class Documents:
     digests        uint64 [documents], hash of the ids
     ends_in_stop   bool [documents], whether the last trained token is a stop token
     double_bos     bool [documents], whether it starts with two BOS tokens
-    rejected_starts int64 [documents], where the rejected answer of a pair starts, 0 without one
+    rejected_starts int64 [documents], where the second answer of a pair starts, 0 without one
+    row_labels     float64 [documents], label of the row: a verdict, 1 or 0; NaN without one
     """
 
     file: str
@@ -66,6 +69,7 @@ class Documents:
     ends_in_stop: npt.NDArray[np.bool_]
     double_bos: npt.NDArray[np.bool_]
     rejected_starts: npt.NDArray[np.int64]
+    row_labels: npt.NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -86,11 +90,13 @@ class Documents:
             borders = np.cumsum(self.target_lengths)[:-1]
             targets = np.split(self.target_ids, borders)
         labels = np.split(self.weights, borders)
-        rows = zip(self.lines.tolist(), self.rejected_starts.tolist(), strict=True)
-        for ids, weights, target_ids, (line, start) in zip(
+        columns = (self.lines, self.rejected_starts, self.row_labels)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for ids, weights, target_ids, (line, start, label) in zip(
             sources, labels, targets, rows, strict=True
         ):
-            yield Example(ids, weights, dataset, Origin(self.file, line), target_ids, start)
+            origin, known = Origin(self.file, line), None if math.isnan(label) else label
+            yield Example(ids, weights, dataset, origin, target_ids, start, known)
 
     def largest_token(self) -> tuple[int, str]:
         """Return the largest token id and its file:line."""
@@ -174,6 +180,7 @@ class TokenStore:
         self.ends_in_stop = column("ends_in_stop")
         self.double_bos = column("double_bos")
         self._rejected_starts = column("rejected_starts")
+        self.row_labels = column("row_labels")
         self.lengths = np.concatenate([part.lengths for part in self._parts])
         """tokens that a document takes in a pack: the longer of input and target"""
 
@@ -192,6 +199,7 @@ class TokenStore:
     def example(self, index: int, dataset: int) -> Example:
         """Return document `index` as an example of data set number `dataset`."""
         part, place = self._locate(index)
+        label = float(self.row_labels[index])
         return Example(
             input_ids=part.input_ids[place],
             weights=part.weights[place],
@@ -199,6 +207,7 @@ class TokenStore:
             origin=Origin(part.file, int(self.lines[index])),
             target_ids=None if part.target_ids is None else part.target_ids[place],
             rejected_start=int(self._rejected_starts[index]),
+            label=None if math.isnan(label) else label,
         )
 
     def token_ids(
@@ -259,7 +268,8 @@ class Examples(Sequence[Example]):
     """Selected documents of several data sets as one sequence, with their columns.
 
     `lengths` int64 [n], tokens in a pack; `trained` int64 [n], trained labels; `label_weights`
-    float64 [n]; `datasets` int64 [n]; `digests` uint64 [n]; `ends_in_stop`, `double_bos` bool [n].
+    float64 [n]; `datasets` int64 [n]; `digests` uint64 [n]; `ends_in_stop`, `double_bos` bool [n];
+    `row_labels` float64 [n].
     """
 
     def __init__(
@@ -282,6 +292,7 @@ class Examples(Sequence[Example]):
         self.digests = column("digests", np.uint64)
         self.ends_in_stop = column("ends_in_stop", np.bool_)
         self.double_bos = column("double_bos", np.bool_)
+        self.row_labels = column("row_labels", np.float64)
         self.references: npt.NDArray[np.float64] | None = None
         """the base's log-probabilities of the answers of each pair [n, 2], None if not stored"""
 
@@ -383,13 +394,21 @@ class DocumentBuilder:
     """Build the documents of one chunk of a file, and count rows that are cut or dropped."""
 
     def __init__(
-        self, file: str, template: TokenizerFacts, sequence_len: int, on_long: str
+        self,
+        file: str,
+        template: TokenizerFacts,
+        sequence_len: int,
+        on_long: str,
+        *,
+        has_verdicts: bool = False,
     ) -> None:
+        self._has_verdicts = has_verdicts
         self._file, self._sequence_len, self._on_long = file, sequence_len, on_long
         self._template = template
         self._pieces: list[Encoded] = []
         self._rows: list[int] = []
         self._lines: list[int] = []
+        self._labels: list[float] = []
         self.num_rows = 0
 
     def add(self, encoded: Sequence[Encoded], number: int, origin: Origin, counts: Counts) -> None:
@@ -418,12 +437,18 @@ class DocumentBuilder:
         self._store(useful, encoded, number, origin, counts)
 
     def add_pair(
-        self, pair: Sequence[Encoded], number: int, origin: Origin, counts: Counts
+        self,
+        pair: Sequence[Encoded],
+        number: int,
+        origin: Origin,
+        counts: Counts,
+        label: float | None = None,
     ) -> None:
-        """Add row `number` of the chunk, a chosen and a rejected answer, as one document.
+        """Add row `number` of the chunk, two answers to a prompt, as one document.
 
-        A pair is too long if both answers together are; what is cut is the end, or the beginning,
-        of the longer one first.
+        They are a chosen and a rejected answer, and `label` is their margin; or with verdicts, the
+        second is that of another row. A pair is too long if both answers together are; what is cut
+        is the end, or the beginning, of the longer one first.
         """
         lengths = [_num_tokens(answer) for answer in pair]
         counts.add_length(sum(lengths), str(origin))
@@ -438,13 +463,46 @@ class DocumentBuilder:
         if lost := sum(lengths) - sum(map(_num_tokens, cut)):
             counts.truncated += 1
             counts.lost_tokens += lost
-        is_same = cut[0].input_ids.tolist() == cut[1].input_ids.tolist()
+        is_same = not self._has_verdicts and cut[0].input_ids.tolist() == cut[1].input_ids.tolist()
         if is_same:
             counts.add_note("cut_to_the_same" if lost else "same_answers", str(origin))
         if is_same or not all(map(is_trained, cut)):
             counts.add_empty(str(origin))
             return
-        self._store([_joined(*cut)], pair, number, origin, counts)
+        self._store([_joined(*cut)], pair, number, origin, counts, label)
+
+    def add_labelled(
+        self,
+        encoded: Encoded,
+        number: int,
+        origin: Origin,
+        counts: Counts,
+        label: float,
+    ) -> None:
+        """Add row `number` of the chunk, a text whose last token is rated: its class or number."""
+        import numpy as np
+
+        ids, weight = encoded.input_ids, float(encoded.weights.max())
+        weights = np.zeros(len(ids), np.float32)
+        counts.add_length(len(ids), str(origin))
+        pieces = fit(
+            Encoded(ids, weights), self._sequence_len, self._on_long, self._template.bos_token_id
+        )
+        if not pieces:
+            counts.dropped += 1
+            counts.lost_tokens += len(ids)
+            return
+        (cut,) = pieces
+        if len(cut.input_ids) < 2 or not weight:
+            counts.add_empty(str(origin))
+            return
+        if lost := len(ids) - len(cut.input_ids):
+            counts.truncated += 1
+            counts.lost_tokens += lost
+        weights = np.zeros(len(cut.input_ids), np.float32)
+        weights[-1] = weight
+        whole = Encoded(cut.input_ids, weights, notes=encoded.notes)
+        self._store([whole], [encoded], number, origin, counts, label)
 
     def _store(
         self,
@@ -453,6 +511,7 @@ class DocumentBuilder:
         number: int,
         origin: Origin,
         counts: Counts,
+        label: float | None = None,
     ) -> None:
         """Keep the documents of a row, and count the notes on what they were made of."""
         notes = {note.kind: note.seen for item in encoded for note in item.notes}
@@ -461,6 +520,7 @@ class DocumentBuilder:
         self._pieces += useful
         self._rows += [number] * len(useful)
         self._lines += [origin.line] * len(useful)
+        self._labels += [math.nan if label is None else label] * len(useful)
         self.num_rows += 1
 
     def build(self) -> Documents | None:
@@ -482,7 +542,11 @@ class DocumentBuilder:
             rows=np.array(self._rows, dtype=np.int64),
             lines=np.array(self._lines, dtype=np.int64),
             trained=np.array(
-                [np.count_nonzero(_labels(document)) for document in pieces], dtype=np.int64
+                [
+                    np.count_nonzero(_labels(document)[: self._last_label(index)])
+                    for index, document in enumerate(pieces)
+                ],
+                dtype=np.int64,
             ),
             label_weights=np.array([_step_weight(document) for document in pieces]),
             digests=np.array([_digest(document) for document in pieces], dtype=np.uint64),
@@ -493,11 +557,31 @@ class DocumentBuilder:
             rejected_starts=np.array(
                 [document.rejected_start for document in pieces], dtype=np.int64
             ),
+            row_labels=np.array(self._labels, dtype=np.float64),
         )
+
+    def _last_label(self, index: int) -> int | None:
+        """Return where a document's labels end: the answer of another row has none."""
+        start = self._pieces[index].rejected_start
+        return start - 1 if self._has_verdicts else None
 
     def _has_two_bos(self, document: Encoded) -> bool:
         bos = self._template.bos_token_id
         return bos is not None and document.input_ids[:2].tolist() == [bos, bos]
+
+
+def padding_id(tokenizer: Any) -> int:
+    """Return the id of padding, that of EOS without one."""
+    found = tokenizer.pad_token_id
+    return int(tokenizer.eos_token_id if found is None else found)
+
+
+def without_ends(document: Encoded, ends: Collection[int]) -> Encoded:
+    """Return a document without the tokens `ends` at its end; two tokens are left."""
+    size = len(document.input_ids)
+    while size > 2 and int(document.input_ids[size - 1]) in ends:
+        size -= 1
+    return replace(document, input_ids=document.input_ids[:size], weights=document.weights[:size])
 
 
 def fit(

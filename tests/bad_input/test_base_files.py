@@ -545,7 +545,7 @@ ADAPTERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"r": True}, ["r=True"]),
     ({"r": 10**7}, ["r=10000000: expected a rank from 1 to 65,536"]),
     ({"r": 8}, ["has shape [4, 32]"]),
-    ({"task_type": "SEQ_CLS"}, ["task_type='SEQ_CLS': expected CAUSAL_LM, SEQ_2_SEQ_LM or null"]),
+    ({"task_type": "TOKEN_CLS"}, ["task_type='TOKEN_CLS': expected CAUSAL_LM, SEQ_2_SEQ_LM"]),
     ({"lora_dropout": 5}, ["lora_dropout=5: expected a number from 0 to below 1"]),
     ({"bias": "nope"}, ["bias='nope': expected none, all or lora_only"]),
     ({"target_modules": 3}, ["target_modules=3"]),

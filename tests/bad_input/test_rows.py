@@ -343,7 +343,7 @@ def test_other_names_of_a_column_are_accepted(answer: str, tmp_path: Path, base:
         ),
         (
             {"prompt": "q", "completion": "one", "label": True},
-            "columns .*as for KTO.* columns: {weight: label}",
+            "columns .*type objective=kto.* columns: {weight: label}",
             {"columns": {"weight": "label"}},
         ),
         (

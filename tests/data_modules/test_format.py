@@ -300,7 +300,7 @@ def test_any_row_is_converted_or_raises_row_error(name: str, data: st.DataObject
     turns = st.lists(st.dictionaries(NAMES, ANYTHING), max_size=4)
     fields = {names[0]: turns | ANYTHING for names in form.required}
     columns = ("weight", "loss", "loss_scale", "loss_mask", "images", "label", "id")
-    more = dict.fromkeys((*form.optional, *columns), ANYTHING)
+    more = dict.fromkeys({*form.optional, *columns} - fields.keys(), ANYTHING)
     values = data.draw(st.fixed_dictionaries(fields, optional=more))
     try:
         items = convert_row(Row(values, ORIGIN), name, {})

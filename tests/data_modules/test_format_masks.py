@@ -24,6 +24,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "oasst": {"prompt": {"role": "prompter", "text": "q", "replies": [{**SAY, "text": "a"}]}},
     "completion": {"text": "a"},
     "preference": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "kto": {"prompt": "q", "completion": "a", "label": True},
+    "kto turns": {"messages": [ASK, SAY], "label": False},
+    "classification": {"text": "a", "label": "b"},
     "preference turns": {"chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": "b"}]},
 }
 FALSE = [(key, False) for key in ("train", "training", "loss", "loss_scale", "weight")]

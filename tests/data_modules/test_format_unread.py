@@ -44,6 +44,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "completion": {"text": "a"},
     "preference": {"prompt": "q", "chosen": "a", "rejected": "b"},
     "preference turns": {"prompt": CHAT[:2], "chosen": CHAT[2:], "rejected": [CHAT[-1]]},
+    "kto": {"instruction": "q", "output": "a", "label": True},
+    "kto turns": {"prompt": CHAT[:2], "completion": CHAT[2:], "kto_tag": False},
+    "classification": {"text": "a", "label": "b"},
+    "classification turns": {"messages": CHAT, "label": 1},
     "completion segments": {"segments": [{"text": "a"}, {"text": "b", "weight": 0.5}]},
 }
 NAMES = (
@@ -273,7 +277,9 @@ def test_answers_with_a_verdict_are_refused_and_their_weight_can_be_it() -> None
             if verdict == "f":  # as in a csv file
                 verdict = "False"
             row = Row({**values, key: verdict}, ORIGIN)
-            with pytest.raises(DataError, match=rf"KTO.*'{key}' is true, set .*weight: {key}"):
+            with pytest.raises(
+                DataError, match=rf"objective=kto.*'{key}' is true, set .*weight: {key}"
+            ):
                 guess_format([row], {})
             columns = {"weight": key}
             name = guess_format([row], columns)
@@ -301,7 +307,7 @@ def test_real_preference_data_is_refused(name: str) -> None:
     file = Path(SHARED) / "preference" / name
     if not file.is_file():
         pytest.skip("no shared data")
-    with pytest.raises(DataError, match=r"preference pairs|as for KTO"):
+    with pytest.raises(DataError, match=r"preference pairs|type objective=kto"):
         guess_format([Row(values, ORIGIN) for values in json.loads(file.read_text())], {})
 
 

@@ -135,7 +135,7 @@ def test_a_pair_is_stored_and_collated_as_one_example_of_two_documents(tmp_path:
                 assert document.weights.tolist() == answer.weights.tolist()
     packed = Collator(0, True)([examples], 1.5)
     assert packed.document_lengths == [[4, 5, 3, 3]]
-    assert packed.pair_weights is not None and packed.pair_weights.tolist() == [0.5, 1.0]
+    assert packed.unit_weights is not None and packed.unit_weights.tolist() == [0.5, 1.0]
     assert packed.own_weight == 1.5
     # The last position of the chosen answer does not predict the first token of the rejected one.
     assert packed.labels[0].tolist() == [
@@ -143,7 +143,7 @@ def test_a_pair_is_stored_and_collated_as_one_example_of_two_documents(tmp_path:
     ]  # fmt: skip
     padded = Collator(0, False)([[example] for example in examples], 1.5)
     assert padded.document_lengths == [[4], [5], [3], [3]]
-    assert padded.pair_weights is not None and padded.pair_weights.tolist() == [0.5, 1.0]
+    assert padded.unit_weights is not None and padded.unit_weights.tolist() == [0.5, 1.0]
 
 
 def test_stored_references_stay_with_their_pairs_whatever_is_held_out(

@@ -345,7 +345,7 @@ def test_rows_that_mean_more_are_refused_wherever_they_are(
     nothing = dict.fromkeys(more)
     rows = [plain] * 120 + [plain | nothing] + [plain | more] * 3 + [plain] * 2
     dataset = write(tmp_path / "d.jsonl", rows)
-    said = {"p": "preference pairs", "r": "preference pairs", "v": "as for KTO"}
+    said = {"p": "preference pairs", "r": "preference pairs", "v": "type objective=kto"}
     (problem,) = check_datasets(DataConfig(datasets=[dataset]))
     assert problem.startswith(f"{dataset.path}:122 columns [")
     assert said.get(kind[0], "(classification)") in problem

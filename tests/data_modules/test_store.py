@@ -36,6 +36,7 @@ def documents(tokens: Lists, first_row: int = 0, file: str = "a.jsonl") -> Docum
         ends_in_stop=np.array([one[-1] % 2 == 1 for one in tokens], dtype=np.bool_),
         double_bos=np.zeros(count, dtype=np.bool_),
         rejected_starts=np.zeros(count, dtype=np.int64),
+        row_labels=np.full(count, np.nan),
     )
 
 

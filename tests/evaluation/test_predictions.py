@@ -10,7 +10,7 @@ import pytest
 
 from app.evaluation import evaluator as evaluator_module
 from app.evaluation.comparison import print_samples
-from app.evaluation.evaluator import Evaluator, Predictions
+from app.evaluation.evaluator import Evaluator, Predictions, ShownBatches
 from app.evaluation.generation import Answer, EvaluationConfig
 from common.errors import Origin
 from data_modules import Prompt
@@ -88,13 +88,8 @@ def test_without_answers_there_are_no_lines(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_progress_of_losses_counts_rows_instead_of_packs() -> None:
     shown: list[tuple[str, int, int]] = []
-    runner = SimpleNamespace(show=lambda *what: shown.append(what))
-    evaluator = cast(Evaluator, SimpleNamespace(runner=runner))
-    assert list(Evaluator._with_progress(evaluator, "base-losses", ["a", "b", "c"], 150)) == [
-        "a",
-        "b",
-        "c",
-    ]
+    batches = ShownBatches(["a", "b", "c"], "base-losses", 150, lambda *what: shown.append(what))
+    assert list(batches) == ["a", "b", "c"]
     assert [done for _, done, _ in shown] == [0, 50, 100, 150]
     assert {(key, total) for key, _, total in shown} == {("base-losses", 150)}
 

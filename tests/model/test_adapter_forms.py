@@ -164,7 +164,7 @@ IA3: dict[str, Any] = {
 }  # fmt: skip
 ALL = IA3["target_modules"]
 VALUES_OF_IA3: dict[str, tuple[list[Any], list[Any]]] = {
-    "task_type": (["CAUSAL_LM", "SEQ_2_SEQ_LM", None], ["SEQ_CLS", "nonsense", 3]),
+    "task_type": (["CAUSAL_LM", "SEQ_2_SEQ_LM", None], ["SEQ_CLS", "TOKEN_CLS", "nonsense", 3]),
     "peft_type": (["IA3"], ["LORA", None, 3]),
     "auto_mapping": ([None, {"base_model_class": "x"}, "x"], []),
     "peft_version": ([None, "0.1", 3], []),

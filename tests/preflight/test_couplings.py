@@ -62,6 +62,7 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 ON_DISK = "strategy.offload_optimizer=disk strategy.offload_dir=/var/tmp"
 STAGED = "strategy=fsdp_pp trainer.devices=2 trainer.gradient_accumulation_steps=4"
 SLICED = "strategy=ddp trainer.devices=2 strategy.context_parallel_size=2"
+LABELS = "model.labels=[first,inside,last]"
 CONFLICTS = [
     # GPUs, what was typed, what is right, what must be said
     (0, "sweep.trials=3", "sweep.trials=3 sweep.search=optuna",
@@ -332,11 +333,39 @@ CONFLICTS = [
      "schedule.shape=wsd schedule.decay_ratio=0.75 schedule.warmup_ratio=0.25",
      ["are together more than 1; type schedule.decay_ratio=0.75"]),
     (0, "data=pairs", "data=pairs objective=dpo",
-     ["format: preference of", "objective=sft learns from single answers; type objective=dpo"]),
+     ["format: preference of", "answers that are all right; type objective=dpo"]),
+    (0, "data=kto_mix", "data=kto_mix objective=kto",
+     ["format: kto of", "learns from single answers that are all right; type objective=kto"]),
+    (0, f"data=classes objective=classify {LABELS} adapter=ia3",
+     f"data=classes objective=classify {LABELS} adapter=full",
+     ["the head is trained whole, which adapter=ia3 does not do; type adapter=lora or full"]),
+    (0, f"data=classes objective=classify {LABELS} quantization.method=fp8",
+     f"data=classes objective=classify {LABELS} quantization.method=nf4",
+     ["quantization=fp8 has not been tried with model.labels=[first, inside, last]"]),
+    (0, f"data=classes objective=classify {LABELS} strategy=tp trainer.devices=2",
+     f"data=classes objective=classify {LABELS} strategy=fsdp trainer.devices=2",
+     ["strategy=tp splits the head by tokens of the vocabulary"]),
+    (0, f"data=classes objective=classify {LABELS} model.added_tokens=[<x>]",
+     f"data=classes objective=classify {LABELS}",
+     ["model.added_tokens are not built together yet; type model.added_tokens=[]"]),
+    (0, f"data=classes objective=classify {LABELS} evaluation.exact_match=true",
+     f"data=classes objective=classify {LABELS}",
+     ["evaluation.exact_match=true, and model.labels=[first, inside, last] writes no text"]),
+    (0, f"data=classes objective=classify {LABELS} objective.class_weights=[1,2]",
+     f"data=classes objective=classify {LABELS} objective.class_weights=[1,2,3]",
+     ["objective.class_weights has 2 numbers", "with a number for each class"]),
+    (0, "data=classes objective=classify model.labels=[a,A]",
+     f"data=classes objective=classify {LABELS}",
+     ["model.labels=[a, A] has a name twice"]),
+    (0, LABELS, f"data=classes objective=classify {LABELS}",
+     ["replaces the language model's head, which objective=sft trains; type objective=classify"]),
+    (0, "data=pairs objective=reward model.labels=[a,b]",
+     "data=pairs objective=reward model.labels=[reward]",
+     ["model.labels=[a, b]: a reward is one number, with a name; type model.labels=[reward]"]),
     (0, "objective=dpo", "data=pairs objective=dpo",
      ["objective=dpo learns from rows of format preference; type format: preference for them"]),
     (0, "data=pairs objective=dpo data.train_on_inputs=true", "data=pairs objective=dpo",
-     ["which both answers follow, teaches nothing; type data.train_on_inputs=false"]),
+     ["and the prompt is the same; type data.train_on_inputs=false"]),
     (0, "data=pairs objective=dpo data.on_long=split",
      "data=pairs objective=dpo data.on_long=truncate_left",
      ["data.on_long=split: objective=dpo compares whole answers; type data.on_long=drop"]),
@@ -402,6 +431,9 @@ def test_every_row_of_the_table_has_a_case(monkeypatch: pytest.MonkeyPatch) -> N
     assert check_compatibility(changed, 0) == []
     changed.evaluation.tasks = [TaskConfig(name=dataset_names(changed.data.datasets)[0])]
     assert "is the name of a data set, too" in check_compatibility(changed, 0)[0]
+    chat = config.load_config("chat", ["model.path=base", LABELS])
+    assert not isinstance(chat, config.TrainConfig)
+    assert "a reward writes no text; type" in check_compatibility(chat, 0)[0]
     assert found == rows
 
 

@@ -646,8 +646,8 @@ BUGS = [
     Bug(
         name="the reference keeps the adapter",
         file="app/training/objective/pairs.py",
-        right="with eval_mode(model), adapter_disabled(model), torch.no_grad():",
-        wrong="with eval_mode(model), torch.no_grad():",
+        right="with eval_mode(model), adapter_disabled(model):\n        return answers_of",
+        wrong="with eval_mode(model):\n        return answers_of",
         test="tests/training/test_dpo.py::test_loss_and_gradients_are_those_of_the_formula",
     ),
     Bug(

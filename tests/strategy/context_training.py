@@ -196,10 +196,13 @@ def compare(case: str, counted: dict[str, int]) -> dict[str, float]:
         ((part["gradients"][name] - expected).abs().max() / expected.abs().max().clamp(1e-9)).item()
         for name, expected in whole["gradients"].items()
     )
+    expected = torch.cat([grad.flatten() for grad in whole["gradients"].values()])
+    found = torch.cat([part["gradients"][name].flatten() for name in whole["gradients"]])
     return {
         "loss": abs(part["loss"] / whole["loss"] - 1).item(),
         "sums": (part["sums"] - whole["sums"]).abs().max().item() / whole["sums"].max().item(),
         "gradients": worst,
+        "norm": ((found - expected).norm() / expected.norm()).item(),
         "saved": part["saved"] / max(1, whole["saved"]),
         **counted,
     }

@@ -29,7 +29,9 @@ def test_slices_give_the_loss_and_gradients_of_whole_rows(size: int, cases: list
     for found in on_ranks(size, compare_all, cases):
         for case, figures in found.items():
             assert figures["loss"] < 1e-6 and figures["sums"] < 1e-6, case
-            assert figures["gradients"] < 2e-6, case
+            assert figures["norm"] < 1e-6, case
+            # The largest difference of one number is rounding that differs between CPUs.
+            assert figures["gradients"] < 4e-6, case
             assert figures["saved"] < (1.1 + 0.15 * (case in MASKED)) / size, case
             if case in ("llama", "lora, recompute"):
                 passes = 3 if "recompute" in case else 2

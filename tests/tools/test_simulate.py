@@ -334,12 +334,15 @@ def test_every_shipped_experiment_is_simulated_or_refused() -> None:
 
 
 NOT_SIMULATED = {
+    "classify_tiny": "h100",
     "dpo_quickstart": "h100",
     "falcon180b": "8xa100_80gb",
     "llama70b_zero3": "8xh100",
     "llama8b_128k": "8xh100",
     "llama8b_dpo": "h100",
     "qwen3_5_9b_qlora": "h100",
+    "qwen7b_kto": "h100",
+    "reward_1b": "h100",
 }
 """experiments that cannot be simulated: DeepSpeed needs real ranks, hybrids need their kernels, and
 a simulated micro-batch has no pairs and no slices of rows"""

@@ -59,8 +59,8 @@ def make_pairs() -> list[Example]:
     return pairs
 
 
-@pytest.fixture
-def model() -> Any:
+@pytest.fixture(name="model")
+def adapted_model() -> Any:
     """A tiny model with a LoRA that has moved, and a fused head."""
     llama = tiny_llama()
     llama.set_attn_implementation(attention_implementation("sdpa"))

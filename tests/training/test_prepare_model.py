@@ -26,7 +26,7 @@ def first_number(monkeypatch: pytest.MonkeyPatch, global_rank: int, copies: int)
     """Return the first random number that a rank draws after its model is prepared."""
     for name in ("verify_attention", "check_head_loss", "check_same_step"):
         monkeypatch.setattr(prepare, name, lambda *_: None)
-    for name in ("quantize_tokens_independently", "reading_first_forward"):
+    for name in ("quantize_tokens_independently", "reading_first_forward", "hidden_as_logits"):
         monkeypatch.setattr(prepare, name, lambda *_: nullcontext())
     module: Any = SimpleNamespace(
         model=None,

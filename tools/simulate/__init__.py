@@ -79,7 +79,7 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
     elif run.context_size > 1:
         why = "slices of rows cannot be simulated; type strategy.context_parallel_size=1"
     elif config.objective.row_format is not None:
-        why = f"objective={config.objective.name} has rows of pairs; type objective=sft"
+        why = f"objective={config.objective.name} has rows of its own; type objective=sft"
     elif run.quantization.method == "int8":
         why = "int8 weights cannot be simulated; type quantization=nf4"
     elif config.trainer.compile:

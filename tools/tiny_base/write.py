@@ -54,6 +54,7 @@ def write_samples(folder: Path = SAMPLES) -> None:
         write_json_lines(folder / f"orders{suffix}.jsonl", order_rows(num_rows, held_out))
         write_json(folder / f"people{suffix}.json", people_rows(num_rows, held_out))
     write_json(folder / "pairs.json", pair_rows(NUM_PAIRS))
+    write_json(folder / "classes.json", class_rows(NUM_PAIRS))
     write_base(folder / "tiny_base")
 
 
@@ -85,6 +86,15 @@ def pair_rows(num_rows: int) -> Iterator[Row]:
             "chosen": problem.solve(operation),
             "rejected": problem.solve(opposite[operation]),
         }
+
+
+def class_rows(num_rows: int) -> Iterator[Row]:
+    """Yield texts with a class: a list, and whether its largest number is first, last or inside."""
+    rng = Random("classes")
+    for problem in _distinct(lambda: draw_list(rng, False), num_rows):
+        place = problem.digits.index(max(problem.digits))
+        inside = "inside" if place < len(problem.digits) - 1 else "last"
+        yield {"text": " ".join(problem.digits), "label": "first" if place == 0 else inside}
 
 
 def order_rows(num_rows: int, held_out: bool) -> Iterator[Row]:

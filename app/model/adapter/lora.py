@@ -10,6 +10,7 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from app.model.adapter import targets
 from app.model.adapter.saved import load_adapter, probe_logits, sort_sets
 from app.model.adapter.settings import ADAPTER_FILE, INITS, ORIGIN_FILE, LoraConfig
 from app.model.adapter.wrap import trainable_rows, without_bitsandbytes, wrap
+from app.model.classifier import HEAD, is_classifier
 from app.model.description import describe_model, is_quantized
 from app.model.multimodal import tower_modules
 from app.model.patterns import is_inside, last_parts, shortest
@@ -174,6 +176,8 @@ def apply_lora(
 
     from app.model.adapter.experts import check_stock_peft_loads
 
+    if is_classifier(model):
+        config = replace(config, modules_to_save=[*config.modules_to_save, HEAD])
     found = targets.find_targets(config, describe_model(model))
     if found.problems:
         raise UserError(found.problems)
@@ -215,8 +219,9 @@ def _peft_config(
     ]
     all_names += tower_modules(model)
     is_transposed = (isinstance(model.get_submodule(name), Conv1D) for name in found.matrices)
+    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     return peft.LoraConfig(
-        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
+        task_type="SEQ_CLS" if is_classifier(model) else task,
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.adapter.saved_config import load_peft_config, read_adapter_config
 from app.model.adapter.settings import ADAPTER_FILE, CONFIG_FILE, ORIGIN_FILE
 from app.model.adapter.wrap import without_bitsandbytes, wrap
+from app.model.classifier import is_classifier
 from app.model.description import is_tied, sharing_embedding
 from app.model.eval_mode import eval_mode
 from app.model.patterns import check_patterns, expression_of_key, last_parts
@@ -51,6 +52,11 @@ def load_adapter(
     folder = folder if has_weights else folder.parent
     with reading(f"the adapter in {folder}", "save it again, or use another one"):
         config = from_stock_config(load_peft_config(folder), model)
+        if config.task_type == "SEQ_CLS" and not is_classifier(model):
+            raise UserError(
+                f"{folder / CONFIG_FILE}: task_type=SEQ_CLS is an adapter of a classifier or a "
+                "reward model; type model.labels=[NAME, ...] with the names of its outputs"
+            )
         _check_patterns(config, model, folder)
         if trainable:
             _check_can_continue(config, model, folder)

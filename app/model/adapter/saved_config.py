@@ -114,9 +114,9 @@ SHARED: dict[str, Rule] = {
     "base_model_name_or_path": TEXT,
     "revision": TEXT,
     "task_type": (
-        lambda value: value in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"),
-        "CAUSAL_LM, SEQ_2_SEQ_LM or null (other types have another head than a language model: "
-        "use an adapter of a language model)",
+        lambda value: value in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS"),
+        "CAUSAL_LM, SEQ_2_SEQ_LM, SEQ_CLS or null (other types have a head that is not built: use "
+        "an adapter of a language model or of a classifier of texts)",
     ),
     "inference_mode": FLAG,
     "target_modules": NAMES,

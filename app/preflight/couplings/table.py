@@ -21,6 +21,7 @@ from app.preflight.couplings.devices import (
     check_global_batch,
     check_layout,
     has_data,
+    is_merge,
     is_training,
     requested_devices,
 )
@@ -51,14 +52,19 @@ CHANGE_BASE = ("pissa", "olora")
 """values of adapter.init that subtract the initial adapter from the base's weights"""
 MIN_SLICE_TOKENS = 64
 """fewest tokens of a row on each of the ranks that split it"""
-PAIRS = "preference"
-"""format of rows with a chosen and a rejected answer"""
 MEMORY_FILES = ("tmpfs", "ramfs")
 REMOTE_FILES = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs"),
     *("9p", "afs"),
 )
 """file systems that optimizer states are not kept on; `fuse.NAME` are taken for remote, too"""
+OF_OBJECTIVES = {
+    "preference": "objective=dpo, or format: prompt_completion, columns: {completion: chosen}",
+    "kto": "objective=kto, or columns: {weight: label} without a format",
+    "classification": "objective=classify, or format: alpaca, columns: {instruction: text, "
+    "output: label}",
+}
+"""format of rows that only some objectives learn from -> what to type for another one"""
 NEAREST_IN_PYTORCH = {
     "zero1": "fsdp_grad_op",
     "zero2": "fsdp_grad_op",
@@ -97,7 +103,7 @@ def check_compatibility(
     if problems := check_values(config, skip=("data",)):  # check_datasets checks those of the data
         return problems
     devices = requested_devices(config, num_gpus if on_this_machine else num_gpus or 0)
-    conflicts = [*_of_device(config, devices), *_of_base(config)]
+    conflicts = [*_of_device(config, devices), *_of_base(config), *_of_head(config, devices)]
     if has_data(config):
         conflicts += [*_of_data(config), *_of_objective(config)]
     if is_training(config):
@@ -318,10 +324,11 @@ def _of_monitor(config: TrainConfig) -> Iterator[Conflict]:
 def _of_objective(config: TrainConfig | EvaluateConfig) -> Iterator[Conflict]:
     name, needed, data = config.objective.name, config.objective.row_format, config.data
     for dataset in data.loss_datasets:
-        if needed is None and dataset.format == PAIRS:
+        if needed is None and dataset.format in OF_OBJECTIVES:
             yield Conflict(
-                f"format: {PAIRS} of {dataset.path}: objective={name} learns from single answers",
-                "objective=dpo, or format: prompt_completion, columns: {completion: chosen}",
+                f"format: {dataset.format} of {dataset.path}: objective={name} learns from single "
+                "answers that are all right",
+                OF_OBJECTIVES[dataset.format],
             )
         if needed is not None and dataset.format not in (None, needed):
             yield Conflict(
@@ -333,8 +340,8 @@ def _of_objective(config: TrainConfig | EvaluateConfig) -> Iterator[Conflict]:
         return
     if data.train_on_inputs:
         yield Conflict(
-            f"data.train_on_inputs=true: with objective={name} the prompt, which both answers "
-            "follow, teaches nothing",
+            f"data.train_on_inputs=true: objective={name} learns what a better and a worse answer "
+            "to a prompt differ in, and the prompt is the same",
             "data.train_on_inputs=false",
         )
     if data.on_long == "split":
@@ -357,6 +364,69 @@ def _of_objective(config: TrainConfig | EvaluateConfig) -> Iterator[Conflict]:
                 "cached could store",
                 "objective.reference=none",
             )
+
+
+def _of_head(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[Conflict]:
+    """Yield conflicts of a head for classes or a reward."""
+    labels = config.model.labels
+    given = f"model.labels=[{', '.join(labels)}]"
+    objective = config.objective if has_data(config) else None
+    if objective is not None and objective.name == "reward" and len(labels) != 1:
+        yield Conflict(f"{given}: a reward is one number, with a name", "model.labels=[reward]")
+    if not labels:
+        return
+    if len({label.casefold() for label in labels}) < len(labels):
+        yield Conflict(f"{given} has a name twice", "model.labels=[...] with each class once")
+    if objective is None and not is_merge(config):
+        yield Conflict(
+            f"{given}: a model with a head for classes or a reward writes no text",
+            f"{verb_command('evaluate')} or {verb_command('merge')} run=FOLDER",
+        )
+    if objective is not None and not objective.has_own_head:
+        yield Conflict(
+            f"{given} replaces the language model's head, which objective={objective.name} trains",
+            "objective=classify, or model.labels=[]",
+        )
+    if objective is not None and objective.name == "classify":
+        weights = cast("Any", objective).class_weights
+        if weights and (len(weights) != len(labels) or len(labels) < 2):
+            yield Conflict(
+                f"objective.class_weights has {len(weights)} numbers, and {given}",
+                "objective.class_weights=[1.0, ...] with a number for each class",
+            )
+    if has_data(config) and (asked := _asks_for_text(config)):
+        yield Conflict(f"{asked}, and {given} writes no text", "it without that, too")
+    if config.model.added_tokens:
+        yield Conflict(
+            f"{given} and model.added_tokens are not built together yet", "model.added_tokens=[]"
+        )
+    if not is_training(config):
+        return
+    if not isinstance(config.adapter, LoraConfig) and config.adapter.name != "full":
+        yield Conflict(
+            f"{given}: the head is trained whole, which adapter={config.adapter.name} does not do",
+            "adapter=lora or full",
+        )
+    if tensor_parallel_size(config.strategy, devices.ranks_per_node) > 1:
+        yield Conflict(
+            f"strategy={config.strategy.name} splits the head by tokens of the vocabulary, and "
+            f"{given} has none",
+            "strategy=fsdp",
+        )
+    if config.quantization.method == "fp8":
+        yield Conflict(
+            f"quantization=fp8 has not been tried with {given}", "quantization=nf4, or none"
+        )
+
+
+def _asks_for_text(config: TrainConfig | EvaluateConfig) -> str:
+    """Return what asks for answers of a language model, "" if nothing does."""
+    evaluation = config.evaluation
+    if evaluation.tasks:
+        return f"evaluation.tasks=[{', '.join(task.name for task in evaluation.tasks)}]"
+    if evaluation.harness:
+        return f"evaluation.harness=[{', '.join(evaluation.harness)}]"
+    return "evaluation.exact_match=true" if evaluation.answers_prompts else ""
 
 
 def _of_reference(config: TrainConfig) -> Iterator[Conflict]:

@@ -36,7 +36,7 @@ def head_inputs(model: Any, batch: Batch, backend: str) -> HeadInputs:
     if batch.decoder is None:
         # The head runs only on trained positions: prompts cost no logits.
         columns = batch.trained_columns
-        inputs = _causal_inputs(model, batch, backend)
+        inputs = causal_inputs(model, batch, backend)
     else:
         inputs = _decoder_inputs(model, batch, batch.decoder, backend)
     return HeadInputs(
@@ -67,7 +67,15 @@ def document_numbers(batch: Batch) -> tuple[Tensor, int]:
     return numbers.to(batch.labels.device), last
 
 
-def _causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
+def document_datasets(batch: Batch) -> Tensor:
+    """Return the data set of each document, int64 [documents]."""
+    documents, count = document_numbers(batch)
+    numbers = documents.flatten()
+    datasets = numbers.new_zeros(count + 1).scatter_(0, numbers, batch.dataset_ids.flatten())
+    return datasets[:-1]
+
+
+def causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
     """Return a causal model's inputs, for logits [rows, trained columns, vocabulary]."""
     inputs = {
         "input_ids": batch.input_ids,

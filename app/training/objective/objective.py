@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from app.model.attention import check_isolation, check_padded_rows
+from app.model.classifier import hidden_as_logits
 from app.model.head import check_head_loss
 from app.model.quantization import quantize_tokens_independently
 from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
@@ -52,8 +53,20 @@ class Objective(Protocol):
     first_loss: float | None
     """its loss as long as the model equals the base; None if that is not known beforehand"""
 
+    def begin(
+        self,
+        model: Any,
+        batches: Iterable[Batch],
+        backend: str,
+        device: torch.device,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Measure what the losses of a step or a validation needs of its batches: here nothing."""
+        return
+
     def reference(self, model: Any, batch: Batch, backend: str) -> Tensor | None:
-        """Return what the model without its adapter says of the batch, None if it is not needed."""
+        """Return what the model without its adapter says of the batch: here nothing."""
+        return None
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         """Return the losses of a micro-batch, whose attention is computed by `backend`."""
@@ -99,15 +112,17 @@ def validate(
 
     With `sum_over_ranks` each rank has a share of the batches, and all ranks return equal metrics.
     `is_packed`: rows may hold several documents, which the model must isolate from each other. The
-    sums of this rank's rows of data are added to `rows`.
+    sums of this rank's rows of data are added to `rows`. Some objectives iterate over `batches`
+    twice.
     """
     sums = DatasetSums(len(dataset_names))
     device = device or model.device
     if not model.config.is_encoder_decoder:
-        with quantize_tokens_independently(model):
+        with quantize_tokens_independently(model), hidden_as_logits(model):
             (check_isolation if is_packed else check_padded_rows)(model, backend, device)
     check_head_loss(model, backend, device)
     model.eval()
+    objective.begin(model, batches, backend, device, sum_over_ranks)
     for batch in batches:
         batch_loss(objective, model, batch.to(device, non_blocking=True), backend, sums, rows)
     taken = sums.take()

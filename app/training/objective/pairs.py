@@ -11,8 +11,8 @@ from torch import Tensor
 from app.model.adapter import adapter_disabled
 from app.model.eval_mode import eval_mode
 from app.model.head import head_log_probs
-from app.training.objective.forward import document_numbers, head_inputs
-from app.training.objective.objective import Losses
+from app.training.objective.forward import document_datasets, document_numbers, head_inputs
+from app.training.objective.objective import Losses, Objective
 from data_modules import Batch
 
 
@@ -50,7 +50,7 @@ class PairLoss(Protocol):
         """Return the rewards of the answers [pairs, 2], and the losses of the pairs [pairs]."""
 
 
-class PairObjective:
+class PairObjective(Objective):
     """The mean over pairs of a loss of both answers."""
 
     figures: tuple[str, ...] = (
@@ -79,7 +79,7 @@ class PairObjective:
             return batch.reference
         if self.source == "cached":
             # No pass for a batch without pairs: ranks that shard the weights have passes in common.
-            if batch.pair_weights is None:
+            if batch.unit_weights is None:
                 return None
             raise RuntimeError("objective.reference=cached: nothing is stored for these pairs")
         return base_log_probs(model, batch, backend)
@@ -88,7 +88,7 @@ class PairObjective:
         """Return the losses of the pairs of a micro-batch; `reference` as from the method."""
         pairs = answers_of(model, batch, backend, reference)
         rewards, losses = self.loss.losses(pairs)
-        weights = losses.new_zeros(0) if batch.pair_weights is None else batch.pair_weights
+        weights = losses.new_zeros(0) if batch.unit_weights is None else batch.unit_weights
         chosen, rejected = rewards.detach().unbind(1)
         margins = chosen - rejected
         figures = [(margins > 0).to(margins), margins, chosen, rejected]
@@ -97,7 +97,7 @@ class PairObjective:
             (losses * weights).sum(),
             losses.detach(),
             weights,
-            _datasets_of_pairs(batch),
+            document_datasets(batch)[::2],
             lambda: (torch.arange(len(losses), device=losses.device), len(losses)),
             pairs.num_tokens.sum(1).long(),
             figures,
@@ -112,6 +112,12 @@ def base_log_probs(model: Any, batch: Batch, backend: str) -> Tensor:
 
 def answers_of(model: Any, batch: Batch, backend: str, reference: Tensor | None = None) -> Pairs:
     """Compute both answers of each pair of a micro-batch."""
+    log_probs, num_tokens = document_log_probs(model, batch, backend)
+    return Pairs(log_probs.view(-1, 2), num_tokens.view(-1, 2), reference)
+
+
+def document_log_probs(model: Any, batch: Batch, backend: str) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each document's labels, and their number, fp64 [documents]."""
     head = head_inputs(model, batch, backend)
     log_probs = head_log_probs(model, head.inputs, head.labels)
     documents, count = document_numbers(batch)
@@ -121,13 +127,4 @@ def answers_of(model: Any, batch: Batch, backend: str, reference: Tensor | None 
     is_trained = (batch.labels >= 0).flatten().double()
     num_tokens = is_trained.new_zeros(count + 1).index_add_(0, documents.flatten(), is_trained)
     # Without a pair the padding is left, which has no labels: a sum that is 0, but of the graph.
-    log_probs = (sums[:-1] + 0 * sums[-1]).view(-1, 2)
-    return Pairs(log_probs, num_tokens[:-1].view(-1, 2), reference)
-
-
-def _datasets_of_pairs(batch: Batch) -> Tensor:
-    """Return the data set of each pair, int64 [pairs]."""
-    documents, count = document_numbers(batch)
-    numbers = documents.flatten()
-    datasets = numbers.new_zeros(count + 1).scatter_(0, numbers, batch.dataset_ids.flatten())
-    return datasets[:-1:2]
+    return sums[:-1] + 0 * sums[-1], num_tokens[:-1]

@@ -12,8 +12,8 @@ class ObjectiveConfig:
     """What is minimized: the cross-entropy of the trained tokens."""
 
     name: str = setting("sft", grants="nothing")
-    """objective: sft (answers), or dpo, ipo, orpo or simpo (pairs of a chosen and a rejected
-    answer)"""
+    """objective: sft (answers); dpo, ipo, orpo, simpo, reward (pairs of answers); kto (answers with
+    a verdict); classify (texts with a class)"""
 
     @property
     def row_format(self) -> str | None:
@@ -34,6 +34,11 @@ class ObjectiveConfig:
     def reference_source(self) -> str:
         """Where the base's log-probabilities come from: base, cached or none."""
         return "base" if self.compares_with_base else "none"
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether the model has a head of its own in place of the language model's."""
+        return False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,11 +143,77 @@ class SimpoConfig(PairConfig):
         return False
 
 
+@dataclass(kw_only=True, slots=True)
+class KtoConfig(PairConfig):
+    """Kahneman-Tversky optimization (arXiv 2402.01306): single answers that are wanted or not, by
+    their log-probabilities relative to the base.
+    """
+
+    name: str = "kto"
+    beta: float = setting(0.1, gt=0, le=100, note="0.01 to 0.5 is usual")
+    """how closely the model stays at the base: higher is closer"""
+    desirable_weight: float = setting(1.0, ge=0, le=100)
+    """weight of the losses of answers that are wanted"""
+    undesirable_weight: float = setting(1.0, ge=0, le=100)
+    """weight of the others; both weights times their numbers of rows should be about equal"""
+
+    @property
+    def row_format(self) -> str:
+        """Rows are answers with a verdict."""
+        return "kto"
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConfig(PairConfig):
+    """A reward model: a number for an answer, higher for the chosen one of a pair."""
+
+    name: str = "reward"
+    centering: float = setting(0.0, ge=0, le=10, note="0.01 is usual")
+    """weight of the square of both rewards' sum, which keeps their mean near 0"""
+
+    @property
+    def lr_ratio(self) -> float:
+        """That of sft: the loss does not grow with the length of an answer."""
+        return 1.0
+
+    @property
+    def compares_with_base(self) -> bool:
+        """No: the base has no rewards."""
+        return False
+
+    @property
+    def has_own_head(self) -> bool:
+        """A head with one output."""
+        return True
+
+
+@dataclass(kw_only=True, slots=True)
+class ClassifyConfig(ObjectiveConfig):
+    """A classifier: the class of a text, of model.labels; or a number, of a single label."""
+
+    name: str = "classify"
+    class_weights: list[float] = setting(default_factory=list)
+    """weights of the losses of each class, in the order of model.labels; none = 1 for all"""
+
+    @property
+    def row_format(self) -> str:
+        """Rows are texts with a label."""
+        return "classification"
+
+    @property
+    def has_own_head(self) -> bool:
+        """A head with an output for each of model.labels."""
+        return True
+
+
 OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     "sft": ObjectiveConfig,
     "dpo": DpoConfig,
     "ipo": IpoConfig,
     "orpo": OrpoConfig,
     "simpo": SimpoConfig,
+    "kto": KtoConfig,
+    "reward": RewardConfig,
+    "classify": ClassifyConfig,
 }
 """option of the group -> its settings"""

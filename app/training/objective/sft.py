@@ -8,19 +8,16 @@ from torch import Tensor
 
 from app.model.head import head_loss
 from app.training.objective.forward import document_numbers, head_inputs
-from app.training.objective.objective import Losses
+from app.training.objective.objective import Losses, Objective
 from data_modules import Batch
 
 
-class Sft:
+class Sft(Objective):
     """Cross-entropy of each trained token, times its weight."""
 
     figures: tuple[str, ...] = ()
     is_likelihood = True
     first_loss: float | None = None
-
-    def reference(self, model: Any, batch: Batch, backend: str) -> None:
-        """Return nothing: only the trained model counts."""
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         """Return the losses of the trained columns of a micro-batch."""

@@ -25,12 +25,15 @@ class DatasetSums:
     ) -> None:
         """Add units; all arguments are [units], with weight 0 if the loss is masked.
 
-        `tokens`: trained tokens of each, None for one; `figures`: what is averaged as the loss is.
+        `tokens`: trained tokens of each, None for one; `figures`: what is averaged as the loss is,
+        NaN for the units that a figure says nothing of.
         """
         if tokens is None:
             tokens = weights > 0
         columns = [losses * weights, weights, tokens.to(losses.dtype)]
-        columns += [figure * weights for figure in figures]
+        for figure in figures:
+            counts = torch.where(figure.isnan(), 0, weights)
+            columns += [figure.nan_to_num() * counts, counts]
         # fp64: the sum of millions of validation losses must not depend on their order.
         parts = torch.stack(columns).double()
         if self.sums is None:
@@ -47,7 +50,7 @@ class DatasetSums:
         self.sums[0, datasets] *= value
 
     def take(self) -> Tensor:
-        """Return the sums [3 + figures, data sets] and reset them; RuntimeError without any."""
+        """Return the sums [3 + 2 figures, data sets] and reset them; RuntimeError without any."""
         if self.sums is None:
             raise RuntimeError("no batch was added since the last step")
         taken, self.sums = self.sums, None
@@ -83,7 +86,7 @@ class RowSums:
 def losses_by_dataset(
     sums: Tensor, names: list[str], prefix: str, figures: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Turn sums [3 + figures, data sets] on the host into `PREFIX/loss` and metrics of data sets.
+    """Turn sums [3 + 2 figures, data sets] on the host into `PREFIX/loss` and metrics of data sets.
 
     Each data set has a loss, tokens, a share and the means of its figures; without trained tokens
     it has no loss and no figures.
@@ -95,10 +98,10 @@ def losses_by_dataset(
             metrics[f"{prefix}/loss/{name}"] = loss / weight
         metrics[f"{prefix}/tokens/{name}"] = count
         metrics[f"{prefix}/share/{name}"] = count / max(1.0, sum(tokens))
-    for figure, values in zip(figures, summed, strict=True):
-        if sum(weights):
-            metrics[f"{prefix}/{figure}"] = sum(values) / sum(weights)
-        for name, value, weight in zip(names, values, weights, strict=True):
+    for figure, values, counts in zip(figures, summed[::2], summed[1::2], strict=True):
+        if sum(counts):
+            metrics[f"{prefix}/{figure}"] = sum(values) / sum(counts)
+        for name, value, weight in zip(names, values, counts, strict=True):
             if weight:
                 metrics[f"{prefix}/{figure}/{name}"] = value / weight
     return metrics

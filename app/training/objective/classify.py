@@ -1,0 +1,121 @@
+"""Classes, numbers and rewards of whole texts: a head of its own on their last tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from app.training.objective.forward import causal_inputs, document_datasets
+from app.training.objective.objective import Losses, Objective
+from app.training.objective.settings import ClassifyConfig, RewardConfig
+from data_modules import Batch
+
+
+def outputs_of_documents(model: Any, batch: Batch, backend: str) -> Tensor:
+    """Return the head's outputs at the last token of each document, fp32 [documents, outputs]."""
+    # On the host, where the lengths are: nothing waits for the device.
+    ends = [
+        (row, end - 1)
+        for row, lengths in enumerate(batch.document_lengths)
+        for end in itertools.accumulate(lengths)
+    ]
+    columns = sorted({column for _, column in ends}) or [0]
+    places = [(row, columns.index(column)) for row, column in ends]
+    rows, kept = torch.tensor([*places, (0, 0)]).to(batch.input_ids.device).unbind(1)
+    inputs = causal_inputs(model, batch, backend)
+    inputs["logits_to_keep"] = torch.tensor(columns).to(batch.input_ids.device)
+    logits = model(**inputs).logits.float()
+    # The last one is no document: without it, an empty micro-batch would have no graph.
+    found: Tensor = logits[rows, kept]
+    return found[:-1] + 0 * found[-1:].sum()
+
+
+class Classify(Objective):
+    """Cross-entropy of a text's class, times the weight of the class; or squared error of a number.
+
+    As torch.nn.functional.cross_entropy and mse_loss of the logits of single texts.
+    """
+
+    is_likelihood = False
+    first_loss: float | None = None
+
+    def __init__(self, config: ClassifyConfig, labels: Sequence[str]) -> None:
+        self.names, self.class_weights = labels, config.class_weights
+        self.figures: tuple[str, ...] = ("absolute_error",)
+        if len(self.names) > 1:
+            kinds = [f"{kind}_{name}" for name in self.names for kind in ("recall", "precision")]
+            self.figures = ("accuracy", *kinds)
+
+    def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
+        """Return the losses of the documents of a micro-batch."""
+        outputs = outputs_of_documents(model, batch, backend)
+        labels, weights = _of_units(batch, outputs)
+        if len(self.names) == 1:
+            differences = outputs[:, 0] - labels
+            losses, figures = differences.square(), [differences.detach().abs()]
+        else:
+            classes = labels.long()
+            scale = outputs.new_tensor(self.class_weights or [1.0] * len(self.names))
+            losses = cross_entropy(outputs, classes, reduction="none") * scale[classes]
+            figures = self._figures(outputs.detach().argmax(1), classes)
+        return _losses(losses, weights, batch, figures)
+
+    def _figures(self, guessed: Tensor, classes: Tensor) -> list[Tensor]:
+        """Return accuracy, and by class recall (of its texts) and precision (of its guesses)."""
+        is_right = (guessed == classes).float()
+        nothing = torch.full_like(is_right, torch.nan)
+        figures = [is_right]
+        for index in range(len(self.names)):
+            figures += [torch.where(of == index, is_right, nothing) for of in (classes, guessed)]
+        return figures
+
+
+class Reward(Objective):
+    """-log sigmoid(r_chosen - r_rejected - margin) + centering (r_chosen + r_rejected)^2.
+
+    Bradley and Terry's model as in equation 2 of arXiv 2203.02155, the margin of a row as in
+    equation 2 of arXiv 2307.09288, centering as in arXiv 2312.09244.
+    """
+
+    figures: tuple[str, ...] = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+    is_likelihood = False
+    first_loss: float | None = None
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.centering = config.centering
+
+    def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
+        """Return the losses of the pairs of a micro-batch."""
+        outputs = outputs_of_documents(model, batch, backend)
+        chosen, rejected = outputs[:, 0].view(-1, 2).unbind(1)
+        labels, weights = _of_units(batch, outputs)
+        margins = chosen - rejected
+        losses = -logsigmoid(margins - labels.nan_to_num())
+        losses = losses + self.centering * (chosen + rejected).square()
+        figures = [each.detach() for each in (margins, chosen, rejected)]
+        return _losses(losses, weights, batch, [(margins.detach() > 0).float(), *figures])
+
+
+def _of_units(batch: Batch, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return labels and weights [units], empty for a micro-batch without any."""
+    nothing = outputs.new_zeros(0)
+    labels, weights = batch.unit_labels, batch.unit_weights
+    return (nothing if labels is None else labels, nothing if weights is None else weights)
+
+
+def _losses(losses: Tensor, weights: Tensor, batch: Batch, figures: list[Tensor]) -> Losses:
+    datasets = document_datasets(batch)
+    step = max(1, len(datasets) // max(1, len(losses)))  # two documents a pair
+    return Losses(
+        (losses * weights).sum(),
+        losses.detach(),
+        weights,
+        datasets[::step],
+        lambda: (torch.arange(len(losses), device=losses.device), len(losses)),
+        figures=figures,
+    )

@@ -1,0 +1,102 @@
+"""Kahneman-Tversky optimization: answers that are wanted above the drift from the base, or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.model.adapter import adapter_disabled
+from app.model.eval_mode import eval_mode
+from app.training.objective.forward import document_datasets
+from app.training.objective.objective import Losses, Objective
+from app.training.objective.pairs import document_log_probs
+from app.training.objective.settings import KtoConfig
+from data_modules import Batch
+
+
+class Kto(Objective):
+    """1 - sigmoid(beta (r - kl)) if the answer is wanted, else 1 - sigmoid(beta (kl - r)).
+
+    Equation 8 of arXiv 2402.01306; r: log-probability of an answer minus the base's; kl: the mean
+    of r over prompts with answers of other rows, at least 0, over all of a step or a validation.
+    It has no gradient, and is measured without one before the losses.
+    """
+
+    figures: tuple[str, ...] = (
+        "accuracy",
+        "kl",
+        "desirable_reward",
+        "undesirable_reward",
+        "desirable_log_prob",
+        "undesirable_log_prob",
+        "desirable_tokens",
+        "undesirable_tokens",
+    )
+    is_likelihood = False
+
+    def __init__(self, config: KtoConfig) -> None:
+        self.beta = config.beta
+        self.weights = config.undesirable_weight, config.desirable_weight
+        self.first_loss = self.weights[0] / 2 if len(set(self.weights)) == 1 else None
+        self.kl: Tensor | None = None
+
+    def begin(
+        self,
+        model: Any,
+        batches: Iterable[Batch],
+        backend: str,
+        device: torch.device,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Measure how far the model has drifted from the base, on answers of other rows."""
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        for batch in batches:
+            others = batch.others
+            assert others is not None
+            others = others.to(device)
+            reference = self._of_base(model, others, backend)
+            with eval_mode(model):
+                log_probs, _ = document_log_probs(model, others, backend)
+            gains = log_probs - reference
+            sums += torch.stack([gains.sum(), gains.new_tensor(float(len(gains)))])
+        if sum_over_ranks is not None:
+            sums = sum_over_ranks(sums)
+        self.kl = (sums[0] / sums[1].clamp_min(1)).clamp_min(0)
+
+    def reference(self, model: Any, batch: Batch, backend: str) -> Tensor:
+        """Return the base's log-probabilities of the answers [answers], without their graph."""
+        return self._of_base(model, batch, backend)
+
+    def _of_base(self, model: Any, batch: Batch, backend: str) -> Tensor:
+        with eval_mode(model), adapter_disabled(model):
+            return document_log_probs(model, batch, backend)[0]
+
+    def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
+        """Return the losses of the answers of a micro-batch; `reference` as from the method."""
+        log_probs, num_tokens = document_log_probs(model, batch, backend)
+        assert reference is not None and batch.unit_labels is not None
+        assert batch.unit_weights is not None
+        gains, is_wanted = log_probs - reference, batch.unit_labels > 0
+        kl = gains.new_zeros(()) if self.kl is None else self.kl
+        advantage = torch.where(is_wanted, gains - kl, kl - gains)
+        scale = torch.where(is_wanted, self.weights[1], self.weights[0])
+        losses = scale * (1 - torch.sigmoid(self.beta * advantage))
+        weights = batch.unit_weights
+        detached = [self.beta * gains.detach(), log_probs.detach(), num_tokens]
+        of_kind = [
+            torch.where(is_wanted == wanted, values, torch.nan)
+            for values in detached
+            for wanted in (True, False)
+        ]
+        return Losses(
+            (losses * weights).sum(),
+            losses.detach(),
+            weights,
+            document_datasets(batch),
+            lambda: (torch.arange(len(losses), device=losses.device), len(losses)),
+            num_tokens.long(),
+            [(advantage.detach() > 0).to(gains), self.beta * kl.expand_as(gains), *of_kind],
+        )

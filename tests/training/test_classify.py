@@ -1,0 +1,333 @@
+"""objective=classify and reward equal plain PyTorch on each text, and open in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from app.model.adapter import FullConfig, LoraConfig
+from app.model.base import ModelConfig
+from app.model.build import build_model
+from app.model.classifier import RatesTokens, hidden_as_logits
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig
+from app.training.objective.build import build_objective
+from app.training.objective.objective import batch_loss
+from app.training.objective.settings import ClassifyConfig, ObjectiveConfig, RewardConfig
+from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
+from common.errors import Origin, UserError
+from data_modules import Batch, Example
+from data_modules.collator import Collator
+from data_modules.format import CLASSIFICATION, RowError, convert_row, label_of
+from data_modules.types import Conversation, Row
+from tests.conftest import read_column
+from tests.in_process import run_command
+from tests.reliability.person import Person
+from tests.tiny import SAMPLES, tiny_llama
+from tests.training.test_dpo import gradients, make_pairs
+
+CLASSES = ["first", "inside", "last"]
+LENGTHS, WEIGHTS = [5, 9, 3, 7], [1.0, 0.5, 1.0, 2.0]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A saved language model, without a head for classes."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_llama().save_pretrained(folder)
+    return str(folder)
+
+
+def build(base: str, labels: list[str], adapter: Any = None) -> Any:
+    """Build a classifier from a language model."""
+    built: Any = build_model(
+        ModelConfig(path=base, labels=labels),
+        QuantizationConfig(),
+        "sdpa",
+        adapter or FullConfig(),
+        RecomputeConfig(mode="none"),
+        "fp32",
+    )
+    return built
+
+
+def make_texts(labels: list[float]) -> list[Example]:
+    """Return texts with a label, of which only the last token has a weight."""
+    rng = np.random.default_rng(1)
+    texts = []
+    for number, (length, weight, label) in enumerate(zip(LENGTHS, WEIGHTS, labels, strict=True)):
+        weights = np.zeros(length, np.float32)
+        weights[-1] = weight
+        ids, origin = rng.integers(3, 60, length).astype(np.int32), Origin("c.json", number)
+        texts.append(Example(ids, weights, number % 2, origin, label=label))
+    return texts
+
+
+def outputs_alone(model: Any, document: Example) -> torch.Tensor:
+    """Return the outputs at the last token of a document that is alone."""
+    ids = torch.from_numpy(document.input_ids).long()[None]
+    hidden = model.base_model(input_ids=ids).last_hidden_state
+    found: torch.Tensor = torch.nn.functional.linear(hidden[0, -1], model.score.weight)
+    return found
+
+
+def classes(model: Any, texts: list[Example]) -> torch.Tensor:
+    rows = [(outputs_alone(model, text), text) for text in texts]
+    scale = [1.0, 2.0, 0.5]
+    losses = [
+        scale[int(text.label or 0)] * cross_entropy(out, torch.tensor(int(text.label or 0)))
+        for out, text in rows
+    ]
+    return torch.stack([w * loss for w, loss in zip(WEIGHTS, losses, strict=True)]).sum()
+
+
+def numbers(model: Any, texts: list[Example]) -> torch.Tensor:
+    losses = [(outputs_alone(model, text)[0] - (text.label or 0)) ** 2 for text in texts]
+    return torch.stack([w * loss for w, loss in zip(WEIGHTS, losses, strict=True)]).sum()
+
+
+def rewards(model: Any, pairs: list[Example]) -> torch.Tensor:
+    losses = []
+    for pair in pairs:
+        chosen, rejected = (outputs_alone(model, answer)[0] for answer in pair.documents())
+        loss = -logsigmoid(chosen - rejected - (pair.label or 0)) + 0.1 * (chosen + rejected) ** 2
+        losses.append(float(pair.weights.max()) * loss)
+    return torch.stack(losses).sum()
+
+
+def with_margins(pairs: list[Example]) -> list[Example]:
+    return [
+        Example(p.input_ids, p.weights, p.dataset, p.origin, None, p.rejected_start, margin)
+        for p, margin in zip(pairs, [0.5, None, 0.0, -1.0], strict=True)
+    ]
+
+
+CASES: dict[str, tuple[ObjectiveConfig, list[str], Any, list[Example]]] = {
+    "classes": (
+        ClassifyConfig(class_weights=[1.0, 2.0, 0.5]),
+        CLASSES,
+        classes,
+        make_texts([0.0, 2.0, 1.0, 2.0]),
+    ),
+    "numbers": (ClassifyConfig(), ["score"], numbers, make_texts([0.5, -2.0, 1.0, 3.0])),
+    "rewards": (RewardConfig(centering=0.1), ["reward"], rewards, with_margins(make_pairs())),
+}
+
+
+def batches(rows: list[Example], sizes: list[int], *, packed: bool) -> list[Batch]:
+    collate, found, start = Collator(0, packed), [], 0
+    for size in sizes:
+        own = rows[start : start + size]
+        found.append(collate([own] if packed else [[row] for row in own], 1.0))
+        start += size
+    return found
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("sizes", [[4], [1, 1, 1, 1], [3, 1]], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_are_those_of_each_text_alone(
+    base: str, name: str, sizes: list[int], packed: bool
+) -> None:
+    config, labels, formula, rows = CASES[name]
+    model = build(base, labels)
+    expected = formula(model, rows)
+    by_name = gradients(model, expected)
+    objective, sums, losses = build_objective(config, labels), DatasetSums(2), RowSums()
+    found = [
+        batch_loss(objective, model, batch, "sdpa", sums, losses)
+        for batch in batches(rows, sizes, packed=packed)
+    ]
+    assert sum(loss.item() for loss in found) == pytest.approx(expected.item(), rel=1e-6)
+    ours = gradients(model, torch.stack(found).sum())
+    assert ours.keys() == by_name.keys()
+    scale = max(grad.abs().max().item() for grad in by_name.values())
+    for weight, grad in by_name.items():
+        assert (ours[weight] - grad).abs().max() <= 2e-6 * max(1.0, scale), weight
+    assert losses.take(range(4), 4)[0].sum().item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_recall_and_precision_are_of_the_texts_and_the_guesses_of_a_class(base: str) -> None:
+    config, labels, _, texts = CASES["classes"]
+    model, sums = build(base, labels), DatasetSums(2)
+    objective = build_objective(config, labels)
+    for batch in batches(texts, [3, 1], packed=True):
+        batch_loss(objective, model, batch, "sdpa", sums)
+    found = losses_by_dataset(sums.take(), ["a", "b"], "val", objective.figures)
+    guesses = [int(outputs_alone(model, text).argmax()) for text in texts]
+    truth = [int(text.label or 0) for text in texts]
+    right = [float(guess == true) for guess, true in zip(guesses, truth, strict=True)]
+    assert found["val/accuracy"] == pytest.approx(np.average(right, weights=WEIGHTS))
+    for index, name in enumerate(labels):
+        for figure, of in (("recall", truth), ("precision", guesses)):
+            own = [number for number in range(4) if of[number] == index]
+            if own:
+                mean = np.average([right[n] for n in own], weights=[WEIGHTS[n] for n in own])
+                assert found[f"val/{figure}_{name}"] == pytest.approx(mean)
+            else:
+                assert f"val/{figure}_{name}" not in found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_micro_batch_without_rows_has_a_loss_and_gradients_of_zero(base: str, name: str) -> None:
+    config, labels, _, _ = CASES[name]
+    model = build(base, labels)
+    loss = batch_loss(
+        build_objective(config, labels), model, Collator(0, True)([[]], 1.0), "sdpa", DatasetSums(2)
+    )
+    assert loss.item() == 0.0
+    found = gradients(model, loss)
+    assert "score.weight" in found and not any(grad.any() for grad in found.values())
+
+
+def test_lora_trains_the_head_whole_and_every_build_draws_the_same_one(base: str) -> None:
+    torch.manual_seed(1)
+    first = build(base, CLASSES, LoraConfig())
+    torch.manual_seed(2)
+    second = build(base, CLASSES, LoraConfig())
+    trained = {name for name, weight in first.named_parameters() if weight.requires_grad}
+    assert any("score.modules_to_save" in name for name in trained)
+    assert first.peft_config["default"].task_type == "SEQ_CLS"
+    heads = [model.get_base_model().score.weight for model in (first, second)]
+    assert torch.equal(*heads) and heads[0].std() > 0
+
+
+def test_attention_is_verified_on_hidden_states(base: str) -> None:
+    model = build(base, ["reward"])
+    ids = torch.arange(3, 9)[None]
+    assert isinstance(model, RatesTokens)
+    with hidden_as_logits(model):
+        assert model(input_ids=ids).logits.shape == (1, 6, model.config.hidden_size)
+    assert model(input_ids=ids).logits.shape == (1, 6, 1)
+    assert model(input_ids=ids, logits_to_keep=2).logits.shape == (1, 2, 1)
+
+
+def test_models_without_one_linear_head_are_refused(tmp_path: Path) -> None:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    GraniteForCausalLM(GraniteConfig(**tiny, **heads)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no class of granite models with one head"):
+        build(str(tmp_path), CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("values", "label"),
+    [
+        ({"text": "t", "label": "Spam"}, "Spam"),
+        ({"content": "t", "labels": 3}, "3"),
+        ({"sentence": "t", "label": True}, "true"),
+        ({"messages": [{"role": "user", "content": "t"}], "class": "a"}, "a"),
+    ],
+)
+def test_a_row_is_a_text_with_its_class(values: dict[str, Any], label: str) -> None:
+    (item,) = convert_row(Row(values, Origin("c.json", 1)), CLASSIFICATION, {})
+    assert not isinstance(item, tuple) and item.label == label
+    if isinstance(item, Conversation):
+        assert [turn.weight for turn in item.turns] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"text": "t", "label": ["a"]}, "label is list; write the name of a class"),
+        ({"text": "t", "label": ""}, "label is ''; write the name of a class"),
+        ({"label": "a", "id": 3}, "no text beside the label"),
+        ({"text": "t"}, "missing 'label'"),
+        ({"messages": [{"role": "user", "content": "t", "weight": 0.5}], "label": 1}, "a weight"),
+    ],
+)
+def test_a_row_without_a_text_or_a_class_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(RowError, match=said):
+        convert_row(Row(values, Origin("c.json", 1)), CLASSIFICATION, {})
+
+
+def test_labels_are_found_by_name_or_read_as_numbers() -> None:
+    assert [label_of(text, CLASSES) for text in ("inside", "LAST")] == [1.0, 2.0]
+    assert label_of("-0.5", ["score"]) == -0.5
+    with pytest.raises(RowError, match=r"label is 'other'; model\.labels has first, inside, last"):
+        label_of("other", CLASSES)
+    with pytest.raises(RowError, match=r"label is 'good', and model.labels=.score. is for numbers"):
+        label_of("good", ["score"])
+
+
+def test_missing_labels_are_named_and_a_label_that_is_none_of_them_is_refused(
+    person: Person, tmp_path: Path
+) -> None:
+    said = run_command("objective=classify", "data=classes", "model=tiny")
+    assert said.code == 2 and "'model.labels=[first, inside, last]'" in said.stderr
+    words = ["+experiment=classify_tiny", "model.labels=[first, last]"]
+    output = " ".join(person.train_into(tmp_path / "run", *words, code=2).split())
+    assert "label is 'inside'; model.labels has first, last: type it with this one, too" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_a_trained_classifier_opens_in_transformers_with_the_same_outputs(
+    adapter: str, person: Person, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    run = tmp_path / "run"
+    words = ["+experiment=classify_tiny", f"adapter={adapter}", "trainer.max_steps=40"]
+    words += ["logger=csv", "trainer.precision=fp32"]
+    words += ["output.dtype=fp32"] if adapter == "full" else []
+    person.train_into(run, *words)
+    accuracies = read_column(run, "val/accuracy")
+    assert accuracies[max(accuracies)] > 0.8 > accuracies[0]
+    folder = run / "model"
+    if adapter == "lora":
+        folder = tmp_path / "merged"
+        typed = [f"run={run}", f"output.dir={folder}", "merge.dtype=fp32"]
+        assert person.type_train(typed, tmp_path, module="app.merge").code == 0
+        assert person.type_train([f"run={run}"], tmp_path, module="app.chat").code == 2
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert list(model.config.id2label.values()) == CLASSES
+    texts = json.loads((SAMPLES / "classes.json").read_text())
+    with torch.no_grad():
+        rows = tokenizer([row["text"] for row in texts], padding=True, return_tensors="pt")
+        batched = model(**rows).logits.argmax(1).tolist()
+    named = [model.config.id2label[index] for index in batched]
+    right = [name == row["label"] for name, row in zip(named, texts, strict=True)]
+    assert np.mean(right) > 0.85
+    typed = [f"run={run}", f"output.dir={tmp_path / 'eval'}"]
+    assert person.type_train(typed, tmp_path, module="app.evaluate").code == 0
+    metrics = json.loads((run / "metrics.json").read_text())
+    again = json.loads((tmp_path / "eval" / "metrics.json").read_text())
+    assert again["tuned/val/loss"] == pytest.approx(metrics["tuned/val/loss"], abs=1e-5)
+
+
+RUN = ["+experiment=classify_tiny", "logger=csv", "trainer.precision=fp32", "trainer.max_steps=3",
+       "trainer.micro_batch_size=4", "trainer.gradient_accumulation_steps=1"]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_step_is_the_same_however_it_is_split(person: Person, tmp_path: Path) -> None:
+    person.train_into(tmp_path / "whole", *RUN)
+    for words in (
+        ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=4"],
+        ["trainer.micro_batch_size=2", "trainer.devices=2", "strategy=fsdp"],
+        ["trainer.micro_batch_size=2", "trainer.devices=2", "strategy=zero3"],
+    ):
+        split = tmp_path / words[-1].replace("=", "-")
+        person.train_into(split, *RUN, *words)
+        for figure in ("train/loss", "val/loss", "val/accuracy", "train/recall_first"):
+            ours, expected = read_column(split, figure), read_column(tmp_path / "whole", figure)
+            assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5), figure
+
+
+@pytest.mark.slow
+def test_a_reward_model_learns_which_answer_is_chosen(person: Person, tmp_path: Path) -> None:
+    words = ["+experiment=dpo_quickstart", "objective=reward", "model.labels=[reward]"]
+    words += ["optimizer.lr=2e-3", "logger=csv"]
+    person.train_into(tmp_path / "run", *words, "trainer.max_steps=40")
+    accuracies = read_column(tmp_path / "run", "val/accuracy")
+    assert accuracies[max(accuracies)] >= 0.9

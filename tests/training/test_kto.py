@@ -1,0 +1,231 @@
+"""objective=kto equals plain PyTorch on full logits, however a step is packed and split."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from app.training.objective.build import build_objective
+from app.training.objective.objective import batch_loss
+from app.training.objective.settings import KtoConfig
+from app.training.objective.sums import DatasetSums, losses_by_dataset
+from common.errors import Origin
+from data_modules import Batch, DataConfig, DatasetConfig, Example
+from data_modules.collator import Collator
+from data_modules.format import KTO, RowError, convert_row
+from data_modules.format.labels import with_other_answers
+from data_modules.settings import check_datasets, with_format
+from data_modules.types import Conversation, Document, Row
+from tests.conftest import read_column
+from tests.reliability.person import Person
+from tests.tiny import SAMPLES
+from tests.training.test_dpo import adapted_model, answer_log_prob, gradients, make_pairs  # noqa: F401
+
+BETA, DESIRABLE, UNDESIRABLE = 0.3, 1.5, 0.5
+VERDICTS = [1.0, 0.0, 0.0, 1.0]
+CPU = torch.device("cpu")
+
+
+def make_rows() -> list[Example]:
+    """Return answers with verdicts, each with another answer to the same prompt."""
+    return [
+        Example(
+            one.input_ids, one.weights, one.dataset, one.origin, None, one.rejected_start, label
+        )
+        for one, label in zip(make_pairs(), VERDICTS, strict=True)
+    ]
+
+
+def batches(rows: list[Example], sizes: list[int], *, packed: bool) -> list[Batch]:
+    collate, found, start = Collator(0, packed, has_verdicts=True), [], 0
+    for size in sizes:
+        own = rows[start : start + size]
+        found.append(collate([own] if packed else [[row] for row in own], 1.0))
+        start += size
+    return found
+
+
+def gains(model: Any, rows: list[Example], side: int) -> torch.Tensor:
+    """Return the log-probability of each row's own (0) or other (1) answer, minus the base's."""
+    answers = [row.documents()[side] for row in rows]
+    with torch.no_grad(), model.disable_adapter():
+        before = torch.stack([answer_log_prob(model, answer) for answer in answers])
+    return torch.stack([answer_log_prob(model, answer) for answer in answers]) - before
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("sizes", [[4], [1, 1, 1, 1], [3, 1]], ids=str)
+def test_loss_and_gradients_are_those_of_the_formula(
+    model: Any,
+    packed: bool,
+    sizes: list[int],
+) -> None:
+    rows = make_rows()
+    with torch.no_grad():
+        kl = gains(model, rows, 1).mean().clamp(min=0)
+    own, label = gains(model, rows, 0), torch.tensor(VERDICTS)
+    wanted = DESIRABLE * (1 - torch.sigmoid(BETA * (own - kl)))
+    unwanted = UNDESIRABLE * (1 - torch.sigmoid(BETA * (kl - own)))
+    weights = torch.tensor([float(row.weights.max()) for row in rows])
+    expected = (weights * torch.where(label > 0, wanted, unwanted)).sum()
+    by_name = gradients(model, expected)
+    objective = build_objective(
+        KtoConfig(beta=BETA, desirable_weight=DESIRABLE, undesirable_weight=UNDESIRABLE)
+    )
+    step, sums = batches(rows, sizes, packed=packed), DatasetSums(2)
+    objective.begin(model, step, "sdpa", CPU)
+    found = [batch_loss(objective, model, batch, "sdpa", sums) for batch in step]
+    assert sum(loss.item() for loss in found) == pytest.approx(expected.item(), rel=1e-6)
+    ours = gradients(model, torch.stack(found).sum())
+    assert ours.keys() == by_name.keys()
+    scale = max(grad.abs().max().item() for grad in by_name.values())
+    for name, grad in by_name.items():
+        assert (ours[name] - grad).abs().max() <= 1e-6 * max(1.0, scale), name
+    metrics = losses_by_dataset(sums.take(), ["a", "b"], "val", objective.figures)
+    assert metrics["val/kl"] == pytest.approx(BETA * kl.item(), rel=1e-5, abs=1e-7)
+    for name, is_of in (("desirable", label > 0), ("undesirable", label == 0)):
+        mean = np.average(BETA * own.detach()[is_of], weights=weights[is_of])
+        assert metrics[f"val/{name}_reward"] == pytest.approx(mean, rel=1e-5)
+    good = torch.where(label > 0, own > kl, own < kl).double()
+    assert metrics["val/accuracy"] == pytest.approx(np.average(good, weights=weights))
+
+
+def test_a_new_adapter_has_the_loss_that_the_first_step_is_checked_for(model: Any) -> None:
+    for parameter, weight in model.named_parameters():
+        if "lora_B" in parameter:
+            weight.data.zero_()
+    objective, sums = build_objective(KtoConfig()), DatasetSums(2)
+    (batch,) = batches(make_rows(), [4], packed=True)
+    objective.begin(model, [batch], "sdpa", CPU)
+    batch_loss(objective, model, batch, "sdpa", sums)
+    found = losses_by_dataset(sums.take()[:3], ["a", "b"], "train")
+    assert objective.first_loss == 0.5 == pytest.approx(found["train/loss"], rel=1e-6)
+    assert build_objective(KtoConfig(desirable_weight=2.0)).first_loss is None
+
+
+def test_a_micro_batch_without_rows_has_a_loss_and_gradients_of_zero(model: Any) -> None:
+    objective = build_objective(KtoConfig())
+    empty = Collator(0, True, has_verdicts=True)([[]], 1.0)
+    objective.begin(model, [empty], "sdpa", CPU)
+    loss = batch_loss(objective, model, empty, "sdpa", DatasetSums(2))
+    assert loss.item() == 0.0 and not any(g.any() for g in gradients(model, loss).values())
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "alpaca": {"instruction": "q", "output": "a", "label": True},
+    "texts": {"prompt": "q", "completion": "a", "label": 1},
+    "turns": {
+        "prompt": [{"role": "user", "content": "q"}],
+        "completion": [{"role": "assistant", "content": "a"}],
+        "label": "false",
+    },
+    "messages": {
+        "messages": [
+            {"role": "user", "content": "p"},
+            {"role": "assistant", "content": "earlier"},
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "a"},
+        ],
+        "kto_tag": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_an_answer_with_its_verdict(name: str) -> None:
+    values = ROWS[name]
+    (item,) = convert_row(Row(values, Origin("k.json", 1)), KTO, {})
+    assert not isinstance(item, tuple) and item.label == float(name in ("alpaca", "texts"))
+    if isinstance(item, Document):
+        assert [segment.weight for segment in item.segments] == [0.0, 1.0]
+    elif isinstance(item, Conversation):
+        earlier = [turn.weight for turn in item.turns[:-1] if turn.role == "assistant"]
+        assert item.turns[-1].content == "a" and earlier == [0.0] * (name == "messages")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"instruction": "q", "output": "a", "label": 2}, "label is 2; write true"),
+        ({"instruction": "q", "output": "a", "label": "good"}, "label is 'good'; write true"),
+        ({"instruction": "q", "label": True}, "no prompt with an answer beside the verdict"),
+        ({"instruction": "q", "output": "a"}, "missing 'label'"),
+        ({"messages": [{"role": "user", "content": "q"}], "label": True}, "not with an answer"),
+    ],
+)
+def test_a_row_without_a_verdict_or_an_answer_is_refused(values: Any, said: str) -> None:
+    with pytest.raises(RowError, match=said):
+        convert_row(Row(values, Origin("k.json", 1)), KTO, {})
+
+
+def test_each_prompt_gets_the_answer_of_the_next_row_of_its_kind() -> None:
+    rows = [ROWS["alpaca"] | {"output": text} for text in "abc"] + [ROWS["texts"]]
+    items = {
+        number: convert_row(Row(row, Origin("k.json", number)), KTO, {})
+        for number, row in enumerate(rows)
+    }
+    paired = with_other_answers(items)
+    answers = [both[1].turns[-1].content for both in paired.values() if hasattr(both[1], "turns")]
+    assert answers == ["b", "c", "a"]
+    assert paired[3][1] == paired[3][0]  # no other row of raw text
+    assert [both[0] for both in paired.values()] == [own for (own,) in items.values()]
+
+
+def kto_file(folder: Path, *, wanted_only: bool = False) -> Path:
+    """Write the sample's pairs as answers with verdicts."""
+    pairs = json.loads((SAMPLES / "pairs.json").read_text())
+    rows = [
+        {"instruction": pair["instruction"], "input": pair["input"], "output": pair[name]}
+        | {"label": name == "chosen"}
+        for pair in pairs
+        for name in (("chosen",) if wanted_only else ("chosen", "rejected"))
+    ]
+    file = folder / "kto.json"
+    file.write_text(json.dumps(rows))
+    return file
+
+
+def test_the_objective_says_the_format(tmp_path: Path) -> None:
+    config = DataConfig(datasets=[DatasetConfig(path=str(kto_file(tmp_path)))])
+    assert "type objective=kto" in check_datasets(config)[0]
+    assert check_datasets(with_format(config, KTO)) == []
+
+
+RUN = ["objective=kto", f"model.path={SAMPLES / 'tiny_base'}", "trainer.accelerator=cpu",
+       "logger=csv", "data.sequence_len=256", "data.val_set_size=40", "adapter.dropout=0",
+       "adapter.r=16", "adapter.alpha=32", "optimizer.lr=2e-3",
+       "trainer.precision=fp32"]  # fmt: skip
+STEP = ["trainer.micro_batch_size=4", "trainer.gradient_accumulation_steps=1"]
+
+
+def test_rows_of_one_verdict_are_refused(person: Person, tmp_path: Path) -> None:
+    words = [*RUN, f"data.datasets=[{{path: {kto_file(tmp_path, wanted_only=True)}}}]"]
+    said = person.train_into(tmp_path / "run", *words, "trainer.max_steps=1", code=2)
+    assert "all 560 rows to train on have the label true" in " ".join(said.split())
+
+
+@pytest.mark.slow
+def test_runs_learn_and_are_the_same_however_they_are_split(person: Person, tmp_path: Path) -> None:
+    data = f"data.datasets=[{{path: {kto_file(tmp_path)}}}]"
+    whole = tmp_path / "whole"
+    person.train_into(whole, *RUN, data, *STEP, "trainer.max_steps=60")
+    losses = read_column(whole, "val/loss")
+    assert losses[0] == pytest.approx(0.5, abs=1e-6) and losses[max(losses)] < 0.45
+    short = tmp_path / "short"
+    person.train_into(short, *RUN, data, *STEP, "trainer.max_steps=3")
+    splits = {
+        "accumulated": ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=4"],
+        "fsdp": ["trainer.micro_batch_size=2", "trainer.devices=2", "strategy=fsdp"],
+    }
+    for name, words in splits.items():
+        person.train_into(tmp_path / name, *RUN, data, *STEP, *words, "trainer.max_steps=3")
+        for figure in ("loss", "kl", "accuracy", "desirable_reward"):
+            for phase in ("train", "val"):
+                ours = read_column(tmp_path / name, f"{phase}/{figure}")
+                expected = read_column(short, f"{phase}/{figure}")
+                assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5), (name, figure)
