@@ -214,8 +214,8 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         is_whole = self.device_mesh["shard"].size() == 1 and not offloads
         if is_whole or not (self.config.reshard_after_forward and reshard_after_forward):
             options["reshard_after_forward"] = False
-        if elsewhere := {weight for weight in module.parameters() if weight.is_meta}:
-            options["ignored_params"] = elsewhere
+        if self.pipeline_size > 1:  # weights of other stages stay on meta
+            options["ignored_params"] = {each for each in module.parameters() if each.is_meta}
         if offloads:
             options["offload_policy"] = CPUOffloadPolicy()
         if self._computes_in_bf16(module):

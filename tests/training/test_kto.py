@@ -60,14 +60,20 @@ def gains(model: Any, rows: list[Example], side: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("sizes", [[4], [1, 1, 1, 1], [3, 1]], ids=str)
+@pytest.mark.parametrize("drifts", [True, False])
 def test_loss_and_gradients_are_those_of_the_formula(
     model: Any,
     packed: bool,
     sizes: list[int],
+    drifts: bool,
 ) -> None:
     rows = make_rows()
     with torch.no_grad():
+        if drifts:  # the other direction makes the answers of other rows likelier
+            for name, weight in model.named_parameters():
+                weight.data *= -0.3 if "lora_B" in name else 1
         kl = gains(model, rows, 1).mean().clamp(min=0)
+        assert (kl > 0) == drifts
     own, label = gains(model, rows, 0), torch.tensor(VERDICTS)
     wanted = DESIRABLE * (1 - torch.sigmoid(BETA * (own - kl)))
     unwanted = UNDESIRABLE * (1 - torch.sigmoid(BETA * (kl - own)))
@@ -87,7 +93,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
     for name, grad in by_name.items():
         assert (ours[name] - grad).abs().max() <= 1e-6 * max(1.0, scale), name
     metrics = losses_by_dataset(sums.take(), ["a", "b"], "val", objective.figures)
-    assert metrics["val/kl"] == pytest.approx(BETA * kl.item(), rel=1e-5, abs=1e-7)
+    assert metrics["val/kl"] == pytest.approx(BETA * kl.item(), rel=1e-5, abs=1e-6)
     for name, is_of in (("desirable", label > 0), ("undesirable", label == 0)):
         mean = np.average(BETA * own.detach()[is_of], weights=weights[is_of])
         assert metrics[f"val/{name}_reward"] == pytest.approx(mean, rel=1e-5)

@@ -435,7 +435,7 @@ def _of_reference(config: TrainConfig) -> Iterator[Conflict]:
     if saves_whole_model(adapter) and config.objective.reference_source == "base":
         yield Conflict(
             f"adapter={adapter.name} changes the base itself, and {needs}",
-            "objective.reference=cached, or adapter=lora",
+            "objective.reference=cached, or " * (config.objective.name != "kto") + "adapter=lora",
         )
     if (path := continued_from(adapter)) is not None:
         yield Conflict(
