@@ -54,12 +54,16 @@ def datasets(folder: Path) -> str:
     return f"[{{path: {lists}, name: lists}}, {{path: {orders}, name: orders}}]"
 
 
+ATTEMPT = ("run.lock", "status.json")
+"""files that say of the last start, also of one that was refused"""
+
+
 def refused(run: Path, *typed: str) -> str:
     """Return what is said where a run may not go on; nothing of it may change."""
-    before = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name != "run.lock"}
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name not in ATTEMPT}
     with pytest.raises(UserError) as caught:
         go_on(run, *typed)
-    after = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name != "run.lock"}
+    after = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name not in ATTEMPT}
     assert {file for file in before if before[file] != after.get(file)} - {run} == set()
     return str(caught.value)
 
@@ -121,7 +125,7 @@ def test_going_back_that_fails_while_it_loads_leaves_the_curves(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Path(shutil.copytree(whole, tmp_path / "run"))
-    before = {file: data for file, data in contents(run).items() if file != "run.lock"}
+    before = {file: data for file, data in contents(run).items() if file not in ATTEMPT}
 
     def fail(module: FinetuneModule, checkpoint: dict[str, Any]) -> None:
         raise RuntimeError("does not fit")
