@@ -83,7 +83,7 @@ def documents() -> list[Document]:
 def test_the_shipped_files_are_what_the_script_writes(tmp_path: Path) -> None:
     write.write_samples(tmp_path)
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(written) == 11
+    assert len(written) == 12
     for path in written:
         shipped = SAMPLES / path.relative_to(tmp_path)
         assert path.read_bytes() == shipped.read_bytes(), shipped.name
