@@ -50,7 +50,7 @@ def train_weights(model: Any, strategy: Any) -> None:
 def save(model: Any, kind: str, folder: Path, shards: Any = None) -> dict[str, Any]:
     # What is frozen is as it was read from a base of that dtype.
     dtype = torch.bfloat16 if kind == "full" else torch.float32
-    architecture = SimpleNamespace(dtype=dtype, is_encoder_decoder=False)
+    architecture = SimpleNamespace(dtype=dtype, is_encoder_decoder=False, problem_type=None)
     probe = {"input_ids": IDS}
     row = {"input_ids": torch.tensor([IDS])}
     before = probe_logits(model, row)
