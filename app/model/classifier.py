@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 HEAD = "score"
 """name of the head's module, in all classes that are supported"""
+LOSES_WEIGHTS = ("zamba2",)
+"""model types whose class is saved without the weights that its layers share (transformers 5.23)"""
 
 
 def describe_outputs(architecture: PretrainedConfig, labels: Sequence[str]) -> None:
@@ -30,8 +32,8 @@ def describe_outputs(architecture: PretrainedConfig, labels: Sequence[str]) -> N
     found = _sequence_class(architecture)
     if found is None:
         raise UserError(
-            f"model.labels=[{', '.join(labels)}]: transformers has no class of "
-            f"{architecture.model_type} models with one head for a whole text; type "
+            f"model.labels=[{', '.join(labels)}]: transformers has no working class "
+            f"of {architecture.model_type} models with one head for a whole text; type "
             "model.path=ANOTHER_BASE"
         )
     architecture.id2label = dict(enumerate(labels))
@@ -100,7 +102,9 @@ def _sequence_class(architecture: PretrainedConfig) -> Any:
 
     from app.model.multimodal import language_model_class
 
-    if architecture.is_encoder_decoder or language_model_class(architecture) is not None:
+    if architecture.is_encoder_decoder or architecture.model_type in LOSES_WEIGHTS:
+        return None
+    if language_model_class(architecture) is not None:
         return None
     return AutoModelForSequenceClassification._model_mapping.get(type(architecture), None)
 

@@ -18,9 +18,11 @@ SUPPORTED = [
     *("arcee", "exaone4", "gemma", "gemma3_text", "glm4", "gpt2", "gpt_bigcode", "gpt_neox"),
     *("helium", "jamba", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "opt"),
     *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "seed_oss"),
-    *("smollm3", "starcoder2", "zamba2"),
+    *("smollm3", "starcoder2"),
 ]
-NO_CLASS = ["bamba", "falcon_h1", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "trocr"]
+NO_CLASS = [
+    *("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "mamba2", "nemotron_h", "trocr", "zamba2")
+]
 OTHER_HEAD = ["bert", "roberta"]
 LABELS = ["a", "b", "c"]
 
