@@ -124,7 +124,7 @@ def save_and_compare(
         sharding=module.shards,
         sum_over_ranks=module.sum_over_ranks,
         runner=RowRunner(show=(progress := Progress(prints_lines=False)).show),
-        num_shown=config.evaluation.show_answers,
+        num_shown=0 if config.model.labels else config.evaluation.show_answers,
     )
     set_ends(module.model, evaluator.stop_ids, base.tokenizer)
     with module.trainer.precision_plugin.forward_context(), progress:

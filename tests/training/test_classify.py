@@ -328,6 +328,7 @@ def test_a_step_is_the_same_however_it_is_split(person: Person, tmp_path: Path) 
 def test_a_reward_model_learns_which_answer_is_chosen(person: Person, tmp_path: Path) -> None:
     words = ["+experiment=dpo_quickstart", "objective=reward", "model.labels=[reward]"]
     words += ["optimizer.lr=2e-3", "logger=csv"]
-    person.train_into(tmp_path / "run", *words, "trainer.max_steps=40")
+    said = person.train_into(tmp_path / "run", *words, "trainer.max_steps=40")
+    assert "answers" not in said  # a head of one output writes none
     accuracies = read_column(tmp_path / "run", "val/accuracy")
     assert accuracies[max(accuracies)] >= 0.9

@@ -394,8 +394,12 @@ def _of_head(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[Co
                 f"objective.class_weights has {len(weights)} numbers, and {given}",
                 "objective.class_weights=[1.0, ...] with a number for each class",
             )
-    if has_data(config) and (asked := _asks_for_text(config)):
-        yield Conflict(f"{asked}, and {given} writes no text", "it without that, too")
+    if has_data(config) and (asked := _asks_for_text(config)) is not None:
+        key, value, without = asked
+        yield Conflict(
+            f"{key}={value} asks for answers, and a model with {given} writes no text",
+            f"{key}={without}",
+        )
     if config.model.added_tokens:
         yield Conflict(
             f"{given} and model.added_tokens are not built together yet", "model.added_tokens=[]"
@@ -419,14 +423,20 @@ def _of_head(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[Co
         )
 
 
-def _asks_for_text(config: TrainConfig | EvaluateConfig) -> str:
-    """Return what asks for answers of a language model, "" if nothing does."""
+def _asks_for_text(config: TrainConfig | EvaluateConfig) -> tuple[str, str, str] | None:
+    """Return the key and value of what asks for answers, and the value that does not; or None."""
     evaluation = config.evaluation
     if evaluation.tasks:
-        return f"evaluation.tasks=[{', '.join(task.name for task in evaluation.tasks)}]"
+        return "evaluation.tasks", f"[{', '.join(task.name for task in evaluation.tasks)}]", "[]"
     if evaluation.harness:
-        return f"evaluation.harness=[{', '.join(evaluation.harness)}]"
-    return "evaluation.exact_match=true" if evaluation.answers_prompts else ""
+        return "evaluation.harness", f"[{', '.join(evaluation.harness)}]", "[]"
+    if evaluation.exact_match:
+        return "evaluation.exact_match", "true", "false"
+    if evaluation.metrics:
+        return "evaluation.metrics", f"[{', '.join(evaluation.metrics)}]", "[]"
+    if evaluation.metric is not None:
+        return "evaluation.metric", evaluation.metric, "null"
+    return None
 
 
 def _of_reference(config: TrainConfig) -> Iterator[Conflict]:
