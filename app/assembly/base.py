@@ -141,7 +141,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
             raise UserError(problems)
     if extended := describe_context(model, architecture):
         log.info("%s", extended)
-    rope_len = model.rope_len or _longest_sequence(config)
+    rope_len = model.rope_len or model.context_len or _longest_sequence(config)
     if rope := describe_rope_factors(architecture, rope_len):
         log.info("%s", rope)
     attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)

@@ -16,7 +16,7 @@ from app.model.classifier import classifier_class, describe_outputs
 from app.model.config_source import newer_transformers
 from app.model.config_values import check_keys, check_values, shorten
 from app.model.multimodal import language_model_class, outermost, tower_modules
-from app.model.rope import DEFAULT_SCALING, extend_context
+from app.model.rope import DEFAULT_SCALING, dynamic_factor, extend_context
 from common.errors import UserError
 from common.untrusted import read_json_object, reading
 
@@ -243,7 +243,9 @@ def model_class(architecture: PretrainedConfig) -> Any:
 def context_len(architecture: PretrainedConfig) -> int | None:
     """Return a model's context length in tokens; None if it has no limit (BLOOM, MPT)."""
     # Not from `to_dict`: only attribute access maps the different name of GPT-2.
-    return getattr(architecture.get_text_config(), "max_position_embeddings", None)
+    text = architecture.get_text_config()
+    context = getattr(text, "max_position_embeddings", None)
+    return None if context is None else round(context * dynamic_factor(vars(text)))
 
 
 def decoder_start_token_id(architecture: PretrainedConfig) -> int | None:

@@ -88,12 +88,14 @@ class ModelConfig:
     document; null = router_aux_loss_coef of config.json, 0 = off; adapters keep routers frozen"""
     rope_len: int | None = setting(None, ge=1)
     """longrope and dynamic NTK: tokens of the longest sequence, by which all documents get the
-    factors of short or of long texts; null = data.sequence_len of the run, without a run the base's
-    context"""
+    factors of short or of long texts; null = model.context_len or data.sequence_len of the run,
+    without a run the base's context"""
     context_len: int | None = setting(None, ge=1, resume="content")
     """tokens of the longest sequence, if that is more than the base's context: its rope is scaled,
     and the result saved so; null = the base's context"""
-    rope_scaling: str | None = setting(None, choices=("yarn", "llama3", "linear"), resume="content")
+    rope_scaling: str | None = setting(
+        None, choices=("yarn", "llama3", "linear", "dynamic"), resume="content"
+    )
     """how the rope is scaled to model.context_len; null = yarn"""
     labels: list[str] = setting(default_factory=list, resume="content", grants="nothing")
     """objective=classify and reward: outputs of a head in place of the language model's: the names

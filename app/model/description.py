@@ -17,6 +17,7 @@ from app.model.families import Config, Shapes, family_of, shapes_of_config
 from app.model.layers import repeated_layers
 from app.model.multimodal import describe_language_model, language_model_name
 from app.model.patterns import is_inside
+from app.model.rope import dynamic_factor
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +112,9 @@ class BaseDescription:
         """Tokens of the longest text; None if it is not known, or unlimited as in T5."""
         is_limited = self.get("relative_attention_num_buckets") is None
         context = self.get("max_position_embeddings")
-        return context if is_limited and isinstance(context, int) else None
+        if not is_limited or not isinstance(context, int):
+            return None
+        return round(context * dynamic_factor(text_numbers(self.config)))
 
 
 def describe_files(

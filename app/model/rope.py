@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from app.model.config_values import SCALED
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,9 +25,11 @@ SCALINGS: dict[str, dict[str, float]] = {
     "yarn": {},
     "linear": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "dynamic": {},
 }
 """rope types for sequences beyond the base's context -> their parameters besides the factor: YaRN
-(arXiv 2309.00071), position interpolation (2306.15595), and that of Llama 3.1"""
+(arXiv 2309.00071), position interpolation (2306.15595), that of Llama 3.1, and NTK, whose theta is
+that of the longest sequence"""
 DEFAULT_SCALING = "yarn"
 SCALES = ("short_mscale", "long_mscale")
 """scales of PhiMoE, which its layers choose by the number of tokens, too"""
@@ -59,8 +62,22 @@ def extend_context(architecture: PretrainedConfig, context_len: int, scaling: st
             "take a base without rope scaling"
         )
     parameters |= {"rope_type": scaling, "factor": context_len / original, **SCALINGS[scaling]}
+    if scaling == "dynamic":
+        return  # transformers and vLLM read the base's own context there, and multiply
     parameters["original_max_position_embeddings"] = original
     config.max_position_embeddings = context_len
+
+
+def dynamic_factor(config: Mapping[str, Any]) -> float:
+    """Return by how much dynamic NTK extends `max_position_embeddings`; 1 for other ropes."""
+    for name in SCALED:
+        rope = config.get(name)
+        if isinstance(rope, dict):
+            rope = rope.get("full_attention", rope)
+            if rope.get("rope_type", rope.get("type")) == "dynamic":
+                factor = rope.get("factor")
+                return factor if isinstance(factor, (int, float)) else 1.0
+    return 1.0
 
 
 def fix_rope_factors(model: PreTrainedModel, num_tokens: int | None) -> None:
@@ -117,10 +134,12 @@ def describe_context(model: ModelConfig, architecture: PretrainedConfig) -> str 
     """Return how `model.context_len` extends the context; None without."""
     if model.context_len is None:
         return None
-    for parameters in _rope_parameters(architecture.get_text_config()):
+    config = architecture.get_text_config()
+    for parameters in _rope_parameters(config):
         if parameters.get("rope_type") == (model.rope_scaling or DEFAULT_SCALING):
+            own = config.max_position_embeddings
             return (
-                f"context: {parameters['original_max_position_embeddings']:,} -> "
+                f"context: {parameters.get('original_max_position_embeddings', own):,} -> "
                 f"{model.context_len:,} tokens ({parameters['rope_type']}, factor "
                 f"{parameters['factor']:g})"
             )
@@ -143,7 +162,7 @@ def describe_rope_factors(architecture: PretrainedConfig, num_tokens: int | None
 
 
 def _num_tokens(config: Any, num_tokens: int | None) -> int:
-    context: int = config.max_position_embeddings
+    context = round(config.max_position_embeddings * dynamic_factor(vars(config)))
     return min(num_tokens or context, context)
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from app.model.architecture import model_class
+from app.model.architecture import context_len, model_class
 from app.model.attention import attention_inputs, check_isolation, check_padded_rows
+from app.model.description import BaseDescription
 from app.model.rope import (
     SCALINGS,
     describe_rope_factors,
@@ -172,7 +176,7 @@ def test_the_choice_is_named() -> None:
     assert describe_rope_factors(tiny_family("llama").config, 64) is None
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("scaling", sorted(SCALINGS.keys() - {"dynamic"}))
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
 def test_a_longer_context_is_that_of_transformers(family: str, scaling: str) -> None:
     extended, by_hand = (tiny_config(family) for _ in range(2))
@@ -191,6 +195,26 @@ def test_a_longer_context_is_that_of_transformers(family: str, scaling: str) -> 
         logits.append(model(input_ids=ids).logits)
     assert torch.equal(logits[0], logits[1])
     assert not torch.equal(logits[0], logits[2])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_dynamic_factors_are_those_of_the_longest_sequence(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family)
+    longest = 4 * config.max_position_embeddings
+    extend_context(config, longest, "dynamic")
+    config.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    read = json.loads((tmp_path / "config.json").read_text())
+    assert context_len(config) == BaseDescription(config=read).context_len == longest
+    own, reference = (model_class(config).from_config(config).eval() for _ in range(2))
+    reference.load_state_dict(own.state_dict())
+    fix_rope_factors(own, None)
+    ids = torch.arange(24).unsqueeze(0)
+    at_end = torch.arange(longest - 24, longest).unsqueeze(0)
+    found = [model(input_ids=ids, position_ids=at_end).logits for model in (own, reference)]
+    torch.testing.assert_close(*found)
+    # transformers scales no text that is as short as this one.
+    assert not torch.equal(own(input_ids=ids).logits, reference(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize(
