@@ -11,8 +11,9 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from data_modules.template.rendering import RowRefusedError
 
@@ -21,20 +22,26 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import transformers
 
-LONG_TEXT = 4096
-"""characters of a text from which the positions of all characters are computed at once"""
 
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """The token ids of a text, int32 [tokens], and the map from its characters to tokens.
 
-class TokenizedText(Protocol):
-    """The token ids of a text, int32 [tokens], and the map from its characters to tokens."""
+    `starts` and `ends` are the characters of each token, int64 [tokens], not decreasing.
+    """
 
     ids: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
 
     def first(self, start: int, end: int) -> int | None:
         """Return the first token of the characters [start, end); None if no token holds them."""
+        token = int(self.ends.searchsorted(start, side="right"))
+        return token if token < len(self.ids) and self.starts[token] < end else None
 
     def after(self, end: int) -> int:
         """Return the index after the last token that holds a character before `end`."""
+        return int(self.starts.searchsorted(end, side="left"))
 
 
 class TextTokenizer:
@@ -45,8 +52,6 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-        # The Rust tokenizer: char_to_token of its encodings does not build a Python list of
-        # offsets, which takes longer than tokenizing.
         self._backend: Any = tokenizer.backend_tokenizer
         self._widths: npt.NDArray[np.int64] | None = None
         self._is_nfc = False
@@ -72,43 +77,48 @@ class TextTokenizer:
         tokenized: list[TokenizedText | RowRefusedError]
         if self._widths is None:
             encodings = self._encode(texts, self._backend.encode_batch)
-            tokenized = [
-                (_sorted_offsets(encoding) if len(text) >= LONG_TEXT else None)
-                or _Offsets(encoding)
-                for text, encoding in zip(texts, encodings, strict=True)
-            ]
+            tokenized = [_by_offsets(encoding.ids, encoding.offsets) for encoding in encodings]
         else:
-            tokenized = self._tokenize_bytes(texts, self._widths)
+            tokenized = [
+                self._by_bytes(text, ids, self._widths)
+                for text, ids in zip(texts, self._ids(texts), strict=True)
+            ]
         for index, ranges in plain_ranges.items():
             if ranges:
                 tokenized[index] = self._tokenize_escaped(texts[index], ranges)
         return tokenized
 
-    def _tokenize_bytes(
-        self, texts: Sequence[str], widths: npt.NDArray[np.int64]
-    ) -> list[TokenizedText | RowRefusedError]:
-        import numpy as np
-
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text: of its words if it can be split, else the tokenizer's."""
         word_ids = [self._words.ids(text) if self._words else None for text in texts]
         if not self._matches_backend(texts, word_ids):
             self._words = None
-            return self._tokenize_bytes(texts, widths)
+            return self._ids(texts)
         others = [text for text, ids in zip(texts, word_ids, strict=True) if ids is None]
         encodings = iter(self._encode(others, self._backend.encode_batch_fast))
-        tokenized: list[TokenizedText | RowRefusedError] = []
-        for text, ids in zip(texts, word_ids, strict=True):
-            text_ids = np.array(next(encodings).ids if ids is None else ids, np.int32)
-            ends = widths[text_ids].cumsum()
-            is_ascii = text.isascii()
-            num_bytes = len(text) if is_ascii else len(text.encode())
-            is_changed = (
-                self._is_nfc and not is_ascii and not unicodedata.is_normalized("NFC", text)
-            )
-            if is_changed or (ends[-1] if len(ends) else 0) != num_bytes:
-                tokenized.append(_Offsets(self._backend.encode(text, add_special_tokens=False)))
-            else:
-                tokenized.append(_Bytes(text_ids, ends, "" if is_ascii else text))
-        return tokenized
+        return [next(encodings).ids if ids is None else ids for ids in word_ids]
+
+    def _by_bytes(
+        self, text: str, ids: Sequence[int], widths: npt.NDArray[np.int64]
+    ) -> TokenizedText:
+        """Map characters to tokens by the bytes of each token; by offsets if NFC changes bytes."""
+        import numpy as np
+
+        text_ids = np.array(ids, np.int32)
+        sizes = widths[text_ids]
+        ends = sizes.cumsum()
+        before = None if text.isascii() else _bytes_before(text)
+        num_bytes = len(text) if before is None else before[-1]
+        is_changed = (
+            before is not None and self._is_nfc and not unicodedata.is_normalized("NFC", text)
+        )
+        if is_changed or (ends[-1] if len(ends) else 0) != num_bytes:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            return _by_offsets(encoding.ids, encoding.offsets)
+        starts = ends - sizes
+        if before is not None:
+            starts, ends = before.searchsorted(starts, side="right") - 1, before.searchsorted(ends)
+        return TokenizedText(text_ids, starts, ends)
 
     def _encode(self, texts: Sequence[str], batch: Callable[..., Any]) -> Sequence[Any]:
         """Encode texts as a batch, which uses threads; a single text is encoded without them."""
@@ -129,8 +139,6 @@ class TextTokenizer:
         self, text: str, ranges: Sequence[tuple[int, int]]
     ) -> TokenizedText | RowRefusedError:
         """Tokenize the text in parts, split after the first character of each control token."""
-        import numpy as np
-
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         borders = [0, *(start + 1 for start, _ in ranges), len(text)]
@@ -138,8 +146,7 @@ class TextTokenizer:
             part_ids, part_offsets = self._tokenize_part(text[start:end], is_first=start == 0)
             ids += part_ids
             offsets += [(start + first, start + last) for first, last in part_offsets]
-        starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-        tokenized = _Arrays(np.array(ids, np.int32), starts, ends)
+        tokenized = _by_offsets(ids, offsets)
         for start, end in ranges:
             if self._control_ids.intersection(
                 ids[tokenized.first(start, end) : tokenized.after(end)]
@@ -162,95 +169,17 @@ class TextTokenizer:
         return encoding.ids, encoding.offsets
 
 
-class _Offsets:
-    """Map characters to tokens by the tokenizer's encoding."""
+def _by_offsets(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> TokenizedText:
+    """Map characters to tokens by the tokenizer's offsets, which may be out of order.
 
-    def __init__(self, encoding: Any) -> None:
-        import numpy as np
-
-        self._encoding = encoding
-        self.ids: npt.NDArray[np.int32] = np.array(encoding.ids, np.int32)
-
-    def first(self, start: int, end: int) -> int | None:
-        for position in range(start, end):
-            token: int | None = self._encoding.char_to_token(position)
-            if token is not None:
-                return token
-        return None
-
-    def after(self, end: int) -> int:
-        for position in range(end - 1, -1, -1):
-            token: int | None = self._encoding.char_to_token(position)
-            if token is not None:
-                last = token
-                # One character may be several byte tokens.
-                while last + 1 < len(self.ids) and self._starts_before(last + 1, end):
-                    last += 1
-                return last + 1
-        return len(self.ids)
-
-    def _starts_before(self, token: int, end: int) -> bool:
-        chars: tuple[int, int] | None = self._encoding.token_to_chars(token)
-        return chars is not None and chars[0] < end
-
-
-class _Bytes:
-    """Map characters to tokens by bytes.
-
-    `ends` int64 [tokens] is the byte at which each token ends; `text` is "" if it is ASCII.
-    """
-
-    def __init__(self, ids: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], text: str) -> None:
-        self.ids, self._ends, self._text = ids, ends, text
-        self._bytes_before: npt.NDArray[np.int64] | None = None
-
-    def first(self, start: int, end: int) -> int | None:
-        token = int(self._ends.searchsorted(self._byte(start), side="right"))
-        return token if start < end and token < len(self.ids) else None
-
-    def after(self, end: int) -> int:
-        return int(self._ends.searchsorted(self._byte(end), side="left")) + 1 if end else 0
-
-    def _byte(self, position: int) -> int:
-        if not self._text:
-            return position
-        if len(self._text) < LONG_TEXT:
-            return len(self._text[:position].encode())
-        if self._bytes_before is None:
-            self._bytes_before = _bytes_before(self._text)
-        return int(self._bytes_before[position])
-
-
-class _Arrays:
-    """Map characters to tokens by offsets: `starts` and `ends` int64 [tokens], not decreasing."""
-
-    def __init__(
-        self,
-        ids: npt.NDArray[np.int32],
-        starts: npt.NDArray[np.int64],
-        ends: npt.NDArray[np.int64],
-    ) -> None:
-        self.ids, self._starts, self._ends = ids, starts, ends
-
-    def first(self, start: int, end: int) -> int | None:
-        token = int(self._ends.searchsorted(start, side="right"))
-        return token if token < len(self.ids) and self._starts[token] < end else None
-
-    def after(self, end: int) -> int:
-        return int(self._starts.searchsorted(end, side="left"))
-
-
-def _sorted_offsets(encoding: Any) -> _Arrays | None:
-    """Return the offsets of a long text as arrays; None if they decrease anywhere.
-
-    Looking up one character in an encoding scans all of its tokens.
+    An end becomes the largest up to its token, a start the smallest from its token on: the first
+    and the last token that hold a character stay the same, and can be found by bisection.
     """
     import numpy as np
 
-    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    if (np.diff(starts) < 0).any() or (np.diff(ends) < 0).any():
-        return None
-    return _Arrays(np.array(encoding.ids, np.int32), starts, ends)
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    starts = np.minimum.accumulate(starts[::-1])[::-1]
+    return TokenizedText(np.array(ids, np.int32), starts, np.maximum.accumulate(ends))
 
 
 def _bytes_before(text: str) -> npt.NDArray[np.int64]:

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import Origin
 from data_modules.template import ChatTemplate, encoding
 from data_modules.template.encoding import TextTokenizer
-from data_modules.types import Conversation, Encoded, Turn
 from tests.data_modules.conftest import SHARED, WORDS, build_tokenizer
 from tests.data_modules.test_template import TWO_ANSWERS, encode
 
@@ -207,21 +205,34 @@ def test_ids_equal_the_tokenizers(pattern: str, normalizer: str, text: str) -> N
         assert text_tokenizer._words.ids(sample) in (None, expected)
 
 
+@cache
+def named_tokenizer(name: str) -> Any:
+    import transformers
+
+    if not name:
+        return tokenizer_of("", "")
+    folder = SHARED / ("models" if name == "stories260K" else "tokenizers") / name
+    if not folder.is_dir():
+        pytest.skip("needs the shared tokenizers")
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["", "stories260K", "gpt2"])
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(text=texts, data=st.data())
 def test_characters_map_to_tokens_as_by_the_tokenizers_offsets(
-    text: str, data: st.DataObject
+    name: str, text: str, data: st.DataObject
 ) -> None:
-    from data_modules.template.encoding import _Offsets
-
-    tokenizer = tokenizer_of("", "")
+    tokenizer = named_tokenizer(name)
     (tokenized,) = TextTokenizer(tokenizer).tokenize([text], {})
-    slow = _Offsets(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False))
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, len(text)))
     if start < end:
-        assert tokenized.first(start, end) == slow.first(start, end)
-        assert tokenized.after(end) == slow.after(end)
+        found = map(encoding.char_to_token, range(start, end))
+        assert tokenized.first(start, end) == next((one for one in found if one is not None), None)
+        before_end = [n for n, (first, _) in enumerate(encoding.offsets) if first < end]
+        assert tokenized.after(end) == max(before_end, default=-1) + 1
 
 
 def test_western_text_is_tokenized_by_words_and_other_text_is_not() -> None:
@@ -314,31 +325,3 @@ def test_the_word_tokenizer_is_dropped_if_its_ids_differ(monkeypatch: pytest.Mon
         backend.encode(text, add_special_tokens=False).ids for text in ("the quick", "brown fox")
     ]
     assert text_tokenizer._words is None
-
-
-@pytest.mark.parametrize("name", ["stories260K", "gpt2"])
-def test_long_texts_have_the_same_mask_as_short_ones(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = SHARED / ("models" if name == "stories260K" else "tokenizers") / name
-    if not folder.is_dir():
-        pytest.skip("needs the shared tokenizers")
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    texts = [
-        "Who are you?",
-        " I am \u2603\u2603 9. ",
-        "\u00e9t\u00e9 \U0001f600",
-        "a\n\n",
-        "one  two",
-    ]
-    turns = [Turn("assistant" if n % 2 else "user", text) for n, text in enumerate(texts * 4)]
-    chats = [Conversation(tuple(turns[n : n + 6]), Origin("a", n)) for n in range(0, 12, 2)]
-    masks = []
-    for length in (0, 1 << 20):
-        monkeypatch.setattr("data_modules.template.encoding.LONG_TEXT", length)
-        template = ChatTemplate.resolve(tokenizer, "plain")
-        encoded = [one for one in template.encode(chats) if isinstance(one, Encoded)]
-        masks.append([(one.input_ids.tolist(), one.weights.tolist()) for one in encoded])
-    assert masks[0] == masks[1] and len(masks[0]) == len(chats)
