@@ -81,7 +81,8 @@ RULES: tuple[Rule, ...] = (
 )
 """keys with a range, at any depth -> whether a number is valid, and what is expected"""
 SCALED = ("rope_parameters", "rope_scaling")
-"""keys of rotary embeddings, whose `factor` is at least 1"""
+"""keys of rotary embeddings, whose `factor` says how many times longer texts may be"""
+MAX_FACTOR = 1 << 20
 
 
 def check_values(where: str, values: Mapping[str, Any]) -> list[str]:
@@ -139,8 +140,8 @@ def _expected(path: str, key: str, value: float) -> str | None:
     is_bound = UNLIMITED.fullmatch(key) is not None
     if math.isinf(value) and not is_bound:
         return f"a finite number{AGAIN}"
-    if key == "factor" and any(name in path for name in SCALED) and not value >= 1:
-        return "a number of at least 1; download config.json again"
+    if key == "factor" and any(name in path for name in SCALED) and not 1 <= value <= MAX_FACTOR:
+        return f"a number from 1 to {MAX_FACTOR:,}; download config.json again"
     is_single = path.endswith(key) or key.endswith("_factor")  # lists differ by layer
     for keys, is_valid, expected in RULES if is_single else ():
         if keys.fullmatch(key):

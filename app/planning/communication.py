@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.model.attention import key_repeats
+from app.model.attention import key_repeats, why_gathered
 from app.planning.memory import PlannedRun
 from app.planning.states import ModelSize
 from app.strategy.settings import (
@@ -223,18 +223,23 @@ def _of_tensor_parallel(run: PlannedRun, size: ModelSize) -> list[Collective]:
 
 
 def _of_context_parallel(run: PlannedRun) -> list[Collective]:
-    """List the exchanges of queries, keys, values and outputs; recomputing a layer repeats them."""
+    """List what attention to split rows sends; recomputing a layer repeats it."""
     ranks, widths = run.context_size, run.model.widths
     if ranks == 1:
         return []
     key_heads = max(1, widths.key_value * widths.heads // widths.query)
-    repeats = key_repeats(widths.heads, key_heads, ranks)
-    features = 2 * (widths.query + repeats * widths.key_value)
+    if why_gathered(widths.heads, key_heads, ranks):
+        what, kind = "keys and values of split rows", ALL_GATHER
+        features = 2 * ranks * widths.key_value
+    else:
+        what, kind = "heads of split rows", ALL_TO_ALL
+        repeats = key_repeats(widths.heads, key_heads, ranks)
+        features = 2 * (widths.query + repeats * widths.key_value)
     directions = 2 if run.recompute == "none" else 3
     return [
         Collective(
-            what="heads of split rows",
-            kind=ALL_TO_ALL,
+            what=what,
+            kind=kind,
             num_bytes=float(run.tokens * features * run.execution.value_bytes),
             times=directions * run.model.num_layers * run.accumulation,
             num_ranks=ranks,

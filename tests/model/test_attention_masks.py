@@ -10,6 +10,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from app.model.attention import attend
 from app.model.attention.attend import MaskRule, attend_by_document, build_mask_rule
 from app.model.attention.documents import group_documents
 from app.model.attention.inputs import _dense_mask
@@ -65,11 +66,25 @@ def test_a_mask_rule_holds_in_every_document(kind: str, size: int) -> None:
     torch.testing.assert_close(output, expected(kind, size))
 
 
-def test_a_mask_is_computed_once_for_all_layers() -> None:
-    windowed = rule("window", 4)
-    first = windowed.visible(9, torch.device("cpu"))
-    assert windowed.visible(9, torch.device("cpu")) is first
-    assert first.shape == (1, 1, 9, 9)
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_masks_are_shared_by_layers_and_by_blocks_that_look_the_same(kind: str) -> None:
+    ruled, cpu = rule(kind, 4), torch.device("cpu")
+    first = ruled.visible(range(2, 7), range(7), cpu)
+    assert first.shape == (1, 1, 5, 7)
+    assert ruled.visible(range(10, 15), range(8, 15), cpu) is first
+    whole = rule(kind, 4).visible(range(15), range(15), cpu)
+    assert torch.equal(whole[..., 10:15, 8:15], first)
+
+
+@pytest.mark.parametrize("size", [1, 4, 9, 100])
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_blocks_of_queries_attend_as_whole_documents(
+    kind: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend, "BLOCK_TOKENS", 3)
+    groups = group_documents(LENGTHS, (1, TOKENS), torch.device("cpu"))
+    output, _ = attend_by_document(LAYER, *parts(TOKENS), rule(kind, size), documents=groups)
+    torch.testing.assert_close(output, expected(kind, size))
 
 
 def test_a_plain_causal_mask_has_no_rule() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from app.config import load_config, settings_of
 from app.model.quantization import QuantizationConfig
-from app.planning.communication import ALL_REDUCE, ALL_TO_ALL, list_collectives
+from app.planning.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, list_collectives
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun, estimate_gpu_memory
 from app.planning.planned_model import PlannedModel, model_from_config_json
@@ -176,6 +176,10 @@ def test_context_parallel_splits_a_row_and_exchanges_its_heads_twice_per_layer_a
     assert exchange.num_bytes == 100 * 2 * (32 + 16) * 128 * 2
     parts = [estimate_gpu_memory(run).activations for run in (split, whole)]
     assert parts[0] < parts[1] / 12
+    odd = run_of("llama8b", strategy=DdpConfig(context_parallel_size=3), gpus=3, sequence_len=300)
+    gather = list_collectives(odd)[-1]  # three ranks cannot share 32 heads
+    assert (gather.kind, gather.times, gather.num_ranks) == (ALL_GATHER, 2 * 32, 3)
+    assert gather.num_bytes == 300 * 2 * 8 * 128 * 2
 
 
 def test_half_precision_halves_ddps_bytes() -> None:

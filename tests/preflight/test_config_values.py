@@ -62,6 +62,8 @@ def test_numbers_that_are_not_finite(path: str) -> None:
     value = [NAN] if last == "0" else NAN
     found = check_values("config.json", placed(".".join(parents) if last == "0" else path, value))
     assert found == [f"config.json: {path}=nan: expected a number"]
+    factors = [check_values("", {"rope_scaling": {"factor": factor}}) for factor in (0.5, 4, 1e308)]
+    assert [len(problems) for problems in factors] == [1, 0, 1]
 
 
 def defaults() -> dict[str, dict[str, Any]]:

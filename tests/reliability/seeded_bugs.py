@@ -730,6 +730,14 @@ BUGS = [
         "::test_slices_give_the_loss_and_gradients_of_whole_rows",
     ),
     Bug(
+        name="a document that continues in a slice sees only that slice",
+        file="app/model/attention/exchange.py",
+        right="(part[row, None, :, first:end] for part in whole)",
+        wrong="(part[row, None, :, start:end] for part in whole)",
+        test="tests/strategy/test_context_parallel.py"
+        "::test_slices_give_the_loss_and_gradients_of_whole_rows",
+    ),
+    Bug(
         name="a longer context keeps the base's limit",
         file="app/model/rope.py",
         right="    config.max_position_embeddings = context_len\n",

@@ -42,6 +42,13 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+ODD_HEADS, ODD_KEY_HEADS = 9, 3
+"""heads that neither two nor four ranks share"""
+ODD = LLAMA | {
+    "hidden_size": ODD_HEADS * HEAD_DIM,
+    "num_attention_heads": ODD_HEADS,
+    "num_key_value_heads": ODD_KEY_HEADS,
+}
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": 128,
@@ -102,6 +109,15 @@ CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
     "longrope": (PHI3, FullConfig(), "none"),
     "gemma3": (GEMMA3, FullConfig(), "none"),
     "latent": (LATENT, FullConfig(), "none"),
+    "odd heads": (ODD, FullConfig(), "none"),
+    "odd heads, recompute": (ODD, LORA, "selective"),
+    "odd heads, one document": (ODD, FullConfig(), "none"),
+    "odd heads, padded rows": (ODD, FullConfig(), "none"),
+    "odd heads, window": (
+        ODD | {"model_type": "mistral", "sliding_window": 24},
+        FullConfig(),
+        "none",
+    ),
 }
 
 
@@ -117,7 +133,7 @@ class Slices(Placement):
 def make_batch(case: str) -> Batch:
     """Return a row of documents up to half as long as a slice of it, or longer than one."""
     random = np.random.default_rng(0)
-    lengths = [TOKENS - 9] if case == "one document" else [5, 61, 17, 33, 90, 30, 11]
+    lengths = [TOKENS - 9] if "one document" in case else [5, 61, 17, 33, 90, 30, 11]
     documents = [
         Example(
             input_ids=random.integers(3, 128, length).astype(np.int32),
@@ -127,7 +143,7 @@ def make_batch(case: str) -> Batch:
         )
         for number, length in enumerate(lengths)
     ]
-    if case == "padded rows":
+    if "padded rows" in case:
         batch = Collator(0, packed=False, row_multiple=64)([[each] for each in documents], 1.0)
     else:
         batch = Collator(0, packed=True, row_multiple=64)([documents], 1.0)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import pytest
 
+from app.model.attention import why_gathered
 from app.model.description import BaseDescription
 from app.preflight.files import check_context_parallel
 from tests.ranks import on_ranks
 from tests.strategy.context_training import (
     CASES,
-    GPT2,
     HEAD_DIM,
     HEADS,
     KEY_HEADS,
     LLAMA,
+    ODD_KEY_HEADS,
     TOKENS,
     compare_all,
     refused_and_balanced,
 )
 
-FEW = ["llama", "lora, recompute", "window", "gpt2"]
+FEW = ["llama", "lora, recompute", "window", "gpt2", "odd heads", "odd heads, recompute"]
+SENT = {"llama": 2, "lora, recompute": 3, "odd heads": 2, "odd heads, recompute": 3}
+"""cases whose bytes are counted -> passes, of which a recompute is one"""
 MASKED = ("window", "gemma3")
 """cases that save a mask of a whole document"""
 
@@ -29,22 +32,33 @@ def test_slices_give_the_loss_and_gradients_of_whole_rows(size: int, cases: list
     for found in on_ranks(size, compare_all, cases):
         for case, figures in found.items():
             assert figures["loss"] < 1e-6 and figures["sums"] < 1e-6, case
-            assert figures["norm"] < 1e-6, case
+            assert figures["norm"] < (2e-6 if "odd" in case else 1e-6), case
             # The largest difference of one number is rounding that differs between CPUs.
             assert figures["gradients"] < 4e-6, case
-            assert figures["saved"] < (1.1 + 0.15 * (case in MASKED)) / size, case
-            if case in ("llama", "lora, recompute"):
-                passes = 3 if "recompute" in case else 2
-                assert figures["calls"] == 2 * passes * LLAMA["num_hidden_layers"]
-                sent = bytes_of_layer(size) * passes * LLAMA["num_hidden_layers"]
-                assert figures["bytes"] == sent, case
+            assert figures["saved"] < (1.1 + 0.15 * (case in MASKED or "odd" in case)) / size, case
+            if case in SENT:
+                passes = SENT[case] * LLAMA["num_hidden_layers"]
+                calls, num_bytes = sent_by_layer(size, is_odd="odd" in case)
+                assert figures["calls"] == calls * passes, case
+                assert figures["bytes"] == num_bytes * passes, case
 
 
-def bytes_of_layer(size: int) -> int:
-    """Return the bytes that a rank sends in a layer's forward pass: queries, keys, values, out."""
+def sent_by_layer(size: int, *, is_odd: bool) -> tuple[int, int]:
+    """Return the calls and bytes that a rank sends in a layer's forward pass."""
+    tokens, rounds = TOKENS // size, (size - 1)
+    if is_odd:  # keys and values, to all other ranks
+        return 1, rounds * tokens * 2 * ODD_KEY_HEADS * HEAD_DIM * 4
     key_heads = max(KEY_HEADS, size)  # repeated, so that each rank has one
-    features = (2 * HEADS + 2 * key_heads) * HEAD_DIM
-    return TOKENS // size * features * 4 * (size - 1) // size
+    return 2, rounds * tokens * (2 * HEADS + 2 * key_heads) * HEAD_DIM * 4 // size
+
+
+def test_the_way_is_chosen_by_heads_and_bytes() -> None:
+    assert why_gathered(32, 8, 8) is None  # Llama 3.1 8B
+    assert why_gathered(14, 2, 2) is None  # Qwen2.5 0.5B
+    assert "4 ranks cannot share 14 attention heads" in str(why_gathered(14, 2, 4))
+    assert "(1) to share: 2 heads to send instead of 34" in str(why_gathered(32, 1, 2))
+    assert why_gathered(32, 8, 16) is None  # 48 heads instead of 128
+    assert why_gathered(8, 2, 4) is None  # 12 instead of 8, by the fastest kernel
 
 
 def test_layers_without_exchange_are_refused_and_routers_balance_whole_documents() -> None:
@@ -56,8 +70,6 @@ def test_layers_without_exchange_are_refused_and_routers_balance_whole_documents
 @pytest.mark.parametrize(
     ("numbers", "size", "message"),
     [
-        (LLAMA, 3, "does not divide the 8 attention heads of base (8 / 3 leaves 2); type strategy"),
-        (GPT2, 16, "does not divide the 8 attention heads"),
         (LLAMA | {"layer_types": ["linear_attention"]}, 2, "base has linear_attention layers"),
         ({"model_type": "t5", "is_encoder_decoder": True}, 2, "t5 is an encoder-decoder; type"),
     ],

@@ -19,6 +19,7 @@ from app.model.attention.backends import (
     generation_attention,
     key_repeats,
     packing_error,
+    why_gathered,
 )
 from app.model.attention.choice import (
     AttentionChoice,
@@ -65,4 +66,5 @@ __all__ = [
     "recompute_on_same_documents",
     "restore_kernel",
     "select_fastest_kernel",
+    "why_gathered",
 ]

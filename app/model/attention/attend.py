@@ -19,6 +19,9 @@ from common.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+BLOCK_TOKENS = 512
+"""queries that attend together under a window"""
+
 
 @dataclass(slots=True)
 class MaskRule:
@@ -32,19 +35,30 @@ class MaskRule:
     """(row, head, query position, key position) -> whether the query sees the key"""
     size: int
     """length of the window or chunk in tokens; shorter documents are not affected"""
-    _visible: dict[int, torch.Tensor] = field(default_factory=dict)
+    _visible: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
-    def visible(self, tokens: int, device: torch.device) -> torch.Tensor:
-        """Return the mask of a document, bool [1, 1, tokens, tokens]; cached for all layers."""
+    def visible(self, queries: range, keys: range, device: torch.device) -> torch.Tensor:
+        """Return the mask of positions in a document, bool [1, 1, queries, keys].
+
+        Cached for all layers, and for the positions that are a multiple of `size` further on, where
+        windows and chunks look the same.
+        """
         import torch
 
-        if tokens not in self._visible:
+        shift = keys.start // self.size * self.size
+        place = (queries.start - shift, len(queries), keys.start - shift, len(keys))
+        if place not in self._visible:
             zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
-            position = torch.arange(tokens, device=device)
-            queries, keys = position.view(1, 1, -1, 1), position.view(1, 1, 1, -1)
-            mask = self.function(zero, zero, queries, keys)
-            self._visible[tokens] = mask.expand(1, 1, tokens, tokens)
-        return self._visible[tokens]
+            query = torch.arange(len(queries), device=device).view(1, 1, -1, 1) + place[0]
+            key = torch.arange(len(keys), device=device).view(1, 1, 1, -1) + place[2]
+            mask = self.function(zero, zero, query, key)
+            self._visible[place] = mask.expand(1, 1, len(queries), len(keys))
+        return self._visible[place]
+
+
+def window_rule(size: int) -> MaskRule:
+    """Return the rule of a causal window: a query sees itself and the `size - 1` keys before it."""
+    return MaskRule(lambda row, head, query, key: (key <= query) & (key > query - size), size)
 
 
 def build_mask_rule(
@@ -234,20 +248,22 @@ def _attend(
     """
     import torch
 
-    from app.model.activation_checkpointing import attend_once
     from app.model.cpu import causal_attention as matmul
 
     num_queries, num_keys = query.shape[2], key.shape[2]
+    if rule is None and window is not None and is_causal:
+        rule = window_rule(window)
+    if rule is not None and rule.size >= num_keys:
+        rule = None
+    if rule is not None and is_causal and visible is None and bias is None:
+        return attend_in_blocks(query, key, value, rule, dropout=dropout, scaling=scaling)
     mask = visible
-    if window is not None and window >= num_queries:
-        window = None
-    if rule is not None and rule.size < num_keys:
-        in_reach = rule.visible(num_keys, query.device)
+    if rule is not None:
+        in_reach = rule.visible(range(num_queries), range(num_keys), query.device)
         mask = in_reach if mask is None else mask & in_reach
-    elif is_causal and (window is not None or bias is not None):
+    elif is_causal and bias is not None:
         position = torch.arange(num_queries, device=query.device)
-        distance = position.unsqueeze(1) - position.unsqueeze(0)
-        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        mask = position.unsqueeze(1) >= position.unsqueeze(0)
     if bias is not None:
         bias = bias[..., :num_queries, :num_keys].to(query.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
@@ -255,6 +271,54 @@ def _attend(
         rows = stack_documents(place_documents([[num_queries]] * len(query), num_queries))
         parts = cast_to_one_dtype(query, key, value)
         return matmul.attend_causally(*parts, rows, scaling).transpose(1, 2)
+    return _run_kernel(
+        (query, key, value), mask, dropout, scaling, is_causal=is_causal and mask is None
+    )
+
+
+def attend_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: MaskRule,
+    *,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attend causally by blocks of queries, which stand at the last of the keys' positions.
+
+    A block reads only keys within the reach of `rule`: no mask is that of a whole document.
+    """
+    import torch
+
+    num_keys, outputs = key.shape[2], []
+    first = num_keys - query.shape[2]
+    for start in range(first, num_keys, BLOCK_TOKENS):
+        queries = range(start, min(start + BLOCK_TOKENS, num_keys))
+        keys = range(max(0, start - rule.size + 1), queries.stop)
+        parts = (
+            query[:, :, queries.start - first : queries.stop - first],
+            key[:, :, keys.start : keys.stop],
+            value[:, :, keys.start : keys.stop],
+        )
+        mask = rule.visible(queries, keys, query.device)
+        outputs.append(_run_kernel(parts, mask, dropout, scaling, is_causal=False))
+    return torch.cat(outputs, dim=2)
+
+
+def _run_kernel(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    *,
+    is_causal: bool,
+) -> torch.Tensor:
+    import torch
+
+    from app.model.activation_checkpointing import attend_once
+
+    query, key, value = parts
     if query.is_cuda and query.shape[1] != key.shape[1] and not _runs_flash(query, value, mask):
         # CUDA's other fused kernels do not support GQA, and the fallback saves all scores in fp32.
         repeats = query.shape[1] // key.shape[1]
@@ -266,7 +330,7 @@ def _attend(
         value,
         attn_mask=mask,
         dropout_p=dropout,
-        is_causal=is_causal and mask is None,
+        is_causal=is_causal,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )

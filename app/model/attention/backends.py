@@ -131,6 +131,23 @@ def key_repeats(heads: int, key_heads: int, size: int) -> int:
     )
 
 
+def why_gathered(heads: int, key_heads: int, size: int) -> str | None:
+    """Return why `size` ranks gather keys and values; None if they exchange heads for tokens.
+
+    Exchanged heads run the fastest kernel, so gathering must send less than half as much.
+    """
+    if heads % size:
+        return f"{size} ranks cannot share {heads} attention heads equally"
+    repeats = key_repeats(heads, key_heads, size)
+    exchanged, gathered = heads + repeats * key_heads, size * key_heads
+    if repeats == 1 or exchanged <= 2 * gathered:
+        return None
+    return (
+        f"{size} ranks have too few key heads ({key_heads}) to share: {gathered} heads to send "
+        f"instead of {exchanged}"
+    )
+
+
 def check_implementation(model: PreTrainedModel, implementation: str) -> None:
     """Raise UserError if a part of `model` runs another attention than `implementation`.
 

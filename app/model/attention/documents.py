@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
 Lengths = Sequence[Sequence[int]]
 """document lengths by row"""
@@ -141,6 +142,25 @@ def place_documents(document_lengths: Lengths, tokens: int) -> list[DocumentSpan
     return placed
 
 
+def place_in_slice(
+    document_lengths: Lengths, tokens: int, start: int, stop: int
+) -> tuple[list[list[int]], dict[int, DocumentSpan]]:
+    """Return what columns [start, stop) of rows of `tokens` hold of each document.
+
+    First the lengths by row, padding included; then, by row, the document that begins before
+    `start`, up to its last token in the slice.
+    """
+    lengths: list[list[int]] = [[] for _ in document_lengths]
+    continued = {}
+    for row, first, end in place_documents(document_lengths, tokens):
+        begin, end = max(first, start), min(end, stop)
+        if begin < end:
+            lengths[row].append(end - begin)
+            if first < start:
+                continued[row] = DocumentSpan(row, first, end)
+    return lengths, continued
+
+
 def boundary_arguments(documents: Sequence[DocumentSpan], device: torch.device) -> dict[str, Any]:
     """Return the boundaries of documents, counted through all rows, by transformers' names.
 
@@ -179,6 +199,17 @@ def _group_by_length(
         groups[-1].append(document)
         real += document.length
     return groups
+
+
+@dataclass(kw_only=True, slots=True)
+class RowSlices:
+    """The ranks that hold slices of a batch's rows, and the documents in this rank's slice."""
+
+    ranks: ProcessGroup
+    own: dict[str, Any]
+    """arguments of attention that keep the slice's parts of documents apart"""
+    continued: dict[int, DocumentSpan]
+    """by row, the document that begins before the slice, up to its last token in it"""
 
 
 @dataclass(slots=True)

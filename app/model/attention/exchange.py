@@ -1,21 +1,30 @@
-"""Context parallelism: ranks that hold slices of a row trade tokens for heads around attention.
+"""Context parallelism: ranks that hold slices of a row see whole documents in attention.
 
 Ulysses (arXiv 2309.14509): outside attention a rank holds some tokens and all heads, inside it all
-tokens and some heads. Attention then sees whole documents, whatever its kernel.
+tokens and some heads, and attention sees whole documents, whatever its kernel. Where ranks cannot
+share the heads, or have too few key heads for that, they gather keys and values instead, and a rank
+attends with the queries of its own tokens.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.model.attention.attend import cast_to_one_dtype
-from app.model.attention.backends import key_repeats
+from app.model.attention.attend import (
+    MaskRule,
+    attend_in_blocks,
+    cast_to_one_dtype,
+    window_rule,
+)
+from app.model.attention.backends import key_repeats, why_gathered
+from app.model.attention.documents import RowSlices
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.probes import EDITS, MAX_ULPS, MIN_SHARE, distances, rounding
 from app.model.eval_mode import eval_mode
@@ -23,7 +32,9 @@ from common.errors import UserError
 from data_modules import SequenceSlice
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 Attend = Callable[..., tuple[Tensor, Any]]
 BY_HEAD = ("s_aux", "position_bias")
@@ -53,7 +64,7 @@ def _all_to_all(parts: Tensor, ranks: dist.ProcessGroup) -> Tensor:
 
 
 def exchanging(attend: Attend) -> Attend:
-    """Give an attention function the argument `exchange`: the ranks that hold the row's slices.
+    """Give an attention function the argument `exchange`: the row's slices and their ranks.
 
     Without it the function is called as it is.
     """
@@ -66,24 +77,72 @@ def exchanging(attend: Attend) -> Attend:
         value: Tensor,
         attention_mask: Any,
         *args: Any,
-        exchange: dist.ProcessGroup | None = None,
+        exchange: RowSlices | None = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
         if exchange is None:
             return attend(module, query, key, value, attention_mask, *args, **options)
+        ranks = exchange.ranks
         for name in BY_HEAD:
             if options.get(name) is not None:
                 raise UserError(
-                    f"strategy.context_parallel_size={exchange.size()} gives each rank a share of "
+                    f"strategy.context_parallel_size={ranks.size()} gives each rank a share of "
                     f"the heads, and the {name} of {type(module).__name__} is one of all heads: "
                     "type strategy.context_parallel_size=1"
                 )
         parts = cast_to_one_dtype(query, key, value)
-        parts = _heads_of_all_tokens(parts, exchange)
+        if why_gathered(query.shape[1], key.shape[1], ranks.size()):
+            return _attend_to_gathered(
+                partial(attend, module), parts, attention_mask, exchange, options
+            ), None
+        parts = _heads_of_all_tokens(parts, ranks)
         output, weights = attend(module, *parts, attention_mask, *args, **options)
-        return _tokens_of_all_heads(output, exchange), weights
+        return _tokens_of_all_heads(output, ranks), weights
 
     return run
+
+
+def _attend_to_gathered(
+    attend: Attend,
+    parts: tuple[Tensor, Tensor, Tensor],
+    mask: MaskRule | None,
+    slices: RowSlices,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend with own queries to the keys of all ranks; [rows, own tokens, heads, dim]."""
+    query, key, value = parts
+    ranks, tokens = slices.ranks, query.shape[2]
+    start = ranks.rank() * tokens
+    own = torch.cat([key, value], -1)
+    by_rank = _AllToAll.apply(own.expand(ranks.size(), *own.shape), ranks)
+    whole = by_rank.movedim(0, 2).flatten(2, 3).split([key.shape[-1], value.shape[-1]], -1)
+    counts = [
+        slices.continued[row].end - start if row in slices.continued else 0
+        for row in range(len(query))
+    ]
+    if min(counts) < tokens:
+        # Not the own `key` and `value`: all ranks must wait for each other in the backward pass.
+        inside = (part[:, :, start : start + tokens] for part in whole)
+        begun, _ = attend(query, *inside, mask, **options | slices.own)
+    outputs = []
+    for row, count in enumerate(counts):
+        pieces = []
+        if count:
+            _, first, end = slices.continued[row]
+            keys, values = (part[row, None, :, first:end] for part in whole)
+            output = attend_in_blocks(
+                query[row, None, :, :count],
+                keys,
+                values,
+                mask or window_rule(options.get("sliding_window") or end - first),
+                dropout=options.get("dropout", 0.0),
+                scaling=options.get("scaling"),
+            )
+            pieces.append(output.transpose(1, 2))
+        if count < tokens:
+            pieces.append(begun[row, None, count:])
+        outputs.append(torch.cat(pieces, 1))
+    return torch.cat(outputs)
 
 
 def _heads_of_all_tokens(
@@ -114,6 +173,16 @@ def _tokens_of_all_heads(output: Tensor, ranks: dist.ProcessGroup) -> Tensor:
     return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
+def describe_exchange(config: PretrainedConfig, size: int) -> str:
+    """Return how `size` ranks attend to whole documents, and why."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    reason = why_gathered(heads, getattr(text, "num_key_value_heads", None) or heads, size)
+    if reason is None:
+        return f"{size} ranks exchange heads for tokens in attention"
+    return f"each rank gathers the keys and values of whole rows: {reason}"
+
+
 def check_exchange(
     model: PreTrainedModel, backend: str, device: torch.device, ranks: dist.ProcessGroup
 ) -> None:
@@ -123,6 +192,7 @@ def check_exchange(
     slices that see another document, or not all of their own, differ from them.
     """
     size, rank = ranks.size(), ranks.rank()
+    log.info("context parallelism: %s", describe_exchange(model.config, size))
     tokens, first = size * PROBE_TOKENS, size * PROBE_TOKENS // 2 + 1
     lengths = [[first, tokens - first]]
     own = SequenceSlice(rank * PROBE_TOKENS, (rank + 1) * PROBE_TOKENS, ranks)

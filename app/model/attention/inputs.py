@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 from app.model.attention.backends import BY_CLASS, batching_error, packing_error
 from app.model.attention.documents import (
     Lengths,
+    RowSlices,
     boundary_arguments,
     group_documents,
     group_pairs,
     place_documents,
+    place_in_slice,
 )
 from app.model.attention.flex import block_mask
 from app.model.attention.mixers import masks_recurrent_layers, mixer_inputs
@@ -40,7 +42,7 @@ def attention_inputs(
     """
     _check_batch(model, document_lengths)
     if sequence is not None and sequence.ranks is not None:
-        return _sliced_inputs(model, backend, document_lengths, ids, sequence.ranks)
+        return _sliced_inputs(model, backend, document_lengths, ids, sequence, sequence.ranks)
     inputs: dict[str, Any] = {"attention_mask": None}
     if has_attention(model):
         inputs = _mask_inputs(model, backend, document_lengths, ids)
@@ -52,14 +54,20 @@ def _sliced_inputs(
     backend: str,
     document_lengths: Lengths,
     ids: torch.Tensor,
+    sequence: SequenceSlice,
     ranks: ProcessGroup,
 ) -> dict[str, Any]:
-    """Return the inputs of a slice: its own mask, and the documents of whole rows."""
+    """Return the inputs of a slice: its own mask, and the documents of whole rows and of itself."""
     rows, tokens = _shape(ids)
     whole = ids.new_zeros(()).expand(rows, tokens * ranks.size())
+    lengths, continued = place_in_slice(
+        document_lengths, whole.shape[1], sequence.start, sequence.stop
+    )
+    own = _mask_inputs(model, backend, lengths, ids)
     inputs = _mask_inputs(model, backend, document_lengths, whole)
-    mask = _placeholder_mask(model, ids)
-    return inputs | {"attention_mask": mask, "exchange": ranks}
+    mask = own.pop("attention_mask")
+    slices = RowSlices(ranks=ranks, own=own, continued=continued)
+    return inputs | {"attention_mask": mask, "exchange": slices}
 
 
 def has_attention(model: PreTrainedModel) -> bool:
