@@ -16,9 +16,10 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.config import ServerConfig, run_verb, save_config
 from app.model.adapter import is_adapter
@@ -32,7 +33,6 @@ from app.process.signals import (
 )
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.serving.address import KEY_VARIABLE, open_socket, read_key, url_of
-from app.serving.vllm import build_vllm_command, find_unsupported_feature
 from app.training.run_documents import read_object
 from common.errors import Interrupted, UserError
 from common.files import write_atomically
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from app.assembly.tuned import Tuned
 
 log = logging.getLogger(__name__)
+MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""values that vLLM accepts for --max-lora-rank"""
 
 
 def serve(config: ServerConfig) -> None:
@@ -62,7 +64,7 @@ def serve(config: ServerConfig) -> None:
     from app.assembly.kept import with_checkpoint
     from app.assembly.tuned import open_tuned
     from app.evaluation.conversation import check_served_tokens
-    from app.serving.application import build_app
+    from app.serving.server import build_app
     from app.training.trainer import resolve_single_device
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
@@ -157,6 +159,61 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
         revision=config.model.revision if model == config.model.path else None,
     )
     return "\n".join([*lines, key + line])
+
+
+def find_unsupported_feature(adapter: Mapping[str, Any]) -> str | None:
+    """Return the feature of an adapter_config.json that vLLM cannot serve unmerged, or None."""
+    kind = adapter.get("peft_type")
+    if kind != "LORA":
+        return f"{kind} adapters"
+    unsupported = {
+        "use_dora": "DoRA",
+        "modules_to_save": "fully trained modules",
+        "trainable_token_indices": "trained token rows",
+        "target_parameters": "adapters on experts",
+        "rank_pattern": "per-module ranks",
+        "alpha_pattern": "per-module alphas",
+    }
+    found = next((what for name, what in unsupported.items() if adapter.get(name)), None)
+    if found is None and adapter.get("bias", "none") != "none":
+        found = "trained biases"
+    if found is None and int(adapter["r"]) > MAX_LORA_RANKS[-1]:
+        found = f"ranks above {MAX_LORA_RANKS[-1]}"
+    return found
+
+
+def build_vllm_command(
+    model: str,
+    name: str,
+    *,
+    host: str,
+    port: int,
+    tokenizer: Path,
+    generation: Path,
+    adapter: Path | None = None,
+    rank: int = 0,
+    revision: str | None = None,
+) -> str:
+    """Return the shell command that starts vLLM for `model` and, if given, a LoRA adapter.
+
+    `tokenizer` is the folder with the chat template of training, `generation` the folder whose
+    generation_config.json has the stop tokens of training, `rank` the adapter's rank.
+    """
+    words: Sequence[str] = ["vllm", "serve", model, "--tokenizer", str(tokenizer)]
+    words = [*words, "--chat-template", str(tokenizer / "chat_template.jinja")]
+    words = [*words, "--generation-config", str(generation), "--host", host, "--port", str(port)]
+    words = [*words, "--revision", revision] if revision else words
+    if adapter is None:
+        return shlex.join([*words, "--served-model-name", name])
+    max_rank = next(allowed for allowed in MAX_LORA_RANKS if allowed >= rank)
+    lora = [
+        "--enable-lora",
+        "--max-lora-rank",
+        str(max_rank),
+        "--lora-modules",
+        f"{name}={adapter}",
+    ]
+    return shlex.join([*words, *lora])
 
 
 if __name__ == "__main__":

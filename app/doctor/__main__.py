@@ -18,7 +18,7 @@ from app.config import PlanConfig, load_config
 from app.config.dispatch import version
 from app.config.plain import run_plain_verb
 from app.doctor import bandwidth
-from app.doctor.costs import (
+from app.doctor.bandwidth import (
     CommunicationCost,
     estimate_communication,
     hardware_of_ranks,

@@ -19,9 +19,13 @@ from hypothesis import strategies as st
 
 from app.config import load_config, settings_of
 from app.doctor import bandwidth
-from app.doctor.bandwidth import ALL_TO_ALL, KINDS, MIB, Measurement, bus_bandwidth
-from app.doctor.costs import (
+from app.doctor.bandwidth import (
+    ALL_TO_ALL,
+    KINDS,
+    MIB,
+    Measurement,
     best_bandwidth,
+    bus_bandwidth,
     estimate_communication,
     hardware_of_ranks,
     list_link_rows,

@@ -17,7 +17,7 @@ from app.evaluation.conversation import (
     check_served_tokens,
 )
 from app.serving.address import ServeConfig
-from app.serving.application import build_app
+from app.serving.server import build_app
 from common.errors import Origin
 from data_modules import TEMPLATE_NAMES, ChatTemplate, Conversation, Turn
 from data_modules.template.named_templates import _NEEDED

@@ -13,8 +13,7 @@ from typing import Any
 
 from app.evaluation.conversation import ConversationConfig, Reply
 from app.serving.address import ServeConfig, open_socket, url_of
-from app.serving.application import build_app
-from app.serving.server import build_server
+from app.serving.server import build_app, build_server
 from data_modules import Turn
 
 NAME = "tiny"

@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from app.evaluation.conversation import ConversationConfig, Reply, Responder
-from app.serving import application, server
+from app.serving import server
 from app.serving.address import KEY_VARIABLE, ServeConfig, open_socket, read_key
 from common.errors import UserError
 from data_modules import ChatTemplate, Turn
@@ -271,10 +271,10 @@ def test_an_address_in_use_or_unknown_is_named() -> None:
 
 
 def test_bodies_that_are_too_long_or_too_slow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(application, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.1)
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.1)
     with serving(ScriptedResponder("yes")) as address:
-        assert send(address, b" " * (application.MAX_BODY + 1))[0] == 413
+        assert send(address, b" " * (server.MAX_BODY + 1))[0] == 413
         host, port = urlsplit(address).netloc.split(":")
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
         head += b"content-type: application/json\r\n"
@@ -386,7 +386,7 @@ def test_malformed_requests_leak_no_memory(address: str) -> None:
 
 
 def test_the_page_loads_nothing_external_and_writes_no_html() -> None:
-    page = Path(application.PAGE).read_text(encoding="utf-8")
+    page = Path(server.PAGE).read_text(encoding="utf-8")
     for word in (
         "innerHTML",
         "outerHTML",
