@@ -1,15 +1,16 @@
-"""The collectives of an optimizer step, and the bytes that they send within and between nodes.
+"""The collectives of an optimizer step: what they send within and between nodes, and for how long.
 
 Volumes as in arXiv 1910.02054 (ZeRO), 2306.10209 (ZeRO++) and 1909.08053 (tensor parallelism).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from app.model.attention import key_repeats, why_gathered
 from app.planning.memory import PlannedRun
-from app.planning.states import ModelSize
+from app.planning.states import ZERO_BUCKET, ModelSize
 from app.strategy.settings import (
     MAX_UNSHARDED_SHARE,
     DdpConfig,
@@ -26,6 +27,15 @@ AVERAGED_WEIGHT = 4.0
 """bytes per weight that local SGD sends to average it, for every dtype"""
 INDEX_BYTES = 4
 """bytes of the index that top-k sends with a gradient"""
+DDP_BUCKET = 25 * 2**20
+"""bytes of gradients that DistributedDataParallel reduces at once (its bucket_cap_mb)"""
+LINKS = 0.8
+"""share of a link's datasheet rate that collectives reach (assumed)"""
+CALL, HOP, NETWORK_HOP = 8.4e-6, 3.4e-6, 14e-6
+"""seconds of a message that do not depend on its bytes: of a call, and of each step to another GPU
+of the node and to another node (NCCL's own model, src/graph/tuning.cc: ring, NVLink, Simple)"""
+CONTENTION, MOST_CONTENTION = 0.189, 0.40
+"""slowdown of kernels while NCCL sends on the same GPU, mean and maximum (arXiv 2507.03114)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +54,25 @@ class Collective:
     """number of nodes that these ranks are on"""
     overlaps: bool = True
     """whether it overlaps with computation"""
+    messages: int = 1
+    """messages of a call: one per layer, e.g., or per bucket"""
+    in_forward: float = 0.0
+    """share of the calls that belongs to forward passes"""
+    exposed_share: float = 0.0
+    """share of a call that overlaps with nothing: first units of a forward pass, last gradients"""
 
     @property
     def _passes(self) -> int:
         return 2 if self.kind == ALL_REDUCE else 1
+
+    @property
+    def latency(self) -> float:
+        """Seconds per step that do not depend on the bytes: a ring, or a tree for all-reduce."""
+        nodes = self.num_nodes
+        inside, between = (self.num_ranks - nodes), float(nodes - 1)
+        if self.kind == ALL_REDUCE:
+            inside, between = 2 * (self.num_ranks // nodes - 1), 2 * math.log2(nodes)
+        return self.times * self.messages * (CALL + inside * HOP + between * NETWORK_HOP)
 
     @property
     def sent(self) -> float:
@@ -76,6 +101,52 @@ def sent_by_node(run: PlannedRun, each: Collective) -> float:
     return each.sent_between_nodes * groups
 
 
+def collective_seconds(run: PlannedRun, each: Collective) -> float:
+    """Estimate the time of a collective: latency, and its slower part, within or between nodes."""
+    hardware = run.hardware
+    inside = between = 0.0
+    if each.num_ranks > each.num_nodes:
+        inside = each.sent / (LINKS * hardware.link_gb_per_second * 1e9)
+    if each.num_nodes > 1:
+        between = sent_by_node(run, each) / (LINKS * hardware.network_gb_per_second * 1e9)
+    return each.latency + max(inside, between)
+
+
+def exposed_seconds(
+    run: PlannedRun,
+    collectives: list[Collective],
+    forward: float,
+    backward: float,
+    contention: float = CONTENTION,
+) -> float:
+    """Estimate the seconds that collectives add to the passes of an optimizer step.
+
+    `forward`, `backward`: seconds of one pass of a micro-batch. A pass hides at most its own
+    messages, of which those that are sent once per step belong to the last backward pass. While
+    they are sent, kernels are slower by `contention`.
+    """
+    steps, added = run.accumulation, 0.0
+    ahead = behind = at_end = 0.0
+    for each in collectives:
+        seconds = collective_seconds(run, each)
+        if not each.overlaps:
+            added += seconds
+            continue
+        # What begins each forward pass, or ends the step's last backward pass.
+        added += each.exposed_share * seconds * (each.in_forward or 1 / max(1, each.times))
+        if each.times < steps:
+            at_end += seconds
+        else:
+            ahead += seconds * each.in_forward / steps
+            behind += seconds * (1 - each.in_forward) / steps
+
+    def longer(computes: float, sends: float) -> float:
+        return max(contention * min(computes, sends), sends - computes)
+
+    added += steps * longer(forward, ahead) + (steps - 1) * longer(backward, behind)
+    return added + longer(backward, behind + at_end)
+
+
 def list_collectives(run: PlannedRun, size: ModelSize | None = None) -> list[Collective]:
     """List the collectives of a run in one optimizer step."""
     size = size or run.size
@@ -92,11 +163,13 @@ def list_collectives(run: PlannedRun, size: ModelSize | None = None) -> list[Col
 
 def _of_ddp(run: PlannedRun, size: ModelSize) -> list[Collective]:
     sent, strategy = size.whole.trained, run.strategy
+    buckets = max(1, math.ceil(sent / DDP_BUCKET))
     if isinstance(strategy, DdpConfig) and strategy.compression in ("bf16", "fp16"):
         sent = size.whole.num_trained * 2
     elif isinstance(strategy, DdpConfig) and strategy.compression == "topk":
         own = strategy.topk_share * (size.whole.trained + INDEX_BYTES * size.whole.num_trained)
-        return [_over_all(run, "largest gradients", ALL_GATHER, own * run.num_ranks, 1)]
+        whole = own * run.num_ranks
+        return [_over_all(run, "largest gradients", ALL_GATHER, whole, 1, messages=buckets)]
     elif isinstance(strategy, DdpConfig) and strategy.compression == "powersgd":
         layers = run.model.layers
         sent = sum(
@@ -105,10 +178,20 @@ def _of_ddp(run: PlannedRun, size: ModelSize) -> list[Collective]:
             for weight in weights.values()
             if weight.requires_grad
         )
-    return [_over_all(run, "gradients", ALL_REDUCE, sent, 1)]
+    return [_over_all(run, "gradients", ALL_REDUCE, sent, 1, messages=buckets)]
 
 
-def _over_all(run: PlannedRun, what: str, kind: str, num_bytes: float, times: float) -> Collective:
+def _over_all(
+    run: PlannedRun,
+    what: str,
+    kind: str,
+    num_bytes: float,
+    times: float,
+    *,
+    messages: int,
+    in_forward: float = 0.0,
+    overlaps: bool = True,
+) -> Collective:
     return Collective(
         what=what,
         kind=kind,
@@ -116,17 +199,26 @@ def _over_all(run: PlannedRun, what: str, kind: str, num_bytes: float, times: fl
         times=times,
         num_ranks=run.num_ranks,
         num_nodes=run.num_nodes,
+        messages=messages,
+        in_forward=in_forward,
+        overlaps=overlaps,
+        exposed_share=1 / messages,
     )
 
 
 def _of_zero(run: PlannedRun, strategy: ZeroConfig, size: ModelSize) -> list[Collective]:
-    whole, steps = size.whole, run.accumulation
+    whole, steps, units = size.whole, run.accumulation, run.model.num_layers + 2
+    buckets = max(1, math.ceil(whole.num_trained / ZERO_BUCKET))
     if strategy.stage < 3:
         # Stage 2 keeps only a shard of the gradients, so it reduces them in each micro-batch.
         times = steps if strategy.stage == 2 else 1
         return [
-            _over_all(run, "gradients", REDUCE_SCATTER, whole.trained, times),
-            _over_all(run, "updated weights", ALL_GATHER, whole.trained, 1),
+            _over_all(run, "gradients", REDUCE_SCATTER, whole.trained, times, messages=buckets),
+            _over_all(
+                *(run, "updated weights", ALL_GATHER, whole.trained, 1),
+                messages=buckets,
+                overlaps=False,
+            ),
         ]
     weights, gradients = whole.frozen + whole.trained, whole.trained
     num_weights = run.model.num_weights
@@ -140,13 +232,17 @@ def _of_zero(run: PlannedRun, strategy: ZeroConfig, size: ModelSize) -> list[Col
         num_bytes=backward,
         times=steps,
         num_ranks=run.hardware.gpus_per_node,
+        messages=units,
     )
+    forwards = steps * (1 + run.runs_base)
     return [
-        _over_all(run, "weights, forward", ALL_GATHER, forward, steps * (1 + run.runs_base)),
+        _over_all(
+            *(run, "weights, forward", ALL_GATHER, forward, forwards), messages=units, in_forward=1
+        ),
         within
         if strategy.partition_within_node
-        else _over_all(run, "weights, backward", ALL_GATHER, backward, steps),
-        _over_all(run, "gradients", REDUCE_SCATTER, gradients, steps),
+        else _over_all(run, "weights, backward", ALL_GATHER, backward, steps, messages=units),
+        _over_all(run, "gradients", REDUCE_SCATTER, gradients, steps, messages=buckets),
     ]
 
 
@@ -160,25 +256,12 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Col
     # The ranks of a shard group are consecutive, so it may span several nodes.
     per_node = max(1, run.hardware.gpus_per_node // run.tensor_size)
     nodes = max(1, shards // per_node)
+    units = run.model.num_layers + 2
     few = whole.num_trained <= MAX_UNSHARDED_SHARE * (whole.num_trained + whole.frozen / 2)
     reduced = 1 if few else run.accumulation
-    found = []
+    found: list[Collective] = []
     if shards > 1:
-        gathers = run.accumulation * (2 + run.runs_base if strategy.reshard_after_forward else 1)
-        for what, kind, num_bytes, times in (
-            ("weights", ALL_GATHER, whole.gathered, gathers),
-            ("gradients", REDUCE_SCATTER, whole.trained, reduced),
-        ):
-            found.append(
-                Collective(
-                    what=what,
-                    kind=kind,
-                    num_bytes=num_bytes,
-                    times=times,
-                    num_ranks=shards,
-                    num_nodes=nodes,
-                )
-            )
+        found += _of_shards(run, strategy, size, reduced, (shards, nodes))
     if replicas > 1 and isinstance(strategy, LocalSgdConfig):
         found.append(
             Collective(
@@ -200,9 +283,41 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Col
                 times=reduced,
                 num_ranks=replicas,
                 num_nodes=min(replicas, run.num_nodes),
+                messages=units,
+                exposed_share=1 / units,
             )
         )
     return found
+
+
+def _of_shards(
+    run: PlannedRun, strategy: FsdpConfig, size: ModelSize, reduced: int, group: tuple[int, int]
+) -> list[Collective]:
+    """List the gathers and reductions of FSDP2 among a group of ranks on a number of nodes."""
+    whole, ends, (ranks, nodes) = size.whole, size.layer + size.embedding, group
+    forwards = 1 + run.runs_base
+    gathers = forwards + 1 if strategy.reshard_after_forward else 1
+    weights = Collective(
+        what="weights",
+        kind=ALL_GATHER,
+        num_bytes=whole.gathered,
+        times=run.accumulation * gathers,
+        num_ranks=ranks,
+        num_nodes=nodes,
+        messages=run.model.num_layers + 2,
+        in_forward=min(forwards, gathers) / gathers,
+        exposed_share=ends.gathered / whole.gathered,
+    )
+    gradients = replace(
+        weights,
+        what="gradients",
+        kind=REDUCE_SCATTER,
+        num_bytes=whole.trained,
+        times=reduced,
+        in_forward=0.0,
+        exposed_share=ends.trained / max(1.0, whole.trained),
+    )
+    return [weights, gradients]
 
 
 def _of_tensor_parallel(run: PlannedRun, size: ModelSize) -> list[Collective]:

@@ -23,7 +23,7 @@ from app.planning.memory import (
     fits_host,
     usable_bytes,
 )
-from app.planning.speed import describe_batch, estimate_flops, estimate_speed
+from app.planning.speed import describe_batch, describe_range, estimate_flops, estimate_speed
 from app.strategy.settings import ZeroConfig
 
 HALF_BYTES, FP32_BYTES = 2, 16
@@ -82,6 +82,8 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
         "tokens_per_step": run.tokens_per_step,
         "tokens_per_second": speed.tokens_per_second,
         "tokens_per_second_per_gpu": speed.tokens_per_second / run.num_ranks,
+        "tokens_per_second_between": list(speed.between),
+        "range_by": describe_range(run),
         "mfu": speed.mfu,
         "verdict": speed.verdict,
         "batch": describe_batch(run),

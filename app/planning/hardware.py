@@ -57,6 +57,8 @@ class HardwareConfig:
     half_tflops: float = setting(0.0, ge=0)
     """peak rate of dense bf16 matrix products (fp16 if the GPU has no bf16), without sparsity, from
     the datasheet"""
+    product_share: float = setting(0.803, gt=0, le=1)
+    """share of half_tflops that the fastest matrix products reach: 0.803 on an H100"""
     fp8_tflops: float = setting(0.0, ge=0)
     """peak rate of dense FP8 matrix products that are summed in fp32; 0 = the GPU has none"""
     fp32_tflops: float = setting(0.0, ge=0)

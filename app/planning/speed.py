@@ -1,24 +1,48 @@
 """Estimate the time of an optimizer step from FLOPs, memory traffic and collectives.
 
 Model FLOPs as in arXiv 2204.02311 (PaLM, appendix B), with half of the FLOPs of full attention for
-causal attention. Kernel launches are not included: small models are slower.
+causal attention.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
-from app.planning.communication import Collective, list_collectives, sent_by_node
+from app.planning.communication import (
+    ALL_GATHER,
+    CONTENTION,
+    LINKS,
+    MOST_CONTENTION,
+    REDUCE_SCATTER,
+    Collective,
+    collective_seconds,
+    exposed_seconds,
+    list_collectives,
+)
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
 from app.planning.states import ModelSize, num_shards
 from app.strategy.settings import FsdpConfig, ZeroConfig
 from common.text import percent
 
-PRODUCTS, ATTENTION, BANDWIDTH, LINKS = 0.72, 0.45, 0.69, 0.8
+PRODUCTS, ATTENTION, BANDWIDTH = 0.72, 0.45, 0.69
 """share of the datasheet's rate that large kernels reach: half-precision matrix products, attention
 and memory-bound kernels (measured on an H100 on 2026-11-27: benchmarks/results; other cards are
-assumed to reach the same shares), and collectives (assumed)"""
+assumed to reach the same shares, in products in proportion to hardware.product_share)"""
+MEASURED, KERNEL_ERROR = {"h100": 0.05, "h200": 0.1}, 0.15
+"""relative error of the time of kernels, on cards where it was measured and on others"""
+SPREAD = 0.015
+"""standard deviation of the speed of GPUs of one model: they vary by 8 % (arXiv 2208.11035), taken
+as the range of 99 % of them. All ranks wait for the slowest"""
+LAUNCHES, LORA_LAUNCHES, PLAIN_LAUNCHES = 42, 49, 2.5
+"""kernels per layer and micro-batch, those that LoRA adds, and their factor without fused kernels
+(results/2026-11-26_gpu-modelled.md)"""
+LAUNCH = 5e-6
+"""seconds of the host per kernel (assumed)"""
+COPIED = 2
+"""bytes read and written per byte gathered or reduced: sharded weights and gradients are copied
+out of and into one buffer per message"""
 FASTEST_ATTENTION = 443e12
 """FLOP/s of cuDNN's attention on an H100, same source; on newer cards none was measured. It runs
 for documents of equal lengths, which estimate_flops assumes. Others get FlashAttention 2, which
@@ -66,6 +90,8 @@ class Flops:
     recomputed_attention: float
     frozen: float
     """products with frozen matrices of layers, recomputed ones included; also part of the above"""
+    forward: float
+    """those of the forward pass, and of the base's own; also part of the above"""
     recomputed_scores: float
     """scores that the kernels of attention's backward pass compute again"""
 
@@ -102,11 +128,13 @@ def estimate_flops(run: PlannedRun) -> Flops:
         wide = 2.0 * widths.hidden * widths.feed_forward * layers
         again = 2.0 * wide * every
     of_base = 2.0 * frozen if run.runs_base else 0.0
+    passes = 1 + run.runs_base
     return Flops(
+        forward=forward + of_base + (head + attention) * passes,
         products=products,
         attention=attention * (1 + 2 * reached),
-        recomputed_products=again + of_base + head * run.runs_base,
-        recomputed_attention=again_attention + attention * run.runs_base,
+        recomputed_products=again + of_base + head * (passes - 1),
+        recomputed_attention=again_attention + attention * (passes - 1),
         frozen=of_base + (forward * (1 + reached) + again) * frozen / max(1.0, frozen + trained),
         recomputed_scores=attention * reached * (ATTENTION_BACKWARD - 2),
     )
@@ -126,11 +154,13 @@ class Speed:
     host: float
     """copies between GPUs and host memory"""
     exposed: float
-    """collectives and host copies that do not overlap with computation"""
+    """what collectives, host copies, launches and the slowest GPU add to the computation"""
     step: float
     """the whole step"""
     tokens_per_second: float
     """throughput of all GPUs"""
+    between: tuple[float, float]
+    """lowest and highest throughput, as describe_range says"""
     mfu: float
     """model FLOPs utilization"""
     verdict: str
@@ -140,46 +170,87 @@ class Speed:
 def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     """Estimate the time of an optimizer step; that of a disk of optimizer states is not known."""
     size = size or run.size
-    hardware, split = run.hardware, run.tensor_size
-    rate, flops = _full_rate(run), estimate_flops(run)
-    tokens = run.tokens * run.accumulation
-    bandwidth = BANDWIDTH * hardware.memory_gb_per_second * 1e9
-    products = _product_seconds(run, flops) * tokens / split
-    # With few tokens, reading the weights takes longer than the products.
-    products = max(products, _weight_reads(run) * run.accumulation / split / bandwidth)
-    attention = flops.attention + flops.recomputed_scores + flops.recomputed_attention
-    attention *= tokens / split
-    attention /= min(ATTENTION * rate, FASTEST_ATTENTION)
-    traffic = (_traffic(run) * tokens + _dequantized(run) * run.accumulation) / split / bandwidth
-    _, of_gradients, of_states = num_shards(run.strategy, run.num_ranks, run.num_nodes)
-    summed = size.whole.trained / of_gradients * (run.accumulation - 1)
-    traffic += ACCUMULATION_PASSES * summed / bandwidth
-    stepped = size.whole.trained / of_states
-    offload = run.strategy.offload_optimizer
-    if offload != "cpu":
-        traffic += OPTIMIZER_PASSES * stepped / bandwidth
     collectives = list_collectives(run, size)
-    messages = sum(_seconds(run, each) for each in collectives)
-    overlapping = sum(_seconds(run, each) for each in collectives if each.overlaps)
-    link = LINKS * hardware.host_link_gb_per_second * 1e9
-    copied = _host_copies(run, size)
-    host = copied / link if link else 0.0
-    computes = products + attention + traffic
+    products, attention, traffic = _pass_seconds(run, size, collectives)
+    computes, launches = products + attention + traffic, _launch_seconds(run)
+    ranks, error = run.num_ranks, MEASURED.get(run.hardware.name, KERNEL_ERROR)
+    slowest = 1 + SPREAD * NormalDist().inv_cdf(ranks / (ranks + 1))
+    stepped = size.whole.trained / num_shards(run.strategy, ranks, run.num_nodes)[2]
+    offload, link = run.strategy.offload_optimizer, run.hardware.host_link_gb_per_second
+    rate = BANDWIDTH * run.hardware.memory_gb_per_second * 1e9
+    optimizer = 0.0 if offload == "cpu" else OPTIMIZER_PASSES * stepped / rate
+    link *= LINKS * 1e9
+    host = _host_copies(run, size) / link if link else 0.0
     waits = LINK_PASSES[offload] * stepped / link if link else 0.0
-    step = max(computes, overlapping, host) + (messages - overlapping) + waits
-    speed = run.tokens_per_step / step
+    flops = estimate_flops(run)
+
+    def step_seconds(contention: float = CONTENTION, slower: float = 1.0) -> float:
+        passes = slowest * max(slower * computes, launches)
+        forward = passes / run.accumulation * flops.forward / flops.total
+        backward = passes / run.accumulation - forward
+        added = exposed_seconds(run, collectives, forward, backward, contention)
+        return max(passes + added, host) + optimizer + waits
+
+    step = step_seconds()
+    longest, shortest = step_seconds(MOST_CONTENTION, 1 + error), step_seconds(0.0, 1 - error)
+    messages = sum(collective_seconds(run, each) for each in collectives)
+    traffic += optimizer
+    gaps = launches if launches > computes else 0.0
+    parts = (products + attention, traffic, messages, host + waits, gaps)
     return Speed(
         products=products,
         attention=attention,
         traffic=traffic,
         messages=messages,
         host=host + waits,
-        exposed=step - computes,
+        exposed=step - computes - optimizer,
         step=step,
-        tokens_per_second=speed,
-        mfu=speed / peak_tokens_per_second(run),
-        verdict=_verdict(run, products + attention, traffic, messages, host + waits, collectives),
+        tokens_per_second=run.tokens_per_step / step,
+        between=(run.tokens_per_step / longest, run.tokens_per_step / shortest),
+        mfu=run.tokens_per_step / step / peak_tokens_per_second(run),
+        verdict=_verdict(run, parts, collectives),
     )
+
+
+def describe_range(run: PlannedRun) -> str:
+    """Say on what the lowest and the highest throughput rest."""
+    known = run.hardware.name in MEASURED
+    error = MEASURED.get(run.hardware.name, KERNEL_ERROR)
+    of_card = "measured on this card" if known else "not measured on this card"
+    kernels = f"kernels +-{percent(error, 0)} ({of_card})"
+    if run.num_ranks == 1:
+        return kernels
+    most = percent(MOST_CONTENTION, 0)
+    return f"{kernels}; messages slow them by 0 to {most} while they overlap, as published"
+
+
+def _pass_seconds(
+    run: PlannedRun, size: ModelSize, collectives: list[Collective]
+) -> tuple[float, float, float]:
+    """Return seconds of products, attention and traffic in the passes of an optimizer step."""
+    split, flops = run.tensor_size, estimate_flops(run)
+    tokens = run.tokens * run.accumulation
+    bandwidth = BANDWIDTH * run.hardware.memory_gb_per_second * 1e9
+    products = _product_seconds(run, flops) * tokens / split
+    # With few tokens, reading the weights takes longer than the products.
+    products = max(products, _weight_reads(run) * run.accumulation / split / bandwidth)
+    attention = flops.attention + flops.recomputed_scores + flops.recomputed_attention
+    attention *= tokens / split
+    attention /= min(ATTENTION * _full_rate(run), FASTEST_ATTENTION)
+    traffic = _traffic(run) * tokens + _dequantized(run) * run.accumulation / split
+    _, of_gradients, _ = num_shards(run.strategy, run.num_ranks, run.num_nodes)
+    summed = size.whole.trained / of_gradients * (run.accumulation - 1)
+    traffic += ACCUMULATION_PASSES * summed
+    copied = [c for c in collectives if c.overlaps and c.kind in (ALL_GATHER, REDUCE_SCATTER)]
+    traffic += COPIED * sum(each.num_bytes * each.times for each in copied)
+    return products, attention, traffic / bandwidth
+
+
+def _launch_seconds(run: PlannedRun) -> float:
+    """Return the seconds of an optimizer step that the host takes to launch its kernels."""
+    kernels: float = LAUNCHES + LORA_LAUNCHES * _has_lora(run)
+    kernels *= 1 if run.execution.fuses_norm_and_gate else PLAIN_LAUNCHES
+    return LAUNCH * kernels * run.model.num_layers * run.accumulation
 
 
 def kernel_seconds(
@@ -187,16 +258,17 @@ def kernel_seconds(
 ) -> float:
     """Estimate the time of one kernel: the larger of its compute time and its memory time."""
     peak = hardware.half_tflops if dtype in ("bfloat16", "float16") else hardware.fp32_tflops
-    rate = 1e12 * peak * (ATTENTION if kind == "attention" else PRODUCTS)
+    rate = 1e12 * peak * _product_share(hardware)
     if kind == "attention":
-        rate = min(rate, FASTEST_ATTENTION)
+        rate = min(1e12 * peak * ATTENTION, FASTEST_ATTENTION)
     bandwidth = BANDWIDTH * hardware.memory_gb_per_second * 1e9
     return max(flops / rate, num_bytes / bandwidth)
 
 
 def _product_seconds(run: PlannedRun, flops: Flops) -> float:
     """Return the seconds of a token's matrix products."""
-    whole, rate = flops.products + flops.recomputed_products, PRODUCTS * _full_rate(run)
+    whole = flops.products + flops.recomputed_products
+    rate = _product_share(run.hardware) * _full_rate(run)
     if run.quantization.method != "fp8":
         return whole / rate
     of_fp8 = FP8_PRODUCTS * 1e12 * run.hardware.fp8_tflops
@@ -206,6 +278,10 @@ def _product_seconds(run: PlannedRun, flops: Flops) -> float:
 def peak_tokens_per_second(run: PlannedRun) -> float:
     """Return the tokens per second of all GPUs at an MFU of 1."""
     return run.num_ranks * _full_rate(run) / estimate_flops(run).model
+
+
+def _product_share(hardware: HardwareConfig) -> float:
+    return PRODUCTS * hardware.product_share / HardwareConfig().product_share
 
 
 def _full_rate(run: PlannedRun) -> float:
@@ -221,19 +297,22 @@ def _weight_reads(run: PlannedRun) -> float:
     return passes * 2.0 * (number + run.model.head_weights)
 
 
+def _has_lora(run: PlannedRun) -> bool:
+    return any(".lora_" in name for weights, _ in run.model.layers for name in weights)
+
+
 def _traffic(run: PlannedRun) -> float:
-    """Return the bytes of memory traffic per token outside of products."""
-    widths, model = run.model.widths, run.model
+    """Return the bytes of memory traffic per token on a rank, outside of products."""
+    widths, model, split = run.model.widths, run.model, run.tensor_size
     rates = FUSED if run.execution.fuses_norm_and_gate else PLAIN
-    has_lora = any(".lora_" in name for weights, _ in model.layers for name in weights)
-    layer = (rates["norm"] + rates["adds"] + rates["layout"]) * widths.hidden
-    rotated = widths.query + widths.key_value
-    layer += rates["rope"] * rotated + rates["gate"] * widths.feed_forward
-    layer += rates["lora"] * widths.outputs * has_lora
+    layer = rates["rope"] * (widths.query + widths.key_value) + rates["gate"] * widths.feed_forward
+    layer += rates["layout"] * widths.hidden + rates["lora"] * widths.outputs * _has_lora(run)
+    # Tensor parallelism leaves the hidden states whole on each rank.
+    layer = layer / split + (rates["norm"] + rates["adds"]) * widths.hidden
     again = 0.0 if run.recompute == "none" else 1 / run.recompute_every
     layer *= 1 + RECOMPUTED_TRAFFIC * (again + run.runs_base)
     layers = model.num_layers / (2 if model.is_pair else 1)
-    return layer * layers + LOSS_TRAFFIC * widths.vocabulary
+    return layer * layers + LOSS_TRAFFIC * widths.vocabulary / split
 
 
 def _dequantized(run: PlannedRun) -> float:
@@ -255,17 +334,6 @@ def _dequantized(run: PlannedRun) -> float:
     return passes * DEQUANTIZED[run.quantization.method] * run.model.multiplied(trained=False)
 
 
-def _seconds(run: PlannedRun, each: Collective) -> float:
-    """Estimate the time of a collective: the larger of its time within and between nodes."""
-    hardware = run.hardware
-    inside = between = 0.0
-    if each.num_ranks > each.num_nodes:
-        inside = each.sent / (LINKS * hardware.link_gb_per_second * 1e9)
-    if each.num_nodes > 1:
-        between = sent_by_node(run, each) / (LINKS * hardware.network_gb_per_second * 1e9)
-    return max(inside, between)
-
-
 def _host_copies(run: PlannedRun, size: ModelSize) -> float:
     """Return the bytes per step that are copied between a GPU and its host during computation."""
     copied, strategy = 0.0, run.strategy
@@ -282,32 +350,32 @@ def _host_copies(run: PlannedRun, size: ModelSize) -> float:
     return copied
 
 
-def _verdict(
-    run: PlannedRun,
-    computes: float,
-    traffic: float,
-    messages: float,
-    host: float,
-    collectives: list[Collective],
-) -> str:
-    parts = {"compute": computes, "memory": traffic, "network": messages, "host link": host}
-    bound = max(parts, key=lambda name: parts[name])
-    share = parts[bound] / max(1e-12, computes + traffic)
+def _verdict(run: PlannedRun, seconds: tuple[float, ...], collectives: list[Collective]) -> str:
+    names = ("compute", "memory", "network", "host link", "launches")
+    bound, longest = max(zip(names, seconds, strict=True), key=lambda part: part[1])
+    share = longest / max(1e-12, seconds[0] + seconds[1])
     if bound == "compute":
         return f"compute-bound: products and attention take {percent(share, 0)}"
     if bound == "memory":
         return "memory-bound: kernels other than products, and the optimizer, take the longest"
     if bound == "host link":
         return f"bound by copies to and from host memory: {share:.1f} x the time of computation"
-    longest = max(collectives, key=lambda each: _seconds(run, each))
-    return f"network-bound: {longest.what} ({longest.kind}), {share:.1f} x the time of computation"
+    if bound == "launches":
+        return (
+            "host-bound: launching kernels takes longer than running them; a larger "
+            "trainer.micro_batch_size helps"
+        )
+    slowest = max(collectives, key=lambda each: collective_seconds(run, each))
+    return f"network-bound: {slowest.what} ({slowest.kind}), {share:.1f} x the time of computation"
 
 
 def describe_batch(run: PlannedRun) -> str:
     """Say whether a larger micro-batch would increase the throughput, and why."""
     reads = _weight_reads(run) + _dequantized(run)
     bandwidth = BANDWIDTH * run.hardware.memory_gb_per_second * 1e9
-    per_token = estimate_flops(run).total / (PRODUCTS * run.hardware.half_tflops * 1e12)
+    per_token = estimate_flops(run).total / (
+        _product_share(run.hardware) * run.hardware.half_tflops * 1e12
+    )
     enough = reads / bandwidth / max(1e-12, per_token)
     if run.tokens < enough:
         return (

@@ -91,7 +91,10 @@ def _speed_lines(facts: Mapping[str, Any]) -> list[str]:
         f"a step of {facts['tokens_per_step']:,} tokens: {facts['step_seconds']:.2f} s, "
         f"{facts['tokens_per_second']:,.0f} tokens/s "
         f"({facts['tokens_per_second_per_gpu']:,.0f} per GPU), "
-        f"MFU {percent(facts['mfu'], 0)}; estimated, without kernel launch overhead",
+        f"MFU {percent(facts['mfu'], 0)}; estimated",
+        "  between {:,.0f} and {:,.0f} tokens/s: {}".format(
+            *facts["tokens_per_second_between"], facts["range_by"]
+        ),
         "  "
         + ", ".join(f"{name} {value:.2f} s" for name, value in facts["seconds"].items() if value),
         f"  {facts['verdict']}",

@@ -10,7 +10,16 @@ import pytest
 
 from app.config import load_config, settings_of
 from app.model.quantization import QuantizationConfig
-from app.planning.communication import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, list_collectives
+from app.planning.communication import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    CONTENTION,
+    Collective,
+    collective_seconds,
+    exposed_seconds,
+    list_collectives,
+)
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun, estimate_gpu_memory
 from app.planning.planned_model import PlannedModel, model_from_config_json
@@ -215,3 +224,76 @@ def test_rates_do_not_exceed_the_datasheet() -> None:
     for method, recompute in PUBLISHED:
         run = run_of("llama8b", f"adapter={method}", recompute=recompute, sequence_len=8192)
         assert 0.2 < estimate_speed(run).mfu < 0.71
+
+
+def of_pass(run: PlannedRun, seconds: float, **how: Any) -> Collective:
+    """Return a gather within a node that takes `seconds` of each micro-batch."""
+    sent = seconds * 0.8e9 * run.hardware.link_gb_per_second
+    size, times = sent * 8 / 7, run.accumulation
+    each = Collective(what="w", kind=ALL_GATHER, num_bytes=size, times=times, num_ranks=8, **how)
+    assert collective_seconds(run, each) == pytest.approx(seconds * run.accumulation, rel=1e-3)
+    return each
+
+
+def test_messages_slow_what_hides_them_and_hide_behind_their_own_pass_only() -> None:
+    run = run_of("llama8b", strategy=FsdpConfig(), gpus=8, accumulation=4)
+    ahead, behind = of_pass(run, 0.5, in_forward=1.0), of_pass(run, 0.5)
+    slowed = pytest.approx(4 * CONTENTION * 0.5, rel=1e-3)
+    assert exposed_seconds(run, [ahead], 1.0, 2.0) == slowed
+    assert exposed_seconds(run, [behind], 1.0, 2.0) == slowed
+    # A forward pass that is shorter than its gathers waits, whatever the backward pass has left.
+    assert exposed_seconds(run, [ahead], 0.1, 2.0) == pytest.approx(4 * 0.4, rel=1e-3)
+    # Nothing hides the first unit of each forward pass, or the step's last gradients.
+    edge = of_pass(run, 0.5, in_forward=1.0, exposed_share=0.1)
+    assert exposed_seconds(run, [edge], 1.0, 2.0, 0.0) == pytest.approx(4 * 0.05, rel=1e-3)
+    last = of_pass(run, 0.5, exposed_share=0.1)
+    assert exposed_seconds(run, [last], 1.0, 2.0, 0.0) == pytest.approx(0.05, rel=1e-3)
+    # What is sent once per step has the last backward pass only.
+    once = replace(of_pass(run, 3.0), times=1)
+    assert exposed_seconds(run, [once], 1.0, 2.0) == pytest.approx(1.0, rel=1e-3)
+    blocking = of_pass(run, 0.5, overlaps=False)
+    assert exposed_seconds(run, [blocking], 1.0, 2.0) == pytest.approx(2.0, rel=1e-3)
+
+
+def test_messages_have_a_latency_by_ring_and_link() -> None:
+    one = run_of("llama8b", "adapter=full", strategy=FsdpConfig(), gpus=8)
+    many = run_of("llama8b", "adapter=full", strategy=FsdpConfig(replicas=1), gpus=8, nodes=8)
+    (near, _), (far, _) = list_collectives(one), list_collectives(many)
+    assert near.latency == pytest.approx(2 * 34 * (8.4e-6 + 7 * 3.4e-6))
+    assert far.latency == pytest.approx(2 * 34 * (8.4e-6 + 56 * 3.4e-6 + 7 * 14e-6))
+    assert collective_seconds(one, near) > near.latency
+
+
+def test_a_small_model_waits_for_its_launches() -> None:
+    small = run_of("qwen3_0_6b", sequence_len=256)
+    assert estimate_speed(small).verdict.startswith("host-bound")
+    large = replace(small, micro_batch_size=64)
+    assert not estimate_speed(large).verdict.startswith("host-bound")
+    assert estimate_speed(large).tokens_per_second > 5 * estimate_speed(small).tokens_per_second
+
+
+def test_the_range_widens_with_what_is_not_measured() -> None:
+    def width(run: PlannedRun) -> float:
+        speed = estimate_speed(run)
+        lowest, highest = speed.between
+        assert lowest < speed.tokens_per_second < highest
+        return highest / lowest
+
+    one = run_of("llama8b", "adapter=full", sequence_len=4096, accumulation=64)
+    assert width(one) == pytest.approx(1.05 / 0.95, rel=0.01)
+    other = run_of("llama8b", "adapter=full", sequence_len=4096, accumulation=64, card="l40s")
+    assert width(other) == pytest.approx(1.15 / 0.85, rel=0.01)
+    several = replace(one.hardware, gpus_per_node=8)
+    assert width(replace(one, strategy=FsdpConfig(), hardware=several)) > width(one)
+
+
+def test_tensor_parallelism_leaves_norms_and_sums_on_each_rank() -> None:
+    alone = run_of("llama8b", "adapter=full", sequence_len=4096, fuses_norm_and_gate=False)
+    split = replace(
+        alone,
+        strategy=settings_of("strategy", "tp"),
+        hardware=replace(alone.hardware, gpus_per_node=4),
+    )
+    whole, quarter = estimate_speed(alone), estimate_speed(split)
+    assert quarter.products == pytest.approx(whole.products / 4, rel=0.01)
+    assert quarter.traffic > 0.5 * whole.traffic
