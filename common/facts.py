@@ -12,7 +12,17 @@ import math
 import operator
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeGuard, TypeVar, get_args, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypedDict,
+    TypeGuard,
+    TypeVar,
+    get_args,
+    get_origin,
+    overload,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -56,7 +66,7 @@ class Facts:
     le: float | None = None
     lt: float | None = None
     choices: tuple[Any, ...] = ()
-    """allowed values (of each element, for a list); with bounds: values allowed besides them"""
+    """allowed values (as bounds, of each element for a list); with bounds: values besides them"""
     note: str = ""
     """added to an error about the value: what is usual, or what a bound means"""
     resume: ResumeRule | None = None
@@ -148,8 +158,9 @@ def takes(facts: Facts, hint: Any, value: Any) -> bool:
     """Return whether a value of the right type is a choice or within the bounds."""
     if value is None or value in facts.choices:
         return True
-    if isinstance(value, list) and facts.choices:
-        return all(part in facts.choices for part in value)
+    if isinstance(value, list) and (facts.choices or (facts.bounds and get_origin(hint) is list)):
+        element = next(iter(get_args(hint)), hint)
+        return all(part is not None and takes(facts, element, part) for part in value)
     if not facts.bounds:
         return not facts.choices
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -197,7 +197,7 @@ def default_text(setting: Setting) -> str:
     if default is dataclasses.MISSING:
         return "required"
     words = {"None": "null", "True": "true", "False": "false", "[]": "none", "{}": "none"}
-    shown = ", ".join(default) if default and isinstance(default, list) else default
+    shown = ", ".join(map(str, default)) if default and isinstance(default, list) else default
     return words.get(str(shown), str(shown))
 
 

@@ -12,7 +12,14 @@ from app.evaluation.generation import EvaluationConfig
 from app.evaluation.likelihood import Likelihood
 from app.evaluation.tasks.forms import FORMS, MMLU_CATEGORIES, boxed, math_answer
 from app.evaluation.tasks.measure import aggregate, program_passes, score_answer, score_likelihoods
-from app.evaluation.tasks.questions import Question, Task, TaskConfig, build_tasks, check_tasks
+from app.evaluation.tasks.questions import (
+    Question,
+    Task,
+    TaskConfig,
+    build_tasks,
+    check_tasks,
+    hide_needles,
+)
 from common.errors import UserError
 
 
@@ -38,6 +45,46 @@ def test_every_named_task_ships_a_sample(name: str) -> None:
     questions = task.questions()
     assert task.is_sample and len(questions) >= 2
     assert all(question.item.reference for question in questions)
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+def test_needles_are_hidden_at_each_depth_of_texts_that_are_as_long_as_asked() -> None:
+    task = task_of("needle", lengths=[200, 300], depths=[0, 0.5, 1])
+    hidden = hide_needles(task, task.questions(), 400, count_words)
+    assert len(hidden) == 2 * 3 * 6
+    for question in hidden:
+        length, _, depth = question.item.group.partition(" at ")
+        (prompt,), needle = question.item.contexts, question.item.needle
+        # The answer has 16 tokens, and a sentence 6 words.
+        assert int(length) - 16 - 6 < count_words(prompt) <= int(length) - 16
+        assert prompt.count(needle) == 1 and prompt.count("Question:") == 1
+        text = prompt.partition("\n\nQuestion:")[0]
+        place = text.index(needle) / (len(text) - len(needle))
+        assert abs(place - float(depth)) < 0.02
+    assert {
+        q.item.group for q in hide_needles(task_of("needle"), hidden[:2], 800, count_words)
+    } == {f"{length} at {depth}" for length in (200, 400, 800) for depth in (0, 0.25, 0.5, 0.75, 1)}
+
+
+def test_needles_may_be_hidden_in_a_text_of_ones_own(tmp_path: Path) -> None:
+    row = {"needle": "It is 7.", "question": "What is it?", "answer": "7"}
+    alone = task_of("mine", form="needle", path=write_rows(tmp_path, row), lengths=[128])
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .*add rows, or a column haystack"):
+        hide_needles(alone, alone.questions(), 256, count_words)
+    with pytest.raises(UserError, match=r"of 128 tokens exceeds .* 64; type lengths: \[64\]"):
+        hide_needles(alone, alone.questions(), 64, count_words)
+    write_rows(tmp_path, row | {"haystack": "One day. Two nights! Three?"})
+    question = hide_needles(alone, alone.questions(), 256, count_words)[0]
+    assert question.item.contexts[0].startswith("It is 7. One day. Two nights! Three? One day.")
+    right = score_answer(alone, question, " 7.\nQuestion", is_finished=False)
+    assert right["metrics"] == {"exact_match": 1.0} and right["finished"]
+    with pytest.raises(UserError, match=r"lengths=\[200\] has no effect: arc hides no needles"):
+        task_of("arc", lengths=[200])
+    with pytest.raises(UserError, match=r"depths=\[\]: type depths: \[0, 0.5, 1\]"):
+        task_of("needle", depths=[])
 
 
 def test_prompts_are_those_of_the_harness() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,10 @@ class Item:
     """group within the task, such as MMLU's subject"""
     program: str = ""
     """tests that run after a generated program"""
+    needle: str = ""
+    """sentence with the answer, which is hidden in a long text before the context"""
+    haystack: str = ""
+    """that text; empty = the needles of the other rows"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,6 +234,15 @@ def _humaneval(values: Values) -> Item:
     )
 
 
+def _needle(values: Values) -> Item:
+    return replace(
+        _answer(values),
+        contexts=(f"\n\nQuestion: {values['question']}\nAnswer:",),
+        needle=str(values["needle"]).strip(),
+        haystack=str(values.get("haystack") or "").strip(),
+    )
+
+
 def boxed(text: str) -> str | None:
     """Return the content of the last \\boxed{...} in a solution, up to the matching brace."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
@@ -359,5 +372,14 @@ FORMS = {
         file="HumanEval.jsonl.gz",
         stop_texts=("\nclass", "\ndef", "\n#", "\nif", "\nprint"),
         max_new_tokens=512,
+    ),
+    "needle": Form(
+        kind="exact_match",
+        fields=("needle", "question", "answer"),
+        parse=_needle,
+        file="needle.jsonl",
+        stop_texts=("\n",),
+        max_new_tokens=16,
+        extract=lambda text: text.strip().rstrip(".").casefold(),
     ),
 }

@@ -24,7 +24,7 @@ from app.evaluation.likelihood import (
     score,
 )
 from app.evaluation.row_runner import RowRunner
-from app.evaluation.tasks.questions import Question, Task
+from app.evaluation.tasks.questions import Question, Task, hide_needles
 from common.redaction import redact
 from data_modules import Prompt
 
@@ -60,9 +60,17 @@ class TaskRunner:
         self._config, self._tokenizer, self._stop_ids = config, tokenizer, stop_ids
         self._max_len = max_len
         self.tasks = {task.name: task for task in tasks}
-        self.questions = {task.name: task.questions() for task in tasks}
+        self.questions = {task.name: self._read_questions(task) for task in tasks}
         self.results: dict[str, dict[str, list[dict[str, Any]]]] = {}
         """variant -> task -> result of each question: answer, metrics, logprob, tokens, bytes"""
+
+    def _read_questions(self, task: Task) -> list[Question]:
+        questions = task.questions()
+        if not questions[0].item.needle:
+            return questions
+        return hide_needles(
+            task, questions, self._max_len, lambda text: len(self._tokenizer.encode(text))
+        )
 
     def measure(
         self, variant: str, model: Any, runner: RowRunner, sharding: Placement | None = None

@@ -6,7 +6,9 @@ DataError and UserError name file, line and what to type.
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +37,8 @@ class TaskConfig:
 
     name: str = setting(grants="nothing")
     """name of the task in metrics; gsm8k, mmlu, arc, openbookqa, hellaswag, winogrande, boolq,
-    lambada, math and humaneval select the published form of that benchmark"""
+    lambada, math and humaneval select the published form of that benchmark; needle finds a sentence
+    in a long text"""
     path: str | None = setting(None, grants="nothing")
     """file with the rows of the task (json, jsonl, csv, parquet; .gz or .zst); null = the published
     file name of the benchmark, in evaluation.task_dir"""
@@ -56,6 +59,11 @@ class TaskConfig:
     which are then left out of the evaluation"""
     max_rows: int | None = setting(None, ge=1)
     """maximum number of rows to evaluate, the first ones; null = all"""
+    lengths: list[int] = setting(default_factory=list, ge=128)
+    """needle: tokens of the texts that hide each row's sentence, with question and answer; [] = a
+    quarter, half and all of the context"""
+    depths: list[float] = setting(default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0], ge=0, le=1)
+    """needle: places of the sentence in these texts, from 0, their start, to 1, their end"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +103,8 @@ class Task:
     max_rows: int | None
     is_sample: bool
     """whether the rows are those that ship with loft, whose scores mean nothing"""
+    lengths: list[int]
+    depths: list[float]
 
     def questions(self) -> list[Question]:
         """Read all questions; raise UserError or DataError if a row is invalid."""
@@ -174,6 +184,59 @@ class Task:
         )
 
 
+def hide_needles(
+    task: Task, questions: Sequence[Question], max_len: int, count_tokens: Callable[[str], int]
+) -> list[Question]:
+    """Return each question at each depth of texts of each length, of sentences that repeat.
+
+    `max_len`: tokens of the model's context. UserError if a text cannot be that long.
+    """
+    if too_long := [length for length in task.lengths if length > max_len]:
+        raise UserError(
+            f"{task.path}: task {task.name}: a text of {too_long[0]} tokens exceeds the context of "
+            f"{max_len}; type lengths: [{max_len}] in evaluation.tasks"
+        )
+    lengths = task.lengths or [max_len // 4, max_len // 2, max_len]
+    hidden = []
+    for number, question in enumerate(questions):
+        item, others = question.item, [*questions[number + 1 :], *questions[:number]]
+        sentences = re.split(r"(?<=[.!?])\s+", item.haystack)
+        if not item.haystack:
+            sentences = [other.item.needle for other in others]
+        if not sentences:
+            raise UserError(
+                f"{question.origin}: task {task.name} hides needles among those of other rows, and "
+                "there is none; add rows, or a column haystack with a text"
+            )
+        for length in lengths:
+            num_tokens = length - (task.form.max_new_tokens or 0)
+            count = _count_that_fit(item, sentences, num_tokens, count_tokens)
+            for depth in task.depths:
+                text = _with_needle(item, sentences, count, depth) + item.contexts[0]
+                placed = replace(item, contexts=(text,), group=f"{length} at {depth:g}")
+                hidden.append(replace(question, item=placed))
+    return hidden
+
+
+def _count_that_fit(
+    item: Item, sentences: Sequence[str], num_tokens: int, count_tokens: Callable[[str], int]
+) -> int:
+    """Return how many sentences fit beside a needle and its question."""
+
+    def total(count: int) -> int:
+        return count_tokens(_with_needle(item, sentences, count, 0.5) + item.contexts[0])
+
+    rounds = num_tokens // max(1, count_tokens(" ".join(sentences))) + 2
+    counts = range(1, rounds * len(sentences))
+    return bisect.bisect_right(counts, num_tokens, key=total)
+
+
+def _with_needle(item: Item, sentences: Sequence[str], count: int, depth: float) -> str:
+    text = list(itertools.islice(itertools.cycle(sentences), count))
+    text.insert(round(depth * count), item.needle)
+    return " ".join(text)
+
+
 def _with_answer(item: Item) -> str:
     context = item.contexts[item.correct if len(item.contexts) > 1 else 0]
     return f"{context}{item.delimiter}{item.reference}"
@@ -234,6 +297,13 @@ def _build(config: TaskConfig, key: str, evaluation: EvaluationConfig) -> Task:
         )
     if config.path is None and not form.file:
         raise UserError(f"{key}.path: type the file with the rows of {config.name}")
+    if config.lengths and "needle" not in form.fields:
+        raise UserError(
+            f"{key}.lengths={config.lengths} has no effect: {form_name} hides no needles; leave it "
+            "out, or give form: needle"
+        )
+    if not config.depths:
+        raise UserError(f"{key}.depths=[]: type depths: [0, 0.5, 1], or leave it out")
     folder = SAMPLES if evaluation.task_dir is None else Path(evaluation.task_dir).expanduser()
     few_shot = form.few_shot if config.few_shot is None else config.few_shot
     few_shot_path = config.few_shot_path
@@ -257,6 +327,8 @@ def _build(config: TaskConfig, key: str, evaluation: EvaluationConfig) -> Task:
         columns=dict(config.columns),
         max_rows=config.max_rows,
         is_sample=is_sample,
+        lengths=list(config.lengths),
+        depths=list(config.depths),
     )
 
 
