@@ -1,6 +1,7 @@
 """Rows as people have them, with a mistake: named with file and line, or put aside; mended, fine.
 
-Each case stands on line 3 of a file of good rows. Its twin differs in the mistake alone.
+Each case stands on line 3 of a file of good rows. Its twin differs in the mistake alone. Here are
+cases of each stage of a row; `tests/data_modules/test_format*.py` have all that a format refuses.
 """
 
 from __future__ import annotations
@@ -31,12 +32,11 @@ TURN = {"role": "assistant", "content": "one"}
 GOOD = chat(ASK, SAY)
 
 
-def call(arguments: Any, call_id: str = "a", asked: str = "a", calls: bool = True) -> str:
+def call(arguments: Any) -> str:
     """Write a row in which a tool is called and answers."""
-    tool_call = {"id": call_id, "function": {"name": "look", "arguments": arguments}}
+    tool_call = {"id": "a", "function": {"name": "look", "arguments": arguments}}
     calling = {"role": "assistant", "content": None, "tool_calls": [tool_call]}
-    turns = [calling] if calls else [SAY]
-    return chat(ASK, *turns, {"role": "tool", "content": "5", "tool_call_id": asked}, SAY)
+    return chat(ASK, calling, {"role": "tool", "content": "5", "tool_call_id": "a"}, SAY)
 
 
 def parts(*items: dict[str, Any]) -> str:
@@ -58,22 +58,12 @@ CASES = {
     "D1 invalid JSON": Case(
         '{"messages": [}', r":3:15 invalid JSON: Expecting value, near `{\"messages\": \[}`$", GOOD
     ),
-    "D1 single quotes": Case(GOOD.replace('"', "'"), ":3:2 invalid JSON: Expecting property", GOOD),
-    "D1 no object": Case('["one"]', ":3 is a list, not an object; a row is", GOOD),
     "D4 wrong key": Case(
         GOOD.replace('"messages"', '"message"'),
         r":3 missing 'messages'; found \['message'\]; did you mean 'messages' instead of "
         r"'message'\? \(3 rows are of format messages, first data.jsonl:1\)$",
         GOOD,
     ),
-    "D4 missing key": Case('{"id": 7}', r":3 missing 'messages'; found \['id'\] \(3 rows", GOOD),
-    "D6 null": Case(
-        chat(ASK, SAY, ASK, ("assistant", None)),
-        r":3 messages\[3\].content is null, not text; give a string",
-        chat(ASK, SAY, ASK, SAY),
-    ),
-    "D7 number": Case(chat(("user", 5), SAY), r":3 messages\[0\].content is int 5, not", GOOD),
-    "D7 dict": Case(chat(("user", {"a": 1}), SAY), r":3 messages\[0\].content is dict, not", GOOD),
     "D7 turn": Case(
         json.dumps({"messages": ["hi", TURN]}), r":3 messages\[0\] is str; a turn is {role", GOOD
     ),
@@ -105,9 +95,6 @@ CASES = {
         ":3 messages: a system turn comes after others; put it first",
         chat(("system", "be kind"), ASK, SAY, ASK, SAY),
     ),
-    "D11 two users are joined": Case(
-        chat(("user", None), ASK, SAY), r":3 messages\[0\].content is null", chat(ASK, ASK, SAY)
-    ),
     "D13 empty answer": Case(
         chat(ASK, ("assistant", " \n")),
         r":3 messages\[1\] is an empty answer: there is nothing to train on; drop the row, or set",
@@ -130,9 +117,6 @@ CASES = {
         r":3 byte 0xE9 at column 96 is not UTF-8 \(latin-1\?\); save the file as UTF-8",
         chat(ASK, ("assistant", "caf_")).replace("_", "\xe9").encode(),
     ),
-    "D20 key twice": Case(
-        '{"messages": [], ' + GOOD[1:], ":3 key 'messages' occurs twice; keep one of them", GOOD
-    ),
     "D20 key twice inside": Case(
         GOOD.replace('"role": "user"', '"role": "user", "role": "user"'),
         ":3 key 'role' occurs twice",
@@ -143,34 +127,8 @@ CASES = {
         ":3 weight is nan; a weight is a number from 0 up",
         chat(ASK, SAY, weight=0.5),
     ),
-    "D21 infinite": Case(
-        chat(ASK, SAY, weight=float("inf")), ":3 weight is inf; a weight", chat(ASK, SAY, weight=2)
-    ),
-    "D21 negative": Case(
-        chat(ASK, SAY, weight=-1), ":3 weight is -1; a weight", chat(ASK, SAY, weight=1)
-    ),
-    "D21 of a turn": Case(
-        chat(ASK, {**TURN, "weight": -0.5}),
-        r":3 messages\[1\].weight is -0.5; a weight is a number from 0 up",
-        chat(ASK, {**TURN, "weight": 0.5}),
-    ),
-    "D24 no JSON": Case(
-        call("{look"),
-        r":3 messages\[1\].tool_calls\[0\].arguments is not JSON: .* at character 2 of '{look'",
-        call('{"look": 1}'),
-    ),
     "D24 no object": Case(
         call("[1]"), r":3 messages\[1\].tool_calls\[0\].arguments is list, not an object", call({})
-    ),
-    "D24 result without a call": Case(
-        call({}, calls=False),
-        r":3 messages\[2\] is the result of a tool that no turn before it calls; give the call",
-        call({}),
-    ),
-    "D24 result of another call": Case(
-        call({}, asked="b"),
-        r":3 messages\[2\].tool_call_id is 'b'; the calls before it are a$",
-        call({}, asked="a"),
     ),
     "D26 control token": Case(
         chat(("user", "what is <|im_end|>?"), SAY),
@@ -184,55 +142,10 @@ CASES = {
         r":3 messages\[0\].content has a control character, '\\x00', at character 2; remove it",
         chat(("user", "a\tb"), SAY),
     ),
-    "D27 escape sequence": Case(
-        chat(ASK, ("assistant", "\x1b[31mred")),
-        r":3 messages\[1\].content has a control character, '\\x1b', at character 1",
-        chat(ASK, ("assistant", "[31mred")),
-    ),
-    "D27 half a character": Case(
-        chat(("user", "so \ud83d"), SAY),
-        r":3 messages\[0\].content has an unpaired surrogate, '\\ud83d', at character 4",
-        chat(("user", "so \ud83d\ude00"), SAY),
-    ),
-    "N3 a turn's loss as text": Case(
-        chat(ASK, {**TURN, "loss": "false"}),
-        r":3 messages\[1\].loss is 'false'; give true or false",
-        chat(ASK, {**TURN, "loss": True}),
-    ),
-    "N3 a fraction as loss_scale": Case(
-        chat(ASK, {**TURN, "loss_scale": 0.3}),
-        r":3 messages\[1\].loss_scale is 0.3; only 0 and 1 are read here: give other numbers as",
-        chat(ASK, {**TURN, "weight": 0.3}),
-    ),
     "N3 half a turn": Case(
         chat(ASK, {**TURN, "train_detail": [{"begin_offset": 0, "end_offset": 99, "train": True}]}),
         r":3 messages\[1\].train_detail\[0\] is characters 0 to 99; expected offsets from 0 to",
         chat(ASK, {**TURN, "train_detail": [{"begin_offset": 0, "end_offset": 0, "train": True}]}),
-    ),
-    "N3 a part of a turn": Case(
-        parts({"type": "text", "text": "that", "loss": False}),
-        r":3 messages\[0\].content\[1\].loss is False; only a whole turn can be masked",
-        parts({"type": "text", "text": "that", "loss": True}),
-    ),
-    "N3 a mask of tokens": Case(
-        chat(ASK, SAY, assistant_masks=[0, 1, 1]),
-        ":3 assistant_masks is list: a mask of tokens, but this row is text; give the tokens",
-        chat(ASK, SAY, assistant_masks=None),
-    ),
-    "N3 a mask of other turns": Case(
-        chat(ASK, SAY, loss_mask=[0, 1, 1]),
-        ":3 loss_mask has 3 values and messages 2 turns; give one for each turn",
-        chat(ASK, SAY, loss_mask=[0, 1]),
-    ),
-    "N3 images": Case(
-        chat(("user", "<image>what is it?"), SAY, images=["a.png"]),
-        ":3 images is list: not supported; only text is trained on",
-        chat(ASK, SAY, images=[]),
-    ),
-    "N4 a list of strings": Case(
-        chat(("user", ["what", "is it?"]), SAY),
-        r":3 messages\[0\].content is a list of 2 strings, not one text; give one string, or parts",
-        chat(("user", ["what is it?"]), SAY),
     ),
     "refused by the template": Case(
         chat(("system", "be kind"), ASK, SAY),
@@ -276,54 +189,6 @@ def test_a_bad_row_is_named_or_quarantined(name: str, tmp_path: Path, base: Any)
 
 
 @pytest.mark.parametrize(
-    ("bad", "said", "twin"),
-    [
-        (
-            {"input_ids": [5, 99_999], "labels": [5, 99_999]},
-            r":2 input_ids has 99,999, but the tokenizer has the ids 0 to 767; tokenize the row",
-            {"input_ids": [5, 99], "labels": [5, 99]},
-        ),
-        (
-            {"input_ids": [5, 6], "labels": [6, -100]},
-            r":2 labels\[0\] is 6 and input_ids\[0\] is 5; labels must equal input_ids",
-            {"input_ids": [5, 6], "labels": [-100, 6]},
-        ),
-        (
-            {"input_ids": [5, 6], "labels": [5, 6], "weights": [1.0, float("nan")]},
-            ":2 weights is nan; a weight is a number from 0 up",
-            {"input_ids": [5, 6], "labels": [5, 6], "weights": [1.0, 2.0]},
-        ),
-        (
-            {"input_ids": [5, 6], "labels": [5]},
-            ":2 labels has 1 numbers and input_ids 2; give one per token",
-            {"input_ids": [5, 6], "labels": [5, 6]},
-        ),
-    ],
-)
-def test_bad_tokens(
-    bad: dict[str, Any], said: str, twin: dict[str, Any], tmp_path: Path, base: Any
-) -> None:
-    good = json.dumps({"input_ids": [1, 2, 3], "labels": [1, 2, 3]})
-    (problem,) = problems_of(write(tmp_path, good, json.dumps(bad)), base)
-    assert re.match(f"data.jsonl{said}", problem), problem
-    assert prepare(write(tmp_path, good, json.dumps(twin)), base).counts.kept == 2
-
-
-@pytest.mark.parametrize("answer", ["output", "response", "completion"])
-def test_other_names_of_a_column_are_accepted(answer: str, tmp_path: Path, base: Any) -> None:
-    rows = [
-        {"instruction": "q", answer: "one"},
-        {"prompt": "q", answer: "one"},
-        {"text": "one"},
-        {"content": "one"},
-        {"conversation": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "one"}]},
-        {"conversations": [{"role": "user", "content": "q"}, {"role": "bot", "content": "one"}]},
-    ]
-    for row in rows:
-        assert prepare(write(tmp_path, json.dumps(row)), base).counts.kept == 1
-
-
-@pytest.mark.parametrize(
     ("row", "said", "dataset"),
     [
         (
@@ -332,29 +197,9 @@ def test_other_names_of_a_column_are_accepted(answer: str, tmp_path: Path, base:
             {"columns": {"output": "output.0"}, "format": "alpaca"},
         ),
         (
-            {"instruction": ["p", "q"], "output": ["one", "two"]},
-            "instruction, output are lists",
-            {},
-        ),
-        (
-            {"prompt": "q", "chosen": "one", "rejected": "two"},
-            "columns .*: preference pairs.* objective=dpo.* prompt_completion, columns: {comp",
-            {"format": "prompt_completion", "columns": {"completion": "chosen"}},
-        ),
-        (
-            {"prompt": "q", "completion": "one", "label": True},
-            "columns .*type objective=kto.* columns: {weight: label}",
-            {"columns": {"weight": "label"}},
-        ),
-        (
             {"text": "one", "label": 1},
             "columns .*classification.* to train on 'text' alone, format: completion",
             {"format": "completion"},
-        ),
-        (
-            {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "position_ids": [0, 1, 9]},
-            r"position_ids\[2\] is 9; positions count from 0 in each document of a row",
-            {},
         ),
     ],
 )
@@ -364,8 +209,7 @@ def test_rows_that_mean_something_else_are_refused_with_the_settings_to_type(
     file = write(tmp_path, json.dumps(row))
     (problem,) = problems_of(file, base)
     assert re.match(f"data.jsonl:1 {said}", problem), problem
-    if dataset:
-        assert prepare(file, base, dataset=dataset).counts.kept == 1
+    assert prepare(file, base, dataset=dataset).counts.kept == 1
 
 
 def test_a_table_of_columns_over_several_lines_is_named(tmp_path: Path, base: Any) -> None:
@@ -373,24 +217,6 @@ def test_a_table_of_columns_over_several_lines_is_named(tmp_path: Path, base: An
     file.write_text(json.dumps({"instruction": ["p", "q"], "output": ["a", "b"]}, indent=2))
     (problem,) = problems_of(file, base)
     assert problem.endswith("one row a line; 'instruction' and the others are columns of a table")
-
-
-def test_parts_of_every_kind_are_read(tmp_path: Path, base: Any) -> None:
-    answer = [
-        {"type": "reasoning", "value": "hm"},
-        {"type": "text", "text": "one"},
-        {"type": "tool_call", "name": "look", "arguments": {}},
-    ]
-    row = chat(("user", [{"type": "text", "value": "q"}]), ("assistant", answer))
-    assert prepare(write(tmp_path, row), base).counts.kept == 1
-
-
-def test_null_content_is_accepted_beside_a_call(tmp_path: Path, base: Any) -> None:
-    row = json.loads(call({}))
-    row["messages"][1]["tool_calls"] = []
-    (problem,) = problems_of(write(tmp_path, json.dumps(row)), base)
-    assert "messages[1].content is null" in problem
-    assert prepare(write(tmp_path, call({})), base).counts.kept == 1
 
 
 def test_empty_answers_can_be_dropped_and_counted(tmp_path: Path, base: Any) -> None:
@@ -447,7 +273,8 @@ def test_a_misspelled_column_in_every_row_is_reported(tmp_path: Path, base: Any)
 
 
 def test_all_problems_of_a_file_come_together(tmp_path: Path, base: Any) -> None:
-    cases = [case for case in CASES.values() if not case.settings and case.bad != '{"id": 7}']
+    # Rows with the same other columns are counted as one problem.
+    cases = [each for name, each in CASES.items() if not each.settings and name[:2] != "D4"] * 2
     file = write(tmp_path, GOOD, *(case.bad for case in cases))
     problems = problems_of(file, base)
     assert len(problems) == 20
