@@ -67,7 +67,8 @@ class Settings:
         typed = typed if len(typed) <= 80 else f"{typed[:77]}..."
         if isinstance(found, schema.Leaf):
             refusal = safety_error(found.key, found.value)
-            if refusal is not None or _is_reference(found.value):
+            is_reference = isinstance(found.value, str) and found.value.startswith("${")
+            if refusal is not None or is_reference:
                 return refusal
             if takes_value(found):
                 return self._problem_of_choice(found, typed)
@@ -155,10 +156,6 @@ def describe_shape(key: str, value: Any, section: type) -> str:
     wanted = next((word for word in words if word in options), f"NAME ({names})")
     choose = f"choose an option under defaults, by `- override /{key}: {wanted}`"
     return f"{key}={shown}: {choose}, or {fix}"
-
-
-def _is_reference(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith("${")
 
 
 @dataclasses.dataclass(frozen=True)

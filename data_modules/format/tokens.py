@@ -44,7 +44,8 @@ def read_tokens(values: Mapping[str, Any], origin: Origin) -> list[Tokens]:
     if values.get("labels") is not None:
         weights = _label_weights(values["labels"], ids, weights, first, end)
     for name in MASKS[1:]:
-        if values.get(name) is not None and not _is_of_row(name, values[name]):
+        is_of_row = name == "loss_scale" and not isinstance(values.get(name), list)
+        if values.get(name) is not None and not is_of_row:
             factors = _numbers(values[name], name, len(ids))
             weights = [a * b for a, b in zip(weights, factors, strict=True)]
     bounds = [*_find_documents(values, len(ids), first, end), end]
@@ -52,10 +53,6 @@ def read_tokens(values: Mapping[str, Any], origin: Origin) -> list[Tokens]:
         Tokens(tuple(ids[start:stop]), tuple(weights[start:stop]), origin)
         for start, stop in itertools.pairwise(bounds)
     ]
-
-
-def _is_of_row(name: str, value: Any) -> bool:
-    return name == "loss_scale" and not isinstance(value, list)
 
 
 def _find_documents(values: Mapping[str, Any], count: int, first: int, end: int) -> list[int]:

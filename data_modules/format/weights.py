@@ -175,12 +175,9 @@ def apply_turn_masks(turns: Sequence[Turn], values: Mapping[str, Any], name: str
         read = _read_scale if column == "loss_scale" else read_flag
         for index, turn in enumerate(masked):
             factor = read(mask[index], f"{column}[{index}]")
-            masked[index] = replace(turn, weight=_times(turn.weight, factor))
+            weight = factor if turn.weight is None else turn.weight * factor
+            masked[index] = replace(turn, weight=weight)
     return masked
-
-
-def _times(weight: float | None, factor: float) -> float:
-    return factor if weight is None else weight * factor
 
 
 def check_no_token_mask(values: Mapping[str, Any], *, has_turns: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -305,18 +305,18 @@ def _stream(
         total = int(infos[part.name].num_examples)
     kinds = {} if rows.features is None else rows.features.to_dict()
     read = (
-        _sized(_restored(values, kinds), Origin(name, number), max_row_bytes)
+        _sized(
+            # without the nulls that arrow added to its structs
+            {key: restore(value, kinds.get(key), is_parsed=True) for key, value in values.items()},
+            Origin(name, number),
+            max_row_bytes,
+        )
         for number, values in enumerate(rows, 1)
     )
     start, stop = rows_of(path, part, total)
     num_rows = yield from take(grouped(read, name), start, stop, shard)
     if start and num_rows <= start:
         raise DataError(f"{path}: 0 rows in '{part}' of {num_rows:,} rows; give another slice")
-
-
-def _restored(values: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row without the nulls that arrow added to its structs."""
-    return {name: restore(value, kinds.get(name), is_parsed=True) for name, value in values.items()}
 
 
 def _sized(values: dict[str, Any], origin: Origin, max_row_bytes: int) -> tuple[int, Row | BadRow]:

@@ -233,7 +233,10 @@ class AnswerFinder:
             # the end of the call.
             no_content = replace(turns[-1], content="")
             closed = self._tails(chat._replace(turns=(*turns[:-1], no_content)), number) or closed
-        shared = _only_common([tails for tails in (own, closed, continued) if tails])
+        renders = [tails for tails in (own, closed, continued) if tails]
+        # Reasoning is not always written.
+        common = set.intersection(*({key for key, _ in tails} for tails in renders))
+        shared = [[tail for tail in tails if tail[0] in common] for tails in renders]
         num_shared = _common_prefix(*([key for key, _ in tails] for tails in shared))
         if not num_shared:
             raise _no_stop(number, turns[-1])
@@ -421,12 +424,6 @@ def _tails_of(text: str, run: MarkRun) -> Tails:
     return [(mark.key, text[mark.end : end]) for mark, end in zip(run.marks, ends, strict=True)]
 
 
-def _only_common(renders: Sequence[Tails]) -> list[Tails]:
-    """Drop the marks that one of the renders lacks: reasoning is not always written."""
-    shared = set.intersection(*({key for key, _ in tails} for tails in renders))
-    return [[tail for tail in tails if tail[0] in shared] for tails in renders]
-
-
 def _next_turns(turn: Turn) -> tuple[Turn, ...]:
     """Return the turns that usually follow an answer: the results of its calls, or a question."""
     content = "\ue0f1c99999999\ue0f2"
@@ -488,7 +485,11 @@ class SpanFinder:
 
     def search(self, chat: Chat, text: str) -> RenderedChat:
         """Find the turns by marks around the row's own texts: slow, but correct for any row."""
-        if any(PRIVATE.search(string) for string in strings_in(_texts_of(chat))):
+        texts = [
+            [t.content, t.reasoning, [[call.name, call.arguments] for call in t.tool_calls]]
+            for t in chat.turns
+        ]
+        if any(map(PRIVATE.search, strings_in(texts))):
             raise UnusableTemplateError(
                 "its text contains a private-use character (U+E0F1 to U+E0F4), and the chat "
                 "template does not copy that text unchanged; remove the character"
@@ -662,10 +663,3 @@ def _check_answers_unchanged(chat: Chat, text: str, marks: Sequence[Mark]) -> No
                 f"`{shown(turn.content)}` unchanged; set data.chat_template=plain, or give a "
                 ".jinja file that does"
             )
-
-
-def _texts_of(chat: Chat) -> list[object]:
-    return [
-        [turn.content, turn.reasoning, [[call.name, call.arguments] for call in turn.tool_calls]]
-        for turn in chat.turns
-    ]

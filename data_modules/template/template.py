@@ -164,7 +164,13 @@ class ChatTemplate:
             check_named(tokenizer, chosen)
             text = named_template(chosen)
             label = f"chat template `{chosen}`"
-            note = f"chat template: {chosen}" if name else _note_of_default(chosen)
+            note = f"chat template: {chosen}"
+            if not name:
+                style = "contents only" if chosen == "t5" else "### User: / ### Assistant: turns"
+                note += (
+                    f" ({style}), because the tokenizer has none; set data.chat_template to "
+                    "choose another"
+                )
         else:
             note, label = f"chat template: {name}", f"data.chat_template={name}"
             text = read_template(name)
@@ -493,14 +499,6 @@ class ChatTemplate:
         if self.bos_token_id is None or (len(ids) and ids[0] == self.bos_token_id):
             return ids
         return np.concatenate([np.full(1, self.bos_token_id, np.int32), ids])
-
-
-def _note_of_default(name: str) -> str:
-    style = "contents only" if name == "t5" else "### User: / ### Assistant: turns"
-    return (
-        f"chat template: {name} ({style}), because the tokenizer has none; set data.chat_template "
-        "to choose another"
-    )
 
 
 def _described(kwargs: Mapping[str, Any], text: str) -> str:

@@ -215,7 +215,11 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
                         num_tokens += part.documents.num_tokens
                     num_rows += part.num_rows
                     if num_rows > data.limits.rows:
-                        raise DataError(_too_many_rows(dataset, data))
+                        raise DataError(
+                            f"{dataset.path}: has more than {data.limits.rows:,} rows "
+                            "(data.limits.rows); raise it if the data is right, or use a part of "
+                            "it: data.datasets[].split=train[:10%]"
+                        )
                     counts.merge(part.counts)
                     progress.advance(part)
         except RemoteError:
@@ -240,13 +244,6 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
         "tokenizer": spec.tokenizer,
     }
     (folder / COUNTS_FILE).write_text(json.dumps(note, indent=2) + "\n")
-
-
-def _too_many_rows(dataset: DatasetConfig, data: DataConfig) -> str:
-    return (
-        f"{dataset.path}: has more than {data.limits.rows:,} rows (data.limits.rows); raise it if "
-        "the data is right, or use a part of it: data.datasets[].split=train[:10%]"
-    )
 
 
 def _check_rows_left(dataset: DatasetConfig, counts: Counts, bad: BadRows) -> None:
