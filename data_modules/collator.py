@@ -133,6 +133,12 @@ class Batch:
         )
 
     @property
+    def num_positions(self) -> int:
+        """Tokens and padding of this micro-batch."""
+        own = self.input_ids.numel() + (0 if self.decoder is None else self.labels.numel())
+        return own + (0 if self.others is None else self.others.num_positions)
+
+    @property
     def own_weight(self) -> float:
         """The weight of this micro-batch in the step weight."""
         weights = self.loss_weights if self.unit_weights is None else self.unit_weights

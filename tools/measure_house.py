@@ -42,7 +42,7 @@ AIMS = {
 }
 MOST = {
     "modules": 318,
-    "lines that are not blank": 65_500,
+    "lines that are not blank": 65_700,
     LONG_FUNCTIONS: 0,
     "modules with one importer": 84,
 }

@@ -16,7 +16,7 @@ from app.process.launch import is_first_rank, quote_words
 from app.process.logs import LOG_FILE, show
 from app.process.status import FINISHED, end_status
 from app.report.model_card import write_card
-from app.report.run_page import end_loggers, write_page
+from app.report.run_page import end_loggers, speed_lines, write_page
 from app.run import Run
 from app.run.folder import METRICS_FILE, OUTPUTS
 from app.run.manifest import record_result
@@ -84,7 +84,7 @@ def finish(
         end_loggers(trainer.loggers, run.folder, metrics, settings)
         record_result(run.folder, asdict(result))
         end_status(run.folder, FINISHED, DONE)
-        show(f"\nresult: {result}")
+        show("\n".join([f"\nresult: {result}", *speed_lines(metrics)]))
         print_next(run, saved)
 
     if module.shards is None:

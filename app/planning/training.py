@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.architecture import text_numbers
-from app.planning.advice import list_candidates, smallest_change, suggest_larger_changes
+from app.model.recompute import BY_SPEED
+from app.planning.advice import (
+    MICRO_BATCHES,
+    list_candidates,
+    smallest_change,
+    suggest_larger_changes,
+)
 from app.planning.hardware import (
     HardwareConfig,
     host_memory_gib,
@@ -27,15 +33,17 @@ from app.planning.memory import (
     GpuMemory,
     PlannedRun,
     estimate_gpu_memory,
+    fits,
     usable_bytes,
 )
 from app.planning.planned import build_planned_run, is_stored_quantized
 from app.planning.planned_model import model_from_config_json, model_from_meta, model_from_modules
-from app.planning.speed import estimate_speed, peak_tokens_per_second
+from app.planning.speed import Speed, estimate_speed, peak_tokens_per_second
 from app.process.environment import host_bytes
 from app.process.launch import is_first_rank
 from app.strategy.settings import StrategyConfig, num_stages
 from app.training.checkpoint.disk import free_bytes
+from app.training.machine import LOST, UTILIZATION
 from common.errors import DiskError, UserError
 from common.installation import verb_command
 
@@ -161,10 +169,12 @@ class Estimate:
     memory: GpuMemory
     is_on_gpu: bool
     device_gib: float
-    step_seconds: float | None
-    """seconds per step; None if the device's rates are unknown"""
+    speed: Speed | None
+    """None if the device's rates are unknown"""
     peak_tokens_per_second: float | None = None
     """tokens per second of all GPUs at an MFU of 1"""
+    lost: dict[str, float] = field(default_factory=dict)
+    """shares of a step that other settings would save, by metric"""
     guessed: str = ""
     """the model type, if the activations of its layers have not been checked by a simulation"""
 
@@ -178,9 +188,9 @@ class Estimate:
         device = "GPU" if self.is_on_gpu else "rank"
         of = f"{self.memory.total / GIB:.2f} GiB of a {device}'s {self.device_gib:.1f}"
         speed = ""
-        if (seconds := self.step_seconds) is not None:
-            hours = num_steps * seconds / 3600
-            speed = f", {seconds:.3g} s per step, {hours:.1f} h for {num_steps:,}"
+        if self.speed is not None:
+            hours = num_steps * self.speed.step / 3600
+            speed = f", {self.speed.step:.3g} s per step, {hours:.1f} h for {num_steps:,}"
         return (
             f"{of} at the peak of a step ({self.memory.moment}){speed}, by arithmetic{self.guess}"
         )
@@ -199,9 +209,13 @@ class Estimate:
         if seconds := module.metrics.train_seconds:
             figures["speed/steps_per_second"] = module.trainer.global_step / seconds
             speed = f"{figures['speed/steps_per_second']:.3g} steps/s measured"
-        if self.step_seconds is not None:
-            figures["speed/planned_steps_per_second"] = 1 / self.step_seconds
-            speed += f", {1 / self.step_seconds:.3g} planned"
+        if self.speed is not None:
+            figures["speed/planned_steps_per_second"] = 1 / self.speed.step
+            figures["speed/planned_tokens_per_second"] = self.speed.tokens_per_second
+            ends = dict(zip(("lowest", "highest"), self.speed.between, strict=True))
+            figures |= {f"speed/planned_{end}": value for end, value in ends.items()} | self.lost
+            figures |= measured_losses(module.metrics.summary())
+            speed += f", {1 / self.speed.step:.3g} planned"
         log.info(
             "memory: peak %.2f GiB measured, %.2f planned (%+.0f %%); %s",
             peak_gib,
@@ -210,6 +224,36 @@ class Estimate:
             speed,
         )
         return figures
+
+
+def measured_losses(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of the training time that went into waiting and padding, by metric."""
+    wait = metrics.get("speed/data_wait", 0.0)
+    idle = 1 - metrics.get(UTILIZATION, 1.0)
+    shares = {
+        "data_wait": wait,
+        "launches": idle - wait,
+        "padding": metrics.get("speed/padding", 0.0),
+    }
+    return {LOST + cause: max(0.0, share) for cause, share in shares.items()}
+
+
+def planned_losses(run: PlannedRun) -> dict[str, float]:
+    """Return the shares of a step that fused kernels and other settings save if they fit."""
+    packs = run.micro_batch_size * run.accumulation
+    sizes = [size for size in MICRO_BATCHES if size > run.micro_batch_size and packs % size == 0]
+    variants = {
+        "kernels": [replace(run, fuses_norm_and_gate=True)],
+        "recompute": [replace(run, recompute=mode) for mode in BY_SPEED],
+        "micro_batch": [run.with_micro_batch(size) for size in sizes],
+    }
+    step = estimate_speed(run).step
+    shares = {}
+    for cause, others in variants.items():
+        fitting = [other for other in others if fits(other, estimate_gpu_memory(other))]
+        fastest = min([step, *(estimate_speed(other).step for other in fitting)])
+        shares[LOST + cause] = 1 - fastest / step
+    return shares
 
 
 def _peak_bytes(device: torch.device) -> int:
@@ -228,13 +272,14 @@ def estimate_training(run: PlannedRun) -> Estimate:
     if not run.is_on_gpu:
         memory = replace(memory, overhead=float(host_bytes("VmRSS")))
     has_rates = known_card(run.hardware.name, run.hardware.memory_gib) is not None
-    widths = run.model.widths
+    widths, has_speed = run.model.widths, run.is_on_gpu and has_rates
     return Estimate(
         memory=memory,
         is_on_gpu=run.is_on_gpu,
         device_gib=run.hardware.memory_gib,
-        step_seconds=estimate_speed(run, size).step if run.is_on_gpu and has_rates else None,
-        peak_tokens_per_second=peak_tokens_per_second(run) if run.is_on_gpu and has_rates else None,
+        speed=estimate_speed(run, size) if has_speed else None,
+        peak_tokens_per_second=peak_tokens_per_second(run) if has_speed else None,
+        lost=planned_losses(run) if has_speed else {},
         guessed="" if widths.is_compared else widths.model_type,
     )
 

@@ -20,6 +20,7 @@ from app.report.chart import COLORS, Chart, Series, draw_png, draw_svg, frame_of
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
 from app.report.template import render_template
 from app.training.logger import finish_loggers
+from app.training.machine import LOST
 from common.files import write_atomically
 from common.redaction import redact
 from common.text import percent, printable
@@ -38,6 +39,20 @@ SLOW_DATA_SHARE = 0.2
 """share of time spent waiting for data from which the page calls data the bottleneck"""
 BUSY_GPU = 0.9
 """GPU utilization from which the GPU counts as busy"""
+WARM_SECONDS = 30.0
+"""seconds of training from which its speed is compared with the plan"""
+NOTABLE_LOSS = 0.05
+"""share of a step from which the largest cause is named"""
+CAUSES = {
+    "data_wait": "{} of the time waiting for data; type a larger data.num_workers",
+    "launches": "{} of the time without a running kernel; type a larger trainer.micro_batch_size",
+    "padding": "{} of the positions are padding; type packing=multipack",
+    "kernels": "{} of a step by norms and gates without fused kernels; type trainer.kernels=auto, "
+    "with liger-kernel installed (pip install liger-kernel)",
+    "recompute": "{} of a step by recomputing more than has to be; type recompute=auto",
+    "micro_batch": "{} of a step by small micro-batches; type trainer.micro_batch_size=auto",
+}
+"""what costs speed, by the metric after `speed/lost/`, and what to type"""
 TITLES = {
     "loss": "loss",
     "lr": "learning rate",
@@ -339,6 +354,28 @@ def format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
+def speed_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Compare a finished run's speed with its plan, and name what costs the most.
+
+    Nothing is said of a device without a plan, or of a run too short to have warmed up.
+    """
+    planned = metrics.get("speed/planned_tokens_per_second")
+    if planned is None or metrics["speed/train_seconds"] < WARM_SECONDS:
+        return []
+    measured, lowest = metrics["speed/tokens_per_second"], metrics["speed/planned_lowest"]
+    compared = (
+        f"speed: {measured:,.0f} tokens/s measured, {planned:,.0f} planned ({lowest:,.0f} to "
+        f"{metrics['speed/planned_highest']:,.0f})"
+    )
+    share, cause = max((metrics.get(LOST + name, 0.0), name) for name in CAUSES)
+    if share >= NOTABLE_LOSS:
+        return [compared, f"largest loss of speed: {CAUSES[cause].format(percent(share, 0))}"]
+    if measured < lowest:
+        compared += "; none of the causes that are measured explains it: other programs on the "
+        compared += "GPU, a power limit and slow links are not measured"
+    return [compared]
+
+
 def bottleneck_lines(run: RunFiles) -> list[str]:
     """Describe what limited the training speed, as far as it was measured."""
     wait, busy, mfu = (
@@ -346,6 +383,7 @@ def bottleneck_lines(run: RunFiles) -> list[str]:
     )
     if wait is None:
         return []
+    planned = speed_lines(run.metrics)
     lines = [f"{percent(wait)} of the training time was spent waiting for data."]
     if wait >= SLOW_DATA_SHARE and (busy is None or busy < BUSY_GPU):
         lines[0] += (
@@ -374,7 +412,7 @@ def bottleneck_lines(run: RunFiles) -> list[str]:
             f"Host memory of the first rank: {memory[-1][1]:.2f} GiB at the end, {rise:+.2f} GiB "
             "since the first steps."
         )
-    return lines
+    return lines + planned
 
 
 def _mean(run: RunFiles, name: str) -> float | None:

@@ -45,8 +45,11 @@ NAMES = (
     "machine/host_left_gib",
     "machine/disk_left_gib",
 )
-GPU_NAMES = ("machine/gpu_utilization", "machine/gpu_memory_gib")
+UTILIZATION = "machine/gpu_utilization"
+GPU_NAMES = (UTILIZATION, "machine/gpu_memory_gib")
 MFU = "speed/mfu"
+LOST = "speed/lost/"
+"""prefix of the shares of a step that a cause costs"""
 
 
 class MachineStats:
@@ -71,7 +74,7 @@ class MachineStats:
         self.names += [MFU] if peak_tokens_per_second is not None else []
         self._wait_before = 0.0
         self._num_blocks = 0
-        self._seconds = self._wait_seconds = 0.0
+        self._seconds = self._wait_seconds = self._busy_seconds = 0.0
         self._warned: set[str] = set()
 
     def start(self) -> None:
@@ -97,14 +100,20 @@ class MachineStats:
         if self._num_blocks:
             self._seconds += seconds
             self._wait_seconds += block_wait
+            self._busy_seconds += seconds * metrics.get(UTILIZATION, 0.0)
         self._num_blocks += 1
-        self._warn_of_data_wait(metrics.get("machine/gpu_utilization"))
+        self._warn_of_data_wait(metrics.get(UTILIZATION))
         self._warn_of_low_memory(available, total, metrics["machine/host_memory_gib"])
         return metrics
 
     def summary(self) -> dict[str, float]:
-        """Return the share of the training time spent waiting for data, after the first block."""
-        return {"speed/data_wait": self._wait_seconds / self._seconds} if self._seconds else {}
+        """Return shares of the training time after the first block: data wait, and a busy GPU."""
+        if not self._seconds:
+            return {}
+        shares = {"speed/data_wait": self._wait_seconds / self._seconds}
+        return shares | (
+            {UTILIZATION: self._busy_seconds / self._seconds} if self._busy_seconds else {}
+        )
 
     def _warn_of_data_wait(self, utilization: float | None) -> None:
         if self._seconds < MIN_WAIT_SECONDS or self._wait_seconds < MAX_WAIT_SHARE * self._seconds:
@@ -155,7 +164,7 @@ class GpuStats:
         rates, memory = (ctypes.c_uint * 2)(), (ctypes.c_ulonglong * 3)()
         metrics = {}
         if not self._library.nvmlDeviceGetUtilizationRates(self._handle, rates):
-            metrics["machine/gpu_utilization"] = rates[0] / 100
+            metrics[UTILIZATION] = rates[0] / 100
         if not self._library.nvmlDeviceGetMemoryInfo(self._handle, memory):
             metrics["machine/gpu_memory_gib"] = memory[2] / GIB
         return metrics

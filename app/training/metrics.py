@@ -136,6 +136,8 @@ class Metrics:
         after the last; None if not measured, or too long for the checkpoint of a resumed run"""
         self.trained_tokens = [0.0] * len(dataset_names)
         self.num_tokens = 0
+        self.num_positions = self.num_padded = 0
+        """positions of this rank's micro-batches since the start or resume, and those of padding"""
         self.train_seconds = 0.0
         self._block_started: float | None = None
         self.expert_load: ExpertLoad | None = None
@@ -272,6 +274,11 @@ class Metrics:
             "speed/train_seconds": self.train_seconds,
             "train/tokens": float(self.num_tokens),
             "train/skipped_steps": float(self.watch.num_skipped),
+            **(
+                {"speed/padding": self.num_padded / self.num_positions}
+                if self.num_positions
+                else {}
+            ),
             **({} if self.machine is None else self.machine.summary()),
         } | {
             f"train/trained_tokens/{name}": count

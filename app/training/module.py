@@ -202,6 +202,8 @@ class FinetuneModule(L.LightningModule):
         """Return a loss whose gradients add up, over all micro-batches, to those of the mean."""
         step = self.trainer.global_step + 1
         self.step_tokens += batch.num_tokens
+        self.metrics.num_positions += batch.num_positions
+        self.metrics.num_padded += batch.num_positions - batch.num_tokens
         if self.resume is None:
             faults.fault_point("batch", step)
         loss = self.loss(batch) / batch.step_weight

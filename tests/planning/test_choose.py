@@ -244,11 +244,11 @@ def test_recompute_is_chosen_on_gpus_only(gpu: Any, caplog: pytest.LogCaptureFix
     assert "recompute: none (all activations fit" in caplog.text
     assert "GiB of a GPU's 79.0 at the peak of a step" in caplog.text
     assert "h for 1,000, by arithmetic" in caplog.text
-    assert estimate is not None and estimate.step_seconds is not None
+    assert estimate is not None and estimate.speed is not None
     gpu.total_memory, gpu.name = 24 * 2**30, "Some Card"
     less, _, estimate = resolve_auto(config, base_of(), data_of(4096), EIGHT, NewRun())
     assert less.recompute.mode == "full"
-    assert estimate is not None and estimate.step_seconds is None  # its rates are not known
+    assert estimate is not None and estimate.speed is None  # its rates are not known
 
 
 def test_micro_batch_on_gpu_on_cpu_and_in_a_resumed_run(

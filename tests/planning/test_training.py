@@ -16,6 +16,7 @@ from app.model.attention.varlen import VarlenKernel
 from app.planning import training
 from app.planning.memory import GIB, estimate_gpu_memory
 from app.planning.training import check_room, estimate_training, plan_training, suggest_overrides
+from app.training.machine import LOST
 from app.training.trainer import Environment
 from common.errors import UserError
 from tests.conftest import TrainRun
@@ -24,6 +25,10 @@ from tests.planning.test_planned import STRATEGIES
 from tests.tiny import small_run
 
 TWO_CARDS = "model=llama70b quantization=nf4 hardware=2xrtx4090 strategy=fsdp recompute=full"
+
+
+MEASURED = {"speed/data_wait": 0.1, "machine/gpu_utilization": 0.7, "speed/padding": 0.3}
+PLANNED_CAUSES = ("kernels", "recompute", "micro_batch")
 
 
 def ways() -> str:
@@ -93,22 +98,45 @@ def test_too_little_host_memory_is_refused() -> None:
 def test_planned_and_measured_figures_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = planned("model=llama8b hardware=h100 strategy=single")
+    run = planned("model=llama8b hardware=h100 strategy=single recompute=none")
     estimate = estimate_training(run)
     measured = estimate.peak_gib * GIB / 1.25
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: measured)
     module: Any = SimpleNamespace(
         strategy=SimpleNamespace(root_device=torch.device("cuda")),
-        metrics=SimpleNamespace(train_seconds=50.0),
+        metrics=SimpleNamespace(train_seconds=50.0, summary=lambda: MEASURED),
         trainer=SimpleNamespace(global_step=100),
     )
     with caplog.at_level(logging.INFO):
         figures = estimate.compare(module)
     assert figures["memory/planned_peak_gib"] == pytest.approx(1.25 * figures["memory/peak_gib"])
     assert figures["speed/steps_per_second"] == 2.0
-    assert estimate.step_seconds is not None
-    assert figures["speed/planned_steps_per_second"] == 1 / estimate.step_seconds
+    assert estimate.speed is not None
+    assert figures["speed/planned_steps_per_second"] == 1 / estimate.speed.step
+    assert figures["speed/planned_lowest"] < figures["speed/planned_tokens_per_second"]
+    causes = {name.removeprefix(LOST): value for name, value in figures.items() if LOST in name}
+    expected = {"data_wait": 0.1, "launches": 0.2, "padding": 0.3}
+    assert causes == pytest.approx(expected | dict.fromkeys(PLANNED_CAUSES, 0), abs=0.01)
     assert "planned (+25 %); 2 steps/s measured" in caplog.text
+
+
+def test_what_slower_settings_cost_is_estimated_where_others_fit() -> None:
+    fast = planned("model=llama8b hardware=h100 strategy=single recompute=none")
+    fast = replace(fast, sequence_len=4096, micro_batch_size=1, accumulation=8)
+
+    def lost(**how: Any) -> dict[str, float]:
+        found = estimate_training(replace(fast, **how)).lost
+        return {name.removeprefix(LOST): share for name, share in found.items()}
+
+    assert all(share < 0.05 for share in lost().values())
+    assert lost(recompute="full")["recompute"] > 0.2
+    assert lost(fuses_norm_and_gate=False)["kernels"] > 0.2
+    assert lost(sequence_len=128)["micro_batch"] > 0.2
+    # A mode that does not fit is none to choose.
+    longest = {"sequence_len": 98304, "recompute": "full"}
+    assert lost(**longest)["recompute"] == 0
+    on_cpu = estimate_training(replace(fast, is_on_gpu=False))
+    assert on_cpu.lost == {} and on_cpu.speed is None
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from app.report.run_page import (
     page_on_failure,
     render_comparison,
     render_run,
+    speed_lines,
     write_page,
 )
 from common.errors import Interrupted
@@ -255,6 +256,33 @@ def test_the_bottleneck_is_named_as_far_as_it_was_measured(
     (tmp_path / "metrics.csv").write_text(f"{header}\n{row}\n")
     text = " ".join(bottleneck_lines(read_run_files(tmp_path)))
     assert expected in text and bool(text) == bool(expected)
+
+
+PLAN = {
+    "speed/train_seconds": 90.0,
+    "speed/tokens_per_second": 900.0,
+    "speed/planned_tokens_per_second": 1200.0,
+    "speed/planned_lowest": 1000.0,
+    "speed/planned_highest": 1300.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({"recompute": 0.2, "padding": 0.3}, ["30 % of the positions", "packing=multipack"]),
+        ({"kernels": 0.2, "data_wait": 0.1}, ["20 % of a step", "liger-kernel"]),
+        ({"recompute": 0.04}, ["900 tokens/s measured, 1,200 planned (1,000 to 1,300)", "none of"]),
+    ],
+)
+def test_a_speed_is_compared_with_its_plan_and_the_largest_loss_named(
+    metrics: dict[str, float], expected: list[str]
+) -> None:
+    lost = {f"speed/lost/{cause}": share for cause, share in metrics.items()}
+    lines = speed_lines(PLAN | lost)
+    assert all(any(text in line for line in lines) for text in expected)
+    assert speed_lines(PLAN | lost | {"speed/train_seconds": 10.0}) == [], "still warming up"
+    assert speed_lines({"speed/train_seconds": 90.0, "speed/tokens_per_second": 9.0} | lost) == []
 
 
 def test_a_chart_keeps_spikes_and_single_points() -> None:
