@@ -58,10 +58,9 @@ def replace_with_marks(chat: Chat) -> Chat:
     return chat._replace(turns=turns, tools=(_marked_tool(),) if chat.tools else ())
 
 
-def wrap_in_marks(chat: Chat, wraps: Sequence[Wrap | None]) -> Chat:
+def wrap_in_marks(chat: Chat, wrap: Wrap) -> Chat:
     """Return `chat` with marks around the texts of each turn; its tools are not changed."""
-    turns = enumerate(zip(chat.turns, wraps, strict=True))
-    return chat._replace(turns=tuple(wrap(turn, n) if wrap else turn for n, (turn, wrap) in turns))
+    return chat._replace(turns=tuple(wrap(turn, n) for n, turn in enumerate(chat.turns)))
 
 
 def find_marks(text: str, chat: Chat) -> list[Mark] | None:

@@ -7,7 +7,7 @@ BOS.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,24 +84,6 @@ def check_named(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> N
             f"the tokenizer has no eos token, so `{name}` cannot end an answer; set eos_token in "
             "its tokenizer_config.json"
         )
-
-
-def equivalent_templates(
-    tokenizer: transformers.PreTrainedTokenizerBase, renderer: Renderer
-) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each named template that renders small chats as `renderer` does.
-
-    The text may be changed to start with the BOS.
-    """
-    bos = tokenizer.bos_token
-    expected = renderer.render(_PROBES[:3])
-    for name in TEMPLATE_NAMES:
-        if _missing_tokens(tokenizer, name):
-            continue
-        plain = named_template(name)
-        for text in (plain,) if bos is None else (plain, "{{ bos_token }}" + plain):
-            if Renderer(tokenizer, text).render(_PROBES[:3]) == expected:
-                yield name, text
 
 
 def _missing_tokens(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> list[str]:

@@ -53,7 +53,6 @@ from data_modules.template.rendering import (
 from data_modules.types import Turn
 
 MAX_SKELETONS = 1024
-MAX_TRIED_TURNS = 64
 MAX_PLACES = 4096
 LOST = {
     "system": "lost_system",
@@ -453,8 +452,7 @@ def _surroundings(chat: Chat, number: int) -> tuple[object, ...]:
 class SpanFinder:
     """Render conversations and find their turns.
 
-    `specials` are the texts that can end a turn, `framing` the tokenizer's BOS and EOS. If
-    `equivalent` is set, the turns are found in its renders, which must equal this template's.
+    `specials` are the texts that can end a turn, `framing` the tokenizer's BOS and EOS.
     """
 
     def __init__(
@@ -463,13 +461,10 @@ class SpanFinder:
         self._renderer = renderer
         self._answers = AnswerFinder(renderer, specials, framing)
         self._skeletons: dict[object, Skeleton | None] = {}
-        self.equivalent: SpanFinder | None = None
 
     def render(self, chats: Sequence[Chat]) -> list[RenderedChat | RowRefusedError]:
         """Render each chat once, and find its turns."""
         texts = self._renderer.render(chats)
-        if self.equivalent is not None:
-            return list(map(_check_same_text, texts, self.equivalent.render(chats)))
         rendered: list[RenderedChat | RowRefusedError] = []
         for chat, text in zip(chats, texts, strict=True):
             if isinstance(text, RowRefusedError):
@@ -497,14 +492,10 @@ class SpanFinder:
         first_error: RowRefusedError | None = None
         for wrap in WRAPS:
             try:
-                rendered = self._search(chat, [wrap] * len(chat.turns), text)
+                rendered = self._search(chat, wrap, text)
             except RowRefusedError as error:
                 first_error = first_error or error
                 continue
-            if rendered is not None:
-                return rendered
-        if first_error is None:
-            rendered = self._search(chat, self._wraps_by_turn(chat, text), text)
             if rendered is not None:
                 return rendered
         raise first_error or UnusableTemplateError(
@@ -512,9 +503,9 @@ class SpanFinder:
             "answers cannot be located; set data.chat_template=plain"
         )
 
-    def _search(self, chat: Chat, wraps: Sequence[Wrap | None], text: str) -> RenderedChat | None:
-        """Return the turns by these wraps; None if the render differs from `text`."""
-        wrapped = wrap_in_marks(chat, wraps)
+    def _search(self, chat: Chat, wrap: Wrap, text: str) -> RenderedChat | None:
+        """Return the turns by this wrap; None if the render differs from `text`."""
+        wrapped = wrap_in_marks(chat, wrap)
         (rendered,) = self._renderer.render([wrapped])
         marks = None if isinstance(rendered, RowRefusedError) else find_marks(rendered, wrapped)
         if isinstance(rendered, RowRefusedError) or marks is None:
@@ -537,24 +528,6 @@ class SpanFinder:
         if chat.tools and self._renderer.render([chat._replace(tools=())]) == [text]:
             lost = ("lost_tools", *lost)
         return RenderedChat(*append_stop(text, spans, answers.suffix), lost)
-
-    def _wraps_by_turn(self, chat: Chat, text: str) -> list[Wrap | None]:
-        """Return for each turn a wrap that does not change the render when it is used alone."""
-        wraps: list[Wrap | None] = []
-        for number, turn in enumerate(chat.turns[:MAX_TRIED_TURNS]):
-            for wrap in WRAPS:
-                alone = [wrap if n == number else None for n in range(len(chat.turns))]
-                (rendered,) = self._renderer.render([wrap_in_marks(chat, alone)])
-                if isinstance(rendered, str) and remove_marks(rendered)[0] == text:
-                    wraps.append(wrap)
-                    break
-            else:
-                raise UnusableTemplateError(
-                    f"turn {number + 1} ({turn.role}): the chat template renders the row "
-                    "differently when this text changes, so it cannot be located; set "
-                    "data.chat_template=plain"
-                )
-        return [*wraps, *[WRAPS[0]] * (len(chat.turns) - len(wraps))]
 
     def _skeleton(self, chat: Chat) -> Skeleton | None:
         key = skeleton_key(chat)
@@ -600,20 +573,6 @@ class SpanFinder:
                 else:
                     spans[mark.turn] = TurnSpan(mark.turn, mark.start, mark.end, mark.end, "")
         return sorted([*answers.spans, *spans.values()])
-
-
-def _check_same_text(
-    text: str | RowRefusedError, rendered: RenderedChat | RowRefusedError
-) -> RenderedChat | RowRefusedError:
-    """Return what the equivalent template found, if its text is the row's text."""
-    if isinstance(text, RowRefusedError) or isinstance(rendered, RowRefusedError):
-        return text if isinstance(text, RowRefusedError) else rendered
-    if rendered.text == text:
-        return rendered
-    return UnusableTemplateError(
-        "the chat template renders this row differently from the named template by which its "
-        "answers are located; set data.chat_template=plain"
-    )
 
 
 def _find_lost(chat: Chat, marks: Sequence[Mark], answers: AnswerSpans) -> tuple[str, ...]:

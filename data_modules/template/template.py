@@ -36,7 +36,6 @@ from data_modules.template.named_templates import (
     TEMPLATE_NAMES,
     add_bos,
     check_named,
-    equivalent_templates,
     merge_templates,
     named_template,
     read_template,
@@ -63,8 +62,8 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 256
 _SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
-_checked: dict[bytes, tuple[str, str] | None] = {}
-"""hash of a checked template -> (name, text) of the equivalent one it needs, None without"""
+_checked: set[bytes] = set()
+"""hashes of the templates that were checked"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,8 @@ class ChatTemplate:
         self.bos_token_id = self._added_bos()
         self.stop_texts = stop_texts(tokenizer)
         self._renderer = Renderer(tokenizer)
-        self._finder = self._build_finder(self._renderer)
+        framing = filter(None, (tokenizer.bos_token, tokenizer.eos_token))
+        self._finder = SpanFinder(self._renderer, self.stop_texts, framing)
         self._layout_builder = LayoutBuilder(
             self._renderer, self._finder, self._mask, control_texts(tokenizer)
         )
@@ -354,72 +354,43 @@ class ChatTemplate:
         special_tokens = self._tokenizer.special_tokens_map
         facts = repr((label, self.text, backend, special_tokens, limits, renders_chats))
         key = hashlib.sha256(facts.encode()).digest()
-        if key not in _checked:
-            try:
-                faults, equivalent = run_limited(
-                    partial(self._find_faults, label, renders_chats), limits
-                )
-            except LimitError as error:
-                raise DataError(
-                    f"{label} does not render {len(TEST_CHATS)} small chats {error}: look for an "
-                    "endless loop or an endless text in it, raise data.template_seconds or "
-                    "data.template_memory_mb, or set data.chat_template=plain"
-                ) from error
-            if faults:
-                raise DataError(faults)
-            _checked[key] = equivalent
-        self._use_equivalent(_checked[key])
-
-    def _use_equivalent(self, equivalent: tuple[str, str] | None) -> None:
-        """Locate answers by an equivalent template (name, text); None = by this template."""
-        self._finder.equivalent = None
-        if equivalent is None:
+        if key in _checked:
             return
-        name, text = equivalent
-        self._finder.equivalent = self._build_finder(Renderer(self._tokenizer, text))
-        note = f"; its answers are located by `{name}`, which renders the same text"
-        self.note = self.note.replace(note, "") + note
+        try:
+            faults = run_limited(partial(self._find_faults, label, renders_chats), limits)
+        except LimitError as error:
+            raise DataError(
+                f"{label} does not render {len(TEST_CHATS)} small chats {error}: look for an "
+                "endless loop or an endless text in it, raise data.template_seconds or "
+                "data.template_memory_mb, or set data.chat_template=plain"
+            ) from error
+        if faults:
+            raise DataError(faults)
+        _checked.add(key)
 
-    def _build_finder(self, renderer: Renderer) -> SpanFinder:
-        framing = filter(None, (self._tokenizer.bos_token, self._tokenizer.eos_token))
-        return SpanFinder(renderer, self.stop_texts, framing)
-
-    def _find_faults(
-        self, label: str, renders_chats: bool
-    ) -> tuple[list[str], tuple[str, str] | None]:
-        """Return the faults of the template, and the equivalent template (if any) without faults.
-
-        It is no fault that the template rejects a test chat.
-        """
+    def _find_faults(self, label: str, renders_chats: bool) -> list[str]:
+        """Return the faults of the template; it is none that it rejects a test chat."""
         import jinja2
 
         try:
             self._renderer.apply_template([_SMALL_CHAT], message_format=MessageFormat())
         except (jinja2.TemplateSyntaxError, SyntaxError) as error:
-            return [syntax_error(label, error)], None
+            return [syntax_error(label, error)]
         except MemoryError:
             raise
         except render_errors():
             pass  # A row that it rejects is reported when that row is encoded.
         if self._pairs or not renders_chats:
-            return [], None
-        finder, controls = self._finder, control_texts(self._tokenizer)
-        layout_builder = LayoutBuilder(self._renderer, finder, MaskConfig(), controls)
-        trace = partial(self._trace, layout_builder)
-        result = run_test_chats(trace)
-        if result.is_whole:
-            return [], None
-        for equivalent in equivalent_templates(self._tokenizer, self._renderer):
-            finder.equivalent = self._build_finder(Renderer(self._tokenizer, equivalent[1]))
-            if run_test_chats(trace).is_whole:
-                return [], equivalent
-        finder.equivalent = None
+            return []
+        controls = control_texts(self._tokenizer)
+        layout_builder = LayoutBuilder(self._renderer, self._finder, MaskConfig(), controls)
+        result = run_test_chats(partial(self._trace, layout_builder))
         first, more = result.faults[:1], len(result.faults) - 1
         also = f" (and {more} more faults in {len(TEST_CHATS)} test chats)" if more > 0 else ""
         return [
             f"{label}: {fault}{also}, so its loss mask is wrong; set data.chat_template=plain"
             for fault in first
-        ], None
+        ]
 
     def _encode_chunk(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
         texts = [item for item in items if not isinstance(item, Tokens)]

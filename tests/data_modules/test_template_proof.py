@@ -315,39 +315,16 @@ ASCII_ONLY = (
     "+ m.content.encode('ascii', 'ignore').decode() + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""renders like `chatml`, but drops the marks by which answers are located"""
-LOCATED = "its answers are located by `chatml`, which renders the same text"
+"""drops the marks by which answers are located"""
 
 
-@pytest.mark.parametrize("bos", ["", "{{ bos_token }}"])
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_a_named_template_that_renders_the_same_text_locates_the_answers(
-    bos: str, adds_bos: bool
-) -> None:
-    tokens = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = build_tokenizer(tokens, bos="<s>", eos="</s>", adds_bos=adds_bos)
-    tokenizer.chat_template = bos + ASCII_ONLY
-    template = ChatTemplate.resolve(tokenizer, None)
-    assert template.note.endswith(LOCATED)
-    chat = build_test_chat("s u a u a")
-    assert runs(template, chat) == ["c2vq0<|im_end|>", "c4vq0<|im_end|>"]
-    assert template.stop_token_ids == {3}
-    messages = [{"role": turn.role, "content": turn.content} for turn in chat.turns]
-    whole = tokenizer.apply_chat_template(messages)["input_ids"]
-    encoded = encode(template, chat).input_ids.tolist()
-    assert encoded == whole[: len(encoded)]
-    assert (encoded[0] == 0) == bool(bos or adds_bos)
-    # A row that the two templates render differently is an error.
-    other = Conversation((Turn("user", "wh\u00e4t?"), Turn("assistant", "one")), ORIGIN)
-    assert "differently from the named template" in problem(template, other)
-
-
-def test_no_named_template_replaces_one_that_renders_another_text() -> None:
+def test_a_template_that_drops_characters_of_answers_locates_none() -> None:
     tokenizer = build_tokenizer(["</s>", "<|im_start|>", "<|im_end|>"], eos="</s>")
-    tokenizer.chat_template = ASCII_ONLY.replace("m.role", "m.role|upper")
+    tokenizer.chat_template = ASCII_ONLY
     template = ChatTemplate.resolve(tokenizer, None)
-    assert template.note == "chat template: the tokenizer's"
-    assert "so it cannot be located" in problem(template, build_test_chat("u a"))
+    assert "so its answers cannot be located; set data.chat_template=plain" in problem(
+        template, build_test_chat("u a")
+    )
 
 
 def test_a_wrong_mask_is_an_error_when_the_template_is_resolved(
