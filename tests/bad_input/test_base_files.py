@@ -107,7 +107,7 @@ CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"self": 1}, ["self"]),
     ({"rms_norm_eps": 1e9}, ["rms_norm_eps=1000000000.0: expected a number from 0 to below 1"]),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": -2}},
-     ["rope_parameters.factor=-2: expected a number of at least 1"]),
+     ["rope_parameters.factor=-2: expected a number from 1 to 1,048,576"]),
     ({"architectures": 7}, ["architectures=7: expected a list of class names"]),
     ({"max_position_embeddings": -1}, ["max_position_embeddings=-1", "tokens (1 or more)"]),
     ({"eos_token_id": 10**9},
