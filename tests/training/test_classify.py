@@ -21,7 +21,7 @@ from app.training.objective.build import build_objective
 from app.training.objective.objective import batch_loss
 from app.training.objective.settings import ClassifyConfig, ObjectiveConfig, RewardConfig
 from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
-from common.errors import Origin, UserError
+from common.errors import DataError, Origin, UserError
 from data_modules import Batch, Example
 from data_modules.collator import Collator
 from data_modules.format import CLASSIFICATION, RowError, convert_row, label_of
@@ -29,7 +29,7 @@ from data_modules.types import Conversation, Row
 from tests.conftest import read_column
 from tests.in_process import run_command
 from tests.reliability.person import Person
-from tests.tiny import SAMPLES, tiny_llama
+from tests.tiny import SAMPLES, tiny_llama, train_into
 from tests.training.test_dpo import gradients, make_pairs
 
 CLASSES = ["first", "inside", "last"]
@@ -259,13 +259,16 @@ def test_labels_are_found_by_name_or_read_as_numbers() -> None:
 
 
 def test_missing_labels_are_named_and_a_label_that_is_none_of_them_is_refused(
-    person: Person, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     said = run_command("objective=classify", "data=classes", "model=tiny")
     assert said.code == 2 and "'model.labels=[first, inside, last]'" in said.stderr
     words = ["+experiment=classify_tiny", "model.labels=[first, last]"]
-    output = " ".join(person.train_into(tmp_path / "run", *words, code=2).split())
-    assert "label is 'inside'; model.labels has first, last: type it with this one, too" in output
+    words += [f"data.datasets=[{{path: {SAMPLES / 'classes.json'}}}]"]
+    with pytest.raises(
+        DataError, match=r"label is 'inside'; model.labels has first, last: type it"
+    ):
+        train_into(tmp_path / "run", *words)
 
 
 @pytest.mark.slow
