@@ -161,7 +161,7 @@ seeded-bugs: $(STAMP)  ## inject bugs one at a time, each must make its test fai
 bench: $(STAMP)  ## benchmarks: a table and a JSON line per figure; ONLY=startup|loop|packing|prepare|loss|checkpoint|strategies|hybrids|gpu_ops|plan|evaluate
 	$(BIN)/python -m benchmarks $(ONLY)
 
-bench-peers: $(STAMP)  ## training speed and memory compared with peers; ONLY="lora_fp32|lora_bf16|full with=all"
+bench-peers: $(STAMP)  ## training speed and memory compared with peers; ONLY="lora_fp32|lora_bf16|full|dpo with=all"
 	$(BIN)/python -m benchmarks.training $(ONLY)
 
 bench-gpu: $(STAMP)  ## an 8B model on one GPU, in eight minutes: speed, memory, time by part

@@ -20,10 +20,12 @@ class Clock:
     ends: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    peak_gb: float = 0.0
 
     def step(self) -> None:
-        """Record the end of a step."""
+        """Record the end of a step, and the most memory until then."""
         self.ends.append(now())
+        self.peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
     def report(self) -> None:
         """Print a JSON line: tokens per second, mean loss of the measured steps, peak GB."""
@@ -33,6 +35,6 @@ class Clock:
             "tokens_per_second": sum(self.tokens[first : len(self.ends)]) / seconds,
             "tokens_per_step": sum(self.tokens[first : len(self.ends)]) / (len(self.ends) - first),
             "loss": sum(self.losses[first:]) / len(self.losses[first:]),
-            "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+            "peak_gb": self.peak_gb,
         }
         print(json.dumps(measured))

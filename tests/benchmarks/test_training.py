@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.peers import PACKAGES
-from benchmarks.training.__main__ import ASKED, GROUP, HERE, PEERS, ROWS, asked_peers
-from benchmarks.training.task import steps_sorted_together
+from benchmarks.training.__main__ import (
+    ASKED,
+    DPO_PEERS,
+    GROUP,
+    HERE,
+    PEERS,
+    ROWS,
+    asked_peers,
+)
+from benchmarks.training.task import (
+    SEQUENCE_LEN,
+    mean_pair_tokens,
+    read_pairs,
+    steps_sorted_together,
+    write_files,
+    write_pairs,
+)
 
 
 def test_only_those_that_are_asked_for_join() -> None:
@@ -23,7 +40,7 @@ def test_an_unknown_peer_is_refused_with_the_known_ones() -> None:
 
 
 def test_every_peer_has_its_environment_and_script() -> None:
-    for environment, script, *_ in (PEERS | ASKED).values():
+    for environment, script, *_ in (PEERS | ASKED | DPO_PEERS).values():
         assert environment in PACKAGES
         assert (HERE / script).exists()
 
@@ -39,3 +56,22 @@ def test_rows_sorted_by_length_are_measured_from_the_longest_to_the_shortest() -
     # The longest row of all is moved to the front.
     assert next(row for row in longer if row > 1) == GROUP * rows_per_step
     assert steps_sorted_together(ROWS, rows_per_step) == GROUP
+
+
+def test_both_documents_of_a_pair_fit_a_pack_and_are_counted_as_they_are_tokenized(
+    tmp_path: Path,
+) -> None:
+    from transformers import AutoTokenizer
+
+    write_files(tmp_path, 1, num_hidden_layers=1)
+    write_pairs(tmp_path, 200)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    lengths = [
+        sum(
+            len(tokenizer.apply_chat_template(pair["prompt"] + pair[answer])["input_ids"])
+            for answer in ("chosen", "rejected")
+        )
+        for pair in read_pairs(tmp_path)
+    ]
+    assert max(lengths) <= SEQUENCE_LEN
+    assert mean_pair_tokens(tmp_path) == np.mean(lengths)
