@@ -26,7 +26,6 @@ from app.model.adapter import (
 )
 from app.model.adapter.saved_config import KINDS, read_adapter_config
 from app.model.adapter.settings import CONFIG_FILE
-from app.model.architecture import text_numbers
 from app.model.attention import batching_error
 from app.model.base import ModelConfig
 from app.model.description import BaseDescription
@@ -87,8 +86,6 @@ SETTINGS = {
     "modules_to_save": "modules_to_save",
 }
 """setting of adapter=lora -> its name in peft's adapter_config.json"""
-ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-"""types of layers that compute attention"""
 ANY_NAME = re.compile("")
 UNNAMED = ("layers", "init", "trainable_tokens", "experts")
 """settings that peft's file does not hold in the form in which they are typed"""
@@ -124,21 +121,12 @@ def check_tensor_parallel(size: int, base: BaseDescription) -> list[str]:
 
 def check_context_parallel(size: int, base: BaseDescription) -> list[str]:
     """List why `size` ranks cannot split the rows of this base among them."""
-    if size == 1:
+    if size == 1 or not base.config.get("is_encoder_decoder"):
         return []
-    name, numbers = f"strategy.context_parallel_size={size}", text_numbers(base.config)
-    if base.config.get("is_encoder_decoder"):
-        return [
-            f"{name} splits the rows of causal models, and {base.model_type} is an encoder-decoder;"
-            " type strategy.context_parallel_size=1"
-        ]
-    kinds = numbers.get("layer_types")
-    if others := sorted({*kinds} - set(ATTENTIONS)) if isinstance(kinds, list) else []:
-        return [
-            f"{name} splits rows for attention, and {base.name} has {', '.join(others)} layers, "
-            "which read a row from its start; type strategy.context_parallel_size=1"
-        ]
-    return []
+    return [
+        f"strategy.context_parallel_size={size} splits the rows of causal models, and "
+        f"{base.model_type} is an encoder-decoder; type strategy.context_parallel_size=1"
+    ]
 
 
 def check_pipeline(strategy: StrategyConfig, base: BaseDescription) -> list[str]:

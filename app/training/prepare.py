@@ -10,6 +10,7 @@ import torch
 from app.model.adapter import group_adapters
 from app.model.architecture import reading_first_forward
 from app.model.attention import (
+    attention_inputs,
     check_against_eager,
     check_causal,
     check_isolation,
@@ -19,6 +20,7 @@ from app.model.attention import (
     select_fastest_kernel,
 )
 from app.model.attention.exchange import check_exchange
+from app.model.attention.mixer_search import isolate_mixers
 from app.model.classifier import hidden_as_logits
 from app.model.head import check_head_loss, run_probe
 from app.model.kernels import fuse_layers
@@ -72,6 +74,7 @@ def verify_attention(module: FinetuneModule, device: torch.device) -> None:
     Layers that must run document by document to keep documents apart are told to the strategy.
     """
     model, backend, is_packed = module.model, module.backend, module.is_packed
+    ranks = module.strategy.context_ranks
     if model.config.is_encoder_decoder:
         check_pair_isolation(model, backend, device, is_packed=is_packed)
         return
@@ -80,7 +83,9 @@ def verify_attention(module: FinetuneModule, device: torch.device) -> None:
         check_isolation(model, backend, device)
     else:
         check_padded_rows(model, backend, device)
+        if ranks is not None:  # recurrent layers gather the slices of padded rows, too
+            isolate_mixers(model, device, partial(attention_inputs, model, backend))
     module.strategy.set_leaf_modules(mixers_run_by_document(model))
     check_against_eager(model, backend, device, is_packed=is_packed)
-    if (ranks := module.strategy.context_ranks) is not None:
+    if ranks is not None:
         check_exchange(model, backend, device, ranks)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
+from app.model.attention import check_isolation
 from app.model.attention.exchange import check_exchange
 from app.model.base import ModelConfig
 from app.model.build import build_model
@@ -25,6 +26,7 @@ from app.training.routing import balance_loss
 from common.errors import Origin, UserError
 from data_modules import Batch, Example
 from data_modules.collator import Collator
+from tests.families import FAMILIES
 
 TOKENS = 256
 HEADS, KEY_HEADS, HEAD_DIM = 8, 2, 8
@@ -93,6 +95,13 @@ LATENT = LLAMA | {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+HYBRIDS: dict[str, dict[str, Any]] = {
+    kind: LLAMA
+    | FAMILIES[kind]
+    | {"model_type": kind, "num_hidden_layers": 2, "head_dim": HEAD_DIM, "mamba_d_head": 16}
+    for kind in ("qwen3_5_text", "lfm2", "granitemoehybrid")
+}
+"""a delta rule, a convolution and Mamba 2, each beside attention"""
 LORA = LoraConfig(r=4, dropout=0.0)
 CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
     "llama": (LLAMA, FullConfig(), "none"),
@@ -109,6 +118,10 @@ CASES: dict[str, tuple[dict[str, Any], AdapterConfig, str]] = {
     "longrope": (PHI3, FullConfig(), "none"),
     "gemma3": (GEMMA3, FullConfig(), "none"),
     "latent": (LATENT, FullConfig(), "none"),
+    "delta rule": (HYBRIDS["qwen3_5_text"], FullConfig(), "none"),
+    "convolution": (HYBRIDS["lfm2"], FullConfig(), "none"),
+    "mamba 2": (HYBRIDS["granitemoehybrid"], FullConfig(), "none"),
+    "delta rule, recompute": (HYBRIDS["qwen3_5_text"], LORA, "full"),
     "odd heads": (ODD, FullConfig(), "none"),
     "odd heads, recompute": (ODD, LORA, "selective"),
     "odd heads, one document": (ODD, FullConfig(), "none"),
@@ -200,6 +213,7 @@ def compare(case: str, counted: dict[str, int]) -> dict[str, float]:
     """Return how far a step of slices is from one of whole rows, and what it saved and sent."""
     slices, model, batch = Slices(), make_model(case), make_batch(case)
     assert slices.context_ranks is not None
+    check_isolation(model, "sdpa", slices.root_device)
     check_exchange(model, "sdpa", slices.root_device, slices.context_ranks)
     model.train()
     whole = step(model, batch)

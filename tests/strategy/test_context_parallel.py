@@ -23,6 +23,8 @@ from tests.strategy.context_training import (
 FEW = ["llama", "lora, recompute", "window", "gpt2", "odd heads", "odd heads, recompute"]
 SENT = {"llama": 2, "lora, recompute": 3, "odd heads": 2, "odd heads, recompute": 3}
 """cases whose bytes are counted -> passes, of which a recompute is one"""
+RECURRENT = ("delta rule", "convolution", "mamba 2")
+FEW += RECURRENT
 MASKED = ("window", "gemma3")
 """cases that save a mask of a whole document"""
 
@@ -35,7 +37,9 @@ def test_slices_give_the_loss_and_gradients_of_whole_rows(size: int, cases: list
             assert figures["norm"] < (2e-6 if "odd" in case else 1e-6), case
             # The largest difference of one number is rounding that differs between CPUs.
             assert figures["gradients"] < 4e-6, case
-            assert figures["saved"] < (1.1 + 0.15 * (case in MASKED or "odd" in case)) / size, case
+            saved = (1.1 + 0.15 * (case in MASKED or "odd" in case)) / size
+            # Each rank has the activations of whole rows in recurrent layers.
+            assert figures["saved"] < (0.8 if case in RECURRENT else saved), case
             if case in SENT:
                 passes = SENT[case] * LLAMA["num_hidden_layers"]
                 calls, num_bytes = sent_by_layer(size, is_odd="odd" in case)
@@ -70,7 +74,6 @@ def test_layers_without_exchange_are_refused_and_routers_balance_whole_documents
 @pytest.mark.parametrize(
     ("numbers", "size", "message"),
     [
-        (LLAMA | {"layer_types": ["linear_attention"]}, 2, "base has linear_attention layers"),
         ({"model_type": "t5", "is_encoder_decoder": True}, 2, "t5 is an encoder-decoder; type"),
     ],
 )

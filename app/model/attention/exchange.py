@@ -63,6 +63,12 @@ def _all_to_all(parts: Tensor, ranks: dist.ProcessGroup) -> Tensor:
     return received
 
 
+def gather_tokens(own: Tensor, ranks: dist.ProcessGroup, dim: int) -> Tensor:
+    """Return the tokens of all ranks along `dim`; the backward pass adds the gradients of all."""
+    by_rank: Tensor = _AllToAll.apply(own.expand(ranks.size(), *own.shape), ranks)
+    return by_rank.movedim(0, dim).flatten(dim, dim + 1)
+
+
 def exchanging(attend: Attend) -> Attend:
     """Give an attention function the argument `exchange`: the row's slices and their ranks.
 
@@ -114,8 +120,7 @@ def _attend_to_gathered(
     ranks, tokens = slices.ranks, query.shape[2]
     start = ranks.rank() * tokens
     own = torch.cat([key, value], -1)
-    by_rank = _AllToAll.apply(own.expand(ranks.size(), *own.shape), ranks)
-    whole = by_rank.movedim(0, 2).flatten(2, 3).split([key.shape[-1], value.shape[-1]], -1)
+    whole = gather_tokens(own, ranks, 2).split([key.shape[-1], value.shape[-1]], -1)
     counts = [
         slices.continued[row].end - start if row in slices.continued else 0
         for row in range(len(query))

@@ -63,8 +63,11 @@ def _sliced_inputs(
     lengths, continued = place_in_slice(
         document_lengths, whole.shape[1], sequence.start, sequence.stop
     )
+    inputs = mixer_inputs(model, document_lengths, _shape(whole), ids.device, ranks)
+    if not has_attention(model):
+        return inputs | {"attention_mask": None}
     own = _mask_inputs(model, backend, lengths, ids)
-    inputs = _mask_inputs(model, backend, document_lengths, whole)
+    inputs |= _mask_inputs(model, backend, document_lengths, whole)
     mask = own.pop("attention_mask")
     slices = RowSlices(ranks=ranks, own=own, continued=continued)
     return inputs | {"attention_mask": mask, "exchange": slices}

@@ -22,11 +22,14 @@ from common.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
 
 ARGUMENT = "mixer_documents"
 """name of the forward argument that carries a batch's documents to the mixers"""
+RANKS = "mixer_ranks"
+"""name of the one that carries the ranks that hold slices of the rows"""
 BOUNDARIES = (
     "documents",
     "cu_seq_lens_q",
@@ -47,27 +50,34 @@ class _CurrentBatch:
     """
 
     documents: DocumentGroups | None = None
+    ranks: ProcessGroup | None = None
 
 
 @contextmanager
-def use_documents(documents: DocumentGroups | None) -> Iterator[None]:
-    """Run mixers on these documents in this context; None: every row is one document."""
-    before, _CurrentBatch.documents = _CurrentBatch.documents, documents
+def use_documents(
+    documents: DocumentGroups | None, ranks: ProcessGroup | None = None
+) -> Iterator[None]:
+    """Run mixers on these documents in this context; None: every row is one document.
+
+    `ranks`: those that hold slices of the rows; None for whole rows.
+    """
+    before = _CurrentBatch.documents, _CurrentBatch.ranks
+    _CurrentBatch.documents, _CurrentBatch.ranks = documents, ranks
     try:
         yield
     finally:
-        _CurrentBatch.documents = before
+        _CurrentBatch.documents, _CurrentBatch.ranks = before
 
 
 def recompute_on_same_documents(run_layer: Callable[..., Any]) -> Callable[..., Any]:
     """Make an activation checkpoint recompute its layer on the documents of its forward pass."""
 
     def run(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        documents = _CurrentBatch.documents
+        documents, ranks = _CurrentBatch.documents, _CurrentBatch.ranks
 
         @wraps(layer)
         def on_same_documents(*inputs: Any, **named: Any) -> Any:
-            with use_documents(documents):
+            with use_documents(documents, ranks):
                 return layer(*inputs, **named)
 
         return run_layer(on_same_documents, *args, **kwargs)
@@ -76,14 +86,16 @@ def recompute_on_same_documents(run_layer: Callable[..., Any]) -> Callable[..., 
 
 
 class ForwardWithDocuments:
-    """A model's forward with a further argument, `mixer_documents`."""
+    """A model's forward with further arguments, `mixer_documents` and `mixer_ranks`."""
 
     def __init__(self, model: Any) -> None:
         self._original = model.forward
         self.__signature__ = inspect.signature(model.forward)  # generation reads it
 
-    def __call__(self, *args: Any, mixer_documents: Any = None, **kwargs: Any) -> Any:
-        with use_documents(mixer_documents):
+    def __call__(
+        self, *args: Any, mixer_documents: Any = None, mixer_ranks: Any = None, **kwargs: Any
+    ) -> Any:
+        with use_documents(mixer_documents, mixer_ranks):
             return self._original(*args, **kwargs)
 
 
@@ -108,6 +120,9 @@ class MixerForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         named = {key: value for key, value in kwargs.items() if key not in BOUNDARIES}
+        if (ranks := _CurrentBatch.ranks) is not None:
+            with use_documents(_CurrentBatch.documents):
+                return run_on_whole_rows(self, ranks, args, named)
         if _CurrentBatch.documents is None:
             return self._original(*args, **named)
         forward = self._original if self.takes_boundaries else self._run_group
@@ -201,6 +216,38 @@ def run_by_boundaries(
     )
 
 
+def run_on_whole_rows(
+    forward: Callable[..., Any], ranks: ProcessGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run `forward` on the tokens of all ranks that hold slices of the rows; return the own slice.
+
+    Each rank computes whole rows. Outputs as in `run_by_document`.
+    """
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    from app.model.attention.exchange import gather_tokens
+
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    tokens = next(tensors).shape[1]
+    start, whole = ranks.rank() * tokens, ranks.size() * tokens
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        is_by_token = tensor.ndim > 1 and tensor.shape[1] == tokens
+        return gather_tokens(tensor, ranks, 1) if is_by_token else tensor
+
+    args, kwargs = tree_map_only(torch.Tensor, gather, (args, kwargs))
+    output = forward(*args, **kwargs)
+    if isinstance(output, torch.Tensor):
+        return output[:, start : start + tokens]
+    return tuple(
+        part[:, start : start + tokens]
+        if isinstance(part, torch.Tensor) and part.shape[1:2] == (whole,)
+        else None
+        for part in output
+    )
+
+
 def run_by_document(
     forward: Callable[..., Any],
     documents: DocumentGroups,
@@ -272,11 +319,15 @@ def mixer_inputs(
     document_lengths: Lengths,
     shape: tuple[int, int],
     device: torch.device,
+    ranks: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return the keyword argument that keeps documents apart in a model's mixers, if any."""
+    """Return the keyword arguments that keep documents apart in a model's mixers, if any.
+
+    `shape` of whole rows; `ranks`: those that hold slices of them.
+    """
     if not has_isolated_mixers(model):
         return {}
-    return {ARGUMENT: group_documents(document_lengths, shape, device)}
+    return {ARGUMENT: group_documents(document_lengths, shape, device), RANKS: ranks}
 
 
 def transformers_model(model: torch.nn.Module) -> Any:
