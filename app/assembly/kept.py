@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.config import TunedConfig, load_run_config
 from app.model.adapter import LoraConfig, saves_whole_model
-from app.preflight.couplings.table import CHANGE_BASE
+from app.preflight.couplings.model import CHANGE_BASE
 from app.process.launch import is_child, is_first_rank
 from app.run.find import FINAL, select_checkpoint
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING

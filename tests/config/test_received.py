@@ -284,7 +284,7 @@ def test_the_commands_that_are_printed_work_as_typed(
     """What a folder never grants is in the command that resumes, evaluates or merges the run."""
     monkeypatch.setattr("app.config.dispatch.check_files", lambda *_, **__: [])  # contacts hosts
     monkeypatch.setattr("app.config.dispatch.check_harness", lambda _: [])  # needs a package
-    monkeypatch.setattr("app.preflight.couplings.table.file_system_of", lambda _: "ext4")
+    monkeypatch.setattr("app.preflight.couplings.strategy.file_system_of", lambda _: "ext4")
     run = make_run(tmp_path / "a run", *words, f"{key}={GRANTED[key]}", *WHOLE.get(key, ()))
     config = load_run_config(run)
     monkeypatch.setattr("app.process.launch._typed_again", words_to_type(config))

@@ -20,8 +20,9 @@ from app.config.load import settings_of
 from app.config.verbs import PARTS, TYPED_KEYS
 from app.evaluation.tasks.questions import TaskConfig
 from app.preflight import check_compatibility
-from app.preflight.couplings import devices, table, unused
-from app.preflight.couplings.table import is_installed
+from app.preflight.couplings import conflict, devices, strategy, unused
+from app.preflight.couplings.conflict import is_installed
+from app.preflight.couplings.table import OWNERS
 from app.strategy.deepspeed_config import given_keys, keys_decided_elsewhere
 from app.strategy.settings import FAMILIES, ZeroConfig
 from app.training.optimizers import LrPattern
@@ -56,7 +57,7 @@ def problems_of(gpus: int, words: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "is_installed", lambda module: True)
+    monkeypatch.setattr(conflict, "is_installed", lambda module: True)
 
 
 ON_DISK = "strategy.offload_optimizer=disk strategy.offload_dir=/var/tmp"
@@ -408,21 +409,23 @@ def test_a_conflict_is_explained_and_its_twin_passes(
 
 def test_every_row_of_the_table_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {
-        node.lineno
-        for node in ast.walk(ast.parse(inspect.getsource(table)))
+        (owner.__file__, node.lineno)
+        for owner in OWNERS
+        for node in ast.walk(ast.parse(inspect.getsource(owner)))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Conflict"
     }
     found = set()
 
-    def conflict(*words: str, is_of_machine: bool = False) -> table.Conflict:
-        found.add(sys._getframe(1).f_lineno)
-        return made(*words, is_of_machine=is_of_machine)
+    def note(*words: str, is_of_machine: bool = False) -> conflict.Conflict:
+        frame = sys._getframe(1)
+        found.add((frame.f_code.co_filename, frame.f_lineno))
+        return conflict.Conflict(*words, is_of_machine=is_of_machine)
 
-    made = table.Conflict
-    monkeypatch.setattr(table, "Conflict", conflict)
+    for owner in OWNERS:
+        monkeypatch.setattr(owner, "Conflict", note)
     for gpus, bad, _, _ in CONFLICTS:
         problems_of(gpus, bad)
-    monkeypatch.setattr(table, "is_installed", lambda module: False)
+    monkeypatch.setattr(conflict, "is_installed", lambda module: False)
     problems_of(1, "attention.backend=flash2 strategy=zero3")
     problems_of(1, "logger.name=wandb")
     changed = settings()
@@ -532,7 +535,7 @@ def test_half_precision_kernels_do_not_compute_in_fp32(backend: str) -> None:
 def test_attention_without_its_package_is_refused(
     monkeypatch: pytest.MonkeyPatch, backend: str, package: str
 ) -> None:
-    monkeypatch.setattr(table, "is_installed", lambda module: False)
+    monkeypatch.setattr(conflict, "is_installed", lambda module: False)
     (problem,) = problems_of(1, f"attention.backend={backend}")
     assert f"needs the package {package}, which is not installed; type attention=varlen" in problem
     assert problems_of(1, "attention.backend=varlen") == []
@@ -551,7 +554,7 @@ def test_attention_without_its_package_is_refused(
 def test_without_deepspeed_the_nearest_strategy_of_pytorch_is_named(
     monkeypatch: pytest.MonkeyPatch, name: str, gpus: int, instead: str
 ) -> None:
-    monkeypatch.setattr(table, "is_installed", lambda module: False)
+    monkeypatch.setattr(conflict, "is_installed", lambda module: False)
     (problem,) = problems_of(gpus, f"strategy={name}")
     assert f"strategy={name} needs the package deepspeed, which is not installed" in problem
     assert f"; type strategy={instead}, or DS_BUILD_OPS=0 pip install -e '.[deepspeed]'" in problem
@@ -584,8 +587,8 @@ def test_deepspeed_keys_that_other_settings_decide_are_found_at_any_depth(
 
 def test_every_deepspeed_strategy_has_a_nearest_one_of_pytorch() -> None:
     zero = {name for name, family in FAMILIES.items() if family is ZeroConfig}
-    assert set(table.NEAREST_IN_PYTORCH) == zero
-    assert set(table.NEAREST_IN_PYTORCH.values()) <= set(FAMILIES)
+    assert set(strategy.NEAREST_IN_PYTORCH) == zero
+    assert set(strategy.NEAREST_IN_PYTORCH.values()) <= set(FAMILIES)
 
 
 def test_a_preview_counts_no_ranks_of_another_machine() -> None:

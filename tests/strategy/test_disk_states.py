@@ -22,7 +22,7 @@ import torch
 from app.planning import training
 from app.planning.memory import GIB
 from app.planning.training import check_disk
-from app.preflight.couplings import table
+from app.preflight.couplings import strategy as rows_of_strategy
 from app.strategy import disk_states
 from app.strategy.disk_states import AdamWOnDisk
 from app.strategy.settings import FsdpConfig
@@ -52,7 +52,7 @@ DONE, NO_ENVIRONMENT, KILLED = 0, 3, -9
 @pytest.fixture
 def states() -> Iterator[Path]:
     """Return a folder on a disk; the tests' own may be in memory."""
-    if file_system_of(Path("/var/tmp")) in table.MEMORY_FILES:
+    if file_system_of(Path("/var/tmp")) in rows_of_strategy.MEMORY_FILES:
         pytest.skip("/var/tmp is in memory")
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         yield Path(folder)
@@ -281,7 +281,7 @@ def test_room_is_checked_before_weights_are_loaded(
 def test_states_are_not_kept_in_memory_or_on_a_remote_disk(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(table, "file_system_of", lambda folder: kind)
+    monkeypatch.setattr(rows_of_strategy, "file_system_of", lambda folder: kind)
     problems = problems_of(0, "strategy.offload_optimizer=disk strategy.offload_dir=/states")
     assert len(problems) == (kind != "ext4")
     for problem in problems:

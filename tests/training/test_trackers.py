@@ -135,7 +135,9 @@ def test_several_loggers_are_a_list(tmp_path: Path) -> None:
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("train", small_run("logger=wandb"))
-    monkeypatch.setattr("app.preflight.couplings.table.is_installed", lambda name: name != "wandb")
+    monkeypatch.setattr(
+        "app.preflight.couplings.conflict.is_installed", lambda name: name != "wandb"
+    )
     (problem,) = [text for text in check_compatibility(config) if "logger" in text]
     assert problem == (
         "logger=wandb needs the package wandb, which is not installed; type pip install -e "

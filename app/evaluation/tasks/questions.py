@@ -306,7 +306,7 @@ def _build(config: TaskConfig, key: str, evaluation: EvaluationConfig) -> Task:
         raise UserError(f"{key}.depths=[]: type depths: [0, 0.5, 1], or leave it out")
     folder = SAMPLES if evaluation.task_dir is None else Path(evaluation.task_dir).expanduser()
     few_shot = form.few_shot if config.few_shot is None else config.few_shot
-    few_shot_path = config.few_shot_path
+    path, few_shot_path = config.path or str(folder / form.file), config.few_shot_path
     if few_shot_path is not None and not few_shot:
         raise UserError(
             f"{key}.few_shot_path={few_shot_path} has no effect with few_shot: 0; type few_shot: "
@@ -314,7 +314,6 @@ def _build(config: TaskConfig, key: str, evaluation: EvaluationConfig) -> Task:
         )
     if few_shot_path is None and config.path is None and form.few_shot_file:
         few_shot_path = str(folder / form.few_shot_file)
-    path = config.path or str(folder / form.file)
     is_sample = config.path is None and evaluation.task_dir is None
     if is_sample and not Path(path).is_file() and Path(path.removesuffix(".gz")).is_file():
         path = path.removesuffix(".gz")

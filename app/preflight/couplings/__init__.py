@@ -1,7 +1,8 @@
 """Settings that cannot be combined: why, and what to type instead.
 
-`table` has the conflicts between settings, `unused` the settings without effect, `devices` the
-requested devices and ranks, and whether batches and shards divide by them. The range of a single
+`table` joins the conflicts between settings, which stand in `model`, `data`, `training` and
+`strategy`. `unused` has the settings without effect, `devices` the requested devices and ranks, and
+whether batches and shards divide by them. The range of a single
 setting is declared at its field. Needs no torch: GPUs are counted by their device files;
 `check_devices`, `check_layout` and `check_global_batch` are called again once torch has counted
 them.
