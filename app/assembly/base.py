@@ -151,6 +151,14 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
             f"heads, which attention={attention} cannot compute; type attention="
             f"{' or '.join(EXCHANGED)}, or strategy.context_parallel_size=1"
         )
+    if env.context_size > env.devices:
+        log.warning(
+            "strategy.context_parallel_size=%d splits rows over %d nodes, which wait for the "
+            "network in every layer: strategy.context_parallel_size=%d stays inside a node",
+            env.context_size,
+            -(-env.context_size // env.devices),
+            env.devices,
+        )
     log.info("device: %s, attention %s", env, attention)
     tokenizer = build_tokenizer(model)
     new_ids = new_token_ids(model, tokenizer, num_rows(architecture))

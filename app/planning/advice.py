@@ -21,7 +21,14 @@ from app.planning.planned import check_planned, plan_run
 from app.planning.planned_model import PlannedModel
 from app.planning.speed import Speed, estimate_speed
 from app.planning.states import ModelSize
-from app.strategy.settings import StrategyConfig, ZeroConfig, with_states_of
+from app.strategy.settings import (
+    RanksConfig,
+    StrategyConfig,
+    ZeroConfig,
+    context_parallel_size,
+    with_states_of,
+)
+from app.training.micro_batch import divisors
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -197,9 +204,11 @@ def suggest_larger_changes(
 ) -> list[str]:
     """Return overrides for a run of which no variant fits.
 
-    These are optimizer states on a disk, shorter sequences, and more GPUs.
+    These are rows split over ranks, optimizer states on a disk, shorter sequences, and more GPUs.
     """
     found = []
+    if (split := _smallest_split(config, hardware, config_json, model, strategies)) is not None:
+        found.append(split)
     is_zero = isinstance(config.strategy, ZeroConfig)
     if config.strategy.offload_optimizer == "none" and not is_zero:
         strategy = replace(config.strategy, offload_optimizer="disk")
@@ -229,6 +238,31 @@ def suggest_larger_changes(
             found.append(" ".join((*overrides, *change.overrides)))
             break
     return found
+
+
+def _smallest_split(
+    config: TrainConfig,
+    hardware: HardwareConfig,
+    config_json: Mapping[str, Any],
+    model: PlannedModel,
+    strategies: Mapping[str, StrategyConfig],
+) -> str | None:
+    """Return overrides that split rows over the fewest ranks of a node, so that the run fits."""
+    if context_parallel_size(config.strategy) > 1:
+        return None
+    for size in divisors(hardware.gpus_per_node)[1:]:
+        splitting = {
+            name: replace(strategy, context_parallel_size=size)
+            for name, strategy in strategies.items()
+            if isinstance(strategy, RanksConfig)
+        }
+        own = splitting.get(config.strategy.name, config.strategy)
+        candidates = list_candidates(
+            replace(config, strategy=own), hardware, config_json, model, splitting
+        )
+        if (change := smallest_change(candidates)) is not None:
+            return " ".join((*change.overrides, f"strategy.context_parallel_size={size}"))
+    return None
 
 
 def _double(hardware: HardwareConfig) -> HardwareConfig:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from app.assembly.auto import resolve_auto, resolve_strategy
 from app.config import load_config
+from app.planning.advice import suggest_larger_changes
 from app.planning.choose import (
     choose_micro_batch,
     choose_recompute,
@@ -355,3 +356,25 @@ def test_memory_that_other_processes_use_is_not_planned_with(
     found = detect_hardware(ONE, 1, lambda card: HardwareConfig(name=card))
     assert found.memory_gib == pytest.approx(found_gib)
     assert found.name == "a100_80gb"
+
+
+def test_rows_are_split_over_the_fewest_ranks_where_nothing_else_fits() -> None:
+    words = [*["model=llama8b", "data=dolly", "strategy=fsdp", "recompute=full", "hardware=8xh100"]]
+    words += ["model.context_len=524288", "data.sequence_len=524288"]
+    fsdp = {"fsdp": STRATEGIES["fsdp"]}
+
+    def need(*more: str) -> tuple[Any, PlannedRun]:
+        config: Any = load_config("plan", [*words, *more])
+        hardware = on_hardware(config, config.hardware)
+        run, _ = plan_run(config, hardware, config.model.architecture, strategies=fsdp)
+        return config, run
+
+    config, run = need()
+    assert not fits(run, estimate_gpu_memory(run))
+    numbers = config.model.architecture
+    change, *_ = suggest_larger_changes(config, run.hardware, numbers, run.model, fsdp, 524288)
+    _, split = need(*change.split())
+    assert fits(split, estimate_gpu_memory(split))
+    assert split.context_size == 2 and split.num_data_ranks == 4
+    _, larger = need("strategy.context_parallel_size=2", "recompute=full")
+    assert not fits(larger, estimate_gpu_memory(larger))  # so `offload` is part of the change

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from app.assembly.base import open_base
+from app.config import load_config
 from app.model.attention import why_gathered
 from app.model.description import BaseDescription
 from app.preflight.files import check_context_parallel
+from app.training.trainer import resolve_environment
 from tests.ranks import on_ranks
 from tests.strategy.context_training import (
     CASES,
@@ -85,3 +91,11 @@ def test_bases_whose_rows_cannot_be_split_are_refused(
     assert message in problem and "strategy.context_parallel_size=1" in problem
     assert check_context_parallel(1, base) == []
     assert check_context_parallel(4, BaseDescription(name="base", config=LLAMA)) == []
+
+
+def test_slices_on_several_nodes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    config: Any = load_config("train", ["experiment=quickstart", "trainer.accelerator=cpu"])
+    env = replace(resolve_environment(config.trainer), devices=2, context_size=4)
+    open_base(config, env, config.adapter)
+    assert "splits rows over 2 nodes" in caplog.text
+    assert "strategy.context_parallel_size=2 stays inside a node" in caplog.text

@@ -343,6 +343,7 @@ NOT_SIMULATED = {
     "qwen3_5_9b_qlora": "h100",
     "qwen7b_kto": "h100",
     "reward_1b": "h100",
+    "tiny_long": "2xh100",
 }
 """experiments that cannot be simulated: DeepSpeed needs real ranks, hybrids need their kernels, and
 a simulated micro-batch has no pairs and no slices of rows"""
