@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from app.model.chunks import FUSED_CHUNKS, TRAINED_CHUNKS, rows_per_chunk
 from app.planning.widths import Widths
-from app.strategy.settings import FsdpConfig
 
 if TYPE_CHECKING:
     from app.planning.memory import PlannedRun
@@ -233,10 +232,10 @@ def bias_bytes(widths: Widths, execution: LayerExecution) -> float:
 def autocast_copy_bytes(run: PlannedRun, weights: float) -> float:
     """Return the bytes of autocast's half-precision copies of `weights`, in bytes.
 
-    Zero for FSDP, which gathers weights in half precision.
+    Zero if FSDP gathers weights in half precision.
     """
     execution = run.execution
-    if execution.value_bytes >= execution.residual_bytes or isinstance(run.strategy, FsdpConfig):
+    if execution.value_bytes >= execution.residual_bytes or run.gathers_half:
         return 0.0
     return weights * execution.value_bytes / execution.residual_bytes
 
@@ -294,6 +293,8 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
     shared = 3 * bias_bytes(widths, execution) if run.model.is_pair else 0.0
     shared += BATCH_BYTES * run.tokens
+    if run.stage is not None:  # those of the other micro-batches on their way
+        shared += (run.stage.in_flight - 1) * tokens * of_layers
     return Activations(
         all=tokens * (of_layers + (norm_bytes + value_bytes) * hidden + waiting) + shared,
         at_last=tokens * (of_layers + again + working) + unpacked + shared,
@@ -335,6 +336,8 @@ def estimate_loss(run: PlannedRun, execution: LayerExecution) -> tuple[float, fl
     with the loss and saved in its graph.
     """
     model, hidden = run.model, run.model.widths.hidden
+    if not model.has_head:
+        return 0.0, 0.0
     value_bytes = execution.value_bytes
     if model.widths.family.has_post_norms:
         states = run.tokens / 2 * hidden * value_bytes

@@ -18,7 +18,7 @@ from app.planning.memory import (
     usable_bytes,
 )
 from app.planning.states import ModelSize
-from app.strategy.settings import StrategyConfig
+from app.strategy.settings import StrategyConfig, pipeline_parallel_size
 from app.training.micro_batch import can_probe_micro_batch, divisors
 
 UNTRIED_SHARE = 0.8
@@ -172,7 +172,8 @@ def choose_micro_batch(run: PlannedRun) -> tuple[MicroBatchChoice, bool]:
     share = 1.0 if can_probe_micro_batch(run.strategy) else UNTRIED_SHARE
     needs: dict[int, _Need] = {}
     number = 1
-    for number in reversed(divisors(packs)):
+    is_pipeline = pipeline_parallel_size(run.strategy) > 1
+    for number in [1] if is_pipeline else reversed(divisors(packs)):
         needs[number] = _Need.of(run.with_micro_batch(number), size, share)
         if needs[number].fits:
             break
@@ -182,6 +183,8 @@ def choose_micro_batch(run: PlannedRun) -> tuple[MicroBatchChoice, bool]:
         f"recompute={run.recompute}, plus {chosen.rest:.1f} for everything else on a GPU of "
         f"{run.hardware.memory_gib:.0f} GiB; estimated"
     )
+    if is_pipeline:
+        reason = f"more would leave stages of the pipeline idle; {reason}"
     if not chosen.fits:
         reason = f"not even one pack fits; {reason}"
     elif larger := [other for other in needs if other > number]:

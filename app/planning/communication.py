@@ -10,17 +10,18 @@ from dataclasses import dataclass, replace
 
 from app.model.attention import key_repeats, why_gathered
 from app.planning.memory import PlannedRun
-from app.planning.states import ZERO_BUCKET, ModelSize
+from app.planning.pipeline import stages_of
+from app.planning.states import ZERO_BUCKET, ModelSize, keeps_gradients_whole
 from app.strategy.settings import (
-    MAX_UNSHARDED_SHARE,
     DdpConfig,
     FsdpConfig,
     LocalSgdConfig,
+    PipelineConfig,
     ZeroConfig,
 )
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-ALL_TO_ALL = "all-to-all"
+ALL_TO_ALL, SEND = "all-to-all", "send"
 QUANTIZED_WEIGHT, QUANTIZED_GRADIENT = 1.0, 0.5
 """bytes per element that ZeRO++'s qwZ and qgZ send"""
 AVERAGED_WEIGHT = 4.0
@@ -78,12 +79,16 @@ class Collective:
     def sent(self) -> float:
         """Bytes that a rank sends per step, by the ring algorithm."""
         ranks = self.num_ranks
+        if self.kind == SEND:
+            return self.num_bytes * self.times
         return self._passes * self.num_bytes * self.times * (ranks - 1) / ranks
 
     @property
     def sent_between_nodes(self) -> float:
         """Bytes that a node sends to other nodes per step, for one group of ranks."""
         nodes = self.num_nodes
+        if self.kind == SEND:
+            return self.sent if nodes > 1 else 0.0
         return self._passes * self.num_bytes * self.times * (nodes - 1) / nodes
 
     @property
@@ -95,7 +100,7 @@ class Collective:
 def sent_by_node(run: PlannedRun, each: Collective) -> float:
     """Return the bytes that a node sends to other nodes per step, for all groups of its ranks."""
     groups = 1
-    if each.num_ranks < run.num_ranks:
+    if each.num_ranks < run.num_ranks or each.kind == SEND:
         # Groups with one rank per node, e.g., are as many as a node's GPUs and share its network.
         groups = max(1, run.hardware.gpus_per_node * each.num_nodes // each.num_ranks)
     return each.sent_between_nodes * groups
@@ -148,11 +153,15 @@ def exposed_seconds(
 
 
 def list_collectives(run: PlannedRun, size: ModelSize | None = None) -> list[Collective]:
-    """List the collectives of a run in one optimizer step."""
+    """List the collectives of a run in one optimizer step; of a pipeline's rank that sends most."""
+    if stages := stages_of(run):
+        return max(
+            map(list_collectives, stages), key=lambda found: sum(each.sent for each in found)
+        )
     size = size or run.size
     if run.num_ranks == 1:
-        return []
-    exchanges = _of_context_parallel(run)
+        return _between_stages(run)
+    exchanges = [*_of_context_parallel(run), *_between_stages(run)]
     if isinstance(run.strategy, ZeroConfig):
         return _of_zero(run, run.strategy, size) + exchanges
     if isinstance(run.strategy, FsdpConfig):
@@ -257,8 +266,7 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Col
     per_node = max(1, run.hardware.gpus_per_node // run.tensor_size)
     nodes = max(1, shards // per_node)
     units = run.model.num_layers + 2
-    few = whole.num_trained <= MAX_UNSHARDED_SHARE * (whole.num_trained + whole.frozen / 2)
-    reduced = 1 if few else run.accumulation
+    reduced = 1 if keeps_gradients_whole(whole, strategy) else run.accumulation
     found: list[Collective] = []
     if shards > 1:
         found += _of_shards(run, strategy, size, reduced, (shards, nodes))
@@ -297,11 +305,13 @@ def _of_shards(
     whole, ends, (ranks, nodes) = size.whole, size.layer + size.embedding, group
     forwards = 1 + run.runs_base
     gathers = forwards + 1 if strategy.reshard_after_forward else 1
+    # A stage keeps its weights from its first micro-batch to its last, unless told otherwise.
+    keeps = isinstance(strategy, PipelineConfig) and not strategy.reshard_after_forward
     weights = Collective(
         what="weights",
         kind=ALL_GATHER,
         num_bytes=whole.gathered,
-        times=run.accumulation * gathers,
+        times=1 if keeps else run.accumulation * gathers,
         num_ranks=ranks,
         num_nodes=nodes,
         messages=run.model.num_layers + 2,
@@ -318,6 +328,23 @@ def _of_shards(
         exposed_share=ends.trained / max(1.0, whole.trained),
     )
     return [weights, gradients]
+
+
+def _between_stages(run: PlannedRun) -> list[Collective]:
+    """List what a stage of a pipeline sends: hidden states on, and their gradients back."""
+    if run.stage is None:
+        return []
+    return [
+        Collective(
+            what="hidden states between stages",
+            kind=SEND,
+            num_bytes=run.hidden_bytes,
+            times=run.stage.sent * run.accumulation,
+            num_ranks=2,
+            num_nodes=2 if run.stage.crosses_nodes else 1,
+            overlaps=False,
+        )
+    ]
 
 
 def _of_tensor_parallel(run: PlannedRun, size: ModelSize) -> list[Collective]:

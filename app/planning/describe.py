@@ -78,6 +78,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
             "messages": speed.messages,
             "host copies": speed.host,
             "waiting": speed.exposed,
+            "other stages": speed.idle,
         },
         "tokens_per_step": run.tokens_per_step,
         "tokens_per_second": speed.tokens_per_second,

@@ -20,6 +20,7 @@ from app.planning.activations import (
 )
 from app.planning.hardware import HardwareConfig
 from app.planning.host import estimate_host_memory
+from app.planning.pipeline import Stage, stages_of
 from app.planning.planned_model import PlannedModel, dtype_bytes
 from app.planning.states import (
     ModelSize,
@@ -35,6 +36,7 @@ from app.strategy.settings import (
     StrategyConfig,
     ZeroConfig,
     context_parallel_size,
+    pipeline_parallel_size,
     tensor_parallel_size,
 )
 
@@ -79,6 +81,8 @@ class PlannedRun:
     num_checkpoints: int = 2
     """number of checkpoints that are kept on disk"""
     is_on_gpu: bool = True
+    stage: Stage | None = None
+    """what a rank of a pipeline needs in addition; None for a whole model"""
 
     @property
     def num_ranks(self) -> int:
@@ -97,8 +101,9 @@ class PlannedRun:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of ranks, or of groups that split matrices or rows, with different data."""
-        return max(1, self.num_ranks // (self.tensor_size * self.context_size))
+        """Number of groups with different data, whose ranks split matrices, rows or layers."""
+        stages = 1 if self.stage else pipeline_parallel_size(self.strategy)
+        return max(1, self.num_ranks // (self.tensor_size * self.context_size * stages))
 
     @property
     def context_size(self) -> int:
@@ -110,6 +115,11 @@ class PlannedRun:
         """Tokens of a micro-batch on one rank; for encoder-decoders those of both sides."""
         row = self.sequence_len * (2 if self.model.is_pair else 1)
         return self.micro_batch_size * row // self.context_size
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes of the hidden states of a micro-batch between two layers."""
+        return float(self.tokens * self.model.widths.hidden * self.execution.residual_bytes)
 
     @property
     def tokens_per_step(self) -> int:
@@ -143,11 +153,17 @@ class PlannedRun:
         return self.tensor_size == 1 and not is_zero3
 
     @property
+    def gathers_half(self) -> bool:
+        """Whether FSDP gathers weights in half precision, which autocast would copy otherwise."""
+        if not isinstance(self.strategy, FsdpConfig) or self.precision == "fp32":
+            return False
+        is_sharded = self.num_data_ranks > 1 or self.strategy.offload_parameters
+        return is_sharded and self.strategy.shards_data_parallel
+
+    @property
     def execution(self) -> LayerExecution:
         """How layers are computed, which determines the activations that they save."""
-        gathers_half = isinstance(self.strategy, FsdpConfig) and self.strategy.shards_data_parallel
-        is_half = self.precision != "fp32"
-        gathers_half = gathers_half and is_half
+        is_half, gathers_half = self.precision != "fp32", self.gathers_half
         residual = dtype_bytes(self.precision, trains=self.trains_base)
         adapter_bytes = HALF if gathers_half else dtype_bytes(self.precision, trains=True)
         value_bytes = HALF if is_half else FP32
@@ -199,6 +215,8 @@ class GpuMemory:
     """autocast's half-precision copies of fp32 weights"""
     activations: float
     """saved activations, and temporaries of a layer's backward pass"""
+    received: float
+    """hidden states, and their gradients, from other stages of a pipeline"""
     loss: float
     """chunks of logits, and saved gradients of the head"""
     overhead: float
@@ -245,6 +263,8 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     During the backward pass activations shrink and gradients grow linearly, so that the peak is at
     one of its ends. A step first frees the gradients of the previous one.
     """
+    if stages := stages_of(run):
+        return max(map(estimate_moments, stages), key=lambda each: max(m.total for m in each))
     size = size or run.size
     states = estimate_states(
         size,
@@ -301,8 +321,16 @@ def _constant_parts(run: PlannedRun, size: ModelSize, states: ModelStates) -> di
         "weights": weights * (1 - trained_share),
         "trainable": weights * trained_share,
         "optimizer": states.optimizer,
+        "received": received_bytes(run),
         "overhead": CONTEXT_GIB * GIB if run.is_on_gpu else 0.0,
     }
+
+
+def received_bytes(run: PlannedRun) -> float:
+    """Return the bytes of a stage's buffers: PyTorch allocates them for all micro-batches."""
+    if run.stage is None:
+        return 0.0
+    return run.stage.received * run.accumulation * run.hidden_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

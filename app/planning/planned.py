@@ -27,6 +27,7 @@ from app.preflight import check_compatibility
 from app.preflight.base_model import check_config, inspect_base
 from app.preflight.files import (
     check_context_parallel,
+    check_pipeline,
     check_sequence_len,
     check_tensor_parallel,
 )
@@ -34,7 +35,6 @@ from app.strategy.settings import (
     FAMILIES,
     StrategyConfig,
     context_parallel_size,
-    num_stages,
     tensor_parallel_size,
     with_states_of,
 )
@@ -46,7 +46,7 @@ from data_modules import DEFAULT_SEQUENCE_LEN, estimate_epoch, with_format
 if TYPE_CHECKING:
     from app.config.verbs import PlanConfig, TrainConfig
 
-NOT_PLANNED = ("auto", "zero3_nvme", "fsdp_pp")
+NOT_PLANNED = ("auto", "zero3_nvme")
 """strategy names that are resolved before planning, or that are not implemented"""
 NO_FLASH = ("attention_chunk_size", "attention_dropout", "attn_pdrop")
 """keys of config.json that FlashAttention does not support, and sdpa does"""
@@ -160,11 +160,7 @@ def check_planned(
         problems += check_sequence_len(config.data.sequence_len, base, config.model.context_len)
     size = tensor_parallel_size(config.strategy, hardware.gpus_per_node)
     problems += check_context_parallel(context_parallel_size(config.strategy), base)
-    if num_stages(config.strategy) > 1:
-        problems.append(
-            "strategy=fsdp_pp: the memory and speed of stages are not planned yet; type strategy="
-            "fsdp, which shards the same weights over the same GPUs"
-        )
+    problems += check_pipeline(config.strategy, base)
     return problems + check_tensor_parallel(size, base)
 
 

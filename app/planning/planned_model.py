@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from app.model.adapter import (
@@ -67,7 +67,8 @@ class PlannedModel:
 
     name: str
     layers: tuple[tuple[Weights, int], ...]
-    """kinds of layers: the weights by their names in the layer, and the number of such layers"""
+    """layers in their order: the weights by their names in the layer, and the number of such layers
+    that follow each other"""
     trained_layers: int
     """number of layers from the lowest trainable one to the last"""
     embedding: Weights
@@ -79,11 +80,41 @@ class PlannedModel:
     """tensor parallel plan of a layer: the style in which each module is split"""
     is_pair: bool
     """whether the model is an encoder-decoder"""
+    has_head: bool = True
+    """whether logits are computed: false for the layers of a pipeline's earlier stages"""
 
     @property
     def num_layers(self) -> int:
         """Number of layers."""
         return sum(count for _, count in self.layers)
+
+    def costs_of_layers(self) -> list[float]:
+        """Return the number of weights of each layer; that of the last includes the head."""
+        costs = [float(sum(w.numel() for w in weights.values())) for weights in self._each_layer()]
+        costs[-1] += self.head_weights
+        return costs
+
+    def part(self, bounds: Sequence[tuple[int, int]]) -> PlannedModel:
+        """Return the layers [first, stop) of `bounds`, with the ends before and behind them.
+
+        The last stage has its own copy of an embedding that is tied to the head.
+        """
+        each, lowest = self._each_layer(), self.num_layers - self.trained_layers
+        numbers = [number for first, stop in bounds for number in range(first, stop)]
+        is_first, is_last = numbers[0] == 0, numbers[-1] == self.num_layers - 1
+        return replace(
+            self,
+            layers=_count_kinds(each[number] for number in numbers),
+            trained_layers=sum(number >= lowest for number in numbers),
+            embedding=self.embedding if is_first else {},
+            head=self.head or self.embedding if is_last else {},
+            rest=self.rest if is_first else {},
+            widths=replace(self.widths, layers=len(numbers)),
+            has_head=is_last,
+        )
+
+    def _each_layer(self) -> list[Weights]:
+        return [weights for weights, count in self.layers for _ in range(count)]
 
     def count(self, *, trained: bool) -> int:
         """Count the elements of trainable (or frozen) weights."""
@@ -168,6 +199,8 @@ class PlannedModel:
     @property
     def head_weights(self) -> int:
         """Number of elements of the head's matrix, tied or not."""
+        if not self.has_head:
+            return 0
         return next(
             weight.numel()
             for weight in (self.head or self.embedding).values()
@@ -288,9 +321,8 @@ def _layer_of(module: str, layers: Mapping[str, object]) -> str | None:
 
 
 def _count_kinds(layers: Iterable[Weights]) -> tuple[tuple[Weights, int], ...]:
-    """Return the different layers, and how many there are of each."""
-    kinds = Counter(tuple(weights.items()) for weights in layers)
-    return tuple((dict(weights), number) for weights, number in kinds.items())
+    """Return the layers in their order, and how many of each follow each other."""
+    return tuple((weights, sum(1 for _ in same)) for weights, same in groupby(layers))
 
 
 def _count_trained(layers: Collection[Weights]) -> int:
@@ -364,7 +396,7 @@ def model_from_modules(
 
     layers = [weights_of(model.get_submodule(name).named_parameters()) for name in names]
     kinds = _count_kinds(layers)
-    most = layers.index(max(kinds, key=lambda kind: kind[1])[0])
+    most = max(range(len(layers)), key=lambda number: layers.count(layers[number]))
     shared = sum(w.shape[0] for name, w in layers[most].items() if SHARED_EXPERTS.search(name))
     if not any("experts." in name for name in layers[most]):
         shared = 0

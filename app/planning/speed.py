@@ -6,7 +6,7 @@ causal attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from app.planning.communication import (
@@ -22,8 +22,9 @@ from app.planning.communication import (
 )
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
+from app.planning.pipeline import stages_of
 from app.planning.states import ModelSize, num_shards
-from app.strategy.settings import FsdpConfig, ZeroConfig
+from app.strategy.settings import FsdpConfig, PipelineConfig, ZeroConfig
 from common.text import percent
 
 PRODUCTS, ATTENTION, BANDWIDTH = 0.72, 0.45, 0.69
@@ -165,10 +166,14 @@ class Speed:
     """model FLOPs utilization"""
     verdict: str
     """what bounds the step, with the reason"""
+    idle: float = 0.0
+    """waiting for the other stages of a pipeline, at the start and the end of a step"""
 
 
 def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     """Estimate the time of an optimizer step; that of a disk of optimizer states is not known."""
+    if stages := stages_of(run):
+        return _speed_of_pipeline(run, [estimate_speed(stage) for stage in stages])
     size = size or run.size
     collectives = list_collectives(run, size)
     products, attention, traffic = _pass_seconds(run, size, collectives)
@@ -253,6 +258,31 @@ def _launch_seconds(run: PlannedRun) -> float:
     return LAUNCH * kernels * run.model.num_layers * run.accumulation
 
 
+def _speed_of_pipeline(run: PlannedRun, stages: list[Speed]) -> Speed:
+    """Return the speed of the slowest stage, which waits until a micro-batch has passed the others.
+
+    With equal stages a rank is idle for (p - 1) / (v m + p - 1) of a step (arXiv 2104.04473): `p`
+    ranks, `v` stages on each, and `m` micro-batches.
+    """
+    assert isinstance(run.strategy, PipelineConfig)
+    slowest = max(stages, key=lambda stage: stage.step)
+    others = sum(stage.step for stage in stages) - slowest.step
+    idle = others / (run.accumulation * run.strategy.stages_of_rank)
+    step = slowest.step + idle
+    share = slowest.step / step
+    low, high = slowest.between
+    waits = f"waiting for other stages takes {percent(1 - share, 0)} of a step"
+    return replace(
+        slowest,
+        idle=idle,
+        step=step,
+        tokens_per_second=share * slowest.tokens_per_second,
+        between=(share * low, share * high),
+        mfu=share * slowest.tokens_per_second / peak_tokens_per_second(run),
+        verdict=f"{slowest.verdict}; {waits}",
+    )
+
+
 def kernel_seconds(
     hardware: HardwareConfig, kind: str, dtype: str, flops: float, num_bytes: float
 ) -> float:
@@ -312,7 +342,7 @@ def _traffic(run: PlannedRun) -> float:
     again = 0.0 if run.recompute == "none" else 1 / run.recompute_every
     layer *= 1 + RECOMPUTED_TRAFFIC * (again + run.runs_base)
     layers = model.num_layers / (2 if model.is_pair else 1)
-    return layer * layers + LOSS_TRAFFIC * widths.vocabulary / split
+    return layer * layers + LOSS_TRAFFIC * widths.vocabulary * model.has_head / split
 
 
 def _dequantized(run: PlannedRun) -> float:

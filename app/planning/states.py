@@ -14,6 +14,7 @@ from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
     LocalSgdConfig,
+    PipelineConfig,
     StrategyConfig,
     ZeroConfig,
     tensor_parallel_size,
@@ -209,7 +210,7 @@ def estimate_states(
             gathered = min(gathered, whole.frozen + whole.trained)
             held *= strategy.offload_parameters == "none"
     elif isinstance(strategy, FsdpConfig) and (weight_shards > 1 or strategy.offload_parameters):
-        if accumulation > 1 and whole.num_trained <= MAX_UNSHARDED_SHARE * _num_weights(whole):
+        if accumulation > 1 and keeps_gradients_whole(whole, strategy):
             gradients = whole.trained
         else:
             gradients = whole.held_trained
@@ -235,9 +236,14 @@ def optimizer_state_bytes(size: ModelSize, optimizer: str) -> float:
     )
 
 
-def _num_weights(part: WeightBytes) -> float:
-    """Return the approximate number of stored elements: FSDP counts packed weights as stored."""
-    return part.num_trained + part.frozen / 2
+def keeps_gradients_whole(part: WeightBytes, strategy: FsdpConfig) -> bool:
+    """Return whether FSDP shards gradients only in the last micro-batch of a step.
+
+    FSDP counts packed weights as stored, of which this is approximately the number.
+    """
+    num_weights = part.num_trained + part.frozen / 2
+    is_pipeline = isinstance(strategy, PipelineConfig)
+    return is_pipeline or part.num_trained <= MAX_UNSHARDED_SHARE * num_weights
 
 
 def outer_state_bytes(strategy: StrategyConfig) -> int:

@@ -41,7 +41,7 @@ from app.planning.planned_model import model_from_config_json, model_from_meta, 
 from app.planning.speed import Speed, estimate_speed, peak_tokens_per_second
 from app.process.environment import host_bytes
 from app.process.launch import is_first_rank
-from app.strategy.settings import StrategyConfig, num_stages
+from app.strategy.settings import StrategyConfig
 from app.training.checkpoint.disk import free_bytes
 from app.training.machine import LOST, UTILIZATION
 from common.errors import DiskError, UserError
@@ -122,16 +122,13 @@ def plan_training(
 ) -> PlannedRun | None:
     """Return the planned run, before `auto` is resolved.
 
-    None for stages of a pipeline, or if the sizes of its layers are unknown or, on a CPU, can be
-    read only from its modules.
+    None if the sizes of its layers are unknown or, on a CPU, can be read only from its modules.
     `whole`: the base's config.json. `backend`: the attention backend. `build_on_meta`: builds the
     model on the meta device; None if the base's files are quantized.
     """
     from app.model.attention.varlen import VarlenKernel
 
     is_on_gpu, config_json = env.accelerator == "gpu", text_numbers(whole)
-    if num_stages(config.strategy) > 1:
-        return None  # stages are not planned yet
     name = config.model.path or "model.architecture"
     model = model_from_config_json(name, config_json, config.adapter, env.precision)
     if model is None and is_on_gpu and build_on_meta is not None:

@@ -20,6 +20,7 @@ HUES = {
     "gathered": 180,
     "copies": 160,
     "activations": 35,
+    "received": 110,
     "loss": 60,
     "overhead": 0,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -230,6 +230,17 @@ def num_stages(config: StrategyConfig) -> int:
     if not isinstance(config, PipelineConfig):
         return 1
     return config.pipeline_parallel_size * config.stages_of_rank
+
+
+def cut_layers(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
+    """Return the layers [first, stop) of each stage, of nearly equal costs; none is empty."""
+    ends, last = [0], 0
+    for stage in range(1, num_stages):
+        share = sum(costs) * stage / num_stages
+        possible = range(last + 1, len(costs) - (num_stages - stage) + 1)
+        last = min(possible, key=lambda end: abs(sum(costs[:end]) - share))
+        ends.append(last)
+    return list(zip(ends, [*ends[1:], len(costs)], strict=True))
 
 
 def describe_split(config: StrategyConfig, ranks_per_node: int) -> str:

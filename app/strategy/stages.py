@@ -23,6 +23,7 @@ from torch import Tensor
 
 from app.model.head import LossHead
 from app.model.layers import decoder_layers
+from app.strategy.settings import cut_layers
 from common.errors import UserError
 
 
@@ -34,17 +35,6 @@ class Section:
     first: int
     stop: int
     rank: int
-
-
-def cut_layers(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
-    """Return the layers [first, stop) of each stage, of nearly equal costs; none is empty."""
-    ends, last = [0], 0
-    for stage in range(1, num_stages):
-        share = sum(costs) * stage / num_stages
-        possible = range(last + 1, len(costs) - (num_stages - stage) + 1)
-        last = min(possible, key=lambda end: abs(sum(costs[:end]) - share))
-        ends.append(last)
-    return list(zip(ends, [*ends[1:], len(costs)], strict=True))
 
 
 class Stages:

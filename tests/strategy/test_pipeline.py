@@ -10,8 +10,7 @@ from torch import Tensor
 
 from app.model.description import BaseDescription
 from app.preflight.files import check_pipeline
-from app.strategy.settings import PIPELINED, DdpConfig, PipelineConfig
-from app.strategy.stages import cut_layers
+from app.strategy.settings import PIPELINED, DdpConfig, PipelineConfig, cut_layers
 from tests.ranks import on_ranks
 from tests.strategy.pipeline_training import FAMILIES, LLAMA, TOKENS, Case, train_alone, train_cases
 

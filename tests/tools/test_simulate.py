@@ -337,6 +337,8 @@ NOT_SIMULATED = {
     "classify_tiny": "h100",
     "dpo_quickstart": "h100",
     "falcon180b": "8xa100_80gb",
+    "llama405b_3d": "4x8xh100",
+    "llama70b_3d": "8xh100",
     "llama70b_zero3": "8xh100",
     "llama8b_128k": "8xh100",
     "llama8b_dpo": "h100",
@@ -346,7 +348,7 @@ NOT_SIMULATED = {
     "tiny_long": "2xh100",
 }
 """experiments that cannot be simulated: DeepSpeed needs real ranks, hybrids need their kernels, and
-a simulated micro-batch has no pairs and no slices of rows"""
+a simulated micro-batch has no pairs, no slices of rows and no stages"""
 
 
 @pytest.mark.versions

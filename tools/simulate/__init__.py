@@ -27,7 +27,13 @@ from typing import TYPE_CHECKING
 
 from app.planning.memory import PlannedRun
 from app.planning.speed import estimate_speed, kernel_seconds
-from app.strategy.settings import DdpConfig, FsdpConfig, LocalSgdConfig, ZeroConfig
+from app.strategy.settings import (
+    DdpConfig,
+    FsdpConfig,
+    LocalSgdConfig,
+    ZeroConfig,
+    pipeline_parallel_size,
+)
 from common.errors import UserError
 from tools.simulate.device import (
     FakeDeviceError,
@@ -78,6 +84,8 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
         why = "states on a disk cannot be simulated; type strategy.offload_optimizer=none"
     elif run.context_size > 1:
         why = "slices of rows cannot be simulated; type strategy.context_parallel_size=1"
+    elif pipeline_parallel_size(strategy) > 1:
+        why = "stages of a pipeline cannot be simulated; type strategy=fsdp"
     elif config.objective.row_format is not None:
         why = f"objective={config.objective.name} has rows of its own; type objective=sft"
     elif run.quantization.method == "int8":
