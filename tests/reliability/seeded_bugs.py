@@ -497,6 +497,14 @@ BUGS = [
         "::test_rows_that_mean_more_are_refused_wherever_they_are",
     ),
     Bug(
+        name="a range of characters begins a token early",
+        file="data_modules/template/encoding.py",
+        right='self.ends.searchsorted(start, side="right")',
+        wrong='self.ends.searchsorted(start, side="left")',
+        test="tests/data_modules/test_template_words.py"
+        "::test_characters_map_to_tokens_as_by_the_tokenizers_offsets",
+    ),
+    Bug(
         name="train_detail trains the characters between its entries",
         file="data_modules/template/masking.py",
         right="            yield WeightedRange(start, stop, 0.0)\n        start = max(",
