@@ -41,10 +41,10 @@ AIMS = {
     "files of a row to its batch": 18,
 }
 MOST = {
-    "modules": 318,
-    "lines that are not blank": 65_700,
+    "modules": 319,
+    "lines that are not blank": 65_900,
     LONG_FUNCTIONS: 0,
-    "modules with one importer": 84,
+    "modules with one importer": 82,
 }
 """what no change may exceed: lower these after a cut, raise them only for a capability"""
 
