@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,12 @@ from app.process.environment import configure_libraries, protect_streams
 from app.process.signals import end_process, install_signal_handlers
 from app.report.plan import plan_lines, render_plan
 from app.run.folder import CONFIG_FILE, decide_run_dir
+from app.training.trainer import adapts_to_small_data
 from common.errors import DataError, UserError
 from common.files import write_atomically
 from common.installation import verb_command
 from common.text import printable
+from data_modules import fit_accumulation
 
 
 def plan(config: PlanConfig) -> Path:
@@ -72,6 +75,12 @@ def make_plan(config: PlanConfig) -> tuple[dict[str, Any], list[Candidate], Hard
         raise UserError(problems)
     strategies = load_strategies(settings_of)
     run, chosen = plan_run(config, hardware, config_json, strategies=strategies)
+    tokens, tokens_by = training_tokens(config, run)
+    if (fewer := accumulation_for(config, run, tokens)) is not None:
+        trainer = replace(config.trainer, gradient_accumulation_steps=fewer)
+        config = replace(config, trainer=trainer)
+        run, chosen = plan_run(config, hardware, config_json, strategies=strategies)
+        chosen = [*chosen, f"accumulation: {fewer}, for more steps in an epoch of little data"]
     candidates = list_candidates(config, hardware, config_json, run.model, strategies)
     change = smallest_change(candidates)
     changes = [] if change is None else [" ".join(change.overrides)]
@@ -79,7 +88,7 @@ def make_plan(config: PlanConfig) -> tuple[dict[str, Any], list[Candidate], Hard
         changes = suggest_larger_changes(
             config, hardware, config_json, run.model, strategies, run.sequence_len
         )
-    facts = describe_run(run, *training_tokens(config, run))
+    facts = describe_run(run, tokens, tokens_by)
     facts |= {
         "name": (config.output.name or "").removesuffix("-plan"),
         "chosen": chosen,
@@ -116,6 +125,24 @@ def training_tokens(config: PlanConfig, run: PlannedRun) -> tuple[int | None, st
         return estimate_tokens(config, run.sequence_len)
     except (DataError, UserError) as error:
         return None, error.problems[0]
+
+
+def accumulation_for(config: PlanConfig, run: PlannedRun, tokens: int | None) -> int | None:
+    """Return the accumulation to which a run lowers `auto` for so few tokens; None if it does not.
+
+    The packs of an epoch are estimated from its tokens, as if packing filled them.
+    """
+    if (
+        tokens is None
+        or config.packing.method == "none"
+        or not adapts_to_small_data(config.trainer, config.strategy)
+    ):
+        return None
+    packs = math.ceil(tokens / config.trainer.num_epochs / run.sequence_len)
+    most = config.trainer.accumulation(run.num_data_ranks)
+    at_once = config.trainer.least_micro_batch * run.num_data_ranks
+    fewer = fit_accumulation(most, packs, at_once)
+    return fewer if fewer < most else None
 
 
 def check_written(file: Path) -> None:

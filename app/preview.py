@@ -20,7 +20,7 @@ from app.process.logs import print_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import StrategyConfig, describe_split, ranks_per_row
-from app.training.trainer import TrainerConfig
+from app.training.trainer import TrainerConfig, adapts_to_small_data
 from common.files import write_atomically
 from common.redaction import redact
 from common.text import printable
@@ -73,6 +73,9 @@ def preview(config: PreviewConfig) -> Path:
         first_rows=rows_per_dataset(config.preview.max_rows, shown),
     )
     data.setup("fit")
+    sampled = {one.name: one.rows for one in data.report.datasets if one.is_cut}
+    adapts = adapts_to_small_data(config.trainer, config.strategy) and not sampled
+    adapted = data.adapt_to_small_data() if adapts else None
     result = collect_preview(
         config.preview,
         data,
@@ -85,7 +88,8 @@ def preview(config: PreviewConfig) -> Path:
             f"sequence length: {data.sequence_len:,} tokens ({context_fact})",
             describe_ranks(config.trainer, config.strategy, num_ranks),
             *describe_stream(config.data),
-            *describe_sample({one.name: one.rows for one in data.report.datasets if one.is_cut}),
+            *describe_sample(sampled),
+            *([adapted] if adapted else []),
         ],
     )
     save_config(config, folder / CONFIG_FILE)
@@ -116,9 +120,7 @@ def requested_batching(trainer: TrainerConfig, strategy: StrategyConfig) -> tupl
     if isinstance(trainer.devices, int):
         all_ranks = trainer.devices * trainer.num_nodes
         num_ranks = all_ranks // ranks_per_row(strategy, trainer.devices)
-    if trainer.global_batch_size is None:
-        return num_ranks, trainer.gradient_accumulation_steps
-    return num_ranks, trainer.global_batch_size // (trainer.least_micro_batch * num_ranks)
+    return num_ranks, trainer.accumulation(num_ranks)
 
 
 def describe_ranks(trainer: TrainerConfig, strategy: StrategyConfig, num_ranks: int) -> str:

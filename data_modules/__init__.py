@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
     from data_modules.datamodule import StepRow as StepRow
     from data_modules.packing import PackingConfig as PackingConfig
+    from data_modules.packing.plan import fit_accumulation as fit_accumulation
     from data_modules.settings import DEFAULT_SEQUENCE_LEN as DEFAULT_SEQUENCE_LEN
     from data_modules.settings import DataConfig as DataConfig
     from data_modules.settings import DatasetConfig as DatasetConfig
@@ -73,6 +74,7 @@ _HOMES = {
     "with_format": "settings",
     "estimate_epoch": "tokens.size",
     "explain_refusal": "source",
+    "fit_accumulation": "packing.plan",
     "find_syntax_error": "template.syntax",
     "is_hub_id": "source",
     "open_regular": "source",

@@ -249,8 +249,29 @@ class FinetuneDataModule(lightning.LightningDataModule):
             return
         if packs % size:
             raise ValueError(f"{packs} packs do not divide into micro-batches of {size}")
-        self._batching = replace(batching, micro_batch_size=size, accumulation_steps=packs // size)
-        self._spec = replace(self._spec, batching=self._batching)
+        self._batch_by(replace(batching, micro_batch_size=size, accumulation_steps=packs // size))
+
+    def adapt_to_small_data(self) -> str | None:
+        """Accumulate less if an epoch would have too few steps; return a sentence that says so."""
+        plan = self.plan
+        if isinstance(plan, StreamPlan):
+            return None
+        before, fewer = self._batching.accumulation_steps, plan.accumulation_for_small_data()
+        if fewer == before:
+            return None
+        self.set_accumulation(fewer)
+        return (
+            f"global batch: {self.plan.packs_per_step}, not {plan.packs_per_step}, for more steps "
+            f"in an epoch of little data; trainer.gradient_accumulation_steps={before} keeps it"
+        )
+
+    def set_accumulation(self, steps: int) -> None:
+        """Change how many micro-batches a step accumulates, before a loader is built."""
+        self._batch_by(replace(self._batching, accumulation_steps=steps))
+
+    def _batch_by(self, batching: BatchSpec) -> None:
+        self._batching = batching
+        self._spec = replace(self._spec, batching=batching)
         for cached in ("plan", "_collator"):
             self.__dict__.pop(cached, None)
 

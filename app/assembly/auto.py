@@ -31,9 +31,13 @@ from app.planning.training import (
 )
 from app.preflight import check_compatibility
 from app.process.launch import is_first_rank
-from app.strategy.settings import StrategyConfig, states_folder, with_states_of
+from app.strategy.settings import (
+    StrategyConfig,
+    states_folder,
+    with_states_of,
+)
 from app.training.micro_batch import can_probe_micro_batch
-from app.training.trainer import Environment
+from app.training.trainer import Environment, adapts_to_small_data
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,6 +56,7 @@ def resolve_auto(
     The estimate is None for a model whose memory cannot be planned. UserError if the run does not
     fit and plan.enforce refuses that.
     """
+    env = resolve_accumulation(config, data, env, run)
     plan = plan_training(
         config,
         env,
@@ -105,6 +110,28 @@ def resolve_strategy(
     return chosen
 
 
+def resolve_accumulation(
+    config: TrainConfig, data: FinetuneDataModule, env: Environment, run: Run
+) -> Environment:
+    """Resolve trainer.gradient_accumulation_steps=auto: set it in `data`, and return `env` with it.
+
+    Small data lowers it; a resumed run keeps its global batch.
+    """
+    trainer = config.trainer
+    if not trainer.has_auto_batch:
+        return env
+    if (before := run.global_batch(env.num_data_ranks)) is not None:
+        data.set_accumulation(before["packs"] // (env.num_data_ranks * env.micro_batch_size))
+    elif adapts_to_small_data(trainer, config.strategy) and (
+        sentence := data.adapt_to_small_data()
+    ):
+        if is_first_rank():
+            log.info("%s", sentence)
+    else:
+        return env
+    return replace(env, accumulation=data.batching.accumulation_steps)
+
+
 def resolve_micro_batch(
     config: TrainConfig,
     data: FinetuneDataModule,
@@ -120,8 +147,8 @@ def resolve_micro_batch(
     if config.trainer.micro_batch_size != "auto":
         return env
     is_tried = False
-    if (before := run.micro_batch_size(env.num_data_ranks)) is not None:
-        choice = MicroBatchChoice(before, "as in the resumed run")
+    if (before := run.global_batch(env.num_data_ranks)) is not None:
+        choice = MicroBatchChoice(before["micro_batch_size"], "as in the resumed run")
     elif config.data.streaming:
         choice = MicroBatchChoice(1, "the order of a stream depends on it")
     elif env.accelerator == "cpu":

@@ -189,7 +189,7 @@ def plan_run(
         groups_documents=_groups_documents(config, model, config_json, precision, hardware),
         is_stored=is_stored_quantized(config_json),
     )
-    run = replace(run, accumulation=_accumulation(config, run))
+    run = replace(run, accumulation=max(1, config.trainer.accumulation(run.num_data_ranks)))
     lines: list[str] = []
     compiles, mode = config.trainer.compile, config.recompute.mode
     if config.strategy.name == "auto":
@@ -308,13 +308,6 @@ def _sequence_len(config: TrainConfig, config_json: Mapping[str, Any]) -> int:
         return config.data.sequence_len
     context = BaseDescription(config=config_json).context_len
     return min(DEFAULT_SEQUENCE_LEN, context or DEFAULT_SEQUENCE_LEN)
-
-
-def _accumulation(config: TrainConfig, run: PlannedRun) -> int:
-    trainer = config.trainer
-    if trainer.global_batch_size is None:
-        return trainer.gradient_accumulation_steps
-    return max(1, trainer.global_batch_size // (run.micro_batch_size * run.num_data_ranks))
 
 
 def estimate_tokens(config: TrainConfig, sequence_len: int) -> tuple[int, str]:

@@ -254,12 +254,13 @@ def describe_global_batch(
 ) -> dict[str, int]:
     """Return the packs per optimizer step over all ranks, and their factors.
 
-    `before`: the global batch of the resumed run, whose micro-batch size `auto` reuses.
+    `before`: the global batch of the resumed run, which `auto` reuses.
     """
-    size, accumulation = trainer.least_micro_batch, trainer.gradient_accumulation_steps
-    if trainer.global_batch_size is not None:
-        accumulation = trainer.global_batch_size // (size * num_ranks)
-    packs = size * accumulation
+    size = trainer.least_micro_batch
+    packs = size * trainer.accumulation(num_ranks)
+    if before is not None and trainer.has_auto_batch:
+        of_rank, rest = divmod(before["packs"], num_ranks)
+        packs = of_rank if rest == 0 and of_rank % size == 0 else packs
     if before is not None and trainer.micro_batch_size == "auto":
         previous = before["micro_batch_size"]
         size = previous if packs % previous == 0 else size

@@ -109,16 +109,15 @@ class Run:
             log.info("RESUME: %s", note)
         log.info("RESUME: %d of %d steps are done", self.step, total)
 
-    def micro_batch_size(self, num_data_ranks: int) -> int | None:
-        """Return the packs per micro-batch with which a run resumes; None for a new run.
+    def global_batch(self, num_data_ranks: int) -> dict[str, int] | None:
+        """Return the packs per step with which a run resumes, and factors; None for a new run.
 
         The manifest is read here, since only the first rank has it.
         """
         if self.checkpoint is None:
             return None
         before = read_manifest(self.folder)["global_batch"]
-        now = describe_global_batch(self.typed_config.trainer, num_data_ranks, before)
-        return now["micro_batch_size"]
+        return describe_global_batch(self.typed_config.trainer, num_data_ranks, before)
 
     def history(self) -> list[dict[str, Any]]:
         """Return the earlier processes of this run and the steps they reached, for its manifest."""

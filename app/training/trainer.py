@@ -15,6 +15,7 @@ from app.strategy.settings import (
     StrategyConfig,
     context_parallel_size,
     describe_split,
+    pipeline_parallel_size,
     ranks_per_row,
 )
 from common.errors import DeviceError, UserError
@@ -31,6 +32,7 @@ PRECISIONS = ("auto", "fp32", "bf16", "bf16-pure", "fp16")
 ACCELERATORS = ("auto", "cpu", "gpu")
 VALIDATIONS_PER_RUN = 10
 DEFAULT_MONITOR = "val/loss"
+USUAL_ACCUMULATION = 8
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,16 +71,17 @@ class TrainerConfig:
     )
     """packs (rows when not packing) per forward and backward pass of a rank; auto = as many as fit
     on a GPU, 1 on a CPU or for streamed data"""
-    gradient_accumulation_steps: int = setting(
-        8,
+    gradient_accumulation_steps: int | str = setting(
+        "auto",
+        choices=("auto",),
         ge=1,
         le=1_000_000,
         resume="content",
         shown=("train", "preview"),
         aliases=("accumulate_grad_batches",),
     )
-    """micro-batches per optimizer step of a rank; fewer if micro_batch_size=auto chooses larger
-    ones"""
+    """micro-batches per optimizer step of a rank, fewer if micro_batch_size=auto chooses larger
+    ones; auto = 8, fewer if an epoch of small data had less than ten steps"""
     global_batch_size: int | None = setting(
         None,
         ge=1,
@@ -154,6 +157,18 @@ class TrainerConfig:
         size = self.micro_batch_size
         return 1 if isinstance(size, str) else size
 
+    def accumulation(self, num_data_ranks: int) -> int:
+        """Return the micro-batches per step of a rank, before small data lowers those of `auto`."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size // (self.least_micro_batch * num_data_ranks)
+        steps = self.gradient_accumulation_steps
+        return USUAL_ACCUMULATION if isinstance(steps, str) else steps
+
+    @property
+    def has_auto_batch(self) -> bool:
+        """Whether neither the accumulation nor the global batch was given."""
+        return self.gradient_accumulation_steps == "auto" and self.global_batch_size is None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
@@ -215,6 +230,15 @@ class Environment:
         return f"{self.num_ranks} x {self.accelerator}{split}, precision {self.precision}"
 
 
+def adapts_to_small_data(trainer: TrainerConfig, strategy: StrategyConfig) -> bool:
+    """Return whether small data lowers the accumulation of a new run.
+
+    Not if its steps were given, or stages of a pipeline need micro-batches to be busy.
+    """
+    is_auto = trainer.has_auto_batch and trainer.max_steps is None
+    return is_auto and pipeline_parallel_size(strategy) == 1
+
+
 def resolve_environment(
     config: TrainerConfig, strategy: StrategyConfig | None = None
 ) -> Environment:
@@ -232,16 +256,13 @@ def resolve_environment(
     num_data_ranks = num_ranks // ranks_per_row(strategy, devices)
     if problems := check_global_batch(config, num_ranks, num_data_ranks):
         raise UserError(problems)
-    accumulation = config.gradient_accumulation_steps
-    if config.global_batch_size is not None:
-        accumulation = config.global_batch_size // (config.least_micro_batch * num_data_ranks)
     return Environment(
         accelerator=accelerator,
         devices=devices,
         num_ranks=num_ranks,
         num_data_ranks=num_data_ranks,
         precision=resolve_precision(config.precision, accelerator),
-        accumulation=accumulation,
+        accumulation=config.accumulation(num_data_ranks),
         micro_batch_size=config.least_micro_batch,
         context_size=context_parallel_size(strategy),
         split=describe_split(strategy, devices),

@@ -128,14 +128,19 @@ class StepPlan:
         packs, remarks = len(self._epoch(0).packs), ""
         if packs < self.packs_per_step:
             remarks += f"; {_count(packs, 'pack')} for a global batch of {self.packs_per_step:,}"
-            fewer = max(1, packs // (MIN_STEPS * self.micro_batch_size * self.world_size))
-            if fewer < self.accumulation_steps:
+            if (fewer := self.accumulation_for_small_data()) < self.accumulation_steps:
                 remarks += f": type trainer.gradient_accumulation_steps={fewer}"
             elif self.micro_batch_size > 1:
                 remarks += ": type trainer.micro_batch_size=1"
         if (idle := self.world_size - packs) > 0:
             remarks += f"; {_count(idle, 'rank')} of {self.world_size} will have nothing to do"
         return remarks
+
+    def accumulation_for_small_data(self) -> int:
+        """Return as many accumulation steps as leave the first epoch MIN_STEPS steps, or 1."""
+        packs = len(self._epoch(0).packs)
+        at_once = self.micro_batch_size * self.world_size
+        return fit_accumulation(self.accumulation_steps, packs, at_once)
 
     def ends_epoch(self, step: int) -> bool:
         """Return whether an epoch ends after `step` steps."""
@@ -192,6 +197,14 @@ class StepPlan:
         weights = np.add.reduceat(self._label_weights[packs.documents], packs.starts[:-1])
         step_weights = np.add.reduceat(weights, np.arange(steps) * self.packs_per_step)
         return _EpochPlan(packs, share_out(costs.reshape(steps, -1), self.world_size), step_weights)
+
+
+def fit_accumulation(most: int, num_packs: int, packs_at_once: int) -> int:
+    """Return at most `most` accumulation steps, fewer if an epoch had less than MIN_STEPS steps.
+
+    `packs_at_once`: packs that all ranks take in one accumulation step.
+    """
+    return max(1, min(most, num_packs // (MIN_STEPS * packs_at_once)))
 
 
 def share_out(costs: npt.NDArray[np.float64], world_size: int) -> Indices:

@@ -212,7 +212,7 @@ def test_one_of_two_ways_to_say_a_thing_wins_over_the_experiments_other_one(conf
     config = door.load_config("train", [*words, "schedule.warmup_ratio=0.1"], conf)
     assert config.schedule.warmup_steps is None
     config = door.load_config("train", [*words, "trainer.global_batch_size=4"], conf)
-    assert config.trainer.gradient_accumulation_steps == 8
+    assert config.trainer.gradient_accumulation_steps == "auto"
 
 
 BAD_OPTIONS = [

@@ -31,6 +31,7 @@ from app.strategy.settings import FsdpConfig
 from app.training.micro_batch import divisors
 from app.training.trainer import Environment
 from common.errors import UserError
+from data_modules import BatchSpec
 from tests.planning.test_planned import STRATEGIES
 
 LORA_8B, LORA_70B = "model=llama8b", "model=llama70b"
@@ -219,11 +220,14 @@ def data_of(sequence_len: int, taken: list[int] | None = None) -> Any:
         sequence_len=sequence_len,
         total_steps=1000,
         set_micro_batch_size=([] if taken is None else taken).append,
+        adapt_to_small_data=lambda: None,
+        set_accumulation=lambda _: None,
+        batching=BatchSpec(accumulation_steps=8),
     )
 
 
 class NewRun(SimpleNamespace):
-    def micro_batch_size(self, _: int) -> int | None:
+    def global_batch(self, _: int) -> dict[str, int] | None:
         return None
 
 
@@ -273,7 +277,7 @@ def test_micro_batch_on_gpu_on_cpu_and_in_a_resumed_run(
     assert resolve(config, on_cpu, NewRun()) == (1, 8, False)
     streamed = replace(config, data=replace(config.data, streaming=True))
     assert resolve(streamed, ONE, NewRun()) == (1, 8, False)
-    resumed: Any = SimpleNamespace(micro_batch_size=lambda _: 2)
+    resumed: Any = SimpleNamespace(global_batch=lambda _: {"packs": 8, "micro_batch_size": 2})
     assert resolve(config, ONE, resumed) == (2, 4, False)
     before = {"packs": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "num_ranks": 1}
     assert describe_global_batch(config.trainer, 1, before) == before

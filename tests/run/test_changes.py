@@ -80,7 +80,7 @@ def test_a_folder_brings_the_runs_own_settings(words: list[str], tmp_path: Path)
     # Of two ways to say the same thing, the typed one is taken.
     result = run_command(f"resume={run}", "trainer.global_batch_size=3")
     assert result.code == 0, result.stderr
-    assert result.config.trainer.gradient_accumulation_steps == 8
+    assert result.config.trainer.gradient_accumulation_steps == "auto"
 
 
 def test_what_was_typed_for_one_start_is_not_of_the_run(words: list[str], tmp_path: Path) -> None:

@@ -98,7 +98,10 @@ def test_a_file_for_another_tool_is_read(words: list[str]) -> None:
     ("keys", "both"),
     [
         ({"gradient_clipping": 0.5}, "gradient_clipping=0.5 is set by trainer.max_grad_norm=1.0"),
-        ({"gradient_accumulation_steps": 9}, "=9 is set by trainer.gradient_accumulation_steps=8"),
+        (
+            {"gradient_accumulation_steps": 9},
+            "9 is set by trainer.gradient_accumulation_steps=auto",
+        ),
         ({"train_micro_batch_size_per_gpu": 7}, "=7 is set by trainer.micro_batch_size=auto"),
         ({"train_batch_size": 7}, "train_batch_size=7 is set by trainer.global_batch_size"),
         ({"fp16": {"enabled": True}}, "fp16.enabled=True is set by trainer.precision"),

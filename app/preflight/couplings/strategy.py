@@ -290,9 +290,7 @@ def _of_schedule(
 ) -> Iterator[Conflict]:
     """Yield conflicts of the micro-batches that pass through the stages in a step."""
     trainer, size = config.trainer, strategy.pipeline_parallel_size
-    batches = trainer.gradient_accumulation_steps
-    if trainer.global_batch_size is not None:
-        batches = trainer.global_batch_size // (trainer.least_micro_batch * devices.num_data_ranks)
+    batches = trainer.accumulation(devices.num_data_ranks)
     least = max(1, round(batches / size)) * size
     typed = f"trainer.gradient_accumulation_steps={least}"
     if trainer.global_batch_size is not None:
