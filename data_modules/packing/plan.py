@@ -115,8 +115,8 @@ class StepPlan:
     def summary(self) -> str:
         """Describe the number of steps and packs in half a line."""
         packs, epoch_steps = _count(self.packs_per_step, "pack"), len(self._epoch(0).step_weights)
-        epochs = f"{self.num_steps / epoch_steps:.3g} epochs"
-        line = f"{_count(self.num_steps, 'step')} of {packs}, {epochs}"
+        epochs = f"{self.num_steps / epoch_steps:.3g}"
+        line = f"{_count(self.num_steps, 'step')} of {packs}, {epochs} epoch{'s' * (epochs != '1')}"
         return f"{line}, packs {percent(self._fill)} full{self._remarks()}"
 
     @property

@@ -210,6 +210,8 @@ def test_the_summary_has_documents_packs_steps_and_epochs() -> None:
         "10 documents in 10 packs, 75.0 % of 64 tokens full; 3 steps of 4 packs an epoch; "
         "6 steps = 2.00 epochs"
     )
+    assert make_plan([48] * 10, max_steps=6).summary().startswith("6 steps of 4 packs, 2 epochs, ")
+    assert make_plan([48] * 10, num_epochs=1).summary().startswith("3 steps of 4 packs, 1 epoch, ")
     few = make_plan([48] * 3, micro_batch_size=1, world_size=4, num_epochs=1).line()
     assert few.endswith(
         "3 packs for a global batch of 8: type trainer.gradient_accumulation_steps=1; "
