@@ -42,7 +42,7 @@ AIMS = {
 }
 MOST = {
     "modules": 319,
-    "lines that are not blank": 65_990,
+    "lines that are not blank": 66_030,
     LONG_FUNCTIONS: 0,
     "modules with one importer": 82,
 }

@@ -116,6 +116,15 @@ def test_the_strategy_with_the_least_communication_that_fits(
         assert any(fits(each, estimate_gpu_memory(each)) for each in tried) or "offload" in name
 
 
+def test_auto_names_a_pipeline_that_is_faster_over_slow_links() -> None:
+    modes = recompute_modes("auto", compiles=False)
+    reason = choose_strategy(planned(f"{PURE_70B} {SLOW}"), STRATEGIES, modes).reason
+    typed = "strategy=fsdp_pp strategy.pipeline_parallel_size=4 strategy.tensor_parallel_size=8"
+    assert f"; {typed} would send less, and be an estimated " in reason
+    # A LoRA run that fits a node sends only the adapter's gradients.
+    assert "fsdp_pp" not in choose_strategy(planned(f"{LORA_70B} {SLOW}"), STRATEGIES, modes).reason
+
+
 def test_cpu_ranks_use_ddp() -> None:
     run = replace(planned(f"{LORA_70B} hardware=8xa100_80gb"), is_on_gpu=False)
     choice = choose_strategy(run, STRATEGIES, ["none"])
