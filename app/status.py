@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from app.process.environment import protect_streams
 from app.process.signals import end_process, install_signal_handlers
 from app.process.status import FAILED, FINISHED, STATUS_FILE, STOPPED, TRAINING
 from app.run.folder import OUTPUTS, expand_home, refuse_special_entries
+from app.run.remote import is_url, open_store, working_folder
 from app.training.run_documents import STATUS, read_document
 from common.errors import DONE, UserError
 from common.facts import setting
@@ -46,15 +48,18 @@ class StatusConfig:
     """
 
     run: str | None = None
-    """folder of a run; null = the one under outputs/ that wrote last"""
+    """folder or URL of a run; null = the one under outputs/ that wrote last"""
     as_json: bool = setting(False, typed="json")
     """whether to print status.json, with `seconds_ago` and `stalled` (the reason, or null)"""
 
 
 def status(config: StatusConfig) -> int:
     """Print the status of the run; return the exit code that says it."""
-    folder = find_folder(config.run)
-    known = read_status(folder)
+    if config.run is not None and is_url(config.run):
+        where, known = config.run, fetch_status(config.run)
+    else:
+        folder = find_folder(config.run)
+        where, known = str(folder), read_status(folder)
     seconds_ago = max(0.0, time.time() - known["written"])
     stalled = why_stalled(known, seconds_ago)
     if config.as_json:
@@ -62,7 +67,7 @@ def status(config: StatusConfig) -> int:
     else:
         lines = [*status_lines(known), f"written {seconds_ago:.0f} s ago"]
         lines += [] if stalled is None else [f"stalled: {stalled}"]
-        print(printable(redact("\n".join([*lines, f"run: {folder}"])), keep="\n"))
+        print(printable(redact("\n".join([*lines, f"run: {where}"])), keep="\n"))
     return code_of(known, stalled)
 
 
@@ -85,6 +90,16 @@ def find_folder(run: str | None) -> Path:
             "starts (an evaluation, or an earlier version, writes none)"
         )
     return folder
+
+
+def fetch_status(url: str) -> dict[str, Any]:
+    """Return the status of the run that is copied to `url`; UserError if there is none."""
+    working_folder("run", url)  # checks the URL
+    with tempfile.TemporaryDirectory() as copy, open_store(url) as store:
+        if STATUS_FILE not in store.sizes():
+            raise UserError(f"run={url}: there is no {STATUS_FILE}; type the output.dir of a run")
+        store.get(STATUS_FILE, Path(copy) / STATUS_FILE)
+        return read_status(Path(copy))
 
 
 def read_status(folder: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from app.process.signals import end_process, exit_after_grace, install_signal_ha
 from app.report.run_page import page_on_failure
 from app.run import ExistingRun, compare_existing, open_run
 from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks
+from app.run.remote import uploading
 from app.sweep import run_sweep
 from common.errors import Interrupted
 
@@ -78,7 +79,10 @@ def train(
     trainer = build_trainer(config, run, env, data, facts, estimate)
     trainer.callbacks.extend(callbacks)
     module = build_module(config, base, data, env, trainer)
-    with page_on_failure(run.folder, changed_settings(run.typed_config), trainer.loggers):
+    with (
+        uploading(run.folder),
+        page_on_failure(run.folder, changed_settings(run.typed_config), trainer.loggers),
+    ):
         trainer.fit(module, data, ckpt_path=run.checkpoint_path)
         return finish(config, run, module, data, base, estimate)
 

@@ -20,6 +20,7 @@ from app.report.run_page import end_loggers, speed_lines, write_page
 from app.run import Run
 from app.run.folder import METRICS_FILE, OUTPUTS
 from app.run.manifest import record_result
+from app.run.remote import uploading
 from app.training.run_documents import METRICS, read_document
 from common.errors import DONE
 from common.files import write_atomically
@@ -200,5 +201,6 @@ def print_done(run: Run) -> float | None:
         words = quote_words(f"resume={run.folder}", *words_to_type(run.typed_config))
         print(f"to continue training: {words} {longer}")
         print(f"run: {shown}")
-    loss: float | None = read_document(run.folder / METRICS_FILE, METRICS).get("val/loss")
+    with uploading(run.folder):
+        loss: float | None = read_document(run.folder / METRICS_FILE, METRICS).get("val/loss")
     return loss

@@ -35,6 +35,7 @@ from app.run import NEVER, ExistingRun, compare_existing
 from app.run.find import check_selected
 from app.run.folder import check_output, discard_unused
 from app.run.ranks import check_nodes, check_supervise
+from app.run.remote import check_store
 from app.strategy.rendezvous import check_network
 from common.errors import DONE, UserError
 from common.installation import shadowing_files, verb_command
@@ -173,6 +174,7 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
             problems += check_workers(faults, training.data.num_workers)
         if training.supervise.max_restarts or training.supervise.requeue:
             problems += check_supervise(training)
+        problems += check_store(training)
         existing = compare_existing(training, load_run_config) if resumes else None
         problems += [] if existing is None else existing.problems
     if existing is not None and existing.is_done and not problems:

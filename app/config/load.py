@@ -60,6 +60,7 @@ from app.model.base import ModelConfig
 from app.process.reporting import MAX_PROBLEMS
 from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, NO_URL, VERB_LINE, expand_home
+from app.run.remote import run_folder
 from app.strategy.deepspeed_config import read_deepspeed_file
 from app.strategy.settings import ZeroConfig
 from common.errors import UserError
@@ -157,7 +158,8 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
         name = f"{name}-{verb}" if verb in ("preview", "plan") else name
     config.output.name = config.output.name or name
     if config.output.dir is not None and config.output.dir.strip():
-        config.output.dir = str(expand_home("output.dir", config.output.dir))
+        expand = run_folder if verb == "train" else expand_home
+        config.output.dir = str(expand("output.dir", config.output.dir))
     if isinstance(config, TunedConfig):
         config.run = config.run if run is None else str(run)
         return config

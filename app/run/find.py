@@ -14,11 +14,11 @@ from app.run.folder import (
     METRICS_FILE,
     OUTPUTS,
     UNSET,
-    expand_home,
     is_training,
     refuse_special_entries,
 )
 from app.run.manifest import MANIFEST_FILE, STARTED_FORMAT
+from app.run.remote import fetched_folder, run_folder
 from app.training.checkpoint.checkpoint import Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
 from app.training.checkpoint.store import CHECKPOINTS, STEP_FOLDER, CheckpointStore
@@ -63,7 +63,7 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
     if resume not in (AUTO, MUST):
         return _typed_run(resume, folder)
     if folder is not None:
-        found = _run_in(expand_home("output.dir", folder))
+        found = _run_in(fetched_folder("output.dir", folder, resumes=True))
         where = folder
     else:
         found = _newest_unfinished(name)
@@ -101,7 +101,7 @@ def has_checkpoints(run: Path) -> bool:
 def _typed_run(resume: str, folder: str | None) -> Path:
     # A bare true or false is read as a boolean, and converted to text as Python writes it.
     resume = {"True": "true", "False": "false"}.get(resume, resume)
-    path = expand_home("resume", resume)
+    path = fetched_folder("resume", resume, resumes=True)
     if not path.is_dir():
         known = OTHER_TOOLS.get(resume.lower())
         hint = f"; type resume={known}" if known else nearest(resume, (NEVER, AUTO, MUST))
@@ -122,7 +122,7 @@ def _typed_run(resume: str, folder: str | None) -> Path:
             f"resume={resume}: not a training run (no {CONFIG_FILE} of one in {run}); "
             "type the folder that a run printed as its last line"
         )
-    if folder is not None and expand_home("output.dir", folder).resolve() != run:
+    if folder is not None and run_folder("output.dir", folder).resolve() != run:
         raise UserError(
             f"resume={resume} continues in that run's own folder, but output.dir={folder}; leave "
             "output.dir out (to keep the run as it is, copy its folder first)"
@@ -179,7 +179,7 @@ def find_run(
     if run is not None:
         if not run.strip():
             raise UserError(f"run is empty; {UNSET}")
-        folder = expand_home("run", run)
+        folder = fetched_folder("run", run, resumes=False)
         if not folder.is_dir():
             raise UserError(f"run={run}: no such folder{_known_runs()}")
         if (folder / CONFIG_FILE).exists():

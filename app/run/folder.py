@@ -77,7 +77,7 @@ MAX_NAMED = 5
 """maximum number of a folder's entries listed in a message"""
 URL_BEGINS = re.compile(r"[A-Za-z][\w+.-]+:/")
 """start of a URL; one slash suffices, since a Path drops the second"""
-NO_URL = "nothing is written to URLs; type a folder of this machine"
+NO_URL = "only train writes to s3:// and gs://, into output.dir; type a folder of this machine"
 UNSET = "is it a variable that is not set? type a folder, or leave it out"
 
 
@@ -86,7 +86,7 @@ class OutputConfig:
     name: str | None = setting(None, shown=("train",), grants="nothing")
     """name of the run; null = the experiment's"""
     dir: str | None = setting(None, shown=True, aliases=("output_dir",), grants="write")
-    """folder of the run; null = outputs/NAME/TIME"""
+    """folder of the run, or of train s3://BUCKET/PATH, gs://...; null = outputs/NAME/TIME"""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -346,11 +346,11 @@ def test_a_run_that_was_refused_at_its_start_does_not_block_the_corrected_comman
 
 
 @pytest.mark.parametrize("key", ["output.dir", "data.cache_dir"])
-def test_nothing_is_written_to_a_url(key: str, words: list[str]) -> None:
-    result = run_command(*words, f"{key}=s3://me:word@bucket/run")
+def test_nothing_is_written_to_the_url_of_a_server(key: str, words: list[str]) -> None:
+    result = run_command(*words, f"{key}=ftp://me:word@bucket/run")
     assert result.code == 2
-    assert f"{key}=s3:/" in result.stderr
-    assert "<redacted>@bucket/run: nothing is written to URLs" in result.stderr
+    assert f"{key}=ftp:/" in result.stderr
+    assert "<redacted>@bucket/run: only train writes to s3:// and gs://" in result.stderr
 
 
 def test_a_current_folder_that_was_deleted_is_named(

@@ -200,7 +200,11 @@ class CheckpointStore:
 
     def newest_step(self) -> int | None:
         """Return the step of the newest finished save, None without one; no file is read."""
-        return next((step for step, _ in reversed(self._folders())), None)
+        return max(self.steps(), default=None)
+
+    def steps(self) -> list[int]:
+        """Return the steps of the finished saves, oldest first; no file is read."""
+        return [step for step, _ in self._folders()]
 
     def _folders(self) -> list[tuple[int, Path]]:
         """Return step and folder of each finished save, oldest first, damaged ones included."""

@@ -1,0 +1,423 @@
+"""A run whose output.dir is a URL: it works in a local folder, and an object store gets a copy.
+
+The store holds what the folder does. Of a checkpoint the marker is uploaded last; the newest one
+with a marker counts. Credentials come from the environment, where s3fs and gcsfs look for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any
+
+from app.process.heartbeat import refresh_liveness, waiting_for_thread
+from app.process.launch import is_child, is_first_rank, read_launch
+from app.process.status import STATUS_FILE
+from app.run.folder import (
+    CONFIG_FILE,
+    LOCK_FILE,
+    METRICS_FILE,
+    OUTPUTS,
+    UNFINISHED,
+    WRITTEN_AT_START,
+    expand_home,
+    into_folder,
+)
+from app.run.manifest import MANIFEST_FILE
+from app.training.checkpoint.checkpoint import MARKER, DamageError, load_checkpoint
+from app.training.checkpoint.store import CHECKPOINTS, STEP_FOLDER, CheckpointStore
+from common.errors import UserError
+from common.redaction import redact
+from common.text import printable, reason_of
+from common.untrusted import read_json_object
+
+if TYPE_CHECKING:
+    from app.config import TrainConfig
+
+log = logging.getLogger(__name__)
+
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+"""scheme of the URLs -> package with its file system"""
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE, or the machine's role)",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS (or the machine's service account)",
+}
+ADDRESS = re.compile(r"(s3|gs):/{1,2}([a-z0-9][a-z0-9._-]+)/([\w.=-]+(?:/[\w.=-]+)*)/?")
+"""bucket and path; a Path drops the second slash"""
+PART_BYTES = 16 << 20
+"""bytes of a file that are in memory while it is uploaded"""
+PAUSES = (1, 2, 4, 8, 16, 32, 60)
+"""seconds before each further attempt, after those of the file system itself"""
+LOOK_SECONDS, STATUS_SECONDS = 0.5, 30.0
+"""time between looks for a new checkpoint, and between uploads of status.json"""
+SNAPSHOT = ".upload"
+"""suffix of a folder of hard links: a checkpoint that is removed while it is uploaded"""
+NOT_UPLOADED = {CHECKPOINTS, LOCK_FILE, UNFINISHED, "partial"}
+PROBE = ".writable"
+
+
+def is_url(typed: str) -> bool:
+    """Return whether a folder is typed as the URL of an object store."""
+    return typed.startswith(tuple(f"{scheme}:/" for scheme in PACKAGES))
+
+
+def run_folder(key: str, typed: str) -> Path:
+    """Return the local folder of the run that is typed as a folder or as a URL."""
+    return working_folder(key, typed) if is_url(typed) else expand_home(key, typed)
+
+
+def fetched_folder(key: str, typed: str, *, resumes: bool) -> Path:
+    """Return the local folder of a typed run, into which a run at a URL is downloaded."""
+    folder = run_folder(key, typed)
+    if (url := url_of(folder)) is not None and (resumes or is_url(typed)):
+        fetch_run(url, folder, resumes=resumes)
+    return folder
+
+
+def working_folder(key: str, url: str) -> Path:
+    """Return the local folder of the run at `url`; UserError if it cannot be the URL of a run."""
+    match = ADDRESS.fullmatch(url)
+    if match is None or {".", ".."} & set(match[3].split("/")):
+        raise UserError(
+            f"{key}={url}: expected s3://BUCKET/PATH or gs://BUCKET/PATH of letters, digits and "
+            "._=-, without a password, which belongs into the environment"
+        )
+    if read_launch().is_one_of_several and not is_child():
+        raise UserError(
+            f"{key}={url}: ranks started by torchrun or srun need a folder that all of them see; "
+            f"type {key}=FOLDER, or leave out torchrun: the ranks of one machine start without it"
+        )
+    return OUTPUTS / f"{match[1]}:" / match[2] / match[3]
+
+
+def url_of(folder: Path) -> str | None:
+    """Return the URL whose working folder `folder` is; None for any other folder."""
+    parts = folder.parts
+    for number, part in enumerate(parts):
+        if part.removesuffix(":") in PACKAGES and part.endswith(":"):
+            return f"{part}//{'/'.join(parts[number + 1 :])}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore:
+    """The files under one URL."""
+
+    url: str
+    files: Any
+    """fsspec's file system"""
+    root: str
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size in bytes of every file, by its path below the URL."""
+        found = self.files.find(self.root, detail=True).items()
+        below = {place.removeprefix(f"{self.root}/"): info["size"] for place, info in found}
+        return {name: size for name, size in below.items() if ".." not in PurePosixPath(name).parts}
+
+    def put(self, name: str, source: IO[bytes]) -> None:
+        """Upload an open file in parts; it is there as a whole or not at all."""
+        source.seek(0)
+        with self.files.open(f"{self.root}/{name}", "wb", block_size=PART_BYTES) as target:
+            while block := source.read(1 << 20):
+                target.write(block)
+                refresh_liveness()
+
+    def get(self, name: str, file: Path) -> None:
+        """Download a file; it is there as a whole or not at all."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+        self.files.get_file(f"{self.root}/{name}", str(unfinished))
+        os.replace(unfinished, file)
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        self.files.rm_file(f"{self.root}/{name}")
+
+
+@contextlib.contextmanager
+def open_store(url: str) -> Iterator[ObjectStore]:
+    """Open the store of `url`; within it, every failure is a UserError with what to do."""
+    scheme, _, rest = url.partition("://")
+    bucket = rest.partition("/")[0]
+    try:
+        import fsspec
+
+        files = fsspec.filesystem(scheme, use_listings_cache=False)
+        yield ObjectStore(url, files, rest)
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(
+            f"{url}: type pip install {PACKAGES[scheme]} ({reason_of(error)})"
+        ) from error
+    except Exception as error:  # each file system raises errors of its own
+        text = f"{type(error).__name__}: {error} {error.__cause__}"
+        if "TimeTooSkewed" in text or "difference between the request time" in text:
+            fix = "this machine's clock is wrong: set it (timedatectl set-ntp true)"
+        elif "NoSuchBucket" in text or "bucket does not exist" in text:
+            fix = f"there is no bucket {bucket}: create it, or type the name of one that exists"
+        elif isinstance(error, PermissionError) or "redential" in text:
+            fix = (
+                "no right to list, read, write and delete there: set "
+                f"{CREDENTIALS[scheme]}, or type a URL of your own"
+            )
+        else:
+            fix = (
+                "check the name, the network and AWS_ENDPOINT_URL"
+                if scheme == "s3"
+                else ("check the name and the network")
+            )
+        reason = printable(redact(reason_of(error)))
+        raise UserError(f"{url}: {fix} ({reason})") from error
+
+
+def check_store(config: TrainConfig) -> list[str]:
+    """List what keeps a run from being copied to its URL: bucket, rights, clock, another run."""
+    url = None if config.output.dir is None else url_of(Path(config.output.dir))
+    if url is None or is_child():
+        return []
+    if config.trainer.num_nodes > 1:
+        return [
+            f"output.dir={url}: several machines write into one folder: type output.dir=FOLDER on "
+            "a shared disk"
+        ]
+    try:
+        with open_store(url) as store:
+            store.files.pipe_file(f"{store.root}/{PROBE}", b"")
+            store.remove(PROBE)
+            names = store.sizes().keys()
+    except UserError as error:
+        return error.problems
+    if CONFIG_FILE in names and config.resume == "never":
+        return [
+            f"output.dir={url} holds another run: type another URL, or resume=auto to continue it"
+        ]
+    others = [name for name in names if not WRITTEN_AT_START.fullmatch(name.partition("/")[0])]
+    if others and CONFIG_FILE not in names:
+        return [f"output.dir={url} holds other files ({min(others)}): type a URL without any"]
+    return []
+
+
+def fetch_run(url: str, folder: Path, *, resumes: bool) -> None:
+    """Download the run at `url` into `folder`, unless the folder holds a newer checkpoint.
+
+    The newest whole checkpoint comes along if the run `resumes` or has not finished.
+    """
+    with open_store(url) as store:
+        names = store.sizes()
+        steps = sorted(_steps(names), reverse=True)
+        newest_here = CheckpointStore(folder / CHECKPOINTS).newest_step() or 0
+        if CONFIG_FILE not in names:
+            return
+        _check_same_run(store, names, folder)
+        if newest_here > max(steps, default=0):
+            return
+        with into_folder(folder):
+            for name in names:
+                if not name.startswith(f"{CHECKPOINTS}/"):
+                    store.get(name, folder / name)
+        if resumes or METRICS_FILE not in names:
+            for step in steps:
+                if step == newest_here or _fetch_checkpoint(store, names, folder, step):
+                    return
+
+
+def _check_same_run(store: ObjectStore, names: dict[str, int], folder: Path) -> None:
+    """Raise UserError if `folder` holds another run than the store does."""
+    here, _ = read_json_object(folder / MANIFEST_FILE)
+    if not here or MANIFEST_FILE not in names:
+        return
+    there = json.loads(store.files.cat_file(f"{store.root}/{MANIFEST_FILE}"))
+    if there.get("run", {}).get("id") != here.get("run", {}).get("id"):
+        raise UserError(
+            f"{store.url} holds another run than {folder}, where its copy belongs: remove the "
+            "folder to take the one at the URL, or type another output.dir"
+        )
+
+
+def _fetch_checkpoint(store: ObjectStore, names: dict[str, int], folder: Path, step: int) -> bool:
+    """Download a checkpoint; False, with a warning, if it is damaged."""
+    target = folder / CHECKPOINTS / f"step-{step}"
+    unfinished = target.with_suffix(".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for name in names:
+        place = PurePosixPath(name)
+        if place.parent == PurePosixPath(CHECKPOINTS, target.name):
+            store.get(name, unfinished / place.name)
+    try:
+        load_checkpoint(unfinished, step)
+    except DamageError as error:
+        log.warning("%s/%s is damaged: %s", store.url, target.name, error)
+        shutil.rmtree(unfinished)
+        return False
+    os.replace(unfinished, target)
+    return True
+
+
+def _steps(names: dict[str, int]) -> set[int]:
+    """Return the steps whose checkpoint has a marker."""
+    places = (PurePosixPath(name) for name in names)
+    marked = (place.parent.name for place in places if place.name == MARKER)
+    return {int(match[1]) for each in marked if (match := STEP_FOLDER.fullmatch(each))}
+
+
+@contextlib.contextmanager
+def uploading(folder: Path) -> Iterator[None]:
+    """Copy the run in `folder` to its URL, if it has one, while the block runs and at its end.
+
+    OSError if the copy is not complete in the end.
+    """
+    url = url_of(folder)
+    if url is None or not is_first_rank():
+        yield
+        return
+    uploader = Uploader(folder, url)
+    uploader.thread.start()
+    try:
+        yield
+    except BaseException:
+        uploader.end()
+        raise
+    if (reason := uploader.end()) is not None:
+        raise OSError(
+            f"{url} lacks what is new in {folder}: {reason}; type resume={folder} to upload it"
+        )
+
+
+@dataclass(slots=True)
+class Uploader:
+    """Uploads each new checkpoint in a thread, with the other files of the run."""
+
+    folder: Path
+    url: str
+    uploaded: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    """size and modification time of the run's files as they were uploaded"""
+    ended: threading.Event = field(default_factory=threading.Event)
+    failure: str | None = None
+    thread: threading.Thread = field(init=False)
+    _newest: int | None = None
+    """step of the newest checkpoint that has been dealt with"""
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, name="upload", daemon=True)
+
+    def end(self) -> str | None:
+        """Wait until all is uploaded; return why it is not, or None."""
+        self.ended.set()
+        log.info("uploading the rest to %s", self.url)
+        with waiting_for_thread():
+            self.thread.join()
+        return self.failure
+
+    def _run(self) -> None:
+        for leftover in (self.folder / CHECKPOINTS).glob(f"*{SNAPSHOT}"):
+            shutil.rmtree(leftover)
+        next_status = 0.0
+        while not self.ended.wait(LOOK_SECONDS):
+            if self._local().newest_step() != self._newest:
+                self._upload()
+            elif time.monotonic() >= next_status:
+                self._put_changed(self.folder / STATUS_FILE)
+                next_status = time.monotonic() + STATUS_SECONDS
+        self.failure = None  # what has failed is tried again
+        self._upload()
+
+    def _local(self) -> CheckpointStore:
+        return CheckpointStore(self.folder / CHECKPOINTS)
+
+    def _upload(self) -> None:
+        """Upload the run's files, then the newest checkpoint; remove those that are gone here."""
+        step = self._local().newest_step()
+        snapshot = None if step is None else self._link(step)
+        for file in sorted(self.folder.rglob("*")):
+            self._put_changed(file)
+        self._newest = step
+        if snapshot is None or step is None:
+            return
+        if self._try(lambda store: self._put_checkpoint(store, step, snapshot)):
+            self._try(self._rotate)
+        shutil.rmtree(snapshot)
+
+    def _link(self, step: int) -> Path | None:
+        """Return a folder of links to a checkpoint's files; None if it is being removed."""
+        source = self.folder / CHECKPOINTS / f"step-{step}"
+        snapshot = source.with_suffix(SNAPSHOT)
+        try:
+            shutil.copytree(source, snapshot, copy_function=os.link)
+        except (OSError, shutil.Error):
+            shutil.rmtree(snapshot, ignore_errors=True)
+            return None
+        # A removal deletes the marker first.
+        return snapshot if (source / MARKER).exists() else None
+
+    def _put_changed(self, file: Path) -> None:
+        name = file.relative_to(self.folder)
+        if name.parts[0] in NOT_UPLOADED or any(part.startswith(".") for part in name.parts):
+            return
+        with contextlib.suppress(FileNotFoundError):  # of files that are replaced meanwhile
+            facts = file.stat()
+            known = (facts.st_size, facts.st_mtime_ns)
+            if not file.is_file() or self.uploaded.get(file) == known:
+                return
+            with file.open("rb") as source:
+                if self._try(lambda store: store.put(name.as_posix(), source)):
+                    self.uploaded[file] = known
+
+    def _put_checkpoint(self, store: ObjectStore, step: int, snapshot: Path) -> None:
+        """Upload a checkpoint's files, its marker once all of them have arrived as they are."""
+        above, there = f"{CHECKPOINTS}/step-{step}", store.sizes()
+        if f"{above}/{MARKER}" in there:
+            return
+        files = [file for file in sorted(snapshot.iterdir()) if file.name != MARKER]
+        sizes = {f"{above}/{file.name}": file.stat().st_size for file in files}
+        for file in files:
+            with file.open("rb") as source:
+                store.put(f"{above}/{file.name}", source)
+            newer = [saved for saved in self._local().steps() if saved > step]
+            if len(newer) > 1:
+                log.warning(
+                    "upload to %s: step-%d is still on its way, and step-%d is saved already; type "
+                    "a larger trainer.checkpoint.every_steps",
+                    *(self.url, step, newer[-1]),
+                )
+        arrived = store.sizes()
+        if wrong := [name for name, size in sizes.items() if arrived.get(name) != size]:
+            raise OSError(f"{wrong[0]} has not arrived as it is")
+        with (snapshot / MARKER).open("rb") as source:
+            store.put(f"{above}/{MARKER}", source)
+        log.info("uploaded: %s/%s", self.url, above)
+
+    def _rotate(self, store: ObjectStore) -> None:
+        """Remove the checkpoints that are gone here, the marker of each first."""
+        kept = {f"step-{step}" for step in self._local().steps()} | {f"step-{self._newest}"}
+        gone = [
+            name
+            for name in store.sizes()
+            if name.startswith(f"{CHECKPOINTS}/") and PurePosixPath(name).parts[1] not in kept
+        ]
+        for name in sorted(gone, key=lambda name: not name.endswith(f"/{MARKER}")):
+            store.remove(name)
+
+    def _try(self, work: Callable[[ObjectStore], object]) -> bool:
+        """Return whether `work` succeeds, tried again after pauses."""
+        for pause in (*PAUSES, None):
+            try:
+                with open_store(self.url) as store:
+                    work(store)
+                return True
+            except UserError as error:
+                if pause is None:
+                    self.failure = str(error)
+                    log.warning("upload: %s", error)
+                else:
+                    time.sleep(pause)
+        return False

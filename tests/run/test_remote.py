@@ -1,0 +1,285 @@
+"""output.dir=s3://...: a run is copied to an S3 server while it trains, and goes on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import load_config
+from app.run.remote import (
+    Uploader,
+    check_store,
+    fetch_run,
+    open_store,
+    uploading,
+    url_of,
+    working_folder,
+)
+from app.status import fetch_status
+from app.training.checkpoint.checkpoint import MARKER
+from app.training.checkpoint.store import CheckpointStore
+from common.errors import UserError
+from tests.resumed import contents, make_run
+from tests.tiny import small_run
+
+s3fs = pytest.importorskip("s3fs")
+moto = pytest.importorskip("moto.moto_server.werkzeug_app")
+ROOT = Path(__file__).parents[2]
+URL = "s3://bucket/team/run"
+Fault = Callable[[dict[str, Any]], str | None]
+
+
+class Server:
+    """moto's S3 on loopback; `fault` returns the status of a request that is not to succeed."""
+
+    def __init__(self) -> None:
+        from werkzeug.serving import make_server
+
+        backend = moto.DomainDispatcherApplication(moto.create_backend_app)
+        self.fault: Fault = lambda request: None
+
+        def application(request: dict[str, Any], respond: Any) -> Any:
+            status = self.fault(request)
+            if status == "cut":
+                raise ConnectionError("cut by the test")
+            if status is None:
+                return backend(request, respond)
+            code = "AccessDenied" if status == "403 Forbidden" else "RequestTimeTooSkewed"
+            respond(status.partition(" skew")[0], [("Content-Type", "text/xml")])
+            return [f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()]
+
+        self.server = make_server("127.0.0.1", 0, application, threaded=True)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """An S3 server with an empty bucket; the test runs in a folder of its own."""
+    started = Server()
+    for name, value in {
+        "AWS_ENDPOINT_URL": started.address,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("app.run.remote.PAUSES", (0.05,) * 8)
+    monkeypatch.chdir(tmp_path)
+    s3fs.S3FileSystem.clear_instance_cache()
+    with open_store(URL) as store:
+        if store.files.exists("bucket"):  # moto's state is one for the process
+            store.files.rm("bucket", recursive=True)
+        store.files.mkdir("bucket")
+    yield started
+    started.server.shutdown()
+
+
+def upload(folder: Path) -> None:
+    with uploading(folder):
+        pass
+
+
+def names() -> set[str]:
+    with open_store(URL) as store:
+        return set(store.sizes())
+
+
+@pytest.fixture
+def run(server: Server, tmp_path: Path) -> Path:
+    """A killed run with checkpoints of steps 2 and 4, in the working folder of the URL."""
+    folder = tmp_path / "outputs/s3:/bucket/team/run"
+    make_run(folder)
+    return folder
+
+
+def test_a_run_comes_back_equal_on_an_empty_machine(run: Path, tmp_path: Path) -> None:
+    assert url_of(run) == url_of(run.relative_to(tmp_path)) == URL
+    upload(run)
+    assert {name for name in names() if name.endswith(MARKER)} == {f"checkpoints/step-4/{MARKER}"}
+    before = contents(run)
+    shutil.rmtree(run)
+    config = load_config("train", [*small_run(), f"output.dir={URL}", "resume=auto"])
+    assert Path(str(config.output.dir)) == run.relative_to(tmp_path)
+    after = contents(run)
+    assert after == {name: before[name] for name in after}
+    assert {"config.yaml", "manifest.json", f"checkpoints/step-4/{MARKER}"} <= {
+        str(name) for name in after
+    }
+
+
+def test_what_a_machine_has_saved_after_its_last_upload_stays(run: Path) -> None:
+    upload(run)
+    shutil.copytree(run / "checkpoints/step-4", run / "checkpoints/step-9")
+    before = contents(run)
+    fetch_run(URL, run, resumes=True)
+    assert contents(run) == before
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["run"] = {**manifest.get("run", {}), "id": "of another run"}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="another run"):
+        fetch_run(URL, run, resumes=True)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "500 Internal",
+        "slow",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("503 Slow Down", "cut")),
+    ],
+)
+def test_an_upload_survives_a_third_of_its_requests_failing(
+    answer: str, server: Server, run: Path
+) -> None:
+    chance, failed = random.Random(0), []
+
+    def fault(request: dict[str, Any]) -> str | None:
+        if request["REQUEST_METHOD"] in ("PUT", "POST") and chance.random() < 0.34:
+            failed.append(request["PATH_INFO"])
+            if answer == "slow":
+                time.sleep(0.3)
+                return None
+            return answer
+        return None
+
+    server.fault = fault
+    upload(run)
+    server.fault = lambda request: None
+    assert failed
+    before = contents(run)
+    shutil.rmtree(run)
+    fetch_run(URL, run, resumes=True)
+    after = contents(run)
+    assert after == {name: before[name] for name in after}
+    assert CheckpointStore(run / "checkpoints").steps() == [4]
+
+
+def test_a_checkpoint_without_its_marker_or_with_damage_does_not_count(run: Path) -> None:
+    newest, older = run / "checkpoints/step-4", run / "checkpoints/step-2"
+    shutil.move(newest, run.parent / "step-4")
+    upload(run)
+    shutil.move(run.parent / "step-4", newest)
+    with open_store(URL) as store:
+        for file in newest.iterdir():
+            if file.name != MARKER:
+                store.put(f"checkpoints/step-4/{file.name}", file.open("rb"))
+        shutil.rmtree(run)
+        fetch_run(URL, run, resumes=True)
+        assert CheckpointStore(run / "checkpoints").steps() == [2]
+        shutil.rmtree(run)
+        store.files.pipe_file(f"{store.root}/checkpoints/step-4/{MARKER}", b"another hash")
+    fetch_run(URL, run, resumes=True)
+    assert CheckpointStore(run / "checkpoints").steps() == [2]
+    assert older.is_dir()
+
+
+@pytest.mark.slow
+def test_a_failing_store_is_said_at_the_end_and_not_before(server: Server, run: Path) -> None:
+    server.fault = lambda request: "403 Forbidden" if request["REQUEST_METHOD"] == "PUT" else None
+    with pytest.raises(OSError, match=r"resume=.* to upload it"):
+        upload(run)
+    server.fault = lambda request: None
+    upload(run)
+    assert f"checkpoints/step-4/{MARKER}" in names()
+
+
+def test_an_upload_two_checkpoints_behind_is_said(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (6, 8):
+        shutil.copytree(run / "checkpoints/step-4", run / f"checkpoints/step-{step}")
+    uploader = Uploader(run, URL)
+    with open_store(URL) as store:
+        uploader._put_checkpoint(store, 4, run / "checkpoints/step-4")
+    assert "step-4 is still on its way, and step-8 is saved" in caplog.text
+
+
+def test_what_is_wrong_with_a_bucket_is_refused_before_training(
+    server: Server, run: Path, tmp_path: Path
+) -> None:
+    config = load_config("train", [*small_run(), f"output.dir={URL}"])
+
+    def problems(url: str, *, resume: str = "never", num_nodes: int = 1) -> str:
+        config.output.dir = str(working_folder("output.dir", url))
+        config.resume, config.trainer.num_nodes = resume, num_nodes
+        return "\n".join(check_store(config))
+
+    assert problems(URL) == ""
+    assert "there is no bucket nowhere" in problems("s3://nowhere/run")
+    assert "shared disk" in problems(URL, num_nodes=2)
+    upload(run)
+    assert "holds another run" in problems(URL)
+    assert problems(URL, resume="auto") == ""
+    assert "holds other files" in problems("s3://bucket/team")
+    for answer, said in (("403 Forbidden", "AWS_ACCESS_KEY_ID"), ("403 skew", "clock")):
+        server.fault = lambda request, answer=answer: (
+            answer if request["REQUEST_METHOD"] == "PUT" else None
+        )
+        assert said in problems("s3://bucket/new")
+    for wrong in ("s3://bucket", "s3://me:word@bucket/run", "gs://bucket/../run"):
+        with pytest.raises(UserError, match="expected s3://BUCKET/PATH"):
+            problems(wrong)
+
+
+def start_training(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    """Start a run of eight steps that saves each of them."""
+    settings = small_run(
+        "trainer.max_steps=8", "trainer.checkpoint.every_steps=1", "logger=csv", *words
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment.pop("LOFT_RUN_DIR", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", "app.train", *settings],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def last_weights(folder: Path) -> bytes:
+    return (folder / "adapter/adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_killed_ten_times_on_ten_machines_ends_bit_equal(
+    server: Server, tmp_path: Path
+) -> None:
+    said, _ = start_training(tmp_path, f"output.dir={tmp_path / 'whole'}").communicate(timeout=200)
+    assert (tmp_path / "whole/metrics.json").exists(), said
+    chance, kills = random.Random(1), 0
+    server.fault = lambda request: time.sleep(0.05)  # uploads take longer than steps
+    while kills < 10:
+        machine = tmp_path / f"machine-{kills}"
+        machine.mkdir()
+        process = start_training(machine, f"output.dir={URL}", "resume=auto")
+        training = machine / "outputs/s3:/bucket/team/run/metrics.csv"
+        while not training.exists() and process.poll() is None:
+            time.sleep(0.1)
+        time.sleep(chance.uniform(0, 4))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        kills += 1
+    server.fault = lambda request: None
+    last = tmp_path / "last"
+    last.mkdir()
+    process = start_training(last, f"output.dir={URL}", "resume=auto")
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert last_weights(last / "outputs/s3:/bucket/team/run") == last_weights(tmp_path / "whole")
+    assert {"adapter/adapter_model.safetensors", "report.html", "metrics.json"} <= names()
+    assert fetch_status(URL)["state"] == "finished"
