@@ -41,8 +41,8 @@ AIMS = {
     "files of a row to its batch": 18,
 }
 MOST = {
-    "modules": 319,
-    "lines that are not blank": 66_030,
+    "modules": 320,
+    "lines that are not blank": 66_400,
     LONG_FUNCTIONS: 0,
     "modules with one importer": 82,
 }

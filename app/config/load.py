@@ -157,9 +157,8 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
         # Keeps previews and plans out of the folder of the experiment's runs.
         name = f"{name}-{verb}" if verb in ("preview", "plan") else name
     config.output.name = config.output.name or name
-    if config.output.dir is not None and config.output.dir.strip():
-        expand = run_folder if verb == "train" else expand_home
-        config.output.dir = str(expand("output.dir", config.output.dir))
+    if (folder := config.output.dir) and folder.strip():
+        config.output.dir = str(run_folder("output.dir", folder, takes_url=verb == "train"))
     if isinstance(config, TunedConfig):
         config.run = config.run if run is None else str(run)
         return config

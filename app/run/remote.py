@@ -70,9 +70,9 @@ def is_url(typed: str) -> bool:
     return typed.startswith(tuple(f"{scheme}:/" for scheme in PACKAGES))
 
 
-def run_folder(key: str, typed: str) -> Path:
+def run_folder(key: str, typed: str, *, takes_url: bool = True) -> Path:
     """Return the local folder of the run that is typed as a folder or as a URL."""
-    return working_folder(key, typed) if is_url(typed) else expand_home(key, typed)
+    return working_folder(key, typed) if takes_url and is_url(typed) else expand_home(key, typed)
 
 
 def fetched_folder(key: str, typed: str, *, resumes: bool) -> Path:
