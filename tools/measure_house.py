@@ -42,7 +42,7 @@ AIMS = {
 }
 MOST = {
     "modules": 320,
-    "lines that are not blank": 66_400,
+    "lines that are not blank": 66_380,
     LONG_FUNCTIONS: 0,
     "modules with one importer": 82,
 }

@@ -86,7 +86,7 @@ class OutputConfig:
     name: str | None = setting(None, shown=("train",), grants="nothing")
     """name of the run; null = the experiment's"""
     dir: str | None = setting(None, shown=True, aliases=("output_dir",), grants="write")
-    """folder of the run, or of train s3://BUCKET/PATH, gs://...; null = outputs/NAME/TIME"""
+    """folder of the run; null = outputs/NAME/TIME; train takes a URL (s3, gs)"""
 
 
 @dataclass(kw_only=True, slots=True)
