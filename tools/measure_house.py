@@ -42,7 +42,7 @@ AIMS = {
 }
 MOST = {
     "modules": 320,
-    "lines that are not blank": 66_380,
+    "lines that are not blank": 66_420,
     LONG_FUNCTIONS: 0,
     "modules with one importer": 82,
 }
