@@ -76,7 +76,7 @@ class DataConfig:
     """The training data and how it is prepared."""
 
     datasets: list[DatasetConfig] = setting(default_factory=list, resume="fixed", shown=True)
-    """the data sets to train on, mixed by their weights"""
+    """the data sets to train on, mixed by weight"""
     val_datasets: list[DatasetConfig] = setting(
         default_factory=list, resume="fixed", shown=("train", "evaluate")
     )

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.config import TrainConfig, TunedConfig, load_run_config
-from app.model.adapter import AdapterConfig, FullConfig, is_adapter
+from app.config import EvaluateConfig, TrainConfig, TunedConfig, load_run_config
+from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, is_adapter
 from app.model.architecture import (
     base_commit,
     context_len,
@@ -20,6 +20,7 @@ from app.model.architecture import (
 from app.model.attention import (
     EXCHANGED,
     attention_implementation,
+    check_isolation,
     choose_backend,
     packing_error,
 )
@@ -31,13 +32,17 @@ from app.model.quantization import QuantizationConfig, stored_quantization
 from app.model.rope import describe_context, describe_rope_factors
 from app.model.tokenizer import (
     build_tokenizer,
+    check_same_vocabulary,
     new_token_ids,
     num_rows,
     stop_token_ids,
     trained_token_ids,
 )
 from app.preflight import describe_base
+from app.preflight.couplings import has_data
 from app.preflight.files import check_context_parallel, check_pipeline, check_recompute
+from app.training.objective.distill import LoadTeacher
+from app.training.objective.settings import DistillConfig
 from app.training.trainer import Environment
 from common.errors import UserError
 from data_modules import DEFAULT_SEQUENCE_LEN, ModelSpec
@@ -73,6 +78,8 @@ class Base:
     """token ids that end an answer, besides those of the chat template"""
     description: Mapping[str, str | None]
     """path, revision and fingerprints, for the manifest"""
+    load_teacher: LoadTeacher | None = None
+    """None unless objective=distill"""
 
     def load(self, device: torch.device | None = None) -> PreTrainedModel:
         """Load the base itself, without an adapter, to `device`."""
@@ -162,6 +169,9 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     log.info("device: %s, attention %s", env, attention)
     tokenizer = build_tokenizer(model)
     new_ids = new_token_ids(model, tokenizer, num_rows(architecture))
+    load_teacher = None
+    if has_data(config) and isinstance(config.objective, DistillConfig):
+        load_teacher = open_teacher(config, config.objective, architecture, tokenizer, env)
     return Base(
         config=replace(model, rope_len=rope_len),
         quantization=config.quantization,
@@ -175,7 +185,52 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
         trained_ids=trained_token_ids(tokenizer, model.added_tokens, adapter),
         stop_ids=stop_token_ids(tokenizer, model.stop_tokens),
         description=describe_base(model),
+        load_teacher=load_teacher,
     )
+
+
+def open_teacher(
+    config: TrainConfig | EvaluateConfig,
+    objective: DistillConfig,
+    student: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    env: Environment,
+) -> LoadTeacher:
+    """Return a function that loads the teacher.
+
+    UserError unless it reads the student's tokens, and as many of them.
+    """
+    name, longest = f"objective.teacher={objective.teacher}", _longest_sequence(config)
+    model = ModelConfig(path=objective.teacher, rope_len=longest)
+    architecture = load_architecture(model)
+    model.revision = base_commit(model)
+    if architecture.is_encoder_decoder != student.is_encoder_decoder:
+        raise UserError(
+            f"{name}: {architecture.model_type} and the base's {student.model_type} are not both "
+            "encoder-decoders; type a teacher of the base's kind"
+        )
+    context, own = context_len(architecture), context_len(student)
+    if longest and context and min(longest, own or longest) > context:
+        raise UserError(
+            f"{name} reads {context:,} tokens, and rows of data.sequence_len={longest} may be "
+            f"longer; type data.sequence_len={context}"
+        )
+    check_same_vocabulary(tokenizer, build_tokenizer(model), name)
+    backend = choose_backend(config.attention, architecture, env.accelerator, env.precision).backend
+
+    def load(device: torch.device) -> tuple[PreTrainedModel, str]:
+        teacher = load_base(
+            model,
+            attention_implementation(backend),
+            weight_dtype(env.precision, LoraConfig()),
+            QuantizationConfig(method=objective.teacher_quantization),
+            device=device,
+        )
+        if not architecture.is_encoder_decoder:
+            check_isolation(teacher, backend, device)
+        return teacher.requires_grad_(False), backend
+
+    return load
 
 
 def _longest_sequence(config: TrainConfig | TunedConfig) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,8 @@ from app.model.eval_mode import eval_mode
 
 LossKernel = Callable[..., None]
 """`app.model.loss_kernel.cross_entropy_`"""
+ChunkLoss = Callable[..., tuple[Tensor, "Tensor | None"]]
+"""what is computed of chunks, in order, in place of the cross-entropy: as `cross_entropy_`"""
 
 
 def linear_cross_entropy(
@@ -32,6 +35,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     kernel: LossKernel | None = None,
     shard: VocabularyShard | None = None,
+    chunk_loss: ChunkLoss | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of loss times weight, and each position's loss in nats, fp32 and detached.
 
@@ -41,10 +45,11 @@ def linear_cross_entropy(
     matrix products use its dtype, everything else fp32. `kernel` computes losses and gradients of a
     chunk in one pass, if there is no bias. `shard`: `weight` holds only this rank's rows of the
     vocabulary; the loss is over all rows, and the gradient of `hidden` is this rank's summand.
+    `chunk_loss` replaces the cross-entropy, and is not computed by `kernel` or over shards.
     """
     num_positions = len(labels)
     hidden, labels, loss_weights = _aligned(hidden, labels, loss_weights)
-    options = softcap, kernel, shard
+    options = softcap, kernel, shard, chunk_loss
     with torch.autocast(hidden.device.type, enabled=False):
         total, losses = _LinearCrossEntropy.apply(
             hidden, weight.to(hidden.dtype), bias, labels, loss_weights, *options
@@ -121,8 +126,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         kernel: LossKernel | None,
         shard: VocabularyShard | None,
+        chunk_loss: ChunkLoss | None,
     ) -> tuple[Tensor, Tensor]:
-        arguments = hidden, weight, bias, labels, loss_weights, softcap, kernel, shard
+        arguments = hidden, weight, bias, labels, loss_weights, softcap, kernel, shard, chunk_loss
         losses, ctx.grads = _losses_by_chunk(*arguments, needs_grad=ctx.needs_input_grad[:3])
         ctx.mark_non_differentiable(losses)
         return (losses * loss_weights).sum(), losses
@@ -131,7 +137,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients by the gradient of the sum."""
         scaled = (None if grad is None else grad * outer[0] for grad in ctx.grads)
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -178,6 +184,7 @@ def _losses_by_chunk(
     softcap: float | None,
     kernel: LossKernel | None,
     shard: VocabularyShard | None,
+    chunk_loss: ChunkLoss | None = None,
     *,
     needs_grad: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Grads]:
@@ -193,10 +200,11 @@ def _losses_by_chunk(
         grad_bias = torch.zeros_like(bias, dtype=torch.float32)
     linear = onednn.linear if writes_grad else torch.nn.functional.linear
     size = rows_per_chunk(len(weight), hidden.device.type)
-    if shard is not None or bias is not None:
+    if shard is not None or bias is not None or chunk_loss is not None:
         kernel = None  # it needs whole rows of logits, and does not support a bias
     if kernel is not None:
         size *= TRAINED_CHUNKS if weight_needs_grad else FUSED_CHUNKS
+    chunk_loss = chunk_loss or partial(cross_entropy_, shard=shard)
     for start in range(0, len(labels), size):
         chunk = slice(start, start + size)
         rows = hidden[chunk]
@@ -212,9 +220,8 @@ def _losses_by_chunk(
             continue
         products = linear(rows, weight).float()
         logits, slope = _logits_of(products, bias, softcap, needs_slope=writes_grad)
-        losses[chunk], grad = _cross_entropy(
-            logits, labels[chunk], loss_weights[chunk], shard, needs_grad=writes_grad
-        )
+        of_chunk = logits, labels[chunk], loss_weights[chunk]
+        losses[chunk], grad = chunk_loss(*of_chunk, needs_grad=writes_grad)
         if grad is None:
             continue
         if slope is not None:
@@ -226,7 +233,7 @@ def _losses_by_chunk(
             grad_hidden[chunk] = linear(grad, weight.T)
         if weight_needs_grad:
             grad_weight = _add(grad_weight, grad.T @ rows)
-        del products, logits, slope, grad
+        del products, logits, slope, grad, of_chunk
     return losses, (grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias))
 
 
@@ -243,15 +250,18 @@ def _logits_of(
     return bounded.mul_(softcap), slope
 
 
-def _cross_entropy(
+def cross_entropy_(
     logits: Tensor,
     labels: Tensor,
     loss_weights: Tensor,
-    shard: VocabularyShard | None,
     *,
     needs_grad: bool,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the losses of a chunk and the gradients of its logits, which overwrite them (fp32)."""
+    """Return the losses of a chunk, and the weighted gradients of its logits, fp32.
+
+    The gradients overwrite the logits.
+    """
     is_trained_on = labels >= 0
     target = labels.clamp(min=0).unsqueeze(1)
     highest = logits.amax(1, keepdim=True)
@@ -298,14 +308,16 @@ smaller of both counts"""
 
 @dataclass(slots=True)
 class Targets:
-    """Labels and loss weights [rows, positions] for the next forward pass.
+    """What a head computes in place of logits in the next forward pass.
 
-    `loss_weights`: None to compute log-probabilities in place of a loss. `columns` [positions]:
-    indices of the tokens whose logits were requested, None for all.
+    `labels` and `loss_weights` [rows, positions]; None: the result is no loss. `columns`
+    [positions]: indices of the tokens whose logits were requested, None for all. `compute` takes
+    the arguments of `linear_log_probs`; of its two results the first is part of the graph.
     """
 
     labels: Tensor
-    loss_weights: Tensor | None
+    compute: Callable[..., tuple[Tensor, Tensor]]
+    loss_weights: Tensor | None = None
     columns: Tensor | None = None
 
     def select(self, outputs: Tensor) -> Tensor:
@@ -337,32 +349,27 @@ class LossHead(torch.nn.Linear):
         targets, self.targets = self.targets, None
         hidden = targets.select(hidden)
         rows = (hidden if self.scale == 1.0 else hidden * self.scale).flatten(0, 1)
-        labels, weights = targets.labels.flatten(), targets.loss_weights
-        options: dict[str, Any] = {
-            "bias": self.bias,
-            "softcap": self.softcap,
-            "kernel": self.kernel,
-            "shard": self.shard,
-        }
-        if weights is None:
-            log_probs = linear_log_probs(rows, self.weight, labels, **options)
-            self.computed = log_probs, log_probs.detach()
-            total = log_probs.sum()
-        else:
-            self.computed = linear_cross_entropy(
-                rows, self.weight, labels, weights.flatten(), **options
-            )
-            total = self.computed[0]
+        self.computed = targets.compute(
+            rows,
+            self.weight,
+            targets.labels.flatten(),
+            bias=self.bias,
+            softcap=self.softcap,
+            kernel=self.kernel,
+            shard=self.shard,
+        )
+        total = self.computed[0].sum()
         # Empty, but part of the graph between loss and head: strategies hook a forward's output to
         # gather weights for its backward pass and reduce gradients after it.
         return total * hidden.new_empty(*hidden.shape[:2], 0)
 
-    def pop_loss(self) -> tuple[Tensor, Tensor]:
-        """Return and clear what the last forward computed.
+    def logits(self, rows: Tensor) -> Tensor:
+        """Return the logits of hidden states [positions, width] that are scaled already, fp32."""
+        products = torch.nn.functional.linear(rows.to(self.weight.dtype), self.weight).float()
+        return _logits_of(products, self.bias, self.softcap, needs_slope=False)[0]
 
-        The sum of loss times weight, and the losses; or twice the log-probabilities, of which the
-        second are detached.
-        """
+    def pop_loss(self) -> tuple[Tensor, Tensor]:
+        """Return and clear what the last forward computed, the results of `Targets.compute`."""
         if self.computed is None:
             raise RuntimeError("the model's forward did not call its head")
         computed, self.computed = self.computed, None
@@ -381,23 +388,46 @@ def fuse_head(model: Any) -> None:
         head.scale *= (numbers.get(name) or 1.0) ** power
 
 
+def head_results(model: Any, inputs: dict[str, Any], targets: Targets) -> tuple[Tensor, Tensor]:
+    """Run a model that has a `LossHead`; return the results of `targets.compute`."""
+    head = model.get_output_embeddings()
+    head.targets = targets
+    empty = model(**inputs).logits
+    first, second = head.pop_loss()
+    return first + empty.sum(), second
+
+
 def head_loss(
-    model: Any, inputs: dict[str, Any], labels: Tensor, loss_weights: Tensor
+    model: Any,
+    inputs: dict[str, Any],
+    labels: Tensor,
+    loss_weights: Tensor,
+    chunk_loss: ChunkLoss | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of loss times weight, and the losses [positions] in nats, fp32 and detached.
 
     `inputs`: arguments of the forward pass, whose logits are [rows, positions, vocabulary]; labels
-    (-100 if masked) and loss_weights are [rows, positions].
+    (-100 if masked) and loss_weights are [rows, positions]. `chunk_loss` replaces the
+    cross-entropy.
     """
-    head = model.get_output_embeddings()
-    targets = Targets(labels, loss_weights, inputs.get("logits_to_keep"))
-    if isinstance(head, LossHead):
-        head.targets = targets
-        empty = model(**inputs).logits
-        total, losses = head.pop_loss()
-        return total + empty.sum(), losses
-    losses = token_losses(targets.select(model(**inputs).logits), labels)
-    return (losses * loss_weights).sum(), losses.detach().flatten()
+    weights = loss_weights.flatten()
+    compute = partial(linear_cross_entropy, loss_weights=weights, chunk_loss=chunk_loss)
+    targets = Targets(labels, compute, loss_weights, inputs.get("logits_to_keep"))
+    if isinstance(model.get_output_embeddings(), LossHead):
+        return head_results(model, inputs, targets)
+    logits = targets.select(model(**inputs).logits)
+    if chunk_loss is None:
+        losses = token_losses(logits, labels).flatten()
+        return (losses * weights).sum(), losses.detach()
+    rows = logits.flatten(0, 1).float()
+    with torch.no_grad():
+        losses, slope = chunk_loss(
+            rows.clone(), labels.flatten(), weights, needs_grad=rows.requires_grad
+        )
+    total = (losses * weights).sum()
+    if slope is not None:  # a summand of 0, whose gradient is the slope
+        total = total + ((rows - rows.detach()) * slope).sum()
+    return total, losses
 
 
 def head_log_probs(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor:
@@ -406,14 +436,33 @@ def head_log_probs(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor
     Differentiable, so that a loss may weigh each by what it learns of others, as that of a
     preference pair does. Arguments as `head_loss`.
     """
+
+    def compute(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        log_probs = linear_log_probs(*arguments, **options)
+        return log_probs, log_probs.detach()
+
+    targets = Targets(labels, compute, columns=inputs.get("logits_to_keep"))
+    if isinstance(model.get_output_embeddings(), LossHead):
+        return head_results(model, inputs, targets)[0].view_as(labels)
+    return -token_losses(targets.select(model(**inputs).logits), labels)
+
+
+def head_hidden(model: Any, inputs: dict[str, Any], labels: Tensor) -> Tensor:
+    """Return what `head_logits` needs of the positions of `labels`: [positions, width]."""
+
+    def compute(hidden: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return hidden, hidden
+
+    targets = Targets(labels, compute, columns=inputs.get("logits_to_keep"))
+    if isinstance(model.get_output_embeddings(), LossHead):
+        return head_results(model, inputs, targets)[1]
+    return targets.select(model(**inputs).logits).flatten(0, 1)
+
+
+def head_logits(model: Any, rows: Tensor) -> Tensor:
+    """Return the logits of some rows of `head_hidden`, fp32 [positions, vocabulary]."""
     head = model.get_output_embeddings()
-    targets = Targets(labels, None, inputs.get("logits_to_keep"))
-    if not isinstance(head, LossHead):
-        return -token_losses(targets.select(model(**inputs).logits), labels)
-    head.targets = targets
-    empty = model(**inputs).logits
-    log_probs, _ = head.pop_loss()
-    return log_probs.view_as(labels) + empty.sum()
+    return head.logits(rows) if isinstance(head, LossHead) else rows.float()
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -345,6 +345,22 @@ def trained_token_ids(
     return sorted({known[token] for token in (*added, *trainable)})
 
 
+def check_same_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str
+) -> None:
+    """Raise UserError unless `other`, the tokenizer of the setting `name`, has the same tokens."""
+    known = other.get_vocab()
+    own = tokenizer.get_vocab()
+    if differing := sorted(token for token, index in own.items() if known.get(token) != index):
+        first = differing[0]
+        there = f"id {known[first]:,}" if first in known else "no token"
+        raise UserError(
+            f"{name}: its vocabulary is not that of the base: {len(differing):,} of {len(own):,} "
+            f"tokens differ, the first is {first!r}, id {own[first]:,} of the base and {there} of "
+            "the teacher; type a teacher of the base's family"
+        )
+
+
 def with_chat_template(
     data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> DataConfig:

@@ -78,6 +78,9 @@ class PlannedRun:
     """whether attention needs keys and values repeated for each query head"""
     runs_base: bool = False
     """whether the base computes each micro-batch, too, in a forward pass without its adapter"""
+    teacher: PlannedModel | None = None
+    """the model that runs forward on each micro-batch, too, whole on each rank"""
+    teacher_quantization: str = "none"
     num_checkpoints: int = 2
     """number of checkpoints that are kept on disk"""
     is_on_gpu: bool = True
@@ -203,6 +206,8 @@ class GpuMemory:
 
     weights: float
     """frozen weights, including the scales of quantized ones"""
+    teacher: float = 0.0
+    """weights of a teacher"""
     trainable: float
     """trainable weights"""
     gradients: float
@@ -319,6 +324,7 @@ def _constant_parts(run: PlannedRun, size: ModelSize, states: ModelStates) -> di
     weights = states.weights + _secondary_partition(run, whole)
     return {
         "weights": weights * (1 - trained_share),
+        "teacher": teacher_bytes(run),
         "trainable": weights * trained_share,
         "optimizer": states.optimizer,
         "received": received_bytes(run),
@@ -331,6 +337,16 @@ def received_bytes(run: PlannedRun) -> float:
     if run.stage is None:
         return 0.0
     return run.stage.received * run.accumulation * run.hidden_bytes
+
+
+def teacher_bytes(run: PlannedRun) -> float:
+    """Return the bytes of the weights of a teacher, which are not sharded."""
+    if run.teacher is None:
+        return 0.0
+    quantization = QuantizationConfig(method=run.teacher_quantization)
+    alone = StrategyConfig(name="single")
+    size = size_for(run.teacher, run.precision, quantization, alone, num_ranks=1, num_nodes=1)
+    return size.whole.frozen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

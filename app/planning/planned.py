@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,11 @@ from app.planning.choose import (
 )
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
-from app.planning.planned_model import PlannedModel, build_planned_model
+from app.planning.planned_model import (
+    PlannedModel,
+    build_planned_model,
+    model_from_config_json,
+)
 from app.preflight import check_compatibility
 from app.preflight.base_model import check_config, inspect_base
 from app.preflight.files import (
@@ -38,6 +43,7 @@ from app.strategy.settings import (
     tensor_parallel_size,
     with_states_of,
 )
+from app.training.objective.settings import DistillConfig, ObjectiveConfig
 from common.errors import UserError
 from common.facts import setting
 from common.untrusted import read_json_object, reading
@@ -45,6 +51,8 @@ from data_modules import DEFAULT_SEQUENCE_LEN, estimate_epoch, with_format
 
 if TYPE_CHECKING:
     from app.config.verbs import PlanConfig, TrainConfig
+
+log = logging.getLogger(__name__)
 
 NOT_PLANNED = ("auto", "zero3_nvme")
 """strategy names that are resolved before planning, or that are not implemented"""
@@ -257,9 +265,32 @@ def build_planned_run(
         keeps_scores=keeps_scores,
         groups_documents=groups_documents,
         runs_base=config.objective.reference_source == "base",
+        teacher=plan_teacher(config.objective, precision),
+        teacher_quantization=config.objective.teacher_quantization
+        if isinstance(config.objective, DistillConfig)
+        else "none",
         num_checkpoints=trainer.checkpoint.keep_last + trainer.checkpoint.keep_best,
         is_on_gpu=is_on_gpu,
     )
+
+
+def plan_teacher(objective: ObjectiveConfig, precision: str) -> PlannedModel | None:
+    """Return the teacher of a run; None without one, or if its sizes are not known here."""
+    if (path := objective.teacher_path) is None:
+        return None
+    teacher = None
+    try:
+        config_json = read_config_json(ModelConfig(path=path))
+        teacher = model_from_config_json(path, config_json, LoraConfig(), precision)
+    except UserError as error:
+        log.debug("%s", error)
+    if teacher is None:
+        log.warning(
+            "objective.teacher=%s: its config.json is not on this machine, or of a family whose "
+            "sizes it does not tell: the teacher's memory and time are not in the plan",
+            path,
+        )
+    return teacher
 
 
 def is_stored_quantized(config_json: Mapping[str, Any]) -> bool:

@@ -87,12 +87,12 @@ class Flops:
     products: float
     attention: float
     recomputed_products: float
-    """those of recompute, and of the base's own forward pass where an objective has one"""
+    """those of recompute, and of forward passes of the base or a teacher for an objective"""
     recomputed_attention: float
     frozen: float
     """products with frozen matrices of layers, recomputed ones included; also part of the above"""
     forward: float
-    """those of the forward pass, and of the base's own; also part of the above"""
+    """those of the forward pass, and of the base's own or a teacher's; also part of the above"""
     recomputed_scores: float
     """scores that the kernels of attention's backward pass compute again"""
 
@@ -129,13 +129,19 @@ def estimate_flops(run: PlannedRun) -> Flops:
         wide = 2.0 * widths.hidden * widths.feed_forward * layers
         again = 2.0 * wide * every
     of_base = 2.0 * frozen if run.runs_base else 0.0
-    passes = 1 + run.runs_base
+    others, others_attention = of_base + head * run.runs_base, attention * run.runs_base
+    if (teacher := run.teacher) is not None:
+        sides = 2 if teacher.is_pair else 1
+        others += 2.0 * (teacher.multiplied(trained=False) / sides + teacher.head_weights)
+        others_attention += (
+            2.0 * teacher.num_layers / sides * teacher.widths.query * run.sequence_len
+        )
     return Flops(
-        forward=forward + of_base + (head + attention) * passes,
+        forward=forward + head + attention + others + others_attention,
         products=products,
         attention=attention * (1 + 2 * reached),
-        recomputed_products=again + of_base + head * (passes - 1),
-        recomputed_attention=again_attention + attention * (passes - 1),
+        recomputed_products=again + others,
+        recomputed_attention=again_attention + others_attention,
         frozen=of_base + (forward * (1 + reached) + again) * frozen / max(1.0, frozen + trained),
         recomputed_scores=attention * reached * (ATTENTION_BACKWARD - 2),
     )

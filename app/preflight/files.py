@@ -56,6 +56,7 @@ from app.strategy.settings import (
     tensor_parallel_size,
 )
 from common.errors import UserError, nearest
+from common.installation import verb_command
 from common.untrusted import check_kinds, read_header, read_json_object, read_text, reading
 from data_modules import (
     OWN_TEMPLATE,
@@ -171,6 +172,8 @@ def check_files(
         problems += check_template("data.chat_template", config.data.chat_template)
         if config.data.datasets and config.data.chat_template is None:
             problems += check_own_template(model)
+    if has_data(config) and (teacher := config.objective.teacher_path) is not None:
+        problems += check_teacher(teacher)
     if has_data(config) and (config.data.loss_datasets or config.data.test_datasets):
         data = with_format(config.data, config.objective.row_format)
         of_rows = check_datasets(data)
@@ -178,6 +181,18 @@ def check_files(
         if config.objective.name == "classify" and not config.model.labels and not of_rows:
             problems.append(_missing_labels(found_labels(data)))
     return problems
+
+
+def check_teacher(path: str) -> list[str]:
+    """List problems of the folder of `objective.teacher`."""
+    for folder in (Path(path), Path(path) / "adapter"):
+        if is_adapter(folder):
+            return [
+                f"objective.teacher={path} is an adapter; type {verb_command('merge')} "
+                f"adapter_path={folder} output.dir=MERGED first, and objective.teacher=MERGED"
+            ]
+    problems = inspect_base(ModelConfig(path=path))[1]
+    return [problem.replace("model.path", "objective.teacher") for problem in problems]
 
 
 def _missing_labels(found: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ MAX_ROWS = 16
 """rows of advice that are shown in the terminal"""
 HUES = {
     "weights": 215,
+    "teacher": 240,
     "trainable": 265,
     "gradients": 300,
     "optimizer": 340,

@@ -152,6 +152,7 @@ def test_the_settings_that_are_paths() -> None:
         "merge.llama_cpp",
         "model.path",
         "model.tokenizer_path",
+        "objective.teacher",
     }
 
 

@@ -111,6 +111,18 @@ def test_the_base_s_own_pass_is_a_forward_pass_of_the_frozen_products() -> None:
         assert gathers[1] / gathers[0] == pytest.approx(more)
 
 
+def test_a_teacher_adds_its_weights_and_a_forward_pass() -> None:
+    alone, teacher = run_of("llama1b", sequence_len=4096), run_of("llama8b").model
+    run = replace(alone, teacher=teacher)
+    added = estimate_flops(run).total - estimate_flops(alone).total
+    assert added == pytest.approx(2 * (6.979e9 + 0.525e9) + 2 * 32 * 4096 * 4096, rel=0.01)
+    assert estimate_flops(run).model == estimate_flops(alone).model
+    more = estimate_gpu_memory(run).total - estimate_gpu_memory(alone).total
+    assert more == pytest.approx(2 * 8.03e9, rel=0.01)
+    packed = replace(run, teacher_quantization="nf4")
+    assert estimate_gpu_memory(packed).teacher < 0.4 * more
+
+
 @pytest.mark.parametrize("nodes", [2, 4, 16])
 def test_zero3_between_nodes_by_the_rule_of_thumb(nodes: int) -> None:
     """48 x M / N bits per node and step: three collectives of M 16-bit weights on N nodes."""

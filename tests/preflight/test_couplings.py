@@ -259,7 +259,7 @@ CONFLICTS = [
     (0, f"{SLICED} attention.backend=eager", f"{SLICED} attention.backend=sdpa",
      ["a share of the heads, which attention=eager", "type attention=sdpa or varlen, or"]),
     (0, f"data=pairs objective=dpo {SLICED}", "data=pairs objective=dpo",
-     ["splits rows, and objective=dpo needs whole answers", "type objective=sft, or"]),
+     ["splits rows, and objective=dpo is not built for slices", "type objective=sft, or"]),
     (0, f"{SLICED} trainer.compile=true", SLICED,
      ["strategy.context_parallel_size=2 and trainer.compile=true", "type trainer.compile=false"]),
     (0, f"{SLICED} adapter.neftune_alpha=5", SLICED,
@@ -392,6 +392,14 @@ CONFLICTS = [
      ["subtracts the adapter from the base", "type adapter.init=default"]),
     (0, "data=pairs objective=dpo trainer.compile=true", "data=pairs objective=dpo",
      ["compiles the layers with their adapter", "type trainer.compile=false"]),
+    (0, "objective=distill", "objective=distill objective.teacher=a/b",
+     ["learns from a teacher, and none is named; type objective.teacher=FOLDER_OR_HUB_ID"]),
+    (0, "objective=distill objective.teacher=a/b strategy=tp trainer.devices=2",
+     "objective=distill objective.teacher=a/b strategy=fsdp trainer.devices=2",
+     ["objective=distill compares whole distributions; type strategy=fsdp, zero2 or ddp"]),
+    (0, "objective=distill objective.teacher=a/b trainer.compile=true",
+     "objective=distill objective.teacher=a/b",
+     ["trainer.compile=true and objective=distill", "type trainer.compile=false"]),
 ]  # fmt: skip
 
 

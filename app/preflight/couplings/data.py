@@ -9,6 +9,7 @@ from app.model.adapter import LoraConfig, continued_from, saves_whole_model
 from app.preflight.couplings.conflict import Conflict
 from app.preflight.couplings.devices import Devices, has_data, is_training
 from app.preflight.couplings.model import CHANGE_BASE
+from app.strategy.settings import tensor_parallel_size
 from common.installation import verb_command
 from data_modules import dataset_names
 
@@ -29,6 +30,8 @@ def find_conflicts(config: TrainConfig | TunedConfig, devices: Devices) -> Itera
     if has_data(config):
         yield from _of_data(config)
         yield from _of_objective(config)
+        if config.objective.name == "distill":
+            yield from _of_teacher(config, devices)
 
 
 def _of_data(config: TrainConfig | EvaluateConfig) -> Iterator[Conflict]:
@@ -124,5 +127,26 @@ def _of_reference(config: TrainConfig) -> Iterator[Conflict]:
     if config.trainer.compile:
         yield Conflict(
             f"trainer.compile=true compiles the layers with their adapter, and {needs} without it",
+            "trainer.compile=false",
+        )
+
+
+def _of_teacher(config: TrainConfig | EvaluateConfig, devices: Devices) -> Iterator[Conflict]:
+    if config.objective.teacher_path is None:
+        yield Conflict(
+            "objective=distill learns from a teacher, and none is named",
+            "objective.teacher=FOLDER_OR_HUB_ID",
+        )
+    if not is_training(config):
+        return
+    if tensor_parallel_size(config.strategy, devices.ranks_per_node) > 1:
+        yield Conflict(
+            f"strategy={config.strategy.name} splits the tokens of the vocabulary among ranks, and "
+            "objective=distill compares whole distributions",
+            "strategy=fsdp, zero2 or ddp",
+        )
+    if config.trainer.compile:
+        yield Conflict(
+            "trainer.compile=true and objective=distill have not been tested together yet",
             "trainer.compile=false",
         )

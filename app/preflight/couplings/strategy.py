@@ -173,7 +173,8 @@ def _of_context(config: TrainConfig, devices: Devices) -> Iterator[Conflict]:
         )
     if config.objective.name != "sft":
         yield Conflict(
-            f"{name} splits rows, and objective={config.objective.name} needs whole answers",
+            f"{name} splits rows, and objective={config.objective.name} is not built "
+            "for slices of them",
             f"objective=sft, or {without}",
         )
     if config.trainer.compile:

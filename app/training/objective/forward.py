@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,16 @@ def document_numbers(batch: Batch) -> tuple[Tensor, int]:
         numbers[row, : len(own)] = own
         first += len(lengths)
     return numbers.to(batch.labels.device), last
+
+
+def rows_of_positions(batch: Batch, head: HeadInputs) -> Callable[[], tuple[Tensor, int]]:
+    """Return `Losses.rows` of losses of the positions of the head."""
+
+    def rows() -> tuple[Tensor, int]:
+        numbers, num_rows = document_numbers(batch)
+        return numbers[:, head.columns].flatten(), num_rows
+
+    return rows
 
 
 def document_datasets(batch: Batch) -> Tensor:

@@ -12,8 +12,8 @@ class ObjectiveConfig:
     """What is minimized: the cross-entropy of the trained tokens."""
 
     name: str = setting("sft", grants="nothing")
-    """objective: sft (answers); dpo, ipo, orpo, simpo, reward (pairs of answers); kto (answers with
-    a verdict); classify (texts with a class)"""
+    """objective: sft (answers); distill (answers, by a teacher's probabilities); dpo, ipo, orpo,
+    simpo, reward (pairs of answers); kto (answers with a verdict); classify (texts with a class)"""
 
     @property
     def row_format(self) -> str | None:
@@ -39,6 +39,11 @@ class ObjectiveConfig:
     def has_own_head(self) -> bool:
         """Whether the model has a head of its own in place of the language model's."""
         return False
+
+    @property
+    def teacher_path(self) -> str | None:
+        """Folder or hub id of the model that is learned from."""
+        return None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -206,8 +211,34 @@ class ClassifyConfig(ObjectiveConfig):
         return True
 
 
+@dataclass(kw_only=True, slots=True)
+class DistillConfig(ObjectiveConfig):
+    """Distillation (arXiv 1503.02531): the probabilities that a larger model, the teacher, gives
+    the next token are learned, at each trained token of the rows.
+    """
+
+    name: str = "distill"
+    teacher: str | None = setting(None, is_path=True)
+    """folder or hub id of the teacher, which has the vocabulary of the base"""
+    teacher_quantization: str = setting("none", choices=("none", "nf4"))
+    """precision of the teacher's weights: none (that of frozen weights), or nf4"""
+    direction: str = setting("forward", choices=("forward", "reverse"))
+    """KL divergence: forward (learn everything that the teacher may say), or reverse (learn what it
+    says most, as small models do better)"""
+    temperature: float = setting(1.0, gt=0, le=100, note="1 to 4 is usual")
+    """divides the logits of both models: higher weighs unlikely tokens more"""
+    sft_weight: float = setting(0.0, ge=0, le=100, note="0.1 to 1 is usual")
+    """weight of the cross-entropy of the rows' own tokens beside the divergence"""
+
+    @property
+    def teacher_path(self) -> str | None:
+        """As the setting says."""
+        return self.teacher
+
+
 OBJECTIVES: dict[str, type[ObjectiveConfig]] = {
     "sft": ObjectiveConfig,
+    "distill": DistillConfig,
     "dpo": DpoConfig,
     "ipo": IpoConfig,
     "orpo": OrpoConfig,

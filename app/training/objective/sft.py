@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from app.model.head import head_loss
-from app.training.objective.forward import document_numbers, head_inputs
+from app.training.objective.forward import head_inputs, rows_of_positions
 from app.training.objective.objective import Losses, Objective
 from data_modules import Batch
 
@@ -23,9 +23,5 @@ class Sft(Objective):
         """Return the losses of the trained columns of a micro-batch."""
         head = head_inputs(model, batch, backend)
         total, losses = head_loss(model, head.inputs, head.labels, head.weights)
-
-        def rows() -> tuple[Tensor, int]:
-            numbers, num_rows = document_numbers(batch)
-            return numbers[:, head.columns].flatten(), num_rows
-
+        rows = rows_of_positions(batch, head)
         return Losses(total, losses, head.weights.flatten(), head.dataset_ids.flatten(), rows)

@@ -1,0 +1,182 @@
+"""Distillation equals plain PyTorch on full logits, and never holds those of either model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, log_softmax
+
+from app.model import chunks
+from app.model.attention import attention_implementation
+from app.model.head import fuse_head
+from app.training.objective.build import build_objective
+from app.training.objective.objective import batch_loss
+from app.training.objective.settings import DistillConfig
+from app.training.objective.sums import DatasetSums, losses_by_dataset
+from data_modules import Batch
+from tests.model.test_head import causal
+from tests.tiny import random_ids, tiny_gpt2, tiny_llama
+from tests.training.test_loss import IGNORED, make_batch
+
+
+def with_bias() -> Any:
+    model = tiny_llama(tie_word_embeddings=False)
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.vocab_size))
+    return model
+
+
+STUDENTS = {
+    "tied": tiny_llama,
+    "untied": lambda: tiny_llama(tie_word_embeddings=False),
+    "softcap": lambda: causal("gemma2", head_dim=8, final_logit_softcapping=2.0),
+    "bias": with_bias,
+}
+TEACHERS = {
+    "as large": tiny_gpt2,
+    "larger": lambda: tiny_llama(hidden_size=64, vocab_size=80),
+    "smaller": lambda: tiny_llama(hidden_size=64, vocab_size=48),
+    "scaled": lambda: causal("granite", logits_scaling=3.0),
+}
+CONFIGS = [
+    DistillConfig(teacher="larger"),
+    DistillConfig(teacher="larger", direction="reverse"),
+    DistillConfig(teacher="smaller", temperature=2.5),
+    DistillConfig(teacher="smaller", direction="reverse", temperature=0.5, sft_weight=0.3),
+    DistillConfig(teacher="as large", sft_weight=2.0),
+    DistillConfig(teacher="scaled", direction="reverse", temperature=3.0),
+]
+
+
+def build(make: Any, *, fuses: bool = True, seed: int = 0) -> Any:
+    """Return a model with random weights that are large enough for clear preferences."""
+    model, generator = make(), torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        weight.data += 0.1 * torch.randn(weight.shape, generator=generator)
+    model.set_attn_implementation(attention_implementation("eager"))
+    if fuses:
+        fuse_head(model)
+    return model.train()
+
+
+def batch_of() -> Batch:
+    ids = (random_ids(tokens=15)[0] % 48).tolist()  # the rows of the smallest teacher
+    return make_batch(
+        [ids[:6], ids[6:11], ids[11:]],
+        [[0, 0, 0, 1, 1, 1], [0, 0, 0.5, 2, 0], [0, 0, 1, 1]],
+        [0, 2, 0],
+    )
+
+
+def by_hand(model: Any, teacher: Any, batch: Batch, config: DistillConfig) -> list[Any]:
+    """Return data set, weight, KL and cross-entropy of each trained token, of whole logits."""
+    found, start = [], 0
+    for length in batch.document_lengths[0]:
+        ids = batch.input_ids[:, start : start + length]
+        logits = model(input_ids=ids).logits[0].double()
+        shared = min(logits.shape[1], teacher.config.vocab_size)
+        with torch.no_grad():
+            of_teacher = teacher(input_ids=ids).logits[0, :, :shared].double()
+        pair = [
+            log_softmax(each / config.temperature, -1) for each in (of_teacher, logits[:, :shared])
+        ]
+        first, second = pair if config.direction == "forward" else pair[::-1]
+        kls = torch.nn.functional.kl_div(second, first, reduction="none", log_target=True).sum(1)
+        for i in range(length - 1):
+            if weight := batch.loss_weights[0, start + i].item():
+                entropy = cross_entropy(logits[i], ids[0, i + 1])
+                found.append((int(batch.dataset_ids[0, start]), weight, kls[i], entropy))
+        start += length
+    return found
+
+
+@pytest.mark.parametrize("fuses", [True, False], ids=["fused", "whole logits"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("student", STUDENTS)
+def test_loss_gradients_and_figures_are_those_of_whole_logits(
+    student: str, config: DistillConfig, fuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", 5 * 64)  # several chunks
+    teacher = build(TEACHERS[str(config.teacher)], fuses=fuses, seed=1)
+    model, batch = build(STUDENTS[student], fuses=fuses), batch_of()
+    expected = by_hand(model, teacher, batch, config)
+    scale = config.temperature**2
+    total = sum(w * (scale * kl + config.sft_weight * ce) for _, w, kl, ce in expected)
+    model.zero_grad()
+    total.backward()
+    plain = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    objective, sums = (
+        build_objective(config, load_teacher=lambda device: (teacher, "eager")),
+        DatasetSums(3),
+    )
+    model.zero_grad()
+    loss = batch_loss(objective, model, batch, "eager", sums)
+    loss.backward()
+    assert loss.item() == pytest.approx(total.item(), rel=1e-6)
+    norm = torch.stack([grad.norm() for grad in plain.values()]).norm()
+    for name, weight in model.named_parameters():
+        assert (weight.grad - plain[name]).norm() <= 1e-6 * norm, name
+    assert not any(weight.grad is not None for weight in teacher.parameters())
+    metrics = losses_by_dataset(sums.take(), ["a", "b", "c"], "val", objective.figures)
+    for figure, place in (("kl", 2), ("cross_entropy", 3)):
+        for name, number in (("a", 0), ("c", 2)):
+            own = [row for row in expected if row[0] == number]
+            mean = sum(row[1] * row[place].item() for row in own) / sum(row[1] for row in own)
+            assert metrics[f"val/{figure}/{name}"] == pytest.approx(mean, rel=1e-5), figure
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_teacher_that_is_the_student_teaches_nothing(direction: str) -> None:
+    model = build(tiny_llama)
+    config = DistillConfig(teacher="itself", direction=direction)
+    objective = build_objective(config, load_teacher=lambda device: (build(tiny_llama), "eager"))
+    loss = batch_loss(objective, model, batch_of(), "eager", DatasetSums(3))
+    loss.backward()
+    assert abs(loss.item()) < 1e-5
+    assert max(weight.grad.abs().max().item() for weight in model.parameters()) < 1e-5
+
+
+def test_the_whole_logits_of_neither_model_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary, positions, rows = 4096, 40, 4
+    monkeypatch.setattr(chunks, "LOGITS_PER_CHUNK", rows * vocabulary)
+    model, teacher = (
+        build(lambda: tiny_llama(vocab_size=vocabulary, hidden_size=8, num_attention_heads=2))
+        for _ in range(2)
+    )
+    model.requires_grad_(False)
+    model.model.layers[0].requires_grad_(True)
+    objective = build_objective(
+        DistillConfig(teacher="tiny", sft_weight=1.0),
+        load_teacher=lambda device: (teacher, "eager"),
+    )
+    ids = random_ids(tokens=positions)[0].tolist()
+    batch = make_batch([ids], [[0.0] + [1.0] * (positions - 1)], [0])
+    sizes: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and vocabulary == result.shape[-1:].numel():
+                sizes.append(result.numel())
+            return result
+
+    with Watch():
+        batch_loss(objective, model, batch, "eager", DatasetSums(1)).backward()
+    weight = 8 * vocabulary  # the transposed weight has as many columns, too
+    assert max(size for size in sizes if size != weight) == rows * vocabulary
+
+
+def test_a_micro_batch_without_trained_tokens_has_a_loss_and_gradients_of_zero() -> None:
+    model, sums = build(tiny_llama), DatasetSums(3)
+    batch = batch_of()
+    batch.labels.fill_(IGNORED)
+    batch.loss_weights.zero_()
+    config = DistillConfig(teacher="larger", sft_weight=1.0)
+    teacher = build(TEACHERS["larger"])
+    objective = build_objective(config, load_teacher=lambda device: (teacher, "eager"))
+    loss = batch_loss(objective, model, batch, "eager", sums)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)
+    assert not sums.take().any()
