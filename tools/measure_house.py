@@ -41,8 +41,8 @@ AIMS = {
     "files of a row to its batch": 18,
 }
 MOST = {
-    "modules": 320,
-    "lines that are not blank": 66_420,
+    "modules": 321,
+    "lines that are not blank": 66_730,
     LONG_FUNCTIONS: 0,
     "modules with one importer": 82,
 }

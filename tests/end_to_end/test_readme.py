@@ -100,7 +100,10 @@ def check_verb(verb: str, words: list[str]) -> None:
     if "-m" in words:
         left_out = ("-m", "+sweep=find_lr")  # conf/sweep is composed in tests/sweep
         words = [first_values(word) for word in words if word not in left_out]
-    load_config(verb, [word for word in words if word != "+experiment=mine.yaml"])
+    left_out = ["+experiment=mine.yaml"]
+    if any("=s3://" in word for word in words):
+        left_out.append("resume=auto")  # asks the object store for the run's settings
+    load_config(verb, [word for word in words if word not in left_out])
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}-{block.text[:40]}")
