@@ -61,7 +61,7 @@ def status(config: StatusConfig) -> int:
         folder = find_folder(config.run)
         where, known = str(folder), read_status(folder)
     seconds_ago = max(0.0, time.time() - known["written"])
-    stalled = why_stalled(known, seconds_ago)
+    stalled = stall_reason(known, seconds_ago)
     if config.as_json:
         print(json.dumps(known | {"seconds_ago": seconds_ago, "stalled": stalled}, indent=2))
     else:
@@ -109,7 +109,7 @@ def read_status(folder: Path) -> dict[str, Any]:
     return known
 
 
-def why_stalled(known: Mapping[str, Any], seconds_ago: float) -> str | None:
+def stall_reason(known: Mapping[str, Any], seconds_ago: float) -> str | None:
     """Return why a run that has not ended no longer makes progress, or None."""
     state, pid = known["state"], known["pid"]
     if state in (FINISHED, STOPPED, FAILED):

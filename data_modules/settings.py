@@ -96,8 +96,7 @@ class DataConfig:
     """maximum tokens of a document and of a pack; null = the smaller of 2048 and the model's
     context"""
     val_set_size: int | float = setting(0.05, ge=0, shown=("train",))
-    """validation rows of each data set: a share below 1, else a number (1 = one row); not with
-    data.val_datasets"""
+    """validation rows of each data set: a share below 1, or a number"""
     train_on_inputs: bool = setting(False, shown=("preview",))
     """train on prompts too, not only on answers"""
     roles_to_train: list[str] = setting(
@@ -125,8 +124,8 @@ class DataConfig:
         choices=("drop", "truncate_left", "truncate_right", "split", "error"),
         shown=("train", "preview"),
     )
-    """rows longer than `sequence_len`: drop, truncate_left (keep the end), truncate_right (keep the
-    beginning), split or error"""
+    """rows longer than `sequence_len`: drop, split, error, truncate_left (keep the end) or
+    truncate_right"""
     on_bad_row: str = setting("error", choices=("error", "quarantine"))
     """rows that cannot be read: error, or quarantine (left out, and written with the reason into
     the run's folder)"""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.reliability.person import Person
+    from tests.reliability.shell import Shell
 
 # Set before torch is imported, which reads them; child processes inherit them. Models this small
 # are slower on two threads than on one, and other tests run at the same time.
@@ -142,11 +142,11 @@ def _no_inherited_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def person() -> Iterator[Person]:
+def shell() -> Iterator[Shell]:
     """Runs commands as a user does, in forks of a process that has imported everything."""
-    from tests.reliability.person import Person
+    from tests.reliability.shell import Shell
 
-    one = Person(Path(os.environ["LOFT_DATA_CACHE"]))
+    one = Shell(Path(os.environ["LOFT_DATA_CACHE"]))
     yield one
     one.close()
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from tests.processes import environment_of_a_person
+from tests.processes import user_environment
 
 INTERFACE = "eth0"
 PORT = 29500
@@ -54,7 +54,7 @@ class Host:
         return subprocess.Popen(
             self.command(*words),
             cwd=ROOT,
-            env=environment_of_a_person() | dict(environment or {}),
+            env=user_environment() | dict(environment or {}),
             text=True,
             start_new_session=True,
             **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options},

@@ -49,7 +49,7 @@ def ends_within() -> float:
     return min(25.0, 5.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
-def environment_of_a_person() -> dict[str, str]:
+def user_environment() -> dict[str, str]:
     """Return this process's environment without the variables of a rank."""
     return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
 
@@ -62,7 +62,7 @@ def start_train(
 ) -> subprocess.Popen[str]:
     """Start `python -m app.train`; None removes a variable from the environment."""
     with_stacks = {"PYTHONFAULTHANDLER": "1"}  # stacks of a process that takes too long
-    changed = environment_of_a_person() | with_stacks | dict(environment or {})
+    changed = user_environment() | with_stacks | dict(environment or {})
     return subprocess.Popen(
         [python, "-m", "app.train", *words],
         cwd=ROOT,
@@ -122,7 +122,7 @@ def started(python: str, verb: str, *words: str, until: str, **variables: str) -
     process = subprocess.Popen(
         [python, "-m", f"app.{verb}", *words],
         cwd=ROOT,
-        env=environment_of_a_person() | {"PYTHONUNBUFFERED": "1"} | variables,
+        env=user_environment() | {"PYTHONUNBUFFERED": "1"} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 
 from tests.conftest import ROOT
-from tests.processes import LONGEST, environment_of_a_person
+from tests.processes import LONGEST, user_environment
 
 CONTROL = re.compile(r"\x1b\[(\d*)([A-Za-z])|\x1b\[\?\d+[hl]|\x1b\[[\d;]*m")
 CTRL_C = b"\x03"
@@ -39,7 +39,7 @@ def type_in_terminal(
     if child == 0:
         os.chdir(ROOT)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        environment = {**environment_of_a_person(), "TERM": "xterm-256color"}
+        environment = {**user_environment(), "TERM": "xterm-256color"}
         for name in ("COLUMNS", "LINES"):
             environment.pop(name, None)
         time.sleep(0.1)  # until the size is set

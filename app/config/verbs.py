@@ -280,14 +280,13 @@ class TrainConfig:
         shown=("train",),
         grants="write",
     )
-    """never; auto = from the newest valid checkpoint of output.dir, else of the newest unfinished
-    run of this name; must = the same, an error if there is none; or the folder of a run or
-    checkpoint, whose settings are inherited"""
+    """never; auto = from the newest checkpoint of output.dir, else of the newest unfinished run of
+    this name; must = the same or an error; or the folder of a run or checkpoint"""
     resume_allow: list[str] = setting(
         default_factory=list, choices=tuple(ALLOWED), resume="per_start", shown=("train",)
     )
-    """settings that may differ from the resumed run: lr, schedule, epochs, data, precision;
-    checkpoint = a checkpoint named by `resume` may belong to another run"""
+    """what may differ from the resumed run: lr, schedule, epochs, data, precision; checkpoint =
+    the one that `resume` names may be another run's"""
     faults: list[str] = setting(default_factory=list, resume="per_start", grants="nothing")
     """faults to inject once each, for tests: rank_killed@12, nan@7, hang@9, enospc, ckpt:POINT"""
 

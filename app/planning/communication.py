@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from app.model.attention import key_repeats, why_gathered
+from app.model.attention import gather_reason, key_repeats
 from app.planning.memory import PlannedRun
 from app.planning.pipeline import stages_of
 from app.planning.states import ZERO_BUCKET, ModelSize, keeps_gradients_whole
@@ -370,7 +370,7 @@ def _of_context_parallel(run: PlannedRun) -> list[Collective]:
     if ranks == 1:
         return []
     key_heads = max(1, widths.key_value * widths.heads // widths.query)
-    if why_gathered(widths.heads, key_heads, ranks):
+    if gather_reason(widths.heads, key_heads, ranks):
         what, kind = "keys and values of split rows", ALL_GATHER
         features = 2 * ranks * widths.key_value
     else:

@@ -54,7 +54,7 @@ def start_heartbeat(folder: Path, rank: int) -> None:
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 
-def beat(step: int) -> None:
+def send_heartbeat(step: int) -> None:
     """Report progress: `step` optimizer steps are done."""
     global _num_beats, _num_signs, _step, _thread
     _thread = threading.current_thread()
@@ -63,7 +63,7 @@ def beat(step: int) -> None:
 
 
 def refresh_liveness() -> None:
-    """Report that the training thread is alive, as during a long save, without counting a beat.
+    """Report that the training thread is alive, as during a long save, without counting one.
 
     The number of beats shows which rank has done fewer steps, and ranks differ in how much they
     save. Ignored before the first step, and in any other thread unless the training thread waits
@@ -108,7 +108,7 @@ def send_to_supervisor(message: str) -> bool:
         os.set_inheritable(_pipe, False)
     try:
         os.write(_pipe, f"{' '.join(message.split())}\n".encode())
-    except BlockingIOError:  # the pipe is full; another beat follows soon
+    except BlockingIOError:  # the pipe is full; another follows soon
         return True
     except OSError:
         return False

@@ -436,7 +436,7 @@ class Ranks:
     def request_stacks(self) -> None:
         """Make every rank dump the stacks of its threads into the run's folder."""
         for rank in self.ranks:
-            # Before its first beat a rank has no handler: the signal would kill it.
+            # Before its first heartbeat a rank has no handler: the signal would kill it.
             if rank.step is not None and rank.code is None:
                 rank.process.send_signal(signal.SIGUSR2)
 

@@ -40,8 +40,7 @@ class CheckpointConfig:
     every_steps: int | None = setting(
         None, ge=1, shown=("train",), aliases=("save_steps", "save_every_steps")
     )
-    """optimizer steps between checkpoints; null = ten per run and one per epoch. The last step is
-    always saved"""
+    """optimizer steps between checkpoints; null = ten per run, one per epoch"""
     keep_last: int = setting(2, ge=1, aliases=("save_total_limit",))
     """number of newest checkpoints to keep; each takes disk space"""
     keep_best: int = setting(0, ge=0)
@@ -69,7 +68,7 @@ class TrainerConfig:
         shown=("train", "preview"),
         aliases=("batch_size", "per_device_train_batch_size"),
     )
-    """packs (rows when not packing) per forward and backward pass of a rank; auto = as many as fit
+    """packs (rows when not packing) per pass of a rank; auto = as many as fit
     on a GPU, 1 on a CPU or for streamed data"""
     gradient_accumulation_steps: int | str = setting(
         "auto",
@@ -80,8 +79,8 @@ class TrainerConfig:
         shown=("train", "preview"),
         aliases=("accumulate_grad_batches",),
     )
-    """micro-batches per optimizer step of a rank, fewer if micro_batch_size=auto chooses larger
-    ones; auto = 8, fewer if an epoch of small data had less than ten steps"""
+    """micro-batches per optimizer step of a rank, fewer if larger ones fit; auto = 8, fewer for
+    little data"""
     global_batch_size: int | None = setting(
         None,
         ge=1,

@@ -28,7 +28,7 @@ class TookTooLongError(BaseException):
 
 
 @dataclass(frozen=True)
-class End:
+class Opened:
     """How an attempt ended: the exit code, stderr, and the model if there is one."""
 
     code: int
@@ -49,7 +49,7 @@ def _composed(verb: str, words: tuple[str, ...]) -> Any:
     return load_config(verb, ["model.path=a/b", "data.datasets=[{path: c}]", *words])
 
 
-def open_run(config: Any) -> End:
+def open_run(config: Any) -> Opened:
     """Check and load what a run's settings name, as the run does, and compute some logits."""
     stderr = io.StringIO()
     variables = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_OTHER_RUNS}
@@ -64,8 +64,8 @@ def open_run(config: Any) -> End:
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            return End(report(error), stderr.getvalue(), error=error)
-    return End(DONE, stderr.getvalue(), model)
+            return Opened(report(error), stderr.getvalue(), error=error)
+    return Opened(DONE, stderr.getvalue(), model)
 
 
 def _open(config: Any) -> Any:

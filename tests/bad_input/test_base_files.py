@@ -29,7 +29,7 @@ from app.training.run_documents import read_object
 from common.errors import TrainingFault, UserError, exit_code
 from common.untrusted import Limits, limits, read_header, read_json_object, reading
 from data_modules import DataConfig, DatasetConfig
-from tests.bad_input.opened import End, open_run, settings_for
+from tests.bad_input.opened import Opened, open_run, settings_for
 from tests.in_process import make_data
 from tests.tiny import save_with_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
 
@@ -63,11 +63,11 @@ def adapter(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made / "adapter", tmp_path / "adapter"))
 
 
-def open_base(base: Path, made: Path, *words: str) -> End:
+def open_base(base: Path, made: Path, *words: str) -> Opened:
     return open_run(settings_for(base, made / "d.jsonl", "adapter=full", *words))
 
 
-def open_adapter(adapter: Path, made: Path) -> End:
+def open_adapter(adapter: Path, made: Path) -> Opened:
     return open_run(settings_for(made / "base", made / "d.jsonl", f"adapter.path={adapter}"))
 
 
@@ -76,7 +76,7 @@ def change(file: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def refused(end: End, *fragments: str) -> None:
+def refused(end: Opened, *fragments: str) -> None:
     assert end.code == 2, end.stderr or end.error
     for fragment in fragments:
         assert fragment in end.stderr, end.stderr

@@ -23,7 +23,7 @@ from tests.bad_input.prepared import ASKED_ONLY, ROWS, chat, named, prepare, pro
 from tests.conftest import ROOT
 from tests.in_process import make_data, run_command
 from tests.processes import LONGEST
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_a_bad_row_ends_a_typed_run_with_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_to_learn_ends_a_typed_run_with_two(person: Person, tmp_path: Path) -> None:
+def test_nothing_to_learn_ends_a_typed_run_with_two(shell: Shell, tmp_path: Path) -> None:
     data = write(tmp_path / "d.jsonl", [ASKED_ONLY] * 3)
     words = ["model=tiny", f"data.datasets=[{{path: {data}}}]"]
-    said = person.train_into(tmp_path / "run", *words, code=2)
+    said = shell.train_into(tmp_path / "run", *words, code=2)
     assert "d.jsonl: no row of 3 is left: " in said and "Traceback" not in said

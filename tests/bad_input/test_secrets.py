@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.in_process import run_command
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES, small_run
 
 pytestmark = pytest.mark.slow
@@ -75,10 +75,10 @@ Type = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def type_command(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Type:
+def type_command(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Type:
     def type_verb(verb: str, *words: str, cache: Path, lines: str = "") -> tuple[int, str]:
         """Run a verb in a process; return its exit code and output."""
-        ending = person.type_train(
+        ending = shell.type_train(
             words,
             tmp_path_factory.mktemp("typed"),
             module=f"app.{verb}",

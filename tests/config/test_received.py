@@ -226,6 +226,7 @@ IN_NEW_FOLDERS = {
     "app/config/completion.py": "a file of the shell, of this user",
     "app/process/reporting.py": "the error file that torchrun names",
     "app/strategy/deepspeed_operators.py": "the cache of compiled operators",
+    "app/run/remote.py": "an object store",
     "app/run/folder.py": "a copy whose earlier name is removed",
     "data_modules/audit/figures.py": "a run: links were refused and hard links copied at its start",
     "data_modules/datamodule.py": "the same",

@@ -24,7 +24,7 @@ from data_modules.stream import StreamPlan, TokenStream
 from data_modules.tokens.datasets import DataSpec
 from data_modules.types import BatchSpec, ModelSpec
 from tests.batches import micro_batches
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 
 
 @pytest.fixture(autouse=True)
@@ -302,9 +302,7 @@ def test_settings_not_available_for_streams_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_a_stream_with_workers(
-    person: Person, tmp_path: Path, stories: Path
-) -> None:
+def test_a_run_trains_on_a_stream_with_workers(shell: Shell, tmp_path: Path, stories: Path) -> None:
     # In a process of its own: a tokenizer that used its threads before the fork hung the workers.
     rows = [{"prompt": f"Once upon a time {index}", "completion": " yes"} for index in range(400)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -317,5 +315,5 @@ def test_a_run_trains_on_a_stream_with_workers(
         "trainer.max_steps=3",
         "logger=csv",
     ]
-    person.train_into(tmp_path / "run", *words, environment={"TOKENIZERS_PARALLELISM": "true"})
+    shell.train_into(tmp_path / "run", *words, environment={"TOKENIZERS_PARALLELISM": "true"})
     assert (tmp_path / "run/metrics.json").exists()

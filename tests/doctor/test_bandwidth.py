@@ -40,7 +40,7 @@ from app.process.launch import read_launch
 from common.errors import UserError
 from tests.conftest import ROOT
 from tests.hosts import Host, hosts
-from tests.processes import environment_of_a_person
+from tests.processes import user_environment
 
 __all__ = ["hosts"]
 
@@ -172,7 +172,7 @@ def ranks(*command: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Pop
             subprocess.Popen(
                 [sys.executable, *command],
                 cwd=ROOT,
-                env=environment_of_a_person() | variables,
+                env=user_environment() | variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

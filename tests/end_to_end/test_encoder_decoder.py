@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import UserError
 from tests.conftest import SHARED, TrainRun, read_column
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.tiny import (
     NAMES,
     TINY_BASE,
@@ -92,7 +92,7 @@ def test_a_preview_shows_both_sides(words: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["t5"], indirect=True, scope="module")
 def test_two_ranks_train_as_one(
-    words: list[str], train_run: TrainRun, person: Person, tmp_path: Path
+    words: list[str], train_run: TrainRun, shell: Shell, tmp_path: Path
 ) -> None:
     folder = tmp_path / "ranks"
     words = [*words, "adapter=lora", "adapter.dropout=0", "logger=csv"]
@@ -101,7 +101,7 @@ def test_two_ranks_train_as_one(
         "trainer.devices=2",
         "trainer.accelerator=cpu",
     ]
-    person.train_into(folder, *small_run(*words, *split))
+    shell.train_into(folder, *small_run(*words, *split))
     alone = train_run(*small_run(*words))
     for column in ("train/loss", "train/grad_norm", "val/loss"):
         expected = read_column(alone, column)

@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 
 from tests.conftest import ROOT
 from tests.local_server import Handler, local_server
-from tests.processes import environment_of_a_person
+from tests.processes import user_environment
 from tests.tiny import TINY_BASE
 
 FIRST, SECOND = "a1" * 20, "b2" * 20
@@ -65,7 +65,7 @@ def hub() -> Iterator[str]:
 def test_the_commit_of_a_hub_base_is_pinned_for_resuming(hub: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     local = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"}
-    environment = environment_of_a_person() | local
+    environment = user_environment() | local
     for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
         environment.pop(name, None)
 

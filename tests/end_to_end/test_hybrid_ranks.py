@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.families import tiny_family
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.runs import figures_of
 from tests.tiny import save_with_tokenizer, small_run
 
@@ -29,7 +29,7 @@ ADAPTER = "adapter/adapter_model.safetensors"
 
 @pytest.mark.parametrize(("family", "strategy"), [("qwen3_5_text", "zero3"), ("falcon_h1", "fsdp")])
 def test_two_ranks_give_the_figures_and_weights_of_one(
-    family: str, strategy: str, person: Person, tmp_path: Path
+    family: str, strategy: str, shell: Shell, tmp_path: Path
 ) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
@@ -38,10 +38,10 @@ def test_two_ranks_give_the_figures_and_weights_of_one(
     )
     words = (*RUN, f"model.path={base}")
     one, two = tmp_path / "one", tmp_path / "two"
-    person.train_into(one, *small_run(*words, "trainer.gradient_accumulation_steps=2"))
+    shell.train_into(one, *small_run(*words, "trainer.gradient_accumulation_steps=2"))
     expected, theirs = figures_of(one), load_file(one / ADAPTER)
     ranks = ("trainer.devices=2", "trainer.gradient_accumulation_steps=1")
-    person.train_into(two, *small_run(*words, *ranks, f"strategy={strategy}"))
+    shell.train_into(two, *small_run(*words, *ranks, f"strategy={strategy}"))
     for figure, value in figures_of(two).items():
         assert value == pytest.approx(expected[figure], rel=1e-5, abs=1e-5), figure
     mine = load_file(two / ADAPTER)

@@ -21,7 +21,7 @@ from transformers import (
 from app.config import load_config
 from app.evaluate import evaluate
 from tests.multimodal import llava_of_the_tiny_base
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES, TINY_BASE, save_with_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -111,12 +111,12 @@ KINDS = {
     [("mixture", "nf4"), ("hybrid", "nf4"), ("multimodal", "none")],
 )
 def test_other_kinds_of_bases_learn_the_lists(
-    kind: str, quantization: str, person: Person, tmp_path: Path
+    kind: str, quantization: str, shell: Shell, tmp_path: Path
 ) -> None:
     case = KINDS[kind]
     base, run = case.save(tmp_path / "base"), tmp_path / "run"
     rows, test_rows = (f"[{{path: {SAMPLES / file}, name: lists}}]" for file in LISTS)
-    printed = person.train_into(
+    printed = shell.train_into(
         run,
         *("+experiment=quickstart", f"model.path={base}", f"quantization={quantization}"),
         *(f"data.datasets={rows}", f"data.test_datasets={test_rows}"),

@@ -30,8 +30,8 @@ from tests.conftest import ROOT, STORIES, TrainRun
 from tests.killed import killed_at
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import tiny_multimodal
-from tests.processes import ends_within, environment_of_a_person, started
-from tests.reliability.person import Person
+from tests.processes import ends_within, started, user_environment
+from tests.reliability.shell import Shell
 from tests.tiny import TINY_BASE, move, save_with_tokenizer, small_run, tiny_t5
 
 QUESTION = "Sort: pear, apple, fig"
@@ -370,11 +370,11 @@ def answers_of(questions: list[tuple[Any, ...]], *words: str) -> list[str]:
 
 @pytest.mark.slow
 def test_chat_and_the_merged_model_answer_as_evaluate(
-    default_run: Path, person: Person, tmp_path: Path
+    default_run: Path, shell: Shell, tmp_path: Path
 ) -> None:
     questions, measured = held_out_answers(default_run)
     merged = tmp_path / "merged"
-    output = person.train_into(merged, f"run={default_run}", module="app.merge")
+    output = shell.train_into(merged, f"run={default_run}", module="app.merge")
     assert "merge verified" in output and "chat template verified" in output
     assert answers_of(questions, f"model.path={merged}", "trainer.precision=fp32") == measured
     # The same through a pipe: one-line questions with the most common system prompt.
@@ -387,7 +387,7 @@ def test_chat_and_the_merged_model_answer_as_evaluate(
     typed = dict(list(typed.items())[:8])
     assert len(typed) == 8
     folder = tmp_path / "chat"
-    person.train_into(
+    shell.train_into(
         folder,
         *(f"run={default_run}", f"chat.system='{system}'"),
         module="app.chat",
@@ -399,14 +399,14 @@ def test_chat_and_the_merged_model_answer_as_evaluate(
 
 
 def served_answers(
-    person: Person, run: Path, folder: Path, questions: list[tuple[Any, ...]]
+    shell: Shell, run: Path, folder: Path, questions: list[tuple[Any, ...]]
 ) -> list[str]:
     """Return the answers that OpenAI's client receives for each question; every third streamed."""
     import openai
 
     answers = []
     words = (f"run={run}", f"output.dir={folder}", "serve.port=0")
-    with started(person.python, "serve", *words, until="serving ") as server:
+    with started(shell.python, "serve", *words, until="serving ") as server:
         url = re.search(r"API (http://127\.0\.0\.1:\d+/v1);", server.line)
         assert url is not None, server.line
         name = server.line.split()[1].rstrip(":")
@@ -429,15 +429,15 @@ def served_answers(
 
 
 @pytest.mark.slow
-def test_the_server_answers_as_evaluate(default_run: Path, person: Person, tmp_path: Path) -> None:
+def test_the_server_answers_as_evaluate(default_run: Path, shell: Shell, tmp_path: Path) -> None:
     questions, measured = held_out_answers(default_run)
-    assert served_answers(person, default_run, tmp_path / "serve", questions) == measured
+    assert served_answers(shell, default_run, tmp_path / "serve", questions) == measured
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["causal", "pair"])
 def test_a_server_requires_its_key_and_stops_during_an_answer(
-    kind: str, person: Person, tmp_path: Path
+    kind: str, shell: Shell, tmp_path: Path
 ) -> None:
     base = TINY_BASE
     if kind == "pair":
@@ -445,15 +445,15 @@ def test_a_server_requires_its_key_and_stops_during_an_answer(
     words = [f"model.path={base}", "chat.max_new_tokens=100000", "trainer.precision=fp32"]
     key = {"LOFT_SERVE_KEY": "s3cret-of-the-test"}
     first = (*words, "serve.port=0", f"output.dir={tmp_path / 'serve'}")
-    with started(person.python, "serve", *first, until="serving ", **key) as server:
+    with started(shell.python, "serve", *first, until="serving ", **key) as server:
         import openai
 
         found = re.search(r"API (http://127\.0\.0\.1:(\d+)/v1);", server.line)
         assert found is not None
         again = subprocess.run(
-            [person.python, "-m", "app.serve", *words, f"serve.port={found[2]}"],
+            [shell.python, "-m", "app.serve", *words, f"serve.port={found[2]}"],
             cwd=ROOT,
-            env=environment_of_a_person(),
+            env=user_environment(),
             capture_output=True,
             text=True,
             check=False,

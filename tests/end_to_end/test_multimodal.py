@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from app.model.adapter import probe_logits
 from tests.multimodal import tiny_multimodal
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.runs import figures_of
 from tests.tiny import probe, save_with_tokenizer, small_run
 
@@ -45,13 +45,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_one_rank(
     request: pytest.FixtureRequest,
     base: Path,
-    person: Person,
+    shell: Shell,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[str, Path]:
     """Name of an adapter, and a run of one rank with it."""
     run = tmp_path_factory.mktemp("one") / "run"
     words = (*RUN, *ADAPTERS[request.param], f"model.path={base}")
-    person.train_into(run, *small_run(*words, "trainer.gradient_accumulation_steps=2"))
+    shell.train_into(run, *small_run(*words, "trainer.gradient_accumulation_steps=2"))
     return request.param, run
 
 
@@ -61,13 +61,13 @@ def of_one_rank(
     indirect=["of_one_rank"],
 )
 def test_several_ranks_give_the_figures_and_weights_of_one(
-    strategy: str, of_one_rank: tuple[str, Path], base: Path, person: Person, tmp_path: Path
+    strategy: str, of_one_rank: tuple[str, Path], base: Path, shell: Shell, tmp_path: Path
 ) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
     (adapter, one), two = of_one_rank, tmp_path / "two"
     words = (*RUN, *ADAPTERS[adapter], f"model.path={base}", f"strategy={strategy}")
-    person.train_into(two, *small_run(*words, "trainer.devices=2"))
+    shell.train_into(two, *small_run(*words, "trainer.devices=2"))
     expected, found = figures_of(one), figures_of(two)
     # A sharded, fully tuned model leaves no room for its base: answers of the base and intervals
     # of their change are missing. With fewer intervals, each of the others is narrower.

@@ -9,7 +9,7 @@ import pytest
 
 from app.config import run_verb
 from app.evaluate import evaluate
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES
 
 METHODS = ("none", "nf4", "int8", "fp8")
@@ -26,13 +26,13 @@ NOISE = ("MatMul8bitLt", "gemm_4bit", "bitsandbytes")
 
 
 @pytest.fixture(scope="module")
-def runs(person: Person, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+def runs(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
     """A part of the quickstart by quantization method: run folder and printed text."""
     parent = tmp_path_factory.mktemp("qlora")
     return {
         method: (
             parent / method,
-            person.train_into(
+            shell.train_into(
                 parent / method, "+experiment=quickstart", f"quantization={method}", *SHORT
             ),
         )

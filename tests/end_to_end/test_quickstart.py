@@ -9,7 +9,7 @@ import pytest
 
 from common.text import percent
 from tests.conftest import SCREEN
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 
 TASKS = ("lists", "orders", "people")
 
@@ -29,12 +29,12 @@ def test_the_quickstart_learns_all_three_tasks(default_run: Path) -> None:
 
 @pytest.mark.slow
 def test_evaluate_repeats_the_closing_table(
-    default_run: Path, person: Person, tmp_path: Path
+    default_run: Path, shell: Shell, tmp_path: Path
 ) -> None:
     """Losses are measured on all rows, answers on a quarter of them."""
     folder = tmp_path / "evaluation"
     words = (f"run={default_run}", "evaluation.max_rows=20")
-    screen = person.train_into(folder, *words, module="app.evaluate")
+    screen = shell.train_into(folder, *words, module="app.evaluate")
     assert screen.splitlines()[-1] == f"run: {folder}"
     again, at_training = (
         json.loads((run / "metrics.json").read_text()) for run in (folder, default_run)
@@ -54,13 +54,13 @@ def test_evaluate_repeats_the_closing_table(
 
 @pytest.mark.slow
 def test_real_data_lowers_the_loss_of_every_data_set(
-    stories: Path, person: Person, tmp_path: Path
+    stories: Path, shell: Shell, tmp_path: Path
 ) -> None:
     data = stories.parent.parent
     files = ("instruct/gsm8k_alpaca.json", "instruct/dolly_hhrlhf.jsonl")
     files += ("chat/sharegpt_dummy_conversation.json",)
     datasets = ", ".join(f"{{path: {data / file}}}" for file in files)
-    person.train_into(
+    shell.train_into(
         tmp_path / "run",
         f"model.path={stories}",
         f"data.datasets=[{datasets}]",

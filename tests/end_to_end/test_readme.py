@@ -25,8 +25,8 @@ import pytest
 from app.config import load_config
 from app.config.dispatch import VERBS
 from tests.conftest import ROOT
-from tests.processes import environment_of_a_person
-from tests.reliability.person import Person
+from tests.processes import user_environment
+from tests.reliability.shell import Shell
 
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -186,7 +186,7 @@ class Clone(NamedTuple):
 
     def start(self, text: str) -> subprocess.Popen[str]:
         """Run a block in a shell whose working directory is the clone."""
-        environment = environment_of_a_person() | {"PYTHONPATH": str(self.folder)}
+        environment = user_environment() | {"PYTHONPATH": str(self.folder)}
         others = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment["PATH"] = f"{self.python.parent}:{others}"
         return subprocess.Popen(
@@ -222,7 +222,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(Path(sys.executable).parent.parent)
-    someone = Person(Path(os.environ["LOFT_DATA_CACHE"]), root=folder)
+    someone = Shell(Path(os.environ["LOFT_DATA_CACHE"]), root=folder)
     yield Clone(folder, Path(someone.python))
     someone.close()
 

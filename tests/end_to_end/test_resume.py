@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import RUN
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.runs import check_same_run, rows_of
 from tests.tiny import small_run
 
@@ -24,13 +24,13 @@ Train = Callable[..., Path]
 
 
 @pytest.fixture
-def train(person: Person, tmp_path: Path) -> Train:
+def train(shell: Shell, tmp_path: Path) -> Train:
     """Run the command, which must end with `code`; return the run's folder."""
 
     def type_train(name: str, *words: str, ranks: int = 1, code: int = DONE) -> Path:
         run = tmp_path / name
         where = (f"trainer.devices={ranks}", "trainer.accelerator=cpu")
-        person.train_into(run, *small_run(*RUN, *where, *words), code=code)
+        shell.train_into(run, *small_run(*RUN, *where, *words), code=code)
         return run
 
     return type_train

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import read_column
 from tests.processes import LONGEST
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.runs import figures_of
 from tests.tiny import small_run
 
@@ -30,9 +30,9 @@ TWO_RANKS = ("trainer.devices=2", "trainer.gradient_accumulation_steps=1")
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_one_rank(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "one"
-    person.train_into(run, *small_run(*RUN))
+    shell.train_into(run, *small_run(*RUN))
     return run
 
 
@@ -51,11 +51,11 @@ def check_same_end(run: Path, of_one_rank: Path) -> None:
 
 @pytest.mark.slow
 def test_sharded_ranks_end_a_run_as_one_rank(
-    person: Person, of_one_rank: Path, tmp_path: Path
+    shell: Shell, of_one_rank: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("deepspeed")
     run = tmp_path / "run"
-    output = person.train_into(run, *small_run(*RUN, *TWO_RANKS, "strategy=zero3"))
+    output = shell.train_into(run, *small_run(*RUN, *TWO_RANKS, "strategy=zero3"))
     check_same_end(run, of_one_rank)
     assert output.count("verified: reloaded logits match") == output.count("base vs tuned") == 1
     figures = json.loads((run / "metrics.json").read_text())
@@ -64,15 +64,13 @@ def test_sharded_ranks_end_a_run_as_one_rank(
 
 
 @pytest.mark.slow
-def test_sharded_ranks_restore_the_best_step_of_a_whole_model(
-    person: Person, tmp_path: Path
-) -> None:
+def test_sharded_ranks_restore_the_best_step_of_a_whole_model(shell: Shell, tmp_path: Path) -> None:
     """The learning rate is so large that step 1 is better than step 2."""
     run = tmp_path / "run"
     early = ("trainer.validate_every_steps=1", "trainer.early_stopping_patience=2")
     rate = ("optimizer.lr=0.1", "schedule=constant", "schedule.warmup_steps=0")
     words = (*TWO_RANKS, *early, *rate, "adapter=full", "strategy=fsdp", "logger=csv")
-    output = person.train_into(
+    output = shell.train_into(
         run, *small_run("trainer.max_steps=3", "trainer.accelerator=cpu", *words)
     )
     losses = read_column(run, "val/loss")
@@ -83,7 +81,7 @@ def test_sharded_ranks_restore_the_best_step_of_a_whole_model(
 
 
 @pytest.mark.slow
-def test_a_write_error_on_rank_0_ends_all_ranks(person: Person, tmp_path: Path) -> None:
+def test_a_write_error_on_rank_0_ends_all_ranks(shell: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def create_conflicting_file() -> None:
@@ -95,7 +93,7 @@ def test_a_write_error_on_rank_0_ends_all_ranks(person: Person, tmp_path: Path) 
 
     creator = threading.Thread(target=create_conflicting_file)
     creator.start()
-    output = person.train_into(run, *small_run(*RUN, *TWO_RANKS, "strategy=fsdp"), code=3)
+    output = shell.train_into(run, *small_run(*RUN, *TWO_RANKS, "strategy=fsdp"), code=3)
     creator.join()
     assert output.count("Not a directory") == 1
     assert not (run / "metrics.json").exists()
@@ -105,12 +103,12 @@ def test_a_write_error_on_rank_0_ends_all_ranks(person: Person, tmp_path: Path) 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp_offload"])
 @pytest.mark.parametrize("placed", [("trainer.devices=1",), TWO_RANKS], ids=["one", "two"])
 def test_sharded_ranks_on_gpus_end_a_run_as_one_rank(
-    placed: tuple[str, ...], strategy: str, person: Person, of_one_rank: Path, tmp_path: Path
+    placed: tuple[str, ...], strategy: str, shell: Shell, of_one_rank: Path, tmp_path: Path
 ) -> None:
     """Also one GPU, which has every shard but ends as the strategy does."""
     if placed == TWO_RANKS and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     run = tmp_path / "run"
     words = (*placed, "trainer.accelerator=gpu", f"strategy={strategy}")
-    person.train_into(run, *small_run(*RUN, *words))
+    shell.train_into(run, *small_run(*RUN, *words))
     check_same_end(run, of_one_rank)

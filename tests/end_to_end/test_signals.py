@@ -20,12 +20,12 @@ from tests.processes import (
     LONGEST,
     RUN,
     TWO_RANKS,
-    environment_of_a_person,
     processes_of,
     start_train,
+    user_environment,
     wait_until_gone,
 )
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.runs import check_same_run, rows_of
 from tests.tiny import small_run
 
@@ -37,29 +37,29 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("two") / "whole"
-    person.train_into(run, *small_run(*RUN, *TWO_RANKS))
+    shell.train_into(run, *small_run(*RUN, *TWO_RANKS))
     return run
 
 
-def test_a_stopped_run_resumes_by_the_command_it_prints(person: Person, tmp_path: Path) -> None:
-    person.train_into(tmp_path / "whole", *small_run(*RUN))
+def test_a_stopped_run_resumes_by_the_command_it_prints(shell: Shell, tmp_path: Path) -> None:
+    shell.train_into(tmp_path / "whole", *small_run(*RUN))
     run = tmp_path / "run"
     words = ("resume=auto", "faults=[sigint@3,sigterm@7]", "data.num_workers=1")
     typed = [*small_run(*RUN, *words), f"output.dir={run}"]
-    code, output, seconds_until_gone = astuple(person.type_train(typed, tmp_path))
+    code, output, seconds_until_gone = astuple(shell.type_train(typed, tmp_path))
     assert (code, steps_of(run)) == (130, [2, 3]) and seconds_until_gone < GONE_WITHIN
     assert "stopped by SIGINT: step 3 is saved\n" in output and "Traceback" not in output
     assert "stopped after step 3 of" in (run / "report.html").read_text()
-    output = person.train_into(run, *small_run(*RUN, *words), code=143)
+    output = shell.train_into(run, *small_run(*RUN, *words), code=143)
     assert steps_of(run) == [6, 7]
     command = output.partition("to resume: ")[2].splitlines()[0]
     typed = shlex.split(command)
     python = shutil.which(typed[0])
-    assert python is not None and Path(python).samefile(person.python)
+    assert python is not None and Path(python).samefile(shell.python)
     assert typed[1:3] == ["-m", "app.train"]
-    assert person.type_train(typed[3:], tmp_path).code == 0
+    assert shell.type_train(typed[3:], tmp_path).code == 0
     check_same_run(run, tmp_path / "whole")
 
 
@@ -82,7 +82,7 @@ def test_a_signal_to_the_process_group_saves_once(tmp_path: Path) -> None:
 
 
 def test_two_ranks_stop_together_and_are_restarted(
-    uninterrupted: Path, person: Person, tmp_path: Path
+    uninterrupted: Path, shell: Shell, tmp_path: Path
 ) -> None:
     run, bin_ = tmp_path / "run", tmp_path / "bin"
     bin_.mkdir()
@@ -97,11 +97,11 @@ def test_two_ranks_stop_together_and_are_restarted(
         # Only one rank receives the signal of the time limit.
         "faults=[sigusr1:1@3,rank_killed:0@5,rank_killed:1@7]",
     )
-    output = person.train_into(run, *small_run(*RUN, *words), environment=slurm, code=138)
+    output = shell.train_into(run, *small_run(*RUN, *words), environment=slurm, code=138)
     assert steps_of(run) == [2, 3]
     assert "supervise.requeue: job 77 requeued" in output
     assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
-    output = person.train_into(run, *small_run(*RUN, *words), environment=slurm)
+    output = shell.train_into(run, *small_run(*RUN, *words), environment=slurm)
     assert "rank 0 was killed by SIGKILL" in output and "after step 5" in output
     assert "rank 1 was killed by SIGKILL" in output and "after step 7" in output
     assert output.count("error") == 2 and "gloo" not in output
@@ -109,16 +109,16 @@ def test_two_ranks_stop_together_and_are_restarted(
     check_same_run(run, uninterrupted)
 
 
-def test_torchrun_restarts_ranks(uninterrupted: Path, person: Person, tmp_path: Path) -> None:
+def test_torchrun_restarts_ranks(uninterrupted: Path, shell: Shell, tmp_path: Path) -> None:
     words = small_run(*RUN, *TWO_RANKS, "resume=auto", "faults=[rank_killed:1@5]")
     command = [
-        *(person.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *(shell.python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
         *("--max-restarts=2", "-m", "app.train", *words, f"output.dir={tmp_path / 'run'}"),
     ]
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=environment_of_a_person(),
+        env=user_environment(),
         capture_output=True,
         text=True,
         timeout=LONGEST,
@@ -130,9 +130,9 @@ def test_torchrun_restarts_ranks(uninterrupted: Path, person: Person, tmp_path: 
     check_same_run(tmp_path / "run", uninterrupted)
 
 
-def test_a_killed_loader_worker_is_named(person: Person, tmp_path: Path) -> None:
+def test_a_killed_loader_worker_is_named(shell: Shell, tmp_path: Path) -> None:
     words = ("data.num_workers=1", "faults=[worker_killed@3]")
-    output = person.train_into(tmp_path / "run", *small_run(*RUN, *words), code=3)
+    output = shell.train_into(tmp_path / "run", *small_run(*RUN, *words), code=3)
     assert output.count("error") == 1 and "Traceback" not in output
     # PyTorch detects a signal or a missing worker, whichever comes first.
     assert re.search(r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)", output)

@@ -18,7 +18,7 @@ import pytest
 
 from app.training.checkpoint.store import CheckpointStore
 from tests.processes import LONGEST, ends_within
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.runs import check_same_run
 from tests.tiny import SAMPLES, TINY_BASE, small_run, train_into
 
@@ -44,7 +44,7 @@ Stall = Callable[..., tuple[int, float, str]]
 
 
 @pytest.fixture
-def stall(person: Person) -> Stall:
+def stall(shell: Shell) -> Stall:
     def stall_and_stop(
         folder: Path, verb: str, place: str, how: str, calls: int, words: list[str]
     ) -> tuple[int, float, str]:
@@ -66,7 +66,7 @@ def stall(person: Person) -> Stall:
 
         typed = [verb, place, how, str(folder), str(calls), *words]
         module = "tests.end_to_end.stalling"
-        ending = person.type_train(typed, folder, module=module, meanwhile=stop)
+        ending = shell.type_train(typed, folder, module=module, meanwhile=stop)
         seconds = time.monotonic() - sent[0]
         left = [
             file.name

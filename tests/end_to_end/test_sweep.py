@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from common.installation import ROOT
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.runs import rows_of
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_sweep_runs_trials_with_two_ranks(person: Person, tmp_path: Path) -> None:
+def test_a_sweep_runs_trials_with_two_ranks(shell: Shell, tmp_path: Path) -> None:
     """Ranks are started with the same command line, but must not start another sweep."""
     words = small_run("trainer.max_steps=2", "trainer.devices=2", "strategy=ddp")
     words += ["adapter.r=4,8", "evaluation.exact_match=false", "output.dir=sweep"]
-    command = [person.python, "-m", "app.train", "-m", *words]
+    command = [shell.python, "-m", "app.train", "-m", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900

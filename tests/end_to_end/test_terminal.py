@@ -10,7 +10,7 @@ import pytest
 from app.process.logs import LOG_FILE
 from tests.conftest import SCREEN
 from tests.processes import run_verb
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.terminal import CTRL_C, type_in_terminal
 from tests.tiny import small_run
 
@@ -35,10 +35,10 @@ def check_end(lines: list[str], folder: Path, *, third: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_run_in_a_terminal(person: Person, tmp_path: Path) -> None:
+def test_the_first_run_in_a_terminal(shell: Shell, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = ["+experiment=quickstart", *SHORT, f"output.dir={folder}"]
-    screen = type_in_terminal(person.python, 80, "app.train", *words)
+    screen = type_in_terminal(shell.python, 80, "app.train", *words)
     assert screen.code == 0, screen.lines
     assert screen.lines[0] == "loading libraries ..."
     before = lines_before_the_first_step(screen.lines)
@@ -52,26 +52,26 @@ def test_the_first_run_in_a_terminal(person: Person, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_run_through_a_pipe(person: Person, tmp_path: Path) -> None:
+def test_the_first_run_through_a_pipe(shell: Shell, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = ["+experiment=quickstart", *SHORT, "logger=csv", f"output.dir={folder}"]
-    lines = run_verb("train", *words, python=person.python).splitlines()
+    lines = run_verb("train", *words, python=shell.python).splitlines()
     before = lines_before_the_first_step(lines)
     assert before[0] == "loading libraries ..." and len(before) <= MOST_LINES
     assert "\x1b" not in "".join(lines)
     assert sum(line.startswith("step ") for line in lines) > 2
     check_end(lines, folder, third="app.merge")
     short = small_run("trainer.max_steps=1", "logger=csv")
-    verbose = person.train_into(tmp_path / "verbose", *short, "--verbose")
+    verbose = shell.train_into(tmp_path / "verbose", *short, "--verbose")
     assert "parameter groups of AdamW" in verbose
 
 
 @pytest.mark.slow
-def test_the_bar_shows_stopped_after_ctrl_c(person: Person, tmp_path: Path) -> None:
+def test_the_bar_shows_stopped_after_ctrl_c(shell: Shell, tmp_path: Path) -> None:
     words = ["+experiment=quickstart", "logger=csv", f"output.dir={tmp_path / 'run'}"]
     # The bar is drawn ten times a second: on a fast machine not at every step.
     screen = type_in_terminal(
-        person.python, 80, "app.train", *words, press=CTRL_C, after=r" [1-9]\d*/300 "
+        shell.python, 80, "app.train", *words, press=CTRL_C, after=r" [1-9]\d*/300 "
     )
     assert screen.code == 130
     (bar,) = (line for line in screen.lines if PROGRESS.match(line))
@@ -82,13 +82,13 @@ def test_the_bar_shows_stopped_after_ctrl_c(person: Person, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_bars_of_answers_and_validation_are_erased(
-    person: Person, tmp_path: Path, default_run: Path
+    shell: Shell, tmp_path: Path, default_run: Path
 ) -> None:
     words = [f"run={default_run}", f"output.dir={tmp_path / 'evaluation'}"]
     words.append(
         f"data.cache_dir={tmp_path}"
     )  # the run's settings may name the cache of another test worker
-    screen = type_in_terminal(person.python, 80, "app.evaluate", *words, "evaluation.max_rows=8")
+    screen = type_in_terminal(shell.python, 80, "app.evaluate", *words, "evaluation.max_rows=8")
     assert screen.code == 0 and not any("-answers-" in line for line in screen.lines)
     assert screen.lines[0] == "loading libraries ..."
 

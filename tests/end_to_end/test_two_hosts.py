@@ -24,8 +24,8 @@ from app.run.ranks import OWN_STORE_VARIABLE
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.hosts import Host, hosts
-from tests.processes import GONE_WITHIN, LONGEST, RUN, TWO_RANKS, environment_of_a_person
-from tests.reliability.person import Person
+from tests.processes import GONE_WITHIN, LONGEST, RUN, TWO_RANKS, user_environment
+from tests.reliability.shell import Shell
 from tests.runs import check_same_run
 from tests.tiny import small_run
 
@@ -129,7 +129,7 @@ Start = Callable[..., Training]
 
 
 @pytest.fixture
-def start(hosts: tuple[Host, Host], person: Person, tmp_path: Path) -> Start:
+def start(hosts: tuple[Host, Host], shell: Shell, tmp_path: Path) -> Start:
     """Start a run and wait for its first checkpoint."""
 
     def start_training(*words: str, max_restarts: int = 0, has_own_store: bool = True) -> Training:
@@ -137,7 +137,7 @@ def start(hosts: tuple[Host, Host], person: Person, tmp_path: Path) -> Start:
             pair=hosts,
             run=tmp_path / "run",
             words=small_run(*RUN, *TWO_HOSTS, *words),
-            python=person.python,
+            python=shell.python,
             max_restarts=max_restarts,
             environment={OWN_STORE_VARIABLE: "1"} if has_own_store else {},
         )
@@ -191,15 +191,15 @@ def test_a_lost_connection_ends_both_hosts(hosts: tuple[Host, Host], start: Star
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run with two ranks on this host."""
     run = tmp_path_factory.mktemp("two") / "whole"
-    person.train_into(run, *small_run(*RUN, *TWO_RANKS))
+    shell.train_into(run, *small_run(*RUN, *TWO_RANKS))
     return run
 
 
 def test_a_connection_lost_for_20_seconds_does_not_end_the_run(
-    hosts: tuple[Host, Host], start: Start, person: Person, tmp_path: Path
+    hosts: tuple[Host, Host], start: Start, shell: Shell, tmp_path: Path
 ) -> None:
     steps = f"trainer.max_steps={STEPS_OF_A_CUT}"
     training = start("supervise.hang_minutes=2", steps)
@@ -209,7 +209,7 @@ def test_a_connection_lost_for_20_seconds_does_not_end_the_run(
     assert not training.has_ended()
     hosts[1].restore()
     training.wait_until_done()
-    person.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, steps))
+    shell.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, steps))
     check_same_run(training.run, tmp_path / "whole")
 
 
@@ -226,7 +226,7 @@ def test_torchrun_restarts_both_hosts_after_a_killed_rank(
 
 
 def test_killed_hosts_rejoin_and_the_run_is_unchanged(
-    hosts: tuple[Host, Host], start: Start, person: Person, tmp_path: Path
+    hosts: tuple[Host, Host], start: Start, shell: Shell, tmp_path: Path
 ) -> None:
     """Hosts are killed in turn at random moments, as by a power failure, and torchrun is restarted.
 
@@ -253,7 +253,7 @@ def test_killed_hosts_rejoin_and_the_run_is_unchanged(
         training.start(*(hosts if dies == 0 else hosts[1:]))
     training.wait_until_done()
     print(json.dumps({"kills": killed, "steps": training.steps()}))
-    person.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, steps))
+    shell.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, steps))
     check_same_run(training.run, tmp_path / "whole")
 
 
@@ -283,9 +283,9 @@ if [[ $1 == show ]]; then printf 'node1\\nnode2\\n'; else echo "$@" >>"$JOB/requ
 class Job:
     """The batch script of `app.launch` with a small run and fake SLURM commands."""
 
-    def __init__(self, pair: tuple[Host, Host], folder: Path, person: Person, *words: str) -> None:
+    def __init__(self, pair: tuple[Host, Host], folder: Path, shell: Shell, *words: str) -> None:
         self.folder = folder
-        self.python = Path(person.python)
+        self.python = Path(shell.python)
         self.words = small_run(*RUN, "trainer.accelerator=cpu", *words)
         starts = [
             f'SLURM_PROCID={rank} SLURM_NODEID={rank} {shlex.join(host.command())} "$@" &\n'
@@ -324,7 +324,7 @@ class Job:
         done = subprocess.run(
             ["bash", str(self.folder / "script")],
             cwd=ROOT,
-            env=environment_of_a_person() | own,
+            env=user_environment() | own,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -334,10 +334,10 @@ class Job:
 
 
 def test_a_requeued_job_of_two_nodes_resumes(
-    hosts: tuple[Host, Host], uninterrupted: Path, person: Person, tmp_path: Path
+    hosts: tuple[Host, Host], uninterrupted: Path, shell: Shell, tmp_path: Path
 ) -> None:
     job = Job(
-        hosts, tmp_path, person, "faults=[sigusr1:1@3]"
+        hosts, tmp_path, shell, "faults=[sigusr1:1@3]"
     )  # only one rank receives the signal of the time limit
     code, output = job.run()
     assert code == 138, output
@@ -350,12 +350,12 @@ def test_a_requeued_job_of_two_nodes_resumes(
 
 
 def test_a_port_in_use_is_refused_with_a_fix(
-    hosts: tuple[Host, Host], person: Person, tmp_path: Path
+    hosts: tuple[Host, Host], shell: Shell, tmp_path: Path
 ) -> None:
     port = 20000 + 77
     listens = f"import socket, time; socket.create_server(('', {port})); time.sleep(600)"
     hosts[0].start(sys.executable, "-c", listens.replace("socket.create", "s = socket.create"))
-    _, output = Job(hosts, tmp_path, person).run()
+    _, output = Job(hosts, tmp_path, shell).run()
     of_ranks, _, of_status = output.partition("\nfailed  step 0  exit code 3\n")
     for said in (of_ranks, of_status):
         assert said.count("error (the environment): ") == 1, output

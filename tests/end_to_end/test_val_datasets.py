@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_with_a_validation_file(person: Person, tmp_path: Path) -> None:
+def test_a_run_with_a_validation_file(shell: Shell, tmp_path: Path) -> None:
     rows = [{"instruction": f"q {i}", "output": str(2 * i)} for i in range(60)]
     train, val = tmp_path / "train.json", tmp_path / "mine.json"
     train.write_text(json.dumps(rows[:40]))
@@ -26,15 +26,15 @@ def test_a_run_with_a_validation_file(person: Person, tmp_path: Path) -> None:
         "data.test_datasets=[]",
         "trainer.early_stopping_patience=2",
     ]
-    printed = person.train_into(run, *words, "trainer.max_steps=4")
+    printed = shell.train_into(run, *words, "trainer.max_steps=4")
     assert "3 of 23 validation documents are also in the training data" in printed
     with (run / "metrics.csv").open() as file:
         curve = [float(row["val/loss/mine"]) for row in csv.DictReader(file) if row["val/loss"]]
     assert curve[-1] < curve[0]
     metrics = json.loads((run / "metrics.json").read_text())
     assert metrics["tuned/val/loss/mine"] < metrics["base/val/loss/mine"]
-    person.train_into(tmp_path / "evaluated", f"run={run}", module="app.evaluate")
+    shell.train_into(tmp_path / "evaluated", f"run={run}", module="app.evaluate")
     val.write_text(json.dumps(rows[36:]))
     longer = ("trainer.max_steps=6", "resume=auto", "resume_allow=[epochs]")
-    printed = person.train_into(run, *words, *longer, code=2)
+    printed = shell.train_into(run, *words, *longer, code=2)
     assert "data.val_datasets[0] mine" in printed

@@ -19,7 +19,7 @@ from app.process.signals import DataStalled, MeasurementInterrupted
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics, is_measured_at
 from common.errors import UserError
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.runs import check_same_run
 from tests.tiny import SAMPLES, small_run, train_into
 
@@ -88,12 +88,12 @@ def test_a_resumed_run_measures_the_same(
 
 
 @pytest.mark.slow
-def test_two_ranks_measure_the_same_as_one(tmp_path: Path, person: Person) -> None:
+def test_two_ranks_measure_the_same_as_one(tmp_path: Path, shell: Shell) -> None:
     more = ("evaluation.metrics=[f1]", "evaluation.during_rows=5")
     words = small_run("trainer.gradient_accumulation_steps=1", *MEASURED[:3], *MEASURED[4:], *more)
     one, two = tmp_path / "one", tmp_path / "two"
     train_into(one, *MEASURED[:3], *MEASURED[4:], *more)
-    person.train_into(two, *words, "trainer.devices=2", "trainer.accelerator=cpu")
+    shell.train_into(two, *words, "trainer.devices=2", "trainer.accelerator=cpu")
     alone, together = curves(one), curves(two)
     added = [name for name in alone if name.startswith("val/")]
     assert {"val/accuracy/boolq", "val/f1/lists", "val/exact_match/orders"} <= set(added)

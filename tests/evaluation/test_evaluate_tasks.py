@@ -20,7 +20,7 @@ from app.evaluation.significance import paired_bootstrap
 from common.errors import UserError
 from common.text import percent
 from tests.conftest import ROOT
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.tiny import TINY_BASE
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -141,7 +141,7 @@ def test_an_evaluation_without_data_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_same_metrics_as_one(person: Person, tmp_path: Path) -> None:
+def test_two_ranks_give_the_same_metrics_as_one(shell: Shell, tmp_path: Path) -> None:
     tasks = "evaluation.tasks=[{name: arc}, {name: gsm8k, few_shot: 1}]"
     data = ROOT / "data_modules" / "samples" / "lists_test.json"
     words = [
@@ -159,7 +159,7 @@ def test_two_ranks_give_the_same_metrics_as_one(person: Person, tmp_path: Path) 
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         typed = (*words, f"trainer.devices={ranks}")
-        person.train_into(folder, *typed, module="app.evaluate")
+        shell.train_into(folder, *typed, module="app.evaluate")
         found.append(json.loads((folder / "metrics.json").read_text()))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     lines = [(tmp_path / str(n) / "predictions.jsonl").read_text().splitlines() for n in (1, 2)]

@@ -29,7 +29,7 @@ from data_modules import (
     PackingConfig,
 )
 from tests.conftest import ROOT, TrainRun, read_column
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 
 pytestmark = pytest.mark.slow
 
@@ -63,27 +63,27 @@ def first_gradient_norm(folder: Path) -> float:
 
 
 @pytest.fixture(scope="module")
-def reference(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cuts") / "reference"
-    person.train_into(folder, *SETTINGS, *SPLITS["eight at once"])
+    shell.train_into(folder, *SETTINGS, *SPLITS["eight at once"])
     return folder
 
 
 @pytest.fixture(scope="module")
-def of_two_ranks(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_two_ranks(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cuts") / "two-ranks"
-    person.train_into(folder, *SETTINGS, *SPLITS["two ranks"])
+    shell.train_into(folder, *SETTINGS, *SPLITS["two ranks"])
     return folder
 
 
 @pytest.mark.parametrize("split", ["one by one", "two ranks"])
 def test_a_global_step_is_the_same_however_it_is_split(
-    split: str, reference: Path, of_two_ranks: Path, person: Person, tmp_path: Path
+    split: str, reference: Path, of_two_ranks: Path, shell: Shell, tmp_path: Path
 ) -> None:
     folder = of_two_ranks
     if split != "two ranks":
         folder = tmp_path / "split"
-        person.train_into(folder, *SETTINGS, *SPLITS[split])
+        shell.train_into(folder, *SETTINGS, *SPLITS[split])
     assert first_gradient_norm(folder) == pytest.approx(first_gradient_norm(reference), rel=1e-6)
     for column in ("train/loss", "train/loss/lists", "train/loss/orders"):
         ours, expected = read_column(folder, column), read_column(reference, column)
@@ -94,7 +94,7 @@ def test_a_global_step_is_the_same_however_it_is_split(
     )
 
 
-def test_ranks_of_a_stream_share_the_weight_of_a_step(person: Person, tmp_path: Path) -> None:
+def test_ranks_of_a_stream_share_the_weight_of_a_step(shell: Shell, tmp_path: Path) -> None:
     """The first gradient of two ranks equals that of all their documents in one batch."""
     lists = str(SAMPLES / "lists.json")
     words = [
@@ -106,7 +106,7 @@ def test_ranks_of_a_stream_share_the_weight_of_a_step(person: Person, tmp_path: 
     ]
     own = [word for word in SETTINGS if not word.startswith(("adapter", "data.datasets"))]
     folder = tmp_path / "run"
-    person.train_into(folder, *own, *SPLITS["two ranks"], *words)
+    shell.train_into(folder, *own, *SPLITS["two ranks"], *words)
 
     model = AutoModelForCausalLM.from_pretrained(SAMPLES / "tiny_base", dtype=torch.float32)
     model.set_attn_implementation(attention_implementation("sdpa"))
@@ -174,11 +174,11 @@ def test_a_run_on_two_ranks_leaves_one_folder_with_one_adapter(
     assert metrics["val/loss"] < metrics["base/val/loss"]
 
 
-def test_the_final_loss_of_two_ranks_is_that_of_all_rows(person: Person, tmp_path: Path) -> None:
+def test_the_final_loss_of_two_ranks_is_that_of_all_rows(shell: Shell, tmp_path: Path) -> None:
     """Rank 0 measures it after saving has rounded the weights."""
     folder = tmp_path / "full"
     settings = [word for word in SETTINGS if not word.startswith("adapter.")]
-    person.train_into(folder, *settings, *SPLITS["two ranks"], "adapter=full")
+    shell.train_into(folder, *settings, *SPLITS["two ranks"], "adapter=full")
     evaluate(load_config("evaluate", [f"run={folder}", f"output.dir={tmp_path / 'again'}"]))
     closing = json.loads((folder / "metrics.json").read_text())
     for name, value in json.loads((tmp_path / "again" / "metrics.json").read_text()).items():

@@ -22,7 +22,7 @@ def disarmed() -> object:
     faults.arm_faults([], Path())
 
 
-def arm(run: Path, *texts: str, rank: int = 0, num_ranks: int = 1) -> None:
+def plan_faults(run: Path, *texts: str, rank: int = 0, num_ranks: int = 1) -> None:
     armed, problems = faults.parse_faults(texts)
     assert problems == []
     faults.arm_faults(armed, run, rank=rank, num_ranks=num_ranks)
@@ -93,7 +93,7 @@ def test_nothing_happens_where_nothing_is_armed(tmp_path: Path) -> None:
     for point in ("step", "save", "disk.write", "ckpt:after_rename"):
         faults.fault_point(point, 3)
     assert not faults.is_due("nan", 3)
-    arm(tmp_path, "nan@5", "rank_killed@5", "ckpt:after_rename@5", "disk:1@5", "enospc@5")
+    plan_faults(tmp_path, "nan@5", "rank_killed@5", "ckpt:after_rename@5", "disk:1@5", "enospc@5")
     faults.fault_point("step", 4)
     faults.fault_point("disk.write")  # of no save
     faults.fault_point("save", 4)
@@ -104,7 +104,7 @@ def test_nothing_happens_where_nothing_is_armed(tmp_path: Path) -> None:
 
 def test_a_rank_is_killed_at_its_step_and_not_again(tmp_path: Path) -> None:
     def train() -> None:
-        arm(tmp_path, "rank_killed@3")
+        plan_faults(tmp_path, "rank_killed@3")
         for step in range(1, 6):
             (tmp_path / "steps").write_text(str(step))
             faults.fault_point("step", step)
@@ -116,7 +116,7 @@ def test_a_rank_is_killed_at_its_step_and_not_again(tmp_path: Path) -> None:
 
 def test_a_fault_strikes_as_often_as_it_is_typed(tmp_path: Path) -> None:
     def train() -> None:
-        arm(tmp_path, "rank_killed@3", "rank_killed@3")
+        plan_faults(tmp_path, "rank_killed@3", "rank_killed@3")
         faults.fault_point("step", 3)
 
     assert [in_a_child(train) for _ in range(3)] == [-signal.SIGKILL, -signal.SIGKILL, NOT_KILLED]
@@ -136,7 +136,7 @@ def test_a_fault_strikes_on_its_rank(tmp_path: Path, text: str, struck: list[int
     for rank in (0, 1):
 
         def train(rank: int = rank) -> None:
-            arm(tmp_path, text, rank=rank, num_ranks=2)
+            plan_faults(tmp_path, text, rank=rank, num_ranks=2)
             faults.fault_point("step", 3)
             faults.fault_point("save", 3)
             faults.fault_point("ckpt:after_rename", 3)
@@ -145,15 +145,15 @@ def test_a_fault_strikes_on_its_rank(tmp_path: Path, text: str, struck: list[int
 
 
 def test_a_nonfinite_number_is_injected_once(tmp_path: Path) -> None:
-    arm(tmp_path, "nan@7", "inf@8")
+    plan_faults(tmp_path, "nan@7", "inf@8")
     asked = [(faults.is_due("nan", step), faults.is_due("inf", step)) for step in (6, 7, 7, 8)]
     assert asked == [(False, False), (True, False), (False, False), (False, True)]
-    arm(tmp_path, "nan@7", "inf@8")  # the run goes on
+    plan_faults(tmp_path, "nan@7", "inf@8")  # the run goes on
     assert not faults.is_due("nan", 7)
 
 
 def test_a_full_disk_is_met_in_the_save_of_its_step(tmp_path: Path) -> None:
-    arm(tmp_path, "enospc:2@20")
+    plan_faults(tmp_path, "enospc:2@20")
     for step in (10, 20):
         faults.fault_point("save", step)
         faults.fault_point("disk.mkdir")
@@ -169,7 +169,7 @@ def test_a_full_disk_is_met_in_the_save_of_its_step(tmp_path: Path) -> None:
 
 def test_operations_are_counted_from_the_beginning_of_a_save(tmp_path: Path) -> None:
     def work() -> None:
-        arm(tmp_path, "disk:3")
+        plan_faults(tmp_path, "disk:3")
         faults.fault_point("save", 10)
         for _ in range(2):
             faults.fault_point("disk.write")
@@ -219,7 +219,7 @@ def test_a_signal_comes_within_its_step(
     heard: list[int] = []
     before = signal.signal(faults.SIGNALS[name], lambda signum, frame: heard.append(signum))
     try:
-        arm(tmp_path, f"{name}@3")
+        plan_faults(tmp_path, f"{name}@3")
         for step in (2, 3, 3):
             faults.fault_point("batch", step)
             faults.fault_point("step", step - 1)
@@ -231,7 +231,7 @@ def test_a_signal_comes_within_its_step(
 def test_a_micro_batch_is_counted_within_its_step(tmp_path: Path) -> None:
     def reach_batches(*steps: int) -> int:
         def work() -> None:
-            arm(tmp_path, "batch_killed:2@3", rank=1, num_ranks=2)
+            plan_faults(tmp_path, "batch_killed:2@3", rank=1, num_ranks=2)
             for step in steps:
                 faults.fault_point("batch", step)
 

@@ -38,14 +38,14 @@ from app.process.peers import (
 from app.training.callbacks.heartbeat import Heartbeat
 from common.errors import RemoteError, TrainingFault, UserError
 from tests.conftest import ROOT
-from tests.processes import LONGEST, environment_of_a_person
-from tests.reliability.person import Person
+from tests.processes import LONGEST, user_environment
+from tests.reliability.shell import Shell
 
 RANK = """
 import os, sys, time
 from pathlib import Path
 from common.errors import TrainingFault
-from app.process.heartbeat import beat, refresh_liveness
+from app.process.heartbeat import send_heartbeat, refresh_liveness
 from app.process.peers import Peers, start_peers
 from app.process.reporting import save_reason, report, write_error_file
 from app.process.launch import set_run_dir
@@ -69,7 +69,7 @@ while not (folder / f"started-{1 - rank}").exists():
     wait(0.05)
 wait(2)
 for step in (1, 2, 3):
-    beat(step)
+    send_heartbeat(step)
     peers.mark_trained()
     wait(0.1)
 """
@@ -234,7 +234,7 @@ def test_only_the_training_thread_refreshes_liveness(monkeypatch: pytest.MonkeyP
     for name, value in (("_step", None), ("_thread", None), ("_num_signs", 0)):
         monkeypatch.setattr(heartbeat, name, value)
     with ThreadPoolExecutor(1) as training_thread:
-        training_thread.submit(heartbeat.beat, 1).result()
+        training_thread.submit(heartbeat.send_heartbeat, 1).result()
         training_thread.submit(heartbeat.refresh_liveness).result()
         heartbeat.refresh_liveness()
     assert heartbeat.progress()[1] == 2
@@ -258,11 +258,11 @@ RunRanks = Callable[..., list[tuple[int, str]]]
 
 
 @pytest.fixture
-def run_ranks(person: Person, tmp_path: Path) -> RunRanks:
+def run_ranks(shell: Shell, tmp_path: Path) -> RunRanks:
     """Run two ranks, each with its script after the common one; returns exit codes and stderrs."""
 
     def run(*scripts: Sequence[str], hang_seconds: float = 3.0) -> list[tuple[int, str]]:
-        return run_scripts(person.python, tmp_path, scripts, hang_seconds)
+        return run_scripts(shell.python, tmp_path, scripts, hang_seconds)
 
     return run
 
@@ -279,7 +279,7 @@ def run_scripts(
             subprocess.Popen(
                 [python, "-c", "\n".join([RANK, *lines]), str(folder), str(hang_seconds)],
                 cwd=ROOT,
-                env=environment_of_a_person() | address | own,
+                env=user_environment() | address | own,
                 stderr=subprocess.PIPE,
                 text=True,
             )
@@ -291,7 +291,7 @@ def run_scripts(
 @pytest.mark.slow
 def test_a_hanging_rank_is_named_and_all_ranks_end(run_ranks: RunRanks, tmp_path: Path) -> None:
     hangs = ["def hangs_here():", "    wait()", "hangs_here()"]
-    first, second = run_ranks(["beat(4)", "wait()"], hangs)
+    first, second = run_ranks(["send_heartbeat(4)", "wait()"], hangs)
     assert (first[0], second[0]) == (3, 3)
     stderr = first[1]
     assert f"rank 1 on host {os.uname().nodename} hangs after step 3, for " in stderr

@@ -36,7 +36,8 @@ import os, signal, sys, time
 from pathlib import Path
 from common.errors import UserError, TrainingFault
 from app.process.reporting import report
-from app.process.heartbeat import ENDED, beat, refresh_liveness, send_to_supervisor, start_heartbeat
+from app.process.heartbeat import ENDED, send_heartbeat, refresh_liveness
+from app.process.heartbeat import send_to_supervisor, start_heartbeat
 from app.process.launch import exit_with_parent
 exit_with_parent()
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
@@ -47,7 +48,7 @@ with (folder / f"started-{rank}").open("a") as file:
 while not (folder / f"started-{1 - rank}").exists():  # waiting later would count as a pause
     time.sleep(0.01)
 start_heartbeat(folder, rank)
-beat(first)
+send_heartbeat(first)
 
 def wait():
     time.sleep(60)
@@ -129,7 +130,7 @@ def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(
     run = supervise(
         "if rank == 0: wait()",
         "wait_for_both()",
-        "beat(3)",
+        "send_heartbeat(3)",
         "print('what the driver says', file=sys.stderr, flush=True)",
         "os.kill(os.getpid(), signal.SIGKILL)",
         grace=0.0,
@@ -173,7 +174,7 @@ def test_a_rank_that_lost_another_is_not_to_blame(supervise: Supervise) -> None:
     # The rank that lost its peer may end first: it only has to read from a closed connection.
     lost = "RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer')"
     run = supervise(
-        f"if rank == 0: beat(9); sys.exit(report({lost}))",
+        f"if rank == 0: send_heartbeat(9); sys.exit(report({lost}))",
         "time.sleep(0.4)",
         "os.kill(os.getpid(), signal.SIGSEGV)",
     )
@@ -189,7 +190,7 @@ def test_a_lost_connection_is_reported_if_no_other_rank_failed(supervise: Superv
 
 DIES_TWICE = (
     "if rank == 0 and first < 6: wait()",
-    "beat(first + 2)",
+    "send_heartbeat(first + 2)",
     "if first < 6: os.kill(os.getpid(), signal.SIGKILL)",
 )
 
@@ -251,7 +252,7 @@ HANGS = (
     "def hang_here(): wait()",
     "threading.Thread(target=idle, daemon=True).start()",
     "for step in range(5):",
-    "    time.sleep(0.02); beat(step)",
+    "    time.sleep(0.02); send_heartbeat(step)",
     "    if step == 3 and rank == 1: {}",
     "wait()",
 )
@@ -276,14 +277,22 @@ def test_a_stopped_rank_is_named(supervise: Supervise) -> None:
 
 @pytest.mark.slow
 def test_a_run_of_long_steps_does_not_hang(supervise: Supervise) -> None:
-    slow = ("beat(1)", "time.sleep(0.9)", "beat(2)", "time.sleep(2.4)", "beat(3)")
+    slow = (
+        "send_heartbeat(1)",
+        "time.sleep(0.9)",
+        "send_heartbeat(2)",
+        "time.sleep(2.4)",
+        "send_heartbeat(3)",
+    )
     assert supervise(*slow, hang_minutes=0.02).code == 0
     # Time outside the training loop does not count.
     assert (
-        supervise("beat(1)", "send_to_supervisor(ENDED)", "time.sleep(2)", hang_minutes=0.02).code
+        supervise(
+            "send_heartbeat(1)", "send_to_supervisor(ENDED)", "time.sleep(2)", hang_minutes=0.02
+        ).code
         == 0
     )
-    assert supervise("beat(1)", "time.sleep(2)", hang_minutes=None).code == 0
+    assert supervise("send_heartbeat(1)", "time.sleep(2)", hang_minutes=None).code == 0
 
 
 @pytest.mark.slow
@@ -294,9 +303,9 @@ def test_waiting_for_a_long_save_is_not_a_hang(supervise: Supervise) -> None:
         "    (folder / 'started').touch()",
         "    for _ in range(13): refresh_liveness(); time.sleep(0.2)",
         "    (folder / 'saved').touch()",
-        "while not exists('started'): beat(1); time.sleep(0.02)",
+        "while not exists('started'): send_heartbeat(1); time.sleep(0.02)",
         "while not exists('saved'): time.sleep(0.02)",
-        "beat(2)",
+        "send_heartbeat(2)",
         "(folder / f'ends-{rank}').touch()",
         "while not exists(f'ends-{1 - rank}'): time.sleep(0.02)",
     )
@@ -345,7 +354,7 @@ def test_a_signal_is_forwarded_and_the_ranks_may_save(
     send_when_ready(signum)
     run = supervise(
         f"signal.signal({int(signum)}, lambda *_: (folder / f'received-{{rank}}').touch())",
-        "beat(1)",
+        "send_heartbeat(1)",
         READY,
         "while not (folder / f'received-{rank}').exists(): time.sleep(0.01)",
         "time.sleep(0.3)",  # saves
@@ -364,7 +373,7 @@ def test_a_save_that_fails_after_a_signal_is_a_failure(
     send_when_ready(signal.SIGTERM)
     run = supervise(
         "signal.signal(signal.SIGTERM, lambda *_: (folder / f'received-{rank}').touch())",
-        "beat(1)",
+        "send_heartbeat(1)",
         READY,
         "while not (folder / f'received-{rank}').exists(): time.sleep(0.01)",
         "os._exit(3 if rank == 0 else 143)",
@@ -456,7 +465,7 @@ def test_a_second_signal_ends_all_ranks_immediately(tmp_path: Path) -> None:
     process = launch(
         tmp_path,
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)",  # a long step
-        "beat(1)",
+        "send_heartbeat(1)",
         READY,
         "wait()",
     )

@@ -23,8 +23,8 @@ from tests.conftest import ROOT
 from tests.processes import GONE_WITHIN
 from tests.reliability.cases import Chain, make_base
 from tests.reliability.chain import References, Result, count_operations, run_chain
-from tests.reliability.person import Person
 from tests.reliability.plans import COUNTED, NUM_KILLS, plan_chains
+from tests.reliability.shell import Shell
 
 AT_ONCE = 2
 """number of concurrent runs"""
@@ -51,7 +51,7 @@ def main(words: list[str]) -> int:
     make_base(folder)
     part = options.get("only", "")
     references = References(folder)
-    people = [Person(folder / "cache") for _ in range(AT_ONCE)]
+    people = [Shell(folder / "cache") for _ in range(AT_ONCE)]
     began = time.monotonic()
     counted = {variant: count_operations(variant, people[0], references) for variant in COUNTED}
     planned = plan_chains(seed, counted, is_full=is_full)
@@ -110,7 +110,7 @@ def hash_sources() -> str:
         for file in sorted((ROOT / folder).rglob("*"))
         if file.suffix in (".py", ".yaml")
     ]
-    own = ("cases", "chain", "person", "warm")
+    own = ("cases", "chain", "shell", "warm")
     files += [Path(__file__).parent / f"{name}.py" for name in own]
     digest = hashlib.sha256()
     for file in files:
@@ -119,19 +119,19 @@ def hash_sources() -> str:
 
 
 def run_all(
-    chains: list[Chain], references: References, people: list[Person], seed: int, results: Results
+    chains: list[Chain], references: References, people: list[Shell], seed: int, results: Results
 ) -> None:
-    """Run `chains`, one per person at a time, and print the outcome of each."""
-    free: Queue[Person] = Queue()
-    for person in people:
-        free.put(person)
+    """Run `chains`, one per shell at a time, and print the outcome of each."""
+    free: Queue[Shell] = Queue()
+    for shell in people:
+        free.put(shell)
 
     def run(chain: Chain) -> Result:
-        person = free.get()
+        shell = free.get()
         try:
-            return run_chain(chain, person, references, seed)
+            return run_chain(chain, shell, references, seed)
         finally:
-            free.put(person)
+            free.put(shell)
 
     with ThreadPoolExecutor(len(people)) as pool:
         running = [pool.submit(run, chain) for chain in chains]
@@ -140,8 +140,8 @@ def run_all(
             results.save(result)
             outcome = "equal" if result.is_good else f"FAILED: {result.problems}"
             print(f"[{number}/{len(chains)}] {result.chain}: {outcome}", flush=True)
-    for person in people:
-        person.close()
+    for shell in people:
+        shell.close()
 
 
 def print_table(results: Iterable[Result]) -> None:

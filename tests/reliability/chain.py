@@ -21,8 +21,8 @@ from app.process.logs import LOG_FILE
 from app.training.checkpoint.store import CheckpointStore
 from tests.processes import GONE_WITHIN
 from tests.reliability.cases import Chain, Death, Operations, Variant
-from tests.reliability.person import ExitStatus, Person
 from tests.reliability.plans import plan_counted
+from tests.reliability.shell import ExitStatus, Shell
 from tests.runs import check_same_run
 from tests.training.checkpoint.test_store_damaged import DAMAGES
 
@@ -62,7 +62,7 @@ class References:
         self.folder = folder
         self._locks: dict[str, Lock] = defaultdict(Lock)
 
-    def train(self, chain: Chain, person: Person, words: list[str]) -> Path:
+    def train(self, chain: Chain, shell: Shell, words: list[str]) -> Path:
         """Train with `words`, once; return the folder of run, log and records."""
         name = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
         folder = self.folder / "references" / name
@@ -71,16 +71,16 @@ class References:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 typed = [*words, f"output.dir={folder / RUN}"]
-                ending = person.type_train(typed, folder)
+                ending = shell.type_train(typed, folder)
                 if ending.code != 0:
                     raise RuntimeError(f"{chain.name}: uninterrupted, it ends with {ending}")
         return folder
 
 
-def count_operations(variant: Variant, person: Person, references: References) -> Operations:
+def count_operations(variant: Variant, shell: Shell, references: References) -> Operations:
     """Count the disk operations of a save of `variant`."""
     chain = plan_counted(variant)
-    folder = references.train(chain, person, variant.words(references.folder, *chain.words))
+    folder = references.train(chain, shell, variant.words(references.folder, *chain.words))
     points = defaultdict(list)
     for line in read_lines(folder / "operations"):
         step, point = line.split()
@@ -93,7 +93,7 @@ def count_operations(variant: Variant, person: Person, references: References) -
     return Operations(all=len(fewest), need_room=need_room)
 
 
-def run_chain(chain: Chain, person: Person, references: References, seed: int) -> Result:
+def run_chain(chain: Chain, shell: Shell, references: References, seed: int) -> Result:
     """Let a run die and resume as `chain` says; its folder is removed after success.
 
     Failures of the run are listed in the result and do not raise.
@@ -107,8 +107,8 @@ def run_chain(chain: Chain, person: Person, references: References, seed: int) -
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        uninterrupted = references.train(chain, person, words)
-        _die_and_resume(chain, person, [*words, f"output.dir={folder / RUN}"], folder, seed, result)
+        uninterrupted = references.train(chain, shell, words)
+        _die_and_resume(chain, shell, [*words, f"output.dir={folder / RUN}"], folder, seed, result)
         if not result.problems:
             result.problems += _differences(folder, uninterrupted, chain)
             result.is_equal = not result.problems
@@ -122,7 +122,7 @@ def run_chain(chain: Chain, person: Person, references: References, seed: int) -
 
 
 def _die_and_resume(
-    chain: Chain, person: Person, words: list[str], folder: Path, seed: int, result: Result
+    chain: Chain, shell: Shell, words: list[str], folder: Path, seed: int, result: Result
 ) -> None:
     armed = [death.fault for death in chain.deaths if death.fault is not None]
     typed = [*words, "resume=auto", f"faults=[{','.join(armed)}]"]
@@ -131,7 +131,7 @@ def _die_and_resume(
     for number, death in enumerate([*chain.deaths, None]):
         is_warm = number != chain.cold or (death is not None and death.fault is None)
         result.num_cold += not is_warm
-        ending = person.type_train(
+        ending = shell.type_train(
             typed,
             folder,
             is_warm=is_warm,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.reliability import cases, plans
 from tests.reliability.chain import References, count_operations, run_chain
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 
 pytestmark = pytest.mark.slow
 SEED = 0
@@ -48,19 +48,19 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain.name)
 def test_a_killed_and_resumed_run_is_unchanged(
-    chain: cases.Chain, person: Person, references: References
+    chain: cases.Chain, shell: Shell, references: References
 ) -> None:
-    result = run_chain(chain, person, references, SEED)
+    result = run_chain(chain, shell, references, SEED)
     assert result.problems == []
     assert result.is_equal and result.done == result.planned
 
 
-def test_a_failed_save_keeps_a_valid_checkpoint(person: Person, references: References) -> None:
+def test_a_failed_save_keeps_a_valid_checkpoint(shell: Shell, references: References) -> None:
     """test_store_killed.py and test_store_disk_full.py test every operation of a save."""
     variant = cases.Variant()
-    counted = {variant: count_operations(variant, person, references)}
+    counted = {variant: count_operations(variant, shell, references)}
     assert counted[variant].all > plans.FEWEST_OPERATIONS
     full, *_ = plans.plan_disk_full(SEED, counted)
-    result = run_chain(fewer(full, every=8), person, references, SEED)
+    result = run_chain(fewer(full, every=8), shell, references, SEED)
     assert result.problems == []
     assert result.is_equal and result.done == result.planned

@@ -8,17 +8,17 @@ import time
 
 import pytest
 
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", [(), (signal.SIGHUP,), (signal.SIGHUP, signal.SIGTERM)])
 def test_a_signal_after_the_end_does_not_change_the_exit_code(
-    signals: tuple[signal.Signals, ...], person: Person
+    signals: tuple[signal.Signals, ...], shell: Shell
 ) -> None:
     program = "import sys; print('begun', flush=True); sys.stdin.read(); sys.exit(7)"
     process = subprocess.Popen(
-        [person.python, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [shell.python, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == b"begun\n"

@@ -9,7 +9,7 @@ import pytest
 
 from app.assembly.base import open_base
 from app.config import load_config
-from app.model.attention import why_gathered
+from app.model.attention import gather_reason
 from app.model.description import BaseDescription
 from app.preflight.files import check_context_parallel
 from app.training.trainer import resolve_environment
@@ -63,12 +63,12 @@ def sent_by_layer(size: int, *, is_odd: bool) -> tuple[int, int]:
 
 
 def test_the_way_is_chosen_by_heads_and_bytes() -> None:
-    assert why_gathered(32, 8, 8) is None  # Llama 3.1 8B
-    assert why_gathered(14, 2, 2) is None  # Qwen2.5 0.5B
-    assert "4 ranks cannot share 14 attention heads" in str(why_gathered(14, 2, 4))
-    assert "(1) to share: 2 heads to send instead of 34" in str(why_gathered(32, 1, 2))
-    assert why_gathered(32, 8, 16) is None  # 48 heads instead of 128
-    assert why_gathered(8, 2, 4) is None  # 12 instead of 8, by the fastest kernel
+    assert gather_reason(32, 8, 8) is None  # Llama 3.1 8B
+    assert gather_reason(14, 2, 2) is None  # Qwen2.5 0.5B
+    assert "4 ranks cannot share 14 attention heads" in str(gather_reason(14, 2, 4))
+    assert "(1) to share: 2 heads to send instead of 34" in str(gather_reason(32, 1, 2))
+    assert gather_reason(32, 8, 16) is None  # 48 heads instead of 128
+    assert gather_reason(8, 2, 4) is None  # 12 instead of 8, by the fastest kernel
 
 
 def test_layers_without_exchange_are_refused_and_routers_balance_whole_documents() -> None:

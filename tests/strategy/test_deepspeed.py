@@ -24,7 +24,7 @@ from common.errors import UserError
 from tests.conftest import read_column
 from tests.processes import type_train
 from tests.ranks import on_ranks, prepare_strategy
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.strategy import zero_training
 from tests.strategy.zero_training import CLIP, SHARD_EVERYTHING
 from tests.tiny import small_run
@@ -217,7 +217,7 @@ def assert_same_results(found: dict[str, Any], alone: dict[str, Any], which: str
 
 
 @pytest.mark.slow
-def test_added_tokens_in_a_sharded_embedding(person: Person, tmp_path: Path) -> None:
+def test_added_tokens_in_a_sharded_embedding(shell: Shell, tmp_path: Path) -> None:
     words = [
         "model.added_tokens=[<|one|>,<|two|>]",
         "trainer.devices=2",
@@ -229,7 +229,7 @@ def test_added_tokens_in_a_sharded_embedding(person: Person, tmp_path: Path) -> 
     losses = []
     for name in ("ddp", "zero3"):
         further = [] if name == "ddp" else [f"+strategy.config={_typed(SHARD_EVERYTHING)}"]
-        person.train_into(tmp_path / name, *small_run(*words), f"strategy={name}", *further)
+        shell.train_into(tmp_path / name, *small_run(*words), f"strategy={name}", *further)
         losses.append(read_column(tmp_path / name, "train/loss"))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 

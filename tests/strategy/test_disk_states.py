@@ -37,7 +37,7 @@ from tests.planning.test_planned import run_of
 from tests.preflight.test_couplings import problems_of
 from tests.processes import RUN
 from tests.ranks import on_ranks
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.runs import figures_of, rows_of
 from tests.strategy import fsdp_training as fsdp
 from tests.tiny import small_run
@@ -352,7 +352,7 @@ MANY_KILLS = (
     ("strategy", "kills"), [("single", MANY_KILLS), ("ddp", FEW_KILLS), ("fsdp", FEW_KILLS)]
 )
 def test_a_killed_run_on_disk_equals_an_uninterrupted_one_in_memory(
-    person: Person, tmp_path: Path, states: Path, strategy: str, kills: tuple[str, ...]
+    shell: Shell, tmp_path: Path, states: Path, strategy: str, kills: tuple[str, ...]
 ) -> None:
     ranks = 1 if strategy == "single" else 2
     where = (f"trainer.devices={ranks}", "trainer.accelerator=cpu", f"strategy={strategy}")
@@ -361,9 +361,9 @@ def test_a_killed_run_on_disk_equals_an_uninterrupted_one_in_memory(
     disk = ("strategy.offload_optimizer=disk", f"strategy.offload_dir={states}")
     killed = (*words, *disk, "resume=auto", f"faults=[{','.join(kills)}]")
     for code in (*[KILLED if ranks == 1 else NO_ENVIRONMENT] * len(kills), DONE):
-        person.train_into(run, *killed, code=code)
+        shell.train_into(run, *killed, code=code)
         assert list(states.iterdir()) == []
-    person.train_into(whole, *words)
+    shell.train_into(whole, *words)
     assert rows_of(run) == rows_of(whole)
     assert figures_of(run) == figures_of(whole)
     mine, plain = (CheckpointStore(of / "checkpoints").checkpoints()[-1] for of in (run, whole))

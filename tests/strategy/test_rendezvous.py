@@ -19,7 +19,7 @@ from app.strategy.rendezvous import listen
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from tests.processes import LONGEST, TWO_RANKS
 from tests.ranks import on_ranks, prepare_strategy
-from tests.reliability.person import LOG, Person, end_session, processes_of_session
+from tests.reliability.shell import LOG, Shell, end_session, processes_of_session
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.slow
@@ -97,7 +97,7 @@ def test_a_taken_port_is_an_error() -> None:
 
 
 @linux
-def test_a_run_of_two_ranks_listens_on_loopback_only(person: Person, tmp_path: Path) -> None:
+def test_a_run_of_two_ranks_listens_on_loopback_only(shell: Shell, tmp_path: Path) -> None:
     seen: list[str] = []
     (tmp_path / LOG).touch()
 
@@ -110,6 +110,6 @@ def test_a_run_of_two_ranks_listens_on_loopback_only(person: Person, tmp_path: P
         end_session(pid)
 
     words = small_run(*TWO_RANKS, "trainer.max_steps=400", "logger=csv")
-    person.train_into(tmp_path / "run", *words, code=-signal.SIGKILL, meanwhile=record_addresses)
+    shell.train_into(tmp_path / "run", *words, code=-signal.SIGKILL, meanwhile=record_addresses)
     assert len(seen) >= 3, seen
     assert all(map(is_loopback, seen)), seen

@@ -28,7 +28,7 @@ from data_modules.format import CLASSIFICATION, RowError, convert_row, label_of
 from data_modules.types import Conversation, Row
 from tests.conftest import read_column
 from tests.in_process import run_command
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES, tiny_llama, train_into
 from tests.training.test_dpo import gradients, make_pairs
 
@@ -274,7 +274,7 @@ def test_missing_labels_are_named_and_a_label_that_is_none_of_them_is_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["lora", "full"])
 def test_a_trained_classifier_opens_in_transformers_with_the_same_outputs(
-    adapter: str, person: Person, tmp_path: Path
+    adapter: str, shell: Shell, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -282,15 +282,15 @@ def test_a_trained_classifier_opens_in_transformers_with_the_same_outputs(
     words = ["+experiment=classify_tiny", f"adapter={adapter}", "trainer.max_steps=40"]
     words += ["logger=csv", "trainer.precision=fp32"]
     words += ["output.dtype=fp32"] if adapter == "full" else []
-    person.train_into(run, *words)
+    shell.train_into(run, *words)
     accuracies = read_column(run, "val/accuracy")
     assert accuracies[max(accuracies)] > 0.8 > accuracies[0]
     folder = run / "model"
     if adapter == "lora":
         folder = tmp_path / "merged"
         typed = [f"run={run}", f"output.dir={folder}", "merge.dtype=fp32"]
-        assert person.type_train(typed, tmp_path, module="app.merge").code == 0
-        assert person.type_train([f"run={run}"], tmp_path, module="app.chat").code == 2
+        assert shell.type_train(typed, tmp_path, module="app.merge").code == 0
+        assert shell.type_train([f"run={run}"], tmp_path, module="app.chat").code == 2
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert list(model.config.id2label.values()) == CLASSES
@@ -302,7 +302,7 @@ def test_a_trained_classifier_opens_in_transformers_with_the_same_outputs(
     right = [name == row["label"] for name, row in zip(named, texts, strict=True)]
     assert np.mean(right) > 0.85
     typed = [f"run={run}", f"output.dir={tmp_path / 'eval'}"]
-    assert person.type_train(typed, tmp_path, module="app.evaluate").code == 0
+    assert shell.type_train(typed, tmp_path, module="app.evaluate").code == 0
     metrics = json.loads((run / "metrics.json").read_text())
     again = json.loads((tmp_path / "eval" / "metrics.json").read_text())
     assert again["tuned/val/loss"] == pytest.approx(metrics["tuned/val/loss"], abs=1e-5)
@@ -313,25 +313,25 @@ RUN = ["+experiment=classify_tiny", "logger=csv", "trainer.precision=fp32", "tra
 
 
 @pytest.mark.slow
-def test_a_step_is_the_same_however_it_is_split(person: Person, tmp_path: Path) -> None:
-    person.train_into(tmp_path / "whole", *RUN)
+def test_a_step_is_the_same_however_it_is_split(shell: Shell, tmp_path: Path) -> None:
+    shell.train_into(tmp_path / "whole", *RUN)
     for words in (
         ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=4"],
         ["trainer.micro_batch_size=2", "trainer.devices=2", "strategy=fsdp"],
         ["trainer.micro_batch_size=2", "trainer.devices=2", "strategy=zero3"],
     ):
         split = tmp_path / words[-1].replace("=", "-")
-        person.train_into(split, *RUN, *words)
+        shell.train_into(split, *RUN, *words)
         for figure in ("train/loss", "val/loss", "val/accuracy", "train/recall_first"):
             ours, expected = read_column(split, figure), read_column(tmp_path / "whole", figure)
             assert ours == pytest.approx(expected, rel=1e-4, abs=1e-5), figure
 
 
 @pytest.mark.slow
-def test_a_reward_model_learns_which_answer_is_chosen(person: Person, tmp_path: Path) -> None:
+def test_a_reward_model_learns_which_answer_is_chosen(shell: Shell, tmp_path: Path) -> None:
     words = ["+experiment=dpo_quickstart", "objective=reward", "model.labels=[reward]"]
     words += ["optimizer.lr=2e-3", "logger=csv"]
-    said = person.train_into(tmp_path / "run", *words, "trainer.max_steps=40")
+    said = shell.train_into(tmp_path / "run", *words, "trainer.max_steps=40")
     assert "answers" not in said  # a head of one output writes none
     accuracies = read_column(tmp_path / "run", "val/accuracy")
     assert accuracies[max(accuracies)] >= 0.9

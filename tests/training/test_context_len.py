@@ -10,7 +10,7 @@ import pytest
 from app.config import run_verb
 from app.merge import merge
 from tests.in_process import run_command
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES
 
 
@@ -26,9 +26,9 @@ def test_rows_beyond_the_context_are_refused_with_both_ways_out() -> None:
 
 
 @pytest.mark.slow
-def test_the_longer_context_is_merged_with_the_adapter(person: Person, tmp_path: Path) -> None:
+def test_the_longer_context_is_merged_with_the_adapter(shell: Shell, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    screen = person.train_into(
+    screen = shell.train_into(
         run,
         f"model.path={SAMPLES / 'tiny_base'}",
         f"data.datasets=[{{path: {SAMPLES / 'lists.json'}}}]",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import read_column
 from tests.in_process import run_command
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.tiny import TINY_BASE, small_base, small_run
 
 COLUMNS = ("train/loss", "train/kl", "val/loss", "val/cross_entropy/lists")
@@ -25,9 +25,9 @@ def words_of(*words: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distill") / "whole"
-    person.train_into(folder, *words_of("objective.sft_weight=0.5"))
+    shell.train_into(folder, *words_of("objective.sft_weight=0.5"))
     return folder
 
 
@@ -52,19 +52,19 @@ def test_the_student_comes_closer_to_its_teacher(whole: Path) -> None:
     ids=["one micro-batch", "ddp", "fsdp", "zero2", "zero3"],
 )
 def test_a_step_is_the_same_however_it_is_split(
-    words: list[str], whole: Path, person: Person, tmp_path: Path
+    words: list[str], whole: Path, shell: Shell, tmp_path: Path
 ) -> None:
-    person.train_into(tmp_path / "split", *words_of("objective.sft_weight=0.5", *words))
+    shell.train_into(tmp_path / "split", *words_of("objective.sft_weight=0.5", *words))
     for column in COLUMNS:
         ours, expected = (read_column(run, column) for run in (tmp_path / "split", whole))
         assert ours == pytest.approx(expected, rel=1e-5, abs=1e-5), column
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_bit_for_bit(whole: Path, person: Person, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(whole: Path, shell: Shell, tmp_path: Path) -> None:
     words = words_of("objective.sft_weight=0.5", "trainer.checkpoint.every_steps=1", "resume=auto")
-    person.train_into(tmp_path, *words, "faults=[rank_killed@3]", code=-9)
-    person.train_into(tmp_path, *words)
+    shell.train_into(tmp_path, *words, "faults=[rank_killed@3]", code=-9)
+    shell.train_into(tmp_path, *words)
     for column in COLUMNS:
         assert read_column(tmp_path, column)[4] == read_column(whole, column)[4]
     before, after = (
@@ -75,10 +75,10 @@ def test_a_killed_run_goes_on_bit_for_bit(whole: Path, person: Person, tmp_path:
 
 @pytest.mark.slow
 def test_a_run_is_evaluated_against_its_teacher_which_may_be_quantized(
-    whole: Path, person: Person, tmp_path: Path
+    whole: Path, shell: Shell, tmp_path: Path
 ) -> None:
     words = [f"run={whole}", "trainer.precision=fp32", "objective.teacher_quantization=nf4"]
-    person.train_into(tmp_path / "found", *words, module="app.evaluate")
+    shell.train_into(tmp_path / "found", *words, module="app.evaluate")
     found = json.loads((tmp_path / "found" / "metrics.json").read_text())
     before, after = found["base/val/kl"], found["tuned/val/kl"]
     assert after < before
@@ -86,7 +86,7 @@ def test_a_run_is_evaluated_against_its_teacher_which_may_be_quantized(
     assert after == pytest.approx(read_column(whole, "val/kl")[4], rel=0.1)
 
 
-def test_a_teacher_with_another_vocabulary_is_refused(person: Person, tmp_path: Path) -> None:
+def test_a_teacher_with_another_vocabulary_is_refused(shell: Shell, tmp_path: Path) -> None:
     teacher = shutil.copytree(TINY_BASE, tmp_path / "teacher")
     file = teacher / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -94,7 +94,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(person: Person, tmp_path: 
     first, second = list(vocabulary)[40:42]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(tokenizer))
-    said = person.train_into(tmp_path / "run", *words_of(f"objective.teacher={teacher}"), code=2)
+    said = shell.train_into(tmp_path / "run", *words_of(f"objective.teacher={teacher}"), code=2)
     assert "2 of " in said and "tokens differ" in said and "type a teacher of" in said
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import read_column
 from tests.in_process import run_command
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES
 
 PAIRS = str(SAMPLES / "pairs.json")
@@ -56,9 +56,9 @@ def test_what_does_not_go_with_pairs_is_refused(words: list[str], said: str) -> 
 
 
 @pytest.fixture(scope="module")
-def whole(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dpo") / "whole"
-    person.train_into(folder, *RUN, *ONE)
+    shell.train_into(folder, *RUN, *ONE)
     return folder
 
 
@@ -73,10 +73,10 @@ def whole(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["accumulated", "ddp", "fsdp"],
 )
 def test_a_step_is_the_same_however_it_is_split(
-    words: list[str], whole: Path, person: Person, tmp_path: Path
+    words: list[str], whole: Path, shell: Shell, tmp_path: Path
 ) -> None:
     split = tmp_path / "split"
-    person.train_into(split, *RUN, *ONE, *words)
+    shell.train_into(split, *RUN, *ONE, *words)
     for phase in ("train", "val"):
         for figure in FIGURES:
             expected = read_column(whole, f"{phase}/{figure}")
@@ -95,18 +95,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def full(person: Person, tmp_path_factory: pytest.TempPathFactory, cache: str) -> Path:
+def full(shell: Shell, tmp_path_factory: pytest.TempPathFactory, cache: str) -> Path:
     folder = tmp_path_factory.mktemp("full") / "whole"
-    printed = person.train_into(folder, *FULL, *ONE, cache)
+    printed = shell.train_into(folder, *FULL, *ONE, cache)
     assert "objective.reference=cached: computed for 600 pairs" in printed
     return folder
 
 
 @pytest.mark.slow
 def test_a_stored_reference_trains_as_the_base_does_and_is_found_again(
-    whole: Path, full: Path, person: Person, tmp_path: Path, cache: str
+    whole: Path, full: Path, shell: Shell, tmp_path: Path, cache: str
 ) -> None:
-    printed = person.train_into(tmp_path / "lora", *RUN, *ONE, CACHED[0], cache)
+    printed = shell.train_into(tmp_path / "lora", *RUN, *ONE, CACHED[0], cache)
     assert "objective.reference=cached: found in the cache" in printed
     for column in ("train/loss", "val/loss", "val/margin", "val/chosen_reward"):
         expected = read_column(whole, column)
@@ -119,10 +119,10 @@ def test_a_stored_reference_trains_as_the_base_does_and_is_found_again(
     ("strategy", "packs"), [("ddp", 2), ("fsdp", 2), ("zero2", 2), ("zero3", 2), ("tp", 4)]
 )
 def test_ranks_share_the_pass_of_the_base(
-    strategy: str, packs: int, full: Path, person: Person, tmp_path: Path
+    strategy: str, packs: int, full: Path, shell: Shell, tmp_path: Path
 ) -> None:
     words = [f"trainer.micro_batch_size={packs}", "trainer.devices=2", f"strategy={strategy}"]
-    printed = person.train_into(
+    printed = shell.train_into(
         tmp_path / "split", *FULL, *ONE, *words, f"data.cache_dir={tmp_path / 'cache'}"
     )
     assert "objective.reference=cached: computed for 600 pairs" in printed
@@ -134,18 +134,18 @@ def test_ranks_share_the_pass_of_the_base(
 
 @pytest.mark.slow
 def test_a_resumed_run_reads_the_stored_reference_and_never_computes_it(
-    full: Path, person: Person, tmp_path: Path
+    full: Path, shell: Shell, tmp_path: Path
 ) -> None:
     cut, own = tmp_path / "cut", tmp_path / "cache"
     words = [*FULL, *ONE, f"data.cache_dir={own}", "trainer.checkpoint.every_steps=1"]
-    person.train_into(cut, *words, "faults=[rank_killed@3]", code=-9)
+    shell.train_into(cut, *words, "faults=[rank_killed@3]", code=-9)
     kept = tmp_path / "kept"
     shutil.move(own, kept)
-    said = person.train_into(cut, *words, "resume=auto", code=2)
+    said = shell.train_into(cut, *words, "resume=auto", code=2)
     assert "are gone from data.cache_dir" in said and "type resume=never" in said
     shutil.rmtree(own)
     shutil.move(kept, own)
-    said = person.train_into(cut, *words, "resume=auto")
+    said = shell.train_into(cut, *words, "resume=auto")
     assert "objective.reference=cached: found in the cache" in said
     for column in ("train/loss", "train/margin", "val/loss", "val/accuracy"):
         assert read_column(cut, column)[3] == read_column(full, column)[3]
@@ -156,12 +156,12 @@ def test_a_resumed_run_reads_the_stored_reference_and_never_computes_it(
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", ["cached", "base"])
 def test_a_model_trained_whole_is_evaluated_against_its_base(
-    reference: str, full: Path, person: Person, tmp_path: Path
+    reference: str, full: Path, shell: Shell, tmp_path: Path
 ) -> None:
     words = [word for word in RUN if word.startswith(("data.", "objective", "trainer.acc"))]
     words += [f"run={full}", "trainer.precision=fp32", f"objective.reference={reference}"]
     words += [f"data.cache_dir={tmp_path / 'cache'}"]
-    person.train_into(tmp_path / "found", *words, module="app.evaluate")
+    shell.train_into(tmp_path / "found", *words, module="app.evaluate")
     found = json.loads((tmp_path / "found" / "metrics.json").read_text())
     assert found["base/val/loss"] == pytest.approx(0.693147, abs=1e-6)
     for figure in ("loss", "margin", "chosen_reward"):
@@ -172,19 +172,19 @@ def test_a_model_trained_whole_is_evaluated_against_its_base(
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["orpo", "simpo"])
 def test_objectives_without_a_reference_train_all_weights(
-    objective: str, person: Person, tmp_path: Path
+    objective: str, shell: Shell, tmp_path: Path
 ) -> None:
     words = [word for word in RUN if word != "adapter.dropout=0"]
-    person.train_into(tmp_path, *words, *ONE, f"objective={objective}", "adapter=full")
+    shell.train_into(tmp_path, *words, *ONE, f"objective={objective}", "adapter=full")
     losses = read_column(tmp_path, "val/loss")
     assert losses[3] < losses[0]
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_bit_for_bit(whole: Path, person: Person, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(whole: Path, shell: Shell, tmp_path: Path) -> None:
     cut, words = tmp_path / "cut", [*RUN, *ONE, "trainer.checkpoint.every_steps=1", "resume=auto"]
-    person.train_into(cut, *words, "faults=[rank_killed@3]", code=-9)
-    person.train_into(cut, *words)
+    shell.train_into(cut, *words, "faults=[rank_killed@3]", code=-9)
+    shell.train_into(cut, *words)
     for column in ("train/loss", "train/margin", "val/loss", "val/accuracy"):
         assert read_column(cut, column)[3] == read_column(whole, column)[3]
     before, after = (

@@ -22,7 +22,7 @@ from data_modules.format.labels import with_other_answers
 from data_modules.settings import check_datasets, with_format
 from data_modules.types import Conversation, Document, Row
 from tests.conftest import read_column
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES, train_into
 from tests.training.test_dpo import adapted_model, answer_log_prob, gradients, make_pairs  # noqa: F401
 
@@ -216,20 +216,20 @@ def test_rows_of_one_verdict_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_learn_and_are_the_same_however_they_are_split(person: Person, tmp_path: Path) -> None:
+def test_runs_learn_and_are_the_same_however_they_are_split(shell: Shell, tmp_path: Path) -> None:
     data = f"data.datasets=[{{path: {kto_file(tmp_path)}}}]"
     whole = tmp_path / "whole"
-    person.train_into(whole, *RUN, data, *STEP, "trainer.max_steps=60")
+    shell.train_into(whole, *RUN, data, *STEP, "trainer.max_steps=60")
     losses = read_column(whole, "val/loss")
     assert losses[0] == pytest.approx(0.5, abs=1e-6) and losses[max(losses)] < 0.45
     short = tmp_path / "short"
-    person.train_into(short, *RUN, data, *STEP, "trainer.max_steps=3")
+    shell.train_into(short, *RUN, data, *STEP, "trainer.max_steps=3")
     splits = {
         "accumulated": ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=4"],
         "fsdp": ["trainer.micro_batch_size=2", "trainer.devices=2", "strategy=fsdp"],
     }
     for name, words in splits.items():
-        person.train_into(tmp_path / name, *RUN, data, *STEP, *words, "trainer.max_steps=3")
+        shell.train_into(tmp_path / name, *RUN, data, *STEP, *words, "trainer.max_steps=3")
         for figure in ("loss", "kl", "accuracy", "desirable_reward"):
             for phase in ("train", "val"):
                 ours = read_column(tmp_path / name, f"{phase}/{figure}")

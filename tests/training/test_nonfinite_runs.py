@@ -18,7 +18,7 @@ from app.process import faults
 from app.train import train
 from app.training.checkpoint.saving import CheckpointSaver
 from app.training.checkpoint.store import CheckpointStore
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.runs import check_same_run
 from tests.tiny import SAMPLES, small_run
 
@@ -147,10 +147,10 @@ def test_a_stream_names_its_data_set(tmp_path: Path, run: Any) -> None:
     [("nan:1@3", "step 3: loss nan (of "), ("grad_inf:0@3", "step 3: loss ")],
 )
 def test_a_nonfinite_value_on_one_rank_stops_both_with_one_message(
-    fault: str, first_line: str, person: Person, tmp_path: Path
+    fault: str, first_line: str, shell: Shell, tmp_path: Path
 ) -> None:
     words = [*small_run(*RUN, "trainer.devices=2"), f"faults=[{fault}]"]
-    output = person.train_into(tmp_path / "run", *words, code=4)
+    output = shell.train_into(tmp_path / "run", *words, code=4)
     assert output.count("error (training stopped): ") == 1
     assert (
         first_line in output and f"{SAMPLES}" in output.partition("error (training stopped): ")[2]
@@ -158,7 +158,7 @@ def test_a_nonfinite_value_on_one_rank_stops_both_with_one_message(
     assert saved_steps(tmp_path / "run") == [2]
 
 
-def test_the_ordinary_command_ends_with_code_4(person: Person, tmp_path: Path) -> None:
-    output = person.train_into(tmp_path / "run", *small_run(*RUN), "faults=[inf@2]", code=4)
+def test_the_ordinary_command_ends_with_code_4(shell: Shell, tmp_path: Path) -> None:
+    output = shell.train_into(tmp_path / "run", *small_run(*RUN), "faults=[inf@2]", code=4)
     assert "error (training stopped): step 2: loss inf (of " in output
     assert "Traceback" not in output

@@ -22,7 +22,7 @@ from app.training.callbacks.same_on_all_ranks import (
 )
 from common.errors import USER_ERROR, UserError
 from tests.processes import LONGEST, RUN, start_train
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.tiny import SAMPLES, small_run
 
 FACTS: dict[str, Any] = {
@@ -118,7 +118,7 @@ def test_other_code_and_other_libraries_are_named_before_what_they_decide(
         compare(values, other, programs=[same, program_values({"torch": "2.13.0"})])
 
 
-def start_different_ranks(folder: Path, person: Person, *typed: list[str]) -> str:
+def start_different_ranks(folder: Path, shell: Shell, *typed: list[str]) -> str:
     """Start two ranks, with different commands, which both refuse; return their stderr."""
     group = {
         "WORLD_SIZE": "2",
@@ -132,7 +132,7 @@ def start_different_ranks(folder: Path, person: Person, *typed: list[str]) -> st
             f"output.dir={folder / 'run'}",
             f"data.cache_dir={folder / 'cache'}",
             environment=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            python=person.python,
+            python=shell.python,
         )
         for rank, words in enumerate(typed)
     ]
@@ -144,9 +144,7 @@ def start_different_ranks(folder: Path, person: Person, *typed: list[str]) -> st
 
 
 @pytest.mark.slow
-def test_ranks_with_other_settings_stop_before_the_first_step(
-    person: Person, tmp_path: Path
-) -> None:
+def test_ranks_with_other_settings_stop_before_the_first_step(shell: Shell, tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     rows.write_text((SAMPLES / "lists_test.json").read_text().replace("biggest", "largest"))
     words = small_run(*RUN, "trainer.devices=2", "trainer.accelerator=cpu")
@@ -154,16 +152,14 @@ def test_ranks_with_other_settings_stop_before_the_first_step(
         word.replace(str(SAMPLES / "lists_test.json"), str(rows)) if "lists" in word else word
         for word in words
     ]
-    output = start_different_ranks(tmp_path, person, words, [*other, "adapter.dropout=0.2"])
+    output = start_different_ranks(tmp_path, shell, words, [*other, "adapter.dropout=0.2"])
     assert "rank 1 and rank 0 have different settings of adapter, rows, tokens;" in output
 
 
 @pytest.mark.slow
-def test_ranks_with_other_strategies_stop_without_a_deadlock(
-    person: Person, tmp_path: Path
-) -> None:
+def test_ranks_with_other_strategies_stop_without_a_deadlock(shell: Shell, tmp_path: Path) -> None:
     words = small_run(*RUN, "trainer.devices=2", "trainer.accelerator=cpu")
     output = start_different_ranks(
-        tmp_path, person, [*words, "strategy=ddp"], [*words, "strategy=fsdp"]
+        tmp_path, shell, [*words, "strategy=ddp"], [*words, "strategy=fsdp"]
     )
     assert "rank 1 and rank 0 have different strategy;" in output

@@ -16,10 +16,10 @@ from app.model.attention.backends import (
     attention_implementation,
     batching_error,
     check_implementation,
+    gather_reason,
     generation_attention,
     key_repeats,
     packing_error,
-    why_gathered,
 )
 from app.model.attention.choice import (
     AttentionChoice,
@@ -57,6 +57,7 @@ __all__ = [
     "check_padded_rows",
     "check_pair_isolation",
     "choose_backend",
+    "gather_reason",
     "generation_attention",
     "hide_boundaries_from_mixers",
     "key_repeats",
@@ -66,5 +67,4 @@ __all__ = [
     "recompute_on_same_documents",
     "restore_kernel",
     "select_fastest_kernel",
-    "why_gathered",
 ]

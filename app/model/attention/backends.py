@@ -131,7 +131,7 @@ def key_repeats(heads: int, key_heads: int, size: int) -> int:
     )
 
 
-def why_gathered(heads: int, key_heads: int, size: int) -> str | None:
+def gather_reason(heads: int, key_heads: int, size: int) -> str | None:
     """Return why `size` ranks gather keys and values; None if they exchange heads for tokens.
 
     Exchanged heads run the fastest kernel, so gathering must send less than half as much.

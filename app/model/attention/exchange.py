@@ -23,7 +23,7 @@ from app.model.attention.attend import (
     cast_to_one_dtype,
     window_rule,
 )
-from app.model.attention.backends import key_repeats, why_gathered
+from app.model.attention.backends import gather_reason, key_repeats
 from app.model.attention.documents import RowSlices
 from app.model.attention.inputs import attention_inputs
 from app.model.attention.probes import EDITS, MAX_ULPS, MIN_SHARE, distances, rounding
@@ -97,7 +97,7 @@ def exchanging(attend: Attend) -> Attend:
                     "type strategy.context_parallel_size=1"
                 )
         parts = cast_to_one_dtype(query, key, value)
-        if why_gathered(query.shape[1], key.shape[1], ranks.size()):
+        if gather_reason(query.shape[1], key.shape[1], ranks.size()):
             return _attend_to_gathered(
                 partial(attend, module), parts, attention_mask, exchange, options
             ), None
@@ -182,7 +182,7 @@ def describe_exchange(config: PretrainedConfig, size: int) -> str:
     """Return how `size` ranks attend to whole documents, and why."""
     text = config.get_text_config()
     heads = text.num_attention_heads
-    reason = why_gathered(heads, getattr(text, "num_key_value_heads", None) or heads, size)
+    reason = gather_reason(heads, getattr(text, "num_key_value_heads", None) or heads, size)
     if reason is None:
         return f"{size} ranks exchange heads for tokens in attention"
     return f"each rank gathers the keys and values of whole rows: {reason}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from app.process.heartbeat import ENDED, beat, send_to_supervisor, start_heartbeat
+from app.process.heartbeat import ENDED, send_heartbeat, send_to_supervisor, start_heartbeat
 from app.process.peers import Peers, start_peers
 
 
@@ -42,19 +42,19 @@ class Heartbeat(L.Callback):
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Send a heartbeat."""
-        beat(trainer.global_step)
+        send_heartbeat(trainer.global_step)
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         """Send a heartbeat before a step that may hang."""
-        beat(trainer.global_step)
+        send_heartbeat(trainer.global_step)
 
     def on_after_backward(self, trainer: L.Trainer, *args: Any) -> None:
         """Send a heartbeat after each micro-batch."""
-        beat(trainer.global_step)
+        send_heartbeat(trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Send a heartbeat."""
-        beat(trainer.global_step)
+        send_heartbeat(trainer.global_step)
         if self.peers is not None:
             self.peers.mark_trained()
 

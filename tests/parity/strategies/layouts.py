@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 from tests.runs import rows_of
 from tests.tiny import SAMPLES, save_with_tokenizer, tiny_llama
 
@@ -83,8 +83,8 @@ CLIPPED, NOT_CLIPPED = "trainer.max_grad_norm=0.3", "trainer.max_grad_norm=1e9"
 class Runs:
     """Runs of app.train, each trained once."""
 
-    def __init__(self, person: Person, folder: Path, *, is_warm: bool = True) -> None:
-        self.person, self.folder, self.is_warm = person, folder, is_warm
+    def __init__(self, shell: Shell, folder: Path, *, is_warm: bool = True) -> None:
+        self.shell, self.folder, self.is_warm = shell, folder, is_warm
         self.bases = {
             "tied": save_with_tokenizer(tiny_llama(**SHAPE), folder / "tied"),
             "untied": save_with_tokenizer(
@@ -98,7 +98,7 @@ class Runs:
         typed = tuple(self.typed(layout, *words, accumulates=accumulates))
         if typed not in self._done:
             run = self.new_folder(layout.strategy)
-            self.person.train_into(run, *typed, is_warm=self.is_warm)
+            self.shell.train_into(run, *typed, is_warm=self.is_warm)
             self._done[typed] = run
         return self._done[typed]
 

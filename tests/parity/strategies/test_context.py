@@ -63,8 +63,8 @@ def test_resumed_with_another_number_of_slices(long_rows: tuple[str, ...], runs:
     chain = [(sliced("ddp"), 2), (SINGLE, 4), (sliced("fsdp", ranks=4, words=FOUR), 6)]
     for layout, step in chain:
         killed = runs.typed(layout, *words, f"faults=[rank_killed:0@{step}]")
-        runs.person.train_into(run, *killed, code=layout.code_of_a_kill)
-    runs.person.train_into(run, *runs.typed(sliced("ddp"), *words))
+        runs.shell.train_into(run, *killed, code=layout.code_of_a_kill)
+    runs.shell.train_into(run, *runs.typed(sliced("ddp"), *words))
     reference = runs.train(SINGLE, *ADAPTERS["lora"], *long_rows)
     check_same_steps(run, reference)
     check_same_files(run, reference)
@@ -76,8 +76,8 @@ def test_a_killed_run_resumes_bit_for_bit(long_rows: tuple[str, ...], runs: Runs
     layout = sliced("ddp")
     run, reference = runs.new_folder("sliced-killed"), runs.train(layout, *words)
     killed = runs.typed(layout, *words, "resume=auto", "faults=[rank_killed:0@6]")
-    runs.person.train_into(run, *killed, code=layout.code_of_a_kill)
-    runs.person.train_into(run, *killed)
+    runs.shell.train_into(run, *killed, code=layout.code_of_a_kill)
+    runs.shell.train_into(run, *killed)
     check_same_run(run, reference)
     states = [
         json.loads((run / "checkpoints" / "step-8" / f"random-rank-{rank}.json").read_text())

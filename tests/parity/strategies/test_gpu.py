@@ -15,7 +15,7 @@ from tests.parity.strategies.layouts import (
     Runs,
     check_same_steps,
 )
-from tests.reliability.person import Person
+from tests.reliability.shell import Shell
 
 pytestmark = [pytest.mark.gpu, pytest.mark.strategies]
 
@@ -30,14 +30,14 @@ LOSS_IN_FEW_BITS = 5e-2
 
 
 @pytest.fixture(scope="module")
-def runs(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Return runs in new processes, since the warm one has imported DeepSpeed for CPUs."""
     import torch
 
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     folder: Path = tmp_path_factory.mktemp("gpu")
-    return Runs(person, folder, is_warm=False)
+    return Runs(shell, folder, is_warm=False)
 
 
 @pytest.mark.parametrize("strategy", list(ON_GPU))

@@ -52,8 +52,8 @@ def test_a_killed_topk_run_resumes_bit_for_bit(asynchronous: str, runs: Runs) ->
     reference = runs.train(TOPK, *words)
     run = runs.new_folder("killed")
     killed = runs.typed(TOPK, *words, "resume=auto", "faults=[rank_killed:0@6]")
-    runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
-    output = runs.person.train_into(run, *killed)
+    runs.shell.train_into(run, *killed, code=NO_ENVIRONMENT)
+    output = runs.shell.train_into(run, *killed)
     assert "top-k starts without" not in output
     check_same_run(run, reference)
 
@@ -63,9 +63,9 @@ def test_a_resume_from_ddp_starts_without_unsent_gradients(runs: Runs) -> None:
     words = ADAPTERS["lora"]
     run = runs.new_folder("fewer")
     killed = runs.typed(LAYOUTS["ddp"], *words, "resume=auto", "faults=[rank_killed:0@6]")
-    runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
+    runs.shell.train_into(run, *killed, code=NO_ENVIRONMENT)
     again = runs.typed(TOPK, *words, "resume=auto", "resume_allow=[precision]")
-    assert "top-k starts without" in runs.person.train_into(run, *again)
+    assert "top-k starts without" in runs.shell.train_into(run, *again)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_local_sgd_resumes_bit_for_bit_between_averages(kind: str, runs: Runs) -
     reference = runs.train(LOCAL[kind], *words)
     run = runs.new_folder("killed-apart")
     killed = runs.typed(LOCAL[kind], *words, "resume=auto", "faults=[rank_killed:0@6]")
-    runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
-    output = runs.person.train_into(run, *killed)
+    runs.shell.train_into(run, *killed, code=NO_ENVIRONMENT)
+    output = runs.shell.train_into(run, *killed)
     assert "starts from the mean" not in output
     check_same_run(run, reference)
 
@@ -110,14 +110,14 @@ def test_other_strategies_resume_from_the_mean_of_local_sgd(runs: Runs) -> None:
     words = (*ADAPTERS["lora"], "resume=auto", "resume_allow=[precision]")
     run = runs.new_folder("mean")
     first = runs.typed(LOCAL["mean"], *words, "faults=[rank_killed:0@4]", "trainer.max_steps=8")
-    runs.person.train_into(run, *first, "trainer.checkpoint.every_steps=1", code=NO_ENVIRONMENT)
+    runs.shell.train_into(run, *first, "trainer.checkpoint.every_steps=1", code=NO_ENVIRONMENT)
     measured = rows_of(run)[-1]
     assert measured["step"] == "4" and measured["val/loss"]
     second = runs.typed(SINGLE, *words, "faults=[rank_killed:0@6]")
-    output = runs.person.train_into(run, *second, "trainer.checkpoint.every_steps=1", code=-9)
+    output = runs.shell.train_into(run, *second, "trainer.checkpoint.every_steps=1", code=-9)
     assert "lossy communication was the averaging of weights every 4 steps" in output
     third = runs.typed(LOCAL["outer"], *words)
-    assert "every node starts from the mean" in runs.person.train_into(run, *third)
+    assert "every node starts from the mean" in runs.shell.train_into(run, *third)
 
 
 @pytest.mark.strategies
@@ -126,9 +126,9 @@ def test_local_sgd_and_topk_resume_from_each_other(runs: Runs) -> None:
     words = (*words, "trainer.checkpoint.every_steps=1")
     run = runs.new_folder("exchanged")
     first = runs.typed(LOCAL["mean"], *words, "faults=[rank_killed:0@4]")
-    runs.person.train_into(run, *first, code=NO_ENVIRONMENT)
+    runs.shell.train_into(run, *first, code=NO_ENVIRONMENT)
     second = runs.typed(TOPK, *words, "faults=[rank_killed:0@6]")
-    output = runs.person.train_into(run, *second, code=NO_ENVIRONMENT)
+    output = runs.shell.train_into(run, *second, code=NO_ENVIRONMENT)
     assert "top-k starts without" in output
     third = runs.typed(LOCAL["mean"], *words)
-    assert "every node starts from the mean" in runs.person.train_into(run, *third)
+    assert "every node starts from the mean" in runs.shell.train_into(run, *third)

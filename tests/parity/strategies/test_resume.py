@@ -34,8 +34,8 @@ def test_the_same_strategy_resumes_bit_for_bit(adapter: str, strategy: str, runs
     reference = runs.train(layout, *KINDS[adapter])
     run = runs.new_folder(f"{strategy}-killed")
     killed = runs.typed(layout, *KINDS[adapter], "resume=auto", "faults=[rank_killed:0@6]")
-    runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
-    runs.person.train_into(run, *killed)
+    runs.shell.train_into(run, *killed, code=NO_ENVIRONMENT)
+    runs.shell.train_into(run, *killed)
     check_same_run(run, reference)
 
 
@@ -62,9 +62,9 @@ def test_another_strategy_resumes_with_the_same_losses(
     for strategy, step in zip(chain, steps, strict=False):
         layout = layout_of(strategy)
         killed = runs.typed(layout, *words, f"faults=[rank_killed:0@{step}]")
-        runs.person.train_into(run, *killed, code=layout.code_of_a_kill)
+        runs.shell.train_into(run, *killed, code=layout.code_of_a_kill)
         assert last_step(run) == step
-    runs.person.train_into(run, *runs.typed(layout_of(chain[-1]), *words))
+    runs.shell.train_into(run, *runs.typed(layout_of(chain[-1]), *words))
     reference = runs.train(SINGLE, *ADAPTERS[adapter])
     check_same_steps(run, reference)
     check_same_files(run, reference)
@@ -75,8 +75,8 @@ def test_ranks_of_a_group_share_random_state_after_another_strategy(runs: Runs) 
     run = runs.new_folder("groups")
     words = (*WITH_DROPOUT, "trainer.checkpoint.every_steps=1", "resume=auto")
     killed = runs.typed(LAYOUTS["ddp"], *words, "faults=[rank_killed:0@4]")
-    runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
-    runs.person.train_into(run, *runs.typed(LAYOUTS["tp"], *words))
+    runs.shell.train_into(run, *killed, code=NO_ENVIRONMENT)
+    runs.shell.train_into(run, *runs.typed(LAYOUTS["tp"], *words))
     last = run / "checkpoints" / "step-8"
     first, second = (json.loads((last / f"random-rank-{rank}.json").read_text()) for rank in (0, 1))
     assert first["torch"] == second["torch"]

@@ -18,7 +18,7 @@ from tests.hosts import PORT, Host, hosts_error, two_hosts
 from tests.parity.strategies.counted import NOTES
 from tests.parity.strategies.layouts import SINGLE, Layout, Runs, check_same_steps
 from tests.planning.test_planned import STRATEGIES
-from tests.reliability.person import ExitStatus, Person
+from tests.reliability.shell import ExitStatus, Shell
 from tests.runs import rows_of
 from tests.tiny import SAMPLES, save_with_tokenizer, tiny_llama
 
@@ -98,19 +98,19 @@ class HostRuns:
     def __init__(self, pair: tuple[Host, Host], runs: Runs, base: Path, folder: Path) -> None:
         self._pair, self._runs, self._base, self._folder = pair, runs, base, folder
         cache = folder / "cache"
-        self._persons = [Person(cache, host=host) for host in pair]
+        self._shells = [Shell(cache, host=host) for host in pair]
         self._done: dict[Layout, Traffic] = {}
         self._references: dict[tuple[Layout, int], Path] = {}
 
     def close(self) -> None:
-        for person in self._persons:
-            person.close()
+        for shell in self._shells:
+            shell.close()
 
     def reference(self, layout: Layout, num_ranks: int) -> Path:
         """Return a run on this machine with the steps of `num_ranks` ranks."""
         if (layout, num_ranks) not in self._references:
             run = self._runs.new_folder("reference")
-            self._runs.person.train_into(run, *words_of(self._base, layout, num_ranks))
+            self._runs.shell.train_into(run, *words_of(self._base, layout, num_ranks))
             self._references[layout, num_ranks] = run
         return self._references[layout, num_ranks]
 
@@ -130,7 +130,7 @@ class HostRuns:
         def ranks_of(number: int) -> ExitStatus:
             own = folder / self._pair[number].name
             own.mkdir(parents=True)
-            return self._persons[number].type_train(
+            return self._shells[number].type_train(
                 [*words, f"output.dir={run}"],
                 own,
                 module="tests.parity.strategies.counted",

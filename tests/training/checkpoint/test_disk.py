@@ -48,7 +48,7 @@ def test_a_long_write_is_a_sign_of_life_of_the_thread_that_trains(
     monkeypatch.setattr(heartbeat, "_num_beats", 4)
     disk.write_file(tmp_path / "before", [b"a", b"b"])
     assert messages == []  # from the first on, pauses count
-    heartbeat.beat(7)
+    heartbeat.send_heartbeat(7)
     disk.write_file(tmp_path / "within", [b"a", b"b"])
     assert messages == ["beat 5 7"] * 3
     with ThreadPoolExecutor() as pool:

@@ -155,7 +155,7 @@ class Stopped(Exception):
 def stop_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make a run die when a hook of the module is called for the n-th time."""
 
-    def arm(hook: str, number: int) -> None:
+    def plan_faults(hook: str, number: int) -> None:
         calls = iter(range(1, 10_000))
         plain = getattr(FinetuneModule, hook)
 
@@ -167,7 +167,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(FinetuneModule, hook, dying)
 
-    return arm
+    return plan_faults
 
 
 BETWEEN = ("trainer.checkpoint.every_steps=2", "adapter.dropout=0.1", "data.sequence_len=128")

@@ -28,7 +28,7 @@ def disarmed() -> object:
     faults.arm_faults([], Path())
 
 
-def arm(run: Path, text: str) -> None:
+def plan_faults(run: Path, text: str) -> None:
     armed, problems = faults.parse_faults([text])
     assert not problems
     faults.arm_faults(armed, run)
@@ -42,7 +42,7 @@ def num_points(run: Path) -> int:
         folder.mkdir()
         store = CheckpointStore(folder / "checkpoints", keep_last=1)
         save(store, 10)
-        arm(folder, f"enospc:{count + 1}@20")
+        plan_faults(folder, f"enospc:{count + 1}@20")
         try:
             save(store, 20)
         except SaveError:
@@ -63,7 +63,7 @@ def test_a_full_disk_at_any_point_keeps_the_last_good_one(
         run.mkdir()
         store = CheckpointStore(run / "checkpoints", keep_last=1)
         save(store, 10)
-        arm(run, f"enospc:{number}@20")
+        plan_faults(run, f"enospc:{number}@20")
         with pytest.raises(SaveError) as caught:
             save(store, 20)
         good, damaged = store.newest_good()
@@ -83,7 +83,7 @@ def test_a_full_disk_is_reported_with_need_and_free(
     store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(2 << 30, 0, 3 << 29))
-    arm(tmp_path, "enospc")
+    plan_faults(tmp_path, "enospc")
     with pytest.raises(
         SaveError,
         match=r"checkpoints: the checkpoint of step 20 could not be written: No space left on "
@@ -101,7 +101,7 @@ def test_a_disk_without_inodes_is_said_to_lack_those(
     full = SimpleNamespace(f_files=1000, f_favail=0, f_frsize=1, f_bavail=1, f_bfree=1, f_blocks=1)
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     lacks = r"No space left on device; all 1,000 inodes of its disk are used, .* are free; "
-    arm(tmp_path, "enospc")
+    plan_faults(tmp_path, "enospc")
     with pytest.raises(SaveError, match=rf"step 20 could not be written: {lacks}step-10 is kept"):
         save(store, 20)
 

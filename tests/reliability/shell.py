@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.process.launch import PARENT_VARIABLE
 from tests.conftest import ROOT
-from tests.processes import GONE_WITHIN, LONGEST, environment_of_a_person
+from tests.processes import GONE_WITHIN, LONGEST, user_environment
 
 if TYPE_CHECKING:
     from tests.hosts import Host
@@ -42,7 +42,7 @@ class ExitStatus:
     """seconds from its end to that of the last process that it had started"""
 
 
-class Person:
+class Shell:
     """Runs the commands of a user, one at a time."""
 
     def __init__(self, cache: Path, host: Host | None = None, *, root: Path = ROOT) -> None:
@@ -74,7 +74,7 @@ class Person:
         self._can_fork = not Path("/dev/nvidiactl").exists()
 
     def _environment(self) -> dict[str, str]:
-        return environment_of_a_person() | self.environment
+        return user_environment() | self.environment
 
     def type_train(
         self,
