@@ -343,13 +343,14 @@ NOT_SIMULATED = {
     "llama70b_zero3": "8xh100",
     "llama8b_128k": "8xh100",
     "llama8b_dpo": "h100",
+    "qwen1_5b_distill": "h100",
     "qwen3_5_9b_qlora": "h100",
     "qwen7b_kto": "h100",
     "reward_1b": "h100",
     "tiny_long": "2xh100",
 }
 """experiments that cannot be simulated: DeepSpeed needs real ranks, hybrids need their kernels, and
-a simulated micro-batch has no pairs, no slices of rows and no stages"""
+a simulated micro-batch has no pairs, no teacher, no slices of rows and no stages"""
 
 
 @pytest.mark.versions
