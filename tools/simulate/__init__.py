@@ -87,7 +87,7 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
     elif pipeline_parallel_size(strategy) > 1:
         why = "stages of a pipeline cannot be simulated; type strategy=fsdp"
     elif config.objective.name != "sft":
-        why = f"the step of objective={config.objective.name} cannot be simulated; type objective=sft"
+        why = f"objective={config.objective.name} cannot be simulated; type objective=sft"
     elif run.quantization.method == "int8":
         why = "int8 weights cannot be simulated; type quantization=nf4"
     elif config.trainer.compile:
