@@ -31,7 +31,7 @@ from app.training.run_documents import read_object
 from common.errors import UserError
 from common.facts import setting
 from common.redaction import redact
-from common.text import printable
+from common.text import counted, printable
 
 NAMES_BASE = {CONFIG_FILE: "base_model_name_or_path", ORIGIN_FILE: "path"}
 """files of an adapter that name its base, and the key under which they do"""
@@ -153,7 +153,7 @@ def _copy_written(saved: Path, copy: Path) -> list[str]:
 def _print_files(repo: str, folder: Path, left_out: Sequence[str]) -> None:
     """List what is uploaded, and what of the run's folder is not."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    print(f"uploading {len(files)} files to {printable(repo)}:")
+    print(f"uploading {counted(len(files), 'file')} to {printable(repo)}:")
     for file in files:
         print(printable(f"  {file.relative_to(folder)} ({file.stat().st_size:,} bytes)"))
     if left_out:

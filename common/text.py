@@ -45,6 +45,11 @@ def formatted(value: float, spec: str) -> str:
     return format(value, spec).replace("%", " %")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 row, 1,200 rows."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def shown(text: str) -> str:
     """Return at most 80 printable characters of `text`, to quote in a message."""
     return printable(text[:MAX_SHOWN])[:MAX_SHOWN]

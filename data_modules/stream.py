@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from common.errors import DataError
+from common.text import counted
 from data_modules import source
 from data_modules.collator import Batch, Collator
 from data_modules.packing.mixture import seeded_generator
@@ -53,14 +54,14 @@ class StreamPlan:
 
     def line(self) -> str:
         """Describe the plan in a sentence."""
-        return (
-            f"streaming: {self.num_steps:,} steps of {self.packs_per_step:,} packs; rows are read, "
-            "shuffled and packed a window at a time"
-        )
+        return f"streaming: {self._size()}; rows are read, shuffled and packed a window at a time"
 
     def summary(self) -> str:
         """Describe the plan in half a line."""
-        return f"{self.num_steps:,} steps of {self.packs_per_step:,} packs of a stream"
+        return f"{self._size()} of a stream"
+
+    def _size(self) -> str:
+        return f"{counted(self.num_steps, 'step')} of {counted(self.packs_per_step, 'pack')}"
 
     def ends_epoch(self, step: int) -> bool:
         """Return whether a tenth of the run ends here: a stream has no epochs."""

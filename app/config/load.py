@@ -91,6 +91,8 @@ def load_config(verb: str, words: Sequence[str] | Mapping[str, Any], conf: Path 
     if isinstance(words, Mapping):
         words = words_of(words, hints_of(VERBS[verb]))
     config = compose(verb, words, conf)
+    if isinstance(config, TrainConfig | EvaluateConfig) and config.objective.name == "reward":
+        config.model.labels = config.model.labels or ["reward"]  # the name of its one output
     resolve_paths(config)
     return config
 

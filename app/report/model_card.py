@@ -19,7 +19,7 @@ from app.report.run_page import CURVES_FILE, Setting, format_number
 from app.training.run_documents import read_object
 from common.files import write_atomically
 from common.redaction import redact
-from common.text import printable
+from common.text import counted, printable
 from data_modules import is_hub_id
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def render_merged_card(
     if datasets := manifest.get("data", ()):
         body += ["", "## Trained on", ""]
         body += [
-            f"- {cell(row.get('name'))}: {row.get('train_rows', 0):,} rows, "
+            f"- {cell(row.get('name'))}: {counted(row.get('train_rows', 0), 'row')}, "
             f"{row.get('validation_rows', 0):,} held out"
             for row in datasets
         ]

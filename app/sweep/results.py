@@ -19,7 +19,7 @@ from common.errors import DONE
 from common.files import write_atomically
 from common.installation import verb_command
 from common.redaction import redact, redacted
-from common.text import printable
+from common.text import counted, printable
 
 RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"
 
@@ -87,7 +87,7 @@ def print_results(
 
     best_first = _sort_best_first(trials)
     keys = [parameter.key for parameter in varied(parameters)]
-    table = Table(title=f"{len(trials)} trials by {OBJECTIVE}", title_justify="left")
+    table = Table(title=f"{counted(len(trials), 'trial')} by {OBJECTIVE}", title_justify="left")
     error_column = ["error"] if any(trial.error for trial in trials) else []
     for column in ("trial", *keys, OBJECTIVE, "seconds", "exit", *error_column):
         table.add_column(column, justify="right" if column in (OBJECTIVE, "seconds") else "left")

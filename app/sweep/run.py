@@ -47,7 +47,7 @@ from app.sweep.trials import Launcher, LocalLauncher, RunningTrial, Trial
 from common.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from common.installation import verb_command
 from common.redaction import redact, redacted
-from common.text import printable
+from common.text import counted, printable
 
 SWEEP_KEYS = ("sweep.", "launcher", "output.", "resume")
 """prefixes of the keys that apply to the whole sweep and are not passed on to its trials"""
@@ -77,7 +77,7 @@ def run_sweep(overrides: list[str]) -> int:
     separate_files(folder)
     finished = load_results(folder)
     search = _build_search(parameters, config, folder, [trial.number for trial in finished])
-    print(f"{search.num_trials} trials in {printable(str(folder))}:", end=" ")
+    print(f"{counted(search.num_trials, 'trial')} in {printable(str(folder))}:", end=" ")
     searched = "; ".join(f"{parameter.key} {parameter}" for parameter in varied(parameters))
     print(redact(searched), flush=True)
     launcher: Launcher = LocalLauncher(slots)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from common.text import percent
+from common.text import counted, percent
 from data_modules.packing.mixture import seeded_generator
 
 Indices = npt.NDArray[np.int64]
@@ -104,19 +104,21 @@ class StepPlan:
         """Describe the packs and steps of the first epoch, and the number of steps."""
         packs, steps = self._epoch(0).packs, len(self._epoch(0).step_weights)
         line = (
-            f"{len(packs.documents):,} documents in {_count(len(packs), 'pack')}, "
+            f"{counted(len(packs.documents), 'document')} in {counted(len(packs), 'pack')}, "
             f"{percent(self._fill)} of {self._capacity:,} tokens full; "
-            f"{_count(steps, 'step')} of {_count(self.packs_per_step, 'pack')} an epoch"
+            f"{counted(steps, 'step')} of {counted(self.packs_per_step, 'pack')} an epoch"
         )
         if self.num_steps != steps:
-            line += f"; {_count(self.num_steps, 'step')} = {self.num_steps / steps:.2f} epochs"
+            line += f"; {counted(self.num_steps, 'step')} = {self.num_steps / steps:.2f} epochs"
         return line + self._remarks()
 
     def summary(self) -> str:
         """Describe the number of steps and packs in half a line."""
-        packs, epoch_steps = _count(self.packs_per_step, "pack"), len(self._epoch(0).step_weights)
+        packs, epoch_steps = counted(self.packs_per_step, "pack"), len(self._epoch(0).step_weights)
         epochs = f"{self.num_steps / epoch_steps:.3g}"
-        line = f"{_count(self.num_steps, 'step')} of {packs}, {epochs} epoch{'s' * (epochs != '1')}"
+        line = (
+            f"{counted(self.num_steps, 'step')} of {packs}, {epochs} epoch{'s' * (epochs != '1')}"
+        )
         return f"{line}, packs {percent(self._fill)} full{self._remarks()}"
 
     @property
@@ -127,13 +129,13 @@ class StepPlan:
     def _remarks(self) -> str:
         packs, remarks = len(self._epoch(0).packs), ""
         if packs < self.packs_per_step:
-            remarks += f"; {_count(packs, 'pack')} for a global batch of {self.packs_per_step:,}"
+            remarks += f"; {counted(packs, 'pack')} for a global batch of {self.packs_per_step:,}"
             if (fewer := self.accumulation_for_small_data()) < self.accumulation_steps:
                 remarks += f": type trainer.gradient_accumulation_steps={fewer}"
             elif self.micro_batch_size > 1:
                 remarks += ": type trainer.micro_batch_size=1"
         if (idle := self.world_size - packs) > 0:
-            remarks += f"; {_count(idle, 'rank')} of {self.world_size} will have nothing to do"
+            remarks += f"; {counted(idle, 'rank')} of {self.world_size} will have nothing to do"
         return remarks
 
     def accumulation_for_small_data(self) -> int:
@@ -245,10 +247,6 @@ def _even_out(totals: npt.NDArray[np.float64]) -> Indices:
             share_of[step, rank] = share
             so_far[rank] += cost[share]
     return share_of
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 class StepSampler:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from common.errors import DataError
 from common.redaction import redact
+from common.text import counted
 from data_modules import source
 from data_modules.audit import Audit, DatasetFacts, RunSettings, audit_documents
 from data_modules.format import PREFERENCE, sort_unread
@@ -118,7 +119,7 @@ class DatasetReport:
             )
         first = "the first " if self.is_cut else ""
         parts = [
-            f"{first}{self.rows:,} rows ({self.format}{guessed})",
+            f"{first}{counted(self.rows, 'row')} ({self.format}{guessed})",
             f"{self.train_rows:,} train + {self.validation_rows:,} validation"
             if self.is_trained
             else f"{self.validation_rows:,} validation, never trained on",

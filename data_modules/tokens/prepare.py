@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import DataError, RemoteError
 from common.redaction import redact
-from common.text import printable, reason_of
+from common.text import counted, printable, reason_of
 from data_modules import source
 from data_modules.audit.characters import CharacterCheck
 from data_modules.settings import DataConfig, DatasetConfig
@@ -286,5 +286,5 @@ class _Progress:
     def advance(self, part: EncodedChunk) -> None:
         """Add a tokenized chunk."""
         self._rows += part.counts.rows
-        text = f"tokenizing {self._name}: {self._rows:,} rows"
+        text = f"tokenizing {self._name}: {counted(self._rows, 'row')}"
         self._bar.update(self._task, advance=part.num_bytes, description=text)

@@ -14,6 +14,7 @@ from typing import Any
 
 from common.errors import DataError
 from common.redaction import redact
+from common.text import counted
 from data_modules import source
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.tokens.cache import KEY_FILE, Key, is_whole, read_newest, read_note
@@ -79,7 +80,7 @@ def estimate_epoch(
 def _how(sizes: Sequence[_Size]) -> str:
     rows, read = round(sum(size.rows for size in sizes)), sum(size.rows_read for size in sizes)
     if all(size.is_cached for size in sizes):
-        return f"{rows:,} rows tokenized in the cache"
+        return f"{counted(rows, 'row')} tokenized in the cache"
     return f"all {rows:,} rows" if read == rows else f"the first {read:,} of about {rows:,} rows"
 
 

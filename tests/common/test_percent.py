@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.text import formatted, percent
+from common.text import counted, formatted, percent
 
 ROOT = Path(__file__).parents[2]
 TYPED = re.compile(r"\[:\d+%\]")
@@ -50,3 +50,7 @@ def test_percentages() -> None:
     assert (percent(0.1234), percent(1, 0), percent(0.5, 2)) == ("12.3 %", "100 %", "50.00 %")
     assert (percent(0.015, 0, sign="+"), percent(-0.3, sign="+")) == ("+2 %", "-30.0 %")
     assert (formatted(0.1234, "+.1%"), formatted(0.1234, ".2f")) == ("+12.3 %", "0.12")
+
+
+def test_a_noun_has_the_number_before_it() -> None:
+    assert [counted(number, "row") for number in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]

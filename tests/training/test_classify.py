@@ -329,7 +329,7 @@ def test_a_step_is_the_same_however_it_is_split(shell: Shell, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_reward_model_learns_which_answer_is_chosen(shell: Shell, tmp_path: Path) -> None:
-    words = ["+experiment=dpo_quickstart", "objective=reward", "model.labels=[reward]"]
+    words = ["+experiment=dpo_quickstart", "objective=reward"]
     words += ["optimizer.lr=2e-3", "logger=csv"]
     said = shell.train_into(tmp_path / "run", *words, "trainer.max_steps=40")
     assert "answers" not in said  # a head of one output writes none

@@ -39,6 +39,7 @@ from app.training.checkpoint.disk import SaveError, describe_shortage, format_by
 from app.training.checkpoint.schema import Json
 from app.training.checkpoint.tensors import file_bytes, write_tensors
 from common.errors import UserError
+from common.text import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -193,7 +194,7 @@ class CheckpointStore:
         sentences = [sentence for _, sentence in damaged]
         if sentences and good is not None:
             lost = damaged[0][0] - good.step
-            sentences[-1] += f"; using {good.folder.name}, {lost} steps lost"
+            sentences[-1] += f"; using {good.folder.name}, {counted(lost, 'step')} lost"
         elif sentences:
             sentences[-1] += "; no undamaged checkpoint is left"
         return good, sentences
