@@ -42,7 +42,7 @@ AIMS = {
 }
 MOST = {
     "modules": 321,
-    "lines that are not blank": 66_740,
+    "lines that are not blank": 66_750,
     LONG_FUNCTIONS: 0,
     "modules with one importer": 82,
 }

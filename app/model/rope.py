@@ -73,7 +73,7 @@ def dynamic_factor(config: Mapping[str, Any]) -> float:
     for name in SCALED:
         rope = config.get(name)
         if isinstance(rope, dict):
-            rope = rope.get("full_attention", rope)
+            rope = rope.get("full_attention") or rope
             if rope.get("rope_type", rope.get("type")) == "dynamic":
                 factor = rope.get("factor")
                 return factor if isinstance(factor, (int, float)) else 1.0

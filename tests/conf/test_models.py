@@ -170,7 +170,7 @@ LLAMA_3 = ["llama8b", "llama70b", "llama405b", "llama1b", "llama3b", "llama3_3_7
 ON_THE_HUB = [
     name
     for name in conf_files.list_groups(conf_files.CONF)["experiment"]
-    if name not in ("quickstart", "dpo_quickstart", "classify_tiny", "tiny_base")
+    if name not in ("quickstart", "dpo_quickstart", "classify_tiny", "tiny_base", "tiny_long")
 ]
 
 

@@ -291,19 +291,22 @@ def attend_in_blocks(
     """
     import torch
 
+    key, value = _repeat_heads(query, key, value)  # once, not in every block
     num_keys, outputs = key.shape[2], []
     first = num_keys - query.shape[2]
     for start in range(first, num_keys, BLOCK_TOKENS):
         queries = range(start, min(start + BLOCK_TOKENS, num_keys))
-        keys = range(max(0, start - rule.size + 1), queries.stop)
+        # Whole multiples of 8, as CUDA's kernels ask of the masks.
+        keys = range(max(0, (start - rule.size + 1) // 8 * 8), queries.stop)
         parts = (
             query[:, :, queries.start - first : queries.stop - first],
             key[:, :, keys.start : keys.stop],
             value[:, :, keys.start : keys.stop],
         )
         mask = rule.visible(queries, keys, query.device)
-        outputs.append(_run_kernel(parts, mask, dropout, scaling, is_causal=False))
-    return torch.cat(outputs, dim=2)
+        output = _run_kernel(parts, mask, dropout, scaling, is_causal=False)
+        outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, dim=1).transpose(1, 2)  # contiguous by token, as models expect
 
 
 def _run_kernel(
@@ -319,10 +322,8 @@ def _run_kernel(
     from app.model.activation_checkpointing import attend_once
 
     query, key, value = parts
-    if query.is_cuda and query.shape[1] != key.shape[1] and not _runs_flash(query, value, mask):
-        # CUDA's other fused kernels do not support GQA, and the fallback saves all scores in fp32.
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (part.repeat_interleave(repeats, dim=1) for part in (key, value))
+    if query.is_cuda and not _runs_flash(query, value, mask):
+        key, value = _repeat_heads(query, key, value)
     output: torch.Tensor = attend_once(
         torch.nn.functional.scaled_dot_product_attention,
         query,
@@ -335,6 +336,19 @@ def _run_kernel(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output
+
+
+def _repeat_heads(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Repeat key heads on a GPU for its kernels with a mask.
+
+    They do not support GQA, and the fallback saves all scores in fp32.
+    """
+    if not query.is_cuda or query.shape[1] == key.shape[1]:
+        return key, value
+    repeats = query.shape[1] // key.shape[1]
+    return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
 
 def _runs_flash(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
