@@ -505,6 +505,7 @@ def test_a_disk_without_locks_is_reported_and_used(
 LOST = {
     "model.path={0}/model": "model: no such folder",
     "model.tokenizer_path={0}/tokenizer": "tokenizer: no such folder",
+    "objective.teacher={0}/teacher": "teacher: no such folder",
     "model.chat_template={0}/of_model.jinja": "no such file",
     "data.chat_template={0}/of_data.jinja": "no such file",
     "data.datasets=[{{path: {0}/data.jsonl}}]": "data.jsonl: no such file",
@@ -527,6 +528,7 @@ def test_what_a_run_started_from_and_is_gone_is_named_or_not_needed(
     files = tmp_path / "files"
     base, data = make_model(files / "model"), make_data(files / "data.jsonl")
     shutil.copytree(base, files / "tokenizer")
+    shutil.copytree(base, files / "teacher")
     for name in ("val.jsonl", "test.jsonl", "tasks/mmlu_test.jsonl"):
         (files / name).parent.mkdir(exist_ok=True)
         shutil.copy(data, files / name)
@@ -539,6 +541,7 @@ def test_what_a_run_started_from_and_is_gone_is_named_or_not_needed(
     key, _, value = word.format(files).partition("=")
     settings = {"model.path": str(base), "data.datasets": f"[{{path: {data}}}]"}
     settings |= {"strategy": "zero2"} if key == "strategy.config" else {}
+    settings |= {"objective": "distill"} if key == "objective.teacher" else {}
     typed = [f"{name}={text}" for name, text in (settings | {key: value}).items()]
     granted = [] if key != "evaluation.metric" else ["evaluation.allow_code=true", typed[-1]]
     tasks = ["evaluation.tasks=[{name: mmlu}]"] if key == "evaluation.task_dir" else []
