@@ -16,7 +16,7 @@ from axolotl.train import setup_model_and_trainer
 from axolotl.utils.dict import DictDefault
 from clock import Clock
 from task import SEQUENCE_LEN, TOKENS_A_STEP, Task, read_rows
-from transformers import TrainerCallback
+from trainer_watch import Watch
 
 PACKS = TOKENS_A_STEP // SEQUENCE_LEN
 
@@ -24,14 +24,6 @@ PACKS = TOKENS_A_STEP // SEQUENCE_LEN
 def main(task: Task) -> None:
     """Train and report."""
     clock = Clock(task.warm_up)
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            clock.step()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if "loss" in logs:
-                clock.losses.append(float(logs["loss"]))
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_cfg(DictDefault(settings(task, folder)))
@@ -44,7 +36,7 @@ def main(task: Task) -> None:
             return train_one(model, inputs, *rest)
 
         trainer.training_step = counted
-        trainer.add_callback(Watch())
+        trainer.add_callback(Watch(clock))
         trainer.train()
     steps = range(0, task.steps * PACKS, PACKS)
     clock.tokens = [sum(clock.tokens[start : start + PACKS]) for start in steps]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from clock import Clock
 from task import Task, read_rows, steps_sorted_together
+from trainer_watch import Watch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -46,14 +46,6 @@ def main(task: Task) -> None:
         clock.tokens.append(sum(len(feature["input_ids"]) for feature in features))
         return collate(features)
 
-    class Watch(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            clock.step()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if "loss" in logs:
-                clock.losses.append(float(logs["loss"]))
-
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -71,7 +63,7 @@ def main(task: Task) -> None:
             disable_tqdm=True,
         )
         Trainer(
-            model, arguments, data_collator=counted, train_dataset=rows, callbacks=[Watch()]
+            model, arguments, data_collator=counted, train_dataset=rows, callbacks=[Watch(clock)]
         ).train()
     steps = range(0, task.steps * ACCUMULATION, ACCUMULATION)
     clock.tokens = [sum(clock.tokens[start : start + ACCUMULATION]) for start in steps]

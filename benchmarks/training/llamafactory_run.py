@@ -11,7 +11,8 @@ from typing import Any
 import datasets
 from clock import Clock
 from task import SEQUENCE_LEN, TOKENS_A_STEP, Task, read_rows
-from transformers import AutoTokenizer, TrainerCallback
+from trainer_watch import Watch
+from transformers import AutoTokenizer
 
 # LLaMA-Factory imports it for audio; pip has no CPU build of it.
 sys.modules["torchaudio"] = ModuleType("torchaudio")
@@ -30,14 +31,6 @@ def main(task: Task) -> None:
     """Train and report."""
     clock = Clock(task.warm_up)
     packs = TOKENS_A_STEP // SEQUENCE_LEN
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            clock.step()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if "loss" in logs:
-                clock.losses.append(float(logs["loss"]))
 
     class Counted(workflow.SFTDataCollatorWith4DAttentionMask):
         def __call__(self, features: list[dict[str, Any]]) -> Any:
@@ -74,7 +67,7 @@ def main(task: Task) -> None:
             "disable_tqdm": True,
         }
         lora = {"lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "lora_target": "all"}
-        tuner.run_exp(settings | (lora if task.adapter == "lora" else {}), [Watch()])
+        tuner.run_exp(settings | (lora if task.adapter == "lora" else {}), [Watch(clock)])
     steps = range(0, task.steps * packs, packs)
     clock.tokens = [sum(clock.tokens[start : start + packs]) for start in steps]
     clock.report()

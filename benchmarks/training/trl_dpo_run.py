@@ -15,7 +15,8 @@ import peft
 import torch
 from clock import Clock
 from task import SEQUENCE_LEN, Task, read_pairs
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trainer_watch import Watch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
 
@@ -24,14 +25,6 @@ def main(task: Task, pairs: int) -> None:
     base = f"{task.folder}/base"
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     clock = Clock(task.warm_up)
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            clock.step()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if "loss" in logs:
-                clock.losses.append(float(logs["loss"]))
 
     each = round(task.pairs_per_step / pairs) if pairs else 1
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +50,7 @@ def main(task: Task, pairs: int) -> None:
             train_dataset=datasets.Dataset.from_list(read_pairs(Path(task.folder))),
             processing_class=AutoTokenizer.from_pretrained(base),
             peft_config=peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
-            callbacks=[Watch()],
+            callbacks=[Watch(clock)],
         )
         collate = trainer.data_collator
 

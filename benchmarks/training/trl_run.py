@@ -15,7 +15,8 @@ import peft
 import torch
 from clock import Clock
 from task import SEQUENCE_LEN, TOKENS_A_STEP, Task, read_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trainer_watch import Watch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 
@@ -25,14 +26,6 @@ def main(task: Task, packed: bool) -> None:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     rows = datasets.Dataset.from_list([{"input_ids": ids} for ids in read_rows(Path(task.folder))])
     clock = Clock(task.warm_up)
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            clock.step()
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            if "loss" in logs:
-                clock.losses.append(float(logs["loss"]))
 
     packs = TOKENS_A_STEP // SEQUENCE_LEN
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +54,7 @@ def main(task: Task, packed: bool) -> None:
             train_dataset=rows,
             processing_class=AutoTokenizer.from_pretrained(base),
             peft_config=lora if task.adapter == "lora" else None,
-            callbacks=[Watch()],
+            callbacks=[Watch(clock)],
         )
         collate = trainer.data_collator
 

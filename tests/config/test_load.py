@@ -647,3 +647,12 @@ def test_a_mapping_gives_the_same_settings_as_its_words(path: str) -> None:
     assert (config.trainer.checkpoint.keep_last, config.trainer.max_steps) == (2, 5)
     assert not config.evaluation.exact_match and config.trainer.validate_every_steps is None
     assert door.load_config("train", values).data.val_set_size == 0.1
+
+
+def test_a_reward_is_named_unless_a_name_is_typed() -> None:
+    words = ["model=tiny", "data=pairs"]
+    for verb in ("train", "evaluate", "plan"):
+        assert door.load_config(verb, [*words, "objective=reward"]).model.labels == ["reward"]
+    typed = door.load_config("train", [*words, "objective=reward", "model.labels=[score]"])
+    assert typed.model.labels == ["score"]
+    assert door.load_config("train", [*words, "objective=dpo"]).model.labels == []
