@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.sweep.parameters import Parameter
-from app.sweep.trials import start_process
+from app.sweep.trials import exit_code, start_process
 from app.training.run_documents import END, read_document
 from common.errors import ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED, UserError
 from common.files import open_no_follow, write_atomically
@@ -69,9 +69,10 @@ class TrialJob:
         self._waiter = threading.Thread(target=self._process.wait)
         self._waiter.start()
         self._waiter.join()
-        outcome = {"exit_code": self._process.returncode, "seconds": time.time() - started}
+        code = exit_code(self._process.returncode)
+        outcome = {"exit_code": code, "seconds": time.time() - started}
         write_atomically(self._end, json.dumps(outcome) + "\n")
-        return int(self._process.returncode)
+        return code
 
     def checkpoint(self) -> Any:
         """Let the trial save a checkpoint; return the submission that resumes it."""

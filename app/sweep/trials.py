@@ -99,6 +99,11 @@ def start_process(
     )
 
 
+def exit_code(returncode: int) -> int:
+    """Return a process's exit code as shells count it: 128 + N if signal N ended it."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
 class LocalJob:
     """A trial's process on this machine; `gpus` is its CUDA_VISIBLE_DEVICES, None to inherit it."""
 
@@ -118,7 +123,8 @@ class LocalJob:
 
     def poll(self) -> int | None:
         """Return the exit code; None while the process runs."""
-        return self._process.poll()
+        code = self._process.poll()
+        return None if code is None else exit_code(code)
 
     def send_signal(self, signum: signal.Signals) -> None:
         """Send a signal to the process."""
@@ -201,7 +207,6 @@ class RunningTrial:
         """Return the result of a trial that has ended."""
         code = self.job.poll()
         assert code is not None, "the trial is still running"
-        code = code if code >= 0 else 128 - code
         if self.stopped_at is not None and code in (DONE, TERMINATED):
             # Later steps are ignored: how many there are depends on the speed of the machine.
             until_pruned = [

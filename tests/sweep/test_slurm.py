@@ -214,6 +214,21 @@ def test_a_job_resumes_after_its_time_limit(
     assert (folder / "saved").exists() and job.seconds < 60
 
 
+def test_a_trial_that_a_signal_ends_can_be_read(tmp_path: Path) -> None:
+    """The kernel kills a trial that is out of memory, and -9 would not be an exit code."""
+    folder, log, end = tmp_path / "0", tmp_path / "0.log", tmp_path / "end.json"
+    command = [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 9)"]
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert slurm.TrialJob(command, folder, log, end)() == 137
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert slurm._read_end(end)[0] == 137
+    job = trials.LocalJob(command, folder, log, None)
+    wait_for(lambda: job.poll() is not None)
+    assert job.poll() == 137
+
+
 @pytest.mark.slow
 def test_a_dead_job_is_a_failed_trial(overrides: list[str], tmp_path: Path) -> None:
     (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexit 1\n")
