@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 MAX_SAMPLE_LENGTH = 160
 """characters of a sample text that are shown in the terminal"""
-SHOWN = {name: MEASURES[name] for name in ("val/loss", "val/perplexity", "val/accuracy", *METRICS)}
+OF_ROWS = ("val/loss", "val/perplexity", "val/accuracy", "val/f1", "val/auc")
+SHOWN = {name: MEASURES[name] for name in (*OF_ROWS, *METRICS)}
 """metrics in the table of data sets; those of a judge and of tasks have their own tables"""
 TASK_MEASURES = {
     "accuracy": ("accuracy", ".1%"),
@@ -166,6 +167,16 @@ def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> Non
         if table.row_count:
             print()
             show(table)
+
+
+def print_confusion(evaluator: Evaluator) -> None:
+    """Print which classes a classifier confuses, unless there are many."""
+    from app.evaluation.classes import MAX_SHOWN_CLASSES, confusion_table
+
+    counts, names = evaluator.confusion(), evaluator.objective.classes
+    if counts is not None and len(names) <= MAX_SHOWN_CLASSES:
+        print()
+        show(confusion_table(counts, names))
 
 
 def print_samples(evaluator: Evaluator, count: int = 3) -> None:

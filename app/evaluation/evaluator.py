@@ -212,6 +212,8 @@ class Evaluator:
         self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config, seconds)
         self.row_losses: dict[str, Tensor] = {}
         """variant -> weighted loss and weight of every validation row [2, rows]"""
+        self.row_outputs: dict[str, Tensor] = {}
+        """variant -> logits of a classifier of every validation row [classes, rows]"""
         self.runner = runner or RowRunner()
         self.tasks = TaskRunner(config, tasks, tokenizer, stop_ids, max_len)
         self.harness = None
@@ -258,7 +260,7 @@ class Evaluator:
         names, num_rows = self.data.dataset_names, len(self.data.val_examples)
         if not num_rows:
             return {}
-        sums, is_packed = RowSums(), self.data.is_packed
+        sums, is_packed = RowSums(keeps_outputs=True), self.data.is_packed
         sum_over_ranks: Callable[[Tensor], Tensor] | None = self.sum_over_ranks
         if self.sharding is None:
             batches: Any = self.data.whole_val_dataloader(self.runner.num_ranks, self.runner.rank)
@@ -277,8 +279,29 @@ class Evaluator:
             rows=sums,
         )
         rows = sums.take(self.data.val_order, num_rows)
-        self.row_losses[variant] = (rows if sum_over_ranks is None else sum_over_ranks(rows)).cpu()
+        self._keep_rows(variant, (rows if sum_over_ranks is None else sum_over_ranks(rows)).cpu())
         return losses
+
+    def _keep_rows(self, variant: str, rows: Tensor) -> None:
+        self.row_losses[variant] = rows[:2]
+        if len(rows) > 2:
+            self.row_outputs[variant] = rows[2:]
+
+    def _class_metrics(self, variant: str) -> dict[str, float]:
+        """Return how well the classes are told apart, of all rows and by data set."""
+        from app.evaluation.classes import class_metrics
+
+        if variant not in self.row_outputs:
+            return {}
+        examples, names = self.data.val_examples, self.objective.classes
+        labels, outputs = examples.row_labels.astype(int), self.row_outputs[variant].numpy()
+        found = class_metrics(outputs, labels, names)
+        metrics = {f"val/{name}": value for name, value in found.items()}
+        for number, dataset in enumerate(self.data.dataset_names):
+            if (own := examples.datasets == number).any():
+                found = class_metrics(outputs[:, own], labels[own], names)
+                metrics |= {f"val/{name}/{dataset}": value for name, value in found.items()}
+        return metrics
 
     def prefixed(self, variant: str, losses: dict[str, float]) -> dict[str, float]:
         """Return the losses of a variant as metrics, with the perplexity of likelihoods."""
@@ -313,7 +336,8 @@ class Evaluator:
 
         def work() -> list[Any]:
             losses = self.measure_losses(variant, model)
-            return [losses, self.row_losses[variant].tolist() if losses else []]
+            kept = [self.row_losses[variant], self.row_outputs.get(variant)] if losses else []
+            return [losses, [row for part in kept if part is not None for row in part.tolist()]]
 
         examples = self.data.val_examples
         columns = (examples.digests, examples.label_weights, examples.datasets)
@@ -321,8 +345,21 @@ class Evaluator:
         content = [self.data.dataset_names, self.data.is_packed, digests]
         losses, rows = self.runner.run_once(f"{variant}-losses", content, work)
         if losses:
-            self.row_losses[variant] = torch.tensor(rows, dtype=torch.double)
+            self._keep_rows(variant, torch.tensor(rows, dtype=torch.double))
+        losses = losses | self._class_metrics(variant)
         return self.prefixed(variant, losses) | self.measure_answers(variant, model)
+
+    def confusion(self) -> Any:
+        """Return the rows of each class by the class that the last measured model took them for.
+
+        int64 [true, guessed], None without a classifier.
+        """
+        from app.evaluation.classes import confusion
+
+        if not self.row_outputs:
+            return None
+        labels = self.data.val_examples.row_labels.astype(int)
+        return confusion(list(self.row_outputs.values())[-1].numpy(), labels)
 
     def changes(
         self,
@@ -366,10 +403,14 @@ class Evaluator:
         return scores
 
     def write_predictions(self, folder: Path) -> None:
-        """Write `predictions.jsonl`, unless no prompt was answered."""
+        """Write `predictions.jsonl` if a prompt was answered, and what a classifier confuses."""
+        from app.evaluation.classes import CONFUSION_FILE, confusion_csv
+
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.prediction_lines()]
         if lines:
             write_atomically(folder / PREDICTIONS_FILE, "".join(lines))
+        if (counts := self.confusion()) is not None:
+            write_atomically(folder / CONFUSION_FILE, confusion_csv(counts, self.objective.classes))
 
 
 def choose_prompts(data: FinetuneDataModule, count: int) -> dict[str, list[Prompt]]:

@@ -63,6 +63,8 @@ MEASURES = {
     "val/loss": MeasureSpec(heading="loss", number_format=".4f", is_lower_better=True),
     "val/perplexity": MeasureSpec(heading="perplexity", number_format=".4g", is_lower_better=True),
     "val/accuracy": MeasureSpec(heading="accuracy", number_format=".1%", max_difference=1.0),
+    "val/f1": MeasureSpec(heading="F1", number_format=".1%", max_difference=1.0),
+    "val/auc": MeasureSpec(heading="AUC", number_format=".3f", max_difference=1.0),
     "exact_match": MeasureSpec(heading="exact match", number_format=".1%", max_difference=1.0),
     **{
         name: MeasureSpec(heading=heading, number_format=".1%", max_difference=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,32 +46,34 @@ class Classify(Objective):
     first_loss: float | None = None
 
     def __init__(self, config: ClassifyConfig, labels: Sequence[str]) -> None:
-        self.names, self.class_weights = labels, config.class_weights
+        self.classes = labels if len(labels) > 1 else ()
+        self.class_weights = config.class_weights
         self.figures: tuple[str, ...] = ("absolute_error",)
-        if len(self.names) > 1:
-            kinds = [f"{kind}_{name}" for name in self.names for kind in ("recall", "precision")]
+        if self.classes:
+            kinds = [f"{kind}_{name}" for name in labels for kind in ("recall", "precision")]
             self.figures = ("accuracy", *kinds)
 
     def losses(self, model: Any, batch: Batch, backend: str, reference: Tensor | None) -> Losses:
         """Return the losses of the documents of a micro-batch."""
         outputs = outputs_of_documents(model, batch, backend)
         labels, weights = _of_units(batch, outputs)
-        if len(self.names) == 1:
+        if not self.classes:
             differences = outputs[:, 0] - labels
             losses, figures = differences.square(), [differences.detach().abs()]
         else:
             classes = labels.long()
-            scale = outputs.new_tensor(self.class_weights or [1.0] * len(self.names))
+            scale = outputs.new_tensor(self.class_weights or [1.0] * len(self.classes))
             losses = cross_entropy(outputs, classes, reduction="none") * scale[classes]
             figures = self._figures(outputs.detach().argmax(1), classes)
-        return _losses(losses, weights, batch, figures)
+        found = _losses(losses, weights, batch, figures)
+        return replace(found, outputs=outputs.detach()) if self.classes else found
 
     def _figures(self, guessed: Tensor, classes: Tensor) -> list[Tensor]:
         """Return accuracy, and by class recall (of its texts) and precision (of its guesses)."""
         is_right = (guessed == classes).float()
         nothing = torch.full_like(is_right, torch.nan)
         figures = [is_right]
-        for index in range(len(self.names)):
+        for index in range(len(self.classes)):
             figures += [torch.where(of == index, is_right, nothing) for of in (classes, guessed)]
         return figures
 

@@ -41,6 +41,8 @@ class Losses:
     """trained tokens of each unit [units], None for one"""
     figures: Sequence[Tensor] = ()
     """what else is measured of each unit [units], detached"""
+    outputs: Tensor | None = None
+    """what a head for classes says of each unit [units, classes], detached"""
 
 
 class Objective(Protocol):
@@ -48,6 +50,8 @@ class Objective(Protocol):
 
     figures: tuple[str, ...]
     """names of the further figures of its metrics"""
+    classes: Sequence[str] = ()
+    """names of the classes that it tells apart"""
     is_likelihood: bool
     """whether its loss is a mean of -log p, of which a perplexity can be told"""
     first_loss: float | None
@@ -91,7 +95,7 @@ def batch_loss(
     found = objective.losses(model, batch, backend, reference)
     sums.add(found.losses, found.weights, found.dataset_ids, found.tokens, found.figures)
     if rows is not None:
-        rows.add(found.losses, found.weights, *found.rows())
+        rows.add(found.losses, found.weights, *found.rows(), found.outputs)
     return found.total
 
 

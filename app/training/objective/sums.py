@@ -58,27 +58,39 @@ class DatasetSums:
 
 
 class RowSums:
-    """Weighted losses and weights of each validation row, on the device."""
+    """Weighted losses and weights of each validation row, on the device.
 
-    def __init__(self) -> None:
+    `keeps_outputs`: also what a head for classes says of each row.
+    """
+
+    def __init__(self, *, keeps_outputs: bool = False) -> None:
         self._parts: list[Tensor] = []
+        self._keeps_outputs = keeps_outputs
 
-    def add(self, losses: Tensor, weights: Tensor, rows: Tensor, num_rows: int) -> None:
+    def add(
+        self,
+        losses: Tensor,
+        weights: Tensor,
+        rows: Tensor,
+        num_rows: int,
+        outputs: Tensor | None = None,
+    ) -> None:
         """Add a batch of `num_rows` rows; `rows` [positions] is the row of each loss.
 
-        Losses of `num_rows` are those of padding.
+        Losses of `num_rows` are those of padding. `outputs` [positions, classes], one a row.
         """
-        parts = torch.stack([losses * weights, weights]).double()
-        sums = parts.new_zeros(2, num_rows + 1)
+        kept = outputs.unbind(1) if self._keeps_outputs and outputs is not None else ()
+        parts = torch.stack([weights * losses, weights, *kept]).double()
+        sums = parts.new_zeros(len(parts), num_rows + 1)
         self._parts.append(sums.index_add_(1, rows, parts)[:, :-1])
 
     def take(self, places: Sequence[int], num_rows: int) -> Tensor:
-        """Return the sums [2, num_rows] and reset them.
+        """Return the sums [2 + kept outputs, num_rows] and reset them.
 
         `places`: index of each added row, in order; rows never added have sums of 0.
         """
         added, self._parts = torch.cat(self._parts, dim=1), []
-        sums = added.new_zeros(2, num_rows)
+        sums = added.new_zeros(len(added), num_rows)
         sums[:, torch.tensor(places, dtype=torch.long, device=added.device)] = added
         return sums
 

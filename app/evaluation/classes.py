@@ -1,0 +1,100 @@
+"""How well a classifier tells its classes apart: F1, AUC, and which classes it confuses.
+
+Every row counts once, whatever its weight in the loss.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from rich.table import Table
+
+    Floats = npt.NDArray[np.float64]
+    Counts = npt.NDArray[np.int64]
+
+CONFUSION_FILE = "confusion.csv"
+MAX_SHOWN_CLASSES = 10
+"""classes up to which the table of confused classes is printed"""
+
+
+def class_metrics(outputs: Floats, labels: Counts, names: Sequence[str]) -> dict[str, float]:
+    """Return `f1` and `auc`, each the mean over classes, and `f1_NAME` of each class.
+
+    The AUC of a class ranks its rows against all others by its probability; a class that no row
+    has, or all have, has no AUC, and one that is never guessed either has no F1.
+
+    Args:
+        outputs: logits [classes, rows].
+        labels: class of each row [rows].
+        names: names of the classes.
+    """
+    import numpy as np
+
+    counts = confusion(outputs, labels)
+    right, total = counts.diagonal(), counts.sum(0) + counts.sum(1)
+    metrics = {
+        f"f1_{name}": 2 * float(right[index]) / int(total[index])
+        for index, name in enumerate(names)
+        if total[index]
+    }
+    metrics["f1"] = float(np.mean(list(metrics.values())))
+    probabilities = np.exp(outputs - outputs.max(0))
+    probabilities /= probabilities.sum(0)
+    areas = [
+        area_under_curve(scores, labels == index)
+        for index, scores in enumerate(probabilities)
+        if 0 < (labels == index).sum() < len(labels)
+    ]
+    return metrics | ({"auc": float(np.mean(areas))} if areas else {})
+
+
+def area_under_curve(scores: Floats, is_positive: npt.NDArray[np.bool_]) -> float:
+    """Return the share of pairs of a positive and a negative row that `scores` rank rightly.
+
+    A tie counts as half a pair (Mann and Whitney's U).
+    """
+    import numpy as np
+
+    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[places]
+    num_positive = int(is_positive.sum())
+    above = ranks[is_positive].sum() - num_positive * (num_positive + 1) / 2
+    return float(above / (num_positive * (len(scores) - num_positive)))
+
+
+def confusion(outputs: Floats, labels: Counts) -> Counts:
+    """Return the number of rows of each class that were taken for each class [true, guessed]."""
+    import numpy as np
+
+    counts = np.zeros((len(outputs), len(outputs)), np.int64)
+    np.add.at(counts, (labels, outputs.argmax(0)), 1)
+    return counts
+
+
+def confusion_csv(counts: Counts, names: Sequence[str]) -> str:
+    """Return a table of `confusion` as CSV: a row for each class, a column for each guess."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(["class", *names])
+    writer.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
+    return text.getvalue()
+
+
+def confusion_table(counts: Counts, names: Sequence[str]) -> Table:
+    """Return the table of `confusion` for the terminal."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="confusion: class by guess", title_justify="left")
+    table.add_column("class")
+    for name in names:
+        table.add_column(escape(name), justify="right")
+    for name, row in zip(names, counts.tolist(), strict=True):
+        table.add_row(escape(name), *map(str, row))
+    return table
