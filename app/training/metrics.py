@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +16,12 @@ from app.training.checkpoint.schema import format_names
 from app.training.log_files import CsvLogger
 from app.training.machine import MachineStats
 from app.training.nonfinite import StepWatch, nonfinite_metrics
+from app.training.objective.pairs import find_warning
 from app.training.objective.sums import losses_by_dataset
 from app.training.routing import ExpertLoad
 from common.errors import TrainingFault, UserError
+
+log = logging.getLogger(__name__)
 
 STATE_KEYS = (
     "dataset_names",
@@ -246,6 +250,8 @@ class Metrics:
         elif self.monitored:
             self.num_worse += 1
         self.write(step, metrics | self.measured)
+        if (warning := find_warning(self.validations)) is not None:
+            log.warning("validation after step %d: %s", step, warning)
         if bad := nonfinite_metrics(metrics, "val/loss/"):
             raise TrainingFault(
                 f"validation after step {step}: loss {metrics['val/loss']} (of {', '.join(bad)}); "

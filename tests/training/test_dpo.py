@@ -17,7 +17,7 @@ from app.training.metrics import FirstLoss
 from app.training.objective.build import build_objective
 from app.training.objective.cached import measure_references
 from app.training.objective.objective import batch_loss
-from app.training.objective.pairs import base_log_probs
+from app.training.objective.pairs import base_log_probs, find_warning
 from app.training.objective.settings import (
     DpoConfig,
     IpoConfig,
@@ -304,3 +304,28 @@ def test_a_micro_batch_without_pairs_has_a_loss_and_gradients_of_zero(
     found = gradients(model, loss)
     assert found and not any(grad.any() for grad in found.values())
     assert not sums.take().any()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "warned"),
+    [
+        ([-50.0, -49.0, -50.0, -51.0, -52.0], [4]),
+        ([-50.0, -51.0, -52.0, -53.0, -54.0, -53.0, -54.0, -55.0, -56.0], [3, 8]),
+        ([-50.0, -51.0, -50.0, -51.0, -50.0, -51.0], []),
+        ([-50.0, -50.01, -50.02, -50.03, -50.04], []),
+    ],
+)
+def test_a_steady_fall_of_the_chosen_answers_is_said_once(
+    chosen: list[float], warned: list[int]
+) -> None:
+    rows = [{"val/chosen_log_prob": value, "val/accuracy": 0.9} for value in chosen]
+    found = [find_warning(rows[: count + 1]) for count in range(len(rows))]
+    assert [count for count, said in enumerate(found) if said] == warned
+    assert all("optimizer.lr" in said for said in found if said)
+
+
+def test_pairs_that_are_told_apart_from_the_start_are_said() -> None:
+    rows = [{"val/chosen_log_prob": -50.0, "val/accuracy": each} for each in (0.0, 1.0, 1.0)]
+    found = [find_warning(rows[:count]) for count in range(4)]
+    assert [said is not None for said in found] == [False, False, True, False]
+    assert find_warning([{"val/loss": 1.0}] * 9) is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +16,11 @@ from app.model.head import head_log_probs
 from app.training.objective.forward import document_datasets, document_numbers, head_inputs
 from app.training.objective.objective import Losses, Objective
 from data_modules import Batch
+
+FALLS = 3
+"""validations in a row with a lower log-probability of the chosen answers that are steady"""
+NOTABLE_FALL = 0.01
+"""relative fall over these validations from which it is reported"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +135,26 @@ def document_log_probs(model: Any, batch: Batch, backend: str) -> tuple[Tensor, 
     num_tokens = is_trained.new_zeros(count + 1).index_add_(0, documents.flatten(), is_trained)
     # Without a pair the padding is left, which has no labels: a sum that is 0, but of the graph.
     return sums[:-1] + 0 * sums[-1], num_tokens[:-1]
+
+
+def find_warning(validations: Sequence[Mapping[str, float]]) -> str | None:
+    """Return what the latest of a run's validations is the first to show, None if all is well.
+
+    `validations`: metrics of each, the first from before the first step.
+    """
+    chosen = [each["val/chosen_log_prob"] for each in validations if "val/chosen_log_prob" in each]
+    if len(chosen) == 2 and validations[-1].get("val/accuracy") == 1.0:
+        return (
+            "all validation pairs are already told apart: see what gives the chosen answers away, "
+            "such as their length (python -m app.preview), or whether the pairs are also trained on"
+        )
+    falls = [later < earlier for earlier, later in pairwise(chosen)]
+    first, last = chosen[-FALLS - 1 :][:1], chosen[-1:]
+    is_new = falls[-FALLS:] == [True] * FALLS and falls[-FALLS - 1 : -FALLS] != [True]
+    if is_new and first[0] - last[0] > NOTABLE_FALL * abs(first[0]):
+        return (
+            f"chosen answers have become less likely in {FALLS} validations in a row (their "
+            f"log-probability went from {first[0]:.4g} to {last[0]:.4g}): try a lower "
+            "optimizer.lr, a higher objective.beta, or objective.sft_weight with objective=dpo"
+        )
+    return None
