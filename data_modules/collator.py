@@ -87,8 +87,8 @@ class Batch:
     unit_labels      float32 [units]: a class, a number, or 1 for an answer that is wanted and 0 for
                      another one; NaN for none
     others           the same prompts with answers of other rows, None without verdicts
-    reference        float64 [pairs, 2], the base's log-probabilities of both answers, None if they
-                     are not stored
+    reference        float64, the base's log-probabilities of both answers of pairs [pairs, 2], or
+                     of the answers with a verdict [answers]; None if they are not stored
     decoder          the decoder's inputs, for encoder-decoder models: `input_ids`, `position_ids`
                      and `document_lengths` are then the encoder's, and `labels`, `loss_weights`,
                      `dataset_ids` and `trained_columns` [rows, targets] the decoder's
@@ -199,11 +199,11 @@ class Collator:
         units = [one for pack in packs for one in pack if one.is_unit]
         weights = torch.tensor([float(unit.weights.max()) for unit in units])
         labels = torch.tensor([math.nan if one.label is None else one.label for one in units])
+        stored = [unit.reference for unit in units if unit.reference is not None]
+        reference = torch.from_numpy(np.stack(stored)) if stored else None
         if not self._has_verdicts:
             whole = [[one for each in pack for one in each] for pack in documents]
             batch = self._collate(whole, step_weight, one_by_row=bool(units))
-            stored = [unit.reference for unit in units if unit.reference is not None]
-            reference = torch.from_numpy(np.stack(stored)) if stored else None
             if not units:
                 return batch
             return replace(batch, unit_weights=weights, unit_labels=labels, reference=reference)
@@ -211,12 +211,15 @@ class Collator:
             self._collate([[each[side] for each in pack] for pack in documents], step_weight)
             for side in (0, 1)
         )
+        if reference is not None:
+            others = replace(others, reference=reference[:, 1])
         return replace(
             own,
             num_tokens=own.num_tokens + others.num_tokens,
             unit_weights=weights,
             unit_labels=labels,
             others=others,
+            reference=None if reference is None else reference[:, 0],
         )
 
     def _collate(

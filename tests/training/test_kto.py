@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from app.training.objective.build import build_objective
 from app.training.objective.objective import batch_loss
+from app.training.objective.pairs import base_log_probs
 from app.training.objective.settings import KtoConfig
 from app.training.objective.sums import DatasetSums, losses_by_dataset
 from common.errors import DataError, Origin
@@ -122,6 +124,30 @@ def test_a_micro_batch_without_rows_has_a_loss_and_gradients_of_zero(model: Any)
     assert loss.item() == 0.0 and not any(g.any() for g in gradients(model, loss).values())
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_a_stored_reference_is_that_of_the_base(model: Any, packed: bool) -> None:
+    rows, found = make_rows(), []
+    stored = torch.cat(
+        [base_log_probs(model, batch, "sdpa") for batch in batches(rows, [1, 3], packed=not packed)]
+    )
+    known = [replace(row, reference=one.numpy()) for row, one in zip(rows, stored, strict=True)]
+    for source, own in (("base", rows), ("cached", known)):
+        objective, sums = build_objective(KtoConfig(beta=BETA, reference=source)), DatasetSums(2)
+        step = batches(own, [3, 1], packed=packed)
+        if source == "cached":
+            step.append(Collator(0, True, has_verdicts=True)([[]], 1.0))
+        objective.begin(model, step, "sdpa", CPU)
+        losses = [batch_loss(objective, model, batch, "sdpa", sums) for batch in step]
+        found.append((sums.take(), gradients(model, torch.stack(losses).sum())))
+    (sums_of_base, by_base), (sums_of_stored, by_stored) = found
+    assert torch.allclose(sums_of_base, sums_of_stored, rtol=1e-5, atol=1e-6)
+    scale = max(grad.abs().max().item() for grad in by_base.values())
+    for name, grad in by_base.items():
+        assert (by_stored[name] - grad).abs().max() <= 1e-5 * max(1.0, scale), name
+    with pytest.raises(RuntimeError, match="nothing is stored"):
+        objective.begin(model, batches(rows, [4], packed=packed), "sdpa", CPU)
+
+
 ROWS: dict[str, dict[str, Any]] = {
     "alpaca": {"instruction": "q", "output": "a", "label": True},
     "texts": {"prompt": "q", "completion": "a", "label": 1},
@@ -227,6 +253,7 @@ def test_runs_learn_and_are_the_same_however_they_are_split(shell: Shell, tmp_pa
     splits = {
         "accumulated": ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=4"],
         "fsdp": ["trainer.micro_batch_size=2", "trainer.devices=2", "strategy=fsdp"],
+        "cached": ["objective.reference=cached"],
     }
     for name, words in splits.items():
         shell.train_into(tmp_path / name, *RUN, data, *STEP, *words, "trainer.max_steps=3")

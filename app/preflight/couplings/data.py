@@ -101,7 +101,7 @@ def _of_objective(config: TrainConfig | EvaluateConfig) -> Iterator[Conflict]:
             yield Conflict(
                 "model.from_scratch=true has no base whose log-probabilities objective.reference="
                 "cached could store",
-                "objective.reference=none",
+                "objective.reference=none" if config.objective.name != "kto" else "objective=orpo",
             )
 
 
@@ -111,7 +111,7 @@ def _of_reference(config: TrainConfig) -> Iterator[Conflict]:
     if saves_whole_model(adapter) and config.objective.reference_source == "base":
         yield Conflict(
             f"adapter={adapter.name} changes the base itself, and {needs}",
-            "objective.reference=cached, or " * (config.objective.name != "kto") + "adapter=lora",
+            "objective.reference=cached, or adapter=lora",
         )
     if (path := continued_from(adapter)) is not None:
         yield Conflict(

@@ -38,7 +38,7 @@ class Kto(Objective):
     is_likelihood = False
 
     def __init__(self, config: KtoConfig) -> None:
-        self.beta = config.beta
+        self.beta, self.source = config.beta, config.reference
         self.weights = config.undesirable_weight, config.desirable_weight
         self.first_loss = self.weights[0] / 2 if len(set(self.weights)) == 1 else None
         self.kl: Tensor | None = None
@@ -57,7 +57,7 @@ class Kto(Objective):
             others = batch.others
             assert others is not None
             others = others.to(device)
-            reference = self._of_base(model, others, backend)
+            reference = self.reference(model, others, backend)
             with eval_mode(model):
                 log_probs, _ = document_log_probs(model, others, backend)
             gains = log_probs - reference
@@ -67,10 +67,17 @@ class Kto(Objective):
         self.kl = (sums[0] / sums[1].clamp_min(1)).clamp_min(0)
 
     def reference(self, model: Any, batch: Batch, backend: str) -> Tensor:
-        """Return the base's log-probabilities of the answers [answers], without their graph."""
-        return self._of_base(model, batch, backend)
+        """Return the base's log-probabilities of the answers [answers], without their graph.
 
-    def _of_base(self, model: Any, batch: Batch, backend: str) -> Tensor:
+        They are those of the batch if they are stored. RuntimeError if they should be, and are not.
+        """
+        if batch.reference is not None:
+            return batch.reference
+        if self.source == "cached":
+            # No pass for a batch without answers: ranks that shard the weights have it in common.
+            if not any(batch.document_lengths):
+                return torch.zeros(0, dtype=torch.float64, device=batch.input_ids.device)
+            raise RuntimeError("objective.reference=cached: nothing is stored for these answers")
         with eval_mode(model), adapter_disabled(model):
             return document_log_probs(model, batch, backend)[0]
 

@@ -112,9 +112,15 @@ class PairObjective(Objective):
 
 
 def base_log_probs(model: Any, batch: Batch, backend: str) -> Tensor:
-    """Compute log-probabilities of both answers [pairs, 2] without the adapter of the model."""
+    """Compute log-probabilities of both answers [pairs, 2] without the adapter of the model.
+
+    Of rows with a verdict, those of their answers and of the other rows' answers to their prompts.
+    """
     with eval_mode(model), adapter_disabled(model):
-        return answers_of(model, batch, backend).log_probs
+        if batch.others is None:
+            return answers_of(model, batch, backend).log_probs
+        both = [document_log_probs(model, each, backend)[0] for each in (batch, batch.others)]
+        return torch.stack(both, dim=1)
 
 
 def answers_of(model: Any, batch: Batch, backend: str, reference: Tensor | None = None) -> Pairs:

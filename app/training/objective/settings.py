@@ -149,12 +149,16 @@ class SimpoConfig(PairConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class KtoConfig(PairConfig):
+class KtoConfig(ReferencedConfig):
     """Kahneman-Tversky optimization (arXiv 2402.01306): single answers that are wanted or not, by
     their log-probabilities relative to the base.
     """
 
     name: str = "kto"
+    reference: str = setting("base", choices=("base", "cached"))
+    """log-probabilities of the base: base (the adapter switched off, two forward passes at each
+    step); cached (computed once before the first step and stored in data.cache_dir, also for
+    adapter=full)"""
     beta: float = setting(0.1, gt=0, le=100, note="0.01 to 0.5 is usual")
     """how closely the model stays at the base: higher is closer"""
     desirable_weight: float = setting(1.0, ge=0, le=100)
