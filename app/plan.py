@@ -40,6 +40,7 @@ from app.process.environment import configure_libraries, protect_streams
 from app.process.signals import end_process, install_signal_handlers
 from app.report.plan import plan_lines, render_plan
 from app.run.folder import CONFIG_FILE, decide_run_dir
+from app.strategy.settings import ranks_per_row
 from app.training.trainer import adapts_to_small_data
 from common.errors import DataError, UserError
 from common.files import write_atomically
@@ -139,8 +140,10 @@ def accumulation_for(config: PlanConfig, run: PlannedRun, tokens: int | None) ->
     ):
         return None
     packs = math.ceil(tokens / config.trainer.num_epochs / run.sequence_len)
-    most = config.trainer.accumulation(run.num_data_ranks)
-    at_once = config.trainer.least_micro_batch * run.num_data_ranks
+    # A run does so before `auto` chooses a strategy whose ranks share rows.
+    groups = run.num_ranks // ranks_per_row(config.strategy, run.hardware.gpus_per_node)
+    most = config.trainer.accumulation(groups)
+    at_once = config.trainer.least_micro_batch * groups
     fewer = fit_accumulation(most, packs, at_once)
     return fewer if fewer < most else None
 

@@ -245,11 +245,11 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """
         batching = self._batching
         packs = batching.micro_batch_size * batching.accumulation_steps
-        if size == batching.micro_batch_size:
-            return
         if packs % size:
             raise ValueError(f"{packs} packs do not divide into micro-batches of {size}")
-        self._batch_by(replace(batching, micro_batch_size=size, accumulation_steps=packs // size))
+        self.set_batching(
+            replace(batching, micro_batch_size=size, accumulation_steps=packs // size)
+        )
 
     def adapt_to_small_data(self) -> str | None:
         """Accumulate less if an epoch would have too few steps; return a sentence that says so."""
@@ -267,9 +267,12 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     def set_accumulation(self, steps: int) -> None:
         """Change how many micro-batches a step accumulates, before a loader is built."""
-        self._batch_by(replace(self._batching, accumulation_steps=steps))
+        self.set_batching(replace(self._batching, accumulation_steps=steps))
 
-    def _batch_by(self, batching: BatchSpec) -> None:
+    def set_batching(self, batching: BatchSpec) -> None:
+        """Change how rows become the steps of the run, before a loader is built."""
+        if batching == self._batching:
+            return
         self._batching = batching
         self._spec = replace(self._spec, batching=batching)
         for cached in ("plan", "_collator"):

@@ -8,18 +8,21 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from app.assembly.data import batch_spec
 from app.config import TrainConfig, settings_of
+from app.model.description import BaseDescription
 from app.model.quantization import stored_quantization
 from app.planning.choose import (
     Choice,
     MicroBatchChoice,
+    StrategyChoice,
     choose_micro_batch,
     choose_recompute,
     choose_strategy,
     recompute_modes,
 )
 from app.planning.memory import PlannedRun
-from app.planning.planned import load_strategies
+from app.planning.planned import load_strategies, with_strategy_of
 from app.planning.training import (
     Estimate,
     check_disk,
@@ -30,6 +33,7 @@ from app.planning.training import (
     suggest_overrides,
 )
 from app.preflight import check_compatibility
+from app.preflight.files import check_split
 from app.process.launch import is_first_rank
 from app.strategy.settings import (
     StrategyConfig,
@@ -67,7 +71,8 @@ def resolve_auto(
         build_on_meta=base.shapes_builder(config, env),
     )  # None if the memory of such a model cannot be planned
     config = replace(config, strategy=resolve_strategy(config, base, env, plan))
-    plan = plan and replace(plan, strategy=config.strategy)
+    env, plan = env.under(config.strategy), plan and plan.under(config.strategy)
+    data.set_batching(batch_spec(config, env))
     env = resolve_micro_batch(config, data, env, run, plan)
     plan = plan and plan.with_micro_batch(env.micro_batch_size)
     config = resolve_recompute(config, env, plan)
@@ -89,9 +94,9 @@ def resolve_strategy(
     known = with_states_of(config.strategy, load_strategies(settings_of))
     if plan is None and env.num_ranks > 1:
         name = "ddp" if env.accelerator == "cpu" else "fsdp"
-        choice = Choice(name, "the sizes of the model's layers are unknown")
+        choice = StrategyChoice(known[name], "the sizes of the model's layers are unknown")
     elif plan is None:
-        choice = Choice("single", "1 process")
+        choice = StrategyChoice(known["single"], "1 process")
     else:
         choice = choose_strategy(
             plan,
@@ -99,15 +104,26 @@ def resolve_strategy(
             recompute_modes(config.recompute.mode, compiles=config.trainer.compile),
             is_stored=stored_quantization(base.architecture) is not None,
             has_deepspeed=find_spec("deepspeed") is not None,
+            has_micro_batch=config.trainer.micro_batch_size != "auto",
+            allows=lambda split: not _new_conflicts(config, with_strategy_of(split, config), base),
         )
-    chosen = known[choice.name]
-    before = check_compatibility(config)
-    found = check_compatibility(replace(config, strategy=chosen))
-    if problems := [problem for problem in found if problem not in before]:
+    chosen = replace(config, strategy=choice.strategy)
+    if plan is not None:
+        chosen = with_strategy_of(plan.under(choice.strategy), config)
+    if problems := _new_conflicts(config, chosen, base):
         raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in problems])
     if is_first_rank():
-        log.log(logging.DEBUG if choice.name == "single" else logging.INFO, "strategy: %s", choice)
-    return chosen
+        level = logging.DEBUG if choice.strategy.name == "single" else logging.INFO
+        log.log(level, "strategy: %s", choice)
+    return choice.strategy
+
+
+def _new_conflicts(config: TrainConfig, chosen: TrainConfig, base: Base) -> list[str]:
+    """List conflicts of a chosen strategy that the settings did not have without it."""
+    before = check_compatibility(config)
+    problems = [problem for problem in check_compatibility(chosen) if problem not in before]
+    known = BaseDescription(name=str(config.model.path), config=base.architecture.to_dict())
+    return problems + check_split(chosen.strategy, known, base.backend)
 
 
 def resolve_accumulation(

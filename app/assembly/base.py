@@ -18,7 +18,6 @@ from app.model.architecture import (
     load_architecture,
 )
 from app.model.attention import (
-    EXCHANGED,
     attention_implementation,
     check_isolation,
     choose_backend,
@@ -40,7 +39,7 @@ from app.model.tokenizer import (
 )
 from app.preflight import describe_base
 from app.preflight.couplings import has_data
-from app.preflight.files import check_context_parallel, check_pipeline, check_recompute
+from app.preflight.files import check_recompute, check_split
 from app.training.objective.distill import LoadTeacher
 from app.training.objective.settings import DistillConfig
 from app.training.trainer import Environment
@@ -140,24 +139,18 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     architecture = load_architecture(model)
     check_described(model, architecture)
     model.revision = base_commit(model) or model.revision  # branches and tags of the hub move
+    attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)
     if isinstance(config, TrainConfig):  # of a base on the hub, nothing was known before
         known = BaseDescription(name=str(model.path), config=architecture.to_dict())
         problems = check_recompute(config.recompute.every, known)
-        problems += check_context_parallel(env.context_size, known)
-        if problems := [*problems, *check_pipeline(config.strategy, known)]:
+        problems += check_split(config.strategy, known, attention.backend)
+        if problems:
             raise UserError(problems)
     if extended := describe_context(model, architecture):
         log.info("%s", extended)
     rope_len = model.rope_len or model.context_len or _longest_sequence(config)
     if rope := describe_rope_factors(architecture, rope_len):
         log.info("%s", rope)
-    attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)
-    if env.context_size > 1 and attention.backend not in EXCHANGED:
-        raise UserError(
-            f"strategy.context_parallel_size={env.context_size} gives each rank a share of the "
-            f"heads, which attention={attention} cannot compute; type attention="
-            f"{' or '.join(EXCHANGED)}, or strategy.context_parallel_size=1"
-        )
     if env.context_size > env.devices:
         log.warning(
             "strategy.context_parallel_size=%d splits rows over %d nodes, which wait for the "

@@ -45,10 +45,10 @@ def build_datamodule(
     )
 
 
-def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> FinetuneDataModule:
-    """Prepare, audit and plan the data of all steps of a training run, before weights are read."""
+def batch_spec(config: TrainConfig, env: Environment) -> BatchSpec:
+    """Return how rows become the steps of a training run under its strategy."""
     trainer = config.trainer
-    batching = BatchSpec(
+    return BatchSpec(
         micro_batch_size=env.micro_batch_size,
         accumulation_steps=env.accumulation,
         num_ranks=env.num_data_ranks,
@@ -59,7 +59,11 @@ def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> F
         # Compiled layers need batches of one size, as do messages between pipeline stages.
         pad_packs=trainer.compile or pipeline_parallel_size(config.strategy) > 1,
     )
-    data = build_datamodule(config, base.tokenizer, base.spec, batching)
+
+
+def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> FinetuneDataModule:
+    """Prepare, audit and plan the data of all steps of a training run, before weights are read."""
+    data = build_datamodule(config, base.tokenizer, base.spec, batch_spec(config, env))
     data.first_step = run.step
     data.setup("fit")
     if config.evaluation.exact_match:

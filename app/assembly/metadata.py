@@ -14,6 +14,7 @@ from app.process.logs import open_run_log
 from app.run import Run, global_batch_of
 from app.run.folder import CONFIG_FILE
 from app.run.manifest import save_manifest
+from app.strategy.settings import words_of
 from app.training.logger import drop_rows_after
 from app.training.trainer import Environment
 from common.redaction import redacted
@@ -39,7 +40,7 @@ def describe_run(
         "data": [asdict(dataset) for dataset in data.report.datasets],
         "test_data": [asdict(dataset) for dataset in data.report.test_datasets],
         "precision": env.precision,
-        "strategy": config.strategy.name,
+        "strategy": words_of(config.strategy),
         "global_batch": _global_batch(data),
         "total_steps": data.total_steps,
         **data.fingerprints(),

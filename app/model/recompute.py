@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 MODES = ("none", "full", "selective", "offload")
 BY_SPEED = ("none", "selective", "full", "offload")
 """modes that `auto` tries, fastest first; offload is full recompute plus copies to the host"""
+WHOLE_LAYERS = ("full", "offload")
+"""modes that compute layers twice"""
 
 
 @dataclass(kw_only=True, slots=True)

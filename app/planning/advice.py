@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import saves_whole_model
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import BY_SPEED
-from app.planning.choose import choose_micro_batch
+from app.planning.choose import (
+    SPLITTING,
+    choose_micro_batch,
+    is_worth_splitting,
+    splits_of,
+)
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import (
     GpuMemory,
@@ -22,13 +29,12 @@ from app.planning.planned_model import PlannedModel
 from app.planning.speed import Speed, estimate_speed
 from app.planning.states import ModelSize
 from app.strategy.settings import (
-    RanksConfig,
     StrategyConfig,
     ZeroConfig,
     context_parallel_size,
     with_states_of,
+    words_of,
 )
-from app.training.micro_batch import divisors
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,6 +62,11 @@ class Candidate:
     fits: bool
     config: TrainConfig
 
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Strategy and quantization, of which a plan shows the fastest candidate."""
+        return self.run.strategy.name, self.run.quantization.method
+
 
 def list_candidates(
     config: TrainConfig,
@@ -69,7 +80,7 @@ def list_candidates(
     For each strategy, quantization and recompute mode: the requested micro-batch, and the smallest
     one that is about as fast as any. Variants that fit come first, then by speed.
     """
-    found = []
+    found: list[Candidate] = []
     strategies = with_states_of(config.strategy, strategies)
     if hardware.num_gpus == 1:
         strategies = {
@@ -77,7 +88,7 @@ def list_candidates(
             for name, strategy in strategies.items()
             if name in (*SINGLE_GPU_STRATEGIES, config.strategy.name)
         }
-    for base, overrides in _shardings(config, strategies):
+    for base, overrides in _shardings(config, hardware, strategies):
         if check_planned(base, hardware, config_json):
             continue
         try:
@@ -89,28 +100,53 @@ def list_candidates(
             if config.trainer.compile and mode == "selective":
                 continue
             found += _of_micro_batches(config, base, run, size, mode, overrides)
+    found = _worth_splitting(found, context_parallel_size(config.strategy))
     return sorted(
         found, key=lambda each: (not each.fits, -each.speed.tokens_per_second, len(each.overrides))
     )
 
 
+def _worth_splitting(found: list[Candidate], typed: int) -> list[Candidate]:
+    """Leave out candidates whose ranks share rows without a gain; `typed`: ranks that do anyway."""
+
+    def speed(candidates: Iterable[Candidate]) -> float:
+        return max((e.speed.tokens_per_second for e in candidates if e.fits), default=0.0)
+
+    whole: dict[tuple[str, str], list[Candidate]] = defaultdict(list)
+    for each in found:
+        if each.run.context_size == typed:
+            whole[each.kind].append(each)
+    return [
+        each
+        for each in found
+        if each.run.context_size == typed
+        or is_worth_splitting(speed([each]), speed(whole[each.kind]))
+    ]
+
+
 def _shardings(
-    config: TrainConfig, strategies: Mapping[str, StrategyConfig]
+    config: TrainConfig, hardware: HardwareConfig, strategies: Mapping[str, StrategyConfig]
 ) -> Iterator[tuple[TrainConfig, tuple[str, ...]]]:
-    """Yield the settings with each strategy and quantization, with the overrides for them."""
+    """Yield the settings with each strategy and quantization, with the overrides for them.
+
+    Strategies that `auto` splits rows or layers under come with each such split, too.
+    """
     quantizations = {config.quantization.method: config.quantization}
     if not saves_whole_model(config.adapter):
         for method in METHODS:
             quantizations.setdefault(method, QuantizationConfig(method=method))
     for name, strategy in strategies.items():
         mine = config.strategy if config.strategy.name == name else strategy
-        for method, quantization in quantizations.items():
+        splits = splits_of(mine, hardware) if name in SPLITTING else ()
+        for each, (method, quantization) in product((mine, *splits), quantizations.items()):
             overrides: tuple[str, ...] = ()
             if name != config.strategy.name:
                 overrides += (f"strategy={name}",)
+            if each is not mine:
+                overrides += tuple(words_of(each).split()[1:])
             if method != config.quantization.method:
                 overrides += (f"quantization={method}",)
-            yield replace(config, strategy=mine, quantization=quantization), overrides
+            yield replace(config, strategy=each, quantization=quantization), overrides
 
 
 def _of_micro_batches(
@@ -179,8 +215,7 @@ def best_of_each(candidates: list[Candidate]) -> list[Candidate]:
     """Return the first candidate for each pair of strategy and quantization."""
     first: dict[tuple[str, str], Candidate] = {}
     for candidate in candidates:
-        run = candidate.run
-        first.setdefault((run.strategy.name, run.quantization.method), candidate)
+        first.setdefault(candidate.kind, candidate)
     return list(first.values())
 
 
@@ -204,11 +239,9 @@ def suggest_larger_changes(
 ) -> list[str]:
     """Return overrides for a run of which no variant fits.
 
-    These are rows split over ranks, optimizer states on a disk, shorter sequences, and more GPUs.
+    These are optimizer states on a disk, shorter sequences, and more GPUs.
     """
     found = []
-    if (split := _smallest_split(config, hardware, config_json, model, strategies)) is not None:
-        found.append(split)
     is_zero = isinstance(config.strategy, ZeroConfig)
     if config.strategy.offload_optimizer == "none" and not is_zero:
         strategy = replace(config.strategy, offload_optimizer="disk")
@@ -238,31 +271,6 @@ def suggest_larger_changes(
             found.append(" ".join((*overrides, *change.overrides)))
             break
     return found
-
-
-def _smallest_split(
-    config: TrainConfig,
-    hardware: HardwareConfig,
-    config_json: Mapping[str, Any],
-    model: PlannedModel,
-    strategies: Mapping[str, StrategyConfig],
-) -> str | None:
-    """Return overrides that split rows over the fewest ranks of a node, so that the run fits."""
-    if context_parallel_size(config.strategy) > 1:
-        return None
-    for size in divisors(hardware.gpus_per_node)[1:]:
-        splitting = {
-            name: replace(strategy, context_parallel_size=size)
-            for name, strategy in strategies.items()
-            if isinstance(strategy, RanksConfig)
-        }
-        own = splitting.get(config.strategy.name, config.strategy)
-        candidates = list_candidates(
-            replace(config, strategy=own), hardware, config_json, model, splitting
-        )
-        if (change := smallest_change(candidates)) is not None:
-            return " ".join((*change.overrides, f"strategy.context_parallel_size={size}"))
-    return None
 
 
 def _double(hardware: HardwareConfig) -> HardwareConfig:

@@ -3,11 +3,12 @@ reason."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from app.model.recompute import BY_SPEED
-from app.planning.hardware import FAST_NETWORK
+from app.model.recompute import BY_SPEED, WHOLE_LAYERS
+from app.planning.hardware import FAST_NETWORK, HardwareConfig, known_card
 from app.planning.memory import (
     GIB,
     GpuMemory,
@@ -17,16 +18,20 @@ from app.planning.memory import (
     fits,
     usable_bytes,
 )
-from app.planning.speed import estimate_speed
+from app.planning.speed import KERNEL_ERROR, estimate_speed
 from app.planning.states import ModelSize
 from app.strategy.settings import (
-    PIPELINED,
     PipelineConfig,
+    RanksConfig,
     StrategyConfig,
+    context_parallel_size,
     pipeline_parallel_size,
+    words_of,
 )
 from app.training.micro_batch import can_probe_micro_batch, divisors
 
+SPLITTING = ("ddp", "fsdp", "fsdp_hybrid", "fsdp_pp")
+"""strategies of which those with shared rows, or with stages on nodes, are considered"""
 UNTRIED_SHARE = 0.8
 """share of the memory for activations that is used if no micro-batch is tried on the device"""
 
@@ -40,6 +45,17 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyChoice:
+    """A chosen strategy, and the reason."""
+
+    strategy: StrategyConfig
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{words_of(self.strategy)} ({self.reason})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +86,104 @@ def choose_strategy(
     *,
     is_stored: bool = False,
     has_deepspeed: bool = True,
-) -> Choice:
+    has_micro_batch: bool = False,
+    allows: Callable[[PlannedRun], bool] = lambda _: True,
+) -> StrategyChoice:
     """Choose the strategy with the least communication under which a rank fits its GPU.
 
-    `modes`: recompute modes that may be used. `is_stored`: whether the base's files are quantized.
-    The strategy of `run` itself is ignored.
+    Ranks of a node share each row if otherwise nothing fits, or only with layers computed twice,
+    and nodes with slow links become stages, if that is worth it. `modes`: recompute modes that may
+    be used. `is_stored`: whether the base's files are quantized. `has_micro_batch`: whether its
+    size is given. `allows`: whether the other settings allow a split. The strategy of `run` itself
+    is ignored.
     """
+    choice = _choose_whole(run, strategies, modes, is_stored=is_stored, has_deepspeed=has_deepspeed)
+    whole = StrategyChoice(strategies[choice.name], choice.reason)
+    if run.num_ranks == 1 or not run.is_on_gpu:
+        return whole
+    expected = partial(_expected, modes=modes, has_micro_batch=has_micro_batch)
+    without = expected(run.under(whole.strategy))
+    if without is not None and known_card(run.hardware.name, run.hardware.memory_gib) is None:
+        return whole  # nobody knows what would be faster
+    # Sharing rows takes the place of computing layers twice; stages, that of sending weights.
+    shares_rows = without is None or without.recompute in WHOLE_LAYERS
+    shards = not is_stored and run.quantization.method != "int8"
+    names = [name for name in SPLITTING if name in strategies and (shards or name == "ddp")]
+    splits = [
+        split
+        for name in names
+        for each in splits_of(strategies[name], run.hardware)
+        if (shares_rows or context_parallel_size(each) == 1)
+        and allows(under := run.under(each))
+        and (split := expected(under)) is not None
+    ]
+    best = max(splits, key=_tokens_per_second, default=None)
+    if not is_worth_splitting(_tokens_per_second(best), _tokens_per_second(without)):
+        return whole
+    assert best is not None
+    size = _describe_unsharded(replace(run, strategy=strategies["ddp"], recompute=modes[-1]))
+    return StrategyChoice(best.strategy, f"{_why_split(best, without)}: {size}")
+
+
+def _why_split(split: PlannedRun, without: PlannedRun | None) -> str:
+    """Say what a split run gains; `without`: the run without the split, if that fits."""
+    who = f"stages on the {split.num_nodes} nodes, whose links are slow,"
+    if split.context_size > 1:
+        who = f"{split.context_size} ranks that share each row of {split.sequence_len:,} tokens"
+    if without is None:
+        return f"{who} fit, and nothing else does"
+    factor = _tokens_per_second(split) / _tokens_per_second(without)
+    other = f"{without.strategy.name} with recompute={without.recompute}"
+    return f"{who} are an estimated {factor:.1f} x as fast as {other}"
+
+
+def _tokens_per_second(run: PlannedRun | None) -> float:
+    return 0.0 if run is None else estimate_speed(run).tokens_per_second
+
+
+def splits_of(strategy: StrategyConfig, hardware: HardwareConfig) -> Iterator[StrategyConfig]:
+    """Yield a strategy with rows shared by ranks of a node, or stages on nodes with slow links.
+
+    The fewest ranks come first. Tensor parallelism splits the matrices of a stage over its node.
+    """
+    nodes, ranks = hardware.num_nodes, hardware.gpus_per_node
+    if isinstance(strategy, PipelineConfig):
+        if nodes > 1 and hardware.network_gb_per_second < FAST_NETWORK:
+            yield replace(strategy, pipeline_parallel_size=nodes, tensor_parallel_size=ranks)
+    elif isinstance(strategy, RanksConfig) and context_parallel_size(strategy) == 1:
+        for size in divisors(ranks)[1:]:
+            yield replace(strategy, context_parallel_size=size)
+
+
+def is_worth_splitting(speed: float, whole: float) -> bool:
+    """Return whether a split run is faster by more than the error of an estimate.
+
+    `whole`: the speed without the split, 0 if that does not fit.
+    """
+    return speed > (1 + KERNEL_ERROR) * whole
+
+
+def _expected(run: PlannedRun, modes: Sequence[str], has_micro_batch: bool) -> PlannedRun | None:
+    """Return the run with the mode and the micro-batch that `auto` will take; None if none fits."""
+    size = run.size
+    for mode in modes:
+        each = replace(run, recompute=mode)
+        if fits(each, estimate_gpu_memory(each, size), size):
+            if has_micro_batch:
+                return each
+            return each.with_micro_batch(choose_micro_batch(each)[0].size)
+    return None
+
+
+def _choose_whole(
+    run: PlannedRun,
+    strategies: Mapping[str, StrategyConfig],
+    modes: Sequence[str],
+    *,
+    is_stored: bool,
+    has_deepspeed: bool,
+) -> Choice:
+    """Choose the strategy of a run whose ranks have whole rows, and the whole model."""
     has_deepspeed = has_deepspeed and "zero2" in strategies
     ranks, nodes, method = run.num_ranks, run.num_nodes, run.quantization.method
     if ranks == 1:
@@ -108,9 +216,7 @@ def choose_strategy(
         return Choice("fsdp", f"no strategy shards more, but memory will be tight: {size}")
     if nodes > 1 and run.hardware.network_gb_per_second < FAST_NETWORK:
         has_hpz = has_deepspeed and method == "none"
-        choice = _choose_for_slow_network(fits_under, ranks, nodes, size, has_hpz=has_hpz)
-        chosen = replace(run, strategy=strategies[choice.name])
-        return replace(choice, reason=choice.reason + _faster_pipeline(chosen, strategies, modes))
+        return _choose_for_slow_network(fits_under, ranks, nodes, size, has_hpz=has_hpz)
     if method == "none" and fits_under("fsdp_grad_op"):
         return Choice(
             "fsdp_grad_op",
@@ -133,39 +239,6 @@ def _choose_for_slow_network(
     if has_hpz and fits_under("zero3_hpz"):
         return Choice("zero3_hpz", f"only the weights fit the GPUs of a node, and {slow}: {size}")
     return Choice("fsdp", f"it needs all {ranks} GPUs: {size}")
-
-
-def _faster_pipeline(
-    run: PlannedRun, strategies: Mapping[str, StrategyConfig], modes: Sequence[str]
-) -> str:
-    """Name a pipeline with a stage on each node, if that is faster than `run`; else ''.
-
-    Only named: rows are divided among ranks before. The tokens of a step stay the same.
-    """
-    staged, widths = strategies.get("fsdp_pp"), run.model.widths
-    is_tested = widths.model_type in PIPELINED and widths.layers >= run.num_nodes
-    if not isinstance(staged, PipelineConfig) or not is_tested or run.quantization.method != "none":
-        return ""
-    nodes, split = run.num_nodes, run.hardware.gpus_per_node
-    staged = replace(staged, pipeline_parallel_size=nodes, tensor_parallel_size=split)
-    pipeline = replace(run, strategy=staged, accumulation=run.accumulation * run.num_data_ranks)
-    fastest = [
-        max(
-            (
-                estimate_speed(each).tokens_per_second
-                for each in (replace(one, recompute=mode) for mode in modes)
-                if fits(each, estimate_gpu_memory(each))
-            ),
-            default=0.0,
-        )
-        for one in (run, pipeline)
-    ]
-    if not 0 < fastest[0] < fastest[1]:
-        return ""
-    return (
-        f"; strategy=fsdp_pp strategy.pipeline_parallel_size={nodes} strategy.tensor_parallel_size="
-        f"{split} would send less, and be an estimated {fastest[1] / fastest[0]:.1f} x as fast"
-    )
 
 
 def _describe_unsharded(run: PlannedRun) -> str:

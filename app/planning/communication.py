@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from app.model.attention import gather_reason, key_repeats
+from app.model.recompute import WHOLE_LAYERS
 from app.planning.memory import PlannedRun
 from app.planning.pipeline import stages_of
 from app.planning.states import ZERO_BUCKET, ModelSize, keeps_gradients_whole
@@ -351,7 +352,7 @@ def _of_tensor_parallel(run: PlannedRun, size: ModelSize) -> list[Collective]:
     """List two all-reduces per layer and pass; recomputing a layer repeats its forward ones."""
     if run.tensor_size == 1:
         return []
-    directions = 3 if run.recompute in ("full", "offload") else 2
+    directions = 3 if run.recompute in WHOLE_LAYERS else 2
     return [
         Collective(
             what="hidden states of split layers",

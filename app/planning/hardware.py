@@ -102,14 +102,14 @@ def split_name(name: str) -> tuple[str, dict[str, int]]:
 
 
 def known_card(name: str, memory_gib: float) -> str | None:
-    """Return the option of conf/hardware for the driver's name of a card; None if there is none.
+    """Return the option of conf/hardware for its own or the driver's name; None if there is none.
 
     There is none for MIG slices, which are a part of a card.
     """
     if " mig " in f" {name.lower()} ":
         return None
     words = re.split(r"[^a-z0-9]+", name.lower())  # GH200 has its own specifications
-    found = next((ours for part, ours in NVIDIA_NAMES if part in words), None)
+    found = next((ours for part, ours in NVIDIA_NAMES if {part, ours} & {*words}), None)
     if found == "a100":
         return "a100_80gb" if memory_gib > 60 else "a100_40gb"
     if found == "v100":

@@ -129,6 +129,11 @@ class PlannedRun:
         """Tokens of an optimizer step over all ranks."""
         return self.tokens * self.accumulation * self.num_data_ranks * self.context_size
 
+    def under(self, strategy: StrategyConfig) -> PlannedRun:
+        """Return the run with `strategy` and as many packs per step over all ranks as before."""
+        packs, other = self.accumulation * self.num_data_ranks, replace(self, strategy=strategy)
+        return replace(other, accumulation=max(1, packs // other.num_data_ranks))
+
     def with_micro_batch(self, size: int) -> PlannedRun:
         """Return the run with `size` packs per micro-batch and as many packs per step as before."""
         packs = self.micro_batch_size * self.accumulation

@@ -31,15 +31,13 @@ from app.planning.planned_model import (
 from app.preflight import check_compatibility
 from app.preflight.base_model import check_config, inspect_base
 from app.preflight.files import (
-    check_context_parallel,
-    check_pipeline,
     check_sequence_len,
+    check_split,
     check_tensor_parallel,
 )
 from app.strategy.settings import (
     FAMILIES,
     StrategyConfig,
-    context_parallel_size,
     tensor_parallel_size,
     with_states_of,
 )
@@ -157,6 +155,14 @@ def with_devices_of(config: TrainConfig, hardware: HardwareConfig) -> TrainConfi
     return replace(config, trainer=trainer)
 
 
+def with_strategy_of(run: PlannedRun, config: TrainConfig) -> TrainConfig:
+    """Return the settings with the strategy of `run`, and with its accumulation if they give it."""
+    trainer = config.trainer
+    if trainer.global_batch_size is None:
+        trainer = replace(trainer, gradient_accumulation_steps=run.accumulation)
+    return replace(config, strategy=run.strategy, trainer=trainer)
+
+
 def check_planned(
     config: TrainConfig, hardware: HardwareConfig, config_json: Mapping[str, Any]
 ) -> list[str]:
@@ -167,8 +173,8 @@ def check_planned(
     if config.data.sequence_len is not None:
         problems += check_sequence_len(config.data.sequence_len, base, config.model.context_len)
     size = tensor_parallel_size(config.strategy, hardware.gpus_per_node)
-    problems += check_context_parallel(context_parallel_size(config.strategy), base)
-    problems += check_pipeline(config.strategy, base)
+    keeps_scores = _keeps_scores(config.attention.backend, config_json)
+    problems += check_split(config.strategy, base, "eager" if keeps_scores else "sdpa")
     return problems + check_tensor_parallel(size, base)
 
 
@@ -200,12 +206,22 @@ def plan_run(
     run = replace(run, accumulation=max(1, config.trainer.accumulation(run.num_data_ranks)))
     lines: list[str] = []
     compiles, mode = config.trainer.compile, config.recompute.mode
+
+    def conflicts(under: PlannedRun) -> list[str]:
+        return check_planned(with_strategy_of(under, config), hardware, config_json)
+
     if config.strategy.name == "auto":
-        modes = recompute_modes(mode, compiles=compiles)
-        choice = choose_strategy(run, strategies, modes, is_stored=is_stored_quantized(config_json))
-        run = replace(run, strategy=strategies[choice.name])
+        choice = choose_strategy(
+            run,
+            strategies,
+            recompute_modes(mode, compiles=compiles),
+            is_stored=is_stored_quantized(config_json),
+            has_micro_batch=config.trainer.micro_batch_size != "auto",
+            allows=lambda split: not conflicts(split),
+        )
+        run = run.under(choice.strategy)
         lines.append(f"strategy: {choice}")
-        if problems := check_planned(replace(config, strategy=run.strategy), hardware, config_json):
+        if problems := conflicts(run):
             raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in problems])
     if mode == "auto":
         chosen, _ = choose_recompute(run, compiles=compiles)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+from app.model.recompute import WHOLE_LAYERS
 from app.planning.communication import (
     ALL_GATHER,
     CONTENTION,
@@ -123,7 +124,7 @@ def estimate_flops(run: PlannedRun) -> Flops:
     products += head if model.trains_head else 0.0
     every = 1 / run.recompute_every
     again = again_attention = 0.0
-    if run.recompute in ("full", "offload"):
+    if run.recompute in WHOLE_LAYERS:
         again, again_attention = forward * every, attention * every
     elif run.recompute == "selective":
         wide = 2.0 * widths.hidden * widths.feed_forward * layers
@@ -329,7 +330,7 @@ def _full_rate(run: PlannedRun) -> float:
 def _weight_reads(run: PlannedRun) -> float:
     """Return the bytes of weights that the products of a micro-batch must read."""
     number = run.model.multiplied(trained=False) + run.model.multiplied(trained=True)
-    passes = run.runs_base + (3 if run.recompute in ("full", "offload") else 2)
+    passes = run.runs_base + (3 if run.recompute in WHOLE_LAYERS else 2)
     return passes * 2.0 * (number + run.model.head_weights)
 
 
@@ -360,13 +361,13 @@ def _dequantized(run: PlannedRun) -> float:
         # outputs of all matrices in the backward pass.
         widths, forwards = (
             run.model.widths,
-            1 + run.runs_base + (run.recompute in ("full", "offload")),
+            1 + run.runs_base + (run.recompute in WHOLE_LAYERS),
         )
         inputs = 2 * widths.hidden + widths.query + widths.feed_forward
         values = run.model.num_layers * (forwards * inputs + widths.outputs)
         transposed = FP8_TRANSPOSED * run.model.multiplied(trained=False)
         return transposed + FP8_INPUTS * values * run.tokens
-    passes = run.runs_base + (3 if run.recompute in ("full", "offload") else 2)
+    passes = run.runs_base + (3 if run.recompute in WHOLE_LAYERS else 2)
     return passes * DEQUANTIZED[run.quantization.method] * run.model.multiplied(trained=False)
 
 

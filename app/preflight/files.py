@@ -26,7 +26,7 @@ from app.model.adapter import (
 )
 from app.model.adapter.saved_config import KINDS, read_adapter_config
 from app.model.adapter.settings import CONFIG_FILE
-from app.model.attention import batching_error
+from app.model.attention import EXCHANGED, batching_error
 from app.model.base import ModelConfig
 from app.model.description import BaseDescription
 from app.model.families import Shapes, family_of
@@ -120,14 +120,24 @@ def check_tensor_parallel(size: int, base: BaseDescription) -> list[str]:
     ][:1]
 
 
-def check_context_parallel(size: int, base: BaseDescription) -> list[str]:
-    """List why `size` ranks cannot split the rows of this base among them."""
-    if size == 1 or not base.config.get("is_encoder_decoder"):
-        return []
-    return [
-        f"strategy.context_parallel_size={size} splits the rows of causal models, and "
-        f"{base.model_type} is an encoder-decoder; type strategy.context_parallel_size=1"
-    ]
+def check_split(
+    strategy: StrategyConfig, base: BaseDescription, backend: str = EXCHANGED[0]
+) -> list[str]:
+    """List why ranks cannot share the rows or the layers of this base with an attention backend."""
+    size = context_parallel_size(strategy)
+    problems = check_pipeline(strategy, base)
+    if size > 1 and base.config.get("is_encoder_decoder"):
+        problems.append(
+            f"strategy.context_parallel_size={size} splits the rows of causal models, and "
+            f"{base.model_type} is an encoder-decoder; type strategy.context_parallel_size=1"
+        )
+    elif size > 1 and backend not in EXCHANGED:
+        problems.append(
+            f"strategy.context_parallel_size={size} gives each rank a share of the heads, which "
+            f"attention={backend} cannot compute; type attention={' or '.join(EXCHANGED)}, or "
+            "strategy.context_parallel_size=1"
+        )
+    return problems
 
 
 def check_pipeline(strategy: StrategyConfig, base: BaseDescription) -> list[str]:
@@ -291,8 +301,7 @@ def _check_training(config: TrainConfig, base: BaseDescription) -> list[str]:
         problems += [problem] if problem else []
     problems += check_recompute(config.recompute.every, base)
     size = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
-    problems += check_context_parallel(context_parallel_size(config.strategy), base)
-    problems += check_pipeline(config.strategy, base)
+    problems += check_split(config.strategy, base)
     return problems + (check_tensor_parallel(size, base) if size > 1 else [])
 
 

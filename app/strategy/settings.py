@@ -253,6 +253,18 @@ def describe_split(config: StrategyConfig, ranks_per_node: int) -> str:
     return ", ".join(f"{kind} parallel {size}" for kind, size in sizes.items() if size > 1)
 
 
+def words_of(config: StrategyConfig) -> str:
+    """Return what to type after `strategy=`: the name, and the sizes by which ranks share rows."""
+    sizes = {
+        "context_parallel_size": context_parallel_size(config),
+        "pipeline_parallel_size": pipeline_parallel_size(config),
+    }
+    if isinstance(config, PipelineConfig):
+        sizes["tensor_parallel_size"] = config.tensor_parallel_size or 1
+    split = [f"strategy.{name}={size}" for name, size in sizes.items() if size > 1]
+    return " ".join((config.name, *split))
+
+
 def ranks_per_row(config: StrategyConfig, ranks_per_node: int) -> int:
     """Return the number of ranks that get the same rows: they split matrices, tokens or layers."""
     split = tensor_parallel_size(config, ranks_per_node) * context_parallel_size(config)

@@ -200,6 +200,17 @@ class Environment:
         """Return a copy with micro-batches of `size` packs; the packs per step stay the same."""
         return replace(self, micro_batch_size=size, accumulation=self.packs_of_rank // size)
 
+    def under(self, strategy: StrategyConfig) -> Environment:
+        """Return a copy for `strategy`, with as many packs per step of all ranks as before."""
+        groups = self.num_ranks // ranks_per_row(strategy, self.devices)
+        return replace(
+            self,
+            num_data_ranks=groups,
+            accumulation=self.accumulation * self.num_data_ranks // groups,
+            context_size=context_parallel_size(strategy),
+            split=describe_split(strategy, self.devices),
+        )
+
     @property
     def rank_device(self) -> torch.device:
         """The device of this rank, where a verb without a strategy puts a model."""

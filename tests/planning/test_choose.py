@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import LlamaConfig
 
 from app.assembly.auto import resolve_auto, resolve_strategy
 from app.config import load_config
-from app.planning.advice import suggest_larger_changes
+from app.planning.advice import list_candidates
 from app.planning.choose import (
     choose_micro_batch,
     choose_recompute,
@@ -24,10 +25,11 @@ from app.planning.choose import (
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun, estimate_gpu_memory, fits
 from app.planning.planned import on_hardware, plan_run
+from app.planning.speed import estimate_speed
 from app.planning.training import detect_hardware
 from app.preflight import check_compatibility
-from app.run import describe_global_batch
-from app.strategy.settings import FsdpConfig
+from app.run import describe_global_batch, global_batch_of
+from app.strategy.settings import FsdpConfig, words_of
 from app.training.micro_batch import divisors
 from app.training.trainer import Environment
 from common.errors import UserError
@@ -38,7 +40,9 @@ LORA_8B, LORA_70B = "model=llama8b", "model=llama70b"
 PURE_70B = "model=llama70b adapter=full trainer.precision=bf16-pure"
 SLOW = "hardware=4x8xa100_80gb hardware.network_gb_per_second=3"
 
-TABLE: list[tuple[str, dict[str, bool], str, str]] = [
+NO_SPLIT: dict[str, Any] = {"allows": lambda run: False}
+
+TABLE: list[tuple[str, dict[str, Any], str, str]] = [
     (f"{LORA_8B} hardware=h100", {}, "single", "1 process"),
     (f"{LORA_70B} hardware=rtx4090", {}, "single", "1 process"),
     (
@@ -87,8 +91,9 @@ TABLE: list[tuple[str, dict[str, bool], str, str]] = [
         "it fits the 8 GPUs of a node, and the links between",
     ),
     (f"{LORA_70B} hardware=4x8xa100_80gb", {}, "fsdp", "of 4 nodes with fast links"),
-    (f"{PURE_70B} {SLOW}", {}, "zero3_hpz", "only the weights fit the GPUs of a node"),
-    (f"{PURE_70B} {SLOW}", {"has_deepspeed": False}, "fsdp", "it needs all 32 GPUs"),
+    (f"{PURE_70B} {SLOW}", NO_SPLIT, "zero3_hpz", "only the weights fit the GPUs of a node"),
+    (f"{PURE_70B} {SLOW}", {"has_deepspeed": False} | NO_SPLIT, "fsdp", "it needs all 32 GPUs"),
+    (f"{PURE_70B} {SLOW}", {}, "fsdp_pp", "stages on the 4 nodes, whose links are slow, are an"),
     (f"{PURE_70B} hardware=4xa100_80gb", {}, "fsdp_offload", "it does not fit all 4 GPUs together"),
 ]
 
@@ -104,25 +109,55 @@ def planned(words: str) -> PlannedRun:
 
 @pytest.mark.parametrize(("words", "how", "name", "message"), TABLE)
 def test_the_strategy_with_the_least_communication_that_fits(
-    words: str, how: dict[str, bool], name: str, message: str
+    words: str, how: dict[str, Any], name: str, message: str
 ) -> None:
     run, modes = planned(words), recompute_modes("auto", compiles=False)
     choice = choose_strategy(run, STRATEGIES, modes, **how)
-    assert choice.name == name, choice
+    assert choice.strategy.name == name, choice
     assert message in choice.reason
-    assert str(choice) == f"{name} ({choice.reason})"
-    tried = [replace(run, strategy=STRATEGIES[name], recompute=mode) for mode in modes]
+    assert str(choice) == f"{words_of(choice.strategy)} ({choice.reason})"
+    tried = [replace(run.under(choice.strategy), recompute=mode) for mode in modes]
     if run.num_ranks > 1 and not how and "no strategy shards" not in message and name != "zero2":
         assert any(fits(each, estimate_gpu_memory(each)) for each in tried) or "offload" in name
 
 
-def test_auto_names_a_pipeline_that_is_faster_over_slow_links() -> None:
-    modes = recompute_modes("auto", compiles=False)
-    reason = choose_strategy(planned(f"{PURE_70B} {SLOW}"), STRATEGIES, modes).reason
-    typed = "strategy=fsdp_pp strategy.pipeline_parallel_size=4 strategy.tensor_parallel_size=8"
-    assert f"; {typed} would send less, and be an estimated " in reason
-    # A LoRA run that fits a node sends only the adapter's gradients.
-    assert "fsdp_pp" not in choose_strategy(planned(f"{LORA_70B} {SLOW}"), STRATEGIES, modes).reason
+ROWS = "model=llama8b hardware=8xh100 model.context_len={n} data.sequence_len={n}"
+
+
+@pytest.mark.parametrize(
+    ("words", "typed", "packs"),
+    [
+        (f"{PURE_70B} {SLOW}", "fsdp_pp strategy.pipeline_parallel_size=4 "
+         "strategy.tensor_parallel_size=8", 256),
+        (f"{LORA_70B} {SLOW}", "fsdp_hybrid", 8),  # sends only the adapter's gradients
+        (ROWS.format(n=32768), "ddp", 8),
+        (ROWS.format(n=65536), "ddp strategy.context_parallel_size=8", 64),
+        (ROWS.format(n=131072) + " adapter=full", "fsdp strategy.context_parallel_size=4", 32),
+        (ROWS.format(n=524288), "ddp strategy.context_parallel_size=2", 16),
+        (ROWS.format(n=524288) + " quantization=int8", "ddp strategy.context_parallel_size=4", 32),
+    ],
+)  # fmt: skip
+def test_rows_and_layers_are_split_where_that_is_needed_or_faster(
+    words: str, typed: str, packs: int
+) -> None:
+    """By more than the estimate's error; ranks take as many packs per step as before."""
+    run, modes = planned(words), recompute_modes("auto", compiles=False)
+    choice = choose_strategy(run, STRATEGIES, modes)
+    assert words_of(choice.strategy) == typed, choice
+    split, whole = run.under(choice.strategy), choose_strategy(run, STRATEGIES, modes, **NO_SPLIT)
+    assert (split.accumulation, split.tokens_per_step) == (packs, run.tokens_per_step)
+    found = [
+        max(
+            (estimate_speed(each).tokens_per_second
+             for each in (replace(run.under(one), recompute=mode) for mode in modes)
+             if fits(each, estimate_gpu_memory(each))),
+            default=0.0,
+        )
+        for one in (choice.strategy, whole.strategy)
+    ]  # fmt: skip
+    assert found[0] > 0
+    assert (found[0] > 1.15 * found[1]) == (choice.strategy != whole.strategy)
+    assert ("nothing else does" in choice.reason) == (found[1] == 0)
 
 
 def test_cpu_ranks_use_ddp() -> None:
@@ -229,6 +264,7 @@ def data_of(sequence_len: int, taken: list[int] | None = None) -> Any:
         sequence_len=sequence_len,
         total_steps=1000,
         set_micro_batch_size=([] if taken is None else taken).append,
+        set_batching=lambda _: None,
         adapt_to_small_data=lambda: None,
         set_accumulation=lambda _: None,
         batching=BatchSpec(accumulation_steps=8),
@@ -328,6 +364,45 @@ def test_a_chosen_strategy_has_the_settings_of_its_file(gpu: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("steps", ["auto", 8])
+def test_a_run_whose_rows_are_split_keeps_its_packs_and_is_resumed(
+    steps: int | str, gpu: Any, tmp_path: Path
+) -> None:
+    words = ["model=llama8b", "data=dolly", "trainer.devices=8", "data.sequence_len=524288"]
+    words += ["model.context_len=524288", f"trainer.gradient_accumulation_steps={steps}"]
+    config: Any = load_config("train", words)
+    long = LlamaConfig(**{**LLAMA_8B.to_dict(), "max_position_embeddings": 524288})
+    env = replace(EIGHT, accumulation=8)
+
+    def resolve(run: Any, config: Any = config) -> tuple[Any, Environment, BatchSpec]:
+        taken: list[BatchSpec] = []
+        data = data_of(524288)
+        data.set_batching = taken.append
+        chosen, found, _ = resolve_auto(config, base_of(long), data, env, run)
+        return chosen.strategy, found, taken[-1]
+
+    strategy, found, batching = resolve(NewRun())
+    size = strategy.context_parallel_size  # by this machine's host memory
+    assert size > 1 and found.split == f"context parallel {size}"
+    assert (found.num_data_ranks, found.context_size, found.accumulation) == (
+        8 // size,
+        size,
+        8 * size,
+    )
+    assert (batching.num_ranks, batching.row_slices) == (8 // size, size)
+    assert batching.accumulation_steps == 8 * size
+    before = global_batch_of(batching.micro_batch_size, batching.accumulation_steps, 8 // size)
+    folder: Any = partial(describe_global_batch, config.trainer, before=before)
+    again = SimpleNamespace(global_batch=folder)
+    assert resolve(again) == (strategy, found, batching)
+    assert folder(8)["packs"] == before["packs"] == 64
+    eager = base_of(long)
+    eager.backend = "eager"
+    plan = replace(planned(f"{LORA_8B} hardware=8xh100"), sequence_len=524288)
+    assert words_of(resolve_strategy(config, base_of(long), env, plan)) != "fsdp_offload"
+    assert words_of(resolve_strategy(config, eager, env, plan)) == "fsdp_offload"
+
+
 def test_a_choice_that_conflicts_with_an_override_is_refused(gpu: Any) -> None:
     words = ["+experiment=llama8b", "trainer.devices=8", "optimizer=muon"]
     config: Any = load_config("train", words)
@@ -371,23 +446,22 @@ def test_memory_that_other_processes_use_is_not_planned_with(
     assert found.name == "a100_80gb"
 
 
-def test_rows_are_split_over_the_fewest_ranks_where_nothing_else_fits() -> None:
-    words = [*["model=llama8b", "data=dolly", "strategy=fsdp", "recompute=full", "hardware=8xh100"]]
-    words += ["model.context_len=524288", "data.sequence_len=524288"]
-    fsdp = {"fsdp": STRATEGIES["fsdp"]}
+def test_a_plan_lists_shared_rows_where_they_are_worth_it() -> None:
+    words = ["model=llama8b", "data=dolly", "strategy=fsdp", "hardware=8xh100"]
 
-    def need(*more: str) -> tuple[Any, PlannedRun]:
-        config: Any = load_config("plan", [*words, *more])
-        hardware = on_hardware(config, config.hardware)
-        run, _ = plan_run(config, hardware, config.model.architecture, strategies=fsdp)
-        return config, run
+    def listed(tokens: int) -> dict[tuple[str, ...], bool]:
+        rows = [f"model.context_len={tokens}", f"data.sequence_len={tokens}"]
+        config: Any = load_config("plan", [*words, *rows])
+        hardware, numbers = on_hardware(config, config.hardware), config.model.architecture
+        run, _ = plan_run(config, hardware, numbers, strategies=STRATEGIES)
+        found = list_candidates(config, hardware, numbers, run.model, STRATEGIES)
+        if tokens == 524288:  # the plan and `auto` take the same
+            best = next(each for each in found if each.run.quantization.method == "none")
+            assert best.overrides[:2] == ("strategy=ddp", "strategy.context_parallel_size=2")
+            assert best.fits and best.run.context_size == 2
+        return {each.overrides: each.fits for each in found if each.run.context_size > 1}
 
-    config, run = need()
-    assert not fits(run, estimate_gpu_memory(run))
-    numbers = config.model.architecture
-    change, *_ = suggest_larger_changes(config, run.hardware, numbers, run.model, fsdp, 524288)
-    _, split = need(*change.split())
-    assert fits(split, estimate_gpu_memory(split))
-    assert split.context_size == 2 and split.num_data_ranks == 4
-    _, larger = need("strategy.context_parallel_size=2", "recompute=full")
-    assert not fits(larger, estimate_gpu_memory(larger))  # so `offload` is part of the change
+    assert not listed(4096)
+    fitting = listed(524288)
+    assert fitting and all(fitting.values())
+    assert ("strategy.context_parallel_size=2", "recompute=offload") in fitting

@@ -11,7 +11,8 @@ from app.assembly.base import open_base
 from app.config import load_config
 from app.model.attention import gather_reason
 from app.model.description import BaseDescription
-from app.preflight.files import check_context_parallel
+from app.preflight.files import check_split
+from app.strategy.settings import DdpConfig
 from app.training.trainer import resolve_environment
 from tests.ranks import on_ranks
 from tests.strategy.context_training import (
@@ -78,19 +79,21 @@ def test_layers_without_exchange_are_refused_and_routers_balance_whole_documents
 
 
 @pytest.mark.parametrize(
-    ("numbers", "size", "message"),
+    ("numbers", "size", "backend", "message"),
     [
-        ({"model_type": "t5", "is_encoder_decoder": True}, 2, "t5 is an encoder-decoder; type"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, 2, "sdpa", "t5 is an encoder-decoder;"),
+        (LLAMA, 2, "eager", "which attention=eager cannot compute; type attention=sdpa or varlen"),
     ],
 )
 def test_bases_whose_rows_cannot_be_split_are_refused(
-    numbers: dict[str, object], size: int, message: str
+    numbers: dict[str, Any], size: int, backend: str, message: str
 ) -> None:
     base = BaseDescription(name="base", config=numbers)
-    (problem,) = check_context_parallel(size, base)
+    (problem,) = check_split(DdpConfig(context_parallel_size=size), base, backend)
     assert message in problem and "strategy.context_parallel_size=1" in problem
-    assert check_context_parallel(1, base) == []
-    assert check_context_parallel(4, BaseDescription(name="base", config=LLAMA)) == []
+    assert check_split(DdpConfig(), base, backend) == []
+    llama = BaseDescription(name="base", config=LLAMA)
+    assert check_split(DdpConfig(context_parallel_size=4), llama) == []
 
 
 def test_slices_on_several_nodes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
