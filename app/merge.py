@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import MergeConfig, load_run_config, run_verb, save_config, words_to_type
 from app.model.adapter import is_adapter, saves_whole_model
-from app.model.gguf import convert, find_converter
+from app.model.gguf import OLLAMA_FILE, convert, find_converter
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams, return_freed_memory
 from app.process.launch import quote_words
@@ -47,7 +47,8 @@ def merge(config: MergeConfig) -> Difference | None:
     """Merge as `config` says; return the difference of logits from base + adapter, if verified."""
     adapters = find_adapters(config)
     manifest, metrics = _read_facts(config.run)
-    converter = find_converter(config.merge.llama_cpp) if config.merge.gguf else None
+    kind = config.merge.gguf
+    converter = find_converter(kind, config.merge.llama_cpp) if kind else None
     folder = decide_run_dir(config.output)
     configure_libraries(offline=is_offline(config.model))
 
@@ -55,7 +56,13 @@ def merge(config: MergeConfig) -> Difference | None:
     # Imported late, so that --help and config errors do not wait for torch.
     from app.assembly.kept import with_checkpoint
     from app.assembly.tuned import open_tuned
-    from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify
+    from app.evaluation.merged import (
+        CHECKED,
+        check_gguf,
+        check_tokens,
+        render_ollama_file,
+        verify,
+    )
     from app.model.merging import merge_weights, plan_merge
     from app.model.tokenizer import set_ends
     from app.model.tokenizer_file import save_tokenizer
@@ -75,8 +82,9 @@ def merge(config: MergeConfig) -> Difference | None:
     if config.merge.verify:
         differences = verify(config, tuned, env, adapters, unfinished, dtype)
     if converter is not None:
-        file = convert(converter, unfinished, str(dtype).removeprefix("torch."))
+        file = convert(converter, unfinished, str(dtype).removeprefix("torch."), kind)
         check_gguf(config, tuned, unfinished, file)
+        write_atomically(unfinished / OLLAMA_FILE, render_ollama_file(tuned, unfinished))
     card = render_merged_card(config, tuned, differences, dtype, manifest, metrics)
     write_atomically(unfinished / CARD_FILE, card)
     report = {name: asdict(difference) for name, difference in differences.items()}

@@ -18,6 +18,7 @@ from app.model.attention import attention_implementation
 from app.model.base import load_base
 from app.model.base_files import has_own_head, read_shapes, weight_files
 from app.model.classifier import HEAD, is_classifier
+from app.model.gguf import KINDS
 from app.model.multimodal import record_tower_files
 from app.model.quantization import (
     QuantizationConfig,
@@ -76,10 +77,11 @@ class MergingConfig:
     verify: bool = setting(True, shown=True)
     """compare logits and greedy tokens of the merged model with those of base + adapter, and the
     tokens of conversations with those in training; needs memory for one of the models in fp32"""
-    gguf: bool = setting(False, shown=True)
-    """also write model.gguf, by llama.cpp's converter"""
+    gguf: bool | str = setting(False, choices=(False, True, *KINDS), shown=True)
+    """also write model.gguf with weights of this type (true = that of the merged weights), and a
+    Modelfile for Ollama; by llama.cpp, of the extra gguf"""
     llama_cpp: str | None = setting(None, is_path=True, grants="code")
-    """folder with llama.cpp's convert_hf_to_gguf.py; null = search on PATH"""
+    """folder with llama.cpp's convert_hf_to_gguf.py; null = the installed one"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

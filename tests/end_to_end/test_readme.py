@@ -36,7 +36,7 @@ PLAIN = {"init", "push", "report", "status"}
 """verbs without Hydra"""
 ASSIGNED = re.compile(r'\b([A-Z_]+)=("[^"]*"|\S+)')
 BASE = "model.path=data_modules/samples/tiny_base"
-OTHERS = {"source", "seq", "hf", "export", "printf", "echo", "read", "for", "pip"}
+OTHERS = {"source", "seq", "hf", "export", "printf", "echo", "read", "for", "pip", "ollama"}
 """other programs that occur in blocks"""
 SCHEDULERS = {"kubectl"}
 """programs that are called with a file of docs/clusters"""
