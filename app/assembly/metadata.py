@@ -1,16 +1,21 @@
-"""The description of a run: compared when it is resumed, written when its training starts."""
+"""The description of a run: compared when it is resumed, written when its training starts.
+
+Also its page, which is written again while it trains.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
-from app.config import save_config
+from app.config import changed_settings, save_config
 from app.model.adapter import keep_start
 from app.process.logs import open_run_log
+from app.report.run_page import write_page
 from app.run import Run, global_batch_of
 from app.run.folder import CONFIG_FILE
 from app.run.manifest import save_manifest
@@ -25,6 +30,12 @@ if TYPE_CHECKING:
 
     from app.assembly.base import Base
     from app.config import TrainConfig
+
+PAGE_SECONDS = 60
+"""shortest time between two writes of the page of a run that trains"""
+PAGE_SHARE = 0.01
+"""largest share of the training time that writing it takes: a long run's page is written less
+often"""
 
 
 def describe_run(
@@ -112,3 +123,23 @@ class WriteMetadata(L.Callback):
     def _write_manifest(self) -> None:
         now = {**self.facts, "global_batch": _global_batch(self.data)}
         save_manifest(self.run.folder, **now, run=self.identity, earlier=self.run.history())
+
+
+class LivePage(L.Callback):
+    """Write report.html on rank 0 while a run trains, from the files in its folder alone."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.next_write = run, 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Start the clock of the first page."""
+        self.next_write = time.monotonic() + PAGE_SECONDS
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Write the page if it is time."""
+        if not trainer.is_global_zero or (started := time.monotonic()) < self.next_write:
+            return
+        settings = changed_settings(self.run.typed_config)
+        write_page(self.run.folder, settings, refresh_seconds=PAGE_SECONDS)
+        ended = time.monotonic()
+        self.next_write = ended + max(PAGE_SECONDS, (ended - started) / PAGE_SHARE)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from app.assembly.evaluation import TrainingEvaluation, build_training_evaluation
-from app.assembly.metadata import WriteMetadata
+from app.assembly.metadata import LivePage, WriteMetadata
 from app.config import TrainConfig
 from app.process.faults import arm_faults, parse_faults
 from app.process.heartbeat import is_watched
@@ -102,6 +102,7 @@ def build_trainer(
             ),
             WriteMetadata(run, identity, facts, data),
             StatusFile(run.folder, data.plan.epoch_at, checkpoints.store),
+            LivePage(run),
         ],
         folder=run.folder,
         checkpoints=checkpoints,

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from app.evaluation.evaluator import Evaluator, without_failing
 from app.evaluation.metrics import METRICS
-from app.evaluation.significance import MEASURES, VARIANTS
+from app.evaluation.significance import VARIANTS
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
 from app.process.logs import show
+from app.training.run_documents import MEASURES
 from common.text import formatted, printable
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from app.process.logs import show
+from app.training.run_documents import MEASURES, OTHER, MeasureSpec
 from common.errors import TrainingFault
 from common.files import write_atomically
 from common.text import formatted, percent, printable
@@ -44,50 +45,6 @@ MIN_DIFFERENCE = 1e-4
 """smallest meaningful difference: batch size and precision change the digits below"""
 MAX_DRAWS = 2**20
 """random numbers that are drawn at a time, to bound memory"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasureSpec:
-    """How the values of a measure are shown and compared."""
-
-    heading: str
-    number_format: str
-    is_lower_better: bool = False
-    scale: float = 1.0
-    """difference that evaluation.max_regression counts as 1"""
-    max_difference: float = math.inf
-    """largest possible difference of two values"""
-
-
-MEASURES = {
-    "val/loss": MeasureSpec(heading="loss", number_format=".4f", is_lower_better=True),
-    "val/perplexity": MeasureSpec(heading="perplexity", number_format=".4g", is_lower_better=True),
-    "val/accuracy": MeasureSpec(heading="accuracy", number_format=".1%", max_difference=1.0),
-    "val/f1": MeasureSpec(heading="F1", number_format=".1%", max_difference=1.0),
-    "val/auc": MeasureSpec(heading="AUC", number_format=".3f", max_difference=1.0),
-    "exact_match": MeasureSpec(heading="exact match", number_format=".1%", max_difference=1.0),
-    **{
-        name: MeasureSpec(heading=heading, number_format=".1%", max_difference=1.0)
-        for name, heading in {
-            "numeric": "numeric match",
-            "f1": "F1",
-            "rouge1": "ROUGE-1",
-            "rouge2": "ROUGE-2",
-            "rougeL": "ROUGE-L",
-            "bleu": "BLEU",
-            "chrf": "chrF",
-            "accuracy": "accuracy",
-            "accuracy_norm": "by length",
-            "passed": "passed",
-        }.items()
-    },
-    "loss": MeasureSpec(heading="loss", number_format=".4f", is_lower_better=True),
-    "judge": MeasureSpec(
-        heading="judge's score", number_format=".2f", scale=10, max_difference=9.0
-    ),
-}
-OTHER = MeasureSpec(heading="", number_format=".4f")
-"""spec of a measure that is not in `MEASURES`: higher is better, and its name is its heading"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,8 @@ LEFT, RIGHT, TOP, BOTTOM = 56.0, 12.0, 12.0, 30.0
 """margins of a chart in SVG units"""
 MAX_BUCKETS = 300
 """maximum number of buckets of a line; the lowest and highest value of each are drawn"""
+MAX_STRIPS = 60
+"""maximum number of strips of a chart; each shows its values while the pointer is over it"""
 LOG_RATIO = 20.0
 """ratio of the highest to the lowest value from which the value axis is logarithmic"""
 COLORS = ("#3358d4", "#c2410c", "#1a7f5a", "#a144af", "#96691d", "#0e7490")
@@ -62,6 +64,34 @@ class Chart:
     unit: str = ""
     """unit of the values, shown after the title"""
     starts_at_zero: bool = False
+    is_share: bool = False
+    """whether values are shares, which are shown in percent"""
+
+    def text_of(self, value: float) -> str:
+        """Return a value as it is shown."""
+        return format_number(value, is_share=self.is_share)
+
+    def strips(self, last: float) -> list[tuple[float, float, str]]:
+        """Return (first step, end, text with the values of all lines) of strips up to `last`."""
+        number = min(MAX_STRIPS, int(last) + 1)
+        steps = (last + 1) / number
+        found: dict[int, dict[str, str]] = {}
+        for line in self.series:
+            for step, value in line.points:
+                if math.isfinite(value):
+                    text = f"{line.name}: {self.text_of(value)} at step {step:,g}"
+                    found.setdefault(int(step / steps), {})[line.name] = text
+        return [
+            (index * steps - 0.5, (index + 1) * steps - 0.5, "\n".join(texts.values()))
+            for index, texts in found.items()
+        ]
+
+
+def format_number(value: float, *, is_share: bool = False) -> str:
+    """Return a number in four digits, a large one with all of them: 12,345; a share in percent."""
+    if is_share:
+        return f"{100 * value:.4g} %"
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +122,8 @@ class Frame:
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
 
     @property
-    def value_ticks(self) -> list[tuple[float, str]]:
-        """Return (y, label) of the ticks of the value axis."""
+    def value_ticks(self) -> list[tuple[float, float]]:
+        """Return (y, value) of the ticks of the value axis."""
         if self.is_log and self.high > LOG_RATIO * self.low:
             exponents = range(
                 math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1
@@ -102,7 +132,7 @@ class Frame:
         else:
             ticks = round_numbers(self.low, self.high, 4)
         inside = [tick for tick in ticks if self.low <= tick <= self.high] or [self.low, self.high]
-        return [(self.to_xy(0, tick)[1], f"{tick:.4g}") for tick in inside]
+        return [(self.to_xy(0, tick)[1], tick) for tick in inside]
 
     @property
     def step_ticks(self) -> list[tuple[float, str]]:
@@ -170,13 +200,19 @@ def draw_svg(chart: Chart) -> Markup:
     label = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
     line = Markup('<polyline points="{}" class="h{}{}"><title>{}</title></polyline>')
     dot = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.5" class="h{}"><title>{}</title></circle>')
+    strip = Markup(
+        '<rect x="{:.1f}" y="{:g}" width="{:.1f}" height="{:g}"><title>{}</title></rect>'
+    )
     elements = []
-    for y, text in frame.value_ticks:
+    for y, value in frame.value_ticks:
         elements.append(rule.format(frame.left, frame.right, y, y))
-        elements.append(label.format(frame.left - 5, y + 4, "end", text))
+        elements.append(label.format(frame.left - 5, y + 4, "end", chart.text_of(value)))
     for x, text in frame.step_ticks:
         anchor = "end" if x > frame.right - 12 else "middle"
         elements.append(label.format(x, HEIGHT - 12, anchor, text))
+    for start, end, text in chart.strips(frame.last):
+        x0, x1 = (frame.to_xy(min(max(step, 0), frame.last), frame.low)[0] for step in (start, end))
+        elements.append(strip.format(x0, frame.top, x1 - x0, frame.bottom - frame.top, text))
     for series in chart.series:
         points, color = series.drawn, series.color_index % len(COLORS)
         if not points:
@@ -186,7 +222,9 @@ def draw_svg(chart: Chart) -> Markup:
         has_dots = series.is_sparse and len(points) <= MAX_BUCKETS // 4
         if has_dots or len(points) == 1:
             elements += [
-                dot.format(*frame.to_xy(*point), color, f"step {point[0]:g}: {point[1]:.4g}")
+                dot.format(
+                    *frame.to_xy(*point), color, f"step {point[0]:g}: {chart.text_of(point[1])}"
+                )
                 for point in points
             ]
     head = Markup('<svg viewBox="0 0 {:g} {:g}" role="img" aria-label="{}">')
@@ -221,8 +259,9 @@ def draw_png(charts: Sequence[Chart]) -> bytes:
             return (x0 + x) * scale, (y0 + y) * scale
 
         draw.text(at(LEFT, -title_height + 6), chart.title, "black", font=bold)
-        for y, text in frame.value_ticks:
+        for y, value in frame.value_ticks:
             draw.line([at(frame.left, y), at(frame.right, y)], "#d9d9e0", 1)
+            text = chart.text_of(value)
             draw.text(at(frame.left - 5, y), text, "#60646c", font=font, anchor="rm")
         for x, text in frame.step_ticks:
             anchor = "ra" if x > frame.right - 12 else "ma"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from app.model.hub import cache_folder
-from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
-from app.report.run_page import CURVES_FILE, Setting, format_number
+from app.report.run_files import RunFiles, read_run_files
+from app.report.run_page import CURVES_FILE, Setting, comparison_cells
 from app.training.run_documents import read_object
 from common.files import write_atomically
 from common.redaction import redact
@@ -239,25 +239,11 @@ def _data_table(datasets: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _metrics_section(saved: Path, run: RunFiles) -> list[str]:
     """Return the table of base vs tuned, and the plot of the curves, as far as they exist."""
-    tuned = {
-        name.removeprefix("tuned/"): value
-        for name, value in run.metrics.items()
-        if name.startswith("tuned/") and not any(part in name for part in NOT_DRAWN)
-    }
-    lines = []
-    if tuned:
-        lines += [
-            "## Measured on held-out rows",
-            "",
-            "| figure | base | tuned |",
-            "|---|---:|---:|",
-            *(
-                f"| {cell(name)} | {format_number(run.metrics.get(f'base/{name}'))} | "
-                f"{format_number(value)} |"
-                for name, value in tuned.items()
-            ),
-            "",
-        ]
+    lines, cells = [], comparison_cells(run)
+    if len(cells) > 1:
+        rows = [f"| {' | '.join(map(cell, row))} |" for row in cells]
+        rule = "|---|---|" + "---:|" * (len(cells[0]) - 2)
+        lines += ["## Measured on held-out rows", "", rows[0], rule, *rows[1:], ""]
     if (saved / CURVES_FILE).is_file():
         lines += [f"![curves of training and validation]({CURVES_FILE})", ""]
     return lines

@@ -16,14 +16,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.process.launch import is_first_rank
-from app.report.chart import COLORS, Chart, Series, draw_png, draw_svg, frame_of
+from app.report.chart import (
+    COLORS,
+    Chart,
+    Series,
+    draw_png,
+    draw_svg,
+    format_number,
+    frame_of,
+)
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
 from app.report.template import render_template
 from app.training.logger import finish_loggers
 from app.training.machine import LOST
+from app.training.run_documents import MEASURES, OTHER, measure_of
 from common.files import write_atomically
 from common.redaction import redact
-from common.text import percent, printable
+from common.text import formatted, percent, printable
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -33,6 +42,8 @@ log = logging.getLogger(__name__)
 PAGE_FILE, CURVES_FILE = "report.html", "training_curves.png"
 MAX_TEXT = 1200
 """characters of a prompt or an answer that are shown"""
+NUM_OPEN = 3
+"""number of predictions that are shown without a click"""
 MAX_PNG_CHARTS = 6
 """number of charts in the PNG file for a model card"""
 SLOW_DATA_SHARE = 0.2
@@ -54,7 +65,6 @@ CAUSES = {
 }
 """what costs speed, by the metric after `speed/lost/`, and what to type"""
 TITLES = {
-    "loss": "loss",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "speed/tokens_per_second": "tokens per second",
@@ -66,6 +76,8 @@ TITLES = {
     "machine/host_left_gib": "free host memory",
 }
 """column of metrics.csv, without train/ or val/ -> title of its chart"""
+SHARES = ("speed/data_wait", "speed/mfu", "speed/padding", "machine/gpu_utilization")
+"""metrics that are shares, next to those of `MEASURES`"""
 MACHINE_PREFIXES = ("speed/", "machine/")
 """prefixes of the metrics in the section on speed and hardware"""
 LOSSES = "loss per data set"
@@ -125,17 +137,25 @@ def end_loggers(
     finish_loggers(loggers, summary)
 
 
-def write_page(folder: Path, settings: Sequence[Setting] = (), *, error: str = "") -> Path | None:
+def write_page(
+    folder: Path,
+    settings: Sequence[Setting] = (),
+    *,
+    error: str = "",
+    refresh_seconds: int | None = None,
+) -> Path | None:
     """Write the page of the run in `folder`, and a PNG of its curves if it has any.
 
-    `settings`: those that differ from their defaults; `error`: why the run stopped, if it failed.
+    `settings`: those that differ from their defaults; `error`: why the run stopped, if it failed;
+    `refresh_seconds`: how often a browser reads the page of a running run again, without a PNG.
     Never raises, because a page must not fail a run: logs the problem and returns None.
     """
     try:
         run = read_run_files(folder)
         run = replace(run, error=error or run.error)
-        write_atomically(folder / PAGE_FILE, render_run(run, settings))
-        if charts := learned_charts({"": run})[:MAX_PNG_CHARTS]:
+        write_atomically(folder / PAGE_FILE, render_run(run, settings, refresh_seconds))
+        charts = learned_charts({"": run})[:MAX_PNG_CHARTS]
+        if charts and refresh_seconds is None:
             write_atomically(folder / CURVES_FILE, draw_png(charts))
     except Exception as problem:  # noqa: BLE001  whatever it is, the run itself is complete
         log.warning("%s was not written: %s", PAGE_FILE, printable(redact(str(problem))))
@@ -143,7 +163,9 @@ def write_page(folder: Path, settings: Sequence[Setting] = (), *, error: str = "
     return folder / PAGE_FILE
 
 
-def render_run(run: RunFiles, settings: Sequence[Setting] = ()) -> str:
+def render_run(
+    run: RunFiles, settings: Sequence[Setting] = (), refresh_seconds: int | None = None
+) -> str:
     """Return the page of one run."""
     sections = [
         Section(
@@ -151,11 +173,7 @@ def render_run(run: RunFiles, settings: Sequence[Setting] = ()) -> str:
             description="Answers of the base and the tuned model to held-out prompts.",
             predictions=[shown_prediction(line) for line in run.predictions],
         ),
-        Section(
-            title="Base vs tuned",
-            lines=verdict_lines(run),
-            tables=[verdict_cells(run), comparison_cells(run)],
-        ),
+        Section(title="Base vs tuned", tables=[comparison_cells(run)]),
         Section(title="Curves", charts=learned_charts({"": run})),
         Section(
             title="Speed and hardware",
@@ -170,7 +188,8 @@ def render_run(run: RunFiles, settings: Sequence[Setting] = ()) -> str:
         ),
         Section(title="Environment", tables=[environment_cells(run)]),
     ]
-    return _render(title_of(run.folder), run_facts(run), sections)
+    facts = [*run_facts(run), *verdict_lines(run)]
+    return _render(title_of(run.folder), facts, sections, refresh_seconds)
 
 
 def render_comparison(
@@ -191,7 +210,12 @@ def render_comparison(
     return _render(" and ".join(runs), facts, sections)
 
 
-def _render(title: str, facts: Sequence[str], sections: Sequence[Section]) -> str:
+def _render(
+    title: str,
+    facts: Sequence[str],
+    sections: Sequence[Section],
+    refresh_seconds: int | None = None,
+) -> str:
     shown = [
         section
         for section in sections
@@ -201,7 +225,14 @@ def _render(title: str, facts: Sequence[str], sections: Sequence[Section]) -> st
         or any(len(table) > 1 for table in section.tables)
     ]
     return render_template(
-        "run", title=printable(title), facts=facts, sections=shown, draw=draw_svg, colors=COLORS
+        "run",
+        title=printable(title),
+        facts=facts,
+        sections=shown,
+        draw=draw_svg,
+        colors=COLORS,
+        num_open=NUM_OPEN,
+        refresh_seconds=refresh_seconds,
     )
 
 
@@ -262,6 +293,16 @@ def machine_charts(runs: Mapping[str, RunFiles]) -> list[Chart]:
     return [chart for chart, name in _charts(runs) if _is_of_machine(name)]
 
 
+def _is_share(name: str) -> bool:
+    measure, _ = measure_of(re.sub("^(base|tuned|change)/", "", name))
+    is_percent = MEASURES.get(measure, OTHER).number_format.endswith("%")
+    return is_percent or name in SHARES or name.startswith(LOST)
+
+
+def _format_metric(name: str, value: float | None) -> str:
+    return "-" if value is None else format_number(value, is_share=_is_share(name))
+
+
 def _is_of_machine(name: str) -> bool:
     return name.startswith(MACHINE_PREFIXES) or name in ("lr", "grad_norm")
 
@@ -302,6 +343,7 @@ def _charts(runs: Mapping[str, RunFiles]) -> list[tuple[Chart, str]]:
             title=printable(title_of_column(name)),
             series=lines,
             unit="GiB" if name.endswith("_gib") else "",
+            is_share=_is_share(name),
             starts_at_zero=name.startswith(MACHINE_PREFIXES) and not name.endswith("left_gib"),
         )
         if frame_of(chart) is not None:
@@ -311,9 +353,13 @@ def _charts(runs: Mapping[str, RunFiles]) -> list[tuple[Chart, str]]:
 
 def title_of_column(name: str) -> str:
     """Return the title of a column of metrics.csv: `loss/alpaca` is `loss: alpaca`."""
-    metric, _, dataset = name.partition("/")
-    known = TITLES.get(name)
-    return known or (f"{TITLES.get(metric, metric)}: {dataset}" if dataset else metric)
+    if name in TITLES:
+        return TITLES[name]
+    measure, dataset = measure_of(name)
+    if measure == name:
+        measure, _, dataset = name.partition("/")
+    heading = MEASURES[measure].heading if measure in MEASURES else measure
+    return f"{heading}: {dataset}" if dataset else heading
 
 
 def verdict_lines(run: RunFiles) -> list[str]:
@@ -321,37 +367,38 @@ def verdict_lines(run: RunFiles) -> list[str]:
     return [f"verdict: {printable(run.verdict['verdict'])}"] if run.verdict else []
 
 
-def verdict_cells(run: RunFiles) -> Cells:
-    """Return a row for each measure that was compared row by row: change, interval, verdict."""
-    return [list(map(printable, row)) for row in run.verdict.get("table", ())]
-
-
 def datasets_of(names: Iterable[str]) -> set[str]:
     """Return the data sets that have a validation loss among these metrics."""
-    losses = (name.partition("val/loss/")[2] for name in names)
-    return {name for name in losses if name}
+    return {name.removeprefix("val/loss/") for name in names if name.startswith("val/loss/")}
 
 
 def comparison_cells(run: RunFiles) -> Cells:
-    """Return a row for each metric of base and tuned; one data set has no row of all of them."""
+    """Return a row for each metric of base and tuned, with the verdict if rows were compared.
+
+    One data set has no row of all of them.
+    """
+    changes = run.verdict.get("changes", ()), run.verdict.get("table", ())[1:]
+    verdicts = {(c["measure"], c["name"]): row[-2:] for c, row in zip(*changes, strict=False)}
     metrics = run.metrics
-    overall = ("val/loss", "val/perplexity") if len(datasets_of(metrics)) == 1 else ()
-    cells = [["metric", "base", "tuned", "difference"]]
-    for name in metrics:
-        variant, _, metric = name.partition("/")
-        if variant not in ("base", "tuned") or (variant == "tuned" and f"base/{metric}" in metrics):
+    names = [name.partition("/")[2] for name in metrics if name.startswith(("base/", "tuned/"))]
+    names = [name for name in dict.fromkeys(names) if not any(part in name for part in NOT_DRAWN)]
+    cells = [["data set", "measure", "base", "tuned", "change", "interval", "verdict"]]
+    for name in names:
+        measure, dataset = measure_of(name)
+        if not dataset and len(datasets_of(names)) == 1 and measure.startswith("val/"):
             continue
-        if metric in overall or any(part in name for part in NOT_DRAWN):
-            continue
-        before, after = metrics.get(f"base/{metric}"), metrics.get(f"tuned/{metric}")
-        difference = "-" if before is None or after is None else f"{after - before:+.4g}"
-        cells.append([printable(metric), format_number(before), format_number(after), difference])
-    return cells
-
-
-def format_number(value: float | None) -> str:
-    """Format a metric for a table."""
-    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+        spec = MEASURES.get(measure, OTHER)
+        before, after = metrics.get(f"base/{name}"), metrics.get(f"tuned/{name}")
+        change = None if before is None or after is None else after - before
+        values = [
+            "-" if value is None else formatted(value, f"{sign}{spec.number_format}")
+            for value, sign in ((before, ""), (after, ""), (change, "+"))
+        ]
+        verdict = verdicts.get((measure, dataset), ["-", "-"])
+        cells.append([dataset or "all", spec.heading or measure, *values, *verdict])
+    if not verdicts:
+        cells = [row[:-2] for row in cells]
+    return [list(map(printable, row)) for row in cells]
 
 
 def speed_lines(metrics: Mapping[str, float]) -> list[str]:
@@ -477,7 +524,7 @@ def shown_prediction(line: Mapping[str, Any]) -> dict[str, Any]:
     for variant in ("base", "tuned"):
         if variant in line:
             listed = ", ".join(
-                f"{name} {_format_score(by_variant[variant])}"
+                f"{title_of_column(name)} {_format_score(name, by_variant[variant])}"
                 for name, by_variant in scores.items()
                 if isinstance(by_variant, Mapping) and variant in by_variant
             )
@@ -488,10 +535,11 @@ def shown_prediction(line: Mapping[str, Any]) -> dict[str, Any]:
     return {"source": printable(redact(source)), "prompt": prompt, "texts": shown}
 
 
-def _format_score(value: Any) -> str:
+def _format_score(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:.3g}" if isinstance(value, float) else printable(str(value)[:40])
+    is_number = isinstance(value, float)
+    return _format_metric(name, value) if is_number else printable(str(value)[:40])
 
 
 def shorten(text: str) -> str:
@@ -537,7 +585,7 @@ def metrics_cells(runs: Mapping[str, RunFiles]) -> Cells:
     ]
     cells = [["metric", *runs]]
     cells += [
-        [printable(name), *(format_number(run.latest(name)) for run in runs.values())]
+        [printable(name), *(_format_metric(name, run.latest(name)) for run in runs.values())]
         for name in names
     ]
     return cells

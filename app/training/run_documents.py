@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,62 @@ VERDICT = Keys(
     allows_others=True,
 )
 """verdict.json: base and tuned compared row by row"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureSpec:
+    """How the values of a measure are shown and compared."""
+
+    heading: str
+    number_format: str
+    is_lower_better: bool = False
+    scale: float = 1.0
+    """difference that evaluation.max_regression counts as 1"""
+    max_difference: float = math.inf
+    """largest possible difference of two values"""
+
+
+MEASURES = {
+    "val/loss": MeasureSpec(heading="loss", number_format=".4f", is_lower_better=True),
+    "val/perplexity": MeasureSpec(heading="perplexity", number_format=".4g", is_lower_better=True),
+    "val/accuracy": MeasureSpec(heading="accuracy", number_format=".1%", max_difference=1.0),
+    "val/f1": MeasureSpec(heading="F1", number_format=".1%", max_difference=1.0),
+    "val/auc": MeasureSpec(heading="AUC", number_format=".3f", max_difference=1.0),
+    "exact_match": MeasureSpec(heading="exact match", number_format=".1%", max_difference=1.0),
+    **{
+        name: MeasureSpec(heading=heading, number_format=".1%", max_difference=1.0)
+        for name, heading in {
+            "numeric": "numeric match",
+            "f1": "F1",
+            "rouge1": "ROUGE-1",
+            "rouge2": "ROUGE-2",
+            "rougeL": "ROUGE-L",
+            "bleu": "BLEU",
+            "chrf": "chrF",
+            "accuracy": "accuracy",
+            "accuracy_norm": "by length",
+            "passed": "passed",
+        }.items()
+    },
+    "loss": MeasureSpec(heading="loss", number_format=".4f", is_lower_better=True),
+    "judge": MeasureSpec(
+        heading="judge's score", number_format=".2f", scale=10, max_difference=9.0
+    ),
+}
+OTHER = MeasureSpec(heading="", number_format=".4f")
+"""spec of a measure that is not in `MEASURES`: higher is better, and its name is its heading"""
+
+
+def measure_of(metric: str) -> tuple[str, str]:
+    """Return the measure of a metric in metrics.json, and its data set or task.
+
+    `val/loss/orders` is `val/loss` of `orders`; the name of one that is not in `MEASURES` is whole.
+    """
+    found = (name for name in MEASURES if metric == name or metric.startswith(f"{name}/"))
+    measure = next(found, metric)
+    return measure, metric[len(measure) + 1 :]
+
+
 TRIALS = ListOf(
     Keys(
         {

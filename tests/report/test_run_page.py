@@ -4,30 +4,45 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import re
 import sys
 import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import lightning as L
 import pytest
+import torch
 
+from app.assembly.metadata import LivePage
 from app.config import changed_settings, compose, load_config
 from app.report.__main__ import settings_in
-from app.report.chart import MAX_BUCKETS, Chart, Series, draw_svg, frame_around, round_numbers
+from app.report.chart import (
+    MAX_BUCKETS,
+    MAX_STRIPS,
+    Chart,
+    Series,
+    draw_svg,
+    frame_around,
+    round_numbers,
+)
 from app.report.run_files import choose_predictions, read_run_files
 from app.report.run_page import (
     CURVES_FILE,
     PAGE_FILE,
     bottleneck_lines,
+    comparison_cells,
     page_on_failure,
     render_comparison,
     render_run,
     speed_lines,
     write_page,
 )
+from app.run import Run
 from common.errors import Interrupted
 from tests.serving.browser import browsing, needs_browser
 from tests.tiny import small_run
@@ -124,7 +139,7 @@ def test_a_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
         "1.0 % of the training time was spent waiting for data",
         "warning: <img",
         "characters ...]",
-        "exact_match 1",
+        "base (exact match 0 %)",
     ):
         assert text in page.text, text
     assert "matplotlib" not in sys.modules
@@ -145,12 +160,39 @@ def test_one_data_set_is_not_shown_twice(tmp_path: Path) -> None:
     run = read_run_files(write_run(tmp_path / "run"))
     curves = {name: points for name, points in run.curves.items() if "/loss/" not in name}
     curves |= {f"{phase}/loss/orders": curves[f"{phase}/loss"] for phase in ("train", "val")}
-    metrics = {
-        f"{who}/val/loss{name}": 1.0 for who in ("base", "tuned") for name in ("", "/orders")
-    }
-    page = render_run(replace(run, curves=curves, metrics=metrics))
+    metrics = {f"{who}/{what}{name}": 0.5 for who in ("base", "tuned")
+               for what in ("val/loss", "val/perplexity") for name in ("", "/orders")}  # fmt: skip
+    metrics |= {"change/val/loss/orders": 0.0, "change/val/loss/orders/low": -1.0}
+    one = replace(run, curves=curves, metrics=metrics)
+    page = render_run(one)
     assert "<h3>loss</h3>" in page and "loss per data set" not in page and "loss: " not in page
-    assert ">val/loss/orders</td>" in page and ">val/loss</td>" not in page
+    measures = [row[:2] for row in comparison_cells(one)[1:]]
+    assert measures == [["orders", "loss"], ["orders", "perplexity"]]
+
+
+def test_shares_are_percentages_and_compared_rows_have_their_verdict(tmp_path: Path) -> None:
+    run = read_run_files(write_run(tmp_path / "run"))
+    row = ["orders", "exact match", "9", "+90.0 %", "+80.0 % to +95.0 %", "better"]
+    changes = [{"measure": "exact_match", "name": "orders"}]
+    compared = replace(run, verdict={"verdict": "", "changes": changes, "table": [[], row]})
+    assert comparison_cells(compared)[-1] == [*row[:2], "0.0 %", "90.0 %", *row[3:]]
+    assert comparison_cells(compared)[1][-2:] == ["-", "-"]
+    assert comparison_cells(run)[-1] == [*row[:2], "0.0 %", "90.0 %", "+90.0 %"]
+    assert re.search(r"<h3>share of time.*?>1 %</text>", render_run(run), re.DOTALL)
+
+
+def test_a_chart_shows_the_values_of_all_lines_under_the_pointer() -> None:
+    train = Series(name="training", points=[(float(step), 2.0) for step in range(1, 20_001)])
+    val = Series(name="validation", points=[(0.0, 3.0), (20_000.0, 0.5)], is_sparse=True)
+    chart = Chart(title="loss", series=[train, val])
+    strips = chart.strips(20_000.0)
+    assert len(strips) == MAX_STRIPS and strips[0][0] == -0.5 and strips[-1][1] == 20_000.5
+    assert strips[-1][2] == "training: 2 at step 20,000\nvalidation: 0.5 at step 20,000"
+    short = Chart(title="loss", series=[replace(train, points=train.points[:3])])
+    assert [text for _, _, text in short.strips(3.0)] == [
+        f"training: 2 at step {step}" for step in (1, 2, 3)
+    ]
+    assert str(draw_svg(chart)).count("<rect") == MAX_STRIPS
 
 
 def test_the_free_disk_has_no_chart(tmp_path: Path) -> None:
@@ -191,6 +233,38 @@ def test_a_failed_run_has_a_page_if_it_has_curves(tmp_path: Path, error: Excepti
             raise error
     assert not (empty / PAGE_FILE).exists()
     assert f"stopped after step 20 of 20: {error}" in (run / PAGE_FILE).read_text()
+
+
+def test_a_page_is_written_while_the_run_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, now, costs = write_run(tmp_path / "run", finished=False), [0.0], [0.1, 5.0, 0.1]
+    monkeypatch.setattr("app.assembly.metadata.time.monotonic", lambda: now[0])
+    written: list[float] = []
+
+    def write(*args: Any, **options: Any) -> None:
+        written.append(now[0])
+        now[0] += costs.pop(0)
+        write_page(*args, **options)
+
+    monkeypatch.setattr("app.assembly.metadata.write_page", write)
+    config = load_config("train", small_run())
+    live = LivePage(cast(Run, SimpleNamespace(folder=folder, typed_config=config)))
+    first, other = (cast(L.Trainer, SimpleNamespace(is_global_zero=zero)) for zero in (True, False))
+    live.on_train_start(first, None)
+    states = random.getstate(), torch.get_rng_state()
+    while now[0] < 650:
+        now[0] += 1
+        live.on_train_batch_end(other)
+        live.on_train_batch_end(first)
+    # A minute after the start, a minute later, and 1 % of the time after a page that took 5 s.
+    assert [round(second) for second in written] == [60, 120, 625]
+    assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state())
+    page = (folder / PAGE_FILE).read_text()
+    assert "not finished: step 20" in page and not (folder / CURVES_FILE).exists()
+    assert '<meta http-equiv="refresh" content="60">' in page
+    write_page(folder)
+    assert 'http-equiv="refresh"' not in (folder / PAGE_FILE).read_text()
 
 
 def test_a_long_run_is_written_within_a_second(tmp_path: Path) -> None:
