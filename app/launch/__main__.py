@@ -30,6 +30,7 @@ from common.files import write_atomically
 from common.installation import ROOT, is_checkout, verb_command
 from common.redaction import redacted
 from common.text import printable
+from common.untrusted import read_json_object
 
 SAMPLES = ROOT / "data_modules" / "samples"
 """data that comes with this program"""
@@ -71,7 +72,9 @@ def launch(config: LaunchConfig, words: Sequence[str]) -> None:
     write_atomically(submission.file, text := scheduler.write(job))
     print(printable(f"\n{text}", keep="\n"))
     if config.launch.submit:
-        submission = replace(submission, id=submit(submission))
+        earlier, _ = read_json_object(here / JOB_FILE)
+        is_same = earlier.get("launcher") == config.launcher.name
+        submission = replace(submission, id=submit(submission, earlier["id"] if is_same else None))
         record = {"launcher": config.launcher.name, "id": submission.id, "folder": folder}
         write_atomically(here / JOB_FILE, json.dumps(record) + "\n")
         print(f"submitted: {submission.id}")

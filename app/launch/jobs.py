@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from app.run.ranks import RENDEZVOUS_PORT, RENDEZVOUS_SECONDS
+from app.status import NO_NEWS, RUNNING
 from common.installation import child_command
 
 if TYPE_CHECKING:
@@ -41,8 +42,12 @@ CLOUD_NAMES = {
     "rtx4090": "RTX4090",
 }
 """option of conf/hardware -> SkyPilot's name of the card, if it is not the same in capitals"""
-_LAST_LINES = ("said=$?", '[ "$said" = 0 ] && said=${code:-0}', 'exit "$said"')
-"""after app.status: a job ends with the exit code of its run"""
+_LAST_LINES = (
+    "said=$?",
+    f'case "$said" in 0|{RUNNING}|{NO_NEWS}) said=${{code:-0}};; esac',
+    'exit "$said"',
+)
+"""after app.status: a job ends with the exit code of its run, if that has ended"""
 NOT_IN_NAMES = re.compile(r"[^a-z0-9]+")
 
 

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.launch.jobs import Job, kubernetes_file, ray_file, sky_file, slurm_script
+from app.process.status import STATUS_FILE
+from app.status import read_status
 from common.errors import DONE, ENVIRONMENT_ERROR
 from common.files import open_no_follow
 from common.redaction import redact
@@ -143,19 +145,23 @@ def missing_program(scheduler: Scheduler) -> str | None:
     return next((name for name in scheduler.programs if shutil.which(name) is None), None)
 
 
-def submit(submission: Submission) -> str:
+def submit(submission: Submission, previous: str | None) -> str:
     """Submit a job, after one of its name that has ended is removed; return its id.
 
-    OSError with the scheduler's own words if it refuses, or if the job still runs.
+    OSError with the scheduler's own words if it refuses, or if the run's job still runs, of which
+    `previous` is the id.
     """
-    scheduler = submission.scheduler
-    if scheduler.forget is not None and _run(submission.command(scheduler.state))[0] == DONE:
-        if _ended(submission) is None:
+    scheduler, earlier = submission.scheduler, replace(submission, id=previous)
+    may_run = scheduler.forget if scheduler.job_id is None else previous
+    if may_run is not None and _run(earlier.command(scheduler.state))[0] == DONE:
+        if _ended(earlier) is None:
+            other = "output.dir" if scheduler.forget is None else "output.name"
             raise OSError(
-                f"job {submission.job.name} has not ended: wait for it, or stop it by "
-                f"{submission.show(scheduler.stop)}; another output.name starts a second one"
+                f"job {previous or submission.job.name} has not ended: wait for it, or stop it by "
+                f"{earlier.show(scheduler.stop)}; another {other} starts a second one"
             )
-        _run(submission.command(scheduler.forget))
+        if scheduler.forget is not None:
+            _run(submission.command(scheduler.forget))
     command = submission.command(scheduler.submit)
     code, output = _run(command)
     if code != DONE:
@@ -170,7 +176,7 @@ def submit(submission: Submission) -> str:
 def watch(submission: Submission, log: Path) -> tuple[int, str]:
     """Print a job's log until it ends, also to file `log`; return the run's exit code, and a word.
 
-    3 if the job ended without a word of the run: it was cancelled, or never started.
+    3 if the job ended without a word of the run: it was killed, or never started.
     """
     ended_polls, ended = 0, None
     with open_no_follow(log, "wb") as written:
@@ -191,17 +197,24 @@ def watch(submission: Submission, log: Path) -> tuple[int, str]:
     said = ENDED_RUN.findall(log.read_text(encoding="utf-8", errors="replace"))
     if said:
         return int(said[-1][1]), str(said[-1][0])
+    folder = Path(submission.job.folder)
+    if submission.scheduler.shares_folder and (folder / STATUS_FILE).exists():
+        known = read_status(folder)  # a cancelled job ends before its script asks for it
+        is_of_job = known["written"] > submission.file.stat().st_mtime
+        if is_of_job and known.get("exit_code") is not None:
+            return known["exit_code"], known["state"]
     assert ended is not None
     has_succeeded = re.search(_filled(submission, submission.scheduler.succeeded), ended, re.M)
-    return (DONE if has_succeeded else ENVIRONMENT_ERROR), ended.strip().splitlines()[-1]
+    return (DONE if has_succeeded else ENVIRONMENT_ERROR), ended.splitlines()[-1]
 
 
 def _ended(submission: Submission) -> str | None:
     """Return what the scheduler says of a job that has ended; None while it may still run."""
     code, output = _run(submission.command(submission.scheduler.state))
     is_over = re.search(_filled(submission, submission.scheduler.ended), output, re.MULTILINE)
-    is_forgotten = FORGOTTEN in output
-    return output if is_forgotten or (code == DONE and is_over) else None
+    if FORGOTTEN in output:
+        return FORGOTTEN
+    return is_over[0] if code == DONE and is_over else None
 
 
 def _filled(submission: Submission, pattern: str) -> str:

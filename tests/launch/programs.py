@@ -138,6 +138,6 @@ def scontrol(words: list[str]) -> int:
     if (kept := job(words[-1])) is None:
         print("slurm_load_jobs error: Invalid job id specified")
         return 1
-    state = "FAILED" if kept["code"] else "COMPLETED"
+    state = {0: "COMPLETED", None: "RUNNING"}.get(kept["code"], "FAILED")
     print(f"JobId={words[-1]} JobName=one JobState={state} ExitCode={kept['code']}:0")
     return 0

@@ -233,6 +233,28 @@ def test_a_job_that_still_runs_is_not_submitted_again(
     assert not (programs / "words.json").exists()
 
 
+def test_a_run_whose_job_still_runs_is_not_submitted_again(
+    cwd: Path, programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOFT_ENDING", json.dumps({"state": "stopped", "code": 143, "message": ""}))
+    words = ["launcher=slurm", "+experiment=quickstart", *SMALL]
+    assert start(*words) == 0
+    (programs / "1.job").write_text(json.dumps({"code": None, "log": "none"}))
+    assert start(*words) == 3
+    assert "job 1 has not ended: wait for it, or stop it by scancel 1" in capsys.readouterr().err
+    assert not (programs / "2.job").exists()
+
+
+def test_a_cancelled_job_ends_its_watch_with_the_code_of_its_run(
+    cwd: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending = {"state": "stopped", "code": 143, "message": "stopped by SIGTERM: step 3 is saved"}
+    monkeypatch.setenv("LOFT_ENDING", json.dumps(ending))
+    monkeypatch.setattr(schedulers, "ENDED_RUN", re.compile("(?!)()()"))  # no word in its log
+    words = ["launcher=slurm", "launch.watch=true", "+experiment=quickstart", *SMALL]
+    assert start(*words) == 143
+
+
 def test_a_scheduler_that_refuses_is_quoted(
     cwd: Path, programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

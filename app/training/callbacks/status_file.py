@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 
-from app.process.status import EVALUATING, FAILED, TRAINING, update_status
+from app.process.status import EVALUATING, FAILED, STOPPED, TRAINING, update_status
 from app.training.checkpoint.store import CheckpointStore
 from common.errors import Interrupted, exit_code
 from common.redaction import redact
@@ -69,13 +69,15 @@ class StatusFile(L.Callback):
         self._write(trainer, pl_module, EVALUATING)
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Write an error, which a caller from Python or Ray may catch."""
-        if trainer.is_global_zero and not isinstance(exception, Interrupted):
-            message = printable(redact(str(exception)))
-            ending = {"exit_code": exit_code(exception), "message": message}
-            update_status(self.folder, state=FAILED, **ending)
+        """Write how the run ends, and what it has saved: the process may not report it.
 
-    def _write(self, trainer: L.Trainer, module: Any, state: str) -> None:
+        A caller from Python or Ray may catch the error; SLURM may end a process that it requeues.
+        """
+        state = STOPPED if isinstance(exception, Interrupted) else FAILED
+        message = printable(redact(str(exception)))
+        self._write(trainer, pl_module, state, exit_code=exit_code(exception), message=message)
+
+    def _write(self, trainer: L.Trainer, module: Any, state: str, **ending: Any) -> None:
         if not trainer.is_global_zero:
             return
         now, step, steps = time.monotonic(), trainer.global_step, trainer.max_steps
@@ -89,7 +91,8 @@ class StatusFile(L.Callback):
             steps=steps,
             epoch=self.epoch_at(step),
             seconds_per_step=seconds,
-            hours_left=None if seconds is None else seconds * (steps - step) / 3600,
+            hours_left=None if ending or seconds is None else seconds * (steps - step) / 3600,
             checkpoint=None if newest is None else f"{self.store.folder.name}/step-{newest}",
             **{key: module.metrics.latest.get(name) for key, name in FIGURES.items()},
+            **ending,
         )
