@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import DataError, Problems
 from data_modules.source import MAX_ROW_BYTES, BadRow, Budget, read_chunks
+from data_modules.template import template
 from data_modules.types import Row
 
 # The same examples in every run and no folder of them in the tree: what fails here fails anywhere.
@@ -73,6 +74,15 @@ def read_rows(
         for problem in error.problems:
             problems.add(problem)
     problems.raise_if_any()
+
+
+@pytest.fixture(autouse=True)
+def _test_chats_in_this_process(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check templates in this process, except in tests of the limits: a fork of it takes 50 ms."""
+    if request.path.name != "test_template_limits.py":
+        monkeypatch.setattr(template, "run_limited", lambda work, limits: work())
 
 
 @pytest.fixture

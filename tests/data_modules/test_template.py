@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from common.errors import DataError, Origin
-from common.limited import ProcessLimits
 from data_modules.template import ChatTemplate, MaskConfig, RowProblem
 from data_modules.template.named_templates import named_template
 from data_modules.types import Conversation, Document, Encoded, Item, Segment, Turn
@@ -344,18 +343,6 @@ def test_truncation_of_the_tokenizer_is_switched_off(tokenizer: Any) -> None:
     tokenizer.backend_tokenizer.enable_padding(length=99)
     template = ChatTemplate.resolve(tokenizer, None)
     assert text_of(template, chat("q", "two")) == "### User:\nq\n\n### Assistant:\ntwo</s>"
-
-
-def test_template_that_never_ends_is_an_error(tokenizer: Any, tmp_path: Path) -> None:
-    file = tmp_path / "slow.jinja"
-    loop = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
-    file.write_text(loop + CHATML)
-    limits = ProcessLimits(seconds=0.5)
-    with pytest.raises(DataError, match=r"slow.jinja does not render .* within 0.5 s.*=plain"):
-        ChatTemplate.resolve(tokenizer, str(file), limits=limits)
-    tokenizer.chat_template = loop + CHATML
-    with pytest.raises(DataError, match="the tokenizer's own chat template does not render"):
-        ChatTemplate.resolve(tokenizer, None, limits=limits)
 
 
 @pytest.mark.parametrize(

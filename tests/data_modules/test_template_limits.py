@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,18 @@ LOOPS = (
     "{% for m in messages %}{% if 'loop' in m.content %}{% for a in range(90000) %}"
     "{% for b in range(90000) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}" + CHATML
 )
+
+
+def test_template_that_never_ends_is_an_error(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "slow.jinja"
+    loop = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+    file.write_text(loop + CHATML)
+    limits = ProcessLimits(seconds=0.5)
+    with pytest.raises(DataError, match=r"slow.jinja does not render .* within 0.5 s.*=plain"):
+        ChatTemplate.resolve(tokenizer, str(file), limits=limits)
+    tokenizer.chat_template = loop + CHATML
+    with pytest.raises(DataError, match="the tokenizer's own chat template does not render"):
+        ChatTemplate.resolve(tokenizer, None, limits=limits)
 
 
 def test_a_row_on_which_the_template_loops_is_named_and_the_others_are_encoded(

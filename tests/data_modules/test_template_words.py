@@ -217,15 +217,19 @@ def named_tokenizer(name: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+@cache
+def text_tokenizer(name: str) -> TextTokenizer:
+    return TextTokenizer(named_tokenizer(name))
+
+
 @pytest.mark.parametrize("name", ["", "stories260K", "gpt2"])
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(text=texts, data=st.data())
 def test_characters_map_to_tokens_as_by_the_tokenizers_offsets(
     name: str, text: str, data: st.DataObject
 ) -> None:
-    tokenizer = named_tokenizer(name)
-    (tokenized,) = TextTokenizer(tokenizer).tokenize([text], {})
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    (tokenized,) = text_tokenizer(name).tokenize([text], {})
+    encoding = named_tokenizer(name).backend_tokenizer.encode(text, add_special_tokens=False)
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, len(text)))
     if start < end:
