@@ -12,6 +12,8 @@ BAR_WIDTH = 40
 """characters of a bar that stands for the whole memory of a GPU"""
 MAX_ROWS = 16
 """rows of advice that are shown in the terminal"""
+NOTABLE_GAIN = 1.01
+"""speed of other settings, as a factor, from which they count as faster"""
 HUES = {
     "weights": 215,
     "teacher": 240,
@@ -32,6 +34,7 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
     """Return the lines of a plan for the terminal; `facts`: the content of plan.json."""
     settings = facts["settings"]
     lines = [
+        why_not_fastest(facts),
         f"{facts['model']} on {facts['hardware']}: {facts['num_weights'] / 1e9:.2f} B parameters, "
         f"{facts['num_trained'] / 1e6:,.1f} M trainable",
         f"  strategy {settings['strategy']}, quantization {settings['quantization']}, recompute "
@@ -40,9 +43,20 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
         f"{settings['accumulation']} per step",
         *(f"  {line}" for line in facts["chosen"]),
         "",
-        *_memory_lines(facts),
+        _memory_line(facts),
+        f"  at the peak, {facts['peak']}:",
+        *(
+            f"  {name:<12}{gib:8.2f} GiB  "
+            f"{'#' * round(BAR_WIDTH * min(gib / facts['gpu_memory_gib'], 1))}".rstrip()
+            for name, gib in facts["gpu_gib"].items()
+        ),
+        *_memory_notes(facts),
         "",
-        *_speed_lines(facts),
+        "\n  ".join(_speed_lines(facts)),
+        "  "
+        + ", ".join(f"{name} {value:.2f} s" for name, value in facts["seconds"].items() if value),
+        *(f"  {line}" for line in (facts["verdict"], facts["batch"], *_message_lines(facts))),
+        _time_line(facts),
     ]
     if facts["to_fit"]:
         lines += ["", "to make it fit, type:", *(f"  {words}" for words in facts["to_fit"])]
@@ -51,17 +65,38 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
     return [*lines, "", *_advice_lines(facts)]
 
 
-def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
+def why_not_fastest(facts: Mapping[str, Any]) -> str:
+    """Say how fast the planned settings are, and what the fastest ones that fit would change."""
+    settings, speed = facts["settings"], facts["tokens_per_second"]
+    fastest = next((row for row in facts["advice"] if row["fits"]), None)
+    if not facts["fits"]:
+        words = next(iter(facts["to_fit"]), None)
+        return f"does not fit: type {words}" if words else "does not fit, whatever is changed"
+    if fastest is None or fastest["tokens_per_second"] < speed * NOTABLE_GAIN:
+        return f"fits: {speed:,.0f} tokens/s, and no known settings that fit are notably faster"
+    kept = [
+        f"{name.replace('_', ' ')} {settings[name]}"
+        for name in ("strategy", "quantization", "recompute", "micro_batch_size")
+        if settings[name] != fastest[name]
+    ]
+    gain = percent(fastest["tokens_per_second"] / speed - 1, 0)
+    return (
+        f"fits: {speed:,.0f} tokens/s with {' and '.join(kept[:2])}, which a plan never changes by "
+        f"itself; the fastest that fits is {gain} faster: type {fastest['type']}"
+    )
+
+
+def _memory_line(facts: Mapping[str, Any]) -> str:
     usable, memory = facts["gpu_usable_gib"], facts["gpu_memory_gib"]
     verdict = "fits" if facts["gpu_total_gib"] <= usable else "DOES NOT FIT"
-    lines = [
+    return (
         f"{verdict}: {facts['gpu_total_gib']:.1f} GiB per GPU, of {usable:.1f} usable "
-        f"({memory:.1f} less fragmentation), estimated",
-        f"  at the peak, {facts['peak']}:",
-    ]
-    for name, gib in facts["gpu_gib"].items():
-        bar = "#" * round(BAR_WIDTH * min(gib / memory, 1))
-        lines.append(f"  {name:<12}{gib:8.2f} GiB  {bar}".rstrip())
+        f"({memory:.1f} less fragmentation), estimated"
+    )
+
+
+def _memory_notes(facts: Mapping[str, Any]) -> list[str]:
+    lines = []
     if not facts["is_compared"]:
         lines.append(
             "  the estimate of activations is uncertain: it was never compared with a simulated "
@@ -89,32 +124,36 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _speed_lines(facts: Mapping[str, Any]) -> list[str]:
-    lines = [
+    return [
         f"a step of {facts['tokens_per_step']:,} tokens: {facts['step_seconds']:.2f} s, "
         f"{facts['tokens_per_second']:,.0f} tokens/s "
         f"({facts['tokens_per_second_per_gpu']:,.0f} per GPU), "
         f"MFU {percent(facts['mfu'], 0)}; estimated",
-        "  between {:,.0f} and {:,.0f} tokens/s: {}".format(
+        "between {:,.0f} and {:,.0f} tokens/s: {}".format(
             *facts["tokens_per_second_between"], facts["range_by"]
         ),
-        "  "
-        + ", ".join(f"{name} {value:.2f} s" for name, value in facts["seconds"].items() if value),
-        f"  {facts['verdict']}",
-        f"  {facts['batch']}",
     ]
+
+
+def _message_lines(facts: Mapping[str, Any]) -> list[str]:
+    lines = []
     for message in facts["messages"]:
         between = message["gib_between_nodes"]
         nodes = f", {between:.2f} GiB between nodes" if between else ""
         lines.append(
-            f"  sent per step: {message['what']} ({message['kind']} x {message['times']:g}): "
+            f"sent per step: {message['what']} ({message['kind']} x {message['times']:g}): "
             f"{message['gib_per_gpu']:.2f} GiB per GPU{nodes}"
         )
+    return lines
+
+
+def _time_line(facts: Mapping[str, Any]) -> str:
     source = f" ({facts['tokens_by']})" if facts["tokens_by"] else ""
     if facts["hours"] is None:
-        return [*lines, f"time to finish: type plan.tokens=N, the tokens of all epochs{source}"]
+        return f"time to finish: type plan.tokens=N, the tokens of all epochs{source}"
     cost = "" if facts["cost"] is None else f", cost {facts['cost']:,.2f}"
     about = "about " if source else ""
-    return [*lines, f"{about}{facts['tokens']:,} tokens take {facts['hours']:.1f} h{cost}{source}"]
+    return f"{about}{facts['tokens']:,} tokens take {facts['hours']:.1f} h{cost}{source}"
 
 
 def _advice_lines(facts: Mapping[str, Any]) -> list[str]:
@@ -137,9 +176,23 @@ def _advice_lines(facts: Mapping[str, Any]) -> list[str]:
 
 def render_plan(facts: Mapping[str, Any]) -> str:
     """Return the page of a plan as HTML; `facts`: the content of plan.json."""
-    rows = [*facts["advice"]]
+    rows = facts["advice"]
     longest = max([facts["gpu_memory_gib"], *(row["gpu_total_gib"] for row in rows)])
-    longest = min(longest, 2 * facts["gpu_memory_gib"])
+    settings = [[name.replace("_", " "), str(value)] for name, value in facts["settings"].items()]
+    seconds = {name: value for name, value in facts["seconds"].items() if value}
+    verdict = "fits" if facts["fits"] else "does not fit"
     return render_template(
-        "plan", plan=facts, rows=rows, longest=longest, hues=HUES, lines=plan_lines(facts)
+        "plan",
+        title=f"{facts['name'] or facts['model']}: {verdict}",
+        lead=why_not_fastest(facts),
+        plan=facts,
+        settings=[["setting", "value"], *settings],
+        memory=[_memory_line(facts), *_memory_notes(facts)],
+        seconds=seconds,
+        speed=[*_speed_lines(facts), facts["verdict"], facts["batch"], *_message_lines(facts)],
+        time=_time_line(facts),
+        fitting=[row for row in rows if row["fits"]],
+        others=[row for row in rows if not row["fits"]],
+        longest=min(longest, 2 * facts["gpu_memory_gib"]),
+        hues=HUES,
     )

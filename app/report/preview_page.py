@@ -28,7 +28,9 @@ TRAINED, SPECIAL = "bold green", "cyan"
 
 def render_page(preview: Preview) -> str:
     """Return the page of a preview as HTML."""
-    return render_template("preview", preview=preview, num_colors=NUM_PAGE_COLORS)
+    return render_template(
+        "preview", title=preview.title, preview=preview, num_colors=NUM_PAGE_COLORS
+    )
 
 
 def print_preview(preview: Preview, console: Console, max_tokens: int) -> None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from app.report.chart import frame_around
 from app.report.template import render_template
 
-WIDTH, HEIGHT, MARGIN = 900.0, 320.0, 52.0
+WIDTH, HEIGHT, MARGIN = 900.0, 340.0, 70.0
 """size of a chart and its margin, in SVG units"""
+ABOVE, BELOW, BESIDE = -8.0, 24.0, 6.0
+"""offsets of a label from the top or the bottom of a chart, where no line is, or from an axis"""
 MAX_LABEL = 16
 """maximum characters of a word at an axis; longer ones are shortened"""
 
@@ -27,6 +29,8 @@ class TrialView:
     objective: float | None
     outcome: str
     """how the trial ended, in words"""
+    page: str = ""
+    """relative address of the trial's own page; empty if it has none"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +41,8 @@ class Axis:
     name: str
     anchor: str
     """SVG text-anchor of the name: start or end for the outer axes, so that it stays on the page"""
-    ticks: Sequence[tuple[float, str]]
-    """(y, label)"""
+    ticks: Sequence[tuple[float, float, str]]
+    """(x, y, label)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +61,20 @@ class Line:
         return len(set(self.points.split())) == 1
 
 
-def render_sweep_page(title: str, trials: Sequence[TrialView], objective: str) -> str:
-    """Return the page as HTML; `trials` are sorted, best first."""
+def render_sweep_page(
+    title: str, trials: Sequence[TrialView], objective: str, full_run: str = ""
+) -> str:
+    """Return the page as HTML; `trials` are sorted, best first.
+
+    `full_run`: the command that trains with the settings of the best trial.
+    """
     axes, coordinates = parallel_coordinates(trials, objective)
     ends, curves = curve_lines(trials)
     return render_template(
         "sweep",
         title=title,
         objective=objective,
+        full_run=full_run,
         trials=trials,
         keys=list(trials[0].values) if trials else [],
         axes=axes,
@@ -91,7 +101,8 @@ def parallel_coordinates(
         of_trials, ticks = _scale(values)
         x = MARGIN + index * (WIDTH - 2 * MARGIN) / max(len(columns) - 1, 1)
         anchor = "start" if index == 0 else "end" if name == objective else "middle"
-        axes.append(Axis(x=x, name=name, anchor=anchor, ticks=ticks))
+        placed = [(*_label_place(x, y), text) for y, text in ticks]
+        axes.append(Axis(x=x, name=name, anchor=anchor, ticks=placed))
         heights.append(of_trials)
     lines = []
     for index, trial in enumerate(shown):
@@ -101,6 +112,13 @@ def parallel_coordinates(
         )
         lines.append(_line(trial, points, index, len(shown)))
     return axes, lines[::-1]  # the best is drawn last, on top of the others
+
+
+def _label_place(x: float, y: float) -> tuple[float, float]:
+    """Return where the label of a tick stands: outside of the lines, or beside its axis."""
+    if y <= MARGIN:
+        return x, MARGIN + ABOVE
+    return (x, y + BELOW) if y >= HEIGHT - MARGIN else (x + BESIDE, y + BESIDE)
 
 
 def curve_lines(trials: Sequence[TrialView]) -> tuple[list[tuple[float, float, str]], list[Line]]:
@@ -119,11 +137,11 @@ def curve_lines(trials: Sequence[TrialView]) -> tuple[list[tuple[float, float, s
         for index, (trial, points) in enumerate(zip(trials, drawn, strict=True))
         if points
     ]
-    low, high, last = frame.low, frame.high, frame.last
+    bottom = HEIGHT - MARGIN + BELOW
     ends = [
-        (0.0, frame.to_xy(0, high)[1], f"{high:.3f}"),
-        (0.0, frame.to_xy(0, low)[1], f"{low:.3f}"),
-        (frame.to_xy(last, low)[0] - MARGIN, HEIGHT - MARGIN / 4, f"step {last}"),
+        (0.0, MARGIN + ABOVE, f"{frame.high:.3f}"),
+        (0.0, bottom, f"{frame.low:.3f}"),
+        (WIDTH - 2 * MARGIN, bottom, f"step {frame.last:,g}"),
     ]
     return ends, lines[::-1]
 

@@ -6,10 +6,12 @@ import csv
 import dataclasses
 import io
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep.parameters import Parameter, format_overrides, varied
@@ -33,11 +35,12 @@ def describe_outcome(trial: Trial) -> str:
     return f"{OBJECTIVE} {loss}{pruned}"
 
 
-def write_page(trials: Sequence[Trial], folder: Path, keys: Sequence[str]) -> None:
-    """Write sweep.html, the page that compares all trials by the settings `keys`."""
+def write_page(trials: Sequence[Trial], folder: Path, parameters: Sequence[Parameter]) -> None:
+    """Write sweep.html, the page that compares all trials by the settings that vary."""
+    keys = [parameter.key for parameter in varied(parameters)]
     views = []
     for trial in _sort_best_first(trials):
-        values = _values_of(trial)
+        values, own_page = _values_of(trial), Path(trial.folder) / "report.html"
         views.append(
             TrialView(
                 number=trial.number,
@@ -45,9 +48,12 @@ def write_page(trials: Sequence[Trial], folder: Path, keys: Sequence[str]) -> No
                 curve=read_curve(Path(trial.folder)),
                 objective=trial.objective,
                 outcome=printable(redact(describe_outcome(trial))),
+                page=quote(os.path.relpath(own_page, folder)) if own_page.is_file() else "",
             )
         )
-    page = render_sweep_page(printable(str(folder)), views, OBJECTIVE)
+    best = next(iter(_completed(trials)), None)
+    full_run = "" if best is None else printable(_full_run(best, parameters))
+    page = render_sweep_page(printable(str(folder)), views, OBJECTIVE, full_run)
     write_atomically(folder / PAGE_FILE, page)
 
 
@@ -104,12 +110,7 @@ def print_results(
             *[escape((trial.error or "")[:100])] * len(error_column),
         )
     Console().print(table)
-    completed = [
-        trial
-        for trial in best_first
-        if trial.exit_code == DONE and trial.stopped_at is None and trial.objective is not None
-    ]
-    if not completed:
+    if not (completed := _completed(trials)):
         return
     best = completed[0]
     shared_overrides = redacted(format_overrides(dict(shared)))
@@ -117,13 +118,7 @@ def print_results(
     print(printable(f"best: {own} -> {best.folder}"))
     for reason in explain_best(completed, trials, varied(parameters)):
         print(f"  {printable(redact(reason))}")
-    only_in_sweep = {
-        parameter.key for parameter in parameters if parameter.is_from_file and not parameter.varies
-    }
-    full_run = [
-        override for override in best.overrides if override.partition("=")[0] not in only_in_sweep
-    ]
-    print(printable(f"  {verb_command('train')} {shlex.join(full_run)}"))
+    print(printable(f"  {_full_run(best, parameters)}"))
 
 
 def explain_best(
@@ -152,6 +147,21 @@ def explain_best(
         interval, value = parameter.interval, values[parameter.key]
         if interval is not None and interval.is_edge(float(value)):
             yield f"{parameter.key}={value} is at the edge of {interval}: search a wider interval"
+
+
+def _completed(trials: Sequence[Trial]) -> list[Trial]:
+    return [
+        trial
+        for trial in _sort_best_first(trials)
+        if trial.exit_code == DONE and trial.stopped_at is None and trial.objective is not None
+    ]
+
+
+def _full_run(best: Trial, parameters: Sequence[Parameter]) -> str:
+    """Return the command that trains like a trial, without what a sweep's file sets for trials."""
+    only_in_sweep = {each.key for each in parameters if each.is_from_file and not each.varies}
+    words = [word for word in best.overrides if word.partition("=")[0] not in only_in_sweep]
+    return f"{verb_command('train')} {shlex.join(words)}"
 
 
 def _sort_best_first(trials: Sequence[Trial]) -> list[Trial]:

@@ -89,7 +89,7 @@ def run_sweep(overrides: list[str]) -> int:
     runner = _TrialRunner(search, shared, folder, launcher, finished, resume=resume)
     code = runner.run()
     print_results(runner.finished, parameters, shared)
-    write_page(runner.finished, folder, [parameter.key for parameter in varied(parameters)])
+    write_page(runner.finished, folder, parameters)
     print(printable(f"{folder}/: {RESULTS_FILE}, {TABLE_FILE}, {PAGE_FILE}"))
     print(printable(f"run: {folder}"))
     failed = next((trial.exit_code for trial in runner.finished if trial.has_failed), DONE)

@@ -292,9 +292,12 @@ def test_repeated_data_sets_cause_a_warning(
     ]
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{', '.join(files)}]"]
     words += ["data.val_set_size=0", "data.sequence_len=32", "data.mixture.weights=rows"]
-    _, page, printed = run_preview(*words)
+    folder, page, printed = run_preview(*words)
     for shown in (printed, page.shown):
         assert "small 6 times; data.mixture.stop=first" in shown
+    html = (folder / "preview.html").read_text(encoding="utf-8")
+    warned, first = html.rindex('<li class="warning"'), html.index("<h2")
+    assert warned < first and html.index('<li class="warning"') < html.index("tokenizer: ")
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "olmo-gpt-neox"])
