@@ -50,7 +50,7 @@ def describe_run(
         "base": base.description,
         "data": [asdict(dataset) for dataset in data.report.datasets],
         "test_data": [asdict(dataset) for dataset in data.report.test_datasets],
-        "precision": env.precision,
+        "precision": "fp8" if config.trainer.precision == "fp8" else env.precision,
         "strategy": words_of(config.strategy),
         "global_batch": _global_batch(data),
         "total_steps": data.total_steps,

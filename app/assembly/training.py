@@ -181,6 +181,7 @@ def build_module(
         total_steps=data.total_steps,
         is_packed=data.is_packed,
         metrics=_build_metrics(config, base, data, env, trainer, objective, evaluation),
+        trains_in_fp8=settings.precision == "fp8",
         uses_fused_kernels=settings.kernels == "auto" and not settings.compile,
         router_aux_loss=choose_router_aux_loss(
             base.architecture, config.adapter, config.model.router_aux_loss

@@ -1,23 +1,28 @@
-"""Products of a frozen base in FP8 (e4m3): weights are quantized once, activations per token.
+"""Products in FP8 (e4m3) with one scale per row: of a frozen base, or of trained layers.
 
-A weight matrix has one scale per output feature, an activation one per token. For the gradient of
-the input, the weight's scales are multiplied into the incoming gradient before that is quantized
-per token. Adapters, head, embeddings, norms and routers stay in their dtype. The formats, and
-scaling by the largest magnitude: arXiv 2209.05433.
+A frozen matrix is quantized once, with one scale per output feature; activations are quantized per
+token. For the gradient of the input, the weight's scales are multiplied into the incoming gradient
+before that is quantized per token. A trained matrix stays in its dtype and is quantized in every
+pass, as torchao's row-wise recipe does it: both operands of each of the three products along the
+dimension that is summed over. Adapters, head, embeddings, norms and routers stay in their dtype.
+The formats, and scaling by the largest magnitude: arXiv 2209.05433.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
+from app.model.layers import repeated_layers
+from app.model.patterns import is_inside
 from app.model.weight_reads import find_bypassed_linears
 from common.errors import UserError
 from common.text import percent
@@ -77,12 +82,17 @@ class Fp8Linear(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x W^T + bias for x [..., width], in autocast's dtype or else in that of x."""
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        rows = input.flatten(0, -2)
+        rows = _rows_of(input)
         output: Tensor = _Fp8Product.apply(rows, self.weight, self.scales, self.bias)
         return output.unflatten(0, input.shape[:-1])
+
+
+def _rows_of(input: Tensor) -> Tensor:
+    """Return x [..., width] as [tokens, width], in autocast's dtype if that is enabled."""
+    device = input.device.type
+    if torch.is_autocast_enabled(device):
+        input = input.to(torch.get_autocast_dtype(device))
+    return input.flatten(0, -2)
 
 
 def matrix_of(weight: Tensor, scales: Tensor) -> Matrix:
@@ -107,13 +117,70 @@ class _Fp8Product(torch.autograd.Function):
         return linear(outer[0], matrix.T) if ctx.needs_input_grad[0] else None, None, None, None
 
 
+class Fp8TrainedLinear(torch.nn.Linear):
+    """A linear layer whose three products are in FP8 in training; evaluation is as before.
+
+    The class of an existing layer is changed, and its parameters stay, so that sharding and saving
+    are not affected.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return x W^T + bias for x [..., width], in autocast's dtype or else in that of x."""
+        if not self.training:
+            return super().forward(input)
+        output: Tensor = _TrainedProduct.apply(_rows_of(input), self.weight, self.bias)
+        return output.unflatten(0, input.shape[:-1])
+
+
+class _TrainedProduct(torch.autograd.Function):
+    """rows W^T + bias of a trained W and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return product(quantize_rows(rows), Matrix(*quantize_rows(weight)), bias, rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of rows, weight and bias that are needed."""
+        (rows, weight), grad = ctx.saved_tensors, outer[0]
+        rows_need_grad, weight_needs_grad, bias_needs_grad = ctx.needs_input_grad
+        multiply = partial(product, bias=None, dtype=grad.dtype)
+        return (
+            multiply(quantize_rows(grad), Matrix(*_quantize_columns(weight)))
+            if rows_need_grad
+            else None,
+            multiply(_quantize_columns(grad), Matrix(*_quantize_columns(rows)))
+            if weight_needs_grad
+            else None,
+            grad.sum(0) if bias_needs_grad else None,
+        )
+
+
 class Rows(NamedTuple):
     """Quantized activations [tokens, width]."""
 
     values: Tensor
-    """e4m3 [tokens, width]"""
+    """e4m3 [tokens, width]; not quantized inside `without_rounding`"""
     scales: Tensor
     """fp32 [tokens]"""
+
+
+class _Rounding:
+    is_on = True
+
+
+@contextmanager
+def without_rounding() -> Iterator[None]:
+    """Compute the products of all FP8 layers in the dtype of their inputs, to compare with them.
+
+    The weights of a frozen base stay as they were rounded when it was loaded.
+    """
+    _Rounding.is_on = False
+    try:
+        yield
+    finally:
+        _Rounding.is_on = True
 
 
 def linear(rows: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -132,6 +199,8 @@ def product(rows: Rows, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype)
 
     A GPU computes it in bf16: FP8 kernels with a scale per row have no other output.
     """
+    if rows.values.dtype != E4M3:  # inside `without_rounding`
+        return torch.nn.functional.linear(rows.values.to(dtype), dequantize(matrix, dtype), bias)
     on_cpu = rows.values.device.type == "cpu"
     output = scaled_mm(
         rows.values,
@@ -150,6 +219,9 @@ def quantize_rows(rows: Tensor, factors: Tensor | None = None) -> Rows:
 
     Rows with an inf or nan become nan.
     """
+    if not _Rounding.is_on:
+        exact = rows if factors is None else rows * factors.to(rows.dtype)
+        return Rows(exact, torch.ones(len(rows), device=rows.device))
     if rows.device.type == "cuda" and (kernel := _proven_kernel(rows.device)) is not None:
         return Rows(*kernel(rows, factors, largest=LARGEST, smallest=SMALLEST))
     return _quantize_rows(rows, factors)
@@ -187,6 +259,13 @@ def _quantize_rows(rows: Tensor, factors: Tensor | None = None) -> Rows:
     return Rows((rows * scale).to(E4M3), 1 / scale.squeeze(1).float())
 
 
+def _quantize_columns(tensor: Tensor) -> Rows:
+    """Quantize the transpose of `tensor` [n, width] by row; n is filled up with zeros."""
+    if missing := -len(tensor) % MULTIPLE:
+        tensor = torch.nn.functional.pad(tensor, (0, 0, 0, missing))
+    return quantize_rows(tensor.T.contiguous())
+
+
 def dequantize(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """Return the values of a quantized matrix."""
     return (matrix.values.float() * matrix.scales.unsqueeze(1)).to(dtype)
@@ -208,22 +287,54 @@ def quantize_to_fp8(
     quantized.
     """
     model.requires_grad_(False)
+    for name, layer in _find_layers(model).items():
+        parent, _, child = name.rpartition(".")
+        weight = layer.weight.data
+        on_device = weight.to(weight.device if device is None or weight.is_meta else device)
+        quantized = Fp8Linear(layer, quantize_weight(on_device), dtype)
+        setattr(model.get_submodule(parent), child, quantized.to(weight.device))
+    _check_share(model)
+
+
+def _find_layers(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
+    """Return the linear layers that can compute in FP8, by name."""
     bypassed = set(find_bypassed_linears(model.config.model_type))
     head = model.get_output_embeddings()
-    for name, layer in list(model.named_modules()):
-        parent, _, child = name.rpartition(".")
-        if (
-            type(layer) is torch.nn.Linear
-            and layer is not head
-            and child not in bypassed
-            and not ROUTER.search(name)
-            and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
-        ):
-            weight = layer.weight.data
-            on_device = weight.to(weight.device if device is None or weight.is_meta else device)
-            quantized = Fp8Linear(layer, quantize_weight(on_device), dtype)
-            setattr(model.get_submodule(parent), child, quantized.to(weight.device))
-    _check_share(model)
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer) is torch.nn.Linear
+        and layer is not head
+        and name.rpartition(".")[2] not in bypassed
+        and not ROUTER.search(name)
+        and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+    }
+
+
+def train_in_fp8(model: PreTrainedModel) -> None:
+    """Make the linear layers of the inner decoder layers train with products in FP8.
+
+    The first and the last decoder layer, whose rounding changes the result most, stay as they are.
+    UserError if that leaves nothing.
+    """
+    inner = repeated_layers(model)[1:-1]
+    layers = {name: each for name, each in _find_layers(model).items() if is_inside(name, inner)}
+    if not layers:
+        raise UserError(
+            f"trainer.precision=fp8: this {model.config.model_type} model has no linear layer "
+            f"between its first and its last decoder layer whose widths are multiples of "
+            f"{MULTIPLE}; type trainer.precision=bf16"
+        )
+    for layer in layers.values():
+        layer.__class__ = Fp8TrainedLinear
+    log.info("fp8: products of %d linear layers; first and last decoder layer in bf16", len(layers))
+
+
+def restore_trained_layers(model: torch.nn.Module) -> None:
+    """Undo `train_in_fp8`."""
+    for module in model.modules():
+        if type(module) is Fp8TrainedLinear:
+            module.__class__ = torch.nn.Linear
 
 
 def _check_share(model: PreTrainedModel) -> None:

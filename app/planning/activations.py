@@ -237,7 +237,8 @@ def autocast_copy_bytes(run: PlannedRun, weights: float) -> float:
     execution = run.execution
     if execution.value_bytes >= execution.residual_bytes or run.gathers_half:
         return 0.0
-    return weights * execution.value_bytes / execution.residual_bytes
+    copied = 1 - run.share_in_fp8  # layers in FP8 quantize their fp32 weights
+    return copied * weights * execution.value_bytes / execution.residual_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,6 +290,8 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
         working = max(working, scores - feed_forward_bytes(widths, execution))
     # FP8 makes a transposed copy of a matrix, the others one in half precision.
     copied = {"none": 0, "fp8": 1}.get(run.quantization.method, HALF)
+    if run.share_in_fp8:  # a transposed one, and what it is quantized to
+        copied = 1 + (HALF if run.gathers_half else FP32)
     unpacked = copied * run.model.largest_matrix
     # One for the encoder, one for the decoder, and the zeros that are passed to cross-attention.
     shared = 3 * bias_bytes(widths, execution) if run.model.is_pair else 0.0

@@ -59,6 +59,8 @@ class PlannedRun:
     recompute_every: int = 1
     precision: str = "bf16"
     """fp32, bf16, bf16-pure or fp16"""
+    trains_in_fp8: bool = False
+    """whether all decoder layers except the first and the last train with products in FP8"""
     optimizer: str = "adamw"
     micro_batch_size: int = 1
     sequence_len: int = 2048
@@ -86,6 +88,12 @@ class PlannedRun:
     is_on_gpu: bool = True
     stage: Stage | None = None
     """what a rank of a pipeline needs in addition; None for a whole model"""
+
+    @property
+    def share_in_fp8(self) -> float:
+        """Share of the decoder layers that train with products in FP8."""
+        inner = max(0, self.model.num_layers - 2)
+        return self.trains_in_fp8 * inner / max(1, self.model.num_layers)
 
     @property
     def num_ranks(self) -> int:

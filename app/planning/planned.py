@@ -254,10 +254,14 @@ def build_planned_run(
     """
     trainer, adapter, mode = config.trainer, config.adapter, config.recompute.mode
     quantization = config.quantization
-    if quantization.method == "fp8" and is_on_gpu and not hardware.fp8_tflops:
+    if "fp8" in (quantization.method, trainer.precision) and is_on_gpu and not hardware.fp8_tflops:
+        key, instead = (
+            ("quantization=fp8", "quantization=nf4 or quantization=none")
+            if quantization.method == "fp8"
+            else ("trainer.precision=fp8", "trainer.precision=bf16")
+        )
         raise UserError(
-            f"quantization=fp8: {hardware.name} has no FP8 products (hardware.fp8_tflops=0); type "
-            "quantization=nf4 or quantization=none"
+            f"{key}: {hardware.name} has no FP8 products (hardware.fp8_tflops=0); type {instead}"
         )
     if fuses_norm_and_gate is None:
         fuses_norm_and_gate = trainer.kernels == "auto" or trainer.compile
@@ -269,6 +273,7 @@ def build_planned_run(
         recompute="full" if mode == "auto" else mode,
         recompute_every=config.recompute.every,
         precision=precision,
+        trains_in_fp8=trainer.precision == "fp8",
         optimizer=config.optimizer.name,
         micro_batch_size=trainer.least_micro_batch,
         sequence_len=sequence_len,
@@ -342,12 +347,12 @@ def _groups_documents(
 def _precision(typed: str, hardware: HardwareConfig) -> str:
     if typed == "auto":
         return "bf16" if hardware.has_bf16 else "fp32"
-    if typed.startswith("bf16") and not hardware.has_bf16:
+    if typed.startswith(("bf16", "fp8")) and not hardware.has_bf16:
         raise UserError(
             f"trainer.precision={typed}: {hardware.name} does not support bf16; type "
             "trainer.precision=fp16 or fp32"
         )
-    return typed
+    return "bf16" if typed == "fp8" else typed
 
 
 def _sequence_len(config: TrainConfig, config_json: Mapping[str, Any]) -> int:

@@ -70,6 +70,8 @@ are published for an H100; not measured"""
 FP8_INPUTS = 3.0
 """bytes read and written to quantize one value of an activation or a gradient in bf16, by one
 kernel"""
+FP8_COLUMNS = 4.0
+"""bytes read and written to transpose one value in bf16 before it is quantized"""
 FP8_TRANSPOSED = 2.0
 """bytes read and written to transpose one weight for the gradient of the input"""
 OPTIMIZER_PASSES = 7
@@ -306,10 +308,13 @@ def _product_seconds(run: PlannedRun, flops: Flops) -> float:
     """Return the seconds of a token's matrix products."""
     whole = flops.products + flops.recomputed_products
     rate = _product_share(run.hardware) * _full_rate(run)
-    if run.quantization.method != "fp8":
+    in_fp8 = flops.frozen if run.quantization.method == "fp8" else 0.0
+    if run.share_in_fp8:
+        in_fp8 = run.share_in_fp8 * (whole - 6.0 * run.model.head_weights)
+    if not in_fp8:
         return whole / rate
     of_fp8 = FP8_PRODUCTS * 1e12 * run.hardware.fp8_tflops
-    return (whole - flops.frozen) / rate + flops.frozen / of_fp8
+    return (whole - in_fp8) / rate + in_fp8 / of_fp8
 
 
 def peak_tokens_per_second(run: PlannedRun) -> float:
@@ -354,6 +359,8 @@ def _traffic(run: PlannedRun) -> float:
 
 def _dequantized(run: PlannedRun) -> float:
     """Return the bytes of memory traffic per micro-batch that quantization of the base adds."""
+    if run.share_in_fp8:
+        return run.share_in_fp8 * _quantized_in_training(run)
     if run.quantization.method == "none":
         return 0.0
     if run.quantization.method == "fp8":
@@ -369,6 +376,18 @@ def _dequantized(run: PlannedRun) -> float:
         return transposed + FP8_INPUTS * values * run.tokens
     passes = run.runs_base + (3 if run.recompute in WHOLE_LAYERS else 2)
     return passes * DEQUANTIZED[run.quantization.method] * run.model.multiplied(trained=False)
+
+
+def _quantized_in_training(run: PlannedRun) -> float:
+    """Return the bytes of memory traffic per micro-batch of all layers that train in FP8.
+
+    Inputs and gradients of every matrix, and the matrices, are quantized by row and by column.
+    """
+    by_row = FP8_INPUTS * (2 if run.recompute in ("full", "offload") else 1)
+    by_column = FP8_INPUTS + FP8_COLUMNS
+    widths, matrices = run.model.widths, run.model.multiplied(trained=True)
+    values = (by_row + by_column) * widths.inputs + (FP8_INPUTS + by_column) * widths.outputs
+    return values * run.model.num_layers * run.tokens + (by_row + by_column) * matrices
 
 
 def _host_copies(run: PlannedRun, size: ModelSize) -> float:

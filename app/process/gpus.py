@@ -30,6 +30,7 @@ BUILDS = (((13, 0), "cu130", 580), ((12, 0), "cu126", 525))
 """minimum CUDA version of the driver, PyTorch's build for it, and the oldest driver with that CUDA
 version; a driver also runs newer builds of its major version (minor version compatibility)"""
 BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
+FP8_GPUS = "8.9 or newer (Ada, Hopper, Blackwell)"
 OLDEST_OF_CUDA_13 = (7, 5)
 BLACKWELL, CUDA_OF_BLACKWELL = (10, 0), (12, 8)
 """the first compute capability that earlier CUDA versions have no kernels for, and the version"""
@@ -256,10 +257,13 @@ def _device_problems(
         if gpu.capability < BF16_CAPABILITY and precision not in HALF_OR_SINGLE:
             yield f"{what}, but bf16 and flash attention need 8.0 or newer; {_older()}"
             return
+        if precision == "fp8" and gpu.capability < FP8_CAPABILITY:
+            yield f"{what}, but trainer.precision=fp8 needs {FP8_GPUS}; type trainer.precision=bf16"
+            return
         if computes_in_fp8 and gpu.capability < FP8_CAPABILITY:
             yield (
-                f"{what}, but quantization=fp8 needs 8.9 or newer (Ada, Hopper, Blackwell); type "
-                "quantization=int8 for as many bytes a weight, or quantization=none"
+                f"{what}, but quantization=fp8 needs {FP8_GPUS}; type quantization=int8 for as "
+                "many bytes a weight, or quantization=none"
             )
             return
     sizes = [gpu.memory_gib for gpu in gpus]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from app.model.adapter import ungroup_adapters
 from app.model.attention import restore_kernel
+from app.model.fp8 import restore_trained_layers
 from app.model.kernels import unfuse_layers
 from app.process import faults
 from app.strategy.disk_states import AdamWOnDisk
@@ -60,6 +61,7 @@ class FinetuneModule(L.LightningModule):
         total_steps: int,
         is_packed: bool,
         metrics: Metrics,
+        trains_in_fp8: bool = False,
         uses_fused_kernels: bool = True,
         router_aux_loss: float = 0.0,
         probe_micro_batch: Callable[[FinetuneModule], None] | None = None,
@@ -76,6 +78,7 @@ class FinetuneModule(L.LightningModule):
         self.total_steps = total_steps
         self.is_packed = is_packed
         self.metrics = metrics
+        self.trains_in_fp8 = trains_in_fp8
         self.uses_fused_kernels = uses_fused_kernels
         self.router_aux_loss = router_aux_loss
         self.probe_micro_batch = probe_micro_batch
@@ -168,6 +171,7 @@ class FinetuneModule(L.LightningModule):
         self.strategy.load_averaged_weights()
         restore_kernel(self.backend)
         unfuse_layers(self.model)
+        restore_trained_layers(self.model)
         ungroup_adapters(self.model)
 
     def release_optimizer(self) -> None:

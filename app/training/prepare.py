@@ -22,6 +22,7 @@ from app.model.attention import (
 from app.model.attention.exchange import check_exchange
 from app.model.attention.mixer_search import isolate_mixers
 from app.model.classifier import hidden_as_logits
+from app.model.fp8 import train_in_fp8
 from app.model.head import check_head_loss, run_probe
 from app.model.kernels import fuse_layers
 from app.model.quantization import quantize_tokens_independently
@@ -48,7 +49,9 @@ def prepare_model(module: FinetuneModule) -> None:
         with reading_first_forward(model), hidden_as_logits(model):
             verify_attention(module, device)
             check_head_loss(model, backend, device)
-        # 3. Fused layers, each verified against the layer that it replaces.
+        # 3. Products in FP8, then fused layers, each verified against the layer that it replaces.
+        if module.trains_in_fp8:
+            train_in_fp8(model)
         if module.uses_fused_kernels and strategy.fuses_adapters:
             run = partial(run_probe, model, backend, device)
             fuse_layers(model, strategy.gathered, device, run)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
 
-PRECISIONS = ("auto", "fp32", "bf16", "bf16-pure", "fp16")
+PRECISIONS = ("auto", "fp32", "bf16", "bf16-pure", "fp16", "fp8")
 ACCELERATORS = ("auto", "cpu", "gpu")
 VALIDATIONS_PER_RUN = 10
 DEFAULT_MONITOR = "val/loss"
@@ -108,7 +108,7 @@ class TrainerConfig:
         aliases=("bf16=bf16", "fp16=fp16"),
     )
     """auto, fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (scaled
-    loss)"""
+    loss), fp8 (bf16, with products in FP8 while adapter=full trains)"""
     max_grad_norm: float | None = setting(
         1.0, gt=0, note="1.0 is usual, null = off", resume="lr", aliases=("gradient_clip_val",)
     )
@@ -317,19 +317,20 @@ def resolve_accelerator(accelerator: str) -> str:
 def resolve_precision(precision: str, accelerator: str) -> str:
     """Return the precision with `auto` resolved: bf16 on a GPU with native support, else fp32.
 
-    UserError for bf16 on a GPU that would only emulate it.
+    That of fp8 is bf16: only the products of trained layers are in FP8. UserError for bf16 on a GPU
+    that would only emulate it.
     """
     import torch
 
     has_bf16 = accelerator == "gpu" and torch.cuda.is_bf16_supported(including_emulation=False)
     if precision == "auto":
         return "bf16" if has_bf16 else "fp32"
-    if precision.startswith("bf16") and accelerator == "gpu" and not has_bf16:
+    if precision.startswith(("bf16", "fp8")) and accelerator == "gpu" and not has_bf16:
         raise UserError(
             f"trainer.precision={precision}: {torch.cuda.get_device_name()} has no native bf16 "
             "(it needs compute capability 8.0 or higher); type trainer.precision=fp16 or fp32"
         )
-    return precision
+    return "bf16" if precision == "fp8" else precision
 
 
 def validation_interval(config: TrainerConfig, total_steps: int) -> int:

@@ -1,4 +1,4 @@
-"""Products of a frozen base in FP8: values, gradients, what is quantized, and a run of it."""
+"""Products in FP8: values and gradients, which layers compute so, frozen and trained ones."""
 
 from __future__ import annotations
 
@@ -137,6 +137,66 @@ def test_a_fused_adapter_gives_what_peft_gives(mode: str) -> None:
     logits, grads = outcome(fused)
     assert (logits - expected).norm() < 2e-3 * expected.norm()
     assert distance(grads, single) < 0.02
+
+
+@pytest.mark.parametrize("num_tokens", [32, 19])
+def test_the_products_of_a_trained_layer_are_those_of_the_rounded_values(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 48)
+    layer.weight.data *= torch.logspace(-2, 2, 48)[:, None]
+    x, outer = torch.randn(2, num_tokens, 64, requires_grad=True), torch.randn(2, num_tokens, 48)
+
+    def outcome_of(layer: torch.nn.Module) -> list[torch.Tensor]:
+        output = layer(x)
+        return [output, *torch.autograd.grad(output, [x, layer.weight, layer.bias], outer)]
+
+    exact = outcome_of(layer)
+    layer.__class__ = fp8.Fp8TrainedLinear
+    found = outcome_of(layer)
+    rows, grads, weight = x.detach().flatten(0, 1), outer.flatten(0, 1), layer.weight.detach()
+    expected = [
+        (_emulated(rows, weight) + layer.bias).view_as(outer),
+        _emulated(grads, weight.T).view_as(x),
+        _emulated(grads.T, rows.T),
+        grads.sum(0),
+    ]
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() < 1e-3 * other.abs().max()
+    assert all(
+        0.02 < (a - b).norm() / b.norm() < 0.06 for a, b in zip(found[:3], exact, strict=False)
+    )
+    with fp8.without_rounding():
+        assert all(map(torch.allclose, outcome_of(layer), exact))
+
+
+def test_inner_layers_train_in_fp8_and_evaluate_as_before() -> None:
+    model = tiny_llama(hidden_size=64, intermediate_size=128, num_hidden_layers=4)
+    ids = torch.arange(24).unsqueeze(0)
+    exact, names = model(ids).logits, list(model.state_dict())
+    fp8.train_in_fp8(model)
+    layers = [name for name, each in model.named_modules() if type(each) is fp8.Fp8TrainedLinear]
+    assert len(layers) == 14 and {name.split(".")[2] for name in layers} == {"1", "2"}
+    assert 1e-3 < (model.train()(ids).logits - exact).norm() / exact.norm() < 0.5
+    assert torch.equal(model.eval()(ids).logits, exact)
+    fp8.restore_trained_layers(model)
+    assert torch.equal(model.train()(ids).logits, exact) and list(model.state_dict()) == names
+    with pytest.raises(UserError, match="no linear layer between its first and its last"):
+        fp8.train_in_fp8(tiny_llama(hidden_size=64, intermediate_size=128))
+
+
+def test_a_frozen_layer_without_rounding_is_that_of_its_rounded_weights() -> None:
+    layer = torch.nn.Linear(64, 48)
+    quantized = fp8.Fp8Linear(layer, fp8.quantize_weight(layer.weight.data), torch.float32)
+    matrix = fp8.matrix_of(quantized.weight, quantized.scales)
+    layer.weight.data = fp8.dequantize(matrix, torch.float32)
+    x, outer = torch.randn(2, 5, 64, requires_grad=True), torch.randn(2, 5, 48)
+    with fp8.without_rounding():
+        results = [
+            (output := each(x), *torch.autograd.grad(output, x, outer))
+            for each in (quantized, layer)
+        ]
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.gpu

@@ -49,6 +49,13 @@ def test_fp8_is_refused_for_a_card_without_fp8_products() -> None:
     with pytest.raises(UserError, match="a100_80gb has no FP8 products"):
         run_of(*words, "hardware=a100_80gb")
     assert run_of(*words, "hardware=l40s")[0].quantization.method == "fp8"
+    words = ("+experiment=llama8b", "adapter=full", "trainer.precision=fp8")
+    with pytest.raises(
+        UserError, match=r"precision=fp8: a100_80gb has no .* type trainer\.precision=bf16"
+    ):
+        run_of(*words, "hardware=a100_80gb")
+    run, _ = run_of(*words, "hardware=8xh100")
+    assert (run.trains_in_fp8, run.precision) == (True, "bf16")
 
 
 def test_memory_by_strategy_length_and_recompute() -> None:

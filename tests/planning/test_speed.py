@@ -86,6 +86,16 @@ def test_products_of_a_base_in_fp8_take_less_time_and_its_weights_half_the_bytes
     assert fast.size.whole.frozen == pytest.approx(plain.size.whole.frozen - 6.979e9, rel=0.01)
 
 
+def test_full_tuning_in_fp8_takes_less_time_and_no_copies_of_the_inner_layers() -> None:
+    plain = run_of("llama8b", "adapter=full", sequence_len=4096)
+    fast = replace(plain, trains_in_fp8=True)
+    assert fast.share_in_fp8 == 30 / 32
+    quick, slow = estimate_speed(fast), estimate_speed(plain)
+    assert 0.6 * slow.products < quick.products < 0.7 * slow.products and quick.step < slow.step
+    copied, before = (estimate_gpu_memory(run).copies for run in (fast, plain))
+    assert copied == pytest.approx(before / 16, rel=0.01)
+
+
 def test_layers_below_the_lowest_adapter_get_no_gradients() -> None:
     whole = estimate_flops(run_of("llama8b", "adapter=freeze", "adapter.layers=all"))
     top = estimate_flops(run_of("llama8b", "adapter=freeze", "adapter.layers=top 8"))

@@ -63,6 +63,7 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 ON_DISK = "strategy.offload_optimizer=disk strategy.offload_dir=/var/tmp"
 STAGED = "strategy=fsdp_pp trainer.devices=2 trainer.gradient_accumulation_steps=4"
 SLICED = "strategy=ddp trainer.devices=2 strategy.context_parallel_size=2"
+FULL_FP8 = "adapter=full trainer.precision=fp8"
 LABELS = "model.labels=[first,inside,last]"
 CONFLICTS = [
     # GPUs, what was typed, what is right, what must be said
@@ -158,6 +159,14 @@ CONFLICTS = [
      ["quantization=fp8 scales whole rows", "type strategy=fsdp, or quantization=none"]),
     (0, "adapter.use_dora=true quantization.method=fp8", "adapter.use_dora=true",
      ["adapter.use_dora=true needs the norms", "type adapter.use_dora=false, or quantization"]),
+    (0, "trainer.precision=fp8", f"{FULL_FP8} strategy=fsdp trainer.devices=2",
+     ["adapter=lora trains few of them", "type quantization=fp8 for those of a frozen base, or"]),
+    (0, f"{FULL_FP8} strategy=zero2", f"{FULL_FP8} strategy=ddp",
+     ["not been tried with strategy=zero2", "type strategy=ddp or fsdp"]),
+    (0, f"{FULL_FP8} strategy=fsdp trainer.devices=2 strategy.context_parallel_size=2", FULL_FP8,
+     ["strategy=fsdp that splits rows", "type strategy=ddp or fsdp"]),
+    (0, f"{FULL_FP8} trainer.compile=true", FULL_FP8,
+     ["trainer.compile=true have not been tested together", "type trainer.compile=false"]),
     (2, "trainer.precision=fp16 quantization.method=fp8", "quantization.method=fp8",
      ["trainer.precision=fp16 is for GPUs without bf16", "type trainer.precision=bf16"]),
     (0, "strategy=tp trainer.devices=2 quantization.method=nf4", "strategy=tp trainer.devices=2",

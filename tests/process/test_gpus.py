@@ -155,6 +155,8 @@ def test_fp8_needs_a_gpu_with_fp8_products() -> None:
     (problem,) = find_gpu_problems(machine(gpus=(SLICE,)), 1, "auto", computes_in_fp8=True)
     assert "capability 8.0, but quantization=fp8 needs 8.9" in problem
     assert "type quantization=int8" in problem
+    (problem,) = find_gpu_problems(machine(gpus=(SLICE,)), 1, "fp8")
+    assert "trainer.precision=fp8 needs 8.9" in problem and "type trainer.precision=bf16" in problem
     assert find_gpu_problems(machine(gpus=(L4,)), 1, "auto", computes_in_fp8=True) == []
 
 

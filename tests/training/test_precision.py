@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from safetensors.torch import load_file
 from app.training.module import FinetuneModule
 from app.training.trainer import resolve_precision, resolve_single_device
 from tests.conftest import TrainRun, read_column
-from tests.tiny import TINY_BASE, small_run
+from tests.runs import check_same_run
+from tests.tiny import TINY_BASE, small_run, train_into
 
 pytestmark = pytest.mark.slow
 
@@ -105,6 +107,25 @@ def test_precisions_train_alike(train_run: TrainRun) -> None:
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.03)
     assert losses["bf16-pure"] == pytest.approx(losses["fp32"], rel=0.03)
     assert losses["bf16"] != losses["fp32"]
+
+
+def test_fp8_trains_as_bf16_saves_the_same_weights_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    words = ("adapter=full", f"model.path={TINY_BASE}", "logger=csv")  # of four layers
+    saved = ("trainer.checkpoint.every_steps=1", "trainer.checkpoint.keep_last=9")
+    plain, rounded = (
+        train_into(tmp_path / precision, *words, *saved, f"trainer.precision={precision}")
+        for precision in ("bf16", "fp8")
+    )
+    losses = [list(read_column(run, "train/loss").values()) for run in (plain, rounded)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.06) and losses[1] != losses[0]
+    tensors = [load_file(run / "model" / "model.safetensors") for run in (plain, rounded)]
+    shapes = [{name: (t.shape, t.dtype) for name, t in each.items()} for each in tensors]
+    assert shapes[0] == shapes[1]
+    assert json.loads((rounded / "manifest.json").read_text())["precision"] == "fp8"
+    resumed = shutil.copytree(rounded, tmp_path / "resumed")
+    step = f"resume={resumed / 'checkpoints' / 'step-2'}"
+    train_into(resumed, *words, *saved, "trainer.precision=fp8", step)
+    check_same_run(resumed, rounded)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])

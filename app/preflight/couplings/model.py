@@ -12,7 +12,15 @@ from app.model.hub import COMMIT
 from app.preflight.couplings import conflict
 from app.preflight.couplings.conflict import Conflict
 from app.preflight.couplings.devices import Devices, has_data, is_merge, is_training
-from app.strategy.settings import FsdpConfig, ZeroConfig, tensor_parallel_size
+from app.strategy.settings import (
+    DdpConfig,
+    FsdpConfig,
+    StrategyConfig,
+    ZeroConfig,
+    context_parallel_size,
+    ranks_per_row,
+    tensor_parallel_size,
+)
 from common.installation import verb_command
 
 if TYPE_CHECKING:
@@ -29,6 +37,8 @@ def find_conflicts(config: TrainConfig | TunedConfig, devices: Devices) -> Itera
     yield from _of_head(config, devices)
     if is_training(config):
         yield from _of_adapter(config)
+        if config.trainer.precision == "fp8":
+            yield from _of_fp8(config, devices)
 
 
 def _of_device(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[Conflict]:
@@ -145,6 +155,28 @@ def _of_head(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[Co
     if config.quantization.method == "fp8":
         yield Conflict(
             f"quantization=fp8 has not been tried with {given}", "quantization=nf4, or none"
+        )
+
+
+def _of_fp8(config: TrainConfig, devices: Devices) -> Iterator[Conflict]:
+    adapter, strategy = config.adapter, config.strategy
+    if adapter.name != "full":
+        yield Conflict(
+            "trainer.precision=fp8 computes products with trained matrices in FP8, and "
+            f"adapter={adapter.name} trains few of them",
+            "quantization=fp8 for those of a frozen base, or adapter=full",
+        )
+    is_split = ranks_per_row(strategy, devices.ranks_per_node) > 1
+    if is_split or type(strategy) not in (StrategyConfig, DdpConfig, FsdpConfig):
+        split = " that splits rows" * (context_parallel_size(strategy) > 1)
+        yield Conflict(
+            f"trainer.precision=fp8 has not been tried with strategy={strategy.name}{split}",
+            "strategy=ddp or fsdp, or trainer.precision=bf16",
+        )
+    if config.trainer.compile:
+        yield Conflict(
+            "trainer.precision=fp8 and trainer.compile=true have not been tested together yet",
+            "trainer.compile=false",
         )
 
 

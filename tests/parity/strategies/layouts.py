@@ -90,6 +90,7 @@ class Runs:
             "untied": save_with_tokenizer(
                 tiny_llama(**SHAPE, tie_word_embeddings=False), folder / "untied"
             ),
+            "deep": save_with_tokenizer(tiny_llama(**SHAPE, num_hidden_layers=3), folder / "deep"),
         }
         self._done: dict[tuple[str, ...], Path] = {}
 

@@ -57,6 +57,13 @@ def test_fp8_base(strategy: str, runs: Runs) -> None:
     check_same_steps(run, reference, loss=FP8, norm=0.02)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_layers_that_train_in_fp8(strategy: str, runs: Runs) -> None:
+    words = (*ADAPTERS["full"], f"model.path={runs.bases['deep']}", "trainer.precision=fp8")
+    run, reference = (runs.train(layout, *words) for layout in (LAYOUTS[strategy], SINGLE))
+    check_same_steps(run, reference, loss=FP8, norm=0.02)
+
+
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp", "tp"])
 def test_recompute(strategy: str, recompute: str, runs: Runs) -> None:
