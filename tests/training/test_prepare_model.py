@@ -32,6 +32,7 @@ def first_number(monkeypatch: pytest.MonkeyPatch, global_rank: int, copies: int)
         model=None,
         strategy=Ranks(global_rank, copies),
         backend="sdpa",
+        trains_in_fp8=False,
         uses_fused_kernels=False,
         store_references=None,
         probe_micro_batch=None,
