@@ -385,7 +385,8 @@ def found_labels(config: DataConfig) -> list[str]:
         for chunk in chunks_of(dataset, config, source.Budget(CHECKED_BYTES)):
             for items in read_chunk(chunk, formats.CLASSIFICATION, dataset):
                 if not isinstance(items, Rejected) and not isinstance(items[0], Tokens):
-                    found.add(str(items[0].label))
+                    label = items[0].label
+                    found |= set(label) if isinstance(label, tuple) else {str(label)}
     return sorted(found, key=lambda label: (int(label) if label.isdecimal() else -1, label))
 
 

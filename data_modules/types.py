@@ -79,7 +79,7 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()
     weight: float = 1.0
     template_kwargs: Mapping[str, Any] | None = None
-    label: float | str | None = None
+    label: float | str | tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Document:
 
     segments: tuple[Segment, ...]
     origin: Origin
-    label: float | str | None = None
+    label: float | str | tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +193,8 @@ class ModelSpec:
     """token that starts the decoder's input; None for a causal model"""
     labels: tuple[str, ...] = ()
     """names of the classes that its head tells apart, one for a number; none of a language model"""
+    is_multi_label: bool = False
+    """whether a text may have several of them, or none"""
     packing_error: str | None = None
     """why the model cannot keep the documents of a pack apart; None if it can"""
 

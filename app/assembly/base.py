@@ -25,7 +25,7 @@ from app.model.attention import (
 )
 from app.model.base import ModelConfig, check_described, load_base
 from app.model.build import build_model, load_tuned, weight_dtype
-from app.model.classifier import output_names
+from app.model.classifier import MULTI_LABEL, output_names
 from app.model.description import BaseDescription
 from app.model.quantization import QuantizationConfig, stored_quantization
 from app.model.rope import describe_context, describe_rope_factors
@@ -244,5 +244,6 @@ def model_spec(
         vocab_size=num_rows(architecture, new_ids),
         decoder_start_token_id=decoder_start_token_id(architecture),
         labels=output_names(architecture),
+        is_multi_label=architecture.problem_type == MULTI_LABEL,
         packing_error=packing_error(architecture.to_dict(), backend),
     )

@@ -23,7 +23,9 @@ MAX_SHOWN_CLASSES = 10
 """classes up to which the table of confused classes is printed"""
 
 
-def class_metrics(outputs: Floats, labels: Counts, names: Sequence[str]) -> dict[str, float]:
+def class_metrics(
+    outputs: Floats, labels: Counts, names: Sequence[str], *, is_multi_label: bool = False
+) -> dict[str, float]:
     """Return `f1` and `auc`, each the mean over classes, and `f1_NAME` of each class.
 
     The AUC of a class ranks its rows against all others by its probability; a class that no row
@@ -31,25 +33,30 @@ def class_metrics(outputs: Floats, labels: Counts, names: Sequence[str]) -> dict
 
     Args:
         outputs: logits [classes, rows].
-        labels: class of each row [rows].
+        labels: class of each row, or with `is_multi_label` its classes as bits [rows].
         names: names of the classes.
     """
     import numpy as np
 
-    counts = confusion(outputs, labels)
-    right, total = counts.diagonal(), counts.sum(0) + counts.sum(1)
+    numbers, scores = np.arange(len(names))[:, None], outputs
+    if is_multi_label:
+        of, guessed = (labels >> numbers) & 1 > 0, outputs > 0
+    else:
+        of, guessed = labels == numbers, outputs.argmax(0) == numbers
+        scores = np.exp(outputs - outputs.max(0))
+        scores /= scores.sum(0)
+    right, total = (of & guessed).sum(1), of.sum(1) + guessed.sum(1)
     metrics = {
-        f"f1_{name}": 2 * float(right[index]) / int(total[index])
+        f"f1_{name}": float(2 * right[index] / total[index])
         for index, name in enumerate(names)
         if total[index]
     }
-    metrics["f1"] = float(np.mean(list(metrics.values())))
-    probabilities = np.exp(outputs - outputs.max(0))
-    probabilities /= probabilities.sum(0)
+    if metrics:
+        metrics["f1"] = float(np.mean(list(metrics.values())))
     areas = [
-        area_under_curve(scores, labels == index)
-        for index, scores in enumerate(probabilities)
-        if 0 < (labels == index).sum() < len(labels)
+        area_under_curve(score, own)
+        for score, own in zip(scores, of, strict=True)
+        if own.any() and not own.all()
     ]
     return metrics | ({"auc": float(np.mean(areas))} if areas else {})
 

@@ -293,13 +293,18 @@ class Evaluator:
 
         if variant not in self.row_outputs:
             return {}
-        examples, names = self.data.val_examples, self.objective.classes
+        examples, objective = self.data.val_examples, self.objective
+
+        def measure(outputs: Any, labels: Any) -> dict[str, float]:
+            several = objective.is_multi_label
+            return class_metrics(outputs, labels, objective.classes, is_multi_label=several)
+
         labels, outputs = examples.row_labels.astype(int), self.row_outputs[variant].numpy()
-        found = class_metrics(outputs, labels, names)
+        found = measure(outputs, labels)
         metrics = {f"val/{name}": value for name, value in found.items()}
         for number, dataset in enumerate(self.data.dataset_names):
             if (own := examples.datasets == number).any():
-                found = class_metrics(outputs[:, own], labels[own], names)
+                found = measure(outputs[:, own], labels[own])
                 metrics |= {f"val/{name}/{dataset}": value for name, value in found.items()}
         return metrics
 
@@ -352,11 +357,11 @@ class Evaluator:
     def confusion(self) -> Any:
         """Return the rows of each class by the class that the last measured model took them for.
 
-        int64 [true, guessed], None without a classifier.
+        int64 [true, guessed], None unless a text has one class.
         """
         from app.evaluation.classes import confusion
 
-        if not self.row_outputs:
+        if not self.row_outputs or self.objective.is_multi_label:
             return None
         labels = self.data.val_examples.row_labels.astype(int)
         return confusion(list(self.row_outputs.values())[-1].numpy(), labels)

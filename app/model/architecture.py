@@ -55,7 +55,7 @@ def load_architecture(config: ModelConfig) -> PretrainedConfig:
     if config.context_len is not None:
         extend_context(architecture, config.context_len, config.rope_scaling or DEFAULT_SCALING)
     if config.labels:
-        describe_outputs(architecture, config.labels)
+        describe_outputs(architecture, config.labels, is_multi_label=config.multi_label)
     if not config.from_scratch:
         file = f"{config.path}/generation_config.json"
         with reading(file, "fix it, or remove it"):

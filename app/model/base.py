@@ -100,6 +100,8 @@ class ModelConfig:
     labels: list[str] = setting(default_factory=list, resume="content", grants="nothing")
     """objective=classify and reward: outputs of a head in place of the language model's: the names
     of the classes, or one name for a number"""
+    multi_label: bool = setting(False, resume="content", grants="nothing")
+    """a text may have several of model.labels, or none"""
     wrap_class: str | None = setting(None, resume="rounding", grants="nothing")
     """layer class that sharding strategies wrap; null = the classes the model declares"""
 

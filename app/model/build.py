@@ -170,5 +170,10 @@ def load_tuned(
         rows = base.get_input_embeddings().num_embeddings
         resize_embeddings(base, range(rows, required_embedding_rows(base, tuned)))
         return load_adapter(base, tuned)
-    whole = ModelConfig(path=str(tuned), rope_len=config.rope_len, labels=config.labels)
+    whole = ModelConfig(
+        path=str(tuned),
+        rope_len=config.rope_len,
+        labels=config.labels,
+        multi_label=config.multi_label,
+    )
     return load_base(whole, implementation, dtype, quantization, device=device)

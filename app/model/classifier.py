@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 
 HEAD = "score"
 """name of the head's module, in all classes that are supported"""
+MULTI_LABEL = "multi_label_classification"
+"""transformers' `problem_type` of texts with several classes"""
 LOSES_WEIGHTS = ("zamba2",)
 """model types whose class is saved without the weights that its layers share (transformers 5.23)"""
 
 
-def describe_outputs(architecture: PretrainedConfig, labels: Sequence[str]) -> None:
+def describe_outputs(
+    architecture: PretrainedConfig, labels: Sequence[str], *, is_multi_label: bool = False
+) -> None:
     """Write the outputs of a head into a config: one is a number, several are classes.
+
+    `is_multi_label`: a text may have several classes, or none.
 
     UserError if transformers has no such class for the architecture.
     """
@@ -38,7 +44,7 @@ def describe_outputs(architecture: PretrainedConfig, labels: Sequence[str]) -> N
         )
     architecture.id2label = dict(enumerate(labels))
     architecture.label2id = {label: index for index, label in enumerate(labels)}
-    several = "single_label_classification"
+    several = MULTI_LABEL if is_multi_label else "single_label_classification"
     architecture.problem_type = several if len(labels) > 1 else "regression"
     architecture.architectures = [found.__name__]
 

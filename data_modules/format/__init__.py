@@ -16,7 +16,7 @@ from data_modules.format.format import (
     guess_format,
     unread_in,
 )
-from data_modules.format.labels import CLASSIFICATION, KTO, label_of, with_other_answers
+from data_modules.format.labels import CLASSIFICATION, KTO, label_of, labels_of, with_other_answers
 from data_modules.format.meaning import MeaningError
 from data_modules.format.preference import PREFERENCE
 from data_modules.format.turns import ROLES
@@ -38,6 +38,7 @@ __all__ = [
     "find_kwargs_problems",
     "guess_format",
     "label_of",
+    "labels_of",
     "sort_unread",
     "unread_in",
     "with_other_answers",

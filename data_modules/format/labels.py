@@ -52,10 +52,16 @@ def with_verdict(item: Item, verdict: float, *, only_last: bool) -> Item:
     raise RowError("rows that are tokenized have no answer; give text, or turns")
 
 
-def read_class(values: Mapping[str, Any]) -> str:
-    """Return the name of a class, or a number, as text."""
+def read_class(values: Mapping[str, Any]) -> str | tuple[str, ...]:
+    """Return the name of a class, or a number, as text; a tuple of a list of classes."""
     name = next(name for name in CLASS_COLUMNS if name in values)
     value = values[name]
+    if isinstance(value, list):
+        return tuple(str(_class_text(name, each)) for each in value)
+    return _class_text(name, value)
+
+
+def _class_text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)) or (isinstance(value, str) and value.strip()):
@@ -63,8 +69,12 @@ def read_class(values: Mapping[str, Any]) -> str:
     raise RowError(f"{name} is {quote(value)}; write the name of a class, or a number")
 
 
-def label_of(text: str, labels: Sequence[str]) -> float:
+def label_of(text: str | tuple[str, ...], labels: Sequence[str]) -> float:
     """Return the index of a class in `labels`, or the number where there is only one of them."""
+    if isinstance(text, tuple):
+        raise RowError(
+            "label is a list; write the name of one class, or type model.multi_label=true"
+        )
     if len(labels) == 1:
         try:
             number = float(text)
@@ -83,6 +93,15 @@ def label_of(text: str, labels: Sequence[str]) -> float:
             "too"
         )
     return float(index)
+
+
+def labels_of(text: str | tuple[str, ...], labels: Sequence[str]) -> float:
+    """Return the classes of a text as the bits of a whole number, the first of `labels` the lowest.
+
+    A text names one class.
+    """
+    found = {int(label_of(each, labels)) for each in ((text,) if isinstance(text, str) else text)}
+    return float(sum(1 << index for index in found))
 
 
 def with_other_answers(rows: Mapping[int, list[Item]]) -> dict[int, list[Item]]:

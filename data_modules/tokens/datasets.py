@@ -323,6 +323,7 @@ class PreparedData:
             tokenizer_hash=hash_of(self._spec.tokenizer),
             tokenizer=str(self._spec.tokenizer.name_or_path),
             labels=self._spec.model.labels,
+            is_multi_label=self._spec.model.is_multi_label,
             first_rows=self._spec.first_rows,
         )
 

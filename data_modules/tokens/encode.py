@@ -192,6 +192,7 @@ class ChunkEncoder:
     on_long: str
     labels: Sequence[str] = ()
     """names of the classes of rows with a label"""
+    is_multi_label: bool = False
 
     def __call__(self, chunk: source.Chunk) -> EncodedChunk:
         """Return the documents of the rows of `chunk`, the counts, and the rejected rows."""
@@ -253,11 +254,12 @@ class ChunkEncoder:
             # As transformers rates a text: at its last token that is no padding. Nobody would write
             # an EOS behind a text to classify.
             ends = {padding_id(self.template.tokenizer)}
-            if isinstance(label, str) and isinstance(item, Document):
+            if isinstance(label, (str, tuple)) and isinstance(item, Document):
                 ends.add(self.template.tokenizer.eos_token_id)
             encoded = [without_ends(each, ends) for each in encoded]
-        if isinstance(label, str):
-            value = formats.label_of(label, self.labels)
+        if isinstance(label, (str, tuple)):
+            several = self.is_multi_label
+            value = (formats.labels_of if several else formats.label_of)(label, self.labels)
             builder.add_labelled(encoded[0], number, item.origin, counts, value)
         elif self.format in PAIRED:
             builder.add_pair(encoded, number, item.origin, counts, label)

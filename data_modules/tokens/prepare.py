@@ -89,6 +89,8 @@ class TokenSpec:
     """path or hub id of the tokenizer, by which a plan finds the tokens"""
     labels: tuple[str, ...] = ()
     """names of the classes of rows with a label"""
+    is_multi_label: bool = False
+    """whether a row may have several of them"""
     first_rows: int | None = None
     """read only this many rows; None: all"""
 
@@ -163,7 +165,7 @@ def _key(dataset: DatasetConfig, spec: TokenSpec, sha256: str) -> Key:
         "columns": dict(dataset.columns),
         "revision": dataset.revision,
         "sequence_len": spec.sequence_len,
-        "labels": list(spec.labels),
+        "labels": [*spec.labels, spec.is_multi_label],
         "encoder_decoder": template.is_encoder_decoder,
         "limits": {name: getattr(data.limits, name) for name in ROW_LIMITS},
     }
@@ -199,6 +201,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
         sequence_len=spec.sequence_len,
         on_long=data.on_long,
         labels=spec.labels,
+        is_multi_label=spec.is_multi_label,
     )
     counts, writer = Counts(), StoreWriter(folder)
     num_proc = data.num_proc or len(os.sched_getaffinity(0))

@@ -40,6 +40,15 @@ def test_f1_and_auc_are_means_over_the_classes_that_occur() -> None:
     assert confusion_csv(counts, names).splitlines()[:2] == ["class,a,b,c,never", "a,2,1,0,0"]
 
 
+def test_the_classes_of_rows_with_several_are_measured_each_alone() -> None:
+    outputs = np.array([[1.0, -1.0, 2.0, -2.0], [3.0, 1.0, -1.0, -2.0]])
+    found = class_metrics(outputs, np.array([1, 3, 1, 0]), ["a", "b"], is_multi_label=True)
+    # a is in rows 0 to 2 and guessed in 0 and 2; b is in row 1 and guessed in 0 and 1.
+    expected = {"f1_a": 4 / 5, "f1_b": 2 / 3, "f1": (4 / 5 + 2 / 3) / 2}
+    assert found == pytest.approx(expected | {"auc": (3 / 3 + 2 / 3) / 2})
+    assert class_metrics(-abs(outputs), np.zeros(4, int), ["a", "b"], is_multi_label=True) == {}
+
+
 def test_rows_of_one_class_have_no_auc() -> None:
     outputs = np.array([[2.0, 2.0], [0.0, 0.0]])
     found = class_metrics(outputs, np.array([0, 0]), ["a", "b"])

@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    logsigmoid,
+)
 
 from app.model.adapter import FullConfig, LoraConfig
 from app.model.base import ModelConfig
@@ -24,7 +28,7 @@ from app.training.objective.sums import DatasetSums, RowSums, losses_by_dataset
 from common.errors import DataError, Origin, UserError
 from data_modules import Batch, Example
 from data_modules.collator import Collator
-from data_modules.format import CLASSIFICATION, RowError, convert_row, label_of
+from data_modules.format import CLASSIFICATION, RowError, convert_row, label_of, labels_of
 from data_modules.types import Conversation, Row
 from tests.conftest import read_column
 from tests.in_process import run_command
@@ -108,12 +112,30 @@ def with_margins(pairs: list[Example]) -> list[Example]:
     ]
 
 
+def several_classes(model: Any, texts: list[Example]) -> torch.Tensor:
+    """As transformers' loss of problem_type=multi_label_classification, weighted by class."""
+    scale = torch.tensor([1.0, 2.0, 0.5])
+    losses = []
+    for text in texts:
+        bits = int(text.label or 0)
+        truth = torch.tensor([float(bits >> index & 1) for index in range(3)])
+        logits = outputs_alone(model, text)
+        losses.append(binary_cross_entropy_with_logits(logits, truth, weight=scale))
+    return torch.stack([w * loss for w, loss in zip(WEIGHTS, losses, strict=True)]).sum()
+
+
 CASES: dict[str, tuple[ObjectiveConfig, list[str], Any, list[Example]]] = {
     "classes": (
         ClassifyConfig(class_weights=[1.0, 2.0, 0.5]),
         CLASSES,
         classes,
         make_texts([0.0, 2.0, 1.0, 2.0]),
+    ),
+    "several": (
+        ClassifyConfig(class_weights=[1.0, 2.0, 0.5]),
+        CLASSES,
+        several_classes,
+        make_texts([0.0, 5.0, 2.0, 7.0]),
     ),
     "numbers": (ClassifyConfig(), ["score"], numbers, make_texts([0.5, -2.0, 1.0, 3.0])),
     "rewards": (RewardConfig(centering=0.1), ["reward"], rewards, with_margins(make_pairs())),
@@ -139,7 +161,8 @@ def test_loss_and_gradients_are_those_of_each_text_alone(
     model = build(base, labels)
     expected = formula(model, rows)
     by_name = gradients(model, expected)
-    objective, sums, losses = build_objective(config, labels), DatasetSums(2), RowSums()
+    objective = build_objective(config, ModelConfig(labels=labels, multi_label=name == "several"))
+    sums, losses = DatasetSums(2), RowSums()
     found = [
         batch_loss(objective, model, batch, "sdpa", sums, losses)
         for batch in batches(rows, sizes, packed=packed)
@@ -156,7 +179,7 @@ def test_loss_and_gradients_are_those_of_each_text_alone(
 def test_recall_and_precision_are_of_the_texts_and_the_guesses_of_a_class(base: str) -> None:
     config, labels, _, texts = CASES["classes"]
     model, sums = build(base, labels), DatasetSums(2)
-    objective = build_objective(config, labels)
+    objective = build_objective(config, ModelConfig(labels=labels))
     for batch in batches(texts, [3, 1], packed=True):
         batch_loss(objective, model, batch, "sdpa", sums)
     found = losses_by_dataset(sums.take(), ["a", "b"], "val", objective.figures)
@@ -178,9 +201,9 @@ def test_recall_and_precision_are_of_the_texts_and_the_guesses_of_a_class(base: 
 def test_a_micro_batch_without_rows_has_a_loss_and_gradients_of_zero(base: str, name: str) -> None:
     config, labels, _, _ = CASES[name]
     model = build(base, labels)
-    loss = batch_loss(
-        build_objective(config, labels), model, Collator(0, True)([[]], 1.0), "sdpa", DatasetSums(2)
-    )
+    objective = build_objective(config, ModelConfig(labels=labels, multi_label=name == "several"))
+    empty = Collator(0, True)([[]], 1.0)
+    loss = batch_loss(objective, model, empty, "sdpa", DatasetSums(2))
     assert loss.item() == 0.0
     found = gradients(model, loss)
     assert "score.weight" in found and not any(grad.any() for grad in found.values())
@@ -225,9 +248,13 @@ def test_models_without_one_linear_head_are_refused(tmp_path: Path) -> None:
         ({"content": "t", "labels": 3}, "3"),
         ({"sentence": "t", "label": True}, "true"),
         ({"messages": [{"role": "user", "content": "t"}], "class": "a"}, "a"),
+        ({"text": "t", "labels": ["a", 2]}, ("a", "2")),
+        ({"text": "t", "labels": []}, ()),
     ],
 )
-def test_a_row_is_a_text_with_its_class(values: dict[str, Any], label: str) -> None:
+def test_a_row_is_a_text_with_its_class(
+    values: dict[str, Any], label: str | tuple[str, ...]
+) -> None:
     (item,) = convert_row(Row(values, Origin("c.json", 1)), CLASSIFICATION, {})
     assert not isinstance(item, tuple) and item.label == label
     if isinstance(item, Conversation):
@@ -237,7 +264,8 @@ def test_a_row_is_a_text_with_its_class(values: dict[str, Any], label: str) -> N
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"text": "t", "label": ["a"]}, "label is list; write the name of a class"),
+        ({"text": "t", "label": [["a"]]}, "label is list; write the name of a class"),
+        ({"text": "t", "label": {"a": 1}}, "label is dict; write the name of a class"),
         ({"text": "t", "label": ""}, "label is ''; write the name of a class"),
         ({"label": "a", "id": 3}, "no text beside the label"),
         ({"text": "t"}, "missing 'label'"),
@@ -254,6 +282,11 @@ def test_labels_are_found_by_name_or_read_as_numbers() -> None:
     assert label_of("-0.5", ["score"]) == -0.5
     with pytest.raises(RowError, match=r"label is 'other'; model\.labels has first, inside, last"):
         label_of("other", CLASSES)
+    assert [labels_of(each, CLASSES) for each in ((), "last", ("Last", "first"))] == [0.0, 4.0, 5.0]
+    with pytest.raises(RowError, match=r"label is a list; .*type model\.multi_label=true"):
+        label_of(("inside",), CLASSES)
+    with pytest.raises(RowError, match=r"label is 'other'; model\.labels has"):
+        labels_of(("inside", "other"), CLASSES)
     with pytest.raises(RowError, match=r"label is 'good', and model.labels=.score. is for numbers"):
         label_of("good", ["score"])
 
@@ -310,6 +343,36 @@ def test_a_trained_classifier_opens_in_transformers_with_the_same_outputs(
 
 RUN = ["+experiment=classify_tiny", "logger=csv", "trainer.precision=fp32", "trainer.max_steps=3",
        "trainer.micro_batch_size=4", "trainer.gradient_accumulation_steps=1"]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_text_with_several_classes_is_learned(shell: Shell, tmp_path: Path) -> None:
+    """The classes of a list of digits: which of 1, 2 and 3 are in it, maybe none."""
+    from transformers import AutoModelForSequenceClassification
+
+    texts = [row["text"] for row in json.loads((SAMPLES / "classes.json").read_text())]
+    names = ["one", "two", "three"]
+    rows = [
+        {
+            "text": text,
+            "labels": [n for n, digit in zip(names, "123", strict=True) if digit in text],
+        }
+        for text in texts
+    ]
+    file, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["+experiment=classify_tiny", "model.multi_label=true", "trainer.max_steps=60"]
+    words += [f"model.labels=[{', '.join(names)}]", f"data.datasets=[{{path: {file}}}]"]
+    shell.train_into(run, *words, "logger=csv", "adapter=full")
+    accuracies = read_column(run, "val/accuracy")
+    assert accuracies[max(accuracies)] > accuracies[0] + 0.3
+    model = AutoModelForSequenceClassification.from_pretrained(run / "model")
+    assert model.config.problem_type == "multi_label_classification"
+    typed = [f"run={run}", f"output.dir={tmp_path / 'eval'}"]
+    assert shell.type_train(typed, tmp_path, module="app.evaluate").code == 0
+    metrics = json.loads((tmp_path / "eval" / "metrics.json").read_text())
+    assert metrics["tuned/val/auc"] > 0.8 and metrics["tuned/val/f1"] > metrics["base/val/f1"]
+    assert not (tmp_path / "eval" / "confusion.csv").exists()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from app.model.adapter import Ia3Config, LoraConfig, saves_whole_model
 from app.model.attention import BACKEND_PACKAGES, GPU_ONLY, HALF_PRECISION_ONLY
+from app.model.base import ModelConfig
 from app.model.hub import COMMIT
 from app.preflight.couplings import conflict
 from app.preflight.couplings.conflict import Conflict
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 CHANGE_BASE = ("pissa", "olora")
 """values of adapter.init that subtract the initial adapter from the base's weights"""
+
+MOST_BITS = 24
+"""classes of a text that a label can hold: bits of a float32 that are exact"""
 
 
 def find_conflicts(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[Conflict]:
@@ -101,6 +105,20 @@ def _of_base(config: TrainConfig | TunedConfig) -> Iterator[Conflict]:
         )
 
 
+def _of_labels(model: ModelConfig) -> Iterator[Conflict]:
+    """Yield conflicts of the names of a head's outputs."""
+    labels = model.labels
+    given = f"model.labels=[{', '.join(labels)}]"
+    if model.multi_label and not 2 <= len(labels) <= MOST_BITS:
+        yield Conflict(
+            f"model.multi_label=true: a text may have several of 2 to {MOST_BITS} classes, and "
+            f"{given}",
+            "model.labels=[NAME, NAME, ...], or model.multi_label=false",
+        )
+    if len({label.casefold() for label in labels}) < len(labels):
+        yield Conflict(f"{given} has a name twice", "model.labels=[...] with each class once")
+
+
 def _of_head(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[Conflict]:
     """Yield conflicts of a head for classes or a reward."""
     labels = config.model.labels
@@ -108,10 +126,9 @@ def _of_head(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[Co
     objective = config.objective if has_data(config) else None
     if objective is not None and objective.name == "reward" and len(labels) != 1:
         yield Conflict(f"{given}: a reward is one number, with a name", "model.labels=[reward]")
+    yield from _of_labels(config.model)
     if not labels:
         return
-    if len({label.casefold() for label in labels}) < len(labels):
-        yield Conflict(f"{given} has a name twice", "model.labels=[...] with each class once")
     if objective is None and not is_merge(config):
         yield Conflict(
             f"{given}: a model with a head for classes or a reward writes no text",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from app.model.base import ModelConfig
 from app.training.objective.classify import Classify, Reward
 from app.training.objective.distill import Distill, LoadTeacher
 from app.training.objective.dpo import Dpo
@@ -32,15 +33,16 @@ OTHERS: dict[str, Callable[[Any], Objective]] = {
 
 def build_objective(
     config: ObjectiveConfig,
-    labels: Sequence[str] = (),
+    model: ModelConfig | None = None,
     load_teacher: LoadTeacher | None = None,
 ) -> Objective:
     """Build the objective that `config` chooses.
 
-    `labels`: names of the outputs of the head; `load_teacher`: for objective=distill.
+    `model`: names the outputs of a head for classes; `load_teacher`: for objective=distill.
     """
     if isinstance(config, ClassifyConfig):
-        return Classify(config, labels)
+        assert model is not None
+        return Classify(config, model.labels, is_multi_label=model.multi_label)
     if isinstance(config, DistillConfig):
         assert load_teacher is not None
         return Distill(config, load_teacher)

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    logsigmoid,
+)
 
 from app.training.objective.forward import causal_inputs, document_datasets
 from app.training.objective.objective import Losses, Objective
@@ -39,13 +43,17 @@ def outputs_of_documents(model: Any, batch: Batch, backend: str) -> Tensor:
 class Classify(Objective):
     """Cross-entropy of a text's class, times the weight of the class; or squared error of a number.
 
-    As torch.nn.functional.cross_entropy and mse_loss of the logits of single texts.
+    As torch.nn.functional.cross_entropy and mse_loss of the logits of single texts. Of several
+    classes for a text the mean over classes of binary_cross_entropy_with_logits.
     """
 
     is_likelihood = False
     first_loss: float | None = None
 
-    def __init__(self, config: ClassifyConfig, labels: Sequence[str]) -> None:
+    def __init__(
+        self, config: ClassifyConfig, labels: Sequence[str], *, is_multi_label: bool = False
+    ) -> None:
+        self.is_multi_label = is_multi_label
         self.classes = labels if len(labels) > 1 else ()
         self.class_weights = config.class_weights
         self.figures: tuple[str, ...] = ("absolute_error",)
@@ -61,21 +69,18 @@ class Classify(Objective):
             differences = outputs[:, 0] - labels
             losses, figures = differences.square(), [differences.detach().abs()]
         else:
-            classes = labels.long()
             scale = outputs.new_tensor(self.class_weights or [1.0] * len(self.classes))
-            losses = cross_entropy(outputs, classes, reduction="none") * scale[classes]
-            figures = self._figures(outputs.detach().argmax(1), classes)
+            numbers, own = torch.arange(len(self.classes), device=labels.device), labels.long()
+            if self.is_multi_label:
+                of = (own[:, None] >> numbers) & 1 > 0
+                binary = binary_cross_entropy_with_logits(outputs, of.float(), reduction="none")
+                losses, guessed = (binary * scale).mean(1), outputs > 0
+            else:
+                losses = cross_entropy(outputs, own, reduction="none") * scale[own]
+                of, guessed = own[:, None] == numbers, outputs.argmax(1)[:, None] == numbers
+            figures = _figures(of, guessed)
         found = _losses(losses, weights, batch, figures)
         return replace(found, outputs=outputs.detach()) if self.classes else found
-
-    def _figures(self, guessed: Tensor, classes: Tensor) -> list[Tensor]:
-        """Return accuracy, and by class recall (of its texts) and precision (of its guesses)."""
-        is_right = (guessed == classes).float()
-        nothing = torch.full_like(is_right, torch.nan)
-        figures = [is_right]
-        for index in range(len(self.classes)):
-            figures += [torch.where(of == index, is_right, nothing) for of in (classes, guessed)]
-        return figures
 
 
 class Reward(Objective):
@@ -102,6 +107,18 @@ class Reward(Objective):
         losses = losses + self.centering * (chosen + rejected).square()
         figures = [each.detach() for each in (margins, chosen, rejected)]
         return _losses(losses, weights, batch, [(margins.detach() > 0).float(), *figures])
+
+
+def _figures(of: Tensor, guessed: Tensor) -> list[Tensor]:
+    """Return accuracy, and by class recall (of its texts) and precision (of its guesses).
+
+    Both are bool [texts, classes]; a text is right if all of its classes are.
+    """
+    figures = [(of == guessed).all(1).float()]
+    for each, guess in zip(of.unbind(1), guessed.unbind(1), strict=True):
+        is_right = (each & guess).float()
+        figures += [torch.where(those, is_right, torch.nan) for those in (each, guess)]
+    return figures
 
 
 def _of_units(batch: Batch, outputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,8 @@ class Objective(Protocol):
     """names of the further figures of its metrics"""
     classes: Sequence[str] = ()
     """names of the classes that it tells apart"""
+    is_multi_label: bool = False
+    """whether a text may have several of them, or none: bits of its label"""
     is_likelihood: bool
     """whether its loss is a mean of -log p, of which a perplexity can be told"""
     first_loss: float | None
