@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import EvaluateConfig, TrainConfig, TunedConfig, load_run_config
-from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, is_adapter
+from app.model.adapter import (
+    AdapterConfig,
+    FullConfig,
+    LoraConfig,
+    is_adapter,
+    saves_whole_model,
+)
 from app.model.architecture import (
     base_commit,
     context_len,
@@ -24,7 +30,7 @@ from app.model.attention import (
     packing_error,
 )
 from app.model.base import ModelConfig, check_described, load_base
-from app.model.build import build_model, load_tuned, weight_dtype
+from app.model.build import apply_streaming, build_model, load_tuned, weight_dtype
 from app.model.classifier import MULTI_LABEL, output_names
 from app.model.description import BaseDescription
 from app.model.quantization import QuantizationConfig, stored_quantization
@@ -82,7 +88,7 @@ class Base:
 
     def load(self, device: torch.device | None = None) -> PreTrainedModel:
         """Load the base itself, without an adapter, to `device`."""
-        return load_base(
+        model = load_base(
             self.config,
             attention_implementation(self.backend),
             self.dtype,
@@ -90,6 +96,8 @@ class Base:
             self.new_ids,
             device=device,
         )
+        apply_streaming(model.requires_grad_(False), self.config, device)
+        return model
 
     def load_tuned(self, folder: Path, device: torch.device | None = None) -> torch.nn.Module:
         """Load a trained model: the adapter in `folder` on this base, or the whole model in it."""
@@ -136,6 +144,7 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     does not fit `config` or the environment.
     """
     model = config.model
+    _check_stream(model, adapter)
     architecture = load_architecture(model)
     check_described(model, architecture)
     model.revision = base_commit(model) or model.revision  # branches and tags of the hub move
@@ -180,6 +189,15 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
         description=describe_base(model),
         load_teacher=load_teacher,
     )
+
+
+def _check_stream(model: ModelConfig, adapter: AdapterConfig) -> None:
+    """Raise UserError if a whole trained model would be streamed, whose dtypes differ by weight."""
+    if model.stream is not None and saves_whole_model(adapter):
+        raise UserError(
+            f"model.stream={model.stream} streams a frozen base, and adapter={adapter.name} has "
+            "trained it; type model.stream=null"
+        )
 
 
 def open_teacher(

@@ -42,7 +42,7 @@ GROUPS_WITH_PLUS = ("experiment", "sweep")
 SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_token", "hf_token"}
 REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
 """`${key.of.another.setting}`; a nested one does not match, as it could form a resolver's name"""
-MAX_WORDS = 300
+MAX_WORDS = 350
 """maximum number of typed settings, each of which is parsed twice; no verb has as many"""
 YAML_SUFFIXES = (".yaml", ".yml")
 SHORT = 64

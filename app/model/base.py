@@ -104,6 +104,10 @@ class ModelConfig:
     """a text may have several of model.labels, or none"""
     wrap_class: str | None = setting(None, resume="rounding", grants="nothing")
     """layer class that sharding strategies wrap; null = the classes the model declares"""
+    stream: str | None = setting(None, choices=("host", "disk"), resume="free")
+    """for an adapter on a base larger than the GPU: where frozen matrices of layers are, except for
+    those of two layers at a time: host (pinned memory), disk (the base's files); same results,
+    slower. null = on the device"""
 
 
 def load_base(
@@ -120,9 +124,9 @@ def load_base(
     """Load a base model's weights, or initialize random ones from `config.architecture`.
 
     The tokens `new_ids` get rows in embedding and head. `on_meta` builds the same modules on the
-    meta device without reading weights. Files are loaded to `device`; with `on_host` the weights
-    stay on the CPU and are only quantized on `device`. UserError if the files are inconsistent or
-    weights are not finite.
+    meta device without reading weights. Files are loaded to `device`; with `on_host` or
+    `model.stream` the weights stay on the CPU and are only quantized on `device`. UserError if the
+    files are inconsistent or weights are not finite.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -154,7 +158,7 @@ def load_base(
                 dtype,
                 quantization or QuantizationConfig(),
                 new_ids,
-                on_host=on_host,
+                on_host=on_host or config.stream is not None,
                 device=device,
             )
         fix_rope_factors(model, config.rope_len)

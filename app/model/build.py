@@ -66,11 +66,10 @@ def build_model(
         # 1. Attention: layers look up the implementation in the config they are built from.
         implementation = attention_implementation(backend)
         # 2. Weights, in their training dtype, quantized while they are loaded.
-        dtype = weight_dtype(precision, adapter)
         model = load_base(
             config,
             implementation,
-            dtype,
+            weight_dtype(precision, adapter),
             quantization,
             new_ids,
             on_meta=on_meta,
@@ -94,9 +93,26 @@ def build_model(
         # Last, because it depends on which modules are wrapped or quantized.
         disable_bypassing_kernels(adapted)
         apply_neftune(adapted, adapter.neftune_alpha)
+        apply_streaming(adapted, config, device)
         adapted.train()
         report_trainable(adapted)  # raises if there are no trainable parameters
         return adapted
+
+
+def apply_streaming(
+    model: torch.nn.Module, config: ModelConfig, device: torch.device | None
+) -> None:
+    """With `model.stream`, move a model to `device`, all but the frozen matrices of its layers.
+
+    Call it after all that reads weights outside of their layer's forward. Does nothing on meta.
+    """
+    if config.stream is None or next(model.parameters()).is_meta:
+        return
+    import torch
+
+    from app.model.streaming import stream_layers
+
+    stream_layers(model, config.stream, device or torch.device("cpu"))
 
 
 def _set_wrap_class(model: PreTrainedModel, wrap_class: str | None) -> None:
@@ -169,7 +185,9 @@ def load_tuned(
         base = load_base(config, implementation, dtype, quantization, new_ids, device=device)
         rows = base.get_input_embeddings().num_embeddings
         resize_embeddings(base, range(rows, required_embedding_rows(base, tuned)))
-        return load_adapter(base, tuned)
+        model = load_adapter(base, tuned)
+        apply_streaming(model, config, device)
+        return model
     whole = ModelConfig(
         path=str(tuned),
         rope_len=config.rope_len,

@@ -39,6 +39,8 @@ def find_conflicts(config: TrainConfig | TunedConfig, devices: Devices) -> Itera
     yield from _of_device(config, devices)
     yield from _of_base(config)
     yield from _of_head(config, devices)
+    if config.model.stream is not None:
+        yield from _of_stream(config, devices)
     if is_training(config):
         yield from _of_adapter(config)
         if config.trainer.precision == "fp8":
@@ -102,6 +104,55 @@ def _of_base(config: TrainConfig | TunedConfig) -> Iterator[Conflict]:
             f"quantization={config.quantization.method} freezes the weights in few bits, but "
             "model.from_scratch=true starts from random weights, which must be trained",
             "quantization=none",
+        )
+
+
+def _of_stream(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[Conflict]:
+    """Yield conflicts of a base that is streamed to the device."""
+    stream, method = config.model.stream, config.quantization.method
+    name, without = f"model.stream={stream}", "model.stream=null"
+    if devices.num_ranks > 1:
+        yield Conflict(
+            f"{name} streams all layers to one device, and {devices.num_ranks} ranks were "
+            "requested",
+            "trainer.devices=1, or strategy=fsdp model.stream=null, which shards the base",
+        )
+    if method == "int8":
+        yield Conflict(
+            f"{name}: layers of quantization=int8 keep copies of their weights",
+            f"quantization=nf4, or {without}",
+        )
+    if stream == "disk" and method != "none":
+        yield Conflict(
+            f"{name} reads the base's files as they are, and quantization={method} packs weights "
+            "when it loads them",
+            "model.stream=host, or quantization=none with a base that is stored in 4 bits",
+        )
+    if not is_training(config):
+        return
+    adapter, strategy = config.adapter, config.strategy.name
+    if saves_whole_model(adapter):
+        yield Conflict(
+            f"{name} streams a frozen base and copies nothing back, and adapter={adapter.name} "
+            "trains it",
+            f"adapter=lora, or {without}",
+        )
+    if isinstance(adapter, LoraConfig) and adapter.init in CHANGE_BASE:
+        yield Conflict(
+            f"{name}: adapter.init={adapter.init} changes the base, which a run loads again at "
+            "its end",
+            f"adapter.init=default, or {without}",
+        )
+    if strategy not in ("auto", "single"):
+        yield Conflict(
+            f"{name} is for one device, and strategy={strategy} for several",
+            f"strategy=single, or {without}",
+        )
+    if config.trainer.compile:
+        yield Conflict(
+            f"{name} waits for weights between layers, which trainer.compile=true has not been "
+            "tested with",
+            f"trainer.compile=false, or {without}",
         )
 
 

@@ -1,0 +1,210 @@
+"""A base whose layers are streamed trains bit for bit as one on the device, with few copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from app.model import streaming
+from app.model.adapter import AdapterConfig, Ia3Config, LoraConfig
+from app.model.base import ModelConfig
+from app.model.build import build_model, load_tuned
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig
+from app.model.streaming import LayerStream
+from common.errors import UserError
+from tests.model.test_quantization import save_quantized
+from tests.processes import RUN
+from tests.reliability.shell import Shell
+from tests.runs import check_same_run
+from tests.tiny import TINY_BASE, small_run, tiny_gpt2, tiny_llama, tiny_t5
+
+LAYERS, STEPS = 5, 2
+WEIGHTS = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
+LAYER_BYTES = {"none": 2 * WEIGHTS, "nf4": WEIGHTS // 2 + 7 * streaming.ALIGNMENT}
+"""bytes of the seven matrices of a layer in bf16, and packed with scales of a few bytes each"""
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[LayerStream]:
+    """The streams that are made during a test."""
+    made: list[LayerStream] = []
+
+    class Recorded(LayerStream):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            made.append(self)
+
+    monkeypatch.setattr(streaming, "LayerStream", Recorded)
+    return made
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    numbers = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS}
+    tiny_llama(**numbers).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def build(
+    folder: Path,
+    stream: str | None,
+    adapter: AdapterConfig | None = None,
+    method: str = "none",
+    recompute: str = "none",
+    precision: str = "bf16-pure",
+) -> Any:
+    torch.manual_seed(0)
+    return build_model(
+        ModelConfig(path=str(folder), stream=stream),
+        QuantizationConfig(method=method),
+        "sdpa",
+        adapter or LoraConfig(dropout=0.1),
+        RecomputeConfig(mode=recompute),
+        precision,
+    )
+
+
+def gradients(model: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    """Return the losses of micro-batches, and the sums of their gradients."""
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.detach())
+    trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert all(gradient is not None for gradient in trained.values())
+    return {"losses": torch.stack(losses), **trained}
+
+
+def check_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize(
+    ("stream", "method", "recompute"),
+    [
+        ("host", "none", "none"),
+        ("disk", "none", "none"),
+        ("disk", "none", "full"),
+        ("host", "none", "selective"),
+        ("host", "nf4", "full"),
+        ("host", "nf4", "none"),
+    ],
+)
+def test_gradients_are_bit_identical_and_each_pass_copies_each_layer_once(
+    llama: Path, streams: list[LayerStream], stream: str, method: str, recompute: str
+) -> None:
+    """A micro-batch copies every layer for each of its passes, but for two that are still there."""
+    settings = {"method": method, "recompute": recompute}
+    check_same(
+        gradients(build(llama, stream, **settings)), gradients(build(llama, None, **settings))
+    )
+    made = streams[0]
+    layers = made.num_copied / (made.num_bytes / LAYERS)
+    assert layers == 2 + STEPS * (2 * LAYERS - 4)
+    assert made.num_bytes == LAYERS * LAYER_BYTES[method]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_backward_pass_that_ends_early_copies_no_layer_below(
+    llama: Path, streams: list[LayerStream], recompute: str
+) -> None:
+    adapter = LoraConfig(layers="top 2", dropout=0.0)
+    own = gradients(build(llama, "host", adapter, recompute=recompute))
+    check_same(own, gradients(build(llama, None, adapter, recompute=recompute)))
+    layers = streams[0].num_copied / (streams[0].num_bytes / LAYERS)
+    assert layers == STEPS * LAYERS + STEPS
+
+
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_t5])
+def test_other_layers_and_encoder_decoders(tmp_path: Path, make: Any) -> None:
+    make().save_pretrained(tmp_path)
+    for adapter in (LoraConfig(dropout=0.0, use_dora=True), Ia3Config()):
+        check_same(
+            gradients(build(tmp_path, "host", adapter, precision="fp32")),
+            gradients(build(tmp_path, None, adapter, precision="fp32")),
+        )
+
+
+def test_experts(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        head_dim=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    check_same(*(gradients(build(tmp_path, stream)) for stream in ("host", None)))
+    with pytest.raises(UserError, match=r"type model\.stream=host"):  # fused from several tensors
+        build(tmp_path, "disk")
+
+
+def test_a_trained_adapter_answers_as_on_the_device(llama: Path, tmp_path: Path) -> None:
+    trained = build(llama, None)
+    for name, weight in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    trained.save_pretrained(tmp_path)
+    ids = torch.arange(3, 9).unsqueeze(0)
+    answers, logits = [], []
+    for stream in ("host", "disk", None):
+        config = ModelConfig(path=str(llama), stream=stream)
+        model: Any = load_tuned(config, tmp_path, "sdpa", torch.bfloat16).eval()
+        answers.append(model.generate(input_ids=ids, max_new_tokens=6, do_sample=False).tolist())
+        with torch.inference_mode():
+            logits.append(model(input_ids=ids).logits)
+    assert answers[0] == answers[1] == answers[2]
+    assert torch.equal(logits[0], logits[2]) and torch.equal(logits[1], logits[2])
+
+
+def test_a_base_of_files_in_4_bits_is_streamed_in_its_packed_form(
+    tmp_path: Path, streams: list[LayerStream]
+) -> None:
+    config = save_quantized(tmp_path, "nf4", num_hidden_layers=LAYERS)
+    base = Path(str(config.path))
+    resident, from_host, from_disk = (
+        gradients(build(base, stream)) for stream in (None, "host", "disk")
+    )
+    check_same(from_host, resident)
+    check_same(from_disk, resident)
+    assert streams[0].num_bytes == LAYERS * LAYER_BYTES["nf4"]
+
+
+def test_what_is_not_in_a_file_is_not_read_from_a_disk(llama: Path) -> None:
+    with pytest.raises(UserError, match=r"converted to torch\.float32 .*type model\.stream=host"):
+        build(llama, "disk", precision="fp32")
+
+
+def test_weights_in_int8_are_refused(tmp_path: Path) -> None:
+    config = save_quantized(tmp_path, "int8")
+    with pytest.raises(UserError, match=r"stored in int8.*type model\.stream=null"):
+        build(Path(str(config.path)), "host")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_and_resumed_equals_one_on_the_device(
+    shell: Shell, tmp_path: Path
+) -> None:
+    words = [*RUN, f"model.path={TINY_BASE}", "trainer.precision=bf16", "recompute=full"]
+    shell.train_into(tmp_path / "resident", *small_run(*words))
+    words += ["model.stream=disk", "resume=auto", "faults=[rank_killed@3]"]
+    shell.train_into(tmp_path / "streamed", *small_run(*words), code=-9)
+    shell.train_into(tmp_path / "streamed", *small_run(*words))
+    check_same_run(tmp_path / "streamed", tmp_path / "resident")
