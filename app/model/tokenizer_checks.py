@@ -196,17 +196,21 @@ def _find_expansion(section: str, value: Any) -> str | None:
 
 
 def _find_slow_expression(content: dict[str, Any]) -> str | None:
-    """Return the section and the regular expression that takes too long, or None.
-
-    Rust cannot be interrupted, so the expressions are tried in a process of their own.
-    """
+    """Return the section and the regular expression that takes too long, or None."""
     found = [
         (section, expression)
         for section in ("normalizer", "pre_tokenizer", "decoder")
         for expression in dict.fromkeys(_expressions_in(content.get(section)))
     ]
-    if not found:
-        return None
+    return _try_expressions(tuple(found)) if found else None
+
+
+@functools.cache  # the file that a run saves has the expressions of its base
+def _try_expressions(found: tuple[tuple[str, str], ...]) -> str | None:
+    """Return the first section and regular expression of `found` that takes too long, or None.
+
+    Rust cannot be interrupted, so the expressions are tried in a process of their own.
+    """
     import tokenizers  # noqa: F401  once, before the process is forked
 
     index = mmap.mmap(-1, 4)  # shared with that process

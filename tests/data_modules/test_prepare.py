@@ -271,7 +271,7 @@ def test_tokens_of_a_damaged_cache_are_never_trained_on(
     _, *as_made = open_again()
     (file,) = (tmp_path / "cache").glob(f"*/{name}")
     whole = file.read_bytes()
-    step = max(1, len(whole) // 40)
+    step = max(1, len(whole) // 12)
     for place in range(0, len(whole), step):
         flipped = bytearray(whole)
         flipped[place] ^= 1

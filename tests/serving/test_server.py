@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import openai
 import psutil
 import pytest
 from transformers import AutoTokenizer
@@ -53,13 +52,17 @@ def address(responder: Responder) -> Iterator[str]:
         yield url
 
 
-def make_client(address: str, key: str = "none") -> openai.OpenAI:
+def make_client(address: str, key: str = "none") -> Any:
+    import openai
+
     return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
 
 
 def test_openai_client_gets_the_greedy_answer_with_and_without_streaming(
     address: str, responder: Responder
 ) -> None:
+    import openai
+
     config = ConversationConfig(max_new_tokens=6)
     expected = "".join(responder.stream(TURNS, config))
     with make_client(address) as client:
@@ -84,6 +87,8 @@ def test_openai_client_gets_the_greedy_answer_with_and_without_streaming(
 
 
 def test_openai_client_continues_a_text(address: str, responder: Responder) -> None:
+    import openai
+
     text = "What is"
     ids = responder.prompt_ids(text)
     assert ids == AutoTokenizer.from_pretrained(TINY_BASE)(text)["input_ids"]
