@@ -94,10 +94,21 @@ def check_bit_equal(cases: list[Case], found: list[Found], stages_per_rank: int)
             assert rank["calls"] == stages_per_rank * 2 * MICRO_BATCHES + 1, case
 
 
-def test_stages_give_the_loss_and_gradients_of_one_process_to_the_last_bit() -> None:
-    found = trained(PipelineConfig(pipeline_parallel_size=2), CASES)
-    check_bit_equal(CASES, found, 1)
-    for case, (first, last, alone) in zip(CASES, found, strict=True):
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(FEW, id="few"),
+        pytest.param(
+            [case for case in CASES if case not in FEW], id="rest", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_stages_give_the_loss_and_gradients_of_one_process_to_the_last_bit(
+    cases: list[Case],
+) -> None:
+    found = trained(PipelineConfig(pipeline_parallel_size=2), cases)
+    check_bit_equal(cases, found, 1)
+    for case, (first, last, alone) in zip(cases, found, strict=True):
         # Each micro-batch on its way keeps its tables of angles: Gemma 3 has two of them.
         assert first["peak"] <= alone["peak"] * (1.01 if case[0] == "gemma3" else 1), case
         if case[2] == "none" and "top" not in case[1]:  # else the head's own are what is left
@@ -117,10 +128,13 @@ def test_four_stages_hold_fewer_activations_each() -> None:
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] < 0.3
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_sharded_stages(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "cases"),
+    [pytest.param("1f1b", FEW, marks=pytest.mark.slow), ("interleaved", FEW[1:3])],
+)
+def test_sharded_stages(schedule: str, cases: list[Case]) -> None:
     config = PipelineConfig(pipeline_parallel_size=2, schedule=schedule)
-    for case, ranks in zip(FEW, trained(config, FEW, 4), strict=True):
+    for case, ranks in zip(cases, trained(config, cases, 4), strict=True):
         of_replica = [*ranks[:-1:2], ranks[-1]]
         assert worst(gradients(of_replica), ranks[-1]["gradients"]) < 2e-6, case
 
@@ -134,7 +148,7 @@ def check_split(cases: list[Case], num_ranks: int) -> None:
 
 
 def test_split_matrices_inside_stages() -> None:
-    check_split([("llama", "full", "none"), ("tied", "lora", "selective")], 4)
+    check_split([("tied", "lora", "selective")], 4)
 
 
 @pytest.mark.slow

@@ -115,9 +115,7 @@ def test_a_stored_reference_trains_as_the_base_does_and_is_found_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "packs"), [("ddp", 2), ("fsdp", 2), ("zero2", 2), ("zero3", 2), ("tp", 4)]
-)
+@pytest.mark.parametrize(("strategy", "packs"), [("ddp", 2), ("fsdp", 2), ("zero3", 2), ("tp", 4)])
 def test_ranks_share_the_pass_of_the_base(
     strategy: str, packs: int, full: Path, shell: Shell, tmp_path: Path
 ) -> None:
