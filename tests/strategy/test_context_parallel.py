@@ -27,16 +27,23 @@ from tests.strategy.context_training import (
     refused_and_balanced,
 )
 
-FEW = ["llama", "lora, recompute", "window", "gpt2", "odd heads", "odd heads, recompute"]
+ON_FOUR_RANKS = ["llama", "odd heads, recompute", "mamba 2"]
+ON_BOTH = ["lora, recompute", "window", "gpt2", "odd heads", "delta rule", "convolution"]
 SENT = {"llama": 2, "lora, recompute": 3, "odd heads": 2, "odd heads, recompute": 3}
 """cases whose bytes are counted -> passes, of which a recompute is one"""
 RECURRENT = ("delta rule", "convolution", "mamba 2")
-FEW += RECURRENT
 MASKED = ("window", "gemma3")
 """cases that save a mask of a whole document"""
 
 
-@pytest.mark.parametrize(("size", "cases"), [(2, list(CASES)), (4, FEW)])
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        (2, [case for case in CASES if case not in ON_FOUR_RANKS]),
+        (4, ON_FOUR_RANKS),
+        pytest.param(4, ON_BOTH, marks=pytest.mark.slow),
+    ],
+)
 def test_slices_give_the_loss_and_gradients_of_whole_rows(size: int, cases: list[str]) -> None:
     for found in on_ranks(size, compare_all, cases):
         for case, figures in found.items():
