@@ -239,7 +239,7 @@ def suggest_larger_changes(
 ) -> list[str]:
     """Return overrides for a run of which no variant fits.
 
-    These are optimizer states on a disk, shorter sequences, and more GPUs.
+    These are optimizer states on a disk, a streamed base, shorter sequences, and more GPUs.
     """
     found = []
     is_zero = isinstance(config.strategy, ZeroConfig)
@@ -249,6 +249,11 @@ def suggest_larger_changes(
         candidates = list_candidates(on_disk, hardware, config_json, model, strategies)
         if (change := smallest_change(candidates)) is not None:
             found.append(" ".join((*change.overrides, "strategy.offload_optimizer=disk")))
+    if hardware.num_gpus == 1 and config.model.stream is None:
+        streamed = replace(config, model=replace(config.model, stream="host"))
+        candidates = list_candidates(streamed, hardware, config_json, model, strategies)
+        if (change := smallest_change(candidates)) is not None:
+            found.append(" ".join(("model.stream=host", *change.overrides)))
     length = sequence_len // 2
     while length >= 128:
         shorter = replace(config, data=replace(config.data, sequence_len=length))

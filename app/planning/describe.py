@@ -121,6 +121,7 @@ def _settings(run: PlannedRun) -> dict[str, Any]:
         "strategy": run.strategy.name,
         "quantization": run.quantization.method,
         "recompute": run.recompute,
+        "stream": run.stream,
         "precision": run.precision,
         "micro_batch_size": run.micro_batch_size,
         "sequence_len": run.sequence_len,

@@ -45,6 +45,8 @@ def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> Host
         isinstance(strategy, ZeroConfig) and strategy.stage == 3
     ):
         loading = (whole.frozen + whole.trained) * run.tensor_size
+    if run.stream == "host":
+        loading, offloaded = whole.frozen + whole.trained, size.layer.frozen * size.num_layers
     if isinstance(strategy, FsdpConfig) and strategy.offload_parameters:
         _, _, shares = num_shards(strategy, run.num_ranks, nodes)
         offloaded += (whole.frozen + whole.trained + all_states) / shares * per_node

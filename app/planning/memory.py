@@ -43,6 +43,8 @@ from app.strategy.settings import (
 GIB = 2**30
 USABLE_SHARE = 0.92
 """usable share of a GPU's memory; the rest is lost to fragmentation"""
+STREAMED_LAYERS = 2
+"""layers of a streamed base that are on the GPU at one time"""
 CONTEXT_GIB = 1.5
 """memory of a GPU that CUDA and NCCL take"""
 
@@ -86,6 +88,8 @@ class PlannedRun:
     num_checkpoints: int = 2
     """number of checkpoints that are kept on disk"""
     is_on_gpu: bool = True
+    stream: str | None = None
+    """where layers are copied from to the GPU, two at a time: host, disk; None if all are there"""
     stage: Stage | None = None
     """what a rank of a pipeline needs in addition; None for a whole model"""
 
@@ -335,8 +339,11 @@ def _constant_parts(run: PlannedRun, size: ModelSize, states: ModelStates) -> di
     whole = size.whole.frozen + size.whole.trained
     trained_share = size.whole.trained / max(1.0, whole)
     weights = states.weights + _secondary_partition(run, whole)
+    elsewhere = 0.0
+    if run.stream is not None:
+        elsewhere = size.layer.frozen * max(0, size.num_layers - STREAMED_LAYERS)
     return {
-        "weights": weights * (1 - trained_share),
+        "weights": weights * (1 - trained_share) - elsewhere,
         "teacher": teacher_bytes(run),
         "trainable": weights * trained_share,
         "optimizer": states.optimizer,

@@ -292,6 +292,7 @@ def build_planned_run(
         else "none",
         num_checkpoints=trainer.checkpoint.keep_last + trainer.checkpoint.keep_best,
         is_on_gpu=is_on_gpu,
+        stream=config.model.stream,
     )
 
 

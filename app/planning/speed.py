@@ -22,7 +22,7 @@ from app.planning.communication import (
     list_collectives,
 )
 from app.planning.hardware import HardwareConfig
-from app.planning.memory import PlannedRun
+from app.planning.memory import STREAMED_LAYERS, PlannedRun
 from app.planning.pipeline import stages_of
 from app.planning.states import ModelSize, num_shards
 from app.strategy.settings import FsdpConfig, PipelineConfig, ZeroConfig
@@ -194,7 +194,8 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     rate = BANDWIDTH * run.hardware.memory_gb_per_second * 1e9
     optimizer = 0.0 if offload == "cpu" else OPTIMIZER_PASSES * stepped / rate
     link *= LINKS * 1e9
-    host = _host_copies(run, size) / link if link else 0.0
+    streamed = _streamed_bytes(run, size)
+    host = (_host_copies(run, size) + run.accumulation * sum(streamed)) / link if link else 0.0
     waits = LINK_PASSES[offload] * stepped / link if link else 0.0
     flops = estimate_flops(run)
 
@@ -203,7 +204,9 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
         forward = passes / run.accumulation * flops.forward / flops.total
         backward = passes / run.accumulation - forward
         added = exposed_seconds(run, collectives, forward, backward, contention)
-        return max(passes + added, host) + optimizer + waits
+        copying = zip(streamed, (forward, backward), strict=True)
+        late = sum(max(0.0, copied / link - each) for copied, each in copying) if link else 0.0
+        return max(passes + added + late * run.accumulation, host) + optimizer + waits
 
     step = step_seconds()
     longest, shortest = step_seconds(MOST_CONTENTION, 1 + error), step_seconds(0.0, 1 - error)
@@ -404,6 +407,21 @@ def _host_copies(run: PlannedRun, size: ModelSize) -> float:
         shares, _, _ = num_shards(strategy, run.num_ranks, run.num_nodes)
         copied += 2.0 * whole / shares * run.accumulation
     return copied
+
+
+def _streamed_bytes(run: PlannedRun, size: ModelSize) -> tuple[float, float]:
+    """Return the bytes of layers that a micro-batch's forward passes copy, and its backward pass.
+
+    The last two layers are still there when a backward pass begins, and the first two at its end;
+    if it ends above them, it has copied one layer more than it runs.
+    """
+    if run.stream is None:
+        return 0.0, 0.0
+    layers, trained = run.model.num_layers, run.model.trained_layers
+    forward, backward = layers, max(0, trained - 1)
+    if trained >= layers - 1:
+        forward = backward = max(0, layers - STREAMED_LAYERS)
+    return size.layer.frozen * (forward + layers * run.runs_base), size.layer.frozen * backward
 
 
 def _verdict(run: PlannedRun, seconds: tuple[float, ...], collectives: list[Collective]) -> str:

@@ -33,13 +33,15 @@ HUES = {
 def plan_lines(facts: Mapping[str, Any]) -> list[str]:
     """Return the lines of a plan for the terminal; `facts`: the content of plan.json."""
     settings = facts["settings"]
+    streams = {None: "", "host": ", layers from host memory"}
+    streams["disk"] = ", layers from the disk, counted at the speed of the host link"
     lines = [
         why_not_fastest(facts),
         f"{facts['model']} on {facts['hardware']}: {facts['num_weights'] / 1e9:.2f} B parameters, "
         f"{facts['num_trained'] / 1e6:,.1f} M trainable",
         f"  strategy {settings['strategy']}, quantization {settings['quantization']}, recompute "
-        f"{settings['recompute']}, {settings['precision']}; micro-batch: "
-        f"{settings['micro_batch_size']} x {settings['sequence_len']:,} tokens, "
+        f"{settings['recompute']}, {settings['precision']}{streams[settings['stream']]}; "
+        f"micro-batch: {settings['micro_batch_size']} x {settings['sequence_len']:,} tokens, "
         f"{settings['accumulation']} per step",
         *(f"  {line}" for line in facts["chosen"]),
         "",

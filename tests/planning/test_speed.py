@@ -15,13 +15,15 @@ from app.planning.communication import (
     ALL_REDUCE,
     ALL_TO_ALL,
     CONTENTION,
+    LINKS,
     Collective,
     collective_seconds,
     exposed_seconds,
     list_collectives,
 )
 from app.planning.hardware import HardwareConfig
-from app.planning.memory import PlannedRun, estimate_gpu_memory
+from app.planning.host import estimate_host_memory
+from app.planning.memory import PlannedRun, estimate_gpu_memory, fits
 from app.planning.planned_model import PlannedModel, model_from_config_json
 from app.planning.speed import estimate_flops, estimate_speed
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig
@@ -131,6 +133,38 @@ def test_a_teacher_adds_its_weights_and_a_forward_pass() -> None:
     assert more == pytest.approx(2 * 8.03e9, rel=0.01)
     packed = replace(run, teacher_quantization="nf4")
     assert estimate_gpu_memory(packed).teacher < 0.4 * more
+
+
+def streamed_70b(**hardware: float) -> tuple[PlannedRun, PlannedRun]:
+    """Return QLoRA on 70B for a card of 24 GB, with its layers on the card and from the host."""
+    how = {"recompute": "full", "sequence_len": 1024, "accumulation": 4}
+    run = run_of("llama70b", card="rtx4090", **how)
+    changed: Any = replace(run.hardware, **hardware)
+    run = replace(run, hardware=changed, quantization=QuantizationConfig(method="nf4"))
+    return run, replace(run, stream="host")
+
+
+def test_a_streamed_base_takes_two_layers_on_the_card_and_all_on_the_host() -> None:
+    resident, streamed = streamed_70b()
+    layer = resident.size.layer.frozen
+    assert layer == pytest.approx(856e6 * 4.127 / 8, rel=0.01)  # arXiv 2305.14314: 4.127 bits
+    before, after = estimate_gpu_memory(resident), estimate_gpu_memory(streamed)
+    assert before.weights - after.weights == pytest.approx(78 * layer)
+    assert not fits(resident, before) and fits(streamed, after)
+    assert estimate_host_memory(streamed).offloaded == pytest.approx(80 * layer)
+    assert estimate_host_memory(resident).total == 0
+
+
+def test_a_pass_takes_as_long_as_its_copies_if_the_link_is_slower() -> None:
+    resident, fast = streamed_70b(host_link_gb_per_second=1e6)
+    assert estimate_speed(fast).step == pytest.approx(estimate_speed(resident).step, rel=1e-3)
+    _, slow = streamed_70b(host_link_gb_per_second=1.0)
+    copied = 4 * 2 * 78 * resident.size.layer.frozen  # micro-batches, passes, layers
+    assert estimate_speed(slow).step == pytest.approx(copied / (LINKS * 1e9), rel=0.01)
+    assert estimate_speed(slow).verdict.startswith("bound by copies to and from host memory")
+    # Between what the two passes need, only the forward pass waits.
+    between = estimate_speed(streamed_70b(host_link_gb_per_second=20.0)[1])
+    assert between.step > max(estimate_speed(resident).step, between.host) * 1.02
 
 
 @pytest.mark.parametrize("nodes", [2, 4, 16])
