@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from app.config import ChatConfig, run_verb, save_config
 from app.model.hub import is_offline
 from app.process.environment import configure_libraries, protect_streams
+from app.process.logs import print_table
 from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from common.errors import DataError, UserError
@@ -125,7 +126,6 @@ class Session:
         self.turns = [*turns, Turn("assistant", "".join(pieces))]
 
     def _compare(self, question: str) -> None:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
@@ -143,7 +143,7 @@ class Session:
         }
         table = Table(*answers, show_lines=False, expand=True)
         table.add_row(*(Text(printable(text, keep="\n\t")) for text in answers.values()))
-        Console(highlight=False).print(table)
+        print_table(table)
         self.turns = [*turns, Turn("assistant", answers["tuned"])]
 
     def _answer_of(self, responder: Responder, turns: list[Turn]) -> str:

@@ -37,8 +37,9 @@ from app.planning.planned import (
     with_devices_of,
 )
 from app.process.environment import configure_libraries, protect_streams
+from app.process.logs import show
 from app.process.signals import end_process, install_signal_handlers
-from app.report.plan import plan_lines, render_plan
+from app.report.plan import advice_lines, plan_lines, render_plan
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import ranks_per_row
 from app.training.trainer import adapts_to_small_data
@@ -59,7 +60,9 @@ def plan(config: PlanConfig) -> Path:
     write_atomically(folder / "plan.json", json.dumps(facts, indent=2) + "\n")
     write_atomically(folder / "plan.html", render_plan(facts))
     for line in plan_lines(facts):
-        print(printable(line))
+        show(printable(line, keep="\n"))
+    for line in advice_lines(facts):
+        show(printable(line), is_copied=True)
     if config.plan.write is not None:
         write_best(config, candidates, hardware, Path(config.plan.write))
     shown = printable(str(folder))

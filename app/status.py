@@ -27,7 +27,7 @@ from common.errors import DONE, UserError
 from common.facts import setting
 from common.installation import verb_command
 from common.redaction import redact
-from common.text import printable
+from common.text import duration, printable
 
 RUNNING, NO_NEWS = 75, 76
 """exit codes of this verb for a run that has not ended"""
@@ -65,7 +65,7 @@ def status(config: StatusConfig) -> int:
     if config.as_json:
         print(json.dumps(known | {"seconds_ago": seconds_ago, "stalled": stalled}, indent=2))
     else:
-        lines = [*status_lines(known), f"written {seconds_ago:.0f} s ago"]
+        lines = [*status_lines(known), f"written {duration(seconds_ago)} ago"]
         lines += [] if stalled is None else [f"stalled: {stalled}"]
         print(printable(redact("\n".join([*lines, f"run: {where}"])), keep="\n"))
     return code_of(known, stalled)
@@ -144,12 +144,12 @@ def status_lines(known: Mapping[str, Any]) -> list[str]:
         "loss": "loss {:.4f}",
         "val_loss": "val loss {:.4f}",
         "tokens_per_second": "{:,.0f} tokens/s",
-        "hours_left": "{:.1f} hours left",
         "checkpoint": "saved: {}",
         "exit_code": "exit code {}",
     }
-    values = {key: known.get(key) for key in forms}
-    parts += [forms[key].format(value) for key, value in values.items() if value is not None]
+    parts += [form.format(known[key]) for key, form in forms.items() if known.get(key) is not None]
+    if (hours := known.get("hours_left")) is not None:
+        parts.append(f"{duration(3600 * hours)} left")
     message = known.get("message")
     return ["  ".join(parts), *([] if message is None else [message])]
 

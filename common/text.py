@@ -45,6 +45,13 @@ def formatted(value: float, spec: str) -> str:
     return format(value, spec).replace("%", " %")
 
 
+def duration(seconds: float) -> str:
+    """Return a time as text: 9.5 s, 46 s, 6.4 min, 2.5 h."""
+    if seconds < 120:
+        return f"{seconds:.{int(seconds < 10)}f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: 1 row, 1,200 rows."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

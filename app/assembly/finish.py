@@ -184,8 +184,8 @@ def print_next(run: Run, saved: Path) -> None:
         commands.append(command("merge"))
     show("next:")
     for line in commands:
-        show(f"  {line}")
-    show(f"run: {shown}")
+        show(f"  {line}", is_copied=True)
+    show(f"run: {shown}", is_copied=True)
 
 
 def print_done(run: Run) -> float | None:

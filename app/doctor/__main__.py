@@ -29,9 +29,10 @@ from app.doctor.facts import Facts, read_facts, run_folders
 from app.doctor.rows import MALICIOUS, OK, PROBLEM, Row, compare_machines, list_rows
 from app.process.environment import configure_libraries, protect_streams
 from app.process.launch import is_first_on_machine, is_first_rank, read_launch
+from app.process.logs import print_table
 from app.process.signals import end_process, install_signal_handlers
 from common.errors import ENVIRONMENT_ERROR
-from common.text import printable
+from common.text import counted, printable
 
 AS_JSON = "--json"
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -144,7 +145,7 @@ def print_findings(findings: Findings) -> None:
             found.append(f"\n> {printable(row.fix)}", style="dim" if row.status == OK else "cyan")
         status = Text(row.status, style=STYLES[row.status])
         table.add_row(status, Text(printable(row.what)), found)
-    console.print(table)
+    print_table(table, console)
     if findings.measured:
         _print_bandwidth(console, findings.measured)
     if findings.communication is not None:
@@ -153,9 +154,11 @@ def print_findings(findings: Findings) -> None:
     stops = sum(row.status == PROBLEM for row in findings.rows)
     console.print()
     if stops:
-        console.print(f"{stops} of {bad} findings would stop a run", style=STYLES[PROBLEM])
+        console.print(
+            f"{stops} of {counted(bad, 'finding')} would stop a run", style=STYLES[PROBLEM]
+        )
     else:
-        console.print(f"nothing would stop a run; {bad} warning{'s' * (bad != 1)}")
+        console.print(f"nothing would stop a run; {counted(bad, 'warning')}")
 
 
 def _print_bandwidth(console: Any, measured: Sequence[bandwidth.Measurement]) -> None:
@@ -211,7 +214,7 @@ def _print_table(
     for row in rows:
         table.add_row(*row)
     console.print()
-    console.print(table)
+    print_table(table, console)
 
 
 def doctor(config: DoctorConfig, overrides: Sequence[str], *, prints_json: bool) -> None:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from app.process.launch import is_first_rank
-from common.text import counted
+from common.text import counted, duration
 
 
 class Progress:
@@ -60,4 +60,4 @@ class Progress:
             self.bar.update(self.tasks[key], completed=done, total=total)
         elif done == total and self.prints_lines:
             seconds = time.monotonic() - self.started
-            self.console.print(escape(f"{key}: {counted(total, 'row')} in {seconds:.1f} s"))
+            self.console.print(escape(f"{key}: {counted(total, 'row')} in {duration(seconds)}"))

@@ -29,7 +29,7 @@ from common.errors import DONE, UserError
 from common.files import write_atomically
 from common.installation import ROOT, is_checkout, verb_command
 from common.redaction import redacted
-from common.text import printable
+from common.text import duration, printable
 from common.untrusted import read_json_object
 
 SAMPLES = ROOT / "data_modules" / "samples"
@@ -223,7 +223,7 @@ def plan_lines(facts: dict[str, Any], launcher: LauncherConfig) -> Iterator[str]
         cost = "" if facts["cost"] is None else f", price {facts['cost']:,.2f}"
         jobs = -(-hours * 60 // launcher.minutes)
         limit = f"; {jobs:.0f} times the job's limit" if launcher.name == "slurm" else ""
-        yield f"{hours:.1f} hours{cost}{limit}"
+        yield f"{duration(3600 * hours)}{cost}{limit}"
 
 
 def next_steps(submission: Submission, words: Sequence[str]) -> Iterator[str]:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import shutil
 import sys
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +22,9 @@ from common.redaction import redact
 from common.text import printable
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 LOG_FILE = "train.log"
 """file in a run's folder with all messages of the run and their times"""
@@ -48,6 +53,10 @@ class Screen(logging.StreamHandler):
         """Write a message."""
         self.stream = sys.stdout
         super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a log record, wrapped for a terminal."""
+        return wrapped(super().format(record))
 
 
 class RunLog(logging.Handler):
@@ -131,22 +140,95 @@ def open_run_log(folder: Path) -> None:
         _run_log.write_into(folder)
 
 
-def show(what: RenderableType) -> None:
-    """Print a text or a table, and write it into the run's log; only a terminal cuts its width."""
+def show(what: Table | str, *, is_copied: bool = False) -> None:
+    """Print a text or a table, and write it into the run's log.
+
+    A terminal gets it wrapped by words, unless it is a line to copy.
+    """
     if isinstance(what, str):
-        print(what, flush=True)
+        print(what if is_copied else wrapped(what), flush=True)
         record(what)
-        return
+    else:
+        print_table(what)
+        record(laid_out(what))
+
+
+def wrapped(text: str) -> str:
+    """Wrap a text by words for a terminal, which would break them; a file gets whole lines."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.split("\n"):
+        wrap.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += wrap.wrap(line) if len(line) > width else [line]
+    return "\n".join(lines)
+
+
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Print a table as wide as it needs, on a terminal as `fitted` makes it."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = console or Console(highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, Console(width=WIDE).measure(what).maximum)
-    console.print(what)
-    record(laid_out(what))
+        console.width = max(console.width, Console(width=WIDE).measure(table).maximum)
+    console.print(fitted(table, console.width))
 
 
-def laid_out(what: RenderableType) -> str:
+def fitted(table: Table, width: int) -> RenderableType:
+    """Return a table of at most `width` characters without a broken word.
+
+    The lines between columns go first, then columns of text shrink to their longest word, and not
+    those of numbers with their units; rows of a table that is still too wide become lists.
+    """
+    from rich.cells import cell_len
+    from rich.console import Console, Group
+
+    def longest(texts: Sequence[Text], separator: str | None) -> int:
+        parts = [part for text in texts for part in text.plain.split(separator)]
+        return max(map(cell_len, parts), default=0)
+
+    if Console(width=WIDE).measure(table).maximum <= width:
+        return table
+    table.box, table.pad_edge = None, False
+    needed = Console(width=WIDE).measure(table).maximum
+    texts = [[*map(_as_text, (column.header, *column.cells))] for column in table.columns]
+    most = [longest(column, "\n") for column in texts]
+    least = [
+        longest(column, "\n" if shape.no_wrap or shape.justify == "right" else None)
+        for shape, column in zip(table.columns, texts, strict=True)
+    ]
+    room = width - (needed - sum(most)) - sum(least)
+    if room < 0:
+        return Group(*_as_lists(table.title, texts))
+    spare = [wide - narrow for wide, narrow in zip(most, least, strict=True)]
+    for number, index in enumerate(sorted(range(len(spare)), key=spare.__getitem__)):
+        given = min(spare[index], room // (len(spare) - number))
+        table.columns[index].width = least[index] + given
+        room -= given
+    return table
+
+
+def _as_lists(title: RenderableType | None, texts: Sequence[Sequence[Text]]) -> Iterator[Text]:
+    from rich.text import Text
+
+    headings, *rows = zip(*texts, strict=True)
+    if title:
+        yield Text(str(title), style="italic")
+    for row in rows:
+        for number, (heading, cell) in enumerate(zip(headings, row, strict=True)):
+            named = (heading, ": ") if heading.plain else ()
+            yield Text.assemble("  " if number else "", *named, cell)
+
+
+def _as_text(cell: RenderableType) -> Text:
+    from rich.text import Text
+
+    return cell if isinstance(cell, Text) else Text.from_markup(str(cell))
+
+
+def laid_out(what: Table) -> str:
     """Return the lines of a table as wide as it needs: those of a log may have any width."""
     from rich.console import Console
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.report.template import render_template
-from common.text import percent
+from common.text import duration, percent
 
 BAR_WIDTH = 40
 """characters of a bar that stands for the whole memory of a GPU"""
@@ -60,11 +60,7 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
         *(f"  {line}" for line in (facts["verdict"], facts["batch"], *_message_lines(facts))),
         _time_line(facts),
     ]
-    if facts["to_fit"]:
-        lines += ["", "to make it fit, type:", *(f"  {words}" for words in facts["to_fit"])]
-    elif not facts["fits"]:
-        lines += ["", "no known change of settings makes it fit"]
-    return [*lines, "", *_advice_lines(facts)]
+    return lines
 
 
 def why_not_fastest(facts: Mapping[str, Any]) -> str:
@@ -155,14 +151,21 @@ def _time_line(facts: Mapping[str, Any]) -> str:
         return f"time to finish: type plan.tokens=N, the tokens of all epochs{source}"
     cost = "" if facts["cost"] is None else f", cost {facts['cost']:,.2f}"
     about = "about " if source else ""
-    return f"{about}{facts['tokens']:,} tokens take {facts['hours']:.1f} h{cost}{source}"
+    return f"{about}{facts['tokens']:,} tokens take {duration(3600 * facts['hours'])}{cost}{source}"
 
 
-def _advice_lines(facts: Mapping[str, Any]) -> list[str]:
+def advice_lines(facts: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a plan that name settings to type."""
     rows: Sequence[Mapping[str, Any]] = [row for row in facts["advice"] if row["fits"]]
+    lines = []
+    if facts["to_fit"]:
+        lines += ["", "to make it fit, type:", *(f"  {words}" for words in facts["to_fit"])]
+    elif not facts["fits"]:
+        lines += ["", "no known change of settings makes it fit"]
     if not rows:
-        return ["advice: no known strategy and quantization fits this hardware"]
-    lines = [
+        return [*lines, "", "advice: no known strategy and quantization fits this hardware"]
+    lines += [
+        "",
         "fastest settings that fit, for each strategy and quantization:",
         f"  {'tokens/s':>9} {'GiB':>6}  type",
     ]

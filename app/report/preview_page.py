@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from app.process.logs import print_table, wrapped
 from app.report.preview import DatasetView, PackView, Passage, Piece, Preview
 from app.report.template import render_template
 
@@ -38,7 +39,8 @@ def print_preview(preview: Preview, console: Console, max_tokens: int) -> None:
     from rich.text import Text
 
     def write(text: str | Text = "", style: str = "") -> None:
-        console.print(Text(text, style=style) if isinstance(text, str) else text, soft_wrap=True)
+        shown = Text(wrapped(text), style=style) if isinstance(text, str) else text
+        console.print(shown, soft_wrap=True)
 
     write(preview.title, style="bold")
     for fact in preview.facts:
@@ -63,9 +65,7 @@ def print_preview(preview: Preview, console: Console, max_tokens: int) -> None:
     for dataset in preview.datasets:
         write(_histogram_line(dataset, width, ascii_only=console.options.ascii_only))
     write(f"\nmixture over {preview.mixture_of}", style="bold")
-    mixture = _table(preview.mixture)
-    # Not limited to the terminal's width: a truncated table is unreadable.
-    console.print(mixture, width=console.measure(mixture).maximum, crop=False)
+    print_table(_table(preview.mixture), console)
     write("\naudit", style="bold")
     for line in preview.audit.lines():
         style = "yellow" if line.startswith("warning:") else ""

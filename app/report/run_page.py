@@ -32,7 +32,7 @@ from app.training.machine import LOST
 from app.training.run_documents import MEASURES, OTHER, measure_of
 from common.files import write_atomically
 from common.redaction import redact
-from common.text import formatted, percent, printable
+from common.text import duration, formatted, percent, printable
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -86,6 +86,8 @@ BY_PHASE = re.compile("(train|val)/(.+)")
 PHASES = {"train": "training", "val": "validation"}
 FOLDERS = re.compile(r"""(?<![\w./:~-])[~/](?:[^\s/'"\[\]{},;:()<>|]*/)*(?=[^\s/])""")
 """folders in front of the name in an absolute path"""
+STARTED = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):\d\d\+0000")
+"""date and time in manifest.json, of which the page shows the minute"""
 Setting = tuple[str, str, str]
 """a setting that differs from its default: key, value, default"""
 Cells = list[list[str]]
@@ -265,22 +267,15 @@ def run_facts(run: RunFiles) -> list[str]:
     seconds, speed = run.latest("speed/train_seconds"), run.latest("speed/tokens_per_second")
     if seconds is not None and speed is not None:
         tokens = run.latest("train/tokens") or 0
-        lines.append(f"{tokens:,.0f} tokens in {format_duration(seconds)}: {speed:,.0f} tokens/s")
+        lines.append(f"{tokens:,.0f} tokens in {duration(seconds)}: {speed:,.0f} tokens/s")
     elif speed is not None:
         lines.append(f"{speed:,.0f} tokens/s")
     first, last = run.curves.get("val/loss", [(0, math.nan)])[0][1], run.latest("val/loss")
     if last is not None and math.isfinite(first):
         lines.append(f"validation loss {first:.4f} at the start, {last:.4f} at the end")
     if started := manifest.get("started"):
-        lines.append(f"started {started}")
+        lines.append(STARTED.sub(r"\1 \2 UTC", f"started {started}"))
     return [printable(line) for line in lines]
-
-
-def format_duration(seconds: float) -> str:
-    """Format a duration in seconds, minutes or hours."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def learned_charts(runs: Mapping[str, RunFiles]) -> list[Chart]:

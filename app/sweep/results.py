@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from app.process.logs import show
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep.parameters import Parameter, format_overrides, varied
 from app.sweep.trials import OBJECTIVE, Trial, read_curve
@@ -21,7 +22,7 @@ from common.errors import DONE
 from common.files import write_atomically
 from common.installation import verb_command
 from common.redaction import redact, redacted
-from common.text import counted, printable
+from common.text import counted, duration, printable
 
 RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"
 
@@ -87,7 +88,6 @@ def print_results(
     `shared` are the values that all trials have. The command leaves out what a `sweep=NAME` file
     sets for all trials, such as their length.
     """
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -95,8 +95,8 @@ def print_results(
     keys = [parameter.key for parameter in varied(parameters)]
     table = Table(title=f"{counted(len(trials), 'trial')} by {OBJECTIVE}", title_justify="left")
     error_column = ["error"] if any(trial.error for trial in trials) else []
-    for column in ("trial", *keys, OBJECTIVE, "seconds", "exit", *error_column):
-        table.add_column(column, justify="right" if column in (OBJECTIVE, "seconds") else "left")
+    for column in ("trial", *keys, OBJECTIVE, "time", "exit", *error_column):
+        table.add_column(column, justify="right" if column in (OBJECTIVE, "time") else "left")
     for trial in best_first:
         values = _values_of(trial)
         objective = "-" if trial.objective is None else f"{trial.objective:.4f}"
@@ -105,11 +105,11 @@ def print_results(
             str(trial.number),
             *(escape(_shorten_number(values[key])) for key in keys),
             objective,
-            f"{trial.seconds:.0f}",
+            duration(trial.seconds),
             f"pruned at {trial.stopped_at}" if was_pruned else str(trial.exit_code),
             *[escape((trial.error or "")[:100])] * len(error_column),
         )
-    Console().print(table)
+    show(table)
     if not (completed := _completed(trials)):
         return
     best = completed[0]
@@ -117,7 +117,7 @@ def print_results(
     own = " ".join(override for override in best.overrides if override not in shared_overrides)
     print(printable(f"best: {own} -> {best.folder}"))
     for reason in explain_best(completed, trials, varied(parameters)):
-        print(f"  {printable(redact(reason))}")
+        show(f"  {printable(redact(reason))}")
     print(printable(f"  {_full_run(best, parameters)}"))
 
 

@@ -47,7 +47,7 @@ from app.sweep.trials import Launcher, LocalLauncher, RunningTrial, Trial
 from common.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from common.installation import verb_command
 from common.redaction import redact, redacted
-from common.text import counted, printable
+from common.text import counted, duration, printable
 
 SWEEP_KEYS = ("sweep.", "launcher", "output.", "resume")
 """prefixes of the keys that apply to the whole sweep and are not passed on to its trials"""
@@ -394,4 +394,4 @@ class _TrialRunner:
         own = " ".join(override for override in trial.overrides if override not in shared)
         count = f"{len(self.finished)}/{self._search.num_trials}"
         outcome = describe_outcome(trial)
-        return f"[{count}] trial {trial.number}: {own}: {outcome}, {trial.seconds:.0f} s"
+        return f"[{count}] trial {trial.number}: {own}: {outcome}, {duration(trial.seconds)}"

@@ -13,6 +13,7 @@ from app.config import load_config
 from app.plan import training_tokens
 from app.planning.planned import count_bytes, estimate_tokens
 from app.report.plan import plan_lines
+from common.text import duration
 from tests.planning.test_plan import plan_of
 
 BASE = "model.architecture={model_type: llama, hidden_size: 64, intermediate_size: 128, "
@@ -29,7 +30,8 @@ def test_time_and_cost_from_local_data(tmp_path: Path, capsys: pytest.CaptureFix
     assert facts["tokens_by"] == reason
     hours = facts["tokens"] / facts["tokens_per_second"] / 3600
     assert (facts["hours"], facts["cost"]) == pytest.approx((hours, 2 * hours))
-    line = f"about {facts['tokens']:,} tokens take {hours:.1f} h, cost {2 * hours:,.2f} ({reason})"
+    takes = f"{duration(3600 * hours)}, cost {2 * hours:,.2f} ({reason})"
+    line = f"about {facts['tokens']:,} tokens take {takes}"
     assert line in capsys.readouterr().out.splitlines()
     typed, _ = plan_of(tmp_path / "typed", *words, "plan.tokens=1000")
     assert (typed["tokens"], typed["tokens_by"]) == (1000, "")

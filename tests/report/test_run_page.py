@@ -135,7 +135,7 @@ def test_a_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
         "finished after step 20",
         "base base, lora, rank 16",
         "validation loss 2.0000 at the start, 1.0000 at the end",
-        "20,000 tokens in 13.0 s: 1,500 tokens/s",
+        "20,000 tokens in 13 s: 1,500 tokens/s",
         "1.0 % of the training time was spent waiting for data",
         "warning: <img",
         "characters ...]",

@@ -41,7 +41,7 @@ def test_the_exit_code_tells_the_state(tmp_path: Path, capsys: pytest.CaptureFix
     update_status(tmp_path, state="training", steps=1200, loss=0.25, hours_left=1.5)
     assert ask(word) == 75
     shown = capsys.readouterr().out
-    for fragment in ("training", "step 3 of 1,200", "loss 0.2500", "1.5 hours left"):
+    for fragment in ("training", "step 3 of 1,200", "loss 0.2500", "90.0 min left"):
         assert fragment in shown
     assert shown.splitlines()[-1] == f"run: {tmp_path}"
     end_status(tmp_path, "finished", 0)

@@ -76,7 +76,7 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
     trainer.global_step = 910
     metrics.write(910, {"train/loss": 1.0})
     bar.on_train_batch_end(trainer, module, None, None, 9)
-    assert capsys.readouterr().out.endswith("180 s left\n")
+    assert capsys.readouterr().out.endswith("3.0 min left\n")
 
 
 @pytest.mark.parametrize(("step", "outcome"), [(10, "done"), (6, "stopped early")])

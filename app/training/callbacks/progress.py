@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from app.process.logs import record, show
+from common.text import duration
 
 if TYPE_CHECKING:
     from app.training.metrics import Metrics
@@ -80,7 +81,7 @@ class ProgressBar(L.Callback):
         if pl_module.metrics.latest_step == step and self.next_line <= step < total:
             self.next_line = step + total / LINES_PER_RUN
             seconds = (time.monotonic() - self.started) / max(1, step - self.first_step)
-            left = f"{seconds * (total - step):.0f} s left"
+            left = f"{duration(seconds * (total - step))} left"
             self._write(f"step {step}/{total}  {figures(pl_module.metrics)}  {left}")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
