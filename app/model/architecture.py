@@ -191,6 +191,12 @@ def text_numbers(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if stored is None else {"quantization_config": stored} | text
 
 
+def num_experts(numbers: Mapping[str, Any]) -> int:
+    """Return the number of experts of a layer, from the values of a language model; 0 without."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return max(numbers.get(name) or 0 for name in names)
+
+
 def check_token_ids(
     where: str, prefix: str, ids: Mapping[str, Any], numbers: Mapping[str, Any]
 ) -> list[str]:

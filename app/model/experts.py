@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.model.architecture import num_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,6 +28,9 @@ ALIGNED_BYTES = 16
 PACKED = "_4bit"
 """suffix of the name of a module that holds 4-bit experts"""
 Dequantize = Callable[[Tensor], Tensor]
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""returns the outputs of experts for rows that are sorted by expert; given the expert of each row,
+and the index after the last row of each expert"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +46,7 @@ class LowRank:
 
 def has_experts(architecture: PretrainedConfig) -> bool:
     """Return whether a model's config declares more than one expert."""
-    numbers = architecture.get_text_config().to_dict()
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any((numbers.get(name) or 0) > 1 for name in names)
+    return num_experts(architecture.get_text_config().to_dict()) > 1
 
 
 def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -106,7 +110,8 @@ def run_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
     """Return the weighted sum of the outputs of each token's experts, [tokens, width].
 
     hidden [tokens, width]; chosen and weights [tokens, experts per token]. Sums in the order of
-    transformers' own grouped experts.
+    transformers' own grouped experts. If the module has an `exchange`, other ranks hold some of its
+    experts, and it is called as `exchange(rows, counts, compute)`.
     """
     num_chosen = chosen.shape[-1]
     dtype = hidden.dtype
@@ -116,20 +121,28 @@ def run_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
     # Not `bincount`: it would make the host wait for the GPU to know the largest index.
     counts = torch.zeros(self.num_experts, dtype=torch.int32, device=hidden.device)
     counts.scatter_add_(0, experts, torch.ones_like(experts, dtype=torch.int32))
-    ends = counts.cumsum(0, dtype=torch.int32)
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order), device=order.device)
 
-    rows = _RepeatRows.apply(hidden.to(dtype), order, positions, num_chosen)
-    first = "gate_up_proj" if self.has_gate else "up_proj"
-    rows = _project(self, first, rows, experts, ends)
-    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-    rows = _project(self, "down_proj", rows, experts, ends)
-    if vars(self).get("has_post_expert_norm"):  # the attribute is missing in transformers 5.3
-        rows = self.post_expert_norm(rows)
+    rows = repeat_rows(hidden.to(dtype), order, positions, num_chosen)
+    if (exchange := vars(self).get("exchange")) is None:
+        rows = _compute(self, rows, experts, counts.cumsum(0, dtype=torch.int32))
+    else:
+        rows = exchange(rows, counts, partial(_compute, self))
     weighted = rows * weights.reshape(-1)[order].unsqueeze(-1)
     summed = weighted[positions].view(len(hidden), num_chosen, -1).sum(1)
     return summed.to(hidden.dtype)
+
+
+def _compute(module: Any, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+    """Return the outputs of a module's experts; see `Compute`."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    rows = _project(module, first, rows, experts, ends)
+    rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+    rows = _project(module, "down_proj", rows, experts, ends)
+    if vars(module).get("has_post_expert_norm"):  # the attribute is missing in transformers 5.3
+        rows = module.post_expert_norm(rows)
+    return rows
 
 
 def _project(module: Any, name: str, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
@@ -212,6 +225,12 @@ def _aligned_rank(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a.contiguous(), b.contiguous()
 
 
+def repeat_rows(rows: Tensor, order: Tensor, positions: Tensor, times: int = 1) -> Tensor:
+    """Return the rows, each repeated `times`, in `order`, whose inverse is `positions`."""
+    repeated: Tensor = _RepeatRows.apply(rows, order, positions, times)
+    return repeated
+
+
 class _RepeatRows(torch.autograd.Function):
     """Repeat each token's row once per chosen expert, sorted by expert.
 
@@ -287,7 +306,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Return rows [rows, k] times the matrix [experts, k, n] of each row's expert."""
-    if _is_aligned(rows) and _is_aligned(matrices):
+    if len(rows) and _is_aligned(rows) and _is_aligned(matrices):
         return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
     output = rows.new_zeros(len(rows), matrices.shape[2])
     for expert, part in _rows_by_expert(ends):
@@ -297,7 +316,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return left.T [m, rows] times right [rows, n] of each expert's rows: [experts, m, n]."""
-    if _is_aligned(left) and _is_aligned(right):
+    if len(left) and _is_aligned(left) and _is_aligned(right):
         return torch.nn.functional.grouped_mm(left.T, right, offs=ends)
     output = left.new_zeros(len(ends), left.shape[1], right.shape[1])
     for expert, part in _rows_by_expert(ends):

@@ -12,7 +12,7 @@ from app.model.attention import gather_reason, key_repeats
 from app.model.recompute import WHOLE_LAYERS
 from app.planning.memory import PlannedRun
 from app.planning.pipeline import stages_of
-from app.planning.states import ZERO_BUCKET, ModelSize, keeps_gradients_whole
+from app.planning.states import ZERO_BUCKET, ModelSize, WeightBytes, keeps_gradients_whole
 from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
@@ -162,7 +162,7 @@ def list_collectives(run: PlannedRun, size: ModelSize | None = None) -> list[Col
     size = size or run.size
     if run.num_ranks == 1:
         return _between_stages(run)
-    exchanges = [*_of_context_parallel(run), *_between_stages(run)]
+    exchanges = [*_of_context_parallel(run), *_of_expert_parallel(run), *_between_stages(run)]
     if isinstance(run.strategy, ZeroConfig):
         return _of_zero(run, run.strategy, size) + exchanges
     if isinstance(run.strategy, FsdpConfig):
@@ -308,27 +308,59 @@ def _of_shards(
     gathers = forwards + 1 if strategy.reshard_after_forward else 1
     # A stage keeps its weights from its first micro-batch to its last, unless told otherwise.
     keeps = isinstance(strategy, PipelineConfig) and not strategy.reshard_after_forward
+    common = whole.gathered - whole.experts
     weights = Collective(
         what="weights",
         kind=ALL_GATHER,
-        num_bytes=whole.gathered,
+        num_bytes=common,
         times=1 if keeps else run.accumulation * gathers,
         num_ranks=ranks,
         num_nodes=nodes,
         messages=run.model.num_layers + 2,
         in_forward=min(forwards, gathers) / gathers,
-        exposed_share=ends.gathered / whole.gathered,
+        exposed_share=(ends.gathered - ends.experts) / common,
     )
+    trained = whole.trained - whole.experts_trained
     gradients = replace(
         weights,
         what="gradients",
         kind=REDUCE_SCATTER,
-        num_bytes=whole.trained,
+        num_bytes=trained,
         times=reduced,
         in_forward=0.0,
-        exposed_share=ends.trained / max(1.0, whole.trained),
+        exposed_share=(ends.trained - ends.experts_trained) / max(1.0, trained),
     )
-    return [weights, gradients]
+    return [weights, gradients, *_of_split_experts(run, whole, weights, gradients)]
+
+
+def _of_split_experts(
+    run: PlannedRun, whole: WeightBytes, weights: Collective, gradients: Collective
+) -> list[Collective]:
+    """List what FSDP2 sends of experts, if other ranks hold different ones.
+
+    Experts that one rank has alone are copied like gathered ones, and nothing is sent.
+    """
+    if not whole.experts:
+        return []
+    ranks = weights.num_ranks // run.expert_size
+    of_experts = replace(
+        weights,
+        what="weights of experts",
+        num_bytes=whole.experts,
+        num_ranks=ranks,
+        num_nodes=min(weights.num_nodes, ranks),
+        messages=run.model.expert_layers,
+        exposed_share=1 / run.model.expert_layers,
+    )
+    reduced = replace(
+        of_experts,
+        what="gradients of experts",
+        kind=REDUCE_SCATTER,
+        num_bytes=whole.experts_trained,
+        times=gradients.times,
+        in_forward=0.0,
+    )
+    return [of_experts, reduced]
 
 
 def _between_stages(run: PlannedRun) -> list[Collective]:
@@ -385,6 +417,25 @@ def _of_context_parallel(run: PlannedRun) -> list[Collective]:
             kind=kind,
             num_bytes=float(run.tokens * features * run.execution.value_bytes),
             times=directions * run.model.num_layers * run.accumulation,
+            num_ranks=ranks,
+            num_nodes=max(1, ranks // run.hardware.gpus_per_node),
+            overlaps=False,
+        )
+    ]
+
+
+def _of_expert_parallel(run: PlannedRun) -> list[Collective]:
+    """List the hidden states that travel to experts and back; recomputing a layer repeats it."""
+    if (ranks := run.expert_size) == 1:
+        return []
+    directions, widths = 2 if run.recompute == "none" else 3, run.model.widths
+    features = widths.hidden * widths.routed_copies // 2
+    return [
+        Collective(
+            what="hidden states to experts and back",
+            kind=ALL_TO_ALL,
+            num_bytes=float(run.tokens * features * run.execution.value_bytes),
+            times=2 * directions * run.model.expert_layers * run.accumulation,
             num_ranks=ranks,
             num_nodes=max(1, ranks // run.hardware.gpus_per_node),
             overlaps=False,

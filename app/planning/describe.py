@@ -103,6 +103,7 @@ def _messages(run: PlannedRun) -> list[dict[str, Any]]:
             "gib_between_nodes": each.sent_between_nodes / GIB,
         }
         for each in list_collectives(run, run.size)
+        if each.num_ranks > 1
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from app.planning.states import (
@@ -35,7 +35,7 @@ class HostMemory:
 
 def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> HostMemory:
     """Estimate a machine's host memory, without what the processes themselves take."""
-    size = size or run.size
+    size = _with_all_experts(run, size)
     whole, strategy = size.whole, run.strategy
     per_node, nodes = run.hardware.gpus_per_node, run.num_nodes
     on_disk = strategy.offload_optimizer == "disk"
@@ -62,6 +62,13 @@ def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> Host
     return HostMemory(loading=loading, offloaded=offloaded)
 
 
+def _with_all_experts(run: PlannedRun, size: ModelSize | None) -> ModelSize:
+    """Return the sizes of a model of which no rank has a part of the experts."""
+    if isinstance(run.strategy, FsdpConfig) and run.expert_size > 1:
+        return replace(run, strategy=replace(run.strategy, expert_parallel_size=1)).size
+    return size or run.size
+
+
 def _state_bytes(run: PlannedRun, size: ModelSize) -> float:
     outer = size.whole.num_trained * outer_state_bytes(run.strategy)
     return outer + optimizer_state_bytes(size, run.optimizer)
@@ -72,7 +79,7 @@ def estimate_disk(run: PlannedRun, size: ModelSize | None = None) -> float:
 
     While a checkpoint is written, there is one more than are kept.
     """
-    size = size or run.size
+    size = _with_all_experts(run, size)
     split = run.tensor_size
     trained = size.whole.trained * split
     checkpoint = trained + _state_bytes(run, size) * split
@@ -90,4 +97,4 @@ def estimate_disk_states(run: PlannedRun, size: ModelSize | None = None) -> floa
     if run.strategy.offload_optimizer != "disk":
         return 0.0
     _, _, shares = num_shards(run.strategy, run.num_ranks, run.num_nodes)
-    return _state_bytes(run, size or run.size) / shares * run.hardware.gpus_per_node
+    return _state_bytes(run, _with_all_experts(run, size)) / shares * run.hardware.gpus_per_node

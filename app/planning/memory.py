@@ -36,6 +36,7 @@ from app.strategy.settings import (
     StrategyConfig,
     ZeroConfig,
     context_parallel_size,
+    expert_parallel_size,
     pipeline_parallel_size,
     tensor_parallel_size,
 )
@@ -124,6 +125,11 @@ class PlannedRun:
     def context_size(self) -> int:
         """Number of ranks that hold slices of the same rows."""
         return context_parallel_size(self.strategy)
+
+    @property
+    def expert_size(self) -> int:
+        """Number of ranks that hold different experts."""
+        return expert_parallel_size(self.strategy)
 
     @property
     def tokens(self) -> int:

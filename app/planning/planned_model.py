@@ -36,6 +36,8 @@ SPLIT = {
 }
 """style in which tensor parallelism splits matrices, by the ends of their names, as in
 transformers' plans"""
+EXPERTS = ".experts."
+"""part of the names of weights of routed experts"""
 SHARED_EXPERTS = re.compile(r"^(?!.*\bexperts\.\d).*\bgate_proj\.(base_layer\.)?weight$")
 """gate matrices of a layer with experts that do not belong to a single expert"""
 
@@ -162,6 +164,13 @@ class PlannedModel:
             "experts." in name and ".lora_A." in name
             for weights, _ in self.layers
             for name in weights
+        )
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of layers with routed experts."""
+        return sum(
+            times for weights, times in self.layers if any(EXPERTS in name for name in weights)
         )
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from app.model.quantization import QuantizationConfig
-from app.planning.planned_model import PlannedModel, Weights
+from app.planning.planned_model import EXPERTS, PlannedModel, Weights
 from app.strategy.settings import (
     MAX_UNSHARDED_SHARE,
     STATE_BLOCK_BYTES,
@@ -17,6 +17,7 @@ from app.strategy.settings import (
     PipelineConfig,
     StrategyConfig,
     ZeroConfig,
+    expert_parallel_size,
     tensor_parallel_size,
 )
 from app.strategy.tensor_plan import split_dim
@@ -30,7 +31,7 @@ DOUBLE_QUANT_SAVED_BITS = 0.373
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """Bytes of the weights of some modules before sharding; with tensor parallelism of one rank."""
+    """Bytes of the weights of some modules before sharding; of one rank if ranks split them."""
 
     frozen: float = 0.0
     trained: float = 0.0
@@ -42,6 +43,10 @@ class WeightBytes:
     """bytes on the fullest rank after sharding by rows"""
     held_trained: float = 0.0
     """bytes of trainable weights on that rank"""
+    experts: float = 0.0
+    """the part of `gathered` that belongs to experts of which other ranks hold different ones"""
+    experts_trained: float = 0.0
+    """the part of `trained` that does"""
 
     def __add__(self, other: WeightBytes) -> WeightBytes:
         return WeightBytes(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -91,6 +96,7 @@ class WeightLayout:
     num_shards: int
     """number of shards that rows are divided into"""
     tensor_size: int
+    expert_size: int = 1
 
 
 def bytes_per_weight(num_bytes: int, quantization: QuantizationConfig) -> float:
@@ -113,8 +119,8 @@ def sum_weight_bytes(
     part = WeightBytes()
     in_bf16 = layout.precision == "bf16" and all(w.num_bytes == 4 for w in weights.values())
     for name, weight in weights.items():
-        dim = split_dim(plan, name)
-        share = 1.0 if dim is None else 1 / layout.tensor_size
+        dim, experts = split_dim(plan, name), layout.expert_size if EXPERTS in name else 1
+        share = (1.0 if dim is None else 1 / layout.tensor_size) / experts
         size = num_bytes = float(weight.num_bytes)
         if not weight.requires_grad and weight.ndim >= 2:
             num_bytes = bytes_per_weight(weight.num_bytes, layout.quantization)
@@ -122,14 +128,19 @@ def sum_weight_bytes(
         trains = weight.requires_grad
         # A LoRA matrix of rank 16 gives each of 16 ranks one row, and further ranks nothing.
         rows = weight.shape[0] / (layout.tensor_size if dim == 0 else 1)
-        held = number * num_bytes * math.ceil(rows / layout.num_shards) / rows
+        rows /= 1 if ".lora_B." in name else experts  # whose columns belong to experts
+        held = number * num_bytes * math.ceil(rows * experts / layout.num_shards) / rows
+        trained = number * size if trains else 0.0
+        gathered = number * (2.0 if in_bf16 else num_bytes)
         part += WeightBytes(
             frozen=0.0 if trains else number * num_bytes,
-            trained=number * size if trains else 0.0,
-            gathered=number * (2.0 if in_bf16 else num_bytes),
+            trained=trained,
+            gathered=gathered,
             num_trained=number if trains else 0.0,
             held=held,
             held_trained=held if trains else 0.0,
+            experts=gathered * (experts > 1),
+            experts_trained=trained * (experts > 1),
         )
     return part
 
@@ -146,7 +157,8 @@ def size_for(
     """Return the sizes of a model on one rank of a strategy, which must be resolved."""
     tensor_size = tensor_parallel_size(strategy, num_ranks // num_nodes)
     weight_shards, _, _ = num_shards(strategy, num_ranks, num_nodes)
-    layout = WeightLayout(precision, quantization, weight_shards, tensor_size)
+    experts = expert_parallel_size(strategy)
+    layout = WeightLayout(precision, quantization, weight_shards, tensor_size, experts)
     of_ends = replace(layout, quantization=QuantizationConfig())  # they are never quantized
     plan = model.plan if tensor_size > 1 else {}
     layers = sum(

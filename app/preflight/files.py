@@ -26,6 +26,7 @@ from app.model.adapter import (
 )
 from app.model.adapter.saved_config import KINDS, read_adapter_config
 from app.model.adapter.settings import CONFIG_FILE
+from app.model.architecture import num_experts, text_numbers
 from app.model.attention import EXCHANGED, batching_error
 from app.model.base import ModelConfig
 from app.model.description import BaseDescription
@@ -52,6 +53,7 @@ from app.strategy.settings import (
     PIPELINED,
     StrategyConfig,
     context_parallel_size,
+    expert_parallel_size,
     num_stages,
     tensor_parallel_size,
 )
@@ -123,9 +125,10 @@ def check_tensor_parallel(size: int, base: BaseDescription) -> list[str]:
 def check_split(
     strategy: StrategyConfig, base: BaseDescription, backend: str = EXCHANGED[0]
 ) -> list[str]:
-    """List why ranks cannot share the rows or the layers of this base with an attention backend."""
+    """List why ranks cannot share rows, layers or experts of this base with a backend."""
     size = context_parallel_size(strategy)
     problems = check_pipeline(strategy, base)
+    problems += check_expert_parallel(expert_parallel_size(strategy), base)
     if size > 1 and base.config.get("is_encoder_decoder"):
         problems.append(
             f"strategy.context_parallel_size={size} splits the rows of causal models, and "
@@ -138,6 +141,23 @@ def check_split(
             "strategy.context_parallel_size=1"
         )
     return problems
+
+
+def check_expert_parallel(size: int, base: BaseDescription) -> list[str]:
+    """List why `size` ranks cannot split the experts of this base among them."""
+    if size == 1 or not base.config:
+        return []
+    name, count = f"strategy.expert_parallel_size={size}", num_experts(text_numbers(base.config))
+    if count < 2:
+        return [
+            f"{name} splits the experts of a mixture, and {base.name} ({base.model_type}) has "
+            "none; type strategy.expert_parallel_size=1"
+        ]
+    fits = [str(n) for n in range(1, count + 1) if count % n == 0]
+    return [
+        f"{name} does not divide the {count} experts of {base.name} ({count} / {size} leaves "
+        f"{count % size}); type strategy.expert_parallel_size={' or '.join(fits)}"
+    ] * (count % size > 0)
 
 
 def check_pipeline(strategy: StrategyConfig, base: BaseDescription) -> list[str]:

@@ -1,15 +1,16 @@
-"""FSDP2 and tensor parallelism.
+"""FSDP2, tensor parallelism and expert parallelism.
 
 One device mesh with the dimensions (replicate, shard, tensor): groups of ranks that each hold a
 full copy of the weights, ranks that shard one copy, and ranks that split each layer's matrices and
-see the same data.
+see the same data. Experts have a mesh of their own (shard, expert): ranks that shard the same
+experts, and neighbours that hold different ones.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from app.model.head import LossHead
 from app.model.layers import decoder_layers
 from app.model.quantization import bind_scales
 from app.strategy.disk_states import AdamWOnDisk, DiskTensor
+from app.strategy.expert_parallel import ExpertParallel, experts_of
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
 from app.strategy.mixin import StrategyMixin
 from app.strategy.placement import BuildModel
@@ -39,10 +41,12 @@ from app.strategy.rendezvous import connect_ranks
 from app.strategy.settings import MAX_UNSHARDED_SHARE, TIMEOUT, FsdpConfig
 from app.strategy.state import Allocate, ShardedTensor, StateTensor, local
 from app.strategy.step import clip_in_step, clips_in_step
-from app.strategy.tensor_parallel import TensorParallel
+from app.strategy.tensor_parallel import Split, TensorParallel
 from common.errors import UserError
 
 log = logging.getLogger(__name__)
+
+COUNTS = "counts below are per rank"
 
 
 def build_sharded(config: FsdpConfig, *, accelerator: str, num_ranks: int) -> StrategyMixin:
@@ -71,12 +75,15 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         self.model_root: Any = None
         self._accumulates_unsharded = False
         """whether gradients stay unsharded between the micro-batches of a step"""
-        self._split_dims: dict[torch.nn.Parameter, int] = {}
-        """weights that tensor parallelism has split, and along which dimension"""
+        self._splits: dict[torch.nn.Parameter, Split] = {}
+        """weights that tensor or expert parallelism has split"""
         self._partial_grads: set[torch.nn.Parameter] = set()
         """replicated weights whose gradients are partial sums under tensor parallelism"""
         self._owners: dict[torch.nn.Module, FSDPModule] = {}
         """FSDP module that gathers the weights of a module"""
+        self._expert_mesh: DeviceMesh
+        self._experts: set[torch.nn.Module] = set()
+        """modules of which each rank holds a part of the experts"""
 
     # Ranks
 
@@ -127,13 +134,26 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         sizes = {"replicate": replicas, "shard": shards, "tensor": self.tensor_size}
         if self.pipeline_size > 1:
             sizes = {"pipe": self.pipeline_size} | sizes
-        self._device_mesh = init_device_mesh(
+        self._device_mesh = self._make_mesh(sizes)
+        if (split := self.config.expert_parallel_size) > 1:
+            self._expert_mesh = self._make_mesh({"shard": shards // split, "expert": split})
+
+    def _make_mesh(self, sizes: Mapping[str, int]) -> DeviceMesh:
+        mesh = init_device_mesh(
             self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
         )
         # NCCL's default timeout is 10 minutes. Private, tested with torch 2.13: a mesh creates its
         # own groups and takes no timeout.
-        for group in self._device_mesh.get_all_groups():
+        for group in mesh.get_all_groups():
             _set_pg_timeout(self._timeout, group)
+        return mesh
+
+    @property
+    def _split_group(self) -> dist.ProcessGroup:
+        """The ranks that hold parts of the split weights."""
+        if self.config.expert_parallel_size > 1:
+            return self._expert_mesh.get_group("expert")
+        return self.device_mesh.get_group("tensor")
 
     def _divide(self) -> tuple[int, int]:
         tensor, ranks = self.tensor_size, self._stage_ranks
@@ -163,37 +183,33 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         model = build(on_meta=not broadcaster.reads_here, on_host=True, device=self.root_device)
         broadcaster.check_same(model)
         names = decoder_layers(model, "model.wrap_class=NAME")
-        parallel = None
-        if self.tensor_size > 1:
-            parallel = TensorParallel(model, self.device_mesh["tensor"].get_group(), names)
-            log.info(
-                "tensor parallel: matrices are split over %d ranks; counts below are per rank",
-                self.tensor_size,
-            )
+        parallel = self._parallel(model, names)
         for layer in [model.get_submodule(name) for name in names]:
             broadcaster.broadcast_quantization(layer)
             broadcaster.broadcast(layer.modules())
             if parallel:
                 parallel.split(layer)
+            if isinstance(parallel, ExpertParallel):
+                for experts in experts_of(layer):
+                    self._experts.add(experts)
+                    self._shard(experts)
             self._shard(layer)
             bind_scales(layer)
         inner = {module for name in names for module in model.get_submodule(name).modules()}
         broadcaster.broadcast_quantization(model)
         broadcaster.broadcast(module for module in model.modules() if module not in inner)
-        if parallel and (head := model.get_output_embeddings()) in _untied_ends(model):
+        head, ends = model.get_output_embeddings(), _untied_ends(model)
+        if isinstance(parallel, TensorParallel) and head in ends:
             parallel.split_head(head)
-        for module in _untied_ends(model):  # the largest weights, gathered only while in use
+        for module in ends:  # the largest weights, gathered only while in use
             trains = any(weight.requires_grad for weight in module.parameters())
-            is_head = module is model.get_output_embeddings()
             if isinstance(module, LossHead) and not trains:
                 module.register_forward_hook(_detach_empty_output, prepend=True)
             # The backward pass of a trained head directly follows its forward pass.
-            self._shard(module, reshard_after_forward=not (trains and is_head))
+            self._shard(module, reshard_after_forward=not (trains and module is head))
         self._shard(model)
         if parallel:
-            self._split_dims = {
-                getattr(split.module, split.name): split.dim for split in parallel.splits
-            }
+            self._splits = {getattr(split.module, split.name): split for split in parallel.splits}
             self._partial_grads = {w for m in parallel.partial_grads for w in m.parameters()}
         # Counted only now: all ranks must agree, and quantized weights have the same packed size on
         # every rank only after loading.
@@ -204,11 +220,25 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         log_host_memory(before, reads_here=broadcaster.reads_here)
         return model
 
+    def _parallel(self, model: Any, names: Sequence[str]) -> TensorParallel | ExpertParallel | None:
+        """Return what splits the layers `names` of a model, or their experts."""
+        if (size := self.config.expert_parallel_size) > 1:
+            log.info("expert parallel: experts are split over %d ranks; %s", size, COUNTS)
+            return ExpertParallel(model, self._split_group)
+        if self.tensor_size > 1:
+            log.info(
+                "tensor parallel: matrices are split over %d ranks; %s", self.tensor_size, COUNTS
+            )
+            return TensorParallel(model, self._split_group, names)
+        return None
+
     def _shard(self, module: Any, *, reshard_after_forward: bool = True) -> None:
         """Shard a module's weights, except those of already sharded submodules."""
         mesh, offloads = self._gradient_mesh, self.config.offload_parameters
         if mesh.size() == 1 and not offloads:
             return
+        if module in self._experts:
+            mesh = self._expert_mesh["shard"]
         owned = [child for child in module.modules() if child not in self._owners]
         options: dict[str, Any] = {}
         is_whole = self.device_mesh["shard"].size() == 1 and not offloads
@@ -329,7 +359,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         """
         group = self.device_mesh["tensor"].get_group()
         for weight in (w for param_group in optimizer.param_groups for w in param_group["params"]):
-            if weight.grad is None or weight in self._split_dims:
+            if weight.grad is None or weight in self._splits:
                 continue
             if weight in self._partial_grads:
                 dist.all_reduce(local(weight.grad), group=group)
@@ -338,20 +368,20 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
 
     def _num_copies(self, weight: Tensor) -> int:
         """Return the number of ranks that hold the same shard of a weight as this rank."""
-        num_parts = self.tensor_size if weight in self._split_dims else 1
+        num_parts = self._split_group.size() if weight in self._splits else 1
         if isinstance(weight, DTensor):
-            num_parts *= self.device_mesh["shard"].size()
+            num_parts *= weight.device_mesh.shape[-1]
         return self._stage_ranks // num_parts
 
     # State
 
     def full_tensor(self, weight: Tensor) -> Tensor:
         """Return the full tensor of a weight."""
-        return self._full(weight.detach(), self._split_dims.get(weight))
+        return self._full(weight.detach(), self._splits.get(weight))
 
     def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
         """Return a weight for a checkpoint; a ShardedTensor if the weight is sharded or split."""
-        return self._as_state(weight.detach(), self._split_dims.get(weight))
+        return self._as_state(weight.detach(), self._splits.get(weight))
 
     def optimizer_state_of(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
@@ -361,13 +391,13 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         return {key: self._state_of(weight, value) for key, value in states.items()}
 
     def _state_of(self, weight: torch.nn.Parameter, value: Any) -> Any:
-        dim = self._split_dims.get(weight)
+        split = self._splits.get(weight)
         if isinstance(value, DiskTensor):
-            gather = partial(self._gather_from_disks, weight, value, dim)
-            return ShardedTensor(self._full_shape(weight, dim), value.dtype, gather)
-        return self._as_state(value, dim) if _is_like(value, weight) else value
+            gather = partial(self._gather_from_disks, weight, value, split)
+            return ShardedTensor(self._full_shape(weight, split), value.dtype, gather)
+        return self._as_state(value, split) if _is_like(value, weight) else value
 
-    def _gather_from_disks(self, weight: Tensor, value: DiskTensor, dim: int | None) -> Tensor:
+    def _gather_from_disks(self, weight: Tensor, value: DiskTensor, split: Split | None) -> Tensor:
         """Gather a state of which each rank has the part of its shard of `weight` on its disk."""
         part = value.read()
         if isinstance(weight, DTensor):
@@ -379,7 +409,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
                 shape=weight.shape,
                 stride=weight.stride(),
             )
-        return self._full(part, dim)
+        return self._full(part, split)
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
         """Copy this rank's shard of a full tensor into a weight."""
@@ -393,7 +423,7 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
         allocate: Allocate,
     ) -> None:
         """Restore this rank's shards of full optimizer states."""
-        shape = self._full_shape(weight, self._split_dims.get(weight))
+        shape = self._full_shape(weight, self._splits.get(weight))
         for key, value in states.items():
             is_like = value.shape == shape
             part = self._shard_of(weight, value) if is_like else value
@@ -404,20 +434,19 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
                 state = allocate(key, value).copy_(part)
             optimizer.state[weight][key] = state
 
-    def _as_state(self, tensor: Tensor, dim: int | None) -> StateTensor:
-        if not isinstance(tensor, DTensor) and dim is None:
+    def _as_state(self, tensor: Tensor, split: Split | None) -> StateTensor:
+        if not isinstance(tensor, DTensor) and split is None:
             return tensor
-        gather = partial(self._full, tensor, dim)
-        return ShardedTensor(self._full_shape(tensor, dim), tensor.dtype, gather)
+        gather = partial(self._full, tensor, split)
+        return ShardedTensor(self._full_shape(tensor, split), tensor.dtype, gather)
 
-    def _full_shape(self, tensor: Tensor, dim: int | None) -> torch.Size:
-        shape = list(tensor.shape)
-        if dim is not None:
-            shape[dim] *= self.tensor_size
-        return torch.Size(shape)
+    def _full_shape(self, tensor: Tensor, split: Split | None) -> torch.Size:
+        if split is None:
+            return tensor.shape
+        return split.full_shape(tensor.shape, self._split_group.size())
 
     @torch.no_grad()
-    def _full(self, tensor: Tensor, dim: int | None) -> Tensor:
+    def _full(self, tensor: Tensor, split: Split | None) -> Tensor:
         if isinstance(tensor, DTensor):
             if tensor.device != self.root_device:  # offloaded shards are gathered on the devices
                 part = tensor.to_local().to(self.root_device)
@@ -426,17 +455,17 @@ class Fsdp(StrategyMixin, ModelParallelStrategy):
                     part, *placement, run_check=False, shape=tensor.shape, stride=tensor.stride()
                 )
             tensor = tensor.full_tensor()
-        if dim is None:
+        if split is None:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.tensor_size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.device_mesh["tensor"].get_group())
-        return torch.cat(parts, dim)
+        group = self._split_group
+        parts = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return split.join(parts)
 
     def _shard_of(self, weight: Tensor, value: Tensor) -> Tensor:
         """Return this rank's shard of `value`, a full tensor of the weight; it may be on a GPU."""
-        dim = self._split_dims.get(weight)
-        if dim is not None:
-            value = value.chunk(self.tensor_size, dim)[self.device_mesh["tensor"].get_local_rank()]
+        if (split := self._splits.get(weight)) is not None:
+            value = split.part(value, self._split_group.rank(), self._split_group.size())
         if not isinstance(weight, DTensor):
             return value
         placement = weight.device_mesh, weight.placements

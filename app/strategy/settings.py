@@ -102,6 +102,9 @@ class FsdpConfig(RanksConfig):
     node"""
     shards_data_parallel: bool = True
     """shard weights over the data parallel ranks; false = split them by tensor parallelism only"""
+    expert_parallel_size: int = setting(1, ge=1, le=64)
+    """number of neighbouring ranks that hold different experts of a mixture: they gather fewer
+    weights, and send each token to the ranks of its experts in each layer"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -218,6 +221,11 @@ def tensor_parallel_size(config: StrategyConfig, ranks_per_node: int) -> int:
 def context_parallel_size(config: StrategyConfig) -> int:
     """Return the number of ranks that hold slices of the same rows."""
     return config.context_parallel_size if isinstance(config, RanksConfig) else 1
+
+
+def expert_parallel_size(config: StrategyConfig) -> int:
+    """Return the number of ranks that hold different experts of each layer."""
+    return config.expert_parallel_size if isinstance(config, FsdpConfig) else 1
 
 
 def pipeline_parallel_size(config: StrategyConfig) -> int:

@@ -31,11 +31,34 @@ from common.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A split weight and the dimension along which it is split."""
+    """A split weight, of which each rank has a part of a dimension."""
 
     module: torch.nn.Module
     name: str
     dim: int
+    blocks: int = 1
+    """equal blocks of that dimension, of each of which a rank has a part"""
+
+    def keep(self, rank: int, size: int) -> None:
+        """Replace the weight by the part of one of `size` ranks."""
+        weight = getattr(self.module, self.name)
+        part = self.part(weight.detach(), rank, size).contiguous().clone()
+        part = torch.nn.Parameter(part, requires_grad=weight.requires_grad)
+        self.module.register_parameter(self.name, part)
+
+    def part(self, full: Tensor, rank: int, size: int) -> Tensor:
+        """Return the part of a full tensor that one of `size` ranks has."""
+        dim, blocks = self.dim, full.unflatten(self.dim, (self.blocks, -1))
+        return blocks.chunk(size, dim + 1)[rank].flatten(dim, dim + 1)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the full tensor of the parts of all ranks."""
+        dim, blocks = self.dim, [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
+        return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
+
+    def full_shape(self, part: torch.Size, size: int) -> torch.Size:
+        """Return the shape of the full tensor of which `size` ranks have parts of a shape."""
+        return torch.Size([*part[: self.dim], part[self.dim] * size, *part[self.dim + 1 :]])
 
 
 class TensorParallel:
@@ -115,13 +138,11 @@ class TensorParallel:
         head.register_forward_hook(gather)
 
     def _split_weight(self, module: Any, name: str, dim: int) -> None:
-        weight = getattr(module, name)
-        if weight is None:
+        if getattr(module, name) is None:
             return
-        part = weight.detach().chunk(self.size, dim)[self.rank].contiguous().clone()
-        part = torch.nn.Parameter(part, requires_grad=weight.requires_grad)
-        module.register_parameter(name, part)
-        self.splits.append(Split(module, name, dim))
+        split = Split(module, name, dim)
+        split.keep(self.rank, self.size)
+        self.splits.append(split)
 
     def _copy_input(self, module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *others = inputs

@@ -22,9 +22,9 @@ from app.planning.communication import (
     list_collectives,
 )
 from app.planning.hardware import HardwareConfig
-from app.planning.host import estimate_host_memory
+from app.planning.host import estimate_disk, estimate_host_memory
 from app.planning.memory import PlannedRun, estimate_gpu_memory, fits
-from app.planning.planned_model import PlannedModel, model_from_config_json
+from app.planning.planned_model import PlannedModel, build_planned_model
 from app.planning.speed import estimate_flops, estimate_speed
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig
 
@@ -41,9 +41,8 @@ PUBLISHED = {
 def planned(model: str, *words: str) -> tuple[Any, PlannedModel]:
     config = load_config("train", [f"model={model}", "data=dolly", *words])
     precision = config.trainer.precision if config.trainer.precision != "auto" else "bf16"
-    found = model_from_config_json(model, config.model.architecture, config.adapter, precision)
-    assert found is not None
-    return config, found
+    numbers = config.model.architecture
+    return config, build_planned_model(config.model, numbers, config.adapter, precision)
 
 
 def run_of(
@@ -245,6 +244,35 @@ def test_context_parallel_splits_a_row_and_exchanges_its_heads_twice_per_layer_a
     gather = list_collectives(odd)[-1]  # three ranks cannot share 32 heads
     assert (gather.kind, gather.times, gather.num_ranks) == (ALL_GATHER, 2 * 32, 3)
     assert gather.num_bytes == 300 * 2 * 8 * 128 * 2
+
+
+@pytest.mark.slow
+def test_split_experts_are_gathered_by_fewer_ranks_and_receive_hidden_states() -> None:
+    whole, split, alone = (
+        run_of(
+            "qwen3_30b_a3b",
+            "adapter=full",
+            strategy=FsdpConfig(expert_parallel_size=size),
+            gpus=8,
+            sequence_len=1000,
+        )
+        for size in (1, 4, 8)
+    )
+    in_experts = 48 * 128 * 3 * 768 * 2048
+    common = whole.model.num_weights - in_experts
+    sent = [{each.what: each for each in list_collectives(run)} for run in (whole, split, alone)]
+    assert sent[0]["weights"].num_bytes == 2 * (common + in_experts)
+    assert [by["weights"].num_bytes for by in sent[1:]] == [2 * common] * 2
+    assert sent[1]["weights of experts"].num_bytes == 2 * in_experts / 4
+    assert sent[1]["gradients of experts"].num_bytes == 4 * in_experts / 4
+    assert [by["weights of experts"].num_ranks for by in sent[1:]] == [2, 1]
+    exchange = sent[1]["hidden states to experts and back"]
+    assert (exchange.kind, exchange.times, exchange.num_ranks) == (ALL_TO_ALL, 2 * 2 * 48, 4)
+    assert exchange.num_bytes == 1000 * 8 * 2048 * 2
+    memory = [estimate_gpu_memory(run) for run in (whole, split)]
+    assert memory[1].optimizer == pytest.approx(memory[0].optimizer, rel=1e-3)
+    assert estimate_host_memory(split).loading == estimate_host_memory(whole).loading
+    assert estimate_disk(split) == estimate_disk(whole)
 
 
 def test_half_precision_halves_ddps_bytes() -> None:

@@ -64,6 +64,7 @@ ON_DISK = "strategy.offload_optimizer=disk strategy.offload_dir=/var/tmp"
 STAGED = "strategy=fsdp_pp trainer.devices=2 trainer.gradient_accumulation_steps=4"
 SLICED = "strategy=ddp trainer.devices=2 strategy.context_parallel_size=2"
 FULL_FP8 = "adapter=full trainer.precision=fp8"
+APART = "strategy=fsdp trainer.devices=4 strategy.expert_parallel_size=2"
 LABELS = "model.labels=[first,inside,last]"
 CONFLICTS = [
     # GPUs, what was typed, what is right, what must be said
@@ -290,6 +291,23 @@ CONFLICTS = [
      ["adapter.neftune_alpha=5 scales its noise", "type adapter.neftune_alpha=null, or"]),
     (0, f"{SLICED} data.sequence_len=127", f"{SLICED} data.sequence_len=128",
      ["rows of 127 tokens", "fewer than 64; type data.sequence_len=128, or strategy."]),
+    (0, f"{APART} strategy.context_parallel_size=2", APART,
+     ["and context parallel 2 gives several ranks the same rows", "type strategy=fsdp without it"]),
+    (0, "strategy=fsdp_hybrid trainer.devices=4 strategy.replicas=2 "
+     "strategy.expert_parallel_size=2", APART,
+     ["and strategy=fsdp_hybrid replicates weights", "type strategy=fsdp, or strategy.expert_"]),
+    (2, "strategy=fsdp_offload trainer.devices=2 strategy.expert_parallel_size=2",
+     "strategy=fsdp trainer.devices=2 strategy.expert_parallel_size=2",
+     ["strategy.expert_parallel_size=2 and strategy.offload_parameters=true have not",
+      "type strategy.offload_parameters=false, or"]),
+    (4, f"{FULL_FP8} {APART}", f"{FULL_FP8} strategy=fsdp trainer.devices=4",
+     ["strategy.expert_parallel_size=2 and trainer.precision=fp8 have not",
+      "type trainer.precision=bf16, or strategy.expert_parallel_size=1"]),
+    (0, f"{APART} quantization.method=nf4", APART,
+     ["splits plain experts, and quantization=nf4 has not", "type quantization=none, or"]),
+    (0, "strategy=fsdp trainer.devices=3 strategy.expert_parallel_size=2", APART,
+     ["strategy.expert_parallel_size=2 does not divide 3 ranks (3 / 2 leaves 1)",
+      "type strategy.expert_parallel_size=1 or 3, or trainer.devices=2"]),
     (0, f"{STAGED} packing.method=none", STAGED,
      ["sends hidden states of one shape", "type packing=multipack, or strategy=fsdp"]),
     (0, f"{STAGED} data.streaming=true trainer.max_steps=9 data.val_set_size=0",

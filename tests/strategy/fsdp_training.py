@@ -24,7 +24,7 @@ from app.model.recompute import RecomputeConfig
 from app.strategy.build import build_strategy
 from app.strategy.loading import Broadcaster, peak_host_bytes
 from app.strategy.settings import FsdpConfig
-from app.strategy.state import ShardedTensor
+from app.strategy.state import ShardedTensor, local
 from app.training.checkpoint.state import trainable_parameters
 from app.training.nonfinite import StepSkipped, propagate_nonfinite, skip_nonfinite_step
 from common.errors import UserError
@@ -46,10 +46,18 @@ ARCHITECTURE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "head_dim": 8,
+}
 ADAPTERS: dict[str, AdapterConfig] = {
     "lora": LoraConfig(r=1, alpha=4, dropout=0.0, init="gaussian"),  # few weights
     "dora": LoraConfig(r=4, dropout=0.0, use_dora=True),
     "ia3": Ia3Config(),
+    "experts": LoraConfig(r=2, alpha=4, dropout=0.0, experts="lora"),
     "full": FullConfig(),
     "head": FreezeConfig(layers="none", modules=["lm_head"]),
     "top layer": FreezeConfig(layers="top 1"),
@@ -176,7 +184,7 @@ def gradient(strategy: Any, weight: Any) -> Tensor:
     """Return the full gradient of a weight."""
     if strategy is None:
         return weight.grad
-    return strategy._full(weight.grad, strategy._split_dims.get(weight))
+    return strategy._full(weight.grad, strategy._splits.get(weight))
 
 
 def build_sharded_model(
@@ -217,6 +225,12 @@ def has_gradients_by_micro_batch(config: FsdpConfig, kind: str) -> tuple[bool, b
     first = all(weight.grad is not None for weight in weights)
     compute_loss(model, ids, loss_weights).backward()
     return first, all(weight.grad is not None for weight in weights)
+
+
+def bytes_of_shards(config: FsdpConfig, numbers: dict[str, Any]) -> int:
+    """Return the bytes of the weights of this rank."""
+    _, model = build_sharded_model(config, model_builder("full", **numbers))
+    return sum(local(weight).nbytes for weight in model.parameters())
 
 
 def unsharded_weights_after_forward(config: FsdpConfig) -> list[str]:
@@ -378,7 +392,7 @@ def replicated_weights_after_unequal_gradients(config: FsdpConfig, kind: str) ->
         weight.grad *= 1 + strategy.global_rank / 100
     strategy.clip(optimizer, CLIP)
     optimizer.step()
-    return {name: weight for name, weight in weights.items() if weight not in strategy._split_dims}
+    return {name: weight for name, weight in weights.items() if weight not in strategy._splits}
 
 
 def errors_of_different_models() -> list[str]:

@@ -302,11 +302,13 @@ def test_the_file_system_of_a_folder_is_that_of_its_longest_mount(tmp_path: Path
     assert file_system_of(Path("/dev/shm")) in ("tmpfs", "")
 
 
-def train_sharded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def train_sharded(
+    folder: Path, config: FsdpConfig, numbers: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train under FSDP with states on the disk and in memory, of which the first is resumed."""
     found = []
     for is_on_disk in (True, False):
-        strategy, model = fsdp.build_sharded_model(FsdpConfig(), fsdp.model_builder("full"))
+        strategy, model = fsdp.build_sharded_model(config, fsdp.model_builder("full", **numbers))
 
         def build(model: Any = model, is_on_disk: bool = is_on_disk) -> Any:
             group = fsdp.make_optimizer(model).param_groups[0]["params"]
@@ -329,8 +331,15 @@ def train_sharded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_shard_the_states_over_their_files(tmp_path: Path) -> None:
-    for mine, plain in on_ranks(2, train_sharded, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "numbers"),
+    [(FsdpConfig(), {}), (FsdpConfig(expert_parallel_size=2), fsdp.MIXTURE)],
+    ids=["fsdp", "experts"],
+)
+def test_two_ranks_shard_the_states_over_their_files(
+    config: FsdpConfig, numbers: dict[str, Any], tmp_path: Path
+) -> None:
+    for mine, plain in on_ranks(2, train_sharded, tmp_path, config, numbers):
         assert (mine["losses"], mine["norms"]) == (plain["losses"], plain["norms"])
         for key in ("weights", "states"):
             assert mine[key].keys() == plain[key].keys()

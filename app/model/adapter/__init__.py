@@ -38,6 +38,7 @@ from app.model.adapter.targets import Targets, find_targets
 from app.model.adapter.weights import (
     TrainableWeight,
     adapter_matrices,
+    expert_matrices,
     external_parameters,
     report_trainable,
     trainable_weights,
@@ -70,6 +71,7 @@ __all__ = [
     "check_same_logits",
     "continued_from",
     "drop_pending_outputs",
+    "expert_matrices",
     "external_parameters",
     "find_targets",
     "group_adapters",

@@ -48,10 +48,10 @@ class ParamWrapper(peft.tuners.lora.layer.ParamWrapper):
 
     def _low_rank(self, name: str) -> LowRank:
         """Return A and B by expert: peft has A [experts x rank, in] and B [out, rank x experts]."""
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        a, b, rank = self.lora_A[name].weight, self.lora_B[name].weight, self.r[name]
         return LowRank(
-            a.view(self.num_experts, -1, a.shape[1]),
-            b.view(len(b), -1, self.num_experts).permute(2, 0, 1),
+            a.view(-1, rank, a.shape[1]),
+            b.view(len(b), rank, -1).permute(2, 0, 1),
             self.scaling[name],
         )
 

@@ -137,6 +137,21 @@ def adapter_matrices(model: torch.nn.Module) -> list[TrainableWeight]:
     return [weight for weight in trainable_weights(model) if weight.kind in on_modules]
 
 
+def expert_matrices(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int, int]]:
+    """Yield the low-rank matrices of fused experts, each with the dimension of its experts.
+
+    The last number is that of equal blocks of this dimension that hold parts of all experts: peft
+    has A [experts x rank, in], and B [out, rank x experts].
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for layer in module.modules():
+        if isinstance(layer, ParamWrapper):
+            for name, rank in layer.r.items():
+                yield layer.lora_A[name], 0, 1
+                yield layer.lora_B[name], 1, rank
+
+
 def _described(name: str, parameter: torch.nn.Parameter) -> TrainableWeight:
     parts = name.split(".")
     if name.startswith(PREFIX):

@@ -11,6 +11,7 @@ from app.strategy.settings import (
     FsdpConfig,
     StrategyConfig,
     context_parallel_size,
+    expert_parallel_size,
     pipeline_parallel_size,
     ranks_per_row,
     tensor_parallel_size,
@@ -131,22 +132,20 @@ def check_layout(
     strategy: StrategyConfig, trainer: TrainerConfig, ranks_per_node: int
 ) -> list[str]:
     """Check that the ranks divide into groups that split rows or matrices, those into replicas."""
-    ranks, context = ranks_per_node * trainer.num_nodes, context_parallel_size(strategy)
-    if ranks % context:
-        fits = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
-        return [
-            f"strategy.context_parallel_size={context} does not divide {ranks} rank"
-            f"{'s' * (ranks != 1)} ({ranks} / {context} leaves {ranks % context}); type "
-            f"strategy.context_parallel_size={' or '.join(fits)}, or trainer.devices={context}"
-        ]
-    if ranks % (pipe := pipeline_parallel_size(strategy)):
-        fits = [str(n) for n in range(2, ranks + 1) if ranks % n == 0]
-        return [
-            f"strategy.pipeline_parallel_size={pipe} does not divide {ranks} rank"
-            f"{'s' * (ranks != 1)} ({ranks} / {pipe} leaves {ranks % pipe}); type "
-            + (f"strategy.pipeline_parallel_size={' or '.join(fits)}, or " if fits else "")
-            + f"trainer.devices={pipe}"
-        ]
+    ranks, pipe = ranks_per_node * trainer.num_nodes, pipeline_parallel_size(strategy)
+    for name, split, least in (
+        ("context_parallel_size", context_parallel_size(strategy), 1),
+        ("expert_parallel_size", expert_parallel_size(strategy), 1),
+        ("pipeline_parallel_size", pipe, 2),
+    ):
+        if ranks % split:
+            fits = [str(n) for n in range(least, ranks + 1) if ranks % n == 0]
+            return [
+                f"strategy.{name}={split} does not divide {ranks} rank{'s' * (ranks != 1)} "
+                f"({ranks} / {split} leaves {ranks % split}); type "
+                + (f"strategy.{name}={' or '.join(fits)}, or " if fits else "")
+                + f"trainer.devices={split}"
+            ]
     if not isinstance(strategy, FsdpConfig):
         return []
     ranks //= pipe

@@ -18,6 +18,7 @@ from app.strategy.settings import (
     PipelineConfig,
     ZeroConfig,
     context_parallel_size,
+    describe_split,
     is_sharding,
     num_stages,
     states_folder,
@@ -59,6 +60,7 @@ def find_conflicts(config: TrainConfig | TunedConfig, devices: Devices) -> Itera
     yield from _of_context(config, devices)
     if isinstance(config.strategy, FsdpConfig):
         yield from _of_fsdp(config, config.strategy, devices)
+        yield from _of_experts(config, config.strategy, devices)
     if isinstance(config.strategy, PipelineConfig):
         yield from _of_pipeline(config, config.strategy)
         yield from _of_schedule(config, config.strategy, devices)
@@ -237,6 +239,42 @@ def _of_fsdp(config: TrainConfig, strategy: FsdpConfig, devices: Devices) -> Ite
             f"adapter.use_dora=true needs the norms of the base's columns while it is built, but "
             f"{name} builds it with its 4-bit weights on rank 0 only",
             "adapter.use_dora=false, or strategy=ddp",
+        )
+
+
+def _of_experts(config: TrainConfig, strategy: FsdpConfig, devices: Devices) -> Iterator[Conflict]:
+    """Yield conflicts of experts that are split over ranks."""
+    size, without = strategy.expert_parallel_size, "strategy.expert_parallel_size=1"
+    if size == 1:
+        return
+    name = f"strategy.expert_parallel_size={size}"
+    if split := describe_split(strategy, devices.ranks_per_node):
+        yield Conflict(
+            f"{name} sends tokens between ranks with different rows, and {split} gives several "
+            "ranks the same rows: together they are not built yet",
+            f"strategy=fsdp without it, or {without}",
+        )
+    if strategy.replicas != 1 or not strategy.shards_data_parallel:
+        yield Conflict(
+            f"{name} shards each expert over all ranks that hold it, and strategy={strategy.name} "
+            "replicates weights: together they are not built yet",
+            f"strategy=fsdp, or {without}",
+        )
+    if strategy.offload_parameters:
+        yield Conflict(
+            f"{name} and strategy.offload_parameters=true have not been tested together yet",
+            f"strategy.offload_parameters=false, or {without}",
+        )
+    if config.trainer.precision == "fp8":
+        yield Conflict(
+            f"{name} and trainer.precision=fp8 have not been tested together yet",
+            f"trainer.precision=bf16, or {without}",
+        )
+    if config.quantization.method != "none":
+        yield Conflict(
+            f"{name} splits plain experts, and quantization={config.quantization.method} has not "
+            "been tested with it yet",
+            f"quantization=none, or {without}",
         )
 
 

@@ -1,7 +1,8 @@
-"""LoRA on a mixture of experts, in fp32 and 4 bits: the same on two ranks as on one."""
+"""Mixtures of experts: the same on several ranks as on one, which may hold different experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,15 @@ import torch
 from tests.model.test_experts import tiny_mixture
 from tests.parity.strategies.layouts import (
     ADAPTERS,
+    CLIPPED,
     LAYOUTS,
     SHAPE,
     SINGLE,
+    Layout,
     Runs,
+    check_same_files,
     check_same_results,
+    check_same_steps,
 )
 from tests.runs import check_same_run
 from tests.tiny import save_with_tokenizer
@@ -67,3 +72,35 @@ def test_a_killed_run_resumes_bit_for_bit(runs: Runs, mixtures: dict[str, Path])
     runs.shell.train_into(run, *killed, code=layout.code_of_a_kill)
     runs.shell.train_into(run, *killed)
     check_same_run(run, reference)
+
+
+def split(ranks: int, experts: int) -> Layout:
+    """Return a layout of `ranks`, of which `experts` neighbours hold different experts."""
+    words = (f"strategy.expert_parallel_size={experts}",)
+    return replace(LAYOUTS["fsdp"], ranks=ranks, num_data_ranks=ranks, words=words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "words"),
+    [
+        ("qwen3_moe", split(2, 2), (*ADAPTERS["full"], "model.router_aux_loss=0.01", CLIPPED)),
+        ("deepseek_v3", split(4, 2), (*ADAPTERS["lora"], "adapter.experts=lora")),
+    ],
+)
+def test_experts_on_different_ranks(
+    kind: str, layout: Layout, words: tuple[str, ...], runs: Runs, mixtures: dict[str, Path]
+) -> None:
+    words = (*words, f"model.path={mixtures[kind]}")
+    check_same_results(runs.train(layout, *words), runs.train(SINGLE, *words))
+
+
+def test_resumed_with_other_experts(runs: Runs, mixtures: dict[str, Path]) -> None:
+    run, words = runs.new_folder("experts"), words_of(mixtures, "qwen3_moe")
+    often = (*words, "trainer.checkpoint.every_steps=1", "resume=auto")
+    for layout, step in ((split(2, 2), 2), (SINGLE, 4), (split(4, 4), 6)):
+        killed = runs.typed(layout, *often, f"faults=[rank_killed:0@{step}]")
+        runs.shell.train_into(run, *killed, code=layout.code_of_a_kill)
+    runs.shell.train_into(run, *runs.typed(split(4, 2), *often))
+    reference = runs.train(SINGLE, *words)
+    check_same_steps(run, reference)
+    check_same_files(run, reference)
