@@ -13,6 +13,7 @@ import lightning as L
 from app.assembly.evaluation import TrainingEvaluation, build_training_evaluation
 from app.assembly.metadata import LivePage, WriteMetadata
 from app.config import TrainConfig
+from app.model.recompute import WHOLE_LAYERS
 from app.process.faults import arm_faults, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank, read_launch
@@ -183,6 +184,7 @@ def build_module(
         metrics=_build_metrics(config, base, data, env, trainer, objective, evaluation),
         trains_in_fp8=settings.precision == "fp8",
         uses_fused_kernels=settings.kernels == "auto" and not settings.compile,
+        recomputes_layers=config.recompute.mode in WHOLE_LAYERS,
         router_aux_loss=choose_router_aux_loss(
             base.architecture, config.adapter, config.model.router_aux_loss
         ),

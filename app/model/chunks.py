@@ -14,6 +14,9 @@ FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
 """factors on the chunk length: with the fused loss kernel, which needs no fp32 logits; and with a
 trainable head, whose whole gradient is updated once per chunk"""
 
+FEED_FORWARD_TOKENS = 2**14
+"""tokens for which a recomputed layer has its feed-forward's activations in memory at once"""
+
 
 def rows_per_chunk(vocabulary: int, device: str) -> int:
     """Return the number of positions whose logits are in memory at the same time."""

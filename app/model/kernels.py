@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from app.model.feed_forward import ChunkedFeedForward
 from app.model.head import LossHead, linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ def unfuse_layers(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LossHead):
             module.kernel = None
-        if isinstance(vars(module).get("forward"), Fused):
+        if isinstance(vars(module).get("forward"), (Fused, ChunkedFeedForward)):
             del module.forward
     for source in _rope_sources(model):
         if isinstance(rope := vars(source)[ROPE], FusedRope):

@@ -63,7 +63,7 @@ class _Call:
         self._layer, self._args, self._kwargs, self._context = layer, args, kwargs, context
         self._versions = [arg._version if isinstance(arg, Tensor) else 0 for arg in args]
         device = next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu"))
-        self._random, self._autocasts = _RandomState(device), _read_autocasts(device.type)
+        self._random, self._autocasts = RandomState(device), read_autocasts(device.type)
         self._types: list[tuple[torch.Size, torch.dtype]] = []
         """shape and dtype of each tensor that the forward pass saved"""
         self._recomputed: list[Tensor | None] = []
@@ -102,7 +102,7 @@ class _Call:
         self._recomputed = []
         with (
             self._random.restored(),
-            _restored_autocasts(self._autocasts),
+            restored_autocasts(self._autocasts),
             saved_tensors_hooks(self._pack_recomputed, _refuse_unpack),
             torch.enable_grad(),
             suppress(_AllRecomputedError),
@@ -118,7 +118,7 @@ def _refuse_unpack(_: None) -> Tensor:
     )
 
 
-class _RandomState:
+class RandomState:
     """State of the random generators of the CPU and a layer's GPU at construction."""
 
     def __init__(self, device: torch.device) -> None:
@@ -152,7 +152,8 @@ Autocasts = list[tuple[str, bool, torch.dtype, bool]]
 """per device type: its name, whether autocast is enabled, the dtype, whether weights are cached"""
 
 
-def _read_autocasts(device: str) -> Autocasts:
+def read_autocasts(device: str) -> Autocasts:
+    """Return the autocast of a device type, and of the CPU."""
     return [
         (
             each,
@@ -166,7 +167,7 @@ def _read_autocasts(device: str) -> Autocasts:
 
 
 @contextmanager
-def _restored_autocasts(autocasts: Autocasts) -> Iterator[None]:
+def restored_autocasts(autocasts: Autocasts) -> Iterator[None]:
     """Apply the forward pass's autocast, which is not active in the backward pass or its thread."""
     with ExitStack() as stack:
         for device, is_enabled, dtype, caches in autocasts:

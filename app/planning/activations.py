@@ -270,20 +270,32 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     tokens, hidden, stream = run.tokens, widths.hidden, execution.residual_bytes * widths.hidden
     value_bytes, norm_bytes = execution.value_bytes, execution.norm_bytes()
     whole, own = (layer_bytes(widths, execution, mode) for mode in ("none", run.recompute))
+    # Recurrent layers compute whole rows on each of the ranks that share them.
+    is_shared, share = run.context_size > 1, run.model.recurrent_share
+    gathered = (run.context_size - 1) * (_attention_bytes(widths, execution) + value_bytes * hidden)
+    gathered *= is_shared and share > 0
+    if run.recompute == "selective":
+        own += (run.context_size - 1) * share * value_bytes * (widths.query + 2 * widths.key_value)
+    chunk = run.feed_forward_share
+    whole -= (1 - chunk) * feed_forward_bytes(widths, execution)
     if run.model.is_pair:  # a token passes through either the encoder or the decoder
         tokens //= 2
         whole = encoder_decoder_layer_bytes(widths, execution)
         own = whole if run.recompute == "none" else own
     recomputed = 0 if run.recompute == "none" else -(-widths.layers // run.recompute_every)
-    of_layers = recomputed * own + (widths.layers - recomputed) * whole
-    again = whole - own
+    of_layers = recomputed * own + (widths.layers - recomputed) * (whole + share * gathered)
+    again = whole + gathered - own if recomputed else 0.0
     if recomputed and norm_bytes != execution.residual_bytes:  # the norm saves another copy
         again += stream
     if not recomputed and not run.model.trains_embedding:
         of_layers -= norm_bytes * hidden  # the first norm's input needs no gradient
     # With offload, the inputs of two layers are on the GPU: the current one and the next.
     waiting = 2 * stream if run.recompute == "offload" else 0
-    working = _working(run, widths, execution) + waiting
+    working = _working(run, widths, execution)
+    if chunk < 1:  # then the gradients of attention may take more: of its output, q, k and v
+        of_attention = 2 * value_bytes * (widths.query + widths.key_value)
+        working = stream + max(chunk * working + value_bytes * hidden, of_attention)
+    working += waiting
     if execution.keeps_scores:
         scores = SCORE_TEMPORARIES * value_bytes * widths.heads * execution.sequence_len
         # The backward pass of the feed-forward is finished by then.
@@ -301,7 +313,7 @@ def estimate_activations(run: PlannedRun, execution: LayerExecution) -> Activati
     return Activations(
         all=tokens * (of_layers + (norm_bytes + value_bytes) * hidden + waiting) + shared,
         at_last=tokens * (of_layers + again + working) + unpacked + shared,
-        at_first=tokens * (whole + working) + unpacked + shared,
+        at_first=tokens * (whole + gathered + working) + unpacked + shared,
         of_stream=float(tokens * stream),
     )
 

@@ -410,18 +410,26 @@ def _of_context_parallel(run: PlannedRun) -> list[Collective]:
         what, kind = "heads of split rows", ALL_TO_ALL
         repeats = key_repeats(widths.heads, key_heads, ranks)
         features = 2 * (widths.query + repeats * widths.key_value)
-    directions = 2 if run.recompute == "none" else 3
-    return [
-        Collective(
-            what=what,
-            kind=kind,
-            num_bytes=float(run.tokens * features * run.execution.value_bytes),
-            times=directions * run.model.num_layers * run.accumulation,
-            num_ranks=ranks,
-            num_nodes=max(1, ranks // run.hardware.gpus_per_node),
-            overlaps=False,
-        )
-    ]
+    directions, recurrent = 2 if run.recompute == "none" else 3, run.model.recurrent_share
+    exchange = Collective(
+        what=what,
+        kind=kind,
+        num_bytes=float(run.tokens * features * run.execution.value_bytes),
+        times=directions * run.model.num_layers * run.accumulation * (1 - recurrent),
+        num_ranks=ranks,
+        num_nodes=max(1, ranks // run.hardware.gpus_per_node),
+        overlaps=False,
+    )
+    if not recurrent:
+        return [exchange]
+    gather = replace(
+        exchange,
+        what="whole rows for recurrent layers",
+        kind=ALL_GATHER,
+        num_bytes=float(run.tokens * ranks * widths.hidden * run.execution.value_bytes),
+        times=directions * run.model.num_layers * run.accumulation * recurrent,
+    )
+    return [exchange, gather]
 
 
 def _of_expert_parallel(run: PlannedRun) -> list[Collective]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from app.model.attention.backends import MAX_FLASH_HEAD_DIM
+from app.model.chunks import FEED_FORWARD_TOKENS
 from app.model.quantization import QuantizationConfig
+from app.model.recompute import WHOLE_LAYERS
 from app.planning.activations import (
     FP32,
     HALF,
@@ -177,6 +179,16 @@ class PlannedRun:
         """
         is_zero3 = isinstance(self.strategy, ZeroConfig) and self.strategy.stage == 3
         return self.tensor_size == 1 and not is_zero3
+
+    @property
+    def feed_forward_share(self) -> float:
+        """Share of a micro-batch whose feed-forward's activations a layer has in memory at once."""
+        is_chunked = self.recompute in WHOLE_LAYERS and self.recompute_every == 1
+        is_chunked &= self.fuses_layers and self.fuses_loss and not self.model.is_pair
+        has_name = any("mlp." in name for weights, _ in self.model.layers for name in weights)
+        if not (is_chunked and has_name) or self.model.widths.routed_copies:
+            return 1.0
+        return min(1.0, FEED_FORWARD_TOKENS / self.tokens)
 
     @property
     def gathers_half(self) -> bool:

@@ -41,6 +41,10 @@ EXPERTS = ".experts."
 SHARED_EXPERTS = re.compile(r"^(?!.*\bexperts\.\d).*\bgate_proj\.(base_layer\.)?weight$")
 """gate matrices of a layer with experts that do not belong to a single expert"""
 
+RECURRENT = ("linear_attn.", "mamba.", "conv.")
+"""beginnings of the names of a layer's weights if it has a recurrence or a convolution instead of
+attention"""
+
 
 class Weight(NamedTuple):
     """Shape and dtype size of a weight."""
@@ -138,6 +142,21 @@ class PlannedModel:
             if weight.ndim >= 2 and weight.requires_grad == trained
         )
 
+    @property
+    def recurrent_share(self) -> float:
+        """Share of the layers that have a recurrence or a convolution instead of attention."""
+        found = (times for weights, times in self.layers if any(map(_is_recurrent, weights)))
+        return sum(found) / self.num_layers
+
+    @property
+    def recurrent_weights(self) -> float:
+        """Number of elements of the matrices of recurrences that a token is multiplied with."""
+        mixers = [
+            ({n: w for n, w in each.items() if _is_recurrent(n)}, t) for each, t in self.layers
+        ]
+        only = replace(self, layers=tuple(mixers))
+        return only.multiplied(trained=False) + only.multiplied(trained=True)
+
     def _active_share(self, weight: Weight) -> float:
         """Return the share of a weight that a token uses: less than 1 for fused experts."""
         if weight.ndim < 3 or not self.widths.routed_copies:
@@ -220,6 +239,10 @@ class PlannedModel:
     def trains_head(self) -> bool:
         """Whether the head's matrix gets gradients."""
         return any(weight.requires_grad for weight in (self.head or self.embedding).values())
+
+
+def _is_recurrent(name: str) -> bool:
+    return name.startswith(RECURRENT)
 
 
 def _count(weights: Weights, trained: bool) -> int:

@@ -117,7 +117,7 @@ def estimate_flops(run: PlannedRun) -> Flops:
     if model.is_pair:  # a token passes through either the encoder or the decoder
         frozen, trained = frozen / 2, trained / 2
     layers = model.num_layers / (2 if model.is_pair else 1)
-    attention = 2.0 * layers * widths.query * run.sequence_len
+    attention = 2.0 * layers * (1 - model.recurrent_share) * widths.query * run.sequence_len
     head = 2.0 * model.head_weights
     forward = 2.0 * (frozen + trained)
     # The backward pass ends at the lowest trainable layer.
@@ -132,6 +132,9 @@ def estimate_flops(run: PlannedRun) -> Flops:
         wide = 2.0 * widths.hidden * widths.feed_forward * layers
         again = 2.0 * wide * every
     of_base = 2.0 * frozen if run.runs_base else 0.0
+    # Of ranks that share rows, each computes the recurrences of whole ones.
+    passes = 1 + reached + (run.recompute in WHOLE_LAYERS)
+    again += 2.0 * (run.context_size - 1) * passes * model.recurrent_weights
     others, others_attention = of_base + head * run.runs_base, attention * run.runs_base
     if (teacher := run.teacher) is not None:
         sides = 2 if teacher.is_pair else 1

@@ -63,6 +63,7 @@ class FinetuneModule(L.LightningModule):
         metrics: Metrics,
         trains_in_fp8: bool = False,
         uses_fused_kernels: bool = True,
+        recomputes_layers: bool = False,
         router_aux_loss: float = 0.0,
         probe_micro_batch: Callable[[FinetuneModule], None] | None = None,
         store_references: Callable[[FinetuneModule], None] | None = None,
@@ -80,6 +81,8 @@ class FinetuneModule(L.LightningModule):
         self.metrics = metrics
         self.trains_in_fp8 = trains_in_fp8
         self.uses_fused_kernels = uses_fused_kernels
+        self.recomputes_layers = recomputes_layers
+        """whether layers are recomputed in whole"""
         self.router_aux_loss = router_aux_loss
         self.probe_micro_batch = probe_micro_batch
         """probes the micro-batch size before the first step; None if the size is fixed"""

@@ -22,6 +22,7 @@ from app.model.attention import (
 from app.model.attention.exchange import check_exchange
 from app.model.attention.mixer_search import isolate_mixers
 from app.model.classifier import hidden_as_logits
+from app.model.feed_forward import chunk_feed_forwards
 from app.model.fp8 import train_in_fp8
 from app.model.head import check_head_loss, run_probe
 from app.model.kernels import fuse_layers
@@ -57,6 +58,8 @@ def prepare_model(module: FinetuneModule) -> None:
             fuse_layers(model, strategy.gathered, device, run)
             if device.type == "cuda":  # results on a CPU must not change
                 group_adapters(model, run)
+            if module.recomputes_layers:
+                chunk_feed_forwards(model)
     # 4. The base's log-probabilities, by the layers that will train.
     if module.store_references is not None:
         module.store_references(module)

@@ -30,6 +30,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     from app.model.architecture import load_architecture
     from app.model.attention import AttentionConfig, choose_backend
     from app.model.base import ModelConfig
+    from app.model.recompute import WHOLE_LAYERS
     from app.strategy.build import build_strategy
     from app.strategy.settings import StrategyConfig
     from app.training.metrics import Metrics
@@ -69,6 +70,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
         is_packed=True,
         metrics=metrics,
         uses_fused_kernels=not part.is_compiled,
+        recomputes_layers=recompute in WHOLE_LAYERS,
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = build_lightning_trainer(

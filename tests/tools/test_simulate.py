@@ -344,6 +344,7 @@ NOT_SIMULATED = {
     "llama8b_128k": "8xh100",
     "llama8b_dpo": "h100",
     "qwen1_5b_distill": "h100",
+    "qwen3_5_9b_256k": "8xh100",
     "qwen3_5_9b_qlora": "h100",
     "qwen7b_kto": "h100",
     "reward_1b": "h100",

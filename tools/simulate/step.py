@@ -29,6 +29,7 @@ from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.hub import newest_cached_file
 from app.model.kernels import FusedGate, unfuse_layers
+from app.model.recompute import WHOLE_LAYERS
 from app.planning.memory import PlannedRun
 from app.strategy.build import build_strategy
 from app.strategy.fsdp import Fsdp
@@ -267,6 +268,7 @@ def _module(
         is_packed=True,
         metrics=Metrics(["simulated"], [], 1),
         uses_fused_kernels=config.trainer.kernels == "auto" and not config.trainer.compile,
+        recomputes_layers=run.recompute in WHOLE_LAYERS,
     )
 
 

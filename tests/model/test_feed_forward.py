@@ -1,0 +1,140 @@
+"""Feed-forwards of long rows in chunks: the gradients of whole ones, and bounded memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.model import feed_forward
+from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
+from app.model.base import ModelConfig
+from app.model.build import build_model
+from app.model.feed_forward import ChunkedFeedForward, chunk_feed_forwards
+from app.model.kernels import unfuse_layers
+from app.model.layers import repeated_layers
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig
+from tests.strategy.context_training import LLAMA
+
+TOKENS, CHUNK = 256, 24
+GEMMA = LLAMA | {"model_type": "gemma3_text", "head_dim": 8, "layer_types": ["full_attention"] * 3}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 128,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 8,
+    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+}
+MOE = LLAMA | {"model_type": "qwen3_moe", "moe_intermediate_size": 24, "num_experts": 4}
+
+
+def build(numbers: dict[str, Any], adapter: AdapterConfig, mode: str = "full") -> Any:
+    torch.manual_seed(0)
+    model: Any = build_model(
+        ModelConfig(from_scratch=True, architecture=numbers),
+        *(QuantizationConfig(), "sdpa", adapter, RecomputeConfig(mode=mode), "fp32"),
+    )
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.02)
+    return model
+
+
+def step(model: Any, *, half: bool = False) -> tuple[dict[str, Tensor], int]:
+    """Return loss and gradients of a step, and the most features of a feed-forward at a time."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, 128, (2, TOKENS // 2))
+    inner: list[int] = []
+    hooks = [
+        module.register_forward_hook(lambda _, args, output: inner.append(output.numel()))
+        for name, module in model.named_modules()
+        if name.endswith(("mlp.up_proj", "mlp.c_fc"))
+    ]
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    found = {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+    model.zero_grad()
+    for hook in hooks:
+        hook.remove()
+    return found | {"loss": loss.detach()}, max(inner)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    ("numbers", "adapter"),
+    [
+        (LLAMA, FullConfig()),
+        (LLAMA, LoraConfig(r=4, dropout=0.0)),
+        (GEMMA, LoraConfig(r=4, dropout=0.0)),  # a norm behind the feed-forward
+        (GPT2, FullConfig()),
+    ],
+)
+def test_chunks_give_the_gradients_of_whole_rows(
+    numbers: dict[str, Any], adapter: AdapterConfig, half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_forward, "FEED_FORWARD_TOKENS", CHUNK)
+    model = build(numbers, adapter)
+    whole, most = step(model, half=half)
+    chunk_feed_forwards(model)
+    part, chunk = step(model, half=half)
+    assert part.keys() == whole.keys()
+    for name, expected in whole.items():
+        bound = (2e-2 if half else 4e-6) * expected.abs().max()
+        assert (part[name] - expected).abs().max() <= bound, name
+    assert chunk * TOKENS == most * CHUNK
+    unfuse_layers(model)
+    assert not any(isinstance(vars(m).get("forward"), ChunkedFeedForward) for m in model.modules())
+
+
+def test_dropout_of_chunks_is_drawn_again_in_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feed_forward, "FEED_FORWARD_TOKENS", CHUNK)
+    model = build(LLAMA, LoraConfig(r=4, dropout=0.5))
+    chunk_feed_forwards(model)
+    layer = model.get_submodule(repeated_layers(model)[0]).mlp
+    hidden = torch.randn(1, TOKENS, 64, requires_grad=True)
+
+    def run() -> Tensor:
+        torch.manual_seed(3)
+        return layer(hidden).square().sum()
+
+    gradient = torch.autograd.grad(run(), hidden)[0]
+    direction = torch.randn_like(hidden) * 1e-2
+    with torch.no_grad():
+        hidden += direction
+        above = run()
+        hidden -= 2 * direction
+        below = run()
+    assert ((above - below) / 2).item() == pytest.approx(
+        (gradient * direction).sum().item(), rel=2e-2
+    )
+
+
+def test_a_recompute_ends_before_the_feed_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_forward, "FEED_FORWARD_TOKENS", CHUNK)
+    model = build(LLAMA, FullConfig())
+    layer = model.get_submodule(repeated_layers(model)[0]).mlp.up_proj
+    tokens: list[int] = []
+    layer.register_forward_hook(lambda _, args, __: tokens.append(args[0].shape[:-1].numel()))
+    step(model)
+    whole = sum(tokens)
+    chunk_feed_forwards(model)
+    step(model)
+    assert sum(tokens) == 2 * whole == 4 * TOKENS  # a forward pass, and one in the backward pass
+    assert max(tokens[2:]) == CHUNK
+
+
+@pytest.mark.parametrize(("numbers", "mode"), [(LLAMA, "none"), (MOE, "full")])
+def test_experts_and_layers_that_are_not_recomputed_stay_whole(
+    numbers: dict[str, Any], mode: str
+) -> None:
+    model = build(numbers, FullConfig(), mode)
+    chunk_feed_forwards(model)
+    assert not any(isinstance(vars(m).get("forward"), ChunkedFeedForward) for m in model.modules())
