@@ -453,8 +453,8 @@ BUGS = [
     Bug(
         name="regular expressions of a tokenizer are not tried",
         file="app/model/tokenizer_checks.py",
-        right="    if not found:\n        return None\n",
-        wrong="    if found:\n        return None\n",
+        right="return _try_expressions(tuple(found)) if found else None",
+        wrong="return None",
         test="tests/bad_input/test_tokenizer_steps.py"
         "::test_an_expression_that_takes_exponential_time_is_refused",
     ),
@@ -596,8 +596,8 @@ BUGS = [
     Bug(
         name="a rank's rows are not rounded up",
         file="app/planning/states.py",
-        right="* math.ceil(rows / layout.num_shards) / rows",
-        wrong="/ layout.num_shards",
+        right="* math.ceil(rows * experts / layout.num_shards) / rows",
+        wrong="* experts / layout.num_shards",
         test="tests/strategy/test_fake_ranks.py"
         "::test_memory_of_an_fsdp_rank_equals_the_estimate[llama70b on 64]",
     ),
@@ -654,8 +654,8 @@ BUGS = [
     Bug(
         name="the reference keeps the adapter",
         file="app/training/objective/pairs.py",
-        right="with eval_mode(model), adapter_disabled(model):\n        return answers_of",
-        wrong="with eval_mode(model):\n        return answers_of",
+        right="with eval_mode(model), adapter_disabled(model):\n        if batch.others",
+        wrong="with eval_mode(model):\n        if batch.others",
         test="tests/training/test_dpo.py::test_loss_and_gradients_are_those_of_the_formula",
     ),
     Bug(
