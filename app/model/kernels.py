@@ -240,8 +240,13 @@ def unfuse_layers(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LossHead):
             module.kernel = None
-        if isinstance(vars(module).get("forward"), (Fused, ChunkedFeedForward)):
+        forward = vars(module).get("forward")
+        if isinstance(forward, Fused):
             del module.forward
+        elif isinstance(
+            forward, ChunkedFeedForward
+        ):  # stays: rows are as long where they are tested
+            forward.restore()
     for source in _rope_sources(model):
         if isinstance(rope := vars(source)[ROPE], FusedRope):
             setattr(source, ROPE, rope.original)

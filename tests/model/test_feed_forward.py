@@ -88,8 +88,23 @@ def test_chunks_give_the_gradients_of_whole_rows(
         bound = (2e-2 if half else 4e-6) * expected.abs().max()
         assert (part[name] - expected).abs().max() <= bound, name
     assert chunk * TOKENS == most * CHUNK
+
+
+def test_restored_layers_still_compute_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an evaluation at the end of a run are as long; fused kernels are gone by then."""
+    model = build(LLAMA, FullConfig()).eval()
+    module = model.get_submodule(repeated_layers(model)[0]).mlp
+    module.forward = lambda hidden: 0 * hidden  # a kernel
+    chunk_feed_forwards(model)
     unfuse_layers(model)
-    assert not any(isinstance(vars(m).get("forward"), ChunkedFeedForward) for m in model.modules())
+    tokens: list[int] = []
+    module.up_proj.register_forward_hook(lambda _, args, __: tokens.append(args[0].shape[1]))
+    hidden = torch.randn(2, 64, 64)
+    with torch.no_grad():
+        whole = module(hidden)
+        monkeypatch.setattr(feed_forward, "FEED_FORWARD_TOKENS", CHUNK)
+        assert torch.allclose(module(hidden), whole, atol=1e-6) and whole.abs().max() > 0
+    assert tokens == [64, *[CHUNK] * 5, 128 - 5 * CHUNK]
 
 
 def test_dropout_of_chunks_is_drawn_again_in_the_backward_pass(
