@@ -77,9 +77,7 @@ def parse_overrides(
     if any(word.startswith("--") for word in words):
         words, problems = _split_off_dashed(words)
     for word in words:
-        if word.endswith(YAML_SUFFIXES) and "=" not in word:
-            word = f"experiment={word}"
-        match = WORD.fullmatch(word)
+        match = WORD.fullmatch(word := with_key(word))
         if match is None:
             problems.append(f"{word}: expected key=value{_hint_for_bare_word(word, groups)}")
             continue
@@ -121,6 +119,12 @@ def parse_overrides(
             except UserError as error:
                 problems += error.problems
     return overrides, problems
+
+
+def with_key(word: str) -> str:
+    """Return a typed word, with the key that the name of a YAML file alone stands for."""
+    is_file = word.endswith(YAML_SUFFIXES) and "=" not in word
+    return f"experiment={word}" if is_file else word
 
 
 def check_words(verb: str, words: Sequence[str], groups: Iterable[str]) -> None:

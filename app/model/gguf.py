@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.installation import install_extra, python_command
@@ -95,9 +96,20 @@ def convert(converter: Path, model: Path, dtype: str, kind: bool | str) -> Path:
     return file
 
 
+@cache
+def _silence() -> Any:
+    """Keep llama.cpp from printing a line per tensor; return its callback, which has to live on."""
+    import llama_cpp
+
+    callback = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(callback, None)
+    return callback
+
+
 def _quantize(source: Path, file: Path) -> None:
     import llama_cpp
 
+    _silence()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
     paths = (str(source).encode(), str(file).encode())

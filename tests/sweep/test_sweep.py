@@ -141,6 +141,8 @@ def test_hydra_sweep_syntax_is_parsed() -> None:
         ("'ä.json'", "'b c'"),
         ("x",),
     ]
+    (own_file,) = parse_parameters(["mine.yaml"])
+    assert (own_file.key, own_file.values) == ("experiment", ("mine.yaml",))
 
 
 @pytest.mark.parametrize(
