@@ -52,6 +52,42 @@ def test_forty_questions_are_answered_and_their_links_lead_somewhere() -> None:
         assert link in PAGES
 
 
+GREPPED = {
+    "csv": "data.datasets=mine.jsonl", "columns": "columns: {instruction", "mask": "roles_to_train",
+    "template": "data.chat_template=chatml", "128k": "data.sequence_len=131072",
+    "disk": "data.streaming=true", "streaming": "data.streaming=true", "mix": "mixture.weights",
+    "how much data": "early_stopping_patience", "early stopping": "early_stopping_patience",
+    "overfit": "early_stopping_patience", "validation": "data.val_set_size", "rank": "adapter.r=16",
+    "which lr": "optimizer.lr=", "learning rate": "+sweep=find_lr",
+    "batch size": "trainer.micro_batch_size=auto",
+    "qlora": "quantization=nf4", "full fine-tuning": "adapter=full", "freeze": "adapter=freeze",
+    "classif": "objective=classify", "reward": "objective=reward", "dpo": "objective=dpo",
+    "distill": "objective.teacher=", "new tokens": "model.added_tokens", "will it fit": "app.plan",
+    "out of memory": "recompute=full", "oom": "recompute=full", "slower": "app.doctor",
+    "deepspeed": "strategy=", "4 gpus": "trainer.devices=4", "t4": "trainer.precision=fp16",
+    "colab": "quantization=nf4", "kaggle": "trainer.devices=2", "macos": "trainer.accelerator=cpu",
+    "wsl": "trainer.devices=1", "rocm": "attention=sdpa", "amd": "attention=sdpa",
+    "docker": "--shm-size", "continue": "resume=outputs/mine", "spot": "resume=auto",
+    "preempt": "resume=auto", "checkpoint": "checkpoint.every_steps", "multi-node": "num_nodes=2",
+    "slurm": "trainer.num_nodes=2", "offline": "HF_HUB_OFFLINE=1", "gated": "hf auth login",
+    "wandb": "logger=wandb", "hyperparameter": "adapter.r=8,16", "notebook": "from app import",
+    "loss is 0": "app.preview", "loss is nan": "trainer.precision=bf16",
+    "forgot": "evaluation=mmlu", "never stops": "model.stop_tokens", "reproduc": "seed=7",
+    "gguf": "merge.gguf", "ollama": "merge.gguf",
+    "vllm": "serve.engine=vllm", "several adapters": "merge.adapters", "upload": "app.push",
+    "mmlu": "evaluation=mmlu",
+}  # fmt: skip
+"""words of a question, as a person searches them -> what its answer says to type"""
+
+
+@pytest.mark.parametrize("words", GREPPED)
+def test_a_search_for_the_words_of_a_question_finds_its_answer(words: str) -> None:
+    """`grep -i`: among at most five answers, on lines that may be broken between the words."""
+    found = [" ".join(f"{question}{answer}".split()) for question, answer in QUESTIONS]
+    found = [text for text in found if re.search(rf"\b{words}", text, re.IGNORECASE)]
+    assert len(found) <= 5 and any(GREPPED[words] in text for text in found), found
+
+
 def python_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGES["python.md"], re.DOTALL)
 
