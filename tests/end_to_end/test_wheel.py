@@ -1,8 +1,9 @@
-"""An installed wheel works without the checkout, including conf/, templates and samples."""
+"""A wheel of the sdist works without the checkout, including conf/, templates and samples."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "app", "common", "conf", "d
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy, so that no build/ remains in the checkout."""
+    """Build the sdist from a copy, so that no build/ remains in the checkout, and a wheel of it."""
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     source.mkdir()
@@ -32,8 +33,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
         else:
             shutil.copy(ROOT / name, source)
+    build = [
+        sys.executable,
+        "-c",
+        f"from setuptools.build_meta import *; build_sdist({str(work)!r})",
+    ]
+    subprocess.run(build, cwd=source, check=True, timeout=LONGEST, capture_output=True)
+    (sdist,) = work.glob("*.tar.gz")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--quiet"]
-    command += ["--no-build-isolation", "--wheel-dir", str(work), str(source)]
+    command += ["--no-build-isolation", "--wheel-dir", str(work), str(sdist)]
     subprocess.run(command, check=True, timeout=LONGEST, capture_output=True)
     (built,) = work.glob("*.whl")
     return built
@@ -52,6 +60,16 @@ def test_a_wheel_contains_every_file_that_is_read(wheel: Path) -> None:
         needed = {file.relative_to(ROOT).as_posix() for file in ROOT.glob(pattern)}
         assert needed <= held
     assert not [name for name in held if name.startswith(("tests/", "tools/", "benchmarks/"))]
+
+
+def test_a_wheel_says_its_version_once_and_has_a_script_of_its_own_name(wheel: Path) -> None:
+    """`pipx run` takes the script that is named as the package."""
+    (version,) = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert wheel.name == f"loft-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = [name for name in packed.namelist() if name.endswith("/entry_points.txt")]
+        assert "loft = app.__main__:main" in packed.read(name).decode().splitlines()
+    assert (ROOT / "CHANGELOG.md").read_text().count(f"\n## {version}") == 1
 
 
 @pytest.mark.slow
@@ -79,9 +97,11 @@ def test_an_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 
-    # The user's own modules of these names; the rank is started in the working folder.
-    for name in ("app.py", "data_modules.py"):
-        (tmp_path / name).write_text("raise SystemExit('code of the user')")
+    # The user's own packages of these names; the rank is started in the working folder.
+    for name in ("app", "common", "conf", "data_modules", "tests"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('code of the user')")
+    (tmp_path / "conf" / "train.yaml").write_text("someone: [else")
     printed = loft("train", "+experiment=quickstart", "supervise.max_restarts=1", *words)
     assert f"path: {packages / 'data_modules'}" in (run / "config.yaml").read_text()
     assert printed.splitlines()[-1] == f"run: {run}"
