@@ -6,6 +6,7 @@ import os
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,13 @@ from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config
 from app.model.attention import attention_inputs
 from app.model.base import ModelConfig
 from app.model.build import build_model
+from app.model.experts import expert_modules
 from app.model.head import head_loss
 from app.model.kernels import fuse_layers
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
+from app.strategy import expert_parallel
 from app.strategy.build import build_strategy
 from app.strategy.loading import Broadcaster, peak_host_bytes
 from app.strategy.settings import FsdpConfig
@@ -70,13 +73,21 @@ def model_builder(
     precision: str = "fp32",
     recompute: str = "none",
     backend: str = "sdpa",
+    busy_experts: int | None = None,
     **numbers: Any,
 ) -> Any:
-    """Return a function that builds a small model, as a run passes it to its module."""
+    """Return a function that builds a small model, as a run passes it to its module.
+
+    `busy_experts`: the first experts of a layer, which get the tokens of the others, too.
+    """
+
+    def choose_busy(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, chosen, weights = inputs
+        return hidden, chosen % busy_experts, weights
 
     def build(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
         torch.manual_seed(7)
-        return build_model(
+        model = build_model(
             ModelConfig(from_scratch=True, architecture=ARCHITECTURE | numbers),
             QuantizationConfig(),
             backend,
@@ -87,6 +98,9 @@ def model_builder(
             on_host=on_host,
             device=device,
         )
+        for _, experts in expert_modules(model) if busy_experts else ():
+            experts.register_forward_pre_hook(choose_busy)
+        return model
 
     return build
 
@@ -231,6 +245,22 @@ def bytes_of_shards(config: FsdpConfig, numbers: dict[str, Any]) -> int:
     """Return the bytes of the weights of this rank."""
     _, model = build_sharded_model(config, model_builder("full", **numbers))
     return sum(local(weight).nbytes for weight in model.parameters())
+
+
+def exchanged_by_experts(config: FsdpConfig, recompute: str) -> tuple[int, int]:
+    """Return the messages between experts in a micro-batch, and their bytes from this rank."""
+    build = model_builder("full", recompute=recompute, **MIXTURE)
+    strategy, model = build_sharded_model(config, build)
+    sizes, send = [], expert_parallel._send
+
+    def count(rows: Tensor, *args: Any) -> Tensor:
+        sizes.append(rows.nbytes)
+        return send(rows, *args)
+
+    ids, loss_weights = make_batch(strategy.data_rank)
+    with patch.object(expert_parallel, "_send", count):
+        compute_loss(model, ids, loss_weights).backward()
+    return len(sizes), sum(sizes)
 
 
 def unsharded_weights_after_forward(config: FsdpConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +13,19 @@ from app.model.adapter import FullConfig
 from app.model.base import ModelConfig
 from app.model.description import BaseDescription
 from app.model.quantization import QuantizationConfig
+from app.planning.communication import list_collectives
+from app.planning.hardware import HardwareConfig
+from app.planning.memory import PlannedRun
 from app.planning.planned_model import build_planned_model
-from app.planning.states import size_for
 from app.preflight.files import check_expert_parallel
+from app.strategy.expert_parallel import ExpertParallel
 from app.strategy.settings import FsdpConfig
-from tests.model.test_experts import DEEPSEEK, MIXTURES
+from common.errors import UserError
+from tests.model.test_experts import DEEPSEEK, MIXTURES, tiny_mixture
 from tests.ranks import on_ranks
 from tests.strategy import fsdp_training as fsdp
 from tests.strategy.fsdp_training import MIXTURE, model_builder
+from tests.tiny import tiny_llama
 
 SPLIT, IN_FOUR = FsdpConfig(expert_parallel_size=2), FsdpConfig(expert_parallel_size=4)
 GPT_OSS = {"model_type": "gpt_oss", **MIXTURES["gpt_oss"], "backend": "eager"}  # biases, transposed
@@ -33,6 +39,8 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "experts", "recompute": "selective", **MIXTURE}, {"bad_step": 1}),
     ({"kind": "top layer", **MIXTURE}, {}),
     ({"kind": "lora", **MIXTURE}, {}),  # frozen experts
+    ({"kind": "full", "busy_experts": 2, **MIXTURE}, {}),  # the second rank gets no tokens
+    ({"kind": "experts", "busy_experts": 2, **MIXTURE}, {}),
     ({"kind": "full", **GPT_OSS}, {}),
     ({"kind": "experts", **GPT_OSS}, {}),
     ({"kind": "full", **SHARED}, {}),
@@ -57,13 +65,48 @@ def test_ranks_train_as_one(num_ranks: int, config: FsdpConfig, cases: list[Any]
             assert difference(found["weights"], alone["weights"]) < 1e-6, made
 
 
-@pytest.mark.slow
-def test_each_rank_holds_the_bytes_of_the_plan() -> None:
+def planned_tiny(num_ranks: int, recompute: str = "none") -> PlannedRun:
+    """Return a plan of a micro-batch of the mixture."""
     numbers = fsdp.ARCHITECTURE | MIXTURE
     base = ModelConfig(from_scratch=True, architecture=numbers)
-    model = build_planned_model(base, numbers, FullConfig(), "fp32")
-    size = size_for(model, "fp32", QuantizationConfig(), SPLIT, num_ranks=4, num_nodes=1)
-    assert on_ranks(4, fsdp.bytes_of_shards, SPLIT, MIXTURE) == [size.whole.held] * 4
+    return PlannedRun(
+        model=build_planned_model(base, numbers, FullConfig(), "fp32"),
+        hardware=HardwareConfig(gpus_per_node=num_ranks),
+        strategy=SPLIT,
+        quantization=QuantizationConfig(),
+        recompute=recompute,
+        precision="fp32",
+        micro_batch_size=fsdp.ROWS,
+        sequence_len=fsdp.TOKENS,
+        trains_base=True,
+    )
+
+
+@pytest.mark.slow
+def test_each_rank_holds_the_bytes_of_the_plan() -> None:
+    held = planned_tiny(4).size.whole.held
+    assert on_ranks(4, fsdp.bytes_of_shards, SPLIT, MIXTURE) == [held] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_plan_knows_messages_and_bytes(recompute: str) -> None:
+    exchange = list_collectives(planned_tiny(2, recompute))[-1]
+    ranks = on_ranks(2, fsdp.exchanged_by_experts, SPLIT, recompute)
+    assert [messages for messages, _ in ranks] == [exchange.times] * 2
+    # Whoever sends them: the rows of a message are those of both ranks' tokens and their experts.
+    assert sum(sent for _, sent in ranks) == 2 * exchange.times * exchange.num_bytes
+
+
+def test_experts_that_no_rank_has_alone_are_refused() -> None:
+    group: Any = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(UserError, match="llama models have no fused experts to split; type strat"):
+        ExpertParallel(tiny_llama(), group)
+    mixture = tiny_mixture("qwen3_moe")
+    ExpertParallel(mixture, group)
+    mixture.model.layers[0].mlp.experts.norm = torch.nn.LayerNorm(32)
+    with pytest.raises(UserError, match="the experts of qwen3_moe models share norm"):
+        ExpertParallel(mixture, group)
 
 
 @pytest.mark.parametrize(
