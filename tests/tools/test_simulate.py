@@ -65,6 +65,10 @@ def test_runs_that_cannot_be_simulated_are_refused_with_a_fix(typed: str, instea
     assert instead in refused(*typed.split(), "hardware=2x4xh100", "recompute=none")
 
 
+def test_layers_in_files_cannot_be_simulated() -> None:
+    assert "type model.stream=host" in refused("model.stream=disk", "hardware=h100")
+
+
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     message = refused("hardware=h100")
@@ -113,6 +117,7 @@ def one_process(
         ("strategy=fsdp", "hardware=4xh100", "quantization=nf4", "recompute=none"),
         ("strategy=fsdp_tp", "strategy.tensor_parallel_size=2", "hardware=4xh100", "adapter=full"),
         ("strategy=ddp", "hardware=2xl40s", "recompute=none"),
+        ("strategy=single", "hardware=h100", "recompute=full", "model.stream=host"),
     ],
     ids=" ".join,
 )

@@ -221,7 +221,7 @@ CUDA_KERNELS = ("silu_backward",)
 
 
 def _patch_fake_tensors(torch: Any) -> None:
-    """Let FakeTensors be created without a driver, be page-locked, and have an address."""
+    """Let FakeTensors be created without a driver, be pinned, be moved and have an address."""
     global _kernels
     _kernels = torch.library.Library("aten", "IMPL")
     for name in CUDA_KERNELS:
@@ -240,6 +240,13 @@ def _patch_fake_tensors(torch: Any) -> None:
 
     FakeTensor.pin_memory, FakeTensor.is_pinned = pin_memory, lambda tensor: tensor in pinned
     FakeTensor.data_ptr = lambda self: self.untyped_storage()._cdata
+    values = torch.Tensor.data
+
+    def set_values(tensor: Any, other: Any) -> None:
+        values.__set__(tensor, other)
+        tensor.fake_device = other.fake_device  # PyTorch leaves it as it was
+
+    FakeTensor.data = property(values.__get__, set_values)
 
 
 MAX_FLASH_HEAD_DIM = 256

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from app.model.architecture import load_architecture
 from app.model.attention import choose_backend
 from app.model.base import ModelConfig
-from app.model.build import build_model
+from app.model.build import apply_streaming, build_model
 from app.model.hub import newest_cached_file
 from app.model.kernels import FusedGate, unfuse_layers
 from app.model.recompute import WHOLE_LAYERS
@@ -251,9 +251,8 @@ def _module(
         run.precision,
         on_meta=True,
     )
-    device = HOST if strategy.shards_weights else DEVICE
     return FinetuneModule(
-        partial(_build_placed, build, device),
+        partial(_build_placed, build, model, is_sharded=strategy.shards_weights),
         backend=backend,
         objective=Sft(),
         build_optimizer=partial(
@@ -272,11 +271,15 @@ def _module(
     )
 
 
-def _build_placed(build: Callable[[], Any], place_on: torch.device, **_: Any) -> Any:
-    """Build a model with fake weights on a device, from which a strategy shards them."""
+def _build_placed(
+    build: Callable[[], Any], config: ModelConfig, *, is_sharded: bool, **_: Any
+) -> Any:
+    """Build a model with fake weights on the device, or on the host if they move from there."""
     with _disable_current_modes():  # bitsandbytes' class rejects fake tensors
         model = build()
-    place(model, place_on)
+    place(model, HOST if is_sharded or config.stream else DEVICE)
+    with patch.object(type(model), "to", place):  # PyTorch's own swaps fake tensors, which fails
+        apply_streaming(model, config, DEVICE)
     return model
 
 
@@ -339,13 +342,13 @@ def _batch(run: PlannedRun) -> Batch:
 
 
 def place(model: torch.nn.Module, device: torch.device = DEVICE) -> None:
-    """Replace every weight and buffer on `meta` by an empty one on `device`."""
+    """Replace every weight and buffer that is elsewhere by an empty one on `device`."""
     from bitsandbytes.nn import Params4bit
 
     placed: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
-            if weight is None:
+            if weight is None or weight.device == device:
                 continue
             if id(weight) not in placed:
                 make = _pack if isinstance(weight, Params4bit) else _place
@@ -354,6 +357,8 @@ def place(model: torch.nn.Module, device: torch.device = DEVICE) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
+        if (state := vars(module).get("quant_state")) is not None:
+            state.to(device)
 
 
 def _place(_: Any, weight: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
