@@ -160,7 +160,9 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
         name = f"{name}-{verb}" if verb in ("preview", "plan") else name
     config.output.name = config.output.name or name
     if (folder := config.output.dir) and folder.strip():
-        config.output.dir = str(run_folder("output.dir", folder, takes_url=verb == "train"))
+        config.output.dir = str(
+            run_folder("output.dir", folder, takes_url=verb in ("train", "launch"))
+        )
     if isinstance(config, TunedConfig):
         config.run = config.run if run is None else str(run)
         return config

@@ -24,6 +24,7 @@ from app.process.environment import configure_libraries, protect_streams
 from app.process.signals import end_process, install_signal_handlers
 from app.run import AUTO, compare_existing
 from app.run.folder import CONFIG_FILE, OUTPUTS, into_folder
+from app.run.remote import is_url, url_of
 from app.sweep.slurm import SLURM_NAME
 from common.errors import DONE, UserError
 from common.files import write_atomically
@@ -58,8 +59,10 @@ def launch(config: LaunchConfig, words: Sequence[str]) -> None:
         )
     here = Path(config.output.dir or OUTPUTS / name / LAUNCHED).expanduser()
     folder = str(here.absolute())
-    if not scheduler.shares_folder:
-        here, folder = OUTPUTS / name / LAUNCHED, config.output.dir or f"{SHARED}/runs/{name}"
+    url = url_of(here)
+    if not scheduler.shares_folder or url is not None:
+        here = OUTPUTS / name / LAUNCHED
+        folder = url or config.output.dir or f"{SHARED}/runs/{name}"
     problems = list(check_launch(config, scheduler, words, folder))
     if problems:
         raise UserError(problems)
@@ -117,9 +120,14 @@ def check_launch(
             "the overrides contain a secret, which would be written to the job file: leave it out, "
             "and put it into the environment of the cluster's jobs"
         )
+    if is_url(folder) and not scheduler.takes_url:
+        yield (
+            f"output.dir={folder}: launcher={name} starts each rank; all need one folder: type "
+            "output.dir=FOLDER on a shared disk, or launcher=sky or kubernetes for one machine"
+        )
     if scheduler.shares_folder:
         return
-    if not folder.startswith("/"):
+    if not folder.startswith("/") and not is_url(folder):
         yield (
             f"output.dir={folder}: with launcher={name} it is a folder of the machines that train: "
             f"type one on their shared volume, as output.dir={SHARED}/runs/mine"
@@ -183,6 +191,11 @@ def build_job(config: LaunchConfig, words: Sequence[str], folder: str, name: str
         card, nodes, devices = hardware.name, hardware.num_nodes, hardware.gpus_per_node
         for line in plan_lines(facts, config.launcher):
             print(line)
+    if is_url(folder) and nodes > 1:
+        raise UserError(
+            f"output.dir={folder}: {nodes} machines need one folder: type output.dir={SHARED}/runs/"
+            "NAME, or the hardware of one machine (hardware=8xh100)"
+        )
     left_out = (*NOT_OF_RUN, *DECIDED, "-")
     typed = [word for word in words if not word.lstrip("+").startswith(left_out)]
     if not any(word.lstrip("+").startswith("resume=") for word in typed):
@@ -234,7 +247,7 @@ def next_steps(submission: Submission, words: Sequence[str]) -> Iterator[str]:
         return
     yield f"  {submission.show(scheduler.log)}   # its log"
     yield f"  {submission.show(scheduler.state)}   # whether it runs"
-    if scheduler.shares_folder:
+    if scheduler.shares_folder or is_url(submission.job.folder):
         yield f"  {verb_command('status')} run={printable(submission.job.folder)}   # its progress"
     yield f"  {submission.show(scheduler.stop)}   # stops it"
     yield "  the same command again   # resumes it from its newest checkpoint"

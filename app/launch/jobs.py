@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 
 from app.run.ranks import RENDEZVOUS_PORT, RENDEZVOUS_SECONDS
+from app.run.remote import is_url
 from app.status import NO_NEWS, RUNNING
 from common.installation import child_command
 
@@ -146,8 +147,8 @@ def kubernetes_file(job: Job) -> str:
     requests: dict[str, Any] = {"cpu": config.cpus} if config.cpus else {}
     requests |= {"memory": f"{config.memory_gib}Gi"} if config.memory_gib else {}
     replicas = "metadata.labels['jobset.sigs.k8s.io/replicatedjob-replicas']"
-    script = _torchrun_script(job, f"{IMAGE_HOME}/.venv/bin", f"{job.name}-node-0-0.{job.name}")
-    container = {
+    script = _train_script(job, f"{IMAGE_HOME}/.venv/bin", f"{job.name}-node-0-0.{job.name}")
+    container: dict[str, Any] = {
         "name": "train",
         "image": job.image,
         "workingDir": IMAGE_HOME,
@@ -157,19 +158,19 @@ def kubernetes_file(job: Job) -> str:
             {"name": "NUM_NODES", "valueFrom": {"fieldRef": {"fieldPath": replicas}}},
         ],
         "resources": {"requests": requests, "limits": gpus},
-        "volumeMounts": [
-            {"name": "shared", "mountPath": SHARED},
-            {"name": "memory", "mountPath": "/dev/shm"},
-        ],
+        "volumeMounts": [{"name": "memory", "mountPath": "/dev/shm"}],
     }
     # NCCL and data loaders need more shared memory than a container's default of 64 MiB.
-    memory = {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}}
-    claim = {"name": "shared", "persistentVolumeClaim": {"claimName": job.volume}}
+    memory = {"medium": "Memory", "sizeLimit": "64Gi"}
+    volumes: list[dict[str, Any]] = [{"name": "memory", "emptyDir": memory}]
+    if not is_url(job.folder):
+        container["volumeMounts"].append({"name": "shared", "mountPath": SHARED})
+        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.volume}})
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "containers": [container],
-        "volumes": [claim, memory],
+        "volumes": volumes,
     }
     final = {"containerName": "train", "operator": "In", "values": [2, 4]}
     of_pod = {
@@ -179,7 +180,8 @@ def kubernetes_file(job: Job) -> str:
         "parallelism": 1,
         "template": {"spec": pod},
     }
-    rule = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    reasons = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    rule = {"name": "final", "action": "FailJobSet", **reasons}
     spec = {
         "network": {"enableDNSHostnames": True},
         "failurePolicy": {"maxRestarts": MAX_RESTARTS, "rules": [rule]},
@@ -210,14 +212,15 @@ def sky_file(job: Job) -> str:
         resources["image_id"] = f"docker:{job.image.removeprefix('docker://')}"
     home = f"{IMAGE_HOME}/" if job.image else ""
     first = '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
+    volumes = {} if is_url(job.folder) else {"volumes": {SHARED: job.volume}}
     task = {
         "name": job.name,
         "num_nodes": job.nodes,
         "resources": resources,
         "workdir": ".",
-        "volumes": {SHARED: job.volume},
+        **volumes,
         "setup": "true\n" if job.image else "make install\n",
-        "run": f"NUM_NODES=$SKYPILOT_NUM_NODES\n{_torchrun_script(job, f'{home}.venv/bin', first)}",
+        "run": f"NUM_NODES=$SKYPILOT_NUM_NODES\n{_train_script(job, f'{home}.venv/bin', first)}",
     }
     return _yaml(task)
 
@@ -242,22 +245,27 @@ def ray_file(job: Job) -> str:
     return _yaml(content)
 
 
-def _torchrun_script(job: Job, programs: str, first: str) -> str:
-    """Return a shell script that runs torchrun and ends with the exit code of the run itself.
+def _train_script(job: Job, programs: str, first: str) -> str:
+    """Return a shell script that starts the ranks and ends with the exit code of the run itself.
 
-    torchrun ends with 1 whatever has failed. `programs`: folder of the environment's programs;
-    `first`: address of the first machine.
+    torchrun, which several machines need, ends with 1 whatever has failed. `programs`: folder of
+    the environment's programs; `first`: address of the first machine.
     """
     ranks = "gpu" if job.card else str(job.ranks_per_node)
     devices = "auto" if job.card else "$RANKS"
-    return "\n".join(
-        [
-            f"RANKS={ranks}",
-            """trap 'kill -TERM "$child"' TERM INT""",
+    starter = [f"{programs}/python \\"]
+    if job.nodes > 1:
+        starter = [
             f'{programs}/torchrun --nnodes="$NUM_NODES" --nproc-per-node="$RANKS" \\',
             f"    --shutdown-timeout={SHUTDOWN_SECONDS} --rdzv-backend=c10d \\",
             f"    --rdzv-endpoint={first}:{RENDEZVOUS_PORT} \\",
             f"    --rdzv-conf=read_timeout={RENDEZVOUS_SECONDS} \\",
+        ]
+    return "\n".join(
+        [
+            f"RANKS={ranks}",
+            """trap 'kill -TERM "$child"' TERM INT""",
+            *starter,
             f"    -m app.train {job.train_words} \\",
             f'    trainer.num_nodes="$NUM_NODES" trainer.devices={devices} &',
             "child=$!",

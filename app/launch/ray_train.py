@@ -18,7 +18,11 @@ from common.errors import ENVIRONMENT_ERROR, DataError, TrainingFault, UserError
 
 
 def train_rank(loop_config: dict[str, Any]) -> None:
-    """Train as one rank, whose number Ray has set in the environment; report the loss to Ray."""
+    """Train as one rank, whose number Ray has set in the environment.
+
+    Ray gets the step and the latest metrics after each validation, and the final loss.
+    """
+    from lightning.pytorch.callbacks import LambdaCallback
     from ray.train import report
 
     from app.config import TrainConfig, load_config
@@ -29,8 +33,13 @@ def train_rank(loop_config: dict[str, Any]) -> None:
     devices = [f"trainer.num_nodes={ranks // here}", f"trainer.devices={here}"]
     config = load_config("train", [*loop_config["words"], *devices])
     assert isinstance(config, TrainConfig)
+    reporter = LambdaCallback(
+        on_validation_end=lambda trainer, module: report(
+            {"step": trainer.global_step, **module.metrics.latest}
+        )
+    )
     try:
-        loss = train(config)
+        loss = train(config, callbacks=[reporter])
     except (UserError, DataError, TrainingFault) as error:
         report_error(error)  # Ray would start all ranks again, only to fail in the same way
         return

@@ -23,6 +23,8 @@ from common.text import printable
 POLL_SECONDS = 5.0
 FORGOTTEN = "Invalid job id"
 """words of SLURM for a job that ended minutes ago"""
+COLORS = re.compile(r"\x1b\[[\d;]*m")
+"""codes of a terminal, which Ray writes into its log"""
 SETTLED_POLLS = 2
 """polls in a row that must see the end of a job, which may be about to be requeued"""
 ENDED_RUN = re.compile(r"\b(finished|stopped|failed)  step .*exit code (\d+)\s*$", re.MULTILINE)
@@ -53,6 +55,8 @@ class Scheduler:
     """command that removes an ended job of this name, whose name could not be used again"""
     shares_folder: bool = False
     """whether the machines see the folders of the machine that submits"""
+    takes_url: bool = False
+    """whether output.dir may be a URL: the ranks of one machine are then started by `app.train`"""
     uploads: bool = False
     """whether the files of the working folder are sent along"""
 
@@ -86,6 +90,7 @@ SCHEDULERS = {
         "--tail=-1 --max-log-requests=64 --pod-running-timeout=10m",
         stop="kubectl delete jobset {name}",
         forget="kubectl delete jobset {name} --ignore-not-found",
+        takes_url=True,
     ),
     "sky": Scheduler(
         write=sky_file,
@@ -100,6 +105,7 @@ SCHEDULERS = {
         succeeded=r"\A(?:(?!\b{name}\b)[\s\S])*\b{name}\b.*\bSUCCEEDED\b",
         log="sky jobs logs --name {name}",
         stop="sky jobs cancel --yes --name {name}",
+        takes_url=True,
         uploads=True,
     ),
     "ray": Scheduler(
@@ -231,9 +237,10 @@ def _print_from(log: Path, start: int) -> int:
     """Print the whole lines of a file from byte `start` on; return where the rest begins."""
     with log.open("rb") as stream:
         stream.seek(start)
-        text = stream.read()
-    whole = text[: text.rfind(b"\n") + 1]
-    sys.stdout.write(printable(whole.decode(errors="replace"), keep="\n"))
+        data = stream.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    text = COLORS.sub("", whole.decode(errors="replace"))
+    sys.stdout.write(printable(text, keep="\n"))
     sys.stdout.flush()
     return start + len(whole)
 

@@ -39,6 +39,8 @@ MEANINGLESS_WARNINGS = (
     # The data plan decides the length and epochs of the loaders.
     ".*number of training batches.*smaller than the logging interval.*",
     ".*GPU available but not used.*",
+    # Without srun this program starts the ranks itself, on a login node too.
+    ".*srun. command is available on your system but is not used.*",
     # No validation rows were requested, or a resumed run has no step left.
     ".*Total length of `.*` across ranks is zero.*",
     # The loaders start at the checkpoint's step, by the data plan.

@@ -178,10 +178,34 @@ def test_job_files_are_valid(
     monkeypatch.setattr("app.launch.__main__.check_files", lambda *_, **__: [])  # bases of the hub
     monkeypatch.setenv("HF_TOKEN", "hf_planted0123456789abcdefghijklmnop")
     text = write(name, f"+experiment={experiment}", *ON_GPUS)
-    assert "planted" not in text and str(ROOT) not in text.replace(str(cwd), "")
+    of_run = text.replace(str(cwd), "")
+    assert "planted" not in text and str(ROOT) not in of_run
     for number in (str(NODES), str(GPUS)):
-        assert len(re.findall(rf"(?<![\w.]){number}(?![\w.])", text)) <= 2
+        assert len(re.findall(rf"(?<![\w.]){number}(?![\w.])", of_run)) <= 2
     globals()[f"check_{name}"](text)
+
+
+def test_a_jobset_follows_its_published_schema(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    monkeypatch.setattr("app.launch.__main__.check_files", lambda *_, **__: [])
+    words = ("launcher.cpus=4", "launcher.memory_gib=8", "+experiment=llama8b", *ON_GPUS)
+    content = yaml.safe_load(write("kubernetes", *words))
+    assert models.JobsetV1alpha2JobSet.from_dict(content).to_dict() == content
+
+
+URL = "s3://bucket/runs/mine"
+
+
+@pytest.mark.parametrize("name", [name for name, one in SCHEDULERS.items() if one.takes_url])
+def test_a_run_on_one_machine_can_keep_its_folder_in_a_bucket(
+    name: str, cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.launch.__main__.check_files", lambda *_, **__: [])
+    text = write(name, "+experiment=llama8b", "hardware=8xh100", f"output.dir={URL}")
+    assert SHARED not in text and "torchrun" not in text
+    assert f"-m app.status run={URL}" in text
+    words = words_of(text, NUM_NODES="1")
+    assert f"output.dir={URL}" in words and "trainer.devices=auto" in words
 
 
 ENDINGS: list[tuple[str | None, int, str | None, int]] = [
@@ -281,6 +305,9 @@ REFUSED: list[tuple[str, str]] = [
     ("launcher=sky launcher.minutes=60 launch.image=i", "launcher.minutes=60 has no effect"),
     ("launcher=kubernetes", "launch.image=NAME"),
     ("launcher=ray output.dir=runs/mine", "output.dir=runs/mine"),
+    (f"launcher=slurm output.dir={URL}", f"output.dir={URL}: launcher=slurm"),
+    (f"launcher=ray output.dir={URL}", "a shared disk"),
+    (f"launcher=sky launch.image=i launch.submit=false output.dir={URL}", "2 machines need one"),
     ("launcher=slurm", "the program sbatch was not found"),
     ("launcher=sky launch.image=i", "pip install 'skypilot"),
     ("launcher=kubernetes launch.image=i data.datasets=[{path: DATA}]", "exists only on this"),

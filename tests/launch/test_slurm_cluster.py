@@ -239,7 +239,7 @@ def test_a_cancelled_job_has_saved_and_the_same_command_resumes_it(
 
 @pytest.mark.parametrize(
     ("fault", "code", "said"),
-    [("nan@2", 4, "loss is nan"), ("rank_killed:1@2", 3, "lost rank 1 on host node2")],
+    [("nan@2", 4, "step 2"), ("rank_killed:1@2", 3, "lost rank 1 on host node2")],
 )
 def test_a_failed_run_ends_its_job_and_the_watch_with_its_exit_code(
     cluster: Cluster, fault: str, code: int, said: str, tmp_path: Path

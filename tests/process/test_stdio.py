@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 SCRIPT = """
@@ -50,6 +52,21 @@ def test_torch_prints_no_statistics_where_a_signal_ends_its_import() -> None:
         "from app.process.environment import configure_libraries\n"
         "configure_libraries(offline=True)\n"
         "import logging; logging.getLogger('torch._subclasses.fake_tensor').info('statistics')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True)
+    assert done.stdout + done.stderr == b""
+
+
+def test_lightning_gives_no_advice_where_srun_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    script = (
+        "from app.process.environment import configure_libraries\n"
+        "configure_libraries(offline=True)\n"
+        "from lightning.fabric.plugins.environments import SLURMEnvironment\n"
+        "SLURMEnvironment._validate_srun_used()"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True)
     assert done.stdout + done.stderr == b""
