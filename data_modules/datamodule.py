@@ -278,6 +278,11 @@ class FinetuneDataModule(lightning.LightningDataModule):
         for cached in ("plan", "_collator"):
             self.__dict__.pop(cached, None)
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows are read in the order in which steps use them, and no step is known."""
+        return isinstance(self.plan, StreamPlan)
+
     def fullest_batch(self, num_steps: int = 100) -> Batch:
         """Return the largest micro-batch, in tokens, of this rank's next `num_steps` steps."""
         if isinstance(self.plan, StreamPlan):

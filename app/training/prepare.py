@@ -27,6 +27,7 @@ from app.model.fp8 import train_in_fp8
 from app.model.head import check_head_loss, run_probe
 from app.model.kernels import fuse_layers
 from app.model.quantization import quantize_tokens_independently
+from app.training.fp8_check import check_fp8
 from app.training.resume import check_same_step
 
 if TYPE_CHECKING:
@@ -66,9 +67,11 @@ def prepare_model(module: FinetuneModule) -> None:
     # 5. The micro-batch, measured with these layers, too.
     if module.probe_micro_batch is not None:
         module.probe_micro_batch(module)
-    # 6. From here on only dropout draws random numbers, and each rank must draw different ones.
+    # 6. Products in FP8 against bf16, on a first micro-batch of the size that was found.
+    check_fp8(module)
+    # 7. From here on only dropout draws random numbers, and each rank must draw different ones.
     torch.manual_seed(torch.initial_seed() + strategy.random_rank)
-    # 7. The checkpoint's optimizer, last: all before it has run forward and backward passes.
+    # 8. The checkpoint's optimizer, last: all before it has run forward and backward passes.
     check_same_step(module.trainer, module.resume)
     if module.resume is not None:
         module.resume.restore_optimizer()

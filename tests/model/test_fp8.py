@@ -214,3 +214,21 @@ def test_the_kernel_quantizes_as_pytorch_does_and_products_run() -> None:
         assert (found - exact).norm() < 0.06 * exact.norm()
     grads = [torch.autograd.grad(each(rows), rows, outer)[0] for each in (quantized, layer)]
     assert torch.nn.functional.cosine_similarity(*map(torch.flatten, grads), 0) > 0.998
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num_tokens", [512, 500])
+def test_a_trained_layer_on_a_gpu(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4096, 1024, device="cuda")
+    rows = torch.randn(num_tokens, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    outer = torch.randn(num_tokens, 1024, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for kind in (fp8.Fp8TrainedLinear, torch.nn.Linear):
+        layer.__class__ = kind
+        with torch.autocast("cuda", torch.bfloat16):
+            output = layer(rows)
+        results.append([output, *torch.autograd.grad(output, [rows, layer.weight], outer)])
+    for found, exact in zip(*results, strict=True):
+        assert found.dtype == exact.dtype and 0.01 < (found - exact).norm() / exact.norm() < 0.06

@@ -181,6 +181,8 @@ CONFLICTS = [
      ["not been tried with strategy=zero2", "type strategy=ddp or fsdp"]),
     (0, f"{FULL_FP8} strategy=fsdp trainer.devices=2 strategy.context_parallel_size=2", FULL_FP8,
      ["strategy=fsdp that splits rows", "type strategy=ddp or fsdp"]),
+    (0, f"{FULL_FP8} strategy=fsdp trainer.devices=2 strategy.expert_parallel_size=2", FULL_FP8,
+     ["strategy=fsdp that splits experts", "type strategy=ddp or fsdp"]),
     (0, f"{FULL_FP8} trainer.compile=true", FULL_FP8,
      ["trainer.compile=true have not been tested together", "type trainer.compile=false"]),
     (2, "trainer.precision=fp16 quantization.method=fp8", "quantization.method=fp8",

@@ -24,7 +24,7 @@ class Ranks(Step):
 
 def first_number(monkeypatch: pytest.MonkeyPatch, global_rank: int, copies: int) -> float:
     """Return the first random number that a rank draws after its model is prepared."""
-    for name in ("verify_attention", "check_head_loss", "check_same_step"):
+    for name in ("verify_attention", "check_head_loss", "check_fp8", "check_same_step"):
         monkeypatch.setattr(prepare, name, lambda *_: None)
     for name in ("quantize_tokens_independently", "reading_first_forward", "hidden_as_logits"):
         monkeypatch.setattr(prepare, name, lambda *_: nullcontext())

@@ -19,7 +19,7 @@ from app.strategy.settings import (
     StrategyConfig,
     ZeroConfig,
     context_parallel_size,
-    ranks_per_row,
+    expert_parallel_size,
     tensor_parallel_size,
 )
 from common.installation import verb_command
@@ -234,9 +234,13 @@ def _of_fp8(config: TrainConfig, devices: Devices) -> Iterator[Conflict]:
             f"adapter={adapter.name} trains few of them",
             "quantization=fp8 for those of a frozen base, or adapter=full",
         )
-    is_split = ranks_per_row(strategy, devices.ranks_per_node) > 1
-    if is_split or type(strategy) not in (StrategyConfig, DdpConfig, FsdpConfig):
-        split = " that splits rows" * (context_parallel_size(strategy) > 1)
+    splits = {
+        " that splits rows": context_parallel_size(strategy),
+        " that splits matrices": tensor_parallel_size(strategy, devices.ranks_per_node),
+        " that splits experts": expert_parallel_size(strategy),
+    }
+    split = "".join(words for words, size in splits.items() if size > 1)
+    if split or type(strategy) not in (StrategyConfig, DdpConfig, FsdpConfig):
         yield Conflict(
             f"trainer.precision=fp8 has not been tried with strategy={strategy.name}{split}",
             "strategy=ddp or fsdp, or trainer.precision=bf16",

@@ -1,0 +1,117 @@
+"""FP8 is compared with bf16 before the first step and refused if it does not pay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from app.model.fp8 import Fp8Linear, Fp8TrainedLinear, quantize_weight
+from app.training import fp8_check, prepare
+from app.training.fp8_check import check_fp8, time_products
+from common.errors import UserError
+from tests.runs import check_same_run
+from tests.tiny import TINY_BASE, train_into
+
+LAYER = torch.nn.Linear(64, 32)
+FROZEN = Fp8Linear(LAYER, quantize_weight(LAYER.weight.data), torch.bfloat16)
+TRAINED = Fp8TrainedLinear(64, 32)
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch,
+    layer: torch.nn.Module,
+    numbers: list[float],
+    seconds: list[float],
+    resume: object = None,
+    num_tokens: int = 2048,
+) -> None:
+    """Check a model of one layer on a GPU of which these numbers were measured."""
+    monkeypatch.setattr(fp8_check, "compare_passes", lambda *_: torch.tensor(numbers).double())
+    monkeypatch.setattr(fp8_check, "time_products", lambda *_: seconds)
+    batch = SimpleNamespace(
+        input_ids=torch.zeros(2, 8), num_tokens=num_tokens, to=lambda device: batch
+    )
+    data = SimpleNamespace(is_streamed=False, fullest_batch=lambda steps: batch)
+    module: Any = SimpleNamespace(
+        model=torch.nn.Sequential(layer),
+        trainer=SimpleNamespace(datamodule=data),
+        strategy=SimpleNamespace(root_device=torch.device("cuda"), shard_batch=lambda one: one),
+        resume=resume,
+        trains_in_fp8=layer is TRAINED,
+        sum_over_ranks=lambda tensor: 2 * tensor,
+    )
+    check_fp8(module)
+
+
+EXACT, FAST = [3.0, 3.0149, 0.991, 1.0, 1.0], [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "numbers", "seconds", "said"),
+    [
+        (
+            FROZEN,
+            [3.0, 3.0151, 1.0, 1.0, 1.0],
+            FAST,
+            r"changes by 0\.50 %.* type quantization=none",
+        ),
+        (
+            TRAINED,
+            [3.0, 2.9, 1.0, 1.0, 1.0],
+            FAST,
+            r"changes by 3\.33 %.* type trainer\.precision=bf16",
+        ),
+        (
+            FROZEN,
+            [3.0, 3.0, 1.978, 1.0, 4.0],
+            FAST,
+            r"cosine is 0\.9890 \(limits: 0\.5 % and 0\.99\)",
+        ),
+        (FROZEN, [3.0, float("nan"), 1.0, 1.0, 1.0], FAST, "quantization=fp8 is too coarse"),
+        (TRAINED, EXACT, [1.2, 1.0], r"slower than bf16 here: .* take 1\.20 times"),
+    ],
+)
+def test_fp8_that_does_not_pay_is_refused(
+    layer: torch.nn.Module,
+    numbers: list[float],
+    seconds: list[float],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UserError, match=said):
+        check(monkeypatch, layer, numbers, seconds)
+    check(monkeypatch, layer, EXACT, FAST)
+    check(monkeypatch, LAYER, numbers, seconds)  # nothing is in FP8
+    check(monkeypatch, layer, [0.0, 0.1, 0.0, 0.0, 1.0], FAST)  # nothing to learn
+    check(monkeypatch, layer, numbers, seconds, resume=object())
+
+
+def test_few_tokens_only_warn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check(monkeypatch, FROZEN, [3.0, 3.2, 0.9, 1.0, 1.0], FAST, num_tokens=2047)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "4,094 tokens the loss changes by 6.67 %" in record.message
+
+
+def test_products_of_both_kinds_are_timed() -> None:
+    state = torch.get_rng_state()
+    for layer in (FROZEN, TRAINED):
+        seconds = time_products([layer, layer], 32, torch.device("cpu"))
+        assert len(seconds) == 2 and min(seconds) > 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.slow
+def test_the_check_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("quantization=fp8", "adapter.dropout=0.1", f"model.path={TINY_BASE}", "logger=csv")
+    saved = "trainer.checkpoint.every_steps=1"
+    checked = train_into(tmp_path / "checked", *words, saved)
+    assert "fp8: against bf16 on the first" in (checked / "train.log").read_text()
+    monkeypatch.setattr(prepare, "check_fp8", lambda module: None)
+    check_same_run(train_into(tmp_path / "plain", *words, saved), checked)
