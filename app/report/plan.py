@@ -183,7 +183,11 @@ def render_plan(facts: Mapping[str, Any]) -> str:
     """Return the page of a plan as HTML; `facts`: the content of plan.json."""
     rows = facts["advice"]
     longest = max([facts["gpu_memory_gib"], *(row["gpu_total_gib"] for row in rows)])
-    settings = [[name.replace("_", " "), str(value)] for name, value in facts["settings"].items()]
+    settings = [
+        [name.replace("_", " "), str(value)]
+        for name, value in facts["settings"].items()
+        if value is not None
+    ]
     seconds = {name: value for name, value in facts["seconds"].items() if value}
     verdict = "fits" if facts["fits"] else "does not fit"
     return render_template(

@@ -178,7 +178,7 @@ def test_the_page_is_self_contained(run_preview: Callable[..., Any]) -> None:
 
 @needs_browser
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("width", [1280, 768, 420])
 def test_nothing_is_cut_in_a_browser_and_ids_are_listed(
     width: int, run_preview: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ from app.evaluation.significance import VARIANTS, RowScores
 from app.process.logs import show
 from common.errors import UserError
 from common.files import open_no_follow
-from common.text import formatted, printable
+from common.text import counted, formatted, printable
 
 VERDICTS_FILE = "verdicts.jsonl"
 MAX_FAILED = 3
@@ -182,7 +182,7 @@ class Judgement:
         paid = [verdict for verdict in self.verdicts if not verdict.is_cached]
         read = sum(verdict.read_tokens for verdict in paid)
         written = sum(verdict.written_tokens for verdict in paid)
-        text = f"{len(paid):,} verdicts for {read:,} tokens read and {written:,} written"
+        text = f"{counted(len(paid), 'verdict')} for {read:,} tokens read and {written:,} written"
         if config.input_price is not None or config.output_price is not None:
             dollars = read * (config.input_price or 0) + written * (config.output_price or 0)
             text += f", ${dollars / 1e6:,.4f}"
@@ -317,8 +317,8 @@ def print_judgement(judged: Judgement, config: JudgeConfig, page: str) -> None:
     show(f"judge: {judged.state()}; {judged.cost(config)}")
     if num_inconsistent := judged.num_inconsistent():
         show(
-            f"judge: {num_inconsistent} comparisons changed when the order was swapped, and count "
-            "as ties"
+            f"judge: {counted(num_inconsistent, 'comparison')} changed when the order was swapped, "
+            "counted as a tie each"
         )
     show(f"judge: {printable(page)}")
 
